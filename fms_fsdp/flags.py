@@ -1,0 +1,347 @@
+"""Command line and overlay files → a typed, frozen config dataclass.
+
+    argv ── fire (splits --name=value; text stays text) ─┐
+    --config=a.toml,b.json (later wins) ─────────────────┴─ merge (flags win) ── coerce by field type ── dataclass
+
+`-` and `_` are equal in names. Nothing is guessed and nothing is ignored: an unknown name, a value that does not fit its field and a stray
+argument are `ValueError`s of one line. Works for `TrainConfig` (sections) and for any flat dataclass whose fields come from `config.flag`.
+`python -m fms_fsdp.flags` prints docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import fire
+
+from fms_fsdp.config import TrainConfig
+
+C = TypeVar("C")
+
+SHIPPED = Path(__file__).parent / "configs"
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_WORDS = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One flag: where it lives, its declared type and its documentation."""
+
+    name: str
+    section: str
+    type: Any
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    minimum: float | None
+    maximum: float | None
+    advanced: bool
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[C]):
+    """A config and where its values come from: `origins[name]` is "flag" or the overlay's path; absent for defaults."""
+
+    config: C
+    origins: Mapping[str, str]
+    overridden: tuple[str, ...]
+
+
+def declared_fields(config_type: type[Any]) -> dict[str, Field]:
+    """Flat name → Field, in the order of declaration; fields that are dataclasses themselves are sections."""
+    found: dict[str, Field] = {}
+    hints = typing.get_type_hints(config_type)
+    for item in dataclasses.fields(config_type):
+        inner = hints[item.name]
+        if dataclasses.is_dataclass(inner) and isinstance(inner, type):
+            for name, spec in declared_fields(inner).items():
+                assert name not in found, f"flag {name} is declared in two sections"
+                found[name] = dataclasses.replace(spec, section=item.name)
+        else:
+            found[item.name] = Field(item.name, "", inner, item.default, **item.metadata)
+    return found
+
+
+def parse_flags(config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py") -> C:
+    """The config that `argv` (without the program's name) describes. `--help` prints all flags and exits with 0.
+
+    Raises:
+        ValueError: an unknown flag, a value that does not fit, a stray argument, an unreadable overlay.
+    """
+    return parse_with_origins(config_type, argv, usage).config
+
+
+def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py") -> Parsed[C]:
+    """Like `parse_flags`, with the origin of every value that is not a default, and what one overlay took from another."""
+    fields = declared_fields(config_type)
+    given = _split(argv)
+    if given.keys() & {"help", "h"}:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(help_text(config_type, usage))
+        raise SystemExit(0)
+    overlays = given.pop("config", "")
+    folder = given.pop("config_dir", "")
+    if folder and not overlays:
+        raise ValueError(f"--config_dir ({folder}) is only used to find --config; add --config=NAME")
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    overridden: list[str] = []
+    for name in [part for part in overlays.split(",") if part]:
+        path = _find_overlay(name, folder)
+        for key, value in _read_overlay(path, fields).items():
+            if key in values:
+                overridden.append(f"{key}: {path} replaces {origins[key]}")
+            values[key], origins[key] = value, str(path)
+    for key, text in given.items():
+        _known(key, fields, "--" + key)
+        if key in values:
+            overridden.append(f"{key}: the flag replaces {origins[key]}")
+        values[key], origins[key] = text, "flag"
+    typed = {key: coerce(fields[key], value) for key, value in values.items()}
+    return Parsed(_build(config_type, fields, typed), origins, tuple(overridden))
+
+
+def _split(argv: Sequence[str]) -> dict[str, str]:
+    """Name → text of each `--name=value` or `--name value`, by fire; a bare `--name` is "True", `--noname` "False"."""
+    caught: dict[str, str] = {}
+
+    @fire.decorators.SetParseFn(str)  # type: ignore[untyped-decorator]
+    def catch(*stray: str, **named: str) -> None:
+        if stray:
+            raise ValueError(f"argument ({stray[0]}) is not a flag; write --name=value")
+        for name, text in named.items():
+            caught[name.replace("-", "_")] = text
+
+    if "--" in argv:
+        raise ValueError("argument (--) is not a flag; write --name=value")
+    fire.Fire(catch, command=list(argv), name="flags")
+    return caught
+
+
+def _known(key: str, fields: Mapping[str, Field], shown: str) -> None:
+    if key not in fields:
+        near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+        hint = f"did you mean --{near[0]}?" if near else "--help lists all flags"
+        raise ValueError(f"{shown} is not a flag; {hint}")
+
+
+def _find_overlay(name: str, folder: str) -> Path:
+    """The overlay's file: the path as given, in --config_dir, or one shipped with the package by its bare name."""
+    candidates = [Path(folder) / name] if folder else [Path(name)]
+    candidates += [path.with_suffix(".toml") for path in candidates] + [SHIPPED / f"{name}.toml"]
+    for path in candidates:
+        if path.is_file():
+            return path
+    shipped = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml")))
+    raise ValueError(f"--config ({name}) is not a file{f' in {folder}' if folder else ''}; shipped overlays: {shipped}")
+
+
+def _read_overlay(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Flat name → value of a TOML or JSON overlay; tables must be named after sections, `resolved` is passed over."""
+    try:
+        content = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--config ({path}) cannot be read: {error}") from None
+    flat: dict[str, Any] = {}
+    sections = {spec.section for spec in fields.values()}
+    for key, value in content.items():
+        if key == "resolved" and isinstance(value, dict):
+            continue
+        if not isinstance(value, dict):
+            flat[key.replace("-", "_")] = value
+        elif key in sections:
+            for name, inner in value.items():
+                name = name.replace("-", "_")
+                _known(name, fields, f"{path}: [{key}] {name}")
+                if fields[name].section != key:
+                    raise ValueError(
+                        f"{path}: [{key}] {name} belongs to the table [{fields[name].section}]; move it there"
+                    )
+                flat[name] = inner
+        else:
+            raise ValueError(f"{path}: the table [{key}] is not a section; sections: {', '.join(sorted(sections))}")
+    for name in flat:
+        _known(name, fields, f"{path}: {name}")
+    return flat
+
+
+def _build(config_type: type[C], fields: Mapping[str, Field], values: Mapping[str, Any]) -> C:
+    hints = typing.get_type_hints(config_type)
+    sections = {spec.section for spec in fields.values()} - {""}
+    parts = {s: hints[s](**{k: v for k, v in values.items() if fields[k].section == s}) for s in sections}
+    return config_type(**parts, **{key: value for key, value in values.items() if not fields[key].section})
+
+
+def coerce(field: Field, value: Any) -> Any:
+    """`value` (text of a flag, or a value of TOML or JSON) as the field's declared type.
+
+    Raises:
+        ValueError: it does not fit the type, the choices or the range.
+    """
+    kind, optional = _unwrap(field.type)
+    if optional and (value is None or (isinstance(value, str) and value.lower() in ("", "none", "null"))):
+        return None
+    if typing.get_origin(kind) is tuple:
+        items = [part for part in value.strip("[]() ").split(",") if part] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            items = [items]
+        result: Any = tuple(_scalar(field, typing.get_args(kind)[0], item) for item in items)
+    else:
+        result = _scalar(field, kind, value)
+    return result
+
+
+def _unwrap(declared: Any) -> tuple[Any, bool]:
+    """The type without `| None`, and whether None is allowed."""
+    if typing.get_origin(declared) in (types.UnionType, typing.Union):
+        inner = [part for part in typing.get_args(declared) if part is not type(None)]
+        return inner[0], True
+    return declared, False
+
+
+def _scalar(field: Field, kind: Any, value: Any) -> Any:
+    text = str(value).strip() if not isinstance(value, bool) else str(value).lower()
+    shown = f"--{field.name} ({text})"
+    if kind is bool:
+        if text.lower() not in _WORDS:
+            raise ValueError(f"{shown} must be a boolean; write true or false")
+        return _WORDS[text.lower()]
+    if kind is str:
+        if field.choices and text.lower() not in field.choices:
+            near = difflib.get_close_matches(text.lower(), field.choices, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{shown} must be one of {', '.join(field.choices)}{hint}")
+        return text.lower() if field.choices else text
+    number = _integer(text) if kind is int else _float(text)
+    if number is None:
+        example = "an integer such as 4096, 5_000_000, 2M or 4Ki" if kind is int else "a number such as 0.1 or 3e-4"
+        raise ValueError(f"{shown} must be {example}")
+    for bound, broken, rule in ((field.minimum, "<", "at least"), (field.maximum, ">", "at most")):
+        if bound is not None and (number < bound if broken == "<" else number > bound):
+            raise ValueError(f"{shown} must be {rule} {bound:g}")
+    return number
+
+
+def _integer(text: str) -> int | None:
+    """An exact integer from 4096, 5_000_000, 4k, 2M, 1.5B, 4Ki or 1e6; None for anything else."""
+    match = re.fullmatch(r"([+-]?[\d_]+(?:\.\d+)?(?:[eE][+-]?\d+)?)(ki|mi|gi|[kmbt]?)", text, re.IGNORECASE)
+    if match is None or not re.search(r"\d", text):
+        return None
+    try:
+        number = Fraction(match[1].replace("_", "")) * _SUFFIXES[match[2].lower()]
+    except ValueError:
+        return None
+    return int(number) if number.denominator == 1 else None
+
+
+def _float(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if abs(number) < float("inf") else None
+
+
+def _type_name(declared: Any) -> str:
+    kind, optional = _unwrap(declared)
+    name = f"{typing.get_args(kind)[0].__name__},…" if typing.get_origin(kind) is tuple else kind.__name__
+    return name + (" or none" if optional else "")
+
+
+def _shown_default(value: Any) -> str:
+    return (
+        ",".join(map(str, value)) or "empty" if isinstance(value, tuple) else ("empty" if value == "" else str(value))
+    )
+
+
+def describe(parsed: Parsed[Any]) -> str:
+    """The config as parsed, by section; `*` marks what is not the default and says where it comes from."""
+    lines = []
+    section = None
+    for name, spec in declared_fields(type(parsed.config)).items():
+        if spec.section != section:
+            section = spec.section
+            lines.append(f"[{section}]")
+        owner = getattr(parsed.config, spec.section) if spec.section else parsed.config
+        value = getattr(owner, name)
+        origin = parsed.origins.get(name, "")
+        mark = (
+            f"* {name} = {_shown_default(value)}  ({origin})"
+            if value != spec.default
+            else f"  {name} = {_shown_default(value)}"
+        )
+        lines.append("  " + mark)
+    return "\n".join([*lines, *(f"overridden: {item}" for item in parsed.overridden)])
+
+
+def help_text(config_type: type[Any], usage: str) -> str:
+    """All flags by section, with type, default, meaning and choices."""
+    lines = [f"usage: {usage} [--config=a.toml,b.toml] [--config_dir=DIR] [--flag=value …]"]
+    section = None
+    for spec in declared_fields(config_type).values():
+        if spec.section != section:
+            section = spec.section
+            lines.append(f"\n{section}")
+        choices = f" [{'|'.join(spec.choices)}]" if spec.choices else ""
+        lines.append(f"  --{spec.name} ({_type_name(spec.type)}, default {_shown_default(spec.default)}){choices}")
+        lines.append(f"      {spec.help}{' (advanced)' if spec.advanced else ''}")
+    return "\n".join(lines)
+
+
+def markdown(config_type: type[Any]) -> str:
+    """docs/configuration.md: one table per section, advanced flags in a table of their own."""
+    fields = declared_fields(config_type)
+    hints = typing.get_type_hints(config_type)
+    lines = [_PREFACE]
+    for section in dict.fromkeys(spec.section for spec in fields.values()):
+        lines.append(f"\n## {section}\n\n{(hints[section].__doc__ or '').strip()}\n")
+        for advanced in (False, True):
+            rows = [spec for spec in fields.values() if spec.section == section and spec.advanced is advanced]
+            if not rows:
+                continue
+            if advanced:
+                lines.append("\nAdvanced: keep the default unless you know why.\n")
+            lines += ["| flag | type | default | meaning |", "|---|---|---|---|"]
+            for spec in rows:
+                choices = f" One of {', '.join(f'`{choice}`' for choice in spec.choices)}." if spec.choices else ""
+                default = f"`{_shown_default(spec.default)}`"
+                lines.append(f"| `--{spec.name}` | {_type_name(spec.type)} | {default} | {spec.help}.{choices} |")
+    return "\n".join(lines) + "\n"
+
+
+_PREFACE = """# Configuration
+
+Generated by `python -m fms_fsdp.flags`; a test keeps it equal to the code.
+
+Flags are flat (`--seq_length=2048`, `--seq-length 2048`), in any order. `--config=a.toml,b.toml` lays files over the defaults: a later file wins over an
+earlier one, flags win over files. A file holds flags by name, at its top or in tables named after the sections below; `.json` is read too, so
+`--config=runs/NAME/config.json` repeats a run. `--config_dir=DIR` is where bare names are looked for; the overlays shipped in `fms_fsdp/configs/` are found
+by their bare name. A useful split is one file for the model and one for the site: `--config=model.toml,site.toml`.
+
+Integers may be written `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`; booleans `true`/`false`, `yes`/`no`, `1`/`0` in any case; lists `a,b`. `none` clears an optional
+value. What is not known is an error that names the nearest flag; nothing is ignored. Checks run before any work, in this order: flags, world and mesh, data, memory."""
+
+
+if __name__ == "__main__":
+    print(markdown(TrainConfig), end="")

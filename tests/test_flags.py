@@ -1,0 +1,199 @@
+"""Flags, overlays and the batch arithmetic: what is accepted, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fms_fsdp.config import (
+    TrainConfig,
+    TrainingConfig,
+    as_dict,
+    parse_selective_checkpointing,
+    resolve_batch,
+)
+from fms_fsdp.flags import SHIPPED, declared_fields, describe, help_text, markdown, parse_flags, parse_with_origins
+from fms_fsdp.models.variants import resolve_model
+
+ROOT = Path(__file__).parent.parent
+
+
+def parse(*argv: str) -> TrainConfig:
+    return parse_flags(TrainConfig, argv)
+
+
+@pytest.mark.parametrize(
+    ("argument", "section", "name", "value"),
+    [
+        ("--seq-length=2048", "data", "seq_length", 2048),
+        ("--seq_length=4Ki", "data", "seq_length", 4096),
+        ("--num_steps=5_000_000", "training", "num_steps", 5_000_000),
+        ("--num_steps=4k", "training", "num_steps", 4000),
+        ("--num_steps=2M", "training", "num_steps", 2_000_000),
+        ("--num_steps=1B", "training", "num_steps", 10**9),
+        ("--num_steps=1.5k", "training", "num_steps", 1500),
+        ("--num_steps=1e6", "training", "num_steps", 10**6),
+        ("--learning_rate=1e-4", "optim", "learning_rate", 1e-4),
+        ("--learning_rate=1", "optim", "learning_rate", 1.0),
+        ("--use_dummy_dataset", "data", "use_dummy_dataset", True),
+        ("--use_dummy_dataset=YES", "data", "use_dummy_dataset", True),
+        ("--low_cpu_fsdp=False", "parallel", "low_cpu_fsdp", False),
+        ("--low_cpu_fsdp=0", "parallel", "low_cpu_fsdp", False),
+        ("--nolow_cpu_fsdp", "parallel", "low_cpu_fsdp", False),
+        ("--mixed_precision=none", "parallel", "mixed_precision", None),
+        ("--sharding_strategy=HSDP", "parallel", "sharding_strategy", "hsdp"),
+        ("--datasets=a-b,lang=en/dataset=cc", "data", "datasets", ("a-b", "lang=en/dataset=cc")),
+        ("--run_name=1e5", "log", "run_name", "1e5"),
+        ("--run_name=007", "log", "run_name", "007"),
+        ("--selective_checkpointing=1/3", "parallel", "selective_checkpointing", "1/3"),
+    ],
+)
+def test_a_flag_is_read_by_the_type_of_its_field(argument: str, section: str, name: str, value: Any) -> None:
+    read = getattr(getattr(parse(argument), section), name)
+    assert read == value and type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model_varient=7b"], "--model_varient is not a flag; did you mean --model_variant?"),
+        (["--sharding_strategy=fdsp"], "--sharding_strategy (fdsp) must be one of fsdp, hsdp, ddp, none; did you mean fsdp?"),
+        (["--batch_size=two"], "--batch_size (two) must be an integer"),
+        (["--batch_size=1.5"], "--batch_size (1.5) must be an integer"),
+        (["--batch_size=0"], "--batch_size (0) must be at least 1"),
+        (["--learning_rate=nan"], "--learning_rate (nan) must be a number"),
+        (["--use_profiler=maybe"], "--use_profiler (maybe) must be a boolean"),
+        (["7b"], "argument (7b) is not a flag"),
+        (["--seq_length=64", "stray"], "argument (stray) is not a flag"),
+        (["--selective_checkpointing=3"], "write 1/3 or every:3"),
+        (["--selective_checkpointing=0"], "--fsdp_activation_checkpointing=False"),
+        (["--logical_shards=1000"], "--logical_shards (1000) must be a power of two; nearest: 1024"),
+        (["--datasets=a,b", "--weights=1"], "1 weights for 2 datasets"),
+        (["--datasets=a,b", "--weights=1,-2"], "--weights (1,-2) must be positive"),
+        (["--datasets=a,a"], "repeated: a"),
+        (["--warmup_steps=20", "--num_steps=10"], "--warmup_steps (20) must not exceed --num_steps (10)"),
+        (["--config=no_such_file"], "shipped overlays: gpt3_13b"),
+        (["--load_model_only=True"], "--ckpt_load_path"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_with_the_remedy(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_flags(TrainConfig, argv)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_overlays_apply_from_left_to_right_and_flags_win(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('# comments stay\nseq-length = 64\nnum_steps = 7\n[optim]\nlearning_rate = 1e-3\n')
+    (tmp_path / "b.json").write_text(json.dumps({"training": {"num_steps": 8}, "resolved": {"world_size": 4}}))
+    parsed = parse_with_origins(
+        TrainConfig, ["--config=a,b.json", f"--config_dir={tmp_path}", "--learning_rate=2e-3"]
+    )
+    assert parsed.config.data.seq_length == 64
+    assert parsed.config.training.num_steps == 8
+    assert parsed.config.optim.learning_rate == 2e-3
+    assert parsed.origins["learning_rate"] == "flag" and parsed.origins["num_steps"].endswith("b.json")
+    assert len(parsed.overridden) == 2
+    shown = describe(parsed)
+    assert "* num_steps = 8" in shown and "  seed = 2023" in shown and "overridden: learning_rate" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_stepz = 3", "did you mean --num_steps?"),
+        ("[optim]\nnum_steps = 3", "belongs to the table [training]"),
+        ("[optimizer]\nlearning_rate = 3", "[optimizer] is not a section"),
+        ("num_steps = ", "cannot be read"),
+        ("num_steps = true", "--num_steps (true) must be an integer"),
+    ],
+)
+def test_a_wrong_overlay_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        parse(f"--config={tmp_path / 'x.toml'}")
+    assert message in str(caught.value)
+
+
+def test_a_saved_config_repeats_the_run(tmp_path: Path) -> None:
+    config = parse("--model_variant=tiny", "--datasets=a,b", "--weights=2,1", "--mixed_precision=false")
+    (tmp_path / "config.json").write_text(json.dumps(as_dict(config)))
+    assert parse(f"--config={tmp_path / 'config.json'}") == config
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_overlay_describes_a_model(path: Path) -> None:
+    config = parse(f"--config={path.stem}")
+    model = resolve_model(config.model, seq_length=config.data.seq_length)
+    assert model.hidden_size % model.num_attention_heads == 0 and model.vocab_size == 50257
+
+
+def test_every_flag_has_a_meaning_and_a_unique_name() -> None:
+    fields = declared_fields(TrainConfig)
+    assert all(len(spec.help) > 10 for spec in fields.values())
+    sections = [part.name for part in dataclasses.fields(TrainConfig)]
+    assert list(dict.fromkeys(spec.section for spec in fields.values())) == sections
+    shown = help_text(TrainConfig, "x")
+    assert all(f"--{name} (" in shown for name in fields)
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    committed = (ROOT / "docs" / "configuration.md").read_text()
+    assert committed == markdown(TrainConfig), "run: python -m fms_fsdp.flags > docs/configuration.md"
+
+
+def test_help_prints_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0 and "--model_variant" in capsys.readouterr().out
+
+
+def test_the_run_name_depends_on_what_is_trained_alone() -> None:
+    name = parse("--model_variant=tiny").run_name
+    assert name.startswith("tiny-") and len(name) == len("tiny-") + 8
+    assert name == parse("--model_variant=tiny", "--num_steps=5", "--report_interval=3", "--output_dir=x").run_name
+    assert name != parse("--model_variant=tiny", "--learning_rate=1").run_name
+
+
+@pytest.mark.parametrize(
+    ("rows", "accum", "total", "expected"),
+    [
+        (None, None, None, (2, 1)),
+        (4, None, None, (4, 1)),
+        (4, 3, None, (4, 3)),
+        (4, None, 32, (4, 2)),
+        (None, 2, 32, (4, 2)),
+        (None, None, 32, (2, 4)),
+        (None, None, 12, (1, 3)),
+        (4, 2, 32, (4, 2)),
+    ],
+)
+def test_two_batch_sizes_give_the_third(rows: int | None, accum: int | None, total: int | None, expected: Any) -> None:
+    plan = resolve_batch(TrainingConfig(batch_size=rows, grad_accum_steps=accum, global_batch_size=total), dp_size=4)
+    assert (plan.batch_size, plan.grad_accum_steps) == expected
+    assert plan.global_batch_size == (total or expected[0] * expected[1] * 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "accum", "total", "message"),
+    [
+        (None, None, 6, "valid sizes: 1,2,3,6"),
+        (3, None, 32, "must equal batch_size (3)"),
+        (4, 4, 32, "give two of the three"),
+        (None, 3, 32, "give two of the three"),
+    ],
+)
+def test_batch_sizes_that_contradict_are_refused(rows: int | None, accum: int | None, total: int, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        resolve_batch(TrainingConfig(batch_size=rows, grad_accum_steps=accum, global_batch_size=total), dp_size=4)
+    assert message in str(caught.value)
+
+
+def test_selective_checkpointing_is_a_share_of_blocks() -> None:
+    assert parse_selective_checkpointing("1") == 1
+    assert parse_selective_checkpointing("1/2") == parse_selective_checkpointing("every:2") == Fraction(1, 2)
+    assert parse_selective_checkpointing("0.33") == Fraction(33, 100)
