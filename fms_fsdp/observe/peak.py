@@ -1,0 +1,44 @@
+"""What the hardware could do at best: the denominator of MFU."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+# Dense bf16 tensor-core peak in FLOP/s, without sparsity. Sources: NVIDIA's data sheets of each product (A100, H100, H200, B200, L40S, A10G, V100:
+# fp16), AMD's of MI250X (one of two dies) and MI300X. The longest name that occurs in the device's name counts.
+PEAK_BF16_FLOPS = {
+    "V100": 125e12,
+    "A10G": 70e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "MI250X": 191.5e12,
+    "MI300X": 1307e12,
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of one rank: the table's for a GPU (None if it is unknown), a measured matrix product on a CPU."""
+    if device.type == "cpu":
+        return measure_matmul_flops(dtype)
+    name = torch.cuda.get_device_name(device)
+    known = [key for key in PEAK_BF16_FLOPS if key in name]
+    return PEAK_BF16_FLOPS[max(known, key=len)] if known else None
+
+
+def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, rounds: int = 5) -> float:
+    """The best rate of `rounds` square matrix products on this process's CPU threads, in FLOP/s (about 50 ms in all)."""
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    best = 0.0
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        torch.mm(a, b)
+        best = max(best, 2 * size**3 / (time.perf_counter() - begin))
+    return best

@@ -1,0 +1,139 @@
+"""The checks before any work: what the flags mean on this machine, in this world, with this data. No collective, no process group.
+
+Order: flags (done by parsing) → world and mesh → data → checkpoint → memory; the first failure is raised. Every rank reads the same files and so
+comes to the same answer. Together with `main_training.py` this is the only module that sees the whole configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fms_fsdp import runtime
+from fms_fsdp.checkpoint.checkpointer import Checkpoint, find_start
+from fms_fsdp.config import BatchPlan, TrainConfig, resolve_batch
+from fms_fsdp.data.custom import load_builder
+from fms_fsdp.flags import Parsed
+from fms_fsdp.mesh import Layout, resolve_layout
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.variants import LlamaConfig, resolve_model
+from fms_fsdp.parallel.memory import check_memory, estimate_memory
+
+BATCH_FLAGS = ("batch_size", "grad_accum_steps", "global_batch_size")
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What the checks found, alike on every rank. `corpus` is None for synthetic data and streams of the user's own."""
+
+    world: runtime.World
+    device: torch.device
+    layout: Layout
+    batch: BatchPlan
+    corpus: Any
+    model: LlamaConfig
+    mixed_precision: bool
+    checkpoint: Checkpoint | None
+    continues: bool
+
+    @property
+    def start(self) -> int:
+        """The last step already done."""
+        return self.checkpoint.step if self.checkpoint is not None and self.continues else 0
+
+    @property
+    def tokens_at_start(self) -> int:
+        return int(self.checkpoint.state["tokens_seen"]) if self.checkpoint is not None and self.continues else 0
+
+    def resolved(self) -> dict[str, Any]:
+        """What config.json and the log say beyond the flags."""
+        return {
+            "world_size": self.world.world_size,
+            "device": str(self.device.type),
+            "layout": asdict(self.layout),
+            "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
+            "model": asdict(self.model) | {"num_params": num_params(self.model)},
+            "mixed_precision": self.mixed_precision,
+            "versions": runtime.versions(),
+        }
+
+    def summary(self) -> str:
+        """What a person wants to know before step 1."""
+        batch, model = self.batch, self.model
+        tokens = batch.global_batch_size * model.max_seq_len
+        return (
+            f"model: {num_params(model):,} parameters, {'bf16 compute, fp32 master weights' if self.mixed_precision else 'fp32'}\n"
+            f"world: {self.world.world_size} x {self.device.type}, {self.layout.strategy}: "
+            f"{self.layout.dp_replicate} replicas x {self.layout.dp_shard} shards\n"
+            f"batch: {batch.batch_size} rows x {batch.dp_size} ranks x {batch.grad_accum_steps} micro-steps = "
+            f"{batch.global_batch_size} rows = {tokens:,} tokens a step"
+        )
+
+
+def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
+    """Everything that can be known to be wrong before the first collective.
+
+    Raises:
+        ValueError, OSError: the first check that fails, as one line.
+    """
+    cfg = parsed.config
+    resolve_model(cfg.model, seq_length=cfg.data.seq_length)
+    device = runtime.pick_device(world)
+    layout = resolve_layout(
+        cfg.parallel,
+        variant=cfg.model.model_variant,
+        world_size=world.world_size,
+        local_world_size=world.local_world_size,
+    )
+    batch = resolve_batch(cfg.training, layout.dp_size)
+    mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device)
+    corpus = _open_data(cfg)
+    vocab_size = corpus.vocab_size if corpus is not None else None
+    model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
+    checkpoint, own = find_start(cfg.ckpt_save_path, cfg.checkpoint.ckpt_load_path)
+    continues = own or not cfg.checkpoint.load_model_only
+    found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, checkpoint, continues)
+    if checkpoint is not None:
+        _check_checkpoint(parsed, found, checkpoint)
+    check_memory(estimate_memory(model, layout), device, world.local_world_size)
+    return found
+
+
+def _open_data(cfg: TrainConfig) -> Any:
+    if cfg.data.dataset_builder:
+        load_builder(cfg.data)
+        return None
+    if cfg.data.use_dummy_dataset:
+        return None
+    from fms_fsdp.data.manifest import open_corpus  # pyarrow: only where there are shards to read
+
+    return open_corpus(cfg.data)
+
+
+def _check_checkpoint(parsed: Parsed[TrainConfig], found: Preflight, checkpoint: Checkpoint) -> None:
+    """The checkpoint fits the model, the length and the batch asked for; a change of seed is said aloud."""
+    saved = checkpoint.state["resolved"]
+    for name, value in asdict(found.model).items():
+        theirs = saved["model"].get(name)
+        if name not in ("attn_impl", "init_std", "max_seq_len") and theirs != value:
+            raise ValueError(
+                f"--{name} ({value}) must be that of the checkpoint {checkpoint.folder} ({theirs}); "
+                f"set it so, or choose another --run_name"
+            )
+    num_steps = parsed.config.training.num_steps
+    if found.continues and num_steps < checkpoint.step:
+        raise ValueError(
+            f"--num_steps ({num_steps}) must not lie below the newest checkpoint (step {checkpoint.step} in {checkpoint.folder.parent}); "
+            f"raise it or choose another --run_name"
+        )
+    rows = saved["batch"]["global_batch_size"]
+    if found.continues and rows != found.batch.global_batch_size and not any(f in parsed.origins for f in BATCH_FLAGS):
+        raise ValueError(
+            f"--global_batch_size ({found.batch.global_batch_size}) must stay that of the checkpoint ({rows}) unless a batch flag is given; "
+            f"add --global_batch_size={rows} to keep it"
+        )
+    seed = checkpoint.state["config"]["training"]["seed"]
+    if seed != parsed.config.training.seed:
+        runtime.log.warning("--seed (%d) differs from the checkpoint's (%d)", parsed.config.training.seed, seed)

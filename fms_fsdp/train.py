@@ -1,0 +1,132 @@
+"""The loop: batches in, optimizer steps out. Knows no flag, no file format and no backend.
+
+    next_batch → micro-steps (forward, backward) → clip → lr → optimizer step → report | checkpoint | stop
+
+The loss of a step is the sum over all unmasked labels of the global batch divided by their number. The number is known before the first
+backward, so every micro-step's gradient has its final weight, however labels are spread over ranks and micro-steps. FSDP averages gradients over
+ranks; the factor dp_size undoes that. Nothing is read back from the device except on report steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from fms_fsdp.config import BatchPlan
+from fms_fsdp.data.batch import Batch
+from fms_fsdp.mesh import Layout
+from fms_fsdp.observe.metrics import Clock
+from fms_fsdp.optim.optimizers import set_learning_rate
+from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
+from fms_fsdp.runtime import sum_over_ranks
+from fms_fsdp.status import BadInput
+
+
+class Stream(Protocol):
+    """What the loop needs of a data stream."""
+
+    data_wait_s: float
+
+    def next_batch(self) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step's outcome, still on the device: this rank's loss sum, all ranks' label count, the gradient norm before clipping."""
+
+    loss_sum: torch.Tensor
+    num_labels: torch.Tensor
+    grad_norm: torch.Tensor
+
+    def loss(self) -> float:
+        """The mean loss over the labels of the global batch (collective; waits for the device)."""
+        return (sum_over_ranks(self.loss_sum.clone()) / self.num_labels).item()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a step needs beside the batch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    layout: Layout
+    batch: BatchPlan
+    grad_clip: float
+    document_mask: bool
+    learning_rate: Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What happens between steps; every rank calls each after every step."""
+
+    report: Callable[[int, Batch, StepResult, Clock], None]
+    save: Callable[[int, bool], None]
+    profiler_step: Callable[[], None]
+    should_stop: Callable[[], bool]
+
+
+def train(recipe: Recipe, stream: Stream, hooks: Hooks, start: int, num_steps: int) -> int:
+    """Runs steps start+1 … num_steps and returns the last one done: `num_steps`, or fewer if a stop was asked for.
+
+    Raises:
+        BadInput: the data could not be read; the last checkpoint stands.
+    """
+    clock = Clock()
+    for step in range(start + 1, num_steps + 1):
+        try:
+            batch = stream.next_batch()
+        except (ValueError, FileNotFoundError) as error:
+            raise BadInput(str(error), on_one_rank=True) from error
+        result = train_step(recipe, batch, step)
+        clock.step_done(stream.data_wait_s)
+        hooks.report(step, batch, result, clock)
+        hooks.profiler_step()
+        stop = step < num_steps and hooks.should_stop()
+        begin = time.perf_counter()
+        hooks.save(step, stop)
+        clock.pause(time.perf_counter() - begin)
+        if stop:
+            return step
+    return num_steps
+
+
+def train_step(recipe: Recipe, batch: Batch, step: int) -> StepResult:
+    """One optimizer step over this rank's rows of the global batch (collective: every rank)."""
+    accum = recipe.batch.grad_accum_steps
+    parameters = [parameter for parameter in recipe.model.parameters() if parameter.requires_grad]
+    num_labels = (batch.labels_BS != -100).sum().to(recipe.device, non_blocking=True)
+    num_labels = sum_over_ranks(num_labels).clamp(min=1)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
+    for micro_step, micro in enumerate(micro_batches(recipe, batch)):
+        set_gradient_sync(recipe.model, last_micro_step=micro_step == accum - 1, layout=recipe.layout)
+        with record_function("forward"):
+            micro_loss, _ = recipe.model(*micro)
+        with record_function("backward"):
+            (micro_loss * (recipe.batch.dp_size / num_labels)).backward()
+        loss_sum += micro_loss.detach()
+    with record_function("optimizer"):
+        grad_norm = clip_grad_norm(parameters, recipe.grad_clip)
+        set_learning_rate(recipe.optimizer, recipe.learning_rate(step))
+        recipe.optimizer.step()
+        recipe.optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss_sum, num_labels, grad_norm)
+
+
+def micro_batches(recipe: Recipe, batch: Batch) -> Iterator[tuple[torch.Tensor | None, ...]]:
+    """The model's arguments for each micro-step: consecutive slices of the rank's rows, on the device."""
+    positions, documents = (batch.positions_BS, batch.document_ids_BS) if recipe.document_mask else (None, None)
+    columns = (batch.tokens_BS, batch.labels_BS, positions, documents)
+    moved = [
+        None if column is None else column.to(recipe.device, non_blocking=True).chunk(recipe.batch.grad_accum_steps)
+        for column in columns
+    ]
+    for micro_step in range(recipe.batch.grad_accum_steps):
+        yield tuple(None if column is None else column[micro_step] for column in moved)
