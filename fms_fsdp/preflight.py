@@ -1,12 +1,14 @@
 """The checks before any work: what the flags mean on this machine, in this world, with this data. No collective, no process group.
 
-Order: flags (done by parsing) → world and mesh → data → checkpoint → memory; the first failure is raised. Every rank reads the same files and so
+Order: flags (done by parsing) → world and mesh → data → checkpoint → memory → folders to write; the first failure is raised. Every rank reads the same files and so
 comes to the same answer. Together with `main_training.py` this is the only module that sees the whole configuration.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import Layout, resolve_layout
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
+from fms_fsdp.parallel.compile import check_compile
 from fms_fsdp.parallel.memory import check_memory, estimate_memory
 
 BATCH_FLAGS = ("batch_size", "grad_accum_steps", "global_batch_size")
@@ -87,6 +90,8 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
         world_size=world.world_size,
         local_world_size=world.local_world_size,
     )
+    if cfg.parallel.use_torch_compile:
+        check_compile(device)
     batch = resolve_batch(cfg.training, layout.dp_size)
     mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device)
     corpus = _open_data(cfg)
@@ -97,8 +102,23 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, checkpoint, continues)
     if checkpoint is not None:
         _check_checkpoint(parsed, found, checkpoint)
-    check_memory(estimate_memory(model, layout), device, world.local_world_size)
+    holder = torch.device("cpu") if cfg.parallel.cpu_offload else device
+    estimate = estimate_memory(model, layout, mixed_precision=mixed_precision)
+    check_memory(estimate, holder, world.local_world_size)
+    _make_writable("--output_dir", Path(cfg.output_dir))
+    _make_writable("--ckpt_save_path", Path(cfg.ckpt_save_path))
     return found
+
+
+def _make_writable(flag: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{flag} ({folder}) must be a folder that can be made: {error.strerror}; choose another"
+        ) from None
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{flag} ({folder}) must be writable; choose another or change its permissions")
 
 
 def _open_data(cfg: TrainConfig) -> Any:

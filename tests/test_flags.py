@@ -62,7 +62,10 @@ def test_a_flag_is_read_by_the_type_of_its_field(argument: str, section: str, na
     ("argv", "message"),
     [
         (["--model_varient=7b"], "--model_varient is not a flag; did you mean --model_variant?"),
-        (["--sharding_strategy=fdsp"], "--sharding_strategy (fdsp) must be one of fsdp, hsdp, ddp, none; did you mean fsdp?"),
+        (
+            ["--sharding_strategy=fdsp"],
+            "--sharding_strategy (fdsp) must be one of fsdp, hsdp, ddp, none; did you mean fsdp?",
+        ),
         (["--batch_size=two"], "--batch_size (two) must be an integer"),
         (["--batch_size=1.5"], "--batch_size (1.5) must be an integer"),
         (["--batch_size=0"], "--batch_size (0) must be at least 1"),
@@ -88,11 +91,9 @@ def test_a_wrong_flag_is_one_line_with_the_remedy(argv: list[str], message: str)
 
 
 def test_overlays_apply_from_left_to_right_and_flags_win(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text('# comments stay\nseq-length = 64\nnum_steps = 7\n[optim]\nlearning_rate = 1e-3\n')
+    (tmp_path / "a.toml").write_text("# comments stay\nseq-length = 64\nnum_steps = 7\n[optim]\nlearning_rate = 1e-3\n")
     (tmp_path / "b.json").write_text(json.dumps({"training": {"num_steps": 8}, "resolved": {"world_size": 4}}))
-    parsed = parse_with_origins(
-        TrainConfig, ["--config=a,b.json", f"--config_dir={tmp_path}", "--learning_rate=2e-3"]
-    )
+    parsed = parse_with_origins(TrainConfig, ["--config=a,b.json", f"--config_dir={tmp_path}", "--learning_rate=2e-3"])
     assert parsed.config.data.seq_length == 64
     assert parsed.config.training.num_steps == 8
     assert parsed.config.optim.learning_rate == 2e-3

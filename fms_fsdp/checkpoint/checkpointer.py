@@ -13,6 +13,9 @@ import json
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +106,8 @@ def save_checkpoint(
     if first:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    dcp.save(_tensors(model, optimizer), checkpoint_id=partial, no_dist=not dist.is_initialized())
+    with _quiet_alone():
+        dcp.save(_tensors(model, optimizer), checkpoint_id=partial, no_dist=not dist.is_initialized())
     if first:
         with open(partial / "train_state.json", "w") as file:
             json.dump({"step": step, **state}, file, indent=1)
@@ -117,5 +121,13 @@ def save_checkpoint(
 
 def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Fills the model, and the optimizer if given, in place from any sharding into any other (collective: every rank)."""
-    tensors = _tensors(model, optimizer)
-    dcp.load(tensors, checkpoint_id=checkpoint.folder, no_dist=not dist.is_initialized())
+    with _quiet_alone():
+        dcp.load(_tensors(model, optimizer), checkpoint_id=checkpoint.folder, no_dist=not dist.is_initialized())
+
+
+@contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """DCP warns that it works in a single process even when told so (torch 2.11 to 2.13)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield

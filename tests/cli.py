@@ -1,0 +1,47 @@
+"""Runs the entrypoint as a user does, and reads what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+TINY = ("--model_variant=tiny", "--use_dummy_dataset=True", "--seq_length=64", "--report_interval=1")
+
+
+def run(
+    *argv: str, nproc: int = 0, torchrun: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`python main_training.py ARGV`, or under torchrun with `nproc` processes; one thread each."""
+    command = [sys.executable, "main_training.py"]
+    if nproc:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        command = [*command, *torchrun, "main_training.py"]
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
+    return subprocess.run([*command, *argv], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=240)
+
+
+def trained(*argv: str, nproc: int = 0, **environment: str) -> str:
+    """The output of a run that must end with 0."""
+    result = run(*argv, nproc=nproc, **environment)
+    assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def metrics(folder: Path) -> dict[int, dict[str, Any]]:
+    """Step → the last record of that step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record for record in lines}
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for _, record in sorted(metrics(folder).items())]
+
+
+def status(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    return content

@@ -1,0 +1,77 @@
+"""The whole line under torchrun: the same losses and the same data at every world size, resumes that change it, and bad input told once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli import TINY, losses, metrics, run, status, trained
+
+FP32 = (*TINY, "--mixed_precision=False", "--global_batch_size=8", "--num_steps=6", "--checkpoint_interval=3")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, fp32, a global batch of 8 rows in four micro-steps."""
+    folder = tmp_path_factory.mktemp("alone")
+    trained(*FP32, f"--output_dir={folder}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("nproc", "argv"),
+    [
+        (2, ["--sharding_strategy=fsdp"]),
+        pytest.param(2, ["--sharding_strategy=ddp", "--batch_size=4"], marks=pytest.mark.slow),
+        pytest.param(4, ["--sharding_strategy=hsdp", "--hsdp_shard_size=2", "--batch_size=1"], marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_data_are_those_of_one_process(alone: Path, tmp_path: Path, nproc: int, argv: list[str]) -> None:
+    trained(*FP32, *argv, f"--output_dir={tmp_path}", nproc=nproc)
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
+    for step, record in metrics(alone).items():
+        assert metrics(tmp_path)[step]["data_fingerprint"] == record["data_fingerprint"]
+        assert metrics(tmp_path)[step]["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_goes_on_with_four_then_one(alone: Path, tmp_path: Path) -> None:
+    steps = [f"--num_steps={n}" for n in (2, 4, 6)]
+    flat = ["--min_lr_ratio=1", "--warmup_steps=1"]  # a schedule that does not depend on num_steps
+    base = [*FP32, *flat, f"--output_dir={tmp_path / 'changing'}"]
+    trained(*base, steps[0], "--sharding_strategy=fsdp", nproc=2)
+    trained(*base, steps[1], "--sharding_strategy=hsdp", "--hsdp_shard_size=2", nproc=4)
+    trained(*base, steps[2])
+    trained(*FP32, *flat, f"--output_dir={tmp_path / 'alone'}")
+    assert losses(tmp_path / "changing") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_resume_on_two_ranks_is_exact_to_the_last_bit(tmp_path: Path) -> None:
+    import shutil
+
+    argv = [*FP32, "--sharding_strategy=fsdp"]
+    trained(*argv, f"--output_dir={tmp_path / 'whole'}", nproc=2)
+    shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_3", tmp_path / "again" / "checkpoints" / "step_3")
+    trained(*argv, f"--output_dir={tmp_path / 'again'}", nproc=2)
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")[3:]
+
+
+def test_bad_input_under_torchrun_is_printed_once_and_not_again_by_restarts() -> None:
+    result = run("--model_varient=7b", nproc=2, torchrun=("--max-restarts=1",))
+    assert result.returncode != 0
+    assert result.stderr.count("error: --model_varient is not a flag; did you mean --model_variant?") == 1
+
+
+def test_bad_input_found_by_all_ranks_is_told_once(tmp_path: Path) -> None:
+    result = run(
+        "--model_variant=tiny",
+        "--sharding_strategy=fsdp",
+        f"--output_dir={tmp_path}",
+        nproc=2,
+        torchrun=("--max-restarts=1",),
+    )
+    assert result.returncode != 0
+    assert result.stderr.count("error: ") == 1 and "--data_path" in result.stderr
+    assert status(tmp_path)["status"] == "bad_input"

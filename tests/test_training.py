@@ -1,0 +1,189 @@
+"""The whole line on one process: what a run leaves behind, resumes exactly, and refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.cli import ROOT, TINY, losses, metrics, run, status, trained
+
+FIELDS = (
+    "attempt step loss lr grad_norm tokens_seen tokens_per_sec_per_device mfu step_time_ms data_wait_ms peak_mem_gib data_fingerprint"
+).split()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight steps without a stop, a checkpoint at every second."""
+    folder = tmp_path_factory.mktemp("whole")
+    trained(*TINY, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={folder}")
+    return folder
+
+
+def test_a_run_leaves_everything_in_its_folder(whole: Path) -> None:
+    names = {path.name for path in whole.iterdir()}
+    assert names == {
+        "checkpoints",
+        "config.json",
+        "config.1.json",
+        "log.txt",
+        "metrics.jsonl",
+        "status.json",
+        "tensorboard",
+    }
+    assert status(whole) == {"status": "finished", "step": 8, "reason": "finished 8 steps"}
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6", "step_8"]
+    records = metrics(whole)
+    assert list(records) == list(range(1, 9))
+    assert all(name in records[1] for name in FIELDS)
+    assert records[8]["tokens_seen"] == 8 * 2 * 64
+    assert records[1]["loss"] == pytest.approx(math.log(512), rel=0.05)
+    config = json.loads((whole / "config.json").read_text())
+    assert config["data"]["seq_length"] == 64 and config["resolved"]["model"]["num_params"] > 100_000
+
+
+def test_a_finished_run_says_so_and_does_nothing(whole: Path) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    output = trained(*TINY, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={whole}")
+    assert "already finished at step 8; raise --num_steps or choose another --run_name" in output
+    assert (whole / "metrics.jsonl").read_bytes() == before and status(whole)["status"] == "finished"
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(whole: Path, tmp_path: Path, step: int) -> None:
+    shutil.copytree(whole / "checkpoints" / f"step_{step}", tmp_path / "checkpoints" / f"step_{step}")
+    trained(*TINY, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={tmp_path}")
+    kept = ("loss", "lr", "grad_norm", "tokens_seen", "data_fingerprint")
+    expected = {s: {name: r[name] for name in kept} for s, r in metrics(whole).items() if s > step}
+    assert {s: {name: r[name] for name in kept} for s, r in metrics(tmp_path).items()} == expected
+    assert tensors(tmp_path / "checkpoints" / "step_8") == tensors(whole / "checkpoints" / "step_8")
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Name → bytes of every tensor of a checkpoint."""
+    import torch
+
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+
+
+def test_load_path_continues_and_load_model_only_starts_afresh(whole: Path, tmp_path: Path) -> None:
+    load = f"--ckpt_load_path={whole / 'checkpoints' / 'step_4'}"
+    trained(*TINY, "--num_steps=8", load, f"--output_dir={tmp_path / 'on'}")
+    assert losses(tmp_path / "on") == losses(whole)[4:]
+    trained(*TINY, "--num_steps=2", load, "--load_model_only=True", f"--output_dir={tmp_path / 'fresh'}")
+    records = metrics(tmp_path / "fresh")
+    assert list(records) == [1, 2]
+    assert records[1]["data_fingerprint"] == metrics(whole)[1]["data_fingerprint"]
+    assert records[1]["loss"] != metrics(whole)[1]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num_steps=6"], "--num_steps (6) must not lie below the newest checkpoint (step 8"),
+        (["--num_steps=9", "--num_layers=3"], "--num_layers (3) must be that of the checkpoint"),
+        (["--num_steps=9", "--vocab_size=99"], "--vocab_size (99) must be that of the checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(whole: Path, argv: list[str], message: str) -> None:
+    before = (whole / "status.json").read_text()
+    result = run(*TINY, *argv, f"--output_dir={whole}")
+    (whole / "status.json").write_text(before)
+    assert result.returncode == 2 and result.stderr.startswith("error: ") and message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_another_global_batch_is_refused_unless_asked_for(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    argv = [*TINY, "--num_steps=9", f"--output_dir={tmp_path}"]
+    config = tmp_path / "checkpoints" / "step_8" / "train_state.json"
+    state = json.loads(config.read_text())
+    state["resolved"]["batch"]["global_batch_size"] = 16  # as if written on eight ranks
+    config.write_text(json.dumps(state))
+    refused = run(*argv)
+    assert refused.returncode == 2 and "must stay that of the checkpoint (16)" in refused.stderr
+    trained(*argv, "--batch_size=2")
+    assert status(tmp_path)["step"] == 9
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model_variant=70b", "--use_dummy_dataset=True"], "error: memory ("),
+        (["--model_variant=7c", "--use_dummy_dataset=True"], "7b"),
+        (["--model_variant=7b", "--sharding_strategy=hsdp"], "--data_path"),
+        (["--model_variant=tiny", "--data_path=/no/such/folder"], "/no/such/folder"),
+        (["--model_variant=tiny", "--use_dummy_dataset=True", "--num_attention_heads=7"], "num_attention_heads (7)"),
+        (["--model_variant=tiny", "--use_dummy_dataset=True", "--ckpt_load_path=/none"], "--ckpt_load_path (/none)"),
+        (["--model_variant=tiny", "--use_dummy_dataset=True", "--output_dir=/proc/nowhere"], "/proc/nowhere"),
+        (["--model_variant=tiny", "--dataset_builder=no.such:thing"], "--dataset_builder (no.such:thing)"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(tmp_path: Path, argv: list[str], message: str) -> None:
+    output = [] if any("--output_dir" in item for item in argv) else [f"--output_dir={tmp_path / 'run'}"]
+    result = run(*argv, "--num_steps=1", *output)
+    assert result.returncode == 2, result.stderr
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("status.json cannot")]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], result.stderr
+
+
+def test_sigterm_saves_and_asks_to_be_resumed(tmp_path: Path) -> None:
+    argv = [*TINY, "--num_steps=100000", f"--output_dir={tmp_path}"]
+    process = subprocess.Popen([sys.executable, "main_training.py", *argv], cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "metrics.jsonl").exists() or len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    assert status(tmp_path)["status"] == "running"
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 75
+    stopped = status(tmp_path)
+    assert stopped["status"] == "resume_me" and "SIGTERM" in stopped["reason"]
+    assert (tmp_path / "checkpoints" / f"step_{stopped['step']}").is_dir()
+    trained(*TINY, f"--num_steps={stopped['step'] + 2}", f"--output_dir={tmp_path}")
+    assert status(tmp_path)["status"] == "finished" and metrics(tmp_path)[stopped["step"] + 1]["attempt"] == 2
+
+
+def test_a_stream_of_ones_own_is_trained_on_and_resumed(tmp_path: Path) -> None:
+    argv = [
+        "--model_variant=tiny",
+        "--dataset_builder=tests.data.custom_stream:build",
+        "--data_kwargs=stride=2",
+        "--seq_length=64",
+        "--report_interval=1",
+        f"--output_dir={tmp_path}",
+    ]
+    trained(*argv, "--num_steps=2")
+    trained(*argv, "--num_steps=3")
+    prints = [record["data_fingerprint"] for record in metrics(tmp_path).values()]
+    assert len(set(prints)) == 3
+
+
+def test_the_dummy_pattern_is_learned(tmp_path: Path) -> None:
+    trained(*TINY, "--num_steps=150", "--batch_size=8", "--learning_rate=5e-3", f"--output_dir={tmp_path}")
+    found = losses(tmp_path)
+    assert found[-1] < 0.6 * found[0], (found[0], found[-1])
+
+
+def test_a_profiled_run_writes_a_trace_that_tensorboard_and_perfetto_read(tmp_path: Path) -> None:
+    argv = ["--use_profiler=True", "--profiler_wait=1", "--profiler_warmup=1", "--profiler_active=2"]
+    trained(*TINY, "--num_steps=6", *argv, f"--output_dir={tmp_path}")
+    (trace,) = (tmp_path / "profile_traces").glob("*.pt.trace.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"forward", "backward", "optimizer"} <= names
+    assert sum(event.get("name") == "forward" and event.get("ph") == "X" for event in events) == 2
