@@ -1,0 +1,86 @@
+"""Initial weights: a function of (seed, parameter name, row) alone, so the same bits on any number of ranks, sharded or whole.
+
+    parameter ── rows 0..255 ── generator(seed, name, 0) ─┐
+              ── rows 256..511 ─ generator(seed, name, 1) ─┼─ a rank draws only the blocks that hold its rows
+              ── …                                         ┘
+
+Values are drawn on the CPU in fp32, whatever the device, and copied; no more than a few row blocks are in memory beside the shard itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fms_fsdp.models.llama import Llama, rope_table
+
+_BLOCK_ROWS = 256
+_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the prefixes that activation checkpointing and compilation add."""
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+@torch.no_grad()
+def init_weights(model: Llama, seed: int) -> None:
+    """Fills every parameter and buffer in place: matrices normal with `init_std`, those that write to the residual stream (o_proj, down_proj)
+    with `init_std / sqrt(2 num_layers)`, norm weights 1, biases 0, and the rotary table.
+
+    Works on plain and sharded (DTensor) parameters; not collective. Source: Radford et al. 2019 (GPT-2), section 2.3, for the depth scaling.
+    """
+    config = model.config
+    for full_name, parameter in model.named_parameters():
+        name = clean_name(full_name)
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std
+            _fill_normal(parameter, std, f"{seed}:{name}")
+    if config.pos_emb == "rope":
+        model.rope.copy_(rope_table(config))
+
+
+def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
+    """Normal values for the rows (and columns) this rank holds, drawn block by block on as many threads as torch uses."""
+    local, first_row, columns = _local_part(parameter)
+    num_columns = parameter.shape[1]
+
+    def fill(block: int) -> None:
+        generator = torch.Generator().manual_seed(_hash64(f"{key}:{block}"))
+        start = block * _BLOCK_ROWS
+        values = torch.empty(min(_BLOCK_ROWS, parameter.shape[0] - start), num_columns, device="cpu")
+        values.normal_(0.0, std, generator=generator)
+        low, high = max(first_row, start), min(first_row + len(local), start + len(values))
+        local[low - first_row : high - first_row].copy_(values[low - start : high - start, columns])
+
+    if local.numel():
+        blocks = range(first_row // _BLOCK_ROWS, -(-(first_row + len(local)) // _BLOCK_ROWS))
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, blocks))
+
+
+def _local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, int, slice]:
+    """(this rank's part, its first global row, its global columns)."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), 0, slice(None)  # detached: no_grad does not reach the pool's threads
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    local = parameter.to_local().detach()
+    assert tuple(local.shape) == tuple(shape), (local.shape, shape)
+    return local, offset[0], slice(offset[1], offset[1] + shape[1])
+
+
+def _hash64(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

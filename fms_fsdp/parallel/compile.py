@@ -1,0 +1,26 @@
+"""torch.compile, block by block: one compilation serves all blocks, and the layers around them stay eager."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import torch
+
+from fms_fsdp.models.llama import Llama
+
+
+def apply_compile(model: Llama) -> None:
+    """Compiles every block in place, at its first call. A new shape compiles anew: shapes are static within a run."""
+    for block in model.blocks:
+        block.compile(fullgraph=True, dynamic=False)
+
+
+def check_compile(device: torch.device) -> None:
+    """Raises ValueError where `--use_torch_compile` cannot work: on a CPU without a C++ compiler."""
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError(
+            f"--use_torch_compile (True) needs a C++ compiler on the CPU, and {compiler} is not on the PATH; "
+            "install g++, set CXX, or leave the flag out"
+        )

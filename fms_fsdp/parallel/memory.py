@@ -1,0 +1,100 @@
+"""Will it fit: the bytes a rank needs for certain, against the bytes it has.
+
+    needed    = (parameters + gradients + two AdamW moments, all fp32) / dp_shard + the largest unit FSDP gathers
+    available = the GPU's memory, or min(cgroup limit, free RAM) / processes on this machine
+
+Activations are left out: a run refused here could not take its first step with an empty batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fms_fsdp.mesh import Layout
+from fms_fsdp.models.flops import num_params, num_params_by_unit
+from fms_fsdp.models.variants import LlamaConfig
+
+_STATE_BYTES = 16  # per parameter: weight, gradient and two moments in fp32
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank: `state` is its share of weights, gradients and moments, `unit` the largest unsharded unit (weights and gradients)."""
+
+    state: int
+    unit: int
+    dp_shard: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.unit
+
+
+def estimate_memory(config: LlamaConfig, layout: Layout, *, mixed_precision: bool = False) -> MemoryEstimate:
+    """What a rank needs before any activation. Nothing is gathered under `none`, but mixed precision holds bf16 copies of the weights."""
+    weight_bytes = 2 if mixed_precision else 4
+    if layout.strategy == "none":
+        unit = weight_bytes * num_params(config) if mixed_precision else 0
+    else:
+        units = num_params_by_unit(config)
+        whole_ends = units["embed"] + units["head"] if config.tie_embeddings else 0  # a tied embedding is in the root
+        unit = weight_bytes * max(*units.values(), whole_ends)
+    return MemoryEstimate(-(-_STATE_BYTES * num_params(config) // layout.dp_shard), unit, layout.dp_shard)
+
+
+def available_memory(device: torch.device, local_world_size: int) -> int:
+    """Bytes a rank may use: the GPU's total, or its share of what the machine and the cgroup leave."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = [limit for limit in (_free_ram(), _cgroup_limit()) if limit is not None]
+    return min(limits, default=2**62) // local_world_size
+
+
+def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_size: int) -> None:
+    """Raises ValueError, one line with both figures and a remedy, where a rank cannot hold its part."""
+    available = available_memory(device, local_world_size)
+    if estimate.total <= available:
+        return
+    room = available - estimate.unit
+    all_state = estimate.state * estimate.dp_shard
+    remedy = "choose a smaller --model_variant or fewer --num_layers"
+    if room > 0:
+        remedy = f"shard over at least {-(-all_state // room)} such devices (--sharding_strategy=fsdp), or {remedy}"
+    raise ValueError(
+        f"memory ({estimate.total / _GIB:.1f} GiB per rank: {estimate.state / _GIB:.1f} of weights, gradients and optimizer state, "
+        f"{estimate.unit / _GIB:.1f} unsharded) must fit the {available / _GIB:.1f} GiB available to it; {remedy}"
+    )
+
+
+def _free_ram() -> int | None:
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_limit() -> int | None:
+    """The smallest memory limit of this process's control group and its parents, version 1 or 2; None where there is none."""
+    limits = []
+    for line in ["0::/", "0:memory:/", *_read("/proc/self/cgroup").splitlines()]:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root, name = ("", "memory.max") if controllers == "" else ("memory", "memory.limit_in_bytes")
+        folder = Path(path.lstrip("/"))
+        for parent in (folder, *folder.parents):
+            text = _read(Path("/sys/fs/cgroup", root, parent, name)).strip()
+            if text.isdigit():
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

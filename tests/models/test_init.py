@@ -1,0 +1,67 @@
+"""Initial weights on one process; tests/distributed compares world sizes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fms_fsdp.models.init import clean_name, init_weights
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import LlamaConfig
+
+CONFIG = LlamaConfig(2, 128, 352, 4, 2, 1000, init_std=0.03, max_seq_len=16)
+
+
+def test_meta_and_eager_weights_are_bit_equal_at_any_thread_count() -> None:
+    eager = Llama(CONFIG)
+    init_weights(eager, 11)
+    with torch.device("meta"):
+        meta = Llama(CONFIG)
+    meta.to_empty(device="cpu")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        init_weights(meta, 11)
+    finally:
+        torch.set_num_threads(threads)
+    for (name, one), (_, other) in zip(eager.named_parameters(), meta.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert torch.equal(eager.rope, meta.rope)
+
+
+def test_scales_follow_the_depth() -> None:
+    model = Llama(CONFIG)
+    init_weights(model, 11)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter))
+            continue
+        residual = "o_proj" in name or "down_proj" in name
+        expected = 0.03 / math.sqrt(4) if residual else 0.03
+        assert abs(parameter.std().item() / expected - 1) < 0.02, name
+        assert abs(parameter.mean().item()) < 4 * expected / math.sqrt(parameter.numel()), name
+
+
+def test_seed_name_and_row_block_each_change_the_values() -> None:
+    models = [Llama(CONFIG) for _ in range(2)]
+    for seed, model in enumerate(models):
+        init_weights(model, seed)
+    embed = models[0].embed.weight
+    assert not torch.equal(embed, models[1].embed.weight)
+    assert not torch.equal(models[0].blocks[0].attention.q_proj.weight, models[0].blocks[1].attention.q_proj.weight)
+    assert not torch.equal(embed[:256], embed[256:512])
+
+
+def test_weights_do_not_depend_on_the_number_of_layers_or_the_position_table() -> None:
+    model, short = Llama(CONFIG), Llama(LlamaConfig(1, 128, 352, 4, 2, 1000, init_std=0.03, max_seq_len=8))
+    init_weights(model, 1)
+    init_weights(short, 1)
+    assert torch.equal(model.blocks[0].attention.q_proj.weight, short.blocks[0].attention.q_proj.weight)
+    assert torch.equal(model.head.weight, short.head.weight)
+
+
+def test_wrapper_prefixes_do_not_change_a_name() -> None:
+    assert (
+        clean_name("blocks.1._checkpoint_wrapped_module.attention.q_proj.weight") == "blocks.1.attention.q_proj.weight"
+    )

@@ -1,0 +1,186 @@
+"""The model against `transformers`, its masks and its precision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fms_fsdp.models.init import init_weights
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import LlamaConfig, RopeScaling
+
+BASE = LlamaConfig(2, 64, 176, 4, 4, 97, max_seq_len=48)
+SHAPES = {
+    "mha": BASE,
+    "gqa": replace(BASE, num_kv_heads=2, rope_theta=5e5),
+    "mqa tied": replace(BASE, num_kv_heads=1, tie_embeddings=True),
+    "tied": replace(BASE, tie_embeddings=True, norm_eps=1e-6),
+    "rope scaled": replace(BASE, rope_scaling=RopeScaling(32.0, original_max_len=16), rope_theta=500.0),
+    "rope scaled gqa tied": replace(BASE, num_kv_heads=2, rope_scaling=RopeScaling(8.0), tie_embeddings=True),
+}
+
+
+def build(config: LlamaConfig, seed: int = 3) -> Llama:
+    model = Llama(config)
+    init_weights(model, seed)
+    return model
+
+
+def reference(config: LlamaConfig) -> Any:
+    """transformers' Llama of the same shape."""
+    from transformers import LlamaConfig as HFConfig
+    from transformers import LlamaForCausalLM
+
+    rope: dict[str, Any] = dict(rope_type="default", rope_theta=config.rope_theta)
+    if (scaling := config.rope_scaling) is not None:
+        rope = dict(
+            rope_type="llama3",
+            rope_theta=config.rope_theta,
+            factor=scaling.factor,
+            low_freq_factor=scaling.low_freq_factor,
+            high_freq_factor=scaling.high_freq_factor,
+            original_max_position_embeddings=scaling.original_max_len,
+        )
+    return LlamaForCausalLM(
+        HFConfig(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.ffn_hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_kv_heads,
+            vocab_size=config.vocab_size,
+            rms_norm_eps=config.norm_eps,
+            tie_word_embeddings=config.tie_embeddings,
+            max_position_embeddings=config.max_seq_len,
+            rope_parameters=rope,
+            use_cache=False,
+        )
+    )
+
+
+def reference_name(name: str) -> str:
+    """The reference's name of one of our parameters."""
+    if name == "head.weight":
+        return "lm_head.weight"
+    for ours, theirs in {
+        "embed.": "embed_tokens.",
+        "blocks.": "layers.",
+        "head.norm.": "norm.",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attention.": "self_attn.",
+        "feed_forward.": "mlp.",
+    }.items():
+        name = name.replace(ours, theirs)
+    return f"model.{name}"
+
+
+def labelled(config: LlamaConfig, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.vocab_size, (rows, config.max_seq_len), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    labels[0, 5:9] = -100
+    return tokens, labels
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_and_gradients_equal_transformers(name: str) -> None:
+    config = SHAPES[name]
+    ours, theirs = build(config), reference(config)
+    their_parameters = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for parameter in ours.parameters():  # weights well away from 0, so that no path is hidden
+            parameter.mul_(5.0 if parameter.ndim > 1 else 1.0).add_(
+                0.1 * torch.randn_like(parameter) * (parameter.ndim == 1)
+            )
+        for own_name, parameter in ours.named_parameters():
+            their_parameters.pop(reference_name(own_name)).copy_(parameter)
+    assert not their_parameters
+    tokens, labels = labelled(config)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+    loss_sum, num_labels = ours(tokens, labels)
+    (loss_sum / num_labels).backward()
+    logits = theirs(tokens).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    expected.backward()
+    assert num_labels.item() == (labels != -100).sum().item()
+    torch.testing.assert_close(loss_sum / num_labels, expected, rtol=1e-5, atol=0)
+    gradients = dict(theirs.named_parameters())
+    for own_name, parameter in ours.named_parameters():
+        theirs_gradient = gradients[reference_name(own_name)].grad
+        torch.testing.assert_close(parameter.grad, theirs_gradient, rtol=1e-5, atol=1e-5, msg=own_name)
+
+
+@pytest.mark.parametrize(
+    "config", [BASE, replace(BASE, num_kv_heads=2), replace(BASE, pos_emb="learned", norm="layernorm")]
+)
+def test_masked_documents_equal_separate_documents(config: LlamaConfig) -> None:
+    model = build(config)
+    lengths = [20, 1, 27]
+    tokens, labels = labelled(config, rows=1)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).to(torch.int32)[None]
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(torch.int32)[None]
+    together = model(tokens, positions_BS=positions, document_ids_BS=ids)
+    apart = torch.cat([model(part) for part in tokens.split(lengths, 1)], 1)
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+    loss_together, _ = model(tokens, labels, positions, ids)
+    loss_apart = sum(model(*parts)[0] for parts in zip(tokens.split(lengths, 1), labels.split(lengths, 1), strict=True))
+    torch.testing.assert_close(loss_together, loss_apart, rtol=1e-5, atol=0)
+    assert not torch.allclose(together, model(tokens), atol=1e-3)  # the mask does something
+
+
+def test_default_positions_and_one_document_change_nothing() -> None:
+    model = build(BASE)
+    tokens, _ = labelled(BASE)
+    positions = torch.arange(BASE.max_seq_len, dtype=torch.int32).expand_as(tokens)
+    plain = model(tokens)
+    assert torch.equal(model(tokens, positions_BS=positions), plain)
+    masked = model(tokens, positions_BS=positions, document_ids_BS=torch.zeros_like(tokens, dtype=torch.int32))
+    torch.testing.assert_close(masked, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_later_tokens_do_not_change_earlier_logits() -> None:
+    model = build(BASE)
+    tokens, _ = labelled(BASE)
+    changed = tokens.clone()
+    changed[:, 30:] = (changed[:, 30:] + 1) % BASE.vocab_size
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :30], after[:, :30], rtol=0, atol=1e-6)
+    assert not torch.allclose(before[:, 30:], after[:, 30:], atol=1e-3)
+
+
+def test_fp32_weights_compute_in_bf16_without_autocast() -> None:
+    config = replace(BASE, num_kv_heads=2)
+    model = build(config)
+    tokens, labels = labelled(config)
+    exact, _ = model(tokens, labels)
+    model.compute_dtype = torch.bfloat16
+    assert model(tokens).dtype == torch.bfloat16
+    loss_sum, _ = model(tokens, labels)
+    loss_sum.backward()
+    assert loss_sum.dtype == torch.float32 and model.rope.dtype == torch.float32
+    assert all(
+        p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters()
+    )
+    torch.testing.assert_close(loss_sum, exact, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("attn_impl", ["flash", "math"])
+def test_attention_backends_agree(attn_impl: str) -> None:
+    tokens, _ = labelled(BASE)
+    torch.testing.assert_close(
+        build(replace(BASE, attn_impl=attn_impl))(tokens), build(BASE)(tokens), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_rotary_table_depends_on_relative_position_only() -> None:
+    model = build(BASE)
+    tokens, _ = labelled(BASE)
+    shifted = torch.arange(8, 8 + 40, dtype=torch.int32).expand(2, 40)
+    torch.testing.assert_close(model(tokens[:, :40], positions_BS=shifted), model(tokens[:, :40]), rtol=1e-4, atol=1e-5)

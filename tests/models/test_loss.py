@@ -1,0 +1,78 @@
+"""The chunked loss against the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fms_fsdp.models import loss as loss_module
+from fms_fsdp.models.loss import chunk_rows, linear_cross_entropy
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    h_BSD = torch.randn(3, 67, 24, generator=generator).to(dtype).requires_grad_()
+    weight_VD = torch.randn(501, 24, generator=generator).requires_grad_()
+    labels_BS = torch.randint(0, 501, (3, 67), generator=generator)
+    labels_BS[torch.rand(3, 67, generator=generator) < 0.3] = -100
+    return h_BSD, weight_VD, labels_BS
+
+
+@pytest.fixture(params=[1 << 30, 64 * 501 * 4], ids=["one chunk", "uneven chunks"])
+def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", request.param)
+
+
+@pytest.mark.usefixtures("chunked")
+def test_loss_and_gradients_equal_plain_cross_entropy() -> None:
+    h, weight, labels = inputs()
+    loss_sum, num_labels = linear_cross_entropy(h, weight, labels)
+    (3.0 * loss_sum).backward()
+    ours = h.grad, weight.grad
+    h.grad = weight.grad = None
+    expected = F.cross_entropy((h @ weight.T).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    (3.0 * expected).backward()
+    assert loss_sum.dtype == torch.float32 and loss_sum.ndim == 0
+    assert num_labels.dtype == torch.int64 and num_labels.item() == (labels != -100).sum().item()
+    torch.testing.assert_close(loss_sum, expected)
+    torch.testing.assert_close(ours, (h.grad, weight.grad), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("chunked")
+def test_bf16_loss_is_as_exact_as_its_logits() -> None:
+    h, weight, labels = inputs(torch.bfloat16)
+    loss_sum, _ = linear_cross_entropy(h, weight, labels)
+    loss_sum.backward()
+    ours = h.grad, weight.grad
+    h.grad = weight.grad = None
+    logits = (h @ weight.to(torch.bfloat16).T).float()
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss_sum, expected, rtol=1e-6, atol=0)
+    assert ours[0].dtype == torch.bfloat16 and ours[1].dtype == torch.float32
+    torch.testing.assert_close(ours, (h.grad, weight.grad), rtol=5e-2, atol=5e-2)
+
+
+def test_all_labels_masked_gives_zero_and_no_gradient() -> None:
+    h, weight, labels = inputs()
+    loss_sum, num_labels = linear_cross_entropy(h, weight, torch.full_like(labels, -100))
+    loss_sum.backward()
+    assert loss_sum.item() == 0 and num_labels.item() == 0
+    assert h.grad is not None and weight.grad is not None
+    assert h.grad.abs().max() == 0 and weight.grad.abs().max() == 0
+
+
+def test_no_gradient_is_made_for_evaluation() -> None:
+    h, weight, labels = inputs()
+    with torch.no_grad():
+        loss_sum, _ = linear_cross_entropy(h, weight, labels)
+    assert not loss_sum.requires_grad
+    torch.testing.assert_close(loss_sum, linear_cross_entropy(h, weight, labels)[0].detach())
+
+
+def test_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
+    rows = chunk_rows(8192, 128256, "cpu")
+    assert rows * 128256 * 4 < 64 << 20
+    assert chunk_rows(100, 512, "cpu") == 100
+    assert chunk_rows(1000, 16384, "cpu") == 250  # four even chunks, not three of 256 and a rest
