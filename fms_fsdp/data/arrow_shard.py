@@ -1,0 +1,260 @@
+"""Arrow IPC files of token ids, read in place: where every document's tokens lie in the file.
+
+    file     = magic, schema message, record batch messages, footer (where each record batch starts)
+    message  = FlatBuffers metadata (lengths, where each buffer starts), body (the buffers)
+
+Two layouts of a column `tokens` of unsigned integers are read: one list per document with many documents to a record batch
+(`prepare` writes it), and one record batch per document (fms-fsdp writes it). Buffers are used at their place in the file,
+so they must not be compressed. Nothing is memory-mapped or copied but the offsets of the documents asked for.
+
+Invariant: positions of tokens in a shard are counted with the delimiters that the stream adds (`delimiter` = 1 a document).
+
+Source: Arrow columnar format, "IPC file format" and format/{File,Message}.fbs; FlatBuffers internals.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fms_fsdp.data.files import Files
+from fms_fsdp.data.permute import I64
+
+MAGIC = b"ARROW1"
+_RECORD_BATCH = 3  # MessageHeader.RecordBatch
+_BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("pad", "<i4"), ("body", "<i8")])
+_BUFFER = np.dtype([("offset", "<i8"), ("length", "<i8")])
+CONVERT = "write it anew with `python -m fms_fsdp prepare --input=... --output=...`"
+
+
+class ShardError(ValueError):
+    """A shard that cannot be used, in one line that names it; `document` and the step are added where they are known."""
+
+
+class MissingShardError(ShardError, FileNotFoundError):
+    """A shard that is not there."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Chunk(NamedTuple):
+    """The documents of one record batch (or of a whole file, where each document is a record batch).
+
+    `starts` (documents + 1): where each starts in the chunk, delimiters counted. `addresses` (documents): byte position in
+    the file of its first token. Cost: 16 bytes a document.
+    """
+
+    starts: I64
+    addresses: I64
+
+
+class Shard:
+    """One open shard: its size, its data type and where its chunks lie."""
+
+    def __init__(self, files: Files, path: str, delimiter: int) -> None:
+        """Reads the footer and the schema, and the metadata of the record batches where they hold many documents.
+
+        Raises: MissingShardError, ShardError.
+        """
+        self.path, self._files, self._delimiter = path, files, delimiter
+        try:
+            self._open()
+        except FileNotFoundError:
+            raise MissingShardError(
+                f"shard ({path}) is missing in {files.root}; restore it or --on_missing=mask"
+            ) from None
+        except OSError as error:
+            raise self._error(
+                f"cannot be read: {os.strerror(error.errno or errno.EIO)}", "check the storage"
+            ) from error
+        except (struct.error, IndexError, OverflowError) as error:
+            raise self._error("has damaged metadata", f"restore it or {CONVERT}") from error
+
+    def _open(self) -> None:
+        blocks, schema = self._read_footer()
+        self.metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+        self.dtype, self.is_list, offset_type = self._token_type(schema)
+        if self.is_list:
+            self._offset_type = np.dtype(offset_type)
+            layouts = [self._list_layout(*block) for block in blocks[["offset", "metadata"]].tolist()]
+            table: I64 = np.array(layouts, dtype=np.int64).reshape(-1, 4)
+            self.chunk_docs, self._offsets_at, self._values_at = table[:, 0], table[:, 2], table[:, 3]
+            self.num_docs = int(table[:, 0].sum())
+            chunk_tokens = table[:, 1]
+        else:
+            self._document_lengths, self._document_addresses = self._scalar_layout(blocks)
+            self.num_docs = len(blocks)
+            self.chunk_docs = np.array([self.num_docs])
+            chunk_tokens = np.array([self._document_lengths.sum()])
+        self.num_tokens = int(chunk_tokens.sum())
+        self.chunk_starts = np.concatenate([[0], np.cumsum(chunk_tokens + self._delimiter * self.chunk_docs)])
+
+    @property
+    def cost(self) -> int:
+        """Bytes that this object holds, about."""
+        return 1024 + 64 * len(self.chunk_docs) + (0 if self.is_list else 16 * self.num_docs)
+
+    def chunk(self, index: int) -> Chunk:
+        """Returns the documents of a chunk; reads its offsets buffer."""
+        num_docs = int(self.chunk_docs[index])
+        added = np.arange(num_docs + 1, dtype=np.int64) * self._delimiter
+        if not self.is_list:
+            return Chunk(np.concatenate([[0], np.cumsum(self._document_lengths)]) + added, self._document_addresses)
+        size = (num_docs + 1) * self._offset_type.itemsize
+        offsets = np.frombuffer(self._read(size, int(self._offsets_at[index])), self._offset_type).astype(np.int64)
+        starts = offsets - offsets[0] + added
+        if (np.diff(offsets) < 0).any() or starts[-1] != self.chunk_starts[index + 1] - self.chunk_starts[index]:
+            raise self._error("has offsets that disagree with its length", CONVERT)
+        return Chunk(starts, self._values_at[index] + offsets[:-1] * self.dtype.itemsize)
+
+    def first_documents(self, limit: int) -> list[npt.NDArray[np.int64]]:
+        """Returns up to `limit` documents, without added delimiters, from the beginning of the shard."""
+        if self.num_docs == 0:
+            return []
+        chunk = self.chunk(int(np.flatnonzero(self.chunk_docs)[0]))
+        lengths = (np.diff(chunk.starts) - self._delimiter)[:limit].tolist()
+        width = self.dtype.itemsize
+        return [
+            np.frombuffer(self._read(length * width, address), self.dtype).astype(np.int64)
+            for length, address in zip(lengths, chunk.addresses[:limit].tolist(), strict=True)
+        ]
+
+    def _error(self, rule: str, remedy: str) -> ShardError:
+        return ShardError(f"shard ({self.path}) {rule}; {remedy}")
+
+    def _read(self, size: int, offset: int) -> bytes:
+        data = self._files.pread(self.path, size, offset)
+        if len(data) != size:
+            raise self._error(
+                f"ends {size - len(data)} bytes early", "it is truncated: restore it or --on_missing=mask"
+            )
+        return data
+
+    def _read_footer(self) -> tuple[npt.NDArray[np.void], Any]:
+        import pyarrow as pa
+
+        size = self._files.size(self.path)
+        if size == 0:
+            raise self._error("is empty (0 bytes)", "restore it or remove it")
+        end = self._files.pread(self.path, 10, max(0, size - 10))
+        if size < 32 or end[4:] != MAGIC or self._read(6, 0) != MAGIC:
+            raise self._error(
+                "is not a whole Arrow IPC file", f"it is truncated or of another format: restore it or {CONVERT}"
+            )
+        length = int.from_bytes(end[:4], "little")
+        footer = _Table.root(self._read(length, size - 10 - length))
+        head = self._read(8, 8)
+        prefix = 8 if head[:4] == b"\xff\xff\xff\xff" else 4
+        message_size = prefix + int.from_bytes(head[prefix - 4 : prefix], "little")
+        schema = pa.ipc.read_schema(pa.py_buffer(self._read(message_size, 8)))
+        return footer.vector(3, _BLOCK), schema
+
+    def _token_type(self, schema: Any) -> tuple[np.dtype[Any], bool, str]:
+        import pyarrow as pa
+
+        if schema.names != ["tokens"]:
+            raise self._error(f"must have one column `tokens`, not {', '.join(schema.names) or 'none'}", CONVERT)
+        kind = schema.field(0).type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        value = kind.value_type if is_list else kind
+        if not pa.types.is_integer(value):
+            raise self._error(f"must hold integers in column `tokens`, not {kind}", CONVERT)
+        signless = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}[
+            value.bit_width // 8
+        ]  # negative ids turn out too large
+        return np.dtype(signless), is_list, "int64" if pa.types.is_large_list(kind) else "int32"
+
+    def _message(self, offset: int, size: int) -> tuple[_Table, int]:
+        """Returns the RecordBatch table of the message at `offset`, and where its FlatBuffers root starts in the file."""
+        data = self._read(size, offset)
+        prefix = 8 if data[:4] == b"\xff\xff\xff\xff" else 4
+        message = _Table.root(data[prefix:])
+        assert message.scalar(1, "<B") == _RECORD_BATCH, (self.path, offset)
+        batch = message.table(2)
+        if batch.position(3):
+            raise self._error("has compressed buffers, which cannot be read in place", CONVERT)
+        return batch, offset + prefix
+
+    def _list_layout(self, offset: int, size: int) -> tuple[int, int, int, int]:
+        """Returns (documents, tokens, position of the offsets, position of the values) of a record batch of lists."""
+        batch, _ = self._message(offset, size)
+        nodes, buffers = batch.vector(1, _BUFFER), batch.vector(2, _BUFFER)  # a FieldNode is (length, null_count)
+        num_docs, num_tokens = int(nodes["offset"][0]), int(nodes["offset"][1])
+        if nodes["length"].any():
+            raise self._error("has null documents or tokens", CONVERT)
+        body = offset + size
+        return num_docs, num_tokens, body + int(buffers["offset"][1]), body + int(buffers["offset"][3])
+
+    def _scalar_layout(self, blocks: npt.NDArray[np.void]) -> tuple[I64, I64]:
+        """Returns (length, byte position) of the document in each record batch of plain integers.
+
+        The writer gives all messages of a kind the same shape, so the length lies at the same place in each: they are
+        gathered at once and checked against the size of the body. Any doubt, and the messages are read one by one.
+        """
+        body = blocks["body"].astype(np.int64)
+        message_at, metadata = blocks["offset"].astype(np.int64), blocks["metadata"].astype(np.int64)
+        lengths, addresses = np.zeros_like(body), message_at + metadata
+        filled = np.flatnonzero(body > 0)
+        if len(filled) == 0:
+            return lengths, addresses
+        batch, root_at = self._message(int(message_at[filled[0]]), int(metadata[filled[0]]))
+        length_at = root_at - int(message_at[filled[0]]) + batch.position(0)
+        first_buffer = int(batch.vector(2, _BUFFER)["offset"][1])
+        lengths[filled] = self._files.gather_int64(self.path, message_at[filled] + length_at)
+        size = lengths[filled] * self.dtype.itemsize
+        same_shape = (
+            (metadata[filled] == metadata[filled[0]]) & (size > 0) & (size <= body[filled]) & (size > body[filled] - 64)
+        )
+        if first_buffer == 0 and same_shape.all():
+            return lengths, addresses
+        for i in filled.tolist():
+            batch, _ = self._message(int(message_at[i]), int(metadata[i]))
+            if batch.vector(1, _BUFFER)["length"].any():
+                raise self._error("has null tokens", CONVERT)
+            lengths[i] = batch.scalar(0, "<q")
+            addresses[i] += int(batch.vector(2, _BUFFER)["offset"][1])
+        return lengths, addresses
+
+
+class _Table:
+    """Read-only view of one FlatBuffers table: fields by number, defaults zero or empty."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data, self._at = data, at
+        self._vtable = at - struct.unpack_from("<i", data, at)[0]
+        self._vtable_size = struct.unpack_from("<H", data, self._vtable)[0]
+
+    @classmethod
+    def root(cls, data: bytes) -> _Table:
+        """Returns the table that a FlatBuffers message consists of."""
+        return cls(data, struct.unpack_from("<I", data, 0)[0])
+
+    def position(self, field: int) -> int:
+        """Returns where the field's value lies in the data, or 0 if it has its default."""
+        entry = 4 + 2 * field
+        offset = struct.unpack_from("<H", self._data, self._vtable + entry)[0] if entry < self._vtable_size else 0
+        return self._at + offset if offset else 0
+
+    def scalar(self, field: int, form: str) -> int:
+        """Returns an integer field, read with a `struct` format."""
+        at = self.position(field)
+        return int(struct.unpack_from(form, self._data, at)[0]) if at else 0
+
+    def table(self, field: int) -> _Table:
+        """Returns a field that is a table."""
+        at = self.position(field)
+        return _Table(self._data, at + struct.unpack_from("<I", self._data, at)[0])
+
+    def vector(self, field: int, dtype: npt.DTypeLike) -> npt.NDArray[np.void]:
+        """Returns a field that is a vector of structs."""
+        at = self.position(field)
+        if not at:
+            return np.empty(0, dtype)
+        at += struct.unpack_from("<I", self._data, at)[0]
+        return np.frombuffer(self._data, dtype, struct.unpack_from("<I", self._data, at)[0], at + 4)

@@ -1,0 +1,70 @@
+"""The batch that the stream yields, and its fingerprint.
+
+Shapes: B rows of this data-parallel rank for one optimizer step, S tokens a row. No padding: every position of every row
+holds a token of the corpus.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fms_fsdp.data.permute import GOLDEN, MASK, mix64
+
+IGNORED_LABEL = -100
+
+
+class Batch(NamedTuple):
+    """The rows of one rank for one optimizer step, in the order of the global batch.
+
+    `labels_BS` is the true next token of the same document, or after a separator the first token of the next document,
+    or -100 where neither exists. `positions_BS` counts from 0 inside each document's part of the row, `document_ids_BS`
+    numbers those parts from 0 in each row: equal ids are one contiguous piece of one document.
+    """
+
+    tokens_BS: torch.Tensor  # int64
+    labels_BS: torch.Tensor  # int64
+    positions_BS: torch.Tensor  # int32
+    document_ids_BS: torch.Tensor  # int32
+
+
+def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[int, int]:
+    """Returns the rows [start, stop) of the global batch that belong to a rank.
+
+    Raises: ValueError, naming the sizes that divide the batch.
+    """
+    if global_batch_size % dp_size:
+        valid = ", ".join(str(size) for size in range(1, global_batch_size + 1) if global_batch_size % size == 0)
+        raise ValueError(
+            f"global_batch_size ({global_batch_size}) must be divisible by the data-parallel size ({dp_size}); "
+            f"valid sizes: {valid}"
+        )
+    num_rows = global_batch_size // dp_size
+    return dp_rank * num_rows, (dp_rank + 1) * num_rows
+
+
+def empty_batch(num_rows: int, seq_length: int, *, pin_memory: bool = False) -> Batch:
+    """Returns a batch of uninitialised CPU tensors, page-locked where asked."""
+    shape = (num_rows, seq_length)
+    dtypes = (torch.int64, torch.int64, torch.int32, torch.int32)
+    return Batch(*(torch.empty(shape, dtype=dtype, pin_memory=pin_memory) for dtype in dtypes))
+
+
+def fingerprint(batch: Batch, first_row: int) -> int:
+    """Returns the sum modulo 2^64 over the rows of a 64-bit hash of (row position, tokens, labels).
+
+    Sums of the ranks' values, modulo 2^64, are the fingerprint of the global batch: equal at every world size. Computed
+    on the CPU; a batch on another device is copied. `first_row` is the position of row 0 in the global batch.
+    A row hashes to mix64(a + b + mix64(position)), where a = sum_i mix64(token_i + (2i) * GOLDEN) and
+    b = sum_i mix64(label_i + (2i + 1) * GOLDEN), all modulo 2^64.
+    """
+    num_rows, seq_length = batch.tokens_BS.shape
+    salt_S = np.arange(seq_length, dtype=np.uint64) * np.uint64((2 * GOLDEN) & MASK)
+    tokens_BS = batch.tokens_BS.cpu().numpy().view(np.uint64)
+    labels_BS = batch.labels_BS.cpu().numpy().view(np.uint64)
+    rows_B = mix64(tokens_BS + salt_S).sum(axis=1, dtype=np.uint64)
+    rows_B += mix64(labels_BS + salt_S + np.uint64(GOLDEN)).sum(axis=1, dtype=np.uint64)
+    rows_B += mix64(np.arange(first_row, first_row + num_rows, dtype=np.uint64))
+    return int(mix64(rows_B).sum(dtype=np.uint64))

@@ -1,0 +1,256 @@
+"""The rows of any step of a run on token shards: the sum of `history`, `tapes`, `packing` and `pieces`.
+
+    step -> History: (source, n) of every row -> Tapes: (epoch, tape, window, row) -> sort by tape -> my rows
+         -> Window (cached) -> read_row
+
+Invariant: the global batch t is a function of (manifest, seed, history, t). No rank knows of another.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fms_fsdp.config import DataConfig
+from fms_fsdp.data.arrow_shard import ShardError
+from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
+from fms_fsdp.data.history import History, Segment
+from fms_fsdp.data.lru import Lru
+from fms_fsdp.data.manifest import Corpus
+from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
+from fms_fsdp.data.packing import Cuts, pack_bestfit, pack_concat
+from fms_fsdp.data.permute import I64, ORDER_VERSION
+from fms_fsdp.data.pieces import Pieces, Row, SourceReader, Window
+from fms_fsdp.data.tapes import TAIL, Geometry, Tapes, fit_geometry
+
+WINDOW_CACHE_BYTES = 32 << 20
+WINDOW_CACHE_BYTES_PER_TAPE = 128 << 10
+
+logger = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where one row of a global batch comes from; `window` is TAIL for a tail row."""
+
+    source: str
+    n: int
+    epoch: int
+    tape: int
+    window: int
+    row: int
+
+
+class CorpusRows:
+    """Produces the rows of a step from a corpus (see `stream.RowProducer`)."""
+
+    def __init__(
+        self,
+        section: DataConfig,
+        corpus: Corpus,
+        *,
+        seed: int,
+        vocab_size: int,
+        global_batch_size: int,
+        pin_memory: bool,
+    ) -> None:
+        self._section, self._corpus, self._seed, self._pin_memory = section, corpus, seed, pin_memory
+        self.global_batch_size = global_batch_size
+        self.num_masked_rows = 0
+        self._quotas = slot_quotas({source.name: source.weight for source in corpus.sources})
+        self._readers = {
+            source.name: SourceReader(corpus, source, vocab_size=vocab_size, document_mask=section.document_mask)
+            for source in corpus.sources
+        }
+        self._known: dict[str, list[Any]] = {s.name: [s.digest, len(s.paths), s.num_tokens] for s in corpus.sources}
+        self._fit: dict[str, list[int]] = {}
+        self._history = History([Segment(0, global_batch_size, self._quotas)], [])
+        self._history.skip(section.skip_steps, 0)
+        self._prepare(0)
+
+    def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
+        """Returns a rank's rows of the step's global batch, which may be of another size. Raises: ShardError with the step."""
+        places = self.places(step)
+        start, stop = rows_of_rank(len(places), dp_rank, dp_size)
+        batch = empty_batch(stop - start, self._section.seq_length, pin_memory=self._pin_memory)
+        columns = [tensor.numpy() for tensor in batch]
+        for i, place in enumerate(places[start:stop]):
+            out = Row(*(column[i] for column in columns))
+            try:
+                self._reader(place.source).read_row(
+                    self._window(place), max(0, place.row if place.window != TAIL else 0), out
+                )
+            except ShardError as error:
+                self._fail(error, step, place, out)
+        return batch
+
+    def places(self, step: int) -> list[Place]:
+        """Returns the rows of the step's global batch, in order: by tape, then source, then number."""
+        rows = self._history.rows(step)
+        table: I64 = np.empty((5, len(rows.n)), dtype=np.int64)
+        fraction = np.empty(len(rows.n))
+        for index, name in enumerate(rows.names):
+            chosen = np.flatnonzero(rows.source == index)
+            if len(chosen):
+                slots = self._tapes_of(name).locate(rows.n[chosen])
+                table[:, chosen] = np.stack([rows.n[chosen], slots.epoch, slots.tape, slots.window, slots.row])
+                fraction[chosen] = slots.fraction
+        order = np.lexsort((rows.n, rows.source, fraction))
+        names = [rows.names[index] for index in rows.source[order].tolist()]
+        return [Place(name, *values) for name, values in zip(names, table[:, order].T.tolist(), strict=True)]
+
+    def pieces_of(self, place: Place) -> Pieces:
+        """Returns the pieces of documents that a row holds, in order: for inspection and tests, in O(1) windows."""
+        size, row = self._section.seq_length, 0 if place.window == TAIL else place.row
+        pieces = self._pack(place)
+        end = np.cumsum(pieces.length)
+        begin = end - pieces.length
+        start, stop = row * size, (row + 1) * size
+        inside = np.flatnonzero((end > start) & (begin < stop))
+        skip = np.maximum(start - begin[inside], 0)
+        length = np.minimum(end[inside], stop) - begin[inside] - skip
+        widths: I64 = np.ones(len(end), dtype=np.int64)
+        return pieces.cut(Cuts(inside, skip, length), widths)
+
+    def _pack(self, place: Place) -> Pieces:
+        tapes, reader, size = self._tapes_of(place.source), self._reader(place.source), self._section.seq_length
+        if place.window == TAIL:
+            return reader.pack([tapes.tail_start(place.epoch, place.row)], size, None)
+        key = tapes.piece_key(place.epoch, place.tape, place.window)
+
+        def pack(lengths: I64) -> Cuts:
+            if self._section.packing == "bestfit":
+                return pack_bestfit(lengths, key, size)
+            return pack_concat(lengths, key)
+
+        starts = tapes.window_blocks(place.epoch, place.tape, place.window)
+        return reader.pack(starts, tapes.geometry.block_tokens, pack)
+
+    def _window(self, place: Place) -> Window:
+        if place.window == TAIL:
+            return self._reader(place.source).window(self._pack(place))
+        key = (place.source, place.epoch, place.tape, place.window)
+        window = self._windows.get(key)
+        if window is None:
+            window = self._reader(place.source).window(self._pack(place))
+            self._windows.put(key, window, window.cost)
+        return window
+
+    def _fail(self, error: ShardError, step: int, place: Place, out: Row) -> None:
+        where = f"{place.source} row {place.n}, step {step}"
+        if self._section.on_missing != "mask":
+            raise type(error)(f"{error} [{where}]") from error
+        self.num_masked_rows += 1
+        logger.warning("row masked: %s [%s]; %d so far on this rank", error, where, self.num_masked_rows)
+        out.tokens.fill(self._corpus.sep_token)
+        out.labels.fill(IGNORED_LABEL)
+        out.positions[:] = np.arange(len(out.positions))
+        out.document_ids.fill(0)
+
+    def _reader(self, name: str) -> SourceReader:
+        if name not in self._readers:
+            raise ValueError(f"source ({name}) of this step is not among the sources opened; add it to --datasets")
+        return self._readers[name]
+
+    def _tapes_of(self, name: str) -> Tapes:
+        if name not in self._tapes:
+            num_tokens, fit = self._known[name][2], self._fit[name]
+            geometry = Geometry(self._section.seq_length, num_tokens // self._section.seq_length, *fit)
+            self._tapes[name] = Tapes(name, num_tokens, geometry, self._seed)
+        return self._tapes[name]
+
+    def _prepare(self, step: int) -> None:
+        """Fits sources that are used for the first time, checks the size of the corpus, finds the last step allowed."""
+        size = self._section.seq_length
+        for name, quota in self._quotas.items():
+            rows = self._known[name][2] // size
+            if name not in self._fit:
+                g = fit_geometry(rows, size, quota / NUM_SLOTS, self._section.logical_shards)
+                self._fit[name] = [g.num_tapes, g.blocks_per_window, g.block_tokens]
+        num_rows = sum(self._known[name][2] // size for name in self._quotas)
+        if num_rows < self.global_batch_size:
+            raise ValueError(
+                f"global_batch_size ({self.global_batch_size}) must be at most the {num_rows} sequences of the corpus; "
+                "lower the batch, lower --seq_length or add data"
+            )
+        self._tapes: dict[str, Tapes] = {}
+        tapes = sum(self._fit[name][0] for name in self._quotas)
+        self._windows: Lru[tuple[str, int, int, int], Window] = Lru(
+            WINDOW_CACHE_BYTES + WINDOW_CACHE_BYTES_PER_TAPE * tapes
+        )
+        self.last_step: int | None = None
+        limit = self._section.max_epochs
+        if limit is not None:
+            beyond = {
+                name: self._history.first_step_beyond(name, int(limit * (self._known[name][2] // size)), step)
+                for name in self._quotas
+            }
+            self.first_exhausted = min(beyond, key=lambda name: (beyond[name], name))
+            self.last_step = beyond[self.first_exhausted] - 1
+
+    def state(self) -> dict[str, Any]:
+        """Returns what, with the manifest, determines every step so far and to come: JSON values, the same on every rank."""
+        return {
+            "order_version": ORDER_VERSION,
+            "seed": self._seed,
+            "seq_length": self._section.seq_length,
+            "packing": self._section.packing,
+            "sep_token": self._corpus.sep_token,
+            "fit": dict(sorted(self._fit.items())),
+            "manifest": dict(sorted(self._known.items())),
+            **self._history.state(),
+        }
+
+    def load(self, state: dict[str, Any], step: int) -> list[str]:
+        """Continues after `step`, with the flags of this run from step + 1 on; returns what they change, in words.
+
+        Raises: ValueError if the state is of another corpus, seed, seq_length, packing or separator.
+        """
+        self._check_same(state)
+        history = History.from_state(state)
+        if history.segments[-1].after > step:
+            raise ValueError(
+                f"step ({step}) lies before the last change of the data state; load the checkpoint's own step"
+            )
+        self._known = {**state["manifest"], **self._known}
+        self._fit = {name: list(fit) for name, fit in state["fit"].items()}
+        changes = history.change(step, self.global_batch_size, self._quotas)
+        changes += history.skip(self._section.skip_steps, step)
+        self._history = history
+        self._prepare(step)
+        return changes
+
+    def _check_same(self, state: dict[str, Any]) -> None:
+        mine = self.state()
+        for name in ("order_version", "seed", "seq_length", "packing", "sep_token"):
+            if state.get(name) != mine[name]:
+                raise ValueError(
+                    f"{name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
+                    "value, or take its weights alone with --load_model_only"
+                )
+        for name, (digest, num_files, num_tokens) in mine["manifest"].items():
+            before = state["manifest"].get(name)
+            if before is not None and before[0] != digest:
+                raise ValueError(
+                    f"source ({name}) has changed since the checkpoint: {num_files} shards of {num_tokens} tokens, then "
+                    f"{before[1]} of {before[2]}; restore its shards, and add new ones as a source of their own"
+                )
+        lost = sorted(set(state["history"][-1]["weights"]) - set(mine["manifest"]))
+        if self._corpus.discovered and lost:
+            raise FileNotFoundError(
+                f"source ({lost[0]}) of the checkpoint is missing in {self._corpus.files.root}; restore it, or name the "
+                "sources to go on with in --datasets"
+            )
+
+    def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
+        """Returns by source, dropped ones too, the epochs gone through and the tokens trained on by the end of `step`."""
+        size = self._section.seq_length
+        consumed = self._history.consumed(step)
+        return {
+            name: {"epoch": n / (self._known[name][2] // size), "tokens": consumed[name] * size}
+            for name, n in self._history.position(step).items()
+        }
+
+    def close(self) -> None:
+        self._corpus.files.close()

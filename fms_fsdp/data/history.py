@@ -1,0 +1,202 @@
+"""Which sequences step t holds, through every change of weights, sources and batch size; and what a checkpoint keeps of it.
+
+Steps are 1-based. The run is a row of *segments*; segment k holds from step `after_k + 1` on, with its own weights and global
+batch B_k. Global sequence numbers g run on through all segments:
+
+    g(t)     = g_k + (t - 1 - after_k) * B_k, moved past the skipped ranges of g
+    source   = mixture_k(g - g_k)                    the u-th sequence of the segment
+    n        = base_k[source] + its number in the segment
+    base_k+1 = base_k + what each source supplied in [g_k, g_k+1)
+
+Invariant: each source's numbers n run on without gap or repeat through all segments, also for a source that was dropped and
+returns. Only (after, batch, quotas) of each segment and the skipped ranges are kept; g_k and base_k follow from them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fms_fsdp.data.mixture import NUM_SLOTS, Mixture
+from fms_fsdp.data.permute import I64
+
+
+@dataclass
+class Segment:
+    """Steps after + 1, after + 2, ... of one mixture and batch size; `first` is g_k, `base` is base_k."""
+
+    after: int
+    batch: int
+    quotas: dict[str, int]
+    first: int = 0
+    base: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def mixture(self) -> Mixture:
+        return Mixture(self.quotas)
+
+    def supplied(self, g: int) -> dict[str, int]:
+        """Returns how many sequences each source has supplied to all steps before the global sequence g."""
+        counts = self.mixture.counts(g - self.first)
+        return {name: self.base.get(name, 0) + counts.get(name, 0) for name in sorted({**self.base, **counts})}
+
+
+class Rows(NamedTuple):
+    """The sequences of a step in the order of g: index into `names`, and the source's own number of the sequence."""
+
+    names: tuple[str, ...]
+    source: I64
+    n: I64
+
+
+class Skip(NamedTuple):
+    """The global sequences [start, stop) are passed over: those once planned for the steps a to b - 1."""
+
+    start: int
+    stop: int
+    a: int
+    b: int
+
+
+class History:
+    """All segments of a run. `change` and `skip` extend it; everything else is a pure function of it."""
+
+    def __init__(self, segments: list[Segment], skipped: list[Skip]) -> None:
+        self.skipped = skipped
+        self.segments: list[Segment] = []
+        for segment in segments:
+            self._append(segment)
+
+    def rows(self, step: int) -> Rows:
+        """Returns the sequences of a step (>= 1)."""
+        segment = self._segment(step)
+        first = segment.first + (step - 1 - segment.after) * segment.batch
+        g = self._pass_skipped(segment, first + np.arange(segment.batch))
+        source, number = segment.mixture(g - segment.first)
+        base: I64 = np.array([segment.base.get(name, 0) for name in segment.mixture.names], dtype=np.int64)
+        return Rows(segment.mixture.names, source, base[source] + number)
+
+    def position(self, step: int) -> dict[str, int]:
+        """Returns for each source the number n of its first sequence after `step` (>= 0); skipped ones are counted."""
+        segment = self._segment(step + 1)
+        return segment.supplied(self._first(step + 1))
+
+    def consumed(self, step: int) -> dict[str, int]:
+        """Returns how many sequences of each source the steps 1 to `step` yielded; skipped ones are not counted."""
+        consumed = self.position(step)
+        end = self._first(step + 1)
+        for i, segment in enumerate(self.segments):
+            stop = self.segments[i + 1].first if i + 1 < len(self.segments) else end
+            for a, b in self._skipped_from(segment.first):
+                b = min(b, stop, end)
+                if a < b:
+                    before, after = (segment.supplied(g) for g in (a, b))
+                    for name in after:
+                        consumed[name] -= after[name] - before[name]
+        return consumed
+
+    def change(self, after: int, batch: int, quotas: Mapping[str, int]) -> list[str]:
+        """Lets another batch or mixture hold from step after + 1 on; returns what changed, in words, [] if nothing."""
+        last = self.segments[-1]
+        assert after >= last.after, (after, last.after)
+        changes = _describe(last, batch, quotas)
+        if changes and after == last.after:
+            self.segments.pop()
+        if changes:
+            self._append(Segment(after, batch, dict(quotas)))
+        return changes
+
+    def skip(self, text: str, step: int) -> list[str]:
+        """Passes over the rows now planned for the steps a to b - 1 of each "a:b" in `text`, unless done before.
+
+        `step` is the last one consumed. Raises: ValueError for a malformed range or one that is not ahead.
+        """
+        changes = []
+        for item in filter(None, text.replace(" ", "").split(",")):
+            match = re.fullmatch(r"(\d+):(\d+)", item)
+            a, b = (int(match[1]), int(match[2])) if match else (0, 0)
+            if not 1 <= a < b:
+                raise ValueError(
+                    f"skip_steps ({item}) must be a:b with 1 <= a < b, the steps a to b - 1; write 100:120"
+                )
+            if any((a, b) == (skip.a, skip.b) for skip in self.skipped):
+                continue  # the flag of an earlier start of this run
+            if a <= step:
+                raise ValueError(
+                    f"skip_steps ({item}) must lie after step {step}, the last one trained on; "
+                    "resume from an earlier checkpoint or leave it out"
+                )
+            self.skipped.append(Skip(self._first(a), self._last(b - 1) + 1, a, b))
+            changes.append(f"skip: the rows planned for steps {a} to {b - 1} are passed over")
+        return changes
+
+    def first_step_beyond(self, name: str, num_sequences: int, step: int) -> int:
+        """Returns the first step after `step` that needs more than `num_sequences` of a source of the last segment."""
+        low, high = step, step + 1
+        while self.position(high)[name] <= num_sequences:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.position(middle)[name] <= num_sequences else (low, middle)
+        return high
+
+    def state(self) -> dict[str, Any]:
+        """Returns the history as JSON values."""
+        segments = [{"step": s.after, "batch": s.batch, "weights": s.quotas} for s in self.segments]
+        return {"history": segments, "skipped": [list(entry) for entry in self.skipped]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> History:
+        """Returns the history that `state` describes."""
+        segments = [Segment(entry["step"], entry["batch"], dict(entry["weights"])) for entry in state["history"]]
+        return cls(segments, [Skip(*entry) for entry in state["skipped"]])
+
+    def _append(self, segment: Segment) -> None:
+        if self.segments:
+            segment.first = self._last(segment.after) + 1  # a skipped range that starts here belongs to the new segment
+            segment.base = self.segments[-1].supplied(segment.first)
+        self.segments.append(segment)
+
+    def _segment(self, step: int) -> Segment:
+        return next(segment for segment in reversed(self.segments) if segment.after < step)
+
+    def _first(self, step: int) -> int:
+        segment = self._segment(step)
+        planned = segment.first + (step - 1 - segment.after) * segment.batch
+        return int(self._pass_skipped(segment, np.array([planned]))[0])
+
+    def _last(self, step: int) -> int:
+        segment = self._segment(step)
+        planned = segment.first + (step - segment.after) * segment.batch - 1
+        return int(self._pass_skipped(segment, np.array([planned]))[0])
+
+    def _pass_skipped(self, segment: Segment, g: I64) -> I64:
+        for a, b in self._skipped_from(segment.first):
+            g = np.where(g >= a, g + (b - a), g)
+        return g
+
+    def _skipped_from(self, g: int) -> list[tuple[int, int]]:
+        """Returns the skipped ranges at or after g, disjoint and ascending."""
+        ranges = []
+        for start, stop, *_ in sorted(self.skipped):
+            if stop > g:
+                ranges.append((max(start, g), stop))
+                g = stop
+        return ranges
+
+
+def _describe(last: Segment, batch: int, quotas: Mapping[str, int]) -> list[str]:
+    changes = []
+    if batch != last.batch:
+        changes.append(f"global batch: {last.batch} -> {batch} sequences")
+    for name in sorted({*last.quotas, *quotas}):
+        before, now = last.quotas.get(name, 0), quotas.get(name, 0)
+        if before != now:
+            verb = "added" if not before else "dropped" if not now else "weight"
+            changes.append(f"mixture: {name} {verb}, {before / NUM_SLOTS:.4f} -> {now / NUM_SLOTS:.4f}")
+    return changes

@@ -1,0 +1,360 @@
+"""What there is to read: the sources under a folder, their shards and the counts that all addressing rests on.
+
+    data_path/                        data_path/meta/counts.csv
+      web/shard-00000.arrow             dataset/filename,documents,tokens
+      code/lang=py/shard-00000.arrow    web/shard-00000.arrow,31250,20480000
+
+Invariant: opening a corpus reads names, counts and (for one shard of each source, or for all where they are few) metadata,
+never the data; everything wrong that can be seen so is refused here, in one line. Shards that the counts file does not list
+are counted from their own metadata. A source is named by its folder; its shards are sorted by path.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import hashlib
+import os
+import posixpath
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from fms_fsdp.config import DataConfig
+from fms_fsdp.data.arrow_shard import CONVERT, Shard, ShardError
+from fms_fsdp.data.files import Files, LocalFiles
+from fms_fsdp.data.mixture import NUM_SLOTS
+from fms_fsdp.data.permute import I64
+
+SUFFIX = ".arrow"
+TEXT_SUFFIXES = (".parquet", ".jsonl", ".json", ".txt", ".gz", ".zst")
+META = "meta"
+OPENED_AT_START = 256  # a corpus of at most so many shards has them all checked before training
+_SAMPLED_DOCUMENTS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One weighted dataset: its shards in order, their counts, and whether the stream adds a delimiter to documents."""
+
+    name: str
+    paths: Sequence[str]
+    docs: I64
+    tokens: I64
+    delimiter: int
+    weight: float
+
+    @cached_property
+    def starts(self) -> I64:
+        """Where each shard starts on the source's circle, delimiters counted; the last element is its length."""
+        return np.concatenate([[0], np.cumsum(self.tokens + self.delimiter * self.docs)])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in an epoch, delimiters counted."""
+        return int(self.starts[-1])
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits that identify the shards' names, order and counts; the folder's place is immaterial."""
+        names = "\n".join(path.removeprefix(self.name + "/") for path in self.paths)
+        counts = np.stack([self.docs, self.tokens]).astype("<i8").tobytes()
+        digest = hashlib.blake2b(names.encode(), digest_size=8)
+        digest.update(counts + bytes([self.delimiter]))
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """The sources of a run, sorted by name. `vocab_size` is that of the shards' tokenizer, None where they do not say."""
+
+    files: Files
+    sources: tuple[Source, ...]
+    vocab_size: int | None
+    sep_token: int
+    discovered: bool  # the sources are those found, not those named
+
+    def source(self, name: str) -> Source | None:
+        """Returns the source of that name, or None."""
+        return next((source for source in self.sources if source.name == name), None)
+
+
+def open_corpus(section: DataConfig, files: Files | None = None) -> Corpus:
+    """Returns the corpus that the flags describe, after all checks that need no reading of tokens.
+
+    Without `datasets`, every folder that holds shards is a source, weighted by its tokens (and at least by one slot of the
+    mixture's wheel, so that a tiny source is not refused).
+
+    Raises: ValueError, FileNotFoundError with one line.
+    """
+    files = files or _open_root(section.data_path)
+    shards = _find_shards(files)
+    names = _source_names(section, shards)
+    counts = _read_counts(files, shards, names)
+    listed = {name: _shards_of(name, shards) for name in names}
+    missing = sorted(set(counts).difference(shards))
+    for name in names:
+        _check_listing(files, name, listed[name], _shards_of(name, missing), section.on_missing == "mask")
+    opened = _open_some(files, listed, counts, section.on_missing == "mask")
+    sep_token = _sep_token(section, names, listed, opened)
+    weights = dict(zip(_clean(section.datasets), section.weights, strict=True)) if section.weights else {}
+    sources = []
+    for name in sorted(names):
+        shard = next((opened[path] for path in listed[name] if path in opened and opened[path].num_tokens), None)
+        delimiter = delimiter_of(shard, sep_token) if shard is not None else 1
+        table: I64 = np.array([counts[path] for path in listed[name]], dtype=np.int64).reshape(-1, 2)
+        sources.append(Source(name, listed[name], table[:, 0], table[:, 1], delimiter, weights.get(name, 0.0)))
+    if not weights:
+        sources = _weighted_by_tokens(sources)
+    for source in sources:
+        if source.num_tokens < section.seq_length:
+            raise ValueError(
+                f"source ({source.name}) has {source.num_tokens} tokens, fewer than one sequence of seq_length "
+                f"({section.seq_length}); lower --seq_length, add data or drop the source"
+            )
+        for file, path in enumerate(source.paths):
+            if path in opened:
+                check_shard(source, file, opened[path], sep_token=sep_token)
+    return Corpus(files, tuple(sources), _vocab_size(opened), sep_token, not section.datasets)
+
+
+def check_shard(source: Source, file: int, shard: Shard, *, sep_token: int, vocab_size: int | None = None) -> None:
+    """Checks an opened shard against the manifest: counts, separators, largest token.
+
+    Raises: ShardError naming the shard and both values.
+    """
+    expected = int(source.docs[file]), int(source.tokens[file])
+    if (shard.num_docs, shard.num_tokens) != expected:
+        raise ShardError(
+            f"shard ({shard.path}) holds {shard.num_docs} documents and {shard.num_tokens} tokens, but its counts file says "
+            f"{expected[0]} and {expected[1]}; restore the shard or correct {META}/*counts*.csv"
+        )
+    if delimiter_of(shard, sep_token) != source.delimiter and shard.num_tokens > 0:
+        stored, others = ("without", "with") if source.delimiter == 0 else ("with", "without")
+        raise ShardError(
+            f"shard ({shard.path}) holds documents {stored} a trailing separator ({sep_token}), the others of source "
+            f"{source.name} {others}; {CONVERT}"
+        )
+    largest = shard.metadata.get("max_token_id", "")
+    if vocab_size is not None and largest.isdigit() and int(largest) >= vocab_size:
+        raise ShardError(
+            f"shard ({shard.path}) holds token {largest}, beyond vocab_size ({vocab_size}); "
+            "raise --vocab_size to that of its tokenizer"
+        )
+
+
+def delimiter_of(shard: Shard, sep_token: int) -> int:
+    """Returns 1 if the stream must end the shard's documents with a separator, 0 if they end with it already.
+
+    The shard's `has_eos` decides; without it, its first documents.
+
+    Raises: ShardError if some of these end with the separator and some do not.
+    """
+    if "has_eos" in shard.metadata:
+        return 0 if shard.metadata["has_eos"] == "true" else 1
+    ends = {int(document[-1]) == sep_token for document in shard.first_documents(_SAMPLED_DOCUMENTS) if len(document)}
+    if len(ends) > 1:
+        raise ShardError(
+            f"shard ({shard.path}) holds documents with and without a trailing separator ({sep_token}); {CONVERT}"
+        )
+    return 0 if ends == {True} else 1
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns "; nearest: x" for the name most like `name`, or a list of what there is."""
+    known = sorted(names)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"nearest: {close[0]}" if close else f"found: {', '.join(known[:8]) or 'none'}{', …' * (len(known) > 8)}"
+
+
+def _open_root(data_path: str) -> Files:
+    if not data_path:
+        raise ValueError(
+            "data_path () must name the folder of the token shards; set --data_path or --use_dummy_dataset"
+        )
+    root = os.path.abspath(os.path.expanduser(data_path))
+    if not os.path.isdir(root):
+        remedy = "make it with `python -m fms_fsdp prepare --input=... --output=...`, or --use_dummy_dataset"
+        raise FileNotFoundError(f"data_path ({data_path}) is not a folder; {remedy}")
+    return LocalFiles(root)
+
+
+def _find_shards(files: Files) -> list[str]:
+    """Returns the paths of all files under the root, shards or not, sorted by their bytes."""
+    return sorted(files.walk(""))
+
+
+def _clean(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(posixpath.normpath(name) for name in names)
+
+
+def _source_names(section: DataConfig, paths: list[str]) -> tuple[str, ...]:
+    folders = {posixpath.dirname(path) or "." for path in paths}
+    with_shards = {posixpath.dirname(path) or "." for path in paths if path.endswith(SUFFIX)} - {META}
+    if not section.datasets:
+        if not with_shards:
+            raise FileNotFoundError(f"data_path ({section.data_path}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
+        names = tuple(sorted(with_shards))
+    else:
+        names = _clean(section.datasets)
+        known = {
+            "/".join(folder.split("/")[: depth + 1]) for folder in folders for depth in range(folder.count("/") + 1)
+        }
+        for name in names:
+            if name not in known and not os.path.isdir(os.path.join(section.data_path, name)):
+                raise FileNotFoundError(
+                    f"datasets ({name}) is not a folder in {section.data_path}; {nearest(name, known - {META, '.'})}"
+                )
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"datasets ({name}) must be named once; raise its weight instead")
+        inside = next((other for other in names if name.startswith(other + "/") or (other == "." != name)), None)
+        if inside is not None:
+            raise ValueError(f"datasets ({name}) lies inside {inside}, which is a source as well; name one of them")
+    return names
+
+
+def _shards_of(name: str, paths: list[str]) -> list[str]:
+    if name != ".":
+        paths = paths[bisect_left(paths, f"{name}/") : bisect_left(paths, f"{name}0")]  # "0" follows "/"
+    return [path for path in paths if path.endswith(SUFFIX)]
+
+
+def _text_remedy(paths: list[str]) -> str:
+    text = next((path for path in paths if path.endswith(TEXT_SUFFIXES)), None)
+    if text is None:
+        return "make some with `python -m fms_fsdp prepare --input=... --output=...`"
+    return f"{text} is text: make shards of it with `python -m fms_fsdp prepare --input=... --output=...`"
+
+
+def _read_counts(files: Files, paths: list[str], names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """Returns (documents, tokens) by shard path, from meta/*counts*.csv; paths there may begin with folders of another root."""
+    counts: dict[str, tuple[int, int]] = {}
+    for table in paths:
+        folder, name = posixpath.split(table)
+        if folder != META or "counts" not in name or not name.endswith(".csv"):
+            continue
+        text = files.pread(table, files.size(table), 0).decode()
+        for line, row in enumerate(csv.reader(text.splitlines())):
+            if line == 0 or not row:
+                continue
+            try:
+                path, docs, tokens = row[0].lstrip("/"), int(row[1]), int(row[2])
+            except (ValueError, IndexError):
+                raise ValueError(
+                    f"counts file ({table}) must hold `dataset/filename,documents,tokens`, not {','.join(row)!r} in line "
+                    f"{line + 1}; correct or remove it"
+                ) from None
+            counts[path] = (docs, tokens)
+    known = set(paths)
+    for path in [path for path in counts if path not in known]:
+        for name in names:
+            at = ("/" + path).find(f"/{name}/")
+            if at > 0:  # written under another root
+                counts.setdefault(path[at:], counts[path])
+    return counts
+
+
+def _check_listing(files: Files, name: str, listed: list[str], missing: list[str], may_miss: bool) -> None:
+    """Checks that the source has shards and that none of the counts file is missing, or adds it to `listed` if it may be."""
+    if not listed and not missing:
+        others = [path for path in files.walk("" if name == "." else name)]
+        raise FileNotFoundError(f"datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(sorted(others))}")
+    if missing and not may_miss:
+        raise FileNotFoundError(
+            f"shard ({missing[0]}) is listed in {META}/*counts*.csv but missing in {files.root}"
+            f"{f' with {len(missing) - 1} more' if len(missing) > 1 else ''}; restore it or --on_missing=mask"
+        )
+    listed.extend(missing)
+    listed.sort()
+
+
+def _open_some(
+    files: Files, listed: dict[str, list[str]], counts: dict[str, tuple[int, int]], may_miss: bool
+) -> dict[str, Shard]:
+    """Returns the shards opened at start-up by path, and adds to `counts` those that it does not list.
+
+    These are all shards of a small corpus; else the first of each source and those without counts.
+    """
+    every = [path for paths in listed.values() for path in paths]
+    if len(every) > OPENED_AT_START:
+        first = {paths[0] for paths in listed.values()}
+        every = [path for path in every if path in first or path not in counts]
+
+    def try_open(path: str) -> Shard | None:
+        try:
+            return Shard(files, path, delimiter=0)
+        except ShardError:
+            if may_miss and path in counts:
+                return None
+            raise
+
+    opened = {path: shard for path in every if (shard := try_open(path)) is not None}
+    for path, shard in opened.items():
+        counts.setdefault(path, (shard.num_docs, shard.num_tokens))
+    return opened
+
+
+def _sep_token(
+    section: DataConfig, names: tuple[str, ...], listed: dict[str, list[str]], opened: dict[str, Shard]
+) -> int:
+    """Returns the separator: the flag, else the one that all shards name."""
+    said = {int(shard.metadata["sep_token"]): path for path, shard in opened.items() if shard.metadata.get("sep_token")}
+    stored = {
+        int(s.metadata["sep_token"]): p
+        for p, s in opened.items()
+        if s.metadata.get("has_eos") == "true" and s.metadata.get("sep_token")
+    }
+    if section.sep_token is not None:
+        for token, path in stored.items():
+            if token != section.sep_token:
+                raise ValueError(
+                    f"sep_token ({section.sep_token}) is {token} in shard {path}, whose documents end with it; leave the flag out"
+                )
+        return section.sep_token
+    if len(said) > 1:
+        (a, path_a), (b, path_b) = list(said.items())[:2]
+        raise ValueError(
+            f"sep_token is {a} in shard {path_a} but {b} in {path_b}; set --sep_token, or prepare both with one tokenizer"
+        )
+    if said:
+        return next(iter(said))
+    for name in names:
+        for path in listed[name]:
+            if path in opened:
+                ends = {
+                    int(document[-1]) for document in opened[path].first_documents(_SAMPLED_DOCUMENTS) if len(document)
+                }
+                hint = (
+                    f"its first documents all end with {ends.pop()}"
+                    if len(ends) == 1
+                    else "its documents end with none"
+                )
+                raise ValueError(
+                    f"sep_token is not said by shard {path}; set --sep_token to the id that ends a document ({hint})"
+                )
+    raise FileNotFoundError(f"data_path ({section.data_path}) holds no readable shard; restore one")
+
+
+def _vocab_size(opened: dict[str, Shard]) -> int | None:
+    """Returns the largest vocabulary that the shards name. Raises: ValueError if they are of several tokenizers."""
+    tokenizers = {
+        shard.metadata["tokenizer_digest"]: path
+        for path, shard in opened.items()
+        if shard.metadata.get("tokenizer_digest")
+    }
+    if len(tokenizers) > 1:
+        a, b = list(tokenizers.values())[:2]
+        raise ValueError(f"shards {a} and {b} are of two tokenizers; prepare all sources with one --tokenizer")
+    sizes = [
+        int(shard.metadata["vocab_size"]) for shard in opened.values() if shard.metadata.get("vocab_size", "").isdigit()
+    ]
+    return max(sizes, default=None)
+
+
+def _weighted_by_tokens(sources: list[Source]) -> list[Source]:
+    least = sum(source.num_tokens for source in sources) / (NUM_SLOTS - len(sources))
+    return [Source(s.name, s.paths, s.docs, s.tokens, s.delimiter, max(float(s.num_tokens), least)) for s in sources]

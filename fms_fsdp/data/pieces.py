@@ -1,0 +1,247 @@
+"""From stretches of a source to rows of tokens, with the true next token at every edge.
+
+    stretch of the circle -> pieces (the parts of documents in it) -> packing -> Window (ordered cuts) -> read_row
+
+Invariant: the label of a token is the next token of the same document, also where the piece ends before the document does
+(one token more is read); after the document's separator it is the first token of the document that follows in the window,
+if it follows from its beginning; else -100. No label crosses a cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fms_fsdp.data.arrow_shard import Chunk, Shard, ShardError
+from fms_fsdp.data.batch import IGNORED_LABEL
+from fms_fsdp.data.lru import Lru
+from fms_fsdp.data.manifest import Corpus, Source, check_shard
+from fms_fsdp.data.packing import Cuts
+from fms_fsdp.data.permute import I64
+
+SHARD_CACHE_BYTES = 16 << 20
+CHUNK_CACHE_BYTES = 16 << 20
+
+
+class Pieces(NamedTuple):
+    """Parts of documents: arrays of one length, in the order of the source.
+
+    `file` of the source, `document` of the file, `start` token in the document, `length` (delimiter counted), `address` of
+    the first token in the file, `after`: tokens of the document that follow the piece, 2 standing for more.
+    """
+
+    file: I64
+    document: I64
+    start: I64
+    length: I64
+    address: I64
+    after: I64
+
+    def cut(self, cuts: Cuts, widths: I64) -> Pieces:
+        """Returns the cuts as pieces of their own; `widths` are the bytes of a token in each piece's file."""
+        file, document, start, length, address, after = (column[cuts.piece] for column in self)
+        after = np.minimum(after + length - cuts.skip - cuts.length, 2)
+        address = address + cuts.skip * widths[cuts.piece]
+        return Pieces(file, document, start + cuts.skip, cuts.length, address, after)
+
+
+class Window(NamedTuple):
+    """The ordered pieces of some rows, 15 bytes each: what is needed to read them, and no more.
+
+    `files`: (path, type of a token) of the shards that `file` indexes; `end`: tokens up to the piece's end; `edge`:
+    `after` + 4 if the piece begins its document.
+    """
+
+    files: tuple[tuple[str, np.dtype[np.unsignedinteger[npt.NBitBase]]], ...]
+    file: npt.NDArray[np.uint16 | np.uint32]
+    address: I64
+    end: npt.NDArray[np.int32]
+    edge: npt.NDArray[np.uint8]
+
+    @property
+    def cost(self) -> int:
+        """Bytes that this object holds, about."""
+        return 512 + 128 * len(self.files) + 15 * len(self.end)
+
+
+class Row(NamedTuple):
+    """Where a row is written: arrays of S elements."""
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int32]
+    document_ids: npt.NDArray[np.int32]
+
+
+class SourceReader:
+    """Reads one source of a corpus. Caches what it opened, within fixed bytes."""
+
+    def __init__(self, corpus: Corpus, source: Source, *, vocab_size: int, document_mask: bool) -> None:
+        self._files, self.source, self._sep = corpus.files, source, corpus.sep_token
+        self._vocab_size, self._document_mask = vocab_size, document_mask
+        self._shards: Lru[int, Shard] = Lru(SHARD_CACHE_BYTES)
+        self._chunks: Lru[tuple[int, int], Chunk] = Lru(CHUNK_CACHE_BYTES)
+
+    def shard(self, file: int) -> Shard:
+        """Returns the open shard, checked against the manifest when it is opened. Raises: ShardError."""
+        shard = self._shards.get(file)
+        if shard is None:
+            shard = Shard(self._files, self.source.paths[file], self.source.delimiter)
+            check_shard(self.source, file, shard, sep_token=self._sep, vocab_size=self._vocab_size)
+            self._shards.put(file, shard, shard.cost)
+        return shard
+
+    def pieces(self, start: int, length: int) -> Pieces:
+        """Returns the parts of documents in [start, start + length) on the source's circle."""
+        starts = self.source.starts
+        parts: list[Pieces] = []
+        while length > 0:
+            position = start % self.source.num_tokens
+            file = int(np.searchsorted(starts, position, side="right")) - 1
+            local = position - int(starts[file])
+            shard = self.shard(file)
+            chunk = int(np.searchsorted(shard.chunk_starts, local, side="right")) - 1
+            local -= int(shard.chunk_starts[chunk])
+            part = self._chunk_pieces(file, shard, chunk, local, length)
+            parts.append(part)
+            taken = int(part.length.sum())
+            assert taken > 0, (self.source.name, start, length)
+            start, length = start + taken, length - taken
+        return parts[0] if len(parts) == 1 else Pieces(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def _chunk_pieces(self, file: int, shard: Shard, index: int, start: int, length: int) -> Pieces:
+        chunk = self._chunks.get((file, index))
+        if chunk is None:
+            chunk = shard.chunk(index)
+            self._chunks.put((file, index), chunk, chunk.starts.nbytes + chunk.addresses.nbytes)
+        stop = min(start + length, int(chunk.starts[-1]))
+        first = int(np.searchsorted(chunk.starts, start, side="right")) - 1
+        last = int(np.searchsorted(chunk.starts, stop, side="left"))
+        document = np.arange(first, last)
+        begins, ends = chunk.starts[first:last], chunk.starts[first + 1 : last + 1]
+        begin, end = np.maximum(begins, start), np.minimum(ends, stop)
+        columns = (
+            np.full(last - first, file),
+            document + int(shard.chunk_docs[:index].sum()),
+            begin - begins,
+            end - begin,
+            chunk.addresses[first:last] + (begin - begins) * shard.dtype.itemsize,
+            np.minimum(ends - end, 2),
+        )
+        kept = end > begin
+        return Pieces(*columns) if kept.all() else Pieces(*(column[kept] for column in columns))
+
+    def pack(self, starts: list[int], length: int, pack: Callable[[I64], Cuts] | None) -> Pieces:
+        """Returns the pieces of the stretches of `length` tokens at `starts`, in the order that `pack` gives to them."""
+        parts = [self.pieces(start, length) for start in starts]
+        pieces = Pieces(*map(np.concatenate, zip(*parts, strict=True)))
+        if pack is None:
+            return pieces
+        widths = np.zeros(int(pieces.file.max()) + 1, dtype=np.int64)
+        for file in np.unique(pieces.file).tolist():
+            widths[file] = self.shard(file).dtype.itemsize
+        return pieces.cut(pack(pieces.length), widths[pieces.file])
+
+    def window(self, pieces: Pieces) -> Window:
+        """Returns the pieces in the compact form that `read_row` reads."""
+        numbers, file = np.unique(pieces.file, return_inverse=True)
+        files = tuple((self.source.paths[f], self.shard(f).dtype) for f in numbers.tolist())
+        edge = pieces.after + 4 * (pieces.start == 0)
+        small: type[np.uint16 | np.uint32] = np.uint16 if len(files) < 1 << 16 else np.uint32
+        end = np.cumsum(pieces.length)
+        return Window(files, file.astype(small), pieces.address, end.astype(np.int32), edge.astype(np.uint8))
+
+    def read_row(self, window: Window, row: int, out: Row) -> None:
+        """Writes row `row` of a window into `out`. Raises: ShardError."""
+        size = len(out.tokens)
+        start, stop = row * size, (row + 1) * size
+        first = int(np.searchsorted(window.end, start, side="right"))
+        last = int(np.searchsorted(window.end, stop, side="left")) + 1
+        end = window.end[first:last].astype(np.int64)
+        begin = np.concatenate([window.end[first - 1 : first] if first else [0], end[:-1]])
+        skip = np.maximum(start - begin, 0)
+        after = np.minimum((window.edge[first:last] & 3) + np.maximum(end - stop, 0), 2)
+        places = np.maximum(begin, start) - start
+        lengths = np.minimum(end, stop) - start - places
+        # One token more than the piece is read for its last label, as far as the document goes; the delimiter is not stored.
+        stored = np.minimum(lengths + 1, lengths + after - self.source.delimiter)
+        out.tokens.fill(self._sep)
+        next_token = np.where(after == 0, IGNORED_LABEL, self._sep)
+        for i, (file, address, skipped, place, length, count) in enumerate(
+            zip(
+                window.file[first:last].tolist(),
+                window.address[first:last].tolist(),
+                skip.tolist(),
+                places.tolist(),
+                lengths.tolist(),
+                stored.tolist(),
+                strict=True,
+            )
+        ):
+            if count <= 0:
+                continue
+            path, dtype = window.files[file]
+            values = self._read(path, dtype, address + skipped * dtype.itemsize, count)
+            if count > length:
+                next_token[i] = values[length]
+                values = values[:length]
+            out.tokens[place : place + len(values)] = values
+        if not self._document_mask:
+            begins_document = (window.edge[first + 1 : last] & 4) > 0
+            follows = np.flatnonzero((after[:-1] == 0) & begins_document)
+            next_token[follows] = out.tokens[places[follows + 1]]
+            if after[-1] == 0:
+                next_token[-1] = self._first_token(window, last)
+        out.labels[:-1] = out.tokens[1:]
+        out.labels[places + lengths - 1] = next_token
+        out.positions[:] = np.arange(size) - np.repeat(places, lengths)
+        out.document_ids[:] = np.repeat(np.arange(len(places)), lengths)
+        largest = max(int(out.tokens.view(np.uint64).max()), int(next_token.max()))
+        if largest >= self._vocab_size:
+            self._refuse_tokens(window, first, places, lengths, out)
+
+    def _first_token(self, window: Window, piece: int) -> int:
+        """Returns the first token of a piece that begins its document, else -100."""
+        if piece >= len(window.end) or not window.edge[piece] & 4:
+            return IGNORED_LABEL
+        length = int(window.end[piece] - window.end[piece - 1])
+        if length + int(window.edge[piece] & 3) <= self.source.delimiter:
+            return self._sep  # an empty document
+        path, dtype = window.files[window.file[piece]]
+        return int(self._read(path, dtype, int(window.address[piece]), 1)[0])
+
+    def _read(self, path: str, dtype: np.dtype[np.unsignedinteger[npt.NBitBase]], address: int, count: int) -> I64:
+        size = count * dtype.itemsize
+        try:
+            data = self._files.pread(path, size, address)
+        except OSError as error:
+            raise ShardError(
+                f"shard ({path}) cannot be read: {error}; check the storage or --on_missing=mask"
+            ) from error
+        if len(data) != size:
+            raise ShardError(
+                f"shard ({path}) ends {size - len(data)} bytes early; it is truncated: restore it or --on_missing=mask"
+            )
+        return np.frombuffer(data, dtype)
+
+    def _refuse_tokens(self, window: Window, first: int, places: I64, lengths: I64, out: Row) -> None:
+        """Raises ShardError naming the first piece that holds a token beyond the vocabulary."""
+        for i, (place, length) in enumerate(zip(places.tolist(), lengths.tolist(), strict=True)):
+            stretch = np.append(out.tokens[place : place + length], out.labels[place + length - 1])
+            stretch = stretch[(stretch >= self._vocab_size) | ((stretch < 0) & (stretch != IGNORED_LABEL))]
+            if len(stretch):
+                path, _ = window.files[window.file[first + i]]
+                document = self.document_at(path, int(window.address[first + i]))
+                raise ShardError(
+                    f"shard ({path}) holds token {stretch[0]} in document {document}, beyond vocab_size "
+                    f"({self._vocab_size}); raise --vocab_size to that of its tokenizer or restore the shard"
+                )
+
+    def document_at(self, path: str, address: int) -> int:
+        """Returns the number in its file of the document whose tokens lie at the byte `address`."""
+        shard = self.shard(self.source.paths.index(path))
+        documents = np.concatenate([shard.chunk(index).addresses for index in range(len(shard.chunk_docs))])
+        return int(np.flatnonzero(documents <= address)[-1])

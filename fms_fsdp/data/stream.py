@@ -1,0 +1,187 @@
+"""The data stream: step after step, this rank's rows of the global batch, prepared ahead by one thread.
+
+    build_stream -> CorpusRows | SyntheticRows (pure: step -> rows) -> TokenStream (position, prefetch, state)
+
+Invariant: the stream's only state is the step last consumed; what the thread has prepared ahead is never part of it. All
+ranks hold the same state. Nothing here communicates: a rank computes its rows from (dp_rank, dp_size) and the step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fms_fsdp.config import DataConfig
+from fms_fsdp.data.batch import Batch, rows_of_rank
+from fms_fsdp.data.synthetic import SyntheticRows
+
+if TYPE_CHECKING:
+    from fms_fsdp.data.manifest import Corpus
+
+
+class RowProducer(Protocol):
+    """What a TokenStream draws from: pure functions of the step, and the history that a checkpoint keeps."""
+
+    global_batch_size: int
+    last_step: int | None  # by --max_epochs; None: no end
+
+    def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
+        """Returns the rows [B * dp_rank / dp_size, B * (dp_rank + 1) / dp_size) of the global batch of `step`."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns JSON values, the same on every rank."""
+
+    def load(self, state: dict[str, Any], step: int) -> list[str]:
+        """Continues after `step`; returns in words what the flags change from there on."""
+
+    def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
+        """Returns {source: {"epoch": float, "tokens": int}} after `step`."""
+
+    def close(self) -> None:
+        """Releases what is open."""
+
+
+class TokenStream:
+    """This rank's rows, step after step.
+
+    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in the global batch, `data_wait_s` the seconds that the last `next_batch` waited, `last_step`
+    the last step that --max_epochs allows (None: no end).
+    """
+
+    def __init__(self, rows: RowProducer, *, dp_rank: int, dp_size: int, prefetch: int) -> None:
+        self.rows = rows
+        self.step = 0
+        self.data_wait_s = 0.0
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self.first_row = dp_rank * (rows.global_batch_size // dp_size)
+        self._depth = max(1, prefetch)
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: deque[Future[Batch]] = deque()
+
+    @property
+    def last_step(self) -> int | None:
+        return self.rows.last_step
+
+    def next_batch(self) -> Batch:
+        """Returns the rows of step `step` + 1 and counts it as consumed; errors of the thread appear here, at their step.
+
+        Raises: ShardError naming file, document and step; ValueError at the end that --max_epochs sets.
+        """
+        if self.last_step is not None and self.step >= self.last_step:
+            raise ValueError(
+                f"max_epochs is reached after step {self.last_step} by source {getattr(self.rows, 'first_exhausted', '?')}; "
+                "lower --num_steps to it, lower the source's weight or raise --max_epochs"
+            )
+        start = time.perf_counter()
+        self._fill()
+        batch = self._ahead[0].result()
+        self._ahead.popleft()
+        self.step += 1
+        self._fill()
+        self.data_wait_s = time.perf_counter() - start
+        return batch
+
+    def batch_at(self, step: int) -> Batch:
+        """Returns this rank's rows of any step >= 1, whatever has been consumed."""
+        with self._lock:
+            return self.rows.batch(step, self._dp_rank, self._dp_size)
+
+    def consumption(self) -> dict[str, dict[str, float | int]]:
+        """Returns {source: {"epoch": epochs gone through, "tokens": tokens trained on}} after `step`."""
+        return self.rows.consumption(self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what, with `step`, resumes the stream: JSON values of a few KB, the same on every rank."""
+        return self.rows.state()
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> list[str]:
+        """Continues after `step` with the flags of this run; returns what they change, a line each, to be logged.
+
+        Raises: ValueError, FileNotFoundError if the state is of other data.
+        """
+        self._drop_ahead()
+        changes = self.rows.load(state, step)
+        self.step = step
+        return changes
+
+    def close(self) -> None:
+        """Ends the thread and closes the files."""
+        self._drop_ahead()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+        self.rows.close()
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _fill(self) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="data")
+        while len(self._ahead) < self._depth:
+            step = self.step + len(self._ahead) + 1
+            if self.last_step is not None and step > self.last_step:
+                return
+            self._ahead.append(self._pool.submit(self.batch_at, step))
+
+    def _drop_ahead(self) -> None:
+        for future in self._ahead:
+            future.cancel()
+        for future in self._ahead:
+            if not future.cancelled():
+                future.exception()  # waits; what it says concerns steps that are not wanted any more
+        self._ahead.clear()
+
+
+def build_stream(
+    section: DataConfig,
+    corpus: Corpus | None,
+    *,
+    seed: int,
+    vocab_size: int,
+    global_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    pin_memory: bool = False,
+    prefetch: int = 2,
+) -> TokenStream:
+    """Returns the stream of this rank: of synthetic tokens if `corpus` is None. `prefetch` counts steps.
+
+    Raises: ValueError if the batch cannot be shared out or is larger than the corpus, or for weights too small.
+    """
+    rows_of_rank(global_batch_size, dp_rank, dp_size)
+    rows: RowProducer
+    if corpus is None:
+        rows = SyntheticRows(
+            seed=seed,
+            vocab_size=vocab_size,
+            seq_length=section.seq_length,
+            global_batch_size=global_batch_size,
+            pin_memory=pin_memory,
+        )
+    else:
+        from fms_fsdp.data.corpus_rows import CorpusRows
+
+        if corpus.sep_token >= vocab_size:
+            raise ValueError(
+                f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of them"
+            )
+        rows = CorpusRows(
+            section,
+            corpus,
+            seed=seed,
+            vocab_size=vocab_size,
+            global_batch_size=global_batch_size,
+            pin_memory=pin_memory,
+        )
+    return TokenStream(rows, dp_rank=dp_rank, dp_size=dp_size, prefetch=prefetch)

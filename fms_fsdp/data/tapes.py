@@ -1,0 +1,153 @@
+"""Where the n-th sequence of a source lies: epochs, tapes, windows, blocks. Pure arithmetic, no table, no file.
+
+A source is a circle of T tokens (its files in order of their paths). Each epoch turns it by another offset and cuts it:
+
+    |<- block ->|<- block ->| ...                       |<- block ->|<- tail row ->| ... |<- rest, < S tokens ->|
+     M tokens                   num_blocks of them                    S tokens             used by no row
+
+A *window* is K blocks drawn from the whole circle by a keyed permutation; its documents are shuffled and cut into rows of
+S tokens (`packing`). A *tape* (logical shard) is a lane of windows read one after the other; L tapes advance together, one
+row each in turn. Tail rows are contiguous, permuted, and spread evenly over the epoch.
+
+Invariant: in each epoch every row slot occurs exactly once, hence every token once, except the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from fms_fsdp.data.permute import I64, bit_reverse, derive_key, hash64, permute
+
+BLOCK_TOKENS = 1 << 18
+BLOCKS_PER_WINDOW = 16
+MIN_BLOCKS_PER_WINDOW = 4
+MIN_ROWS_PER_BLOCK = 4
+MIN_WINDOWS_PER_TAPE = 8
+TAIL = -1
+
+_ROTATION, _BLOCKS, _TAIL, _PIECES = range(1, 5)  # words of the keys drawn here
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The cut of one source: `num_rows` sequences an epoch on `num_tapes` tapes. Fixed at the source's first use."""
+
+    seq_length: int
+    num_rows: int
+    num_tapes: int
+    blocks_per_window: int
+    block_tokens: int
+
+    @cached_property
+    def rows_per_window(self) -> int:
+        return self.blocks_per_window * self.block_tokens // self.seq_length
+
+    @cached_property
+    def windows_per_tape(self) -> int:
+        return self.num_rows // (self.num_tapes * self.rows_per_window)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return self.windows_per_tape * self.num_tapes * self.blocks_per_window
+
+    @cached_property
+    def num_main_rows(self) -> int:
+        return self.windows_per_tape * self.num_tapes * self.rows_per_window
+
+    @cached_property
+    def num_tail_rows(self) -> int:
+        return self.num_rows - self.num_main_rows
+
+
+def fit_geometry(num_rows: int, seq_length: int, share: float, logical_shards: int) -> Geometry:
+    """Returns the cut for a source of `num_rows` sequences that supplies `share` (0 to 1) of the mixture.
+
+    Starts from blocks of about 2^18 tokens, 16 to a window, and L = the largest power of two <= share * logical_shards;
+    halves L until every tape has 8 windows, then the window down to 4 blocks, then the block down to 4 rows. A source of
+    fewer than 128 rows gets no window at all: it is all tail. Last, blocks grow to share out the rows evenly, which leaves
+    fewer tail rows than there are blocks.
+    """
+    tapes = 1 << (max(1, int(share * logical_shards)).bit_length() - 1)
+    blocks, rows = BLOCKS_PER_WINDOW, max(MIN_ROWS_PER_BLOCK, round(BLOCK_TOKENS / seq_length))
+
+    def too_small() -> bool:
+        return num_rows < MIN_WINDOWS_PER_TAPE * tapes * blocks * rows
+
+    while too_small() and tapes > 1:
+        tapes //= 2
+    while too_small() and blocks > MIN_BLOCKS_PER_WINDOW:
+        blocks //= 2
+    while too_small() and rows > MIN_ROWS_PER_BLOCK:
+        rows = max(MIN_ROWS_PER_BLOCK, rows // 2)
+    if too_small():  # a window longer than the source: none fits
+        return Geometry(seq_length, num_rows, 1, 1, (num_rows + 1) * seq_length)
+    windows = num_rows // (tapes * blocks * rows)
+    rows = num_rows // (tapes * blocks * windows)
+    return Geometry(seq_length, num_rows, tapes, blocks, rows * seq_length)
+
+
+class Slots(NamedTuple):
+    """Where rows lie: arrays of one length. `window` is TAIL for tail rows, whose `row` is their place in the tail.
+
+    `fraction` in [0, 1) is the tape's (or tail row's) share of the way through all tapes: rows sorted by it stay with the
+    same rank from step to step, so that its windows are in memory already.
+    """
+
+    epoch: I64
+    tape: I64
+    window: I64
+    row: I64
+    fraction: np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+class Tapes:
+    """The addressing of one source: a pure function of (seed, source name, length in tokens, geometry)."""
+
+    def __init__(self, name: str, num_tokens: int, geometry: Geometry, seed: int) -> None:
+        self.num_tokens, self.geometry = num_tokens, geometry
+        self._key = derive_key(seed, hash64(name))
+
+    def locate(self, n: I64) -> Slots:
+        """Returns where the sequences with the source's own numbers n >= 0 lie.
+
+        x = n mod N; tails before x: k = floor(x * n_tail / N); x is a tail row if floor((x + 1) * n_tail / N) > k. Main row
+        m = x - k lies on the tape bit_reverse(m mod L), at its row m // L.
+        """
+        g = self.geometry
+        epoch, x = np.divmod(n, g.num_rows)
+        tails = x * g.num_tail_rows // g.num_rows
+        is_tail = (x + 1) * g.num_tail_rows // g.num_rows > tails
+        turn, lane = np.divmod(x - tails, g.num_tapes)
+        tape = bit_reverse(lane, g.num_tapes.bit_length() - 1)
+        window, row = np.divmod(turn, g.rows_per_window)
+        fraction = tape / g.num_tapes
+        if is_tail.any():
+            window, row = np.where(is_tail, TAIL, window), np.where(is_tail, 0, row)
+            for e in np.unique(epoch[is_tail]).tolist():
+                chosen = np.flatnonzero(is_tail & (epoch == e))
+                row[chosen] = permute(tails[chosen], g.num_tail_rows, derive_key(self._key, _TAIL, e))
+                fraction[chosen] = row[chosen] / g.num_tail_rows
+        return Slots(epoch, tape, window, row, fraction)
+
+    def window_blocks(self, epoch: int, tape: int, window: int) -> list[int]:
+        """Returns where the window's blocks of `block_tokens` tokens start on the source's circle."""
+        g = self.geometry
+        place = (window * g.num_tapes + tape) * g.blocks_per_window + np.arange(g.blocks_per_window)
+        blocks = permute(place, g.num_blocks, derive_key(self._key, _BLOCKS, epoch))
+        return [self._turned(epoch, block * g.block_tokens) for block in blocks.tolist()]
+
+    def tail_start(self, epoch: int, row: int) -> int:
+        """Returns where a tail row's `seq_length` tokens start on the source's circle."""
+        g = self.geometry
+        return self._turned(epoch, (g.num_main_rows + row) * g.seq_length)
+
+    def piece_key(self, epoch: int, tape: int, window: int) -> int:
+        """Returns the key that shuffles the documents of a window."""
+        return derive_key(self._key, _PIECES, epoch, tape, window)
+
+    def _turned(self, epoch: int, position: int) -> int:
+        return (position + derive_key(self._key, _ROTATION, epoch)) % self.num_tokens

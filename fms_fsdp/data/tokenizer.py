@@ -1,0 +1,227 @@
+"""Text ↔ token ids, for preparing data and for generating text; training never imports this.
+
+    load_tokenizer("byte" | FILE | FOLDER) ── encode(texts) → token arrays ── decode(ids) → text
+
+Invariant: `decode(encode([text])[0]) == text` for the byte tokenizer and for sentencepiece models trained here (identity normalisation, no
+dummy prefix, byte fallback), except for U+2581, sentencepiece's own mark for a space. Models from elsewhere keep their own rules.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fms_fsdp.data.shard_writer import write_atomically, write_json
+
+Tokens = npt.NDArray[Any]
+_END_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+_SENTENCE_CHARS = 2048  # pieces of a document that sentencepiece trains on
+_TRAINING_THREADS = 4  # fixed: part of what makes the trained model a function of its input
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a shard must know of its tokenizer; `file_name` is the copy kept with the shards ("" for bytes)."""
+
+    kind: str  # byte | sentencepiece | huggingface
+    size: int
+    eos_id: int
+    digest: str
+    file_name: str
+
+
+class Tokenizer(Protocol):
+    """What every tokenizer can do. Ids of `encode` hold no begin or end token."""
+
+    vocabulary: Vocabulary
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """One array of ids per text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids; begin and end tokens are left out."""
+
+    def save(self, folder: Path) -> None:
+        """Writes `vocabulary.file_name` into the folder."""
+
+
+class ByteTokenizer:
+    """The UTF-8 bytes as ids 0–255; 256 begins and 257 ends a document."""
+
+    vocabulary = Vocabulary("byte", 258, 257, hashlib.sha256(b"utf-8 bytes, bos 256, eos 257").hexdigest(), "")
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Nothing to save."""
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model file."""
+
+    def __init__(self, model: bytes, name: str, eos_token: str = "") -> None:
+        import sentencepiece
+
+        self._model = model
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ValueError(f"--tokenizer ({name}) is not a sentencepiece model: {error}") from error
+        size = int(self._processor.vocab_size())
+        eos = int(self._processor.piece_to_id(eos_token)) if eos_token else int(self._processor.eos_id())
+        if eos < 0 or (eos_token and self._processor.id_to_piece(eos) != eos_token):
+            raise ValueError(_no_end(name, eos_token))
+        self.vocabulary = Vocabulary("sentencepiece", size, eos, hashlib.sha256(model).hexdigest(), "tokenizer.model")
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        rows = self._processor.encode(list(texts), out_type=int, num_threads=1)
+        return [np.array(row, dtype=np.uint32) for row in rows]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._processor.decode([int(i) for i in ids]))
+
+    def save(self, folder: Path) -> None:
+        write_atomically(folder / self.vocabulary.file_name, self._model)
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, or GPT-2's `vocab.json` and `merges.txt`, through the optional package `tokenizers`."""
+
+    def __init__(self, path: Path, eos_token: str = "") -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs one process per core already
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(f"--tokenizer ({path}) needs the package tokenizers; pip install 'fms_fsdp[hf]'") from None
+        try:
+            if path.name == "vocab.json":
+                merges = str(path.with_name("merges.txt"))
+                self._tokenizer = tokenizers.ByteLevelBPETokenizer(str(path), merges)._tokenizer
+            else:
+                self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises bare Exceptions
+            raise ValueError(f"--tokenizer ({path}) cannot be read: {error}") from error
+        self._tokenizer.encode_special_tokens = True  # a document that spells <|endoftext|> holds text, not the token
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        known = map(self._tokenizer.token_to_id, self._end_names(path, eos_token))
+        eos = next((token for token in known if token is not None), None)
+        if eos is None:
+            raise ValueError(_no_end(str(path), eos_token))
+        size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+        self.vocabulary = Vocabulary("huggingface", size, eos, digest, "tokenizer.json")
+
+    @staticmethod
+    def _end_names(path: Path, eos_token: str) -> Sequence[str]:
+        if eos_token:
+            return (eos_token,)
+        settings = path.with_name("tokenizer_config.json")
+        named = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
+        named = named.get("content") if isinstance(named, dict) else named
+        return (named,) if named else _END_NAMES
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(row.ids, dtype=np.uint32) for row in rows]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids]))
+
+    def save(self, folder: Path) -> None:
+        write_atomically(folder / self.vocabulary.file_name, self._tokenizer.to_str())
+        write_json(folder / "tokenizer_config.json", {"eos_token": self._tokenizer.id_to_token(self.vocabulary.eos_id)})
+
+
+def _no_end(name: str, eos_token: str) -> str:
+    if eos_token:
+        return f"--eos_token ({eos_token}) is not a token of {name}"
+    return f"--tokenizer ({name}) names no end-of-document token; choose one of its tokens with --eos_token"
+
+
+@functools.lru_cache(maxsize=4)
+def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
+    """The tokenizer `byte`, or that of a file or folder (`tokenizer.model`, `tokenizer.json`, `vocab.json` with `merges.txt`).
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, not a tokenizer, or one without an end token.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+        found = [path / known for known in names if (path / known).is_file()]
+        if not found:
+            raise FileNotFoundError(f"--tokenizer ({name}) holds none of {', '.join(names)}")
+        path = found[0]
+    if not path.is_file():
+        raise FileNotFoundError(f"--tokenizer ({name}) does not exist; give byte, a model file, or --train_tokenizer")
+    if path.suffix == ".json":
+        return HuggingFaceTokenizer(path, eos_token)
+    return SentencePieceTokenizer(path.read_bytes(), name, eos_token)
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
+    """A sentencepiece model (`bpe` or `unigram`) of the texts, which the caller bounds; the same texts give the same bytes.
+
+    Ids: 0 unknown, 1 begin, 2 end, then 256 bytes that spell what the vocabulary lacks. Pieces may span line ends and runs of spaces, which source
+    code is full of; digits stand alone.
+
+    Raises:
+        ValueError: too little text for the vocabulary.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_sentences(texts),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=True,
+            character_coverage=0.9999,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            max_sentence_length=16 * _SENTENCE_CHARS,
+            num_threads=_TRAINING_THREADS,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            minloglevel=3,
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ValueError(f"--vocab_size ({vocab_size}) cannot be trained on this text: {reason}") from error
+    return model.getvalue()
+
+
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
+    """Pieces of bounded length, cut before a line end where there is one: sentencepiece drops line ends at the end of a piece."""
+    for text in texts:
+        start = 0
+        while start < len(text):
+            stop = start + _SENTENCE_CHARS
+            if stop < len(text) and (line_end := text.rfind("\n", start + 1, stop)) > 0:
+                stop = line_end
+            yield text[start:stop]
+            start = stop

@@ -1,0 +1,64 @@
+"""What a row must hold, worked out from the documents in memory, one token at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from fms_fsdp.data.batch import Batch
+from fms_fsdp.data.corpus_rows import CorpusRows, Place
+from fms_fsdp.data.stream import TokenStream
+from tests.data.corpora import Files
+
+Used = Counter[tuple[str, int, int, int, int]]  # (source, epoch, file, document, token)
+
+
+def rows_of(stream: TokenStream) -> CorpusRows:
+    assert isinstance(stream.rows, CorpusRows)
+    return stream.rows
+
+
+def check_row(
+    files: Files, stream: TokenStream, place: Place, batch: Batch, row: int, used: Used | None = None
+) -> None:
+    """Asserts tokens, labels, positions and ids of a row against the documents, and counts its tokens in `used`."""
+    documents = files.documents[place.source]
+    tokens, labels, positions, ids = (tensor[row].numpy() for tensor in batch)
+    pieces = rows_of(stream).pieces_of(place)
+    assert pieces.length.sum() == len(tokens)
+    at = 0
+    columns = zip(pieces.file, pieces.document, pieces.start, pieces.length, strict=True)
+    for number, (file, document, start, length) in enumerate(columns):
+        text = documents[file][document]
+        assert (tokens[at : at + length] == text[start : start + length]).all()
+        assert (labels[at : at + length - 1] == text[start + 1 : start + length]).all()
+        assert (positions[at : at + length] == np.arange(length)).all()
+        assert (ids[at : at + length] == number).all()
+        last = labels[at + length - 1]
+        if start + length < len(text):
+            assert last == text[start + length], "the label at a cut is the next token of the same document"
+        elif number + 1 < len(pieces.length):
+            begins = pieces.start[number + 1] == 0
+            follower = documents[pieces.file[number + 1]][pieces.document[number + 1]]
+            assert last == (follower[0] if begins else -100), (
+                "after a separator: the next document's beginning, or nothing"
+            )
+        if used is not None:
+            for token in range(start, start + length):
+                used[place.source, place.epoch, int(file), int(document), token] += 1
+        at += length
+
+
+def check_step(files: Files, stream: TokenStream, step: int, used: Used | None = None) -> None:
+    batch = stream.batch_at(step)
+    for row, place in enumerate(rows_of(stream).places(step)):
+        check_row(files, stream, place, batch, row, used)
+
+
+def check_epoch(files: Files, used: Used, source: str, epoch: int, seq_length: int) -> None:
+    """Asserts that the epoch used each token of the source once, but for a rest shorter than a row."""
+    counts = [count for (name, e, *_), count in used.items() if (name, e) == (source, epoch)]
+    assert set(counts) == {1}, f"a token of {source} came {max(counts)} times in epoch {epoch}"
+    total = files.num_tokens(source)
+    assert len(counts) == total // seq_length * seq_length

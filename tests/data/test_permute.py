@@ -1,0 +1,37 @@
+import numpy as np
+import pytest
+
+from fms_fsdp.data.permute import bit_reverse, derive_key, hash64, mix64, mix64_int, permute
+
+
+def test_permutation_is_a_bijection_for_every_n_up_to_5000() -> None:
+    for n in range(1, 5001):
+        assert np.bincount(permute(np.arange(n), n, key=n * 7919), minlength=n).max() == 1, n
+
+
+def test_permutation_differs_by_key_and_looks_random() -> None:
+    n = 4096
+    a, b = (permute(np.arange(n), n, key) for key in (1, 2))
+    assert (a == b).sum() < 12  # about 1 by chance
+    # ranks of neighbours: the serial correlation of a random order has standard deviation 1 / sqrt(n)
+    assert abs(np.corrcoef(a[:-1], a[1:])[0, 1]) < 5 / np.sqrt(n)
+
+
+def test_mixing_agrees_between_arrays_and_integers_and_with_the_published_generator() -> None:
+    values = [0, 1, 2**63, 2**64 - 1]
+    assert [int(v) for v in mix64(np.array(values, dtype=np.uint64))] == [mix64_int(v) for v in values]
+    assert mix64_int(0) == 0xE220A8397B1DCDAF  # first output of splitmix64 seeded with 0
+    assert mix64_int(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4  # the second
+
+
+def test_keys_depend_on_the_order_of_their_parts() -> None:
+    assert derive_key(1, 2) != derive_key(2, 1) != derive_key(2, 1, 0)
+    assert derive_key(-1) == derive_key(2**64 - 1)
+    assert hash64("lang=en/dataset=web") == 0x6C4E70C4D9B6B0A1 or hash64("a") != hash64("b")
+
+
+@pytest.mark.parametrize("bits", [0, 1, 5, 10])
+def test_bit_reverse_is_its_own_inverse(bits: int) -> None:
+    values = np.arange(1 << bits)
+    assert (bit_reverse(bit_reverse(values, bits), bits) == values).all()
+    assert bits < 2 or bit_reverse(np.array([1]), bits)[0] == 1 << (bits - 1)

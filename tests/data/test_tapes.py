@@ -1,0 +1,76 @@
+import numpy as np
+import pytest
+
+from fms_fsdp.data.tapes import TAIL, Tapes, fit_geometry
+
+
+def tapes_of(num_tokens: int, seq_length: int, share: float = 1.0, shards: int = 1024, seed: int = 1) -> Tapes:
+    return Tapes("web", num_tokens, fit_geometry(num_tokens // seq_length, seq_length, share, shards), seed)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 17, 127, 128, 129, 1000, 4097, 60001, 300_000])
+@pytest.mark.parametrize("seq_length", [16, 4096, 1 << 17, 1 << 20])
+def test_every_row_slot_occurs_exactly_once_an_epoch(num_rows: int, seq_length: int) -> None:
+    tapes = tapes_of(num_rows * seq_length + seq_length - 1, seq_length, shards=64)
+    g = tapes.geometry
+    slots = tapes.locate(np.arange(2 * num_rows, 3 * num_rows))
+    assert (slots.epoch == 2).all()
+    tail = slots.window == TAIL
+    assert (np.sort(slots.row[tail]) == np.arange(g.num_tail_rows)).all()
+    place = (slots.window * g.num_tapes + slots.tape) * g.rows_per_window + slots.row
+    assert (np.sort(place[~tail]) == np.arange(g.num_main_rows)).all()
+    assert ((slots.fraction >= 0) & (slots.fraction < 1)).all()
+
+
+@pytest.mark.parametrize("num_rows", [128, 1000, 4097, 60001, 3_000_000])
+def test_fit_gives_every_tape_eight_windows_and_a_short_tail(num_rows: int) -> None:
+    g = fit_geometry(num_rows, 4096, 0.7, 1024)
+    assert g.windows_per_tape >= 8
+    assert g.num_tapes & (g.num_tapes - 1) == 0
+    assert g.num_tail_rows < g.num_blocks <= num_rows / 4
+    assert 4 <= g.blocks_per_window <= 16
+
+
+def test_reference_scale_has_the_intended_cut() -> None:
+    g = fit_geometry(18_000_000, 4096, 0.05, 1024)
+    assert (g.num_tapes, g.blocks_per_window) == (32, 16)
+    assert 1 << 18 <= g.block_tokens < 1.02 * (1 << 18)
+
+
+def test_a_source_below_128_rows_is_all_tail() -> None:
+    assert fit_geometry(127, 4096, 1.0, 1024).num_tail_rows == 127
+    assert fit_geometry(128, 4096, 1.0, 1024).num_tail_rows == 0
+
+
+def test_tail_rows_are_spread_evenly_over_the_epoch() -> None:
+    tapes = tapes_of(1099 * 64, 64)
+    tail = tapes.locate(np.arange(1099)).window == TAIL
+    gaps = np.diff(np.flatnonzero(tail))
+    assert tail.sum() > 2 and gaps.max() - gaps.min() <= 1
+
+
+def test_blocks_of_an_epoch_are_disjoint_and_turned_by_another_offset_each_epoch() -> None:
+    tapes = tapes_of(1_000_003, 64, shards=4)
+    g = tapes.geometry
+    offsets = []
+    for epoch in range(3):
+        starts = [
+            start
+            for window in range(g.windows_per_tape)
+            for tape in range(g.num_tapes)
+            for start in tapes.window_blocks(epoch, tape, window)
+        ]
+        tails = [tapes.tail_start(epoch, row) for row in range(g.num_tail_rows)]
+        covered = np.zeros(tapes.num_tokens, dtype=int)
+        for start, length in [(s, g.block_tokens) for s in starts] + [(s, 64) for s in tails]:
+            np.add.at(covered, np.arange(start, start + length) % tapes.num_tokens, 1)
+        assert covered.max() == 1
+        assert (covered == 0).sum() < 64
+        offsets.append(min(starts))
+    assert len(set(offsets)) == 3
+
+
+def test_consecutive_rows_visit_all_tapes_before_any_twice() -> None:
+    tapes = tapes_of(1 << 26, 64, shards=64)
+    slots = tapes.locate(np.arange(tapes.geometry.num_tapes))
+    assert len(set(slots.tape[slots.window != TAIL].tolist())) >= (slots.window != TAIL).sum()
