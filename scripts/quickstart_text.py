@@ -1,0 +1,102 @@
+"""Finds the text that every machine with Python has, for scripts/train.sh: prints the `--input` of `python -m fms_fsdp prepare`.
+
+    stdlib     the standard library's sources, read in place
+    packages   sources of installed packages, read in place
+    prose      their docstrings and documentation files, collected into PROSE_FILE (JSON lines, at most 8 MB)
+
+Usage: python scripts/quickstart_text.py PROSE_FILE. Standard library only; the same installation gives the same text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGES = (
+    "torch/nn",
+    "torch/optim",
+    "torch/utils",
+    "torch/distributed",
+    "torch/fx",
+    "numpy",
+    "pyarrow",
+    "tensorboard",
+)
+DOCUMENTED = ("torch", "sympy", "pandas", "networkx", "numpy")
+PROSE_BYTES = 8_000_000
+MIN_BYTES = 400
+TRIPLE_QUOTED = re.compile(rb'"""(.*?)"""', re.DOTALL)
+TESTS = re.compile(r"/(site-packages|dist-packages|tests?|idlelib|testing|_vendor)/")
+
+
+def package_folder(name: str) -> Path | None:
+    """Where a package is installed, without importing it."""
+    top, _, rest = name.partition("/")
+    spec = importlib.util.find_spec(top)
+    folder = Path(spec.origin).parent / rest if spec and spec.origin else None
+    return folder if folder and folder.is_dir() else None
+
+
+def files(root: Path, pattern: str) -> Iterator[Path]:
+    """Files below `root` in byte order of their paths; tests and nested packages are passed over."""
+    for path in sorted(root.rglob(pattern)):
+        if path.is_file() and not TESTS.search(f"/{path.relative_to(root).parent.as_posix()}/"):
+            yield path
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Triple-quoted strings that begin a line, without their indentation."""
+    source = path.read_bytes()
+    for match in TRIPLE_QUOTED.finditer(source):
+        before = source[source.rfind(b"\n", 0, match.start()) + 1 : match.start()].strip()
+        if before in (b"", b"r", b"R") and len(match[1]) >= MIN_BYTES:
+            yield inspect.cleandoc(match[1].decode(errors="ignore"))
+
+
+def prose(stdlib: Path, site: Path | None) -> Iterator[str]:
+    """Documentation files of the packages, then docstrings."""
+    for pattern in ("METADATA", "*.rst", "*.md"):
+        for path in files(site, pattern) if site else ():
+            yield path.read_bytes().decode(errors="ignore")
+    for path in files(stdlib, "*.py"):
+        yield from docstrings(path)
+    for name in DOCUMENTED:
+        folder = package_folder(name)
+        for path in files(folder, "*.py") if folder else ():
+            yield from docstrings(path)
+
+
+def collect(stdlib: Path, site: Path | None, target: Path) -> None:
+    """Writes the prose, each text once; of what is more than PROSE_BYTES, a sample by hash."""
+    texts = {hashlib.sha256(text.encode()).digest(): text for text in prose(stdlib, site) if len(text) >= MIN_BYTES}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_suffix(".tmp")
+    size = 0
+    with open(temporary, "w", encoding="utf-8") as out:
+        for digest in sorted(texts):
+            size += len(texts[digest].encode())
+            if size > PROSE_BYTES:
+                break
+            out.write(json.dumps({"text": texts[digest]}) + "\n")
+    os.replace(temporary, target)
+
+
+def main() -> None:
+    target = Path(sys.argv[1])
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    torch = package_folder("torch")
+    collect(stdlib, torch.parent if torch else None, target)
+    folders = [folder for name in PACKAGES if (folder := package_folder(name))]
+    print(",".join([f"stdlib={stdlib}", *(f"packages={folder}" for folder in folders), f"prose={target}"]))
+
+
+if __name__ == "__main__":
+    main()
