@@ -49,8 +49,6 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch) -> str:
     """Builds everything and trains (collective: every rank); returns FINISHED or RESUME_ME."""
     from fms_fsdp import runtime
     from fms_fsdp.checkpoint.checkpointer import load_checkpoint, save_checkpoint
-    from fms_fsdp.data.custom import load_builder
-    from fms_fsdp.data.stream import build_stream
     from fms_fsdp.mesh import build_mesh
     from fms_fsdp.observe.profiler import build_profiler
     from fms_fsdp.observe.report import build_reporter
@@ -58,10 +56,13 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch) -> str:
     from fms_fsdp.optim.optimizers import build_optimizer
     from fms_fsdp.optim.schedules import cosine_with_warmup
     from fms_fsdp.parallel.parallelize import parallelize
+    from fms_fsdp.preflight import open_stream
     from fms_fsdp.train import Hooks, Recipe, train
 
     cfg, world, device, num_steps = parsed.config, found.world, found.device, parsed.config.training.num_steps
     folder = Path(cfg.output_dir)
+    with checking_input():
+        stream = open_stream(cfg, found)
     runtime.start(cfg.parallel, cfg.training, world, device, group=found.layout.strategy != "none")
     attempt = open_run_folder(folder, as_dict(cfg), found.resolved(), world.rank)
     if world.rank == 0:
@@ -79,20 +80,8 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch) -> str:
         seed=cfg.training.seed,
     )
     optimizer = build_optimizer(cfg.optim, model)
-    build = load_builder(cfg.data) if cfg.data.dataset_builder else partial(build_stream, corpus=found.corpus)
-    stream = build(
-        cfg.data,
-        seed=cfg.training.seed,
-        vocab_size=found.model.vocab_size,
-        global_batch_size=found.batch.global_batch_size,
-        dp_rank=world.rank,
-        dp_size=found.layout.dp_size,
-        pin_memory=device.type == "cuda",
-    )
     if found.checkpoint is not None:
         load_checkpoint(found.checkpoint, model, optimizer if found.continues else None)
-        if found.continues:
-            stream.load_state_dict(found.checkpoint.state["data"], found.start)
         runtime.log.info("%s from %s", "resumed" if found.continues else "took weights", found.checkpoint.folder)
 
     learning_rate = partial(
@@ -109,6 +98,7 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch) -> str:
         num_steps=num_steps,
         report_interval=cfg.log.report_interval,
         learning_rate=learning_rate,
+        consumption=getattr(stream, "consumption", dict),
     )
 
     def save(step: int, now: bool) -> None:
@@ -146,6 +136,6 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch) -> str:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    if status == 1:
+    if status in (1, 2):
         os._exit(status)  # peers may hang in a collective: torch's own clean-up would wait for them
     sys.exit(status)

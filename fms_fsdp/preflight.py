@@ -7,7 +7,9 @@ comes to the same answer. Together with `main_training.py` this is the only modu
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from fms_fsdp import runtime
 from fms_fsdp.checkpoint.checkpointer import Checkpoint, find_start
 from fms_fsdp.config import BatchPlan, TrainConfig, resolve_batch
 from fms_fsdp.data.custom import load_builder
+from fms_fsdp.data.stream import build_stream
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import Layout, resolve_layout
 from fms_fsdp.models.flops import num_params
@@ -157,3 +160,33 @@ def _check_checkpoint(parsed: Parsed[TrainConfig], found: Preflight, checkpoint:
     seed = checkpoint.state["config"]["training"]["seed"]
     if seed != parsed.config.training.seed:
         runtime.log.warning("--seed (%d) differs from the checkpoint's (%d)", parsed.config.training.seed, seed)
+
+
+def open_stream(cfg: TrainConfig, found: Preflight) -> Any:
+    """This rank's rows, from the step after the checkpoint's; says what the flags change in a run that goes on.
+
+    Raises:
+        ValueError, OSError: the checkpoint's data state is of other data, or the batch or the length do not fit the data.
+    """
+    build: Callable[..., Any] = (
+        load_builder(cfg.data) if cfg.data.dataset_builder else partial(build_stream, corpus=found.corpus)
+    )
+    stream = build(
+        cfg.data,
+        seed=cfg.training.seed,
+        vocab_size=found.model.vocab_size,
+        global_batch_size=found.batch.global_batch_size,
+        dp_rank=found.world.rank,
+        dp_size=found.layout.dp_size,
+        pin_memory=found.device.type == "cuda",
+    )
+    if found.checkpoint is not None and found.continues:
+        for change in stream.load_state_dict(found.checkpoint.state["data"], found.start) or ():
+            runtime.log.info("from step %d on, %s", found.start + 1, change)
+    last_step = getattr(stream, "last_step", None)
+    if last_step is not None and cfg.training.num_steps > last_step:
+        raise ValueError(
+            f"--num_steps ({cfg.training.num_steps}) must not exceed {last_step}, the last step that --max_epochs ({cfg.data.max_epochs:g}) "
+            f"leaves the shortest source; lower it or raise --max_epochs"
+        )
+    return stream

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,14 +111,13 @@ def start(
     accelerated = device.type == "cuda" and section.dist_backend != "gloo"
     backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
     timeout = timedelta(seconds=section.collective_timeout_s)
+    store: Any = None  # torch finds its own by the environment
     if "MASTER_ADDR" not in os.environ:
-        store: dist.Store | None = dist.HashStore()
+        store = dist.HashStore()
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = int(os.environ["MASTER_PORT"])
         agent = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
         store = dist.PrefixStore(f"attempt{world.restart}", agent)
-    else:
-        store = None
     dist.init_process_group(
         backend,
         store=store,

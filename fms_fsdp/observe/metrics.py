@@ -95,10 +95,12 @@ def report_line(record: Mapping[str, Any], num_steps: int) -> str:
     mfu = "" if record["mfu"] is None else f" · mfu {100 * record['mfu']:.1f} %"
     left = timedelta(seconds=round((num_steps - record["step"]) * record["step_time_ms"] / 1000))
     width = len(str(num_steps))
+    sources = [name[6:] for name in record if name.startswith("epoch/")]
+    used = ", ".join(f"{name} {record[f'epoch/{name}']:.3g} ep {_short(record[f'tokens/{name}'])}" for name in sources)
     return (
         f"step {record['step']:>{width}}/{num_steps} · loss {record['loss']:.4f} · lr {record['lr']:.2e} · grad norm {record['grad_norm']:.3f}"
         f" · {_short(record['tokens_seen'])} tokens · {record['tokens_per_sec_per_device']:,.0f} tok/s/device{mfu}"
-        f" · step {record['step_time_ms']:.0f} ms (data {record['data_wait_ms']:.1f}) · {record['peak_mem_gib']:.2f} GiB · {left} left"
+        f" · step {record['step_time_ms']:.0f} ms (data {record['data_wait_ms']:.1f}) · {record['peak_mem_gib']:.2f} GiB · {left} left{' · ' if used else ''}{used}"
     )
 
 

@@ -30,8 +30,8 @@ class Sink(Protocol):
 class Result(Protocol):
     """What a record takes from a step."""
 
-    grad_norm: torch.Tensor
-
+    @property
+    def grad_norm(self) -> torch.Tensor: ...
     def loss(self) -> float: ...
 
 
@@ -40,7 +40,8 @@ class Reporter:
     """Writes a record for the first, the last and every `report_interval`-th step.
 
     `flops_per_token` and `peak_flops` give MFU: achieved model FLOP/s over the hardware's (`peak_flops` None: no MFU).
-    `fingerprint(batch)` is this rank's share of the global batch's fingerprint, summed modulo 2^64 over ranks.
+    `fingerprint(batch)` is this rank's share of the global batch's fingerprint, summed modulo 2^64 over ranks. `consumption()` gives epochs and tokens
+    by source, as of the step just done.
     """
 
     sinks: list[Sink]
@@ -56,6 +57,7 @@ class Reporter:
     peak_flops: float | None
     learning_rate: Callable[[int], float]
     fingerprint: Callable[[Batch], int]
+    consumption: Callable[[], dict[str, dict[str, Any]]]
 
     def tokens_seen(self, step: int) -> int:
         """Tokens trained on by the end of `step`, over all launches of the run."""
@@ -73,7 +75,7 @@ class Reporter:
         step_time_s, data_wait_s = clock.read()
         begin = time.perf_counter()
         rate = self.tokens_per_step / step_time_s / self.num_devices
-        record = {
+        record: dict[str, Any] = {
             "attempt": self.attempt,
             "step": step,
             "loss": loss,
@@ -87,6 +89,8 @@ class Reporter:
             "peak_mem_gib": peak_memory_gib(self.device),
             "data_fingerprint": f"{int(total.item()) % 2**64:016x}",
         }
+        for source, used in self.consumption().items():
+            record |= {f"epoch/{source}": used["epoch"], f"tokens/{source}": used["tokens"]}
         for sink in self.sinks:
             sink.write(record)
         log.info(report_line(record, self.num_steps))
@@ -105,6 +109,7 @@ def build_reporter(
     num_steps: int,
     report_interval: int,
     learning_rate: Callable[[int], float],
+    consumption: Callable[[], dict[str, dict[str, Any]]],
 ) -> Reporter:
     """The reporter of a run; its sinks write on rank 0 alone."""
     rows = found.batch.global_batch_size // found.batch.dp_size
@@ -126,6 +131,7 @@ def build_reporter(
         peak_flops=peak_flops(found.device, dtype),
         learning_rate=learning_rate,
         fingerprint=partial(fingerprint, first_row=found.world.rank * rows),
+        consumption=consumption,
     )
 
 
