@@ -22,7 +22,9 @@ def run(
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
         command = [*command, *torchrun, "main_training.py"]
     settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
-    return subprocess.run([*command, *argv], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        [*command, *argv], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=240
+    )
 
 
 def trained(*argv: str, nproc: int = 0, **environment: str) -> str:
