@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """One launch; returns its exit status: 0 finished, 1 failed, 2 bad input, 75 stopped early."""
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # CPU threads that spin while they wait starve each other on a busy machine
     with Launch() as launch:
         with checking_input():
             parsed = parse_with_origins(TrainConfig, argv)
