@@ -19,14 +19,16 @@ from fms_fsdp.flags import Parsed, describe, parse_with_origins
 from fms_fsdp.status import FINISHED, RESUME_ME, RUNNING, Launch, checking_input
 
 if TYPE_CHECKING:
+    import torch
+
+    from fms_fsdp.models.llama import Llama
     from fms_fsdp.preflight import Preflight
 
 
 def main(argv: list[str]) -> int:
     """One launch; returns its exit status: 0 finished, 1 failed, 2 bad input, 75 stopped early."""
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # CPU threads that spin while they wait starve each other on a busy machine
+    # before torch is imported: CPU threads that spin while they wait starve each other on a busy machine
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with Launch() as launch:
         with checking_input():
             parsed = parse_with_origins(TrainConfig, argv)
@@ -51,14 +53,11 @@ def main(argv: list[str]) -> int:
 def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch) -> str:
     """Builds everything and trains (collective: every rank); returns FINISHED or RESUME_ME."""
     from fms_fsdp import runtime
-    from fms_fsdp.checkpoint.checkpointer import load_checkpoint, save_checkpoint
-    from fms_fsdp.mesh import build_mesh
+    from fms_fsdp.checkpoint.checkpointer import save_checkpoint
     from fms_fsdp.observe.profiler import build_profiler
     from fms_fsdp.observe.report import build_reporter
     from fms_fsdp.observe.run_folder import open_run_folder
-    from fms_fsdp.optim.optimizers import build_optimizer
     from fms_fsdp.optim.schedules import cosine_with_warmup
-    from fms_fsdp.parallel.parallelize import parallelize
     from fms_fsdp.preflight import open_stream
     from fms_fsdp.train import Hooks, Recipe, train
 
@@ -72,21 +71,7 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch) -> str:
         launch.write(RUNNING)
     runtime.log.info("%s\n%s", describe(parsed), found.summary())
 
-    mesh = build_mesh(found.layout, device.type)
-    model = parallelize(
-        found.model,
-        cfg.parallel,
-        found.layout,
-        mesh,
-        device=device,
-        mixed_precision=found.mixed_precision,
-        seed=cfg.training.seed,
-    )
-    optimizer = build_optimizer(cfg.optim, model)
-    if found.checkpoint is not None:
-        load_checkpoint(found.checkpoint, model, optimizer if found.continues else None)
-        runtime.log.info("%s from %s", "resumed" if found.continues else "took weights", found.checkpoint.folder)
-
+    model, optimizer = build(cfg, found)
     learning_rate = partial(
         cosine_with_warmup,
         peak=cfg.optim.learning_rate,
@@ -135,6 +120,30 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch) -> str:
     launch.reason = f"finished {num_steps} steps"
     runtime.log.info("%s: %s", launch.reason, folder)
     return FINISHED
+
+
+def build(cfg: TrainConfig, found: Preflight) -> tuple[Llama, torch.optim.AdamW]:
+    """Model and optimizer with the weights and moments they start from (collective: every rank)."""
+    from fms_fsdp.checkpoint.checkpointer import load_checkpoint
+    from fms_fsdp.mesh import build_mesh
+    from fms_fsdp.optim.optimizers import build_optimizer
+    from fms_fsdp.parallel.parallelize import parallelize
+    from fms_fsdp.runtime import log
+
+    model = parallelize(
+        found.model,
+        cfg.parallel,
+        found.layout,
+        build_mesh(found.layout, found.device.type),
+        device=found.device,
+        mixed_precision=found.mixed_precision,
+        seed=cfg.training.seed,
+    )
+    optimizer = build_optimizer(cfg.optim, model)
+    if found.checkpoint is not None:
+        load_checkpoint(found.checkpoint, model, optimizer if found.continues else None)
+        log.info("%s from %s", "resumed" if found.continues else "took weights", found.checkpoint.folder)
+    return model, optimizer
 
 
 if __name__ == "__main__":
