@@ -12,6 +12,11 @@ from collections.abc import Sequence
 # command → (module, its dataclass of flags, what it does); the module's `main(config)` runs it and is imported only then
 COMMANDS = {
     "prepare": ("fms_fsdp.data.prepare", "PrepareConfig", "text, source code, JSON lines, Parquet → token shards"),
+    "convert": (
+        "fms_fsdp.data.convert",
+        "ConvertConfig",
+        "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards",
+    ),
 }
 
 

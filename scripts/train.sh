@@ -93,7 +93,8 @@ choose_launch() {
     local processes="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
     LAUNCH=("$PYTHON" -m torch.distributed.run --nproc_per_node="$processes")
     if [[ -n "${SLURM_JOB_ID:-}" ]] && ((nodes > 1)); then
-        first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+        first="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+        first="${first%%$'\n'*}" # not `| head`: that kills scontrol, and pipefail this script
         port="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
         LAUNCH+=(--nnodes="$nodes" --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="$first:$port")
     elif ((processes > 1)); then
@@ -172,7 +173,8 @@ TEXT
 
 main() {
     USER_ARGS=("$@")
-    use_environment # no extras
+    # shellcheck disable=SC2119 # no extras: the flags of this script are not meant
+    use_environment
     case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" main_training.py --help ;; esac
     local args=("${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}") own_data=""
     if given config; then
@@ -194,7 +196,7 @@ main() {
     launch "${args[@]}" || code=$?
     read_status "$code"
     case "$STATUS" in
-        0) tell_results ;;
+        0) is_first_task && tell_results ;;
         2) say "bad input: $REASON" ;;
         75) say "stopped early, the same command goes on: $REASON" ;;
         *) say "failed: $REASON" ;;

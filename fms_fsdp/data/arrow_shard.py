@@ -17,6 +17,9 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +30,8 @@ from fms_fsdp.data.permute import I64
 
 MAGIC = b"ARROW1"
 _RECORD_BATCH = 3  # MessageHeader.RecordBatch
+_SAMPLED_TOKENS = 1 << 16
+_OFFSETS_MARGIN = 512  # documents read to either side of where the average length suggests
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("pad", "<i4"), ("body", "<i8")])
 _BUFFER = np.dtype([("offset", "<i8"), ("length", "<i8")])
 CONVERT = "write it anew with `python -m fms_fsdp prepare --input=... --output=...`"
@@ -36,6 +41,10 @@ class ShardError(ValueError):
     """A shard that cannot be used, in one line that names it; `document` and the step are added where they are known."""
 
 
+class TokenError(ShardError):
+    """A token beyond the vocabulary: the wrong vocabulary or tokenizer, which no masking of rows makes good."""
+
+
 class MissingShardError(ShardError, FileNotFoundError):
     """A shard that is not there."""
 
@@ -43,87 +52,136 @@ class MissingShardError(ShardError, FileNotFoundError):
         return str(self.args[0])
 
 
-class Chunk(NamedTuple):
-    """The documents of one record batch (or of a whole file, where each document is a record batch).
+class Documents(NamedTuple):
+    """Neighbouring documents of a chunk: `first` is the number of the first one in the file.
 
-    `starts` (documents + 1): where each starts in the chunk, delimiters counted. `addresses` (documents): byte position in
-    the file of its first token. Cost: 16 bytes a document.
+    `starts` (one more than documents): where each starts in the chunk, delimiters counted. `addresses`: byte position in the
+    file of its first token.
     """
 
+    first: int
     starts: I64
     addresses: I64
 
 
 class Shard:
-    """One open shard: its size, its data type and where its chunks lie."""
+    """One open shard: its counts, its data type and where its chunks lie (a chunk is a record batch of many documents, or
+    the whole file where each document is a record batch)."""
 
     def __init__(self, files: Files, path: str, delimiter: int) -> None:
-        """Reads the footer and the schema, and the metadata of the record batches where they hold many documents.
+        """Reads the footer, the schema and the metadata of record batches of lists.
 
         Raises: MissingShardError, ShardError.
         """
         self.path, self._files, self._delimiter = path, files, delimiter
-        try:
-            self._open()
-        except FileNotFoundError:
-            raise MissingShardError(
-                f"shard ({path}) is missing in {files.root}; restore it or --on_missing=mask"
-            ) from None
-        except OSError as error:
-            raise self._error(
-                f"cannot be read: {os.strerror(error.errno or errno.EIO)}", "check the storage"
-            ) from error
-        except (struct.error, IndexError, OverflowError) as error:
-            raise self._error("has damaged metadata", f"restore it or {CONVERT}") from error
+        with self._errors_named():
+            blocks, schema = self._read_footer()
+            self.metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+            self.dtype, self.is_list, self._offset_type = self._token_type(schema)
+            if self.is_list:
+                layouts = [self._list_layout(*block) for block in blocks[["offset", "metadata"]].tolist()]
+                table: I64 = np.array(layouts, dtype=np.int64).reshape(-1, 4)
+                self._chunk_docs, self._chunk_tokens, self._offsets_at, self._values_at = table.T
+                self.num_docs = int(self._chunk_docs.sum())
+            else:
+                self._blocks = blocks
+                self.num_docs = len(blocks)
 
-    def _open(self) -> None:
-        blocks, schema = self._read_footer()
-        self.metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
-        self.dtype, self.is_list, offset_type = self._token_type(schema)
+    @cached_property
+    def _scalars(self) -> tuple[I64, I64]:
+        """Where each document starts in the shard (one more than documents), and its byte position: where each has a record
+        batch of its own. Reads the length of every one."""
+        with self._errors_named():
+            lengths, addresses = self._scalar_layout(self._blocks)
+        added = np.arange(len(lengths) + 1, dtype=np.int64) * self._delimiter
+        return np.concatenate([[0], np.cumsum(lengths)]) + added, addresses
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens on disk."""
         if self.is_list:
-            self._offset_type = np.dtype(offset_type)
-            layouts = [self._list_layout(*block) for block in blocks[["offset", "metadata"]].tolist()]
-            table: I64 = np.array(layouts, dtype=np.int64).reshape(-1, 4)
-            self.chunk_docs, self._offsets_at, self._values_at = table[:, 0], table[:, 2], table[:, 3]
-            self.num_docs = int(table[:, 0].sum())
-            chunk_tokens = table[:, 1]
-        else:
-            self._document_lengths, self._document_addresses = self._scalar_layout(blocks)
-            self.num_docs = len(blocks)
-            self.chunk_docs = np.array([self.num_docs])
-            chunk_tokens = np.array([self._document_lengths.sum()])
-        self.num_tokens = int(chunk_tokens.sum())
-        self.chunk_starts = np.concatenate([[0], np.cumsum(chunk_tokens + self._delimiter * self.chunk_docs)])
+            return int(self._chunk_tokens.sum())
+        return int(self._scalars[0][-1]) - self._delimiter * self.num_docs
+
+    @cached_property
+    def chunk_starts(self) -> I64:
+        """Where each chunk starts in the shard, delimiters counted; the last element is the shard's length."""
+        if not self.is_list:
+            return self._scalars[0][[0, -1]]
+        return np.concatenate([[0], np.cumsum(self._chunk_tokens + self._delimiter * self._chunk_docs)])
 
     @property
     def cost(self) -> int:
         """Bytes that this object holds, about."""
-        return 1024 + 64 * len(self.chunk_docs) + (0 if self.is_list else 16 * self.num_docs)
+        return 2304 + (64 * len(self._chunk_docs) if self.is_list else 48 * self.num_docs)
 
-    def chunk(self, index: int) -> Chunk:
-        """Returns the documents of a chunk; reads its offsets buffer."""
-        num_docs = int(self.chunk_docs[index])
-        added = np.arange(num_docs + 1, dtype=np.int64) * self._delimiter
+    def documents(self, chunk: int, start: int, stop: int) -> Documents:
+        """Returns the documents of a chunk that overlap its tokens [start, stop), delimiters counted; start < stop.
+
+        Where offsets are on disk only the part around the place that the average length suggests is read, more if need be.
+        """
         if not self.is_list:
-            return Chunk(np.concatenate([[0], np.cumsum(self._document_lengths)]) + added, self._document_addresses)
-        size = (num_docs + 1) * self._offset_type.itemsize
-        offsets = np.frombuffer(self._read(size, int(self._offsets_at[index])), self._offset_type).astype(np.int64)
-        starts = offsets - offsets[0] + added
-        if (np.diff(offsets) < 0).any() or starts[-1] != self.chunk_starts[index + 1] - self.chunk_starts[index]:
-            raise self._error("has offsets that disagree with its length", CONVERT)
-        return Chunk(starts, self._values_at[index] + offsets[:-1] * self.dtype.itemsize)
+            starts, addresses = self._scalars
+            first, last = np.searchsorted(starts, start, side="right") - 1, np.searchsorted(starts, stop, side="left")
+            return Documents(int(first), starts[first : last + 1], addresses[first:last])
+        num_docs, length = int(self._chunk_docs[chunk]), int(self.chunk_starts[chunk + 1] - self.chunk_starts[chunk])
+        width, margin = self._offset_type.itemsize, _OFFSETS_MARGIN
+        while True:
+            low = max(0, start * num_docs // length - margin)
+            high = min(num_docs, stop * num_docs // length + margin)
+            raw = self._read((high - low + 1) * width, int(self._offsets_at[chunk]) + low * width)
+            offsets = np.frombuffer(raw, self._offset_type).astype(np.int64)
+            starts = offsets + np.arange(low, high + 1) * self._delimiter
+            if starts[0] <= start and starts[-1] >= stop and (offsets[1:] >= offsets[:-1]).all():
+                break
+            if (low, high) == (0, num_docs):
+                raise self._error("has offsets that disagree with its length", CONVERT)
+            margin *= 8
+        first, last = np.searchsorted(starts, start, side="right") - 1, np.searchsorted(starts, stop, side="left")
+        addresses = self._values_at[chunk] + offsets[first:last] * self.dtype.itemsize
+        number = int(self._chunk_docs[:chunk].sum()) + low + int(first)
+        return Documents(number, starts[first : last + 1], addresses)
 
-    def first_documents(self, limit: int) -> list[npt.NDArray[np.int64]]:
-        """Returns up to `limit` documents, without added delimiters, from the beginning of the shard."""
-        if self.num_docs == 0:
-            return []
-        chunk = self.chunk(int(np.flatnonzero(self.chunk_docs)[0]))
-        lengths = (np.diff(chunk.starts) - self._delimiter)[:limit].tolist()
+    def document_at(self, address: int) -> int:
+        """Returns the number in the file of the document whose tokens lie at a byte position."""
+        if not self.is_list:
+            return int(np.searchsorted(self._scalars[1], address, side="right")) - 1
+        chunk = int(np.searchsorted(self._values_at, address, side="right")) - 1
+        found = self.documents(chunk, 0, int(self.chunk_starts[chunk + 1] - self.chunk_starts[chunk]))
+        return found.first + int(np.searchsorted(found.addresses, address, side="right")) - 1
+
+    def first_documents(self, limit: int) -> list[I64]:
+        """Returns up to `limit` documents without added delimiters, those of length 0 left out, from the shard's beginning."""
+        if self.is_list:
+            chunk = next((i for i, tokens in enumerate(self._chunk_tokens.tolist()) if tokens), None)
+            if chunk is None:
+                return []
+            stop = int(self.chunk_starts[chunk + 1] - self.chunk_starts[chunk])
+            found = self.documents(chunk, 0, min(stop, _SAMPLED_TOKENS))
+            lengths, addresses = np.diff(found.starts) - self._delimiter, found.addresses
+        else:
+            with self._errors_named():
+                lengths, addresses = self._scalar_layout(self._blocks[:limit])
         width = self.dtype.itemsize
         return [
             np.frombuffer(self._read(length * width, address), self.dtype).astype(np.int64)
-            for length, address in zip(lengths, chunk.addresses[:limit].tolist(), strict=True)
+            for length, address in zip(lengths[:limit].tolist(), addresses[:limit].tolist(), strict=True)
+            if length
         ]
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Turns what goes wrong in reading metadata into errors that name the shard."""
+        try:
+            yield
+        except FileNotFoundError:
+            remedy = "restore it or --on_missing=mask"
+            raise MissingShardError(f"shard ({self.path}) is missing in {self._files.root}; {remedy}") from None
+        except OSError as error:
+            reason = os.strerror(error.errno or errno.EIO)
+            raise self._error(f"cannot be read: {reason}", "check the storage or --on_missing=mask") from error
+        except (struct.error, IndexError, OverflowError) as error:
+            raise self._error("has damaged metadata", f"restore it or {CONVERT}") from error
 
     def _error(self, rule: str, remedy: str) -> ShardError:
         return ShardError(f"shard ({self.path}) {rule}; {remedy}")
@@ -155,7 +213,7 @@ class Shard:
         schema = pa.ipc.read_schema(pa.py_buffer(self._read(message_size, 8)))
         return footer.vector(3, _BLOCK), schema
 
-    def _token_type(self, schema: Any) -> tuple[np.dtype[Any], bool, str]:
+    def _token_type(self, schema: Any) -> tuple[np.dtype[Any], bool, np.dtype[Any]]:
         import pyarrow as pa
 
         if schema.names != ["tokens"]:
@@ -165,10 +223,11 @@ class Shard:
         value = kind.value_type if is_list else kind
         if not pa.types.is_integer(value):
             raise self._error(f"must hold integers in column `tokens`, not {kind}", CONVERT)
+        offsets = np.dtype("<i8" if pa.types.is_large_list(kind) else "<i4")
         signless = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}[
             value.bit_width // 8
         ]  # negative ids turn out too large
-        return np.dtype(signless), is_list, "int64" if pa.types.is_large_list(kind) else "int32"
+        return np.dtype(signless), is_list, offsets
 
     def _message(self, offset: int, size: int) -> tuple[_Table, int]:
         """Returns the RecordBatch table of the message at `offset`, and where its FlatBuffers root starts in the file."""

@@ -14,18 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fms_fsdp.config import DataConfig
-from fms_fsdp.data.arrow_shard import ShardError
+from fms_fsdp.data.arrow_shard import ShardError, TokenError
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
 from fms_fsdp.data.history import History, Segment
 from fms_fsdp.data.lru import Lru
 from fms_fsdp.data.manifest import Corpus
 from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.packing import Cuts, pack_bestfit, pack_concat
-from fms_fsdp.data.permute import I64, ORDER_VERSION
-from fms_fsdp.data.pieces import Pieces, Row, SourceReader, Window
-from fms_fsdp.data.tapes import TAIL, Geometry, Tapes, fit_geometry
+from fms_fsdp.data.permute import I64, ORDER_VERSION, permute
+from fms_fsdp.data.pieces import Pieces, Row, ShardCache, SourceReader, Window
+from fms_fsdp.data.tapes import TAIL, Geometry, Tapes, fit_geometry, locate
 
+SHARD_CACHE_BYTES = 24 << 20
 WINDOW_CACHE_BYTES = 32 << 20
+PLANNED_ROWS = 512
 WINDOW_CACHE_BYTES_PER_TAPE = 128 << 10
 
 logger = logging.getLogger(__name__)
@@ -59,46 +61,65 @@ class CorpusRows:
         self.global_batch_size = global_batch_size
         self.num_masked_rows = 0
         self._quotas = slot_quotas({source.name: source.weight for source in corpus.sources})
+        self._files = corpus.files.clone()
+        shards: ShardCache = Lru(SHARD_CACHE_BYTES)
         self._readers = {
-            source.name: SourceReader(corpus, source, vocab_size=vocab_size, document_mask=section.document_mask)
+            source.name: SourceReader(
+                corpus, source, self._files, shards, vocab_size=vocab_size, document_mask=section.document_mask
+            )
             for source in corpus.sources
         }
         self._known: dict[str, list[Any]] = {s.name: [s.digest, len(s.paths), s.num_tokens] for s in corpus.sources}
         self._fit: dict[str, list[int]] = {}
+        self._plan: tuple[int, tuple[str, ...], I64] | None = None
         self._history = History([Segment(0, global_batch_size, self._quotas)], [])
         self._history.skip(section.skip_steps, 0)
         self._prepare(0)
 
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
         """Returns a rank's rows of the step's global batch, which may be of another size. Raises: ShardError with the step."""
-        places = self.places(step)
-        start, stop = rows_of_rank(len(places), dp_rank, dp_size)
+        start, stop = rows_of_rank(self._history.batch(step)[0], dp_rank, dp_size)
         batch = empty_batch(stop - start, self._section.seq_length, pin_memory=self._pin_memory)
         columns = [tensor.numpy() for tensor in batch]
-        for i, place in enumerate(places[start:stop]):
+        for i, place in enumerate(self.places(step, start, stop)):
             out = Row(*(column[i] for column in columns))
             try:
-                self._reader(place.source).read_row(
-                    self._window(place), max(0, place.row if place.window != TAIL else 0), out
-                )
+                row = 0 if place.window == TAIL else place.row
+                self._reader(place.source).read_row(self._window(place), row, out)
             except ShardError as error:
                 self._fail(error, step, place, out)
         return batch
 
-    def places(self, step: int) -> list[Place]:
-        """Returns the rows of the step's global batch, in order: by tape, then source, then number."""
-        rows = self._history.rows(step)
-        table: I64 = np.empty((5, len(rows.n)), dtype=np.int64)
-        fraction = np.empty(len(rows.n))
-        for index, name in enumerate(rows.names):
-            chosen = np.flatnonzero(rows.source == index)
-            if len(chosen):
-                slots = self._tapes_of(name).locate(rows.n[chosen])
-                table[:, chosen] = np.stack([rows.n[chosen], slots.epoch, slots.tape, slots.window, slots.row])
-                fraction[chosen] = slots.fraction
-        order = np.lexsort((rows.n, rows.source, fraction))
-        names = [rows.names[index] for index in rows.source[order].tolist()]
-        return [Place(name, *values) for name, values in zip(names, table[:, order].T.tolist(), strict=True)]
+    def places(self, step: int, start: int = 0, stop: int | None = None) -> list[Place]:
+        """Returns the rows [start, stop) of the step's global batch.
+
+        Rows are sorted by the tape's share of the way through its source's tapes (for tail rows: the row's through the tail),
+        then source, then number, so that a tape stays with a rank from step to step and its window in that rank's memory.
+        """
+        batch, after = self._history.batch(step)
+        num_steps = max(1, PLANNED_ROWS // batch)
+        first = step - (step - 1 - after) % num_steps
+        if self._plan is None or self._plan[0] != first:
+            self._plan = self._planned(first, num_steps, batch)
+        _, names, table = self._plan
+        begin = (step - first) * batch
+        mine = table[:, begin + start : begin + (batch if stop is None else stop)].T.tolist()
+        return [Place(names[source], *values) for source, *values in mine]
+
+    def _planned(self, first: int, num_steps: int, batch: int) -> tuple[int, tuple[str, ...], I64]:
+        """Returns `first`, source names, and for each row of these steps of one mixture: source, n, epoch, tape, window, row."""
+        rows = self._history.rows(first, num_steps)
+        tapes = [self._tapes_of(name) for name in rows.names]
+        columns: I64 = np.array([source.geometry.columns for source in tapes], dtype=np.int64)[rows.source].T
+        epoch, tape, window, row = locate(rows.n, *columns)
+        fraction = tape / columns[2]
+        tail = np.flatnonzero(window == TAIL)
+        if len(tail):
+            keys = [tapes[s].tail_key(e) for s, e in zip(rows.source[tail].tolist(), epoch[tail].tolist(), strict=True)]
+            row[tail] = permute(row[tail], columns[1, tail], np.array(keys, dtype=np.uint64))
+            fraction[tail] = row[tail] / columns[1, tail]
+        order = np.lexsort((rows.n, rows.source, fraction, np.arange(len(rows.n)) // batch))
+        return first, rows.names, np.stack([rows.source, rows.n, epoch, tape, window, row])[:, order]
 
     def pieces_of(self, place: Place) -> Pieces:
         """Returns the pieces of documents that a row holds, in order: for inspection and tests, in O(1) windows."""
@@ -139,7 +160,7 @@ class CorpusRows:
 
     def _fail(self, error: ShardError, step: int, place: Place, out: Row) -> None:
         where = f"{place.source} row {place.n}, step {step}"
-        if self._section.on_missing != "mask":
+        if self._section.on_missing != "mask" or isinstance(error, TokenError):
             raise type(error)(f"{error} [{where}]") from error
         self.num_masked_rows += 1
         logger.warning("row masked: %s [%s]; %d so far on this rank", error, where, self.num_masked_rows)
@@ -175,6 +196,7 @@ class CorpusRows:
                 "lower the batch, lower --seq_length or add data"
             )
         self._tapes: dict[str, Tapes] = {}
+        self._plan = None
         tapes = sum(self._fit[name][0] for name in self._quotas)
         self._windows: Lru[tuple[str, int, int, int], Window] = Lru(
             WINDOW_CACHE_BYTES + WINDOW_CACHE_BYTES_PER_TAPE * tapes
@@ -253,4 +275,4 @@ class CorpusRows:
         }
 
     def close(self) -> None:
-        self._corpus.files.close()
+        self._files.close()

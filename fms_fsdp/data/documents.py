@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple
 
-TEXT_FILE_LIMIT = 256 << 20  # bytes; a text file without --text_separator is one document and held in memory
+DOCUMENT_LIMIT = 64 << 20  # bytes; tokenizers need some 50 times the size of a document
 _EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}  # rough bytes of text per byte on disk, to balance slices
 _JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson.gz", ".ndjson.zst")
 _BOM = b"\xef\xbb\xbf"
@@ -113,7 +113,9 @@ def find_files(path: str, include: Sequence[str] = (), exclude: Sequence[str] = 
         root = os.path.dirname(re.split(r"[*?[]", path)[0])
         if not glob.has_magic(path) or not os.path.isdir(root or "."):
             raise FileNotFoundError(f"--input ({path}) does not exist; give a file, a folder or a quoted glob")
-        whole = re.compile(_glob_pattern(path[len(root) :].lstrip("/")))
+        whole = re.compile(
+            _glob_pattern(path[len(root) :].lstrip("/")) + "(?:/.*)?"
+        )  # a matched folder gives its files
         names = [name for name in _walk(root or ".") if whole.fullmatch(name)]
     if include:
         names = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in include)]
@@ -159,15 +161,16 @@ def plan_slices(
     """
     slices: list[Slice] = []
     parts: list[Part] = []
-    left = limit_docs
+    weight, left = 0, limit_docs
     for part in (part for file in files for part in _cut(file, slice_bytes)):
         if left is not None:
             part = replace(part, limit=left)
             left -= sum(1 for _ in read_part(part, form))
-        if parts and sum(other.num_bytes for other in parts) + part.num_bytes > slice_bytes:
+        if parts and weight + part.num_bytes > slice_bytes:
             slices.append(Slice(len(slices), tuple(parts)))
-            parts = []
+            parts, weight = [], 0
         parts.append(part)
+        weight += part.num_bytes
         if left == 0:
             break
     return [*slices, Slice(len(slices), tuple(parts))]
@@ -276,9 +279,10 @@ def _document(values: Sequence[Any], keys: Sequence[str]) -> Document | str:
             return f"key '{key}' is missing or empty" if value is None else f"key '{key}' is not a string"
     text = "\n".join(values)
     try:
-        return Document(text, text.encode())
+        data = text.encode()
     except UnicodeEncodeError:
         return "lone surrogate"
+    return Document(text, data) if len(data) <= DOCUMENT_LIMIT else f"longer than {DOCUMENT_LIMIT >> 20} MiB"
 
 
 @contextmanager
@@ -327,10 +331,10 @@ def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
         if form.text_separator:
             pieces = _pieces(head, stream, form.text_separator.encode())
         else:
-            body = head + stream.read(TEXT_FILE_LIMIT)
-            if len(body) > TEXT_FILE_LIMIT:
+            body = head + stream.read(DOCUMENT_LIMIT)
+            if len(body) > DOCUMENT_LIMIT:
                 raise ValueError(
-                    f"--input ({part.path}) is one document above {TEXT_FILE_LIMIT >> 20} MiB; "
+                    f"--input ({part.path}) is one document above {DOCUMENT_LIMIT >> 20} MiB; "
                     "cut it with --text_separator or convert it to JSON lines"
                 )
             pieces = iter([body])

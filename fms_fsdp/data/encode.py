@@ -151,7 +151,7 @@ def encode_slice(job: SliceJob) -> dict[str, Any]:
         ValueError: an unreadable file, or more malformed records than allowed.
     """
     tokenizer = load_tokenizer(job.tokenizer, job.eos_token)
-    writers = _Writers(job)
+    writers = SplitWriters(job.folder, job.slice.index, job.info, job.split, job.shard_tokens)
     stats = Stats()
     duplicate: npt.NDArray[np.bool_] | None = np.load(job.duplicates) if job.dedup else None
     eos = np.array([job.info.sep_token], dtype=np.uint32)
@@ -177,7 +177,7 @@ def encode_slice(job: SliceJob) -> dict[str, Any]:
             else:
                 tokens = np.concatenate([tokens, eos]) if job.info.has_eos else tokens
                 stats.keep(document, len(tokens))
-                writers.add(document, tokens)
+                writers.add(tokens, document.data)
             num_tokens += len(tokens)
         count_progress(len(documents), sum(len(document.data) for document in documents), num_tokens)
     result = {"shards": writers.finish(), "stats": stats.to_json()}
@@ -219,42 +219,37 @@ def too_many_bad(limit: int, source: str, bad: Sequence[str]) -> str:
     )
 
 
-class _Writers:
-    """The open shard of each split; full ones are closed on the way."""
+class SplitWriters:
+    """Writes the shards of one slice: an open one per split, a further one where `shard_tokens` would be passed."""
 
-    def __init__(self, job: SliceJob) -> None:
-        self._job = job
-        self._edges = np.cumsum(job.split)[:-1] / sum(job.split) * 2.0**64
+    def __init__(self, folder: Path, index: int, info: ShardInfo, split: Sequence[float], shard_tokens: int) -> None:
+        self._folder, self._index, self._info, self._shard_tokens = folder, index, info, shard_tokens
+        self._edges = np.cumsum(split)[:-1] / sum(split) * 2.0**64
         self._open: dict[str, ShardWriter] = {}
         self._rolled: Counter[str] = Counter()
         self._finished: list[dict[str, Any]] = []
 
-    def add(self, document: Document, tokens: npt.NDArray[Any]) -> None:
+    def add(self, tokens: npt.NDArray[Any], data: bytes) -> None:
+        """Appends a document; the hash of `data` chooses its split."""
         one = len(self._edges) == 0
-        split = SPLITS[0 if one else int(np.searchsorted(self._edges, document_hash(document.data), side="right"))]
+        split = SPLITS[0 if one else int(np.searchsorted(self._edges, document_hash(data), side="right"))]
         writer = self._open.get(split)
-        if writer and writer.num_tokens and writer.num_tokens + len(tokens) > self._job.shard_tokens:
+        if writer and writer.num_tokens and writer.num_tokens + len(tokens) > self._shard_tokens:
             self._close(split)
             writer = None
         if writer is None:
-            rolled = f"-{self._rolled[split]:03d}" if self._rolled[split] else ""
-            path = self._job.folder / split / f"shard-{self._job.slice.index:05d}{rolled}.arrow"
-            writer = self._open[split] = ShardWriter(path, self._job.info)
+            rolled = f"_{self._rolled[split]:03d}" if self._rolled[split] else ""  # "_" sorts after "."
+            path = self._folder / split / f"shard-{self._index:05d}{rolled}.arrow"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            writer = self._open[split] = ShardWriter(path, self._info)
         writer.add(tokens)
 
     def _close(self, split: str) -> None:
         writer = self._open.pop(split)
         size = writer.finish()
         self._rolled[split] += 1
-        self._finished.append(
-            {
-                "split": split,
-                "file": writer.path.name,
-                "documents": writer.num_documents,
-                "tokens": writer.num_tokens,
-                "bytes": size,
-            }
-        )
+        counts = {"documents": writer.num_documents, "tokens": writer.num_tokens, "bytes": size}
+        self._finished.append({"split": split, "file": writer.path.name, **counts})
 
     def finish(self) -> list[dict[str, Any]]:
         for split in list(self._open):

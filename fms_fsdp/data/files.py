@@ -35,6 +35,9 @@ class Files(Protocol):
     def gather_int64(self, path: str, offsets: I64) -> I64:
         """Returns the little-endian int64 at every offset (all must lie in the file)."""
 
+    def clone(self) -> Files:
+        """Returns access of its own to the same files: an instance serves one thread at a time."""
+
     def close(self) -> None:
         """Closes what is open; later reads open it again."""
 
@@ -43,7 +46,7 @@ class LocalFiles:
     """Files below a local folder, with at most `max_open` descriptors open at a time."""
 
     def __init__(self, root: str, max_open: int = MAX_OPEN_FILES) -> None:
-        self.root = root
+        self.root, self._max_open = root, max_open
         self._open: Lru[str, int] = Lru(max_open, on_evict=os.close)
 
     def walk(self, folder: str) -> Iterator[str]:
@@ -66,7 +69,7 @@ class LocalFiles:
         return os.fstat(self._descriptor(path)).st_size
 
     def pread(self, path: str, num_bytes: int, offset: int) -> bytes:
-        return os.pread(self._descriptor(path), num_bytes, offset)
+        return os.pread(self._open.get(path) or self._descriptor(path), num_bytes, offset)
 
     def gather_int64(self, path: str, offsets: I64) -> I64:
         data = np.memmap(os.path.join(self.root, path), dtype=np.uint8, mode="r")
@@ -75,6 +78,9 @@ class LocalFiles:
         else:
             words = data[offsets[:, None] + np.arange(8)].view("<i8")[:, 0]
         return np.asarray(words, dtype=np.int64)
+
+    def clone(self) -> LocalFiles:
+        return LocalFiles(self.root, self._max_open)
 
     def close(self) -> None:
         self._open.clear()

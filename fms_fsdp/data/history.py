@@ -72,11 +72,16 @@ class History:
         for segment in segments:
             self._append(segment)
 
-    def rows(self, step: int) -> Rows:
-        """Returns the sequences of a step (>= 1)."""
+    def batch(self, step: int) -> tuple[int, int]:
+        """Returns the number of sequences of a step (>= 1), and the step after which batches have this size and mixture."""
+        segment = self._segment(step)
+        return segment.batch, segment.after
+
+    def rows(self, step: int, num_steps: int = 1) -> Rows:
+        """Returns the sequences of `num_steps` steps from `step` (>= 1) on, as if the mixture of `step` held in all of them."""
         segment = self._segment(step)
         first = segment.first + (step - 1 - segment.after) * segment.batch
-        g = self._pass_skipped(segment, first + np.arange(segment.batch))
+        g = self._pass_skipped(segment, first + np.arange(num_steps * segment.batch))
         source, number = segment.mixture(g - segment.first)
         base: I64 = np.array([segment.base.get(name, 0) for name in segment.mixture.names], dtype=np.int64)
         return Rows(segment.mixture.names, source, base[source] + number)

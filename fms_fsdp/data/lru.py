@@ -34,7 +34,8 @@ class Lru(Generic[Key, Value]):
         return entry[0]
 
     def put(self, key: Key, value: Value, cost: int = 1) -> Value:
-        """Stores and returns `value`, evicting what was used longest ago while the total cost is above capacity."""
+        """Stores and returns `value` under a key that is not in the cache, evicting what was used longest ago while the total cost is above capacity."""
+        assert key not in self._entries, key
         self._entries[key] = (value, cost)
         self.total_cost += cost
         while self.total_cost > self.capacity and len(self._entries) > 1:

@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from fms_fsdp.config import DataConfig
-from fms_fsdp.data.arrow_shard import CONVERT, Shard, ShardError
+from fms_fsdp.data.arrow_shard import CONVERT, Shard, ShardError, TokenError
 from fms_fsdp.data.files import Files, LocalFiles
 from fms_fsdp.data.mixture import NUM_SLOTS
 from fms_fsdp.data.permute import I64
@@ -85,8 +85,8 @@ class Corpus:
 def open_corpus(section: DataConfig, files: Files | None = None) -> Corpus:
     """Returns the corpus that the flags describe, after all checks that need no reading of tokens.
 
-    Without `datasets`, every folder that holds shards is a source, weighted by its tokens (and at least by one slot of the
-    mixture's wheel, so that a tiny source is not refused).
+    Without `datasets`, every folder that holds shards is a source; without `weights`, sources are weighted by their tokens (and
+    by at least 1/65,536, so that a tiny one is not refused).
 
     Raises: ValueError, FileNotFoundError with one line.
     """
@@ -103,7 +103,7 @@ def open_corpus(section: DataConfig, files: Files | None = None) -> Corpus:
     weights = dict(zip(_clean(section.datasets), section.weights, strict=True)) if section.weights else {}
     sources = []
     for name in sorted(names):
-        shard = next((opened[path] for path in listed[name] if path in opened and opened[path].num_tokens), None)
+        shard = next((opened[path] for path in listed[name] if path in opened and counts[path][1]), None)
         delimiter = delimiter_of(shard, sep_token) if shard is not None else 1
         table: I64 = np.array([counts[path] for path in listed[name]], dtype=np.int64).reshape(-1, 2)
         sources.append(Source(name, listed[name], table[:, 0], table[:, 1], delimiter, weights.get(name, 0.0)))
@@ -117,22 +117,33 @@ def open_corpus(section: DataConfig, files: Files | None = None) -> Corpus:
             )
         for file, path in enumerate(source.paths):
             if path in opened:
-                check_shard(source, file, opened[path], sep_token=sep_token)
+                check_shard(source, file, opened[path], sep_token=sep_token, at_start=True)
+    files.close()
     return Corpus(files, tuple(sources), _vocab_size(opened), sep_token, not section.datasets)
 
 
-def check_shard(source: Source, file: int, shard: Shard, *, sep_token: int, vocab_size: int | None = None) -> None:
+def check_shard(
+    source: Source,
+    file: int,
+    shard: Shard,
+    *,
+    sep_token: int,
+    vocab_size: int | None = None,
+    at_start: bool = False,
+) -> None:
     """Checks an opened shard against the manifest: counts, separators, largest token.
+
+    `at_start` leaves out the tokens of shards that hold a record batch per document: to count them takes a look at each.
 
     Raises: ShardError naming the shard and both values.
     """
     expected = int(source.docs[file]), int(source.tokens[file])
-    if (shard.num_docs, shard.num_tokens) != expected:
+    if shard.num_docs != expected[0] or ((shard.is_list or not at_start) and shard.num_tokens != expected[1]):
         raise ShardError(
             f"shard ({shard.path}) holds {shard.num_docs} documents and {shard.num_tokens} tokens, but its counts file says "
             f"{expected[0]} and {expected[1]}; restore the shard or correct {META}/*counts*.csv"
         )
-    if delimiter_of(shard, sep_token) != source.delimiter and shard.num_tokens > 0:
+    if expected[1] > 0 and delimiter_of(shard, sep_token) != source.delimiter:
         stored, others = ("without", "with") if source.delimiter == 0 else ("with", "without")
         raise ShardError(
             f"shard ({shard.path}) holds documents {stored} a trailing separator ({sep_token}), the others of source "
@@ -140,7 +151,7 @@ def check_shard(source: Source, file: int, shard: Shard, *, sep_token: int, voca
         )
     largest = shard.metadata.get("max_token_id", "")
     if vocab_size is not None and largest.isdigit() and int(largest) >= vocab_size:
-        raise ShardError(
+        raise TokenError(
             f"shard ({shard.path}) holds token {largest}, beyond vocab_size ({vocab_size}); "
             "raise --vocab_size to that of its tokenizer"
         )
@@ -192,14 +203,16 @@ def _clean(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _source_names(section: DataConfig, paths: list[str]) -> tuple[str, ...]:
-    folders = {posixpath.dirname(path) or "." for path in paths}
-    with_shards = {posixpath.dirname(path) or "." for path in paths if path.endswith(SUFFIX)} - {META}
+    with_shards = {
+        path.rpartition("/")[0] or "." for path in paths if path.endswith(SUFFIX) and not path.startswith(f"{META}/")
+    }
     if not section.datasets:
         if not with_shards:
             raise FileNotFoundError(f"data_path ({section.data_path}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
         names = tuple(sorted(with_shards))
     else:
         names = _clean(section.datasets)
+        folders = {path.rpartition("/")[0] for path in paths}
         known = {
             "/".join(folder.split("/")[: depth + 1]) for folder in folders for depth in range(folder.count("/") + 1)
         }
@@ -234,8 +247,7 @@ def _read_counts(files: Files, paths: list[str], names: tuple[str, ...]) -> dict
     """Returns (documents, tokens) by shard path, from meta/*counts*.csv; paths there may begin with folders of another root."""
     counts: dict[str, tuple[int, int]] = {}
     for table in paths:
-        folder, name = posixpath.split(table)
-        if folder != META or "counts" not in name or not name.endswith(".csv"):
+        if not (table.startswith(f"{META}/") and "counts" in table and table.endswith(".csv")):
             continue
         text = files.pread(table, files.size(table), 0).decode()
         for line, row in enumerate(csv.reader(text.splitlines())):
@@ -294,7 +306,8 @@ def _open_some(
 
     opened = {path: shard for path in every if (shard := try_open(path)) is not None}
     for path, shard in opened.items():
-        counts.setdefault(path, (shard.num_docs, shard.num_tokens))
+        if path not in counts:
+            counts[path] = (shard.num_docs, shard.num_tokens)
     return opened
 
 

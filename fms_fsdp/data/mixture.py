@@ -59,9 +59,9 @@ class _Split:
     first: _Split | int
     second: _Split | int
 
-    def to_first(self, i: I64) -> I64:
-        """Returns how many of the node's first i sequences go to its first child."""
-        return (i * self.first_quota + self.quota // 2) // self.quota
+    def to_first(self, i: I64) -> tuple[I64, I64]:
+        """Returns how many of the node's first i sequences go to its first child, and the division's remainder."""
+        return np.divmod(i * self.first_quota + self.quota // 2, self.quota)
 
 
 class Mixture:
@@ -87,10 +87,11 @@ class Mixture:
             if isinstance(node, int):
                 source[places], number[places] = node, i
                 continue
-            before = node.to_first(i)
-            in_first = node.to_first(i + 1) > before
-            for child, chosen, index in ((node.first, in_first, before), (node.second, ~in_first, i - before)):
-                if chosen.any():
+            before, remainder = node.to_first(i)
+            in_first = remainder >= node.quota - node.first_quota  # the next sequence raises `before`
+            first, second = np.flatnonzero(in_first), np.flatnonzero(~in_first)
+            for child, chosen, index in ((node.first, first, before), (node.second, second, i - before)):
+                if len(chosen):
                     waiting.append((child, places[chosen], index[chosen]))
         return source, number
 
@@ -103,6 +104,6 @@ class Mixture:
             if isinstance(node, int):
                 counts[self.names[node]] = i
             else:
-                before = int(node.to_first(np.array(i)))
+                before = int(node.to_first(np.array(i))[0])
                 waiting += [(node.first, before), (node.second, i - before)]
         return counts

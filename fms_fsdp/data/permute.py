@@ -22,6 +22,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
 _FEISTEL_ROUNDS = 6
+_ROUND = [np.uint64((r * GOLDEN) & MASK) for r in range(_FEISTEL_ROUNDS)]
 
 
 def mix64(values: U64) -> U64:
@@ -56,36 +57,34 @@ def derive_key(*parts: int) -> int:
     return key
 
 
-def permute(index: I64, n: int, key: int) -> I64:
+def permute(index: I64, n: int | I64, key: int | U64) -> I64:
     """Returns pi(index): a keyed pseudo-random permutation of [0, n), evaluated at each index without a table.
 
     A Feistel network on max(2, bit_length(n - 1)) bits (low half: the floor), six rounds of `mix64`; round r updates the
     high half if r is even, else the low half, with the key mix64(key + r * GOLDEN). Values >= n walk the cycle on, fewer
-    than two walks on average (n >= 3).
+    than two walks on average (n >= 3). `n` (< 2^53) and `key` may differ from index to index.
     """
-    if n <= 1:
-        return np.zeros_like(index)
-    low_bits = max(2, (n - 1).bit_length()) // 2
-    high_bits = max(2, (n - 1).bit_length()) - low_bits
-    keys = [np.uint64(mix64_int(key + r * GOLDEN)) for r in range(_FEISTEL_ROUNDS)]
-    shift, low_mask, high_mask = np.uint64(low_bits), np.uint64((1 << low_bits) - 1), np.uint64((1 << high_bits) - 1)
+    n, key = np.broadcast_to(n, index.shape), np.broadcast_to(np.asarray(key, dtype=np.uint64), index.shape)
+    bits = np.maximum(2, np.frexp(n - 1.0)[1]).astype(np.uint64)  # frexp's exponent of an integer is its bit length
     out = index.astype(np.uint64)
     walking = np.arange(len(out))
     while len(walking):
-        x = out[walking]
-        high, low = x >> shift, x & low_mask
+        x, k, low_bits = out[walking], key[walking], bits[walking] // np.uint64(2)
+        low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
+        high_mask = (np.uint64(1) << (bits[walking] - low_bits)) - np.uint64(1)
+        high, low = x >> low_bits, x & low_mask
         for r in range(0, _FEISTEL_ROUNDS, 2):
-            high = (high ^ mix64(low ^ keys[r])) & high_mask
-            low = (low ^ mix64(high ^ keys[r + 1])) & low_mask
-        x = (high << shift) | low
+            high = (high ^ mix64(low ^ mix64(k + _ROUND[r]))) & high_mask
+            low = (low ^ mix64(high ^ mix64(k + _ROUND[r + 1]))) & low_mask
+        x = (high << low_bits) | low
         out[walking] = x
-        walking = walking[x >= np.uint64(n)]
+        walking = walking[x >= n[walking].astype(np.uint64)]
     return out.astype(np.int64)
 
 
-def bit_reverse(values: I64, bits: int) -> I64:
-    """Returns each value (< 2^bits) with its `bits` lowest bits in reverse order."""
-    out = np.zeros_like(values)
-    for bit in range(bits):
-        out = (out << 1) | ((values >> bit) & 1)
-    return out
+def bit_reverse(values: I64, bits: int | I64) -> I64:
+    """Returns each value (< 2^bits, bits <= 32) with its `bits` lowest bits in reverse order."""
+    out = values
+    for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF), (16, 0x0000FFFF)):
+        out = ((out >> shift) & mask) | ((out & mask) << shift)
+    return out >> (32 - bits)

@@ -15,15 +15,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fms_fsdp.data.arrow_shard import Chunk, Shard, ShardError
+from fms_fsdp.data.arrow_shard import Shard, ShardError, TokenError
 from fms_fsdp.data.batch import IGNORED_LABEL
+from fms_fsdp.data.files import Files
 from fms_fsdp.data.lru import Lru
 from fms_fsdp.data.manifest import Corpus, Source, check_shard
 from fms_fsdp.data.packing import Cuts
 from fms_fsdp.data.permute import I64
 
-SHARD_CACHE_BYTES = 16 << 20
-CHUNK_CACHE_BYTES = 16 << 20
+ShardCache = Lru[tuple[str, int], Shard]
 
 
 class Pieces(NamedTuple):
@@ -79,19 +79,20 @@ class Row(NamedTuple):
 class SourceReader:
     """Reads one source of a corpus. Caches what it opened, within fixed bytes."""
 
-    def __init__(self, corpus: Corpus, source: Source, *, vocab_size: int, document_mask: bool) -> None:
-        self._files, self.source, self._sep = corpus.files, source, corpus.sep_token
+    def __init__(
+        self, corpus: Corpus, source: Source, files: Files, shards: ShardCache, *, vocab_size: int, document_mask: bool
+    ) -> None:
+        self._files, self.source, self._sep = files, source, corpus.sep_token
         self._vocab_size, self._document_mask = vocab_size, document_mask
-        self._shards: Lru[int, Shard] = Lru(SHARD_CACHE_BYTES)
-        self._chunks: Lru[tuple[int, int], Chunk] = Lru(CHUNK_CACHE_BYTES)
+        self._shards = shards
 
     def shard(self, file: int) -> Shard:
         """Returns the open shard, checked against the manifest when it is opened. Raises: ShardError."""
-        shard = self._shards.get(file)
+        shard = self._shards.get((self.source.name, file))
         if shard is None:
             shard = Shard(self._files, self.source.paths[file], self.source.delimiter)
             check_shard(self.source, file, shard, sep_token=self._sep, vocab_size=self._vocab_size)
-            self._shards.put(file, shard, shard.cost)
+            self._shards.put((self.source.name, file), shard, shard.cost)
         return shard
 
     def pieces(self, start: int, length: int) -> Pieces:
@@ -104,31 +105,24 @@ class SourceReader:
             local = position - int(starts[file])
             shard = self.shard(file)
             chunk = int(np.searchsorted(shard.chunk_starts, local, side="right")) - 1
-            local -= int(shard.chunk_starts[chunk])
-            part = self._chunk_pieces(file, shard, chunk, local, length)
-            parts.append(part)
-            taken = int(part.length.sum())
-            assert taken > 0, (self.source.name, start, length)
-            start, length = start + taken, length - taken
+            stop = min(local + length, int(shard.chunk_starts[chunk + 1]))
+            parts.append(self._chunk_pieces(file, shard, chunk, local, stop))
+            start, length = start + stop - local, length - (stop - local)
         return parts[0] if len(parts) == 1 else Pieces(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def _chunk_pieces(self, file: int, shard: Shard, index: int, start: int, length: int) -> Pieces:
-        chunk = self._chunks.get((file, index))
-        if chunk is None:
-            chunk = shard.chunk(index)
-            self._chunks.put((file, index), chunk, chunk.starts.nbytes + chunk.addresses.nbytes)
-        stop = min(start + length, int(chunk.starts[-1]))
-        first = int(np.searchsorted(chunk.starts, start, side="right")) - 1
-        last = int(np.searchsorted(chunk.starts, stop, side="left"))
-        document = np.arange(first, last)
-        begins, ends = chunk.starts[first:last], chunk.starts[first + 1 : last + 1]
-        begin, end = np.maximum(begins, start), np.minimum(ends, stop)
+    def _chunk_pieces(self, file: int, shard: Shard, chunk: int, start: int, stop: int) -> Pieces:
+        """Returns the pieces in [start, stop) of the shard, which lie in one chunk."""
+        base = int(shard.chunk_starts[chunk])
+        found = shard.documents(chunk, start - base, stop - base)
+        begins, ends = found.starts[:-1], found.starts[1:]
+        begin, end = np.maximum(begins, start - base), np.minimum(ends, stop - base)
+        skip = begin - begins
         columns = (
-            np.full(last - first, file),
-            document + int(shard.chunk_docs[:index].sum()),
-            begin - begins,
+            np.full(len(begins), file),
+            found.first + np.arange(len(begins)),
+            skip,
             end - begin,
-            chunk.addresses[first:last] + (begin - begins) * shard.dtype.itemsize,
+            found.addresses + skip * shard.dtype.itemsize,
             np.minimum(ends - end, 2),
         )
         kept = end > begin
@@ -151,17 +145,18 @@ class SourceReader:
         files = tuple((self.source.paths[f], self.shard(f).dtype) for f in numbers.tolist())
         edge = pieces.after + 4 * (pieces.start == 0)
         small: type[np.uint16 | np.uint32] = np.uint16 if len(files) < 1 << 16 else np.uint32
-        end = np.cumsum(pieces.length)
-        return Window(files, file.astype(small), pieces.address, end.astype(np.int32), edge.astype(np.uint8))
+        end = np.cumsum(pieces.length).astype(np.int32)  # a window holds some million tokens
+        return Window(files, file.astype(small), pieces.address, end, edge.astype(np.uint8))
 
     def read_row(self, window: Window, row: int, out: Row) -> None:
         """Writes row `row` of a window into `out`. Raises: ShardError."""
         size = len(out.tokens)
         start, stop = row * size, (row + 1) * size
-        first = int(np.searchsorted(window.end, start, side="right"))
-        last = int(np.searchsorted(window.end, stop, side="left")) + 1
+        first = int(window.end.searchsorted(start, side="right"))
+        last = int(window.end.searchsorted(stop, side="left")) + 1
         end = window.end[first:last].astype(np.int64)
-        begin = np.concatenate([window.end[first - 1 : first] if first else [0], end[:-1]])
+        begin = np.empty_like(end)
+        begin[0], begin[1:] = window.end[first - 1] if first else 0, end[:-1]
         skip = np.maximum(start - begin, 0)
         after = np.minimum((window.edge[first:last] & 3) + np.maximum(end - stop, 0), 2)
         places = np.maximum(begin, start) - start
@@ -197,8 +192,8 @@ class SourceReader:
                 next_token[-1] = self._first_token(window, last)
         out.labels[:-1] = out.tokens[1:]
         out.labels[places + lengths - 1] = next_token
-        out.positions[:] = np.arange(size) - np.repeat(places, lengths)
-        out.document_ids[:] = np.repeat(np.arange(len(places)), lengths)
+        out.positions[:] = np.arange(size) - places.repeat(lengths)
+        out.document_ids[:] = np.arange(len(places)).repeat(lengths)
         largest = max(int(out.tokens.view(np.uint64).max()), int(next_token.max()))
         if largest >= self._vocab_size:
             self._refuse_tokens(window, first, places, lengths, out)
@@ -223,25 +218,23 @@ class SourceReader:
             ) from error
         if len(data) != size:
             raise ShardError(
-                f"shard ({path}) ends {size - len(data)} bytes early; it is truncated: restore it or --on_missing=mask"
+                f"shard ({path}) ends {size - len(data)} bytes early, in document {self._document_at(path, address)}; "
+                "it is truncated: restore it or --on_missing=mask"
             )
         return np.frombuffer(data, dtype)
 
     def _refuse_tokens(self, window: Window, first: int, places: I64, lengths: I64, out: Row) -> None:
-        """Raises ShardError naming the first piece that holds a token beyond the vocabulary."""
+        """Raises TokenError naming the first piece that holds a token beyond the vocabulary."""
         for i, (place, length) in enumerate(zip(places.tolist(), lengths.tolist(), strict=True)):
             stretch = np.append(out.tokens[place : place + length], out.labels[place + length - 1])
             stretch = stretch[(stretch >= self._vocab_size) | ((stretch < 0) & (stretch != IGNORED_LABEL))]
             if len(stretch):
                 path, _ = window.files[window.file[first + i]]
-                document = self.document_at(path, int(window.address[first + i]))
-                raise ShardError(
+                document = self._document_at(path, int(window.address[first + i]))
+                raise TokenError(
                     f"shard ({path}) holds token {stretch[0]} in document {document}, beyond vocab_size "
                     f"({self._vocab_size}); raise --vocab_size to that of its tokenizer or restore the shard"
                 )
 
-    def document_at(self, path: str, address: int) -> int:
-        """Returns the number in its file of the document whose tokens lie at the byte `address`."""
-        shard = self.shard(self.source.paths.index(path))
-        documents = np.concatenate([shard.chunk(index).addresses for index in range(len(shard.chunk_docs))])
-        return int(np.flatnonzero(documents <= address)[-1])
+    def _document_at(self, path: str, address: int) -> int:
+        return self.shard(self.source.paths.index(path)).document_at(address)

@@ -54,6 +54,11 @@ class Geometry:
     def num_blocks(self) -> int:
         return self.windows_per_tape * self.num_tapes * self.blocks_per_window
 
+    @property
+    def columns(self) -> tuple[int, int, int, int]:
+        """What `locate` takes."""
+        return self.num_rows, self.num_tail_rows, self.num_tapes, self.rows_per_window
+
     @cached_property
     def num_main_rows(self) -> int:
         return self.windows_per_tape * self.num_tapes * self.rows_per_window
@@ -91,17 +96,29 @@ def fit_geometry(num_rows: int, seq_length: int, share: float, logical_shards: i
 
 
 class Slots(NamedTuple):
-    """Where rows lie: arrays of one length. `window` is TAIL for tail rows, whose `row` is their place in the tail.
-
-    `fraction` in [0, 1) is the tape's (or tail row's) share of the way through all tapes: rows sorted by it stay with the
-    same rank from step to step, so that its windows are in memory already.
-    """
+    """Where rows lie: arrays of one length. `window` is TAIL for tail rows, whose `row` is the number of tail rows before."""
 
     epoch: I64
     tape: I64
     window: I64
     row: I64
-    fraction: np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+def locate(
+    n: I64, num_rows: int | I64, num_tail_rows: int | I64, num_tapes: int | I64, rows_per_window: int | I64
+) -> Slots:
+    """Returns where the sequences with their source's own numbers n >= 0 lie; the geometry may differ from one to the next.
+
+    x = n mod N; tails before x: k = floor(x * n_tail / N); x is a tail row if floor((x + 1) * n_tail / N) > k. Main row
+    m = x - k lies on the tape bit_reverse(m mod L), at its row m // L.
+    """
+    epoch, x = np.divmod(n, num_rows)
+    tails = x * num_tail_rows // num_rows
+    is_tail = (x + 1) * num_tail_rows // num_rows > tails
+    turn, lane = np.divmod(x - tails, num_tapes)
+    tape = bit_reverse(lane, np.frexp(num_tapes)[1] - 1)
+    window, row = np.divmod(turn, rows_per_window)
+    return Slots(epoch, tape, np.where(is_tail, TAIL, window), np.where(is_tail, tails, row))
 
 
 class Tapes:
@@ -111,27 +128,9 @@ class Tapes:
         self.num_tokens, self.geometry = num_tokens, geometry
         self._key = derive_key(seed, hash64(name))
 
-    def locate(self, n: I64) -> Slots:
-        """Returns where the sequences with the source's own numbers n >= 0 lie.
-
-        x = n mod N; tails before x: k = floor(x * n_tail / N); x is a tail row if floor((x + 1) * n_tail / N) > k. Main row
-        m = x - k lies on the tape bit_reverse(m mod L), at its row m // L.
-        """
-        g = self.geometry
-        epoch, x = np.divmod(n, g.num_rows)
-        tails = x * g.num_tail_rows // g.num_rows
-        is_tail = (x + 1) * g.num_tail_rows // g.num_rows > tails
-        turn, lane = np.divmod(x - tails, g.num_tapes)
-        tape = bit_reverse(lane, g.num_tapes.bit_length() - 1)
-        window, row = np.divmod(turn, g.rows_per_window)
-        fraction = tape / g.num_tapes
-        if is_tail.any():
-            window, row = np.where(is_tail, TAIL, window), np.where(is_tail, 0, row)
-            for e in np.unique(epoch[is_tail]).tolist():
-                chosen = np.flatnonzero(is_tail & (epoch == e))
-                row[chosen] = permute(tails[chosen], g.num_tail_rows, derive_key(self._key, _TAIL, e))
-                fraction[chosen] = row[chosen] / g.num_tail_rows
-        return Slots(epoch, tape, window, row, fraction)
+    def tail_key(self, epoch: int) -> int:
+        """Returns the key that permutes the epoch's tail rows."""
+        return derive_key(self._key, _TAIL, epoch)
 
     def window_blocks(self, epoch: int, tape: int, window: int) -> list[int]:
         """Returns where the window's blocks of `block_tokens` tokens start on the source's circle."""
@@ -141,7 +140,7 @@ class Tapes:
         return [self._turned(epoch, block * g.block_tokens) for block in blocks.tolist()]
 
     def tail_start(self, epoch: int, row: int) -> int:
-        """Returns where a tail row's `seq_length` tokens start on the source's circle."""
+        """Returns where a tail row's `seq_length` tokens start on the source's circle; `row` counts after the permutation."""
         g = self.geometry
         return self._turned(epoch, (g.num_main_rows + row) * g.seq_length)
 

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ class Vocabulary:
     eos_id: int
     digest: str
     file_name: str
+    eos_token: str = ""  # as asked for, where the tokenizer's own was not wanted
 
 
 class Tokenizer(Protocol):
@@ -85,7 +87,9 @@ class SentencePieceTokenizer:
         eos = int(self._processor.piece_to_id(eos_token)) if eos_token else int(self._processor.eos_id())
         if eos < 0 or (eos_token and self._processor.id_to_piece(eos) != eos_token):
             raise ValueError(_no_end(name, eos_token))
-        self.vocabulary = Vocabulary("sentencepiece", size, eos, hashlib.sha256(model).hexdigest(), "tokenizer.model")
+        self.vocabulary = Vocabulary(
+            "sentencepiece", size, eos, hashlib.sha256(model).hexdigest(), "tokenizer.model", eos_token
+        )
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         rows = self._processor.encode(list(texts), out_type=int, num_threads=1)
@@ -124,7 +128,7 @@ class HuggingFaceTokenizer:
             raise ValueError(_no_end(str(path), eos_token))
         size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
-        self.vocabulary = Vocabulary("huggingface", size, eos, digest, "tokenizer.json")
+        self.vocabulary = Vocabulary("huggingface", size, eos, digest, "tokenizer.json", eos_token)
 
     @staticmethod
     def _end_names(path: Path, eos_token: str) -> Sequence[str]:
@@ -210,8 +214,11 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
             minloglevel=3,
         )
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise ValueError(f"--vocab_size ({vocab_size}) cannot be trained on this text: {reason}") from error
+        most = re.search(r"value <= (\d+)", str(error))
+        reason = f"at most {most[1]}" if most else str(error).strip().splitlines()[-1]
+        raise ValueError(
+            f"--vocab_size ({vocab_size}) is too high for this text: {reason}; lower it or give more"
+        ) from error
     return model.getvalue()
 
 

@@ -21,7 +21,8 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 _INTERVAL_S = (0.5, 10.0)  # between progress lines: on a terminal, in a log
-_counters: Any = None  # documents, bytes of text, tokens: shared with the parent, or the parent's own
+_counters: Any = None  # documents, bytes of text, tokens: shared with the parent
+_progress: Any = None  # in the parent, while it does the jobs itself
 
 
 def available_cores() -> int:
@@ -35,6 +36,8 @@ def count_progress(documents: int, num_bytes: int, tokens: int) -> None:
         with _counters.get_lock():
             for i, amount in enumerate((documents, num_bytes, tokens)):
                 _counters[i] += amount
+    if _progress is not None:
+        _progress.show()
 
 
 def note(text: str) -> None:
@@ -45,7 +48,7 @@ def note(text: str) -> None:
 def run_jobs(
     function: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int], num_workers: int, label: str
 ) -> Iterator[tuple[Job, Result]]:
-    """Yields (job, result) as they finish; the largest are begun first. `sizes` are bytes of text, roughly.
+    """Yields (job, result) as they finish; the largest are begun first. `sizes` are bytes of text, roughly. One worker is this process.
 
     Raises:
         ValueError: a process was killed from outside. What a job raises is raised here; the other processes are ended.
@@ -55,6 +58,9 @@ def run_jobs(
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", 3)
     progress = _Progress(label, sum(sizes), counters)
+    if min(num_workers, len(jobs)) == 1:
+        yield from _run_here(function, jobs, progress)
+        return
     by_size = sorted(range(len(jobs)), key=lambda i: -sizes[i])
     before = set(multiprocessing.active_children())
     pool = concurrent.futures.ProcessPoolExecutor(
@@ -65,8 +71,7 @@ def run_jobs(
         while waiting:
             finished, _ = concurrent.futures.wait(waiting, progress.interval, concurrent.futures.FIRST_COMPLETED)
             for future in finished:
-                i = waiting.pop(future)
-                yield jobs[i], future.result()
+                yield jobs[waiting.pop(future)], future.result()
             progress.show()
         pool.shutdown()
     except BrokenProcessPool:
@@ -78,6 +83,19 @@ def run_jobs(
         pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - before:
             process.terminate()
+        progress.end()
+
+
+def _run_here(
+    function: Callable[[Job], Result], jobs: Sequence[Job], progress: _Progress
+) -> Iterator[tuple[Job, Result]]:
+    global _counters, _progress
+    _counters, _progress = progress.counters, progress
+    try:
+        for job in jobs:
+            yield job, function(job)
+    finally:
+        _counters = _progress = None
         progress.end()
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.manifest import Corpus, open_corpus
+from fms_fsdp.data.permute import mix64, mix64_int
 from fms_fsdp.data.stream import TokenStream, build_stream
 
 SEP = 3
@@ -25,6 +26,7 @@ class Files:
 
     root: Path
     documents: dict[str, list[Documents]] = field(default_factory=dict)
+    _cache: dict[str, np.ndarray] = field(default_factory=dict)
 
     def section(self, **changes: Any) -> DataConfig:
         settings: dict[str, Any] = {"data_path": str(self.root), "sep_token": SEP, "logical_shards": 8}
@@ -39,7 +41,17 @@ class Files:
         return build_stream(section, open_corpus(section), seed=seed, vocab_size=VOCAB, **sizes)
 
     def num_tokens(self, source: str) -> int:
-        return sum(len(document) for shard in self.documents[source] for document in shard)
+        return int(self._starts(source)[-1])
+
+    def offset(self, source: str, file: int, document: int) -> int:
+        """Tokens of the source before a document."""
+        return int(self._starts(source)[sum(map(len, self.documents[source][:file])) + document])
+
+    def _starts(self, source: str) -> np.ndarray:
+        if source not in self._cache:
+            lengths = [len(document) for shard in self.documents[source] for document in shard]
+            self._cache[source] = np.cumsum([0, *lengths])
+        return self._cache[source]
 
 
 def random_documents(rng: np.random.Generator, num_tokens: int, mean: float = 40.0) -> Documents:
@@ -91,6 +103,16 @@ def with_separator(document: np.ndarray) -> np.ndarray:
     return np.append(document, SEP).astype(np.int64)
 
 
+def fixed_documents(number: int, num_tokens: int) -> Documents:
+    """Documents that depend on no library's random generator, for golden values."""
+    documents: Documents = []
+    while sum(map(len, documents)) < num_tokens:
+        state = mix64_int(number * 1_000_003 + len(documents))
+        salted = np.arange(state % 90, dtype=np.uint64) + np.uint64(state)
+        documents.append((mix64(salted) % np.uint64(VOCAB - SEP - 1)).astype(np.int64) + SEP + 1)
+    return documents
+
+
 def write_corpus(
     root: Path,
     sizes: dict[str, list[int]],
@@ -100,6 +122,7 @@ def write_corpus(
     stored: bool = False,
     counts: bool = True,
     mean: float = 40.0,
+    fixed: bool = False,
 ) -> Files:
     """Writes sources with shards of about the given numbers of tokens. `stored`: documents end with the separator on disk."""
     rng = np.random.default_rng(seed)
@@ -108,7 +131,7 @@ def write_corpus(
     for source, shards in sizes.items():
         files.documents[source] = []
         for i, num_tokens in enumerate(shards):
-            plain = random_documents(rng, num_tokens, mean)
+            plain = fixed_documents(len(rows), num_tokens) if fixed else random_documents(rng, num_tokens, mean)
             seen = [with_separator(document) for document in plain]
             on_disk = seen if stored else plain
             path = root / source / f"shard-{i:05d}.arrow"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 
 from fms_fsdp.data.batch import Batch
@@ -11,7 +9,7 @@ from fms_fsdp.data.corpus_rows import CorpusRows, Place
 from fms_fsdp.data.stream import TokenStream
 from tests.data.corpora import Files
 
-Used = Counter[tuple[str, int, int, int, int]]  # (source, epoch, file, document, token)
+Used = dict[tuple[str, int], np.ndarray]  # how often each token of a source came in an epoch, by (source, epoch)
 
 
 def rows_of(stream: TokenStream) -> CorpusRows:
@@ -45,8 +43,10 @@ def check_row(
                 "after a separator: the next document's beginning, or nothing"
             )
         if used is not None:
-            for token in range(start, start + length):
-                used[place.source, place.epoch, int(file), int(document), token] += 1
+            key = (place.source, place.epoch)
+            counts = used.setdefault(key, np.zeros(files.num_tokens(place.source), dtype=np.int64))
+            first = files.offset(place.source, int(file), int(document)) + start
+            counts[first : first + length] += 1
         at += length
 
 
@@ -58,7 +58,6 @@ def check_step(files: Files, stream: TokenStream, step: int, used: Used | None =
 
 def check_epoch(files: Files, used: Used, source: str, epoch: int, seq_length: int) -> None:
     """Asserts that the epoch used each token of the source once, but for a rest shorter than a row."""
-    counts = [count for (name, e, *_), count in used.items() if (name, e) == (source, epoch)]
-    assert set(counts) == {1}, f"a token of {source} came {max(counts)} times in epoch {epoch}"
-    total = files.num_tokens(source)
-    assert len(counts) == total // seq_length * seq_length
+    counts = used[source, epoch]
+    assert counts.max() == 1, f"a token of {source} came {counts.max()} times in epoch {epoch}"
+    assert counts.sum() == len(counts) // seq_length * seq_length

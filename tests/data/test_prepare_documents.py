@@ -177,8 +177,10 @@ def test_nothing_to_read(tmp_path: Path) -> None:
 
 
 def test_huge_text_file_asks_for_a_separator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "TEXT_FILE_LIMIT", 10_000)
+    monkeypatch.setattr(documents, "DOCUMENT_LIMIT", 10_000)
     (tmp_path / "x.txt").write_text("a\n" * 6000)
     with pytest.raises(ValueError, match="--text_separator"):
         read_all(tmp_path)
     assert len(texts(read_all(tmp_path, form=TextFormat(text_separator="\n")))) == 6000
+    path = write_lines(tmp_path / "y.jsonl", ["a" * 9_000, "b" * 11_000])
+    assert [isinstance(record, Problem) for record in read_all(path)] == [False, True]

@@ -1,0 +1,349 @@
+"""Measures the data stream against its targets and writes one result file.
+
+    python benchmarks/bench_data.py [--data=FOLDER] [--tokens=300e6] [--steps=2000] [--name=NAME]
+
+Makes (once) a corpus of 300 M tokens in 500,000 lognormal documents, 3 sources, 64 files, in both layouts, and reads it at
+S = 4096, 2 rows a batch, one rank, on one thread. Every measurement is a process of its own, timed after its imports. The
+speed of a plain memory copy of the same batches is measured in the same process, next to the stream's. "warm" means that the
+files are in the page cache; "cold" that they were dropped from it (posix_fadvise) before the process started.
+
+The reference scale (1.47 T tokens, 2.0 G documents, 100,000 files, 20 sources) has a synthetic manifest: every name leads to
+one real shard of 20,000 documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from fms_fsdp.config import DataConfig
+from fms_fsdp.data.batch import empty_batch
+from fms_fsdp.data.files import LocalFiles
+from fms_fsdp.data.manifest import open_corpus
+from fms_fsdp.data.stream import TokenStream, build_stream
+
+SEQ_LENGTH, ROWS, VOCAB, SEP = 4096, 2, 50_000, 0
+SOURCES = {"web": (40, 0.7), "code": (16, 0.2), "books": (8, 0.1)}  # files, weight
+REFERENCE_FILES, REFERENCE_SOURCES, REFERENCE_DOCS = 100_000, 20, 20_000
+REFERENCE_BATCH = 1024
+
+TARGETS = {
+    "tokens_per_s": ">= 20e6",
+    "first_batch_s": "<= 0.2",
+    "resume_s": "<= 0.3",
+    "state_bytes": "<= 4096",
+    "masked_share": "< 0.001",
+    "memory_mib": "<= 100",
+    "open_files": "<= 64",
+}
+
+
+# --- corpora -----------------------------------------------------------------------------------------------------------
+
+
+def document_lengths(rng: np.random.Generator, num_docs: int, num_tokens: int) -> np.ndarray:
+    lengths = rng.lognormal(0.0, 1.2, size=num_docs)
+    return np.maximum(1, lengths * (num_tokens / lengths.sum())).astype(np.int64)
+
+
+def write_shard(path: Path, lengths: np.ndarray, tokens: np.ndarray, layout: str) -> None:
+    """Writes documents of these lengths cut from `tokens`: as lists of uint16, or a record batch of uint32 for each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    if layout == "lists":
+        kind = pa.large_list(pa.field("item", pa.uint16(), nullable=False))
+        facts = {"n_docs": len(lengths), "n_tokens": int(offsets[-1]), "max_token_id": VOCAB - 1, "vocab_size": VOCAB}
+        facts |= {"sep_token": SEP, "has_eos": "false", "dtype": "uint16"}
+        metadata = {key: str(value) for key, value in facts.items()}
+        schema = pa.schema([pa.field("tokens", kind, nullable=False)], metadata=metadata)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for start in range(0, len(lengths), 65_536):
+                part = offsets[start : start + 65_537]
+                values = pa.array(tokens[part[0] : part[-1]].astype(np.uint16))
+                array = pa.LargeListArray.from_arrays(pa.array(part - part[0]), values, type=kind)
+                writer.write_batch(pa.record_batch([array], schema=schema))
+    else:
+        schema = pa.schema([pa.field("tokens", pa.uint32())])
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+                values = pa.array(tokens[start:stop], type=pa.uint32())
+                writer.write_batch(pa.record_batch([values], schema=schema))
+
+
+def make_corpus(root: Path, num_tokens: int, num_docs: int, layout: str) -> None:
+    if (root / "meta" / "counts.csv").exists():
+        return
+    rng = np.random.default_rng(0)
+    num_files = sum(files for files, _ in SOURCES.values())
+    rows: list[tuple[str, int, int]] = []
+    for source, (files, _) in SOURCES.items():
+        for i in range(files):
+            lengths = document_lengths(rng, num_docs // num_files, num_tokens // num_files)
+            tokens = rng.integers(1, VOCAB, size=int(lengths.sum()), dtype=np.uint32)
+            name = f"{source}/shard-{i:05d}.arrow"
+            write_shard(root / name, lengths, tokens, layout)
+            rows.append((name, len(lengths), len(tokens)))
+    (root / "meta").mkdir(exist_ok=True)
+    with open(root / "meta" / "counts.csv", "w", newline="") as sink:
+        csv.writer(sink).writerows([("dataset/filename", "documents", "tokens"), *rows])
+
+
+class ReferenceFiles(LocalFiles):
+    """100,000 names of shards in 20 folders, all of which lead to one file; and the counts file that lists them."""
+
+    def __init__(self, shard: Path, num_tokens: int) -> None:
+        super().__init__(str(shard.parent))
+        self._shard, self._num_tokens = shard.name, num_tokens
+        per_source = REFERENCE_FILES // REFERENCE_SOURCES
+        self._names = [f"source-{i // per_source:02d}/shard-{i % per_source:05d}.arrow" for i in range(REFERENCE_FILES)]
+        table = io.StringIO()
+        csv.writer(table).writerows([("dataset/filename", "documents", "tokens")])
+        csv.writer(table).writerows((name, REFERENCE_DOCS, num_tokens) for name in self._names)
+        self._counts = table.getvalue().encode()
+
+    def walk(self, folder: str) -> Iterator[str]:
+        yield from self._names
+        yield "meta/counts.csv"
+
+    def size(self, path: str) -> int:
+        return len(self._counts) if path.startswith("meta") else super().size(self._shard)
+
+    def pread(self, path: str, num_bytes: int, offset: int) -> bytes:
+        if path.startswith("meta"):
+            return self._counts[offset : offset + num_bytes]
+        return super().pread(self._shard, num_bytes, offset)
+
+    def clone(self) -> ReferenceFiles:
+        return self
+
+
+# --- measurements, each in a process of its own ---------------------------------------------------------------------------
+
+
+def resident_mib() -> float:
+    """Returns the resident memory that is not backed by files."""
+    with open("/proc/self/status") as status:
+        kib = {line.split(":")[0]: line.split()[1] for line in status if line.startswith("Rss")}
+    return int(kib["RssAnon"]) / 1024
+
+
+def section_of(root: str, packing: str = "concat") -> DataConfig:
+    weights = tuple(weight for _, weight in SOURCES.values())
+    return DataConfig(
+        data_path=root, datasets=tuple(SOURCES), weights=weights, seq_length=SEQ_LENGTH, sep_token=SEP, packing=packing
+    )
+
+
+def open_stream(section: DataConfig, batch: int = ROWS) -> TokenStream:
+    sizes = {"global_batch_size": batch, "dp_rank": 0, "dp_size": 1}
+    return build_stream(section, open_corpus(section), seed=1, vocab_size=VOCAB, **sizes)
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def warm_up_imports() -> None:
+    import pyarrow.ipc  # noqa: F401
+
+    import fms_fsdp.data.corpus_rows  # noqa: F401
+
+    torch.empty(1)
+
+
+def measure_speed(root: str, steps: int, packing: str) -> dict[str, float]:
+    stream = open_stream(section_of(root, packing))
+    passes, cpu = [], []
+    masked = 0
+    for _ in range(6):
+        stream._drop_ahead()
+        stream.step = 0
+        start, cpu_start = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            batch = stream.next_batch()
+        passes.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - cpu_start)
+    for step in range(1, steps, 4):
+        masked += int((stream.batch_at(step).labels_BS == -100).sum())
+    target = empty_batch(ROWS, SEQ_LENGTH)
+    copy_s = min(seconds(lambda: [a.copy_(b) for a, b in zip(target, batch, strict=True)]) for _ in range(2000))
+    tokens = steps * ROWS * SEQ_LENGTH
+    rate = tokens / min(passes[1:])
+    stream.close()
+    return {
+        "tokens_per_s": rate,
+        "tokens_per_cpu_s": tokens / min(cpu[1:]),
+        "tokens_per_s_first_pass": tokens / passes[0],
+        "masked_share": masked / (len(range(1, steps, 4)) * ROWS * SEQ_LENGTH),
+        "memory_copy_tokens_per_s": ROWS * SEQ_LENGTH / copy_s,
+        "share_of_memory_copy": rate * copy_s / (ROWS * SEQ_LENGTH),
+    }
+
+
+def measure_start(root: str, steps: int, packing: str) -> dict[str, float]:
+    warm_up_imports()
+    before = resident_mib()
+    start = time.perf_counter()
+    stream = open_stream(section_of(root, packing))
+    stream.next_batch()
+    first_batch_s = time.perf_counter() - start
+    for _ in range(steps):
+        stream.next_batch()
+    result = {
+        "first_batch_s": first_batch_s,
+        "memory_mib": resident_mib() - before,
+        "open_files": len(os.listdir("/proc/self/fd")),
+        "state_bytes": len(json.dumps(stream.state_dict())),
+    }
+    stream.close()
+    return result
+
+
+def measure_resume(root: str, steps: int, packing: str) -> dict[str, float]:
+    warm_up_imports()
+    state = open_stream(section_of(root, packing)).state_dict()
+
+    def resume() -> None:
+        stream = open_stream(section_of(root, packing))
+        stream.load_state_dict(state, 200_000)
+        stream.next_batch()
+        stream.close()
+
+    return {"resume_s": seconds(resume)}
+
+
+def measure_reference(root: str, steps: int, packing: str) -> dict[str, float]:
+    warm_up_imports()
+    shard = Path(root) / "reference.arrow"
+    num_tokens = int(json.loads((Path(root) / "reference.json").read_text()))
+    files = ReferenceFiles(shard, num_tokens)
+    section = DataConfig(data_path=root, seq_length=SEQ_LENGTH, sep_token=SEP, packing=packing)
+    before, start = resident_mib(), time.perf_counter()
+    corpus = open_corpus(section, files)
+    result = {"start_up_s": time.perf_counter() - start, "manifest_mib": resident_mib() - before}
+    result["tokens"] = float(sum(source.num_tokens for source in corpus.sources))
+    for world in (8, 1024):
+        settings = {"seed": 1, "vocab_size": VOCAB, "global_batch_size": REFERENCE_BATCH, "dp_size": world}
+        start = time.perf_counter()
+        stream = build_stream(section, corpus, dp_rank=world // 2, **settings)  # type: ignore[arg-type]
+        stream.load_state_dict(stream.state_dict(), 200_000)
+        stream.next_batch()
+        result[f"resume_s_{world}_ranks"] = time.perf_counter() - start
+        rounds = 24 if world == 8 else 24 * 16
+        for _ in range(rounds // 4):
+            stream.next_batch()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        for _ in range(rounds):
+            stream.next_batch()
+        tokens = rounds * REFERENCE_BATCH // world * SEQ_LENGTH
+        result[f"tokens_per_cpu_s_{world}_ranks"] = tokens / (time.process_time() - cpu_start)
+        result[f"tokens_per_s_{world}_ranks"] = tokens / (time.perf_counter() - start)
+        result[f"memory_mib_{world}_ranks"] = resident_mib() - before
+        stream.close()
+    result["plan_1024_rows_s"] = min(seconds(lambda: stream.rows.places(123_456)) for _ in range(20))  # type: ignore[attr-defined]
+    result["state_bytes"] = float(len(json.dumps(stream.state_dict())))
+    return result
+
+
+MEASUREMENTS = {
+    "speed": measure_speed,
+    "start": measure_start,
+    "resume": measure_resume,
+    "reference": measure_reference,
+}
+
+
+# --- the whole run -------------------------------------------------------------------------------------------------------
+
+
+def drop_from_page_cache(root: Path) -> None:
+    for path in root.rglob("*.arrow"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def in_a_process(measurement: str, root: Path, steps: int, packing: str = "concat") -> dict[str, float]:
+    command = [sys.executable, __file__, f"--measure={measurement}", f"--data={root}", f"--steps={steps}"]
+    output = subprocess.run([*command, f"--packing={packing}"], check=True, capture_output=True, text=True).stdout
+    result: dict[str, float] = json.loads(output.splitlines()[-1])
+    return result
+
+
+def hardware() -> dict[str, Any]:
+    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "pyarrow": pa.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def run(data: Path, num_tokens: int, steps: int) -> dict[str, Any]:
+    result: dict[str, Any] = {"hardware": hardware(), "targets": TARGETS}
+    for layout in ("lists", "documents"):
+        root = data / f"{layout}-{num_tokens}"
+        make_corpus(root, num_tokens, num_tokens // 600, layout)
+        warm = (
+            in_a_process("speed", root, steps)
+            | in_a_process("start", root, steps)
+            | in_a_process("resume", root, steps)
+        )
+        warm["tokens_per_s_bestfit"] = in_a_process("speed", root, steps, "bestfit")["tokens_per_s"]
+        drop_from_page_cache(root)
+        warm["first_batch_s_cold_files"] = in_a_process("start", root, 1)["first_batch_s"]
+        result[layout] = warm
+        print(layout, json.dumps(warm, indent=1), flush=True)
+    root = data / "reference"
+    if not (root / "reference.json").exists():
+        rng = np.random.default_rng(1)
+        lengths = document_lengths(rng, REFERENCE_DOCS, 14_680_000)
+        write_shard(root / "reference.arrow", lengths, rng.integers(1, VOCAB, size=int(lengths.sum())), "lists")
+        (root / "reference.json").write_text(str(int(lengths.sum())))
+    result["reference_scale"] = in_a_process("reference", root, steps)
+    print("reference_scale", json.dumps(result["reference_scale"], indent=1), flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="/tmp/bench_data", help="folder for the corpora, about 2 GB")
+    parser.add_argument("--tokens", type=float, default=300e6)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--name", default="data")
+    parser.add_argument("--measure", choices=MEASUREMENTS, help=argparse.SUPPRESS)
+    parser.add_argument("--packing", default="concat", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.measure:
+        print(json.dumps(MEASUREMENTS[flags.measure](flags.data, flags.steps, flags.packing)))
+        return
+    result = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
+    result |= run(Path(flags.data), int(flags.tokens), flags.steps)
+    path = Path(__file__).parent / "results" / f"{flags.name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""The shell scripts, with stand-ins for training and for torchrun: which commands they run and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A main_training.py that notes how it was called and ends as it is told.
+STAND_IN = """
+import json, os, signal, sys, time
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.flags import parse_flags
+from pathlib import Path
+folder = Path(parse_flags(TrainConfig, sys.argv[1:]).output_dir)
+Path("called.json").write_text(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
+def end(status, code):
+    (folder / "status.json").write_text(json.dumps({"status": status, "step": 3, "reason": "as told"}))
+    sys.exit(code)
+plan = os.environ.get("PLAN", "finished:0")
+print("said on stdout"); print("said on stderr", file=sys.stderr)
+if plan == "wait":
+    signal.signal(signal.SIGTERM, lambda *_: end("resume_me", 75))
+    Path("waiting").touch()
+    time.sleep(60)
+if plan == "crash":
+    os.kill(os.getpid(), signal.SIGKILL)
+end(plan.split(":")[0], int(plan.split(":")[1]))
+"""
+
+
+@pytest.fixture()
+def repo(tmp_path: Path) -> Path:
+    """A copy of the repository without an environment of its own, in a folder whose name has a space."""
+    copy = tmp_path / "a folder"
+    shutil.copytree(ROOT / "scripts", copy / "scripts")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "fms_fsdp").symlink_to(ROOT / "fms_fsdp")
+    (copy / "main_training.py").write_text(STAND_IN)
+    (copy / "data/quickstart/meta").mkdir(parents=True)
+    (copy / "data/quickstart/meta/counts.csv").write_text("dataset/filename,documents,tokens\n")
+    return copy
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return {**kept, "PYTHON": sys.executable, "NPROC_PER_NODE": "1", "LC_ALL": "C", **changes}
+
+
+def train(repo: Path, *flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", repo / "scripts/train.sh", *flags],
+        cwd="/",
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def called(repo: Path) -> dict[str, object]:
+    return json.loads((repo / "called.json").read_text())
+
+
+def run_folder(repo: Path) -> Path:
+    (folder,) = (repo / "runs").iterdir()
+    return folder
+
+
+def test_defaults_then_the_users_flags(repo: Path) -> None:
+    ended = train(repo, "--num-steps=50", "--run_name=mine", SEQ_LENGTH="128")
+    assert ended.returncode == 0, ended.stderr
+    argv = called(repo)["argv"]
+    assert argv[0] == "--model_variant=quickstart" and argv[-2:] == ["--num-steps=50", "--run_name=mine"]
+    assert "--seq_length=128" in argv and "--data_path=data/quickstart" in argv and "--num_steps=300" in argv
+    console = (repo / "runs/mine/console.txt").read_text()
+    for word in ("said on stdout", "said on stderr"):
+        assert word in console and word in ended.stdout
+    assert "tensorboard" in ended.stdout and "runs/mine/metrics.jsonl" in ended.stdout
+    assert "expandable_segments" not in str(called(repo)["env"].get("PYTORCH_CUDA_ALLOC_CONF", ""))
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing", "present"),
+    [
+        (["--use_dummy_dataset=True"], ["--data_path", "--datasets", "--weights"], ["--model_variant", "--num_steps"]),
+        (["--data-path", "elsewhere"], ["--datasets", "--weights"], ["--seq_length", "--data-path"]),
+        (["--config=my.toml"], ["--data_path", "--num_steps", "--model_variant"], ["--config"]),
+    ],
+)
+def test_data_of_the_users_own(repo: Path, flags: list[str], missing: list[str], present: list[str]) -> None:
+    (repo / "my.toml").write_text("num_steps = 7\n")
+    shutil.rmtree(repo / "data")
+    ended = train(repo, *flags)
+    assert ended.returncode == 0, ended.stderr
+    names = [argument.split("=")[0] for argument in called(repo)["argv"]]
+    assert not set(missing) & set(names) and set(present) <= set(names)
+    assert not (repo / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("plan", "status", "words"),
+    [
+        ("finished:0", 0, "made"),
+        ("bad_input:2", 2, "bad input: as told"),
+        ("bad_input:1", 2, "bad input: as told"),  # torchrun's own code
+        ("resume_me:0", 75, "stopped early"),  # as under torchrun
+        ("resume_me:75", 75, "stopped early"),
+        ("failed:1", 1, "failed: as told"),
+        ("running:137", 1, "failed"),
+        ("crash", 1, "failed: see runs/"),
+    ],
+)
+def test_exit_status(repo: Path, plan: str, status: int, words: str) -> None:
+    ended = train(repo, PLAN=plan)
+    assert ended.returncode == status, ended.stderr
+    assert words in ended.stdout + ended.stderr
+
+
+def test_an_old_status_is_not_believed(repo: Path) -> None:
+    assert train(repo, PLAN="bad_input:2").returncode == 2
+    assert train(repo, PLAN="crash").returncode == 1
+
+
+def test_a_mistyped_flag_ends_before_any_work(repo: Path) -> None:
+    shutil.rmtree(repo / "data")
+    ended = train(repo, "--num_step=5")
+    assert ended.returncode == 2
+    assert ended.stderr.strip() == "error: --num_step is not a flag; did you mean --num_steps?"
+    assert not (repo / "data").exists() and not (repo / "runs").exists() and not (repo / "called.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_stop_is_passed_on(repo: Path, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        ["bash", repo / "scripts/train.sh"],
+        env=environment(PLAN="wait"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        deadline = time.monotonic() + 30
+        while not (repo / "waiting").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 75, output
+    assert "stopped early, the same command goes on: as told" in output
+
+
+def fake_programs(repo: Path) -> Path:
+    """A python that only notes how torchrun is called, and a scontrol that lists the nodes."""
+    folder = repo / "fake"
+    folder.mkdir()
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/bash\nif [[ "$*" == *torch.distributed.run* ]]; then printf "%s\\n" "$@" >>"{repo}/torchrun.txt"; exit 0; fi\n'
+        f'exec "{sys.executable}" "$@"\n'
+    )
+    scontrol = folder / "scontrol"
+    scontrol.write_text('#!/bin/bash\n[[ "$*" == "show hostnames node[3-4]" ]] && printf "node3\\nnode4\\n"\n')
+    for path in (python, scontrol):
+        path.chmod(0o755)
+    return folder
+
+
+def test_several_processes_go_through_torchrun(repo: Path) -> None:
+    fake = fake_programs(repo)
+    assert train(repo, PYTHON=str(fake / "python"), NPROC_PER_NODE="4").returncode == 0
+    words = (repo / "torchrun.txt").read_text().split("\n")
+    assert words[:5] == ["-m", "torch.distributed.run", "--nproc_per_node=4", "--standalone", "main_training.py"]
+
+
+def test_nodes_of_a_slurm_job_meet_at_the_first(repo: Path) -> None:
+    fake = fake_programs(repo)
+    slurm = {
+        "SLURM_JOB_ID": "123456",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[3-4]",
+        "SLURM_PROCID": "1",
+    }
+    path = f"{fake}:{os.environ['PATH']}"
+    ended = train(repo, PYTHON=str(fake / "python"), NPROC_PER_NODE="8", PATH=path, **slurm)
+    assert ended.returncode == 0, ended.stderr
+    words = (repo / "torchrun.txt").read_text().split("\n")
+    assert "--nnodes=2" in words and "--nproc_per_node=8" in words and "--rdzv_id=123456" in words
+    assert "--rdzv_endpoint=node3:23456" in words and "--standalone" not in words
+
+
+def test_a_python_without_the_packages_is_refused(repo: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    ended = train(repo, PYTHON=str(tmp_path / "bare/bin/python"))
+    assert ended.returncode == 1 and "lacks packages of pyproject.toml" in ended.stderr
+
+
+def test_the_environment_is_judged_by_versions(repo: Path) -> None:
+    def satisfies(*extras: str) -> bool:
+        code = f'source scripts/environment.sh && satisfies "{sys.executable}" ' + " ".join(extras)
+        return subprocess.run(["bash", "-c", code], cwd=repo).returncode == 0
+
+    assert satisfies()
+    started = time.monotonic()
+    assert satisfies("dev")
+    assert time.monotonic() - started < 2
+    project = (repo / "pyproject.toml").read_text()
+    (repo / "pyproject.toml").write_text(project.replace('"fire>=', '"fire>=99.'))
+    assert not satisfies()
+    (repo / "pyproject.toml").write_text(project.replace('"fire>=', '"no-such-package-here>='))
+    assert not satisfies()
+
+
+def test_the_environment_is_made_with_the_constraints(repo: Path, tmp_path: Path) -> None:
+    """With a stand-in for python3: which commands make .venv, and that a failure of pip is told."""
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "python3").write_text(
+        "#!/bin/bash\n"
+        'if [[ "$1 $2" == "-m venv" ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0; fi\n'
+        'if [[ "$1 $2" == "-m pip" && "$3" == "install" ]]; then printf "%s\\n" "$@" >"$LOG"; exit 3; fi\n'
+        'if [[ "$1" == "-c" && "$2" == *version_info* && $# == 2 ]]; then exit 0; fi\n'
+        '[[ "$1" == "--version" ]] && echo Python 3.12.0\nexit $([[ "$1" == --version ]] && echo 0 || echo 1)\n'
+    )
+    (fake / "python3").chmod(0o755)
+    env = environment(LOG=str(tmp_path / "pip.txt"), PATH=f"{fake}:/usr/bin:/bin")
+    del env["PYTHON"]
+    ended = subprocess.run(["bash", repo / "scripts/test.sh"], env=env, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "pip could not install the packages" in ended.stderr
+    words = (tmp_path / "pip.txt").read_text().splitlines()
+    assert f"{repo}/constraints.txt" in words and f"{repo}[dev]" in words and "--no-input" in words
+    assert "installing packages into .venv (dev)" in ended.stderr
+
+
+@pytest.mark.slow
+def test_quickstart_text_is_the_same_each_time(tmp_path: Path) -> None:
+    made = []
+    for name in ("one", "two"):
+        target = tmp_path / name / "prose.jsonl"
+        ended = subprocess.run(
+            [sys.executable, ROOT / "scripts/quickstart_text.py", target], capture_output=True, text=True, check=True
+        )
+        made.append((ended.stdout.replace(str(target), "PROSE"), target.read_bytes()))
+    assert made[0] == made[1]
+    inputs, prose = made[0]
+    assert inputs.startswith("stdlib=") and "packages=" in inputs and inputs.strip().endswith("prose=PROSE")
+    assert 4_000_000 < len(prose) < 9_000_000
+    assert all("text" in json.loads(line) for line in prose.splitlines()[:50])
+
+
+@pytest.mark.parametrize("script", ["train.sh", "test.sh", "check.sh", "environment.sh", "../.ci/run"])
+def test_scripts_are_sound(script: str) -> None:
+    path = ROOT / "scripts" / script
+    assert subprocess.run(["bash", "-n", path]).returncode == 0
+    if script != "environment.sh":
+        assert os.access(path, os.X_OK) and "set -euo pipefail" in path.read_text()
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck:
+        ended = subprocess.run([shellcheck, "-x", path], cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout
+
+
+def test_constraints_pin_what_pyproject_names() -> None:
+    import re
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    normal = {re.sub(r"[-_.]+", "-", name).lower() for name in pins}
+    for requirement in named:
+        name = re.match(r"[A-Za-z0-9_.-]+", requirement)
+        assert name and re.sub(r"[-_.]+", "-", name[0]).lower() in normal, requirement
+    assert pins["torch"] == "2.13.0"
