@@ -55,6 +55,7 @@ prepare_data() {
     say "preparing text of this machine in $DATA_DIR; once, under a minute"
     inputs="$("$PYTHON" scripts/quickstart_text.py "$prose")"
     skip='site-packages/*,dist-packages/*,test/*,tests/*,*/test/*,*/tests/*,idlelib/*,lib2to3/*'
+    skip+=',_vendor/*,*/_vendor/*,encodings/*,html/entities.py,locale.py,*_pb2*.py,*_mappings.py' # tables, not text
     "$PYTHON" -m fms_fsdp prepare --input="$inputs" --output="$DATA_DIR" --include='*.py,*.jsonl' --exclude="$skip" \
         --train_tokenizer --vocab_size=8192 --tokenizer_sample_mb=16 --shard_tokens=1M --split=98,2 --dedup
 }
