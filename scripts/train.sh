@@ -18,7 +18,7 @@ cd "$ROOT"
 DATA_DIR="${DATA_DIR:-data/quickstart}"        # token shards, made below when missing
 MODEL_ARGS=(
     --model_variant="${MODEL_VARIANT:-quickstart}"    # a name of the table of variants: quickstart, 194m, llama3.2_1b, 7b, ...
-    --seq_length="${SEQ_LENGTH:-256}"                 # tokens of context
+    --seq_length="${SEQ_LENGTH:-128}"                 # tokens of context
 )
 DATA_ARGS=(
     --data_path="$DATA_DIR"                           # folder with one subfolder per source
@@ -27,10 +27,10 @@ DATA_ARGS=(
 )
 TRAIN_ARGS=(
     --batch_size="${BATCH_SIZE:-8}"                   # rows per device and micro-step
-    --num_steps="${NUM_STEPS:-300}"                   # optimizer steps in total
-    --learning_rate="${LEARNING_RATE:-2e-3}"          # peak, after the warm-up
-    --report_interval="${REPORT_INTERVAL:-10}"        # steps between report lines
-    --checkpoint_interval="${CHECKPOINT_INTERVAL:-100}"  # steps between checkpoints
+    --num_steps="${NUM_STEPS:-900}"                   # optimizer steps in total
+    --learning_rate="${LEARNING_RATE:-4e-3}"          # peak, after the warm-up
+    --report_interval="${REPORT_INTERVAL:-20}"        # steps between report lines
+    --checkpoint_interval="${CHECKPOINT_INTERVAL:-300}"  # steps between checkpoints
 )
 # ---- Where: detected, or set from the environment ------------------------------------------------------------------------------
 # NPROC_PER_NODE   processes on this machine (default: one per GPU; without GPUs one that uses all cores)
@@ -57,7 +57,7 @@ prepare_data() {
     skip='site-packages/*,dist-packages/*,test/*,tests/*,*/test/*,*/tests/*,idlelib/*,lib2to3/*'
     skip+=',_vendor/*,*/_vendor/*,encodings/*,html/entities.py,locale.py,*_pb2*.py,*_mappings.py' # tables, not text
     "$PYTHON" -m fms_fsdp prepare --input="$inputs" --output="$DATA_DIR" --include='*.py,*.jsonl' --exclude="$skip" \
-        --train_tokenizer --vocab_size=8192 --tokenizer_sample_mb=16 --shard_tokens=1M --split=98,2 --dedup
+        --train_tokenizer --vocab_size=1024 --tokenizer_sample_mb=16 --shard_tokens=1M --split=98,2 --dedup
 }
 
 # The run folder that the flags name; a mistyped flag ends the script here, before any work.

@@ -72,7 +72,7 @@ VARIANTS: dict[str, LlamaConfig] = {
     "llama3.2_3b": _llama3(28, 3072, 8192, 24, tied_and_scaled=True),
     "1.4b": LlamaConfig(24, 2048, 6144, 16, 4),
     "194m": LlamaConfig(10, 1024, 2816, 8, 8),
-    "quickstart": LlamaConfig(6, 320, 896, 5, 5, 8192, tie_embeddings=True),
+    "quickstart": LlamaConfig(6, 256, 704, 4, 4, 8192, tie_embeddings=True, init_std=0.05),
     "tiny": LlamaConfig(2, 128, 352, 4, 2, 512),
 }
 

@@ -83,7 +83,7 @@ def test_defaults_then_the_users_flags(repo: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     argv = called(repo)["argv"]
     assert argv[0] == "--model_variant=quickstart" and argv[-2:] == ["--num-steps=50", "--run_name=mine"]
-    assert "--seq_length=128" in argv and "--data_path=data/quickstart" in argv and "--num_steps=300" in argv
+    assert "--seq_length=128" in argv and "--data_path=data/quickstart" in argv and "--num_steps=900" in argv
     console = (repo / "runs/mine/console.txt").read_text()
     for word in ("said on stdout", "said on stderr"):
         assert word in console and word in ended.stdout
