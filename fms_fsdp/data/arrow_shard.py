@@ -34,7 +34,7 @@ _SAMPLED_TOKENS = 1 << 16
 _OFFSETS_MARGIN = 512  # documents read to either side of where the average length suggests
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("pad", "<i4"), ("body", "<i8")])
 _BUFFER = np.dtype([("offset", "<i8"), ("length", "<i8")])
-CONVERT = "write it anew with `python -m fms_fsdp prepare --input=... --output=...`"
+CONVERT = "write it anew with `python -m fms_fsdp convert --input=NAME=PATH --output=DIR`"
 
 
 class ShardError(ValueError):
@@ -141,6 +141,29 @@ class Shard:
         addresses = self._values_at[chunk] + offsets[first:last] * self.dtype.itemsize
         number = int(self._chunk_docs[:chunk].sum()) + low + int(first)
         return Documents(number, starts[first : last + 1], addresses)
+
+    def span(self, document: int) -> tuple[int, int]:
+        """Returns where a document (by its number in the file) starts and ends in the shard, delimiters counted."""
+        if not self.is_list:
+            starts, _ = self._scalars
+            return int(starts[document]), int(starts[document + 1])
+        first = np.concatenate([[0], np.cumsum(self._chunk_docs)])
+        chunk = int(np.searchsorted(first, document, side="right")) - 1
+        local, width = document - int(first[chunk]), self._offset_type.itemsize
+        raw = self._read(2 * width, int(self._offsets_at[chunk]) + local * width)
+        start, stop = np.frombuffer(raw, self._offset_type).tolist()
+        base = int(self.chunk_starts[chunk]) + local * self._delimiter
+        return base + start, base + stop + self._delimiter
+
+    def chunk(self, number: int) -> Documents:
+        """Returns all documents of a chunk (those of length 0 at its edges may be left out), lengths checked against its own."""
+        length = int(self.chunk_starts[number + 1] - self.chunk_starts[number])
+        if length == 0:
+            return Documents(0, np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64))
+        found = self.documents(number, 0, length)
+        if found.starts[0] != 0 or found.starts[-1] != length or (np.diff(found.starts) < self._delimiter).any():
+            raise self._error("has offsets that disagree with its length", CONVERT)
+        return found
 
     def document_at(self, address: int) -> int:
         """Returns the number in the file of the document whose tokens lie at a byte position."""

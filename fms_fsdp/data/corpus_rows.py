@@ -62,19 +62,32 @@ class CorpusRows:
         self.num_masked_rows = 0
         self._quotas = slot_quotas({source.name: source.weight for source in corpus.sources})
         self._files = corpus.files.clone()
-        shards: ShardCache = Lru(SHARD_CACHE_BYTES)
-        self._readers = {
-            source.name: SourceReader(
-                corpus, source, self._files, shards, vocab_size=vocab_size, document_mask=section.document_mask
-            )
-            for source in corpus.sources
-        }
+        self._shards: ShardCache = Lru(SHARD_CACHE_BYTES)
+        self._vocab_size = vocab_size
+        self._readers: dict[str, SourceReader] = {}
+        self.open_sources(corpus)
         self._known: dict[str, list[Any]] = {s.name: [s.digest, len(s.paths), s.num_tokens] for s in corpus.sources}
         self._fit: dict[str, list[int]] = {}
         self._plan: tuple[int, tuple[str, ...], I64] | None = None
         self._history = History([Segment(0, global_batch_size, self._quotas)], [])
         self._history.skip(section.skip_steps, 0)
         self._prepare(0)
+
+    def open_sources(self, corpus: Corpus) -> None:
+        """Makes the corpus's sources readable: for inspection, those of earlier steps that the flags no longer name too."""
+        for source in corpus.sources:
+            self._readers[source.name] = SourceReader(
+                corpus,
+                source,
+                self._files,
+                self._shards,
+                vocab_size=self._vocab_size,
+                document_mask=self._section.document_mask,
+            )
+
+    @property
+    def history(self) -> History:
+        return self._history
 
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
         """Returns a rank's rows of the step's global batch, which may be of another size. Raises: ShardError with the step."""
@@ -84,11 +97,23 @@ class CorpusRows:
         for i, place in enumerate(self.places(step, start, stop)):
             out = Row(*(column[i] for column in columns))
             try:
-                row = 0 if place.window == TAIL else place.row
-                self._reader(place.source).read_row(self._window(place), row, out)
+                self.read(place, out)
             except ShardError as error:
                 self._fail(error, step, place, out)
         return batch
+
+    def read(self, place: Place, out: Row) -> None:
+        """Writes one row into `out`, arrays of `seq_length` elements. Raises: ShardError."""
+        row = 0 if place.window == TAIL else place.row
+        self.reader(place.source).read_row(self._window(place), row, out)
+
+    def place(self, source: str, n: int) -> Place:
+        """Returns where the source's own sequence n lies, whichever step it comes in."""
+        tapes = self.tapes(source)
+        epoch, tape, window, row = (int(column[0]) for column in locate(np.array([n]), *tapes.geometry.columns))
+        if window == TAIL:
+            row = int(permute(np.array([row]), tapes.geometry.num_tail_rows, tapes.tail_key(epoch))[0])
+        return Place(source, n, epoch, tape, window, row)
 
     def places(self, step: int, start: int = 0, stop: int | None = None) -> list[Place]:
         """Returns the rows [start, stop) of the step's global batch.
@@ -109,7 +134,7 @@ class CorpusRows:
     def _planned(self, first: int, num_steps: int, batch: int) -> tuple[int, tuple[str, ...], I64]:
         """Returns `first`, source names, and for each row of these steps of one mixture: source, n, epoch, tape, window, row."""
         rows = self._history.rows(first, num_steps)
-        tapes = [self._tapes_of(name) for name in rows.names]
+        tapes = [self.tapes(name) for name in rows.names]
         columns: I64 = np.array([source.geometry.columns for source in tapes], dtype=np.int64)[rows.source].T
         epoch, tape, window, row = locate(rows.n, *columns)
         fraction = tape / columns[2]
@@ -124,7 +149,10 @@ class CorpusRows:
     def pieces_of(self, place: Place) -> Pieces:
         """Returns the pieces of documents that a row holds, in order: for inspection and tests, in O(1) windows."""
         size, row = self._section.seq_length, 0 if place.window == TAIL else place.row
-        pieces = self._pack(place)
+        window = place._replace(n=0, row=place.row if place.window == TAIL else 0)
+        if self._listed is None or self._listed[0] != window:  # rows of a window are asked for one after the other
+            self._listed = window, self.packed(place)
+        pieces = self._listed[1]
         end = np.cumsum(pieces.length)
         begin = end - pieces.length
         start, stop = row * size, (row + 1) * size
@@ -134,8 +162,9 @@ class CorpusRows:
         widths: I64 = np.ones(len(end), dtype=np.int64)
         return pieces.cut(Cuts(inside, skip, length), widths)
 
-    def _pack(self, place: Place) -> Pieces:
-        tapes, reader, size = self._tapes_of(place.source), self._reader(place.source), self._section.seq_length
+    def packed(self, place: Place) -> Pieces:
+        """Returns all pieces of the window (or tail row) of a row, in the order of its tokens. Raises: ShardError."""
+        tapes, reader, size = self.tapes(place.source), self.reader(place.source), self._section.seq_length
         if place.window == TAIL:
             return reader.pack([tapes.tail_start(place.epoch, place.row)], size, None)
         key = tapes.piece_key(place.epoch, place.tape, place.window)
@@ -150,11 +179,11 @@ class CorpusRows:
 
     def _window(self, place: Place) -> Window:
         if place.window == TAIL:
-            return self._reader(place.source).window(self._pack(place))
+            return self.reader(place.source).window(self.packed(place))
         key = (place.source, place.epoch, place.tape, place.window)
         window = self._windows.get(key)
         if window is None:
-            window = self._reader(place.source).window(self._pack(place))
+            window = self.reader(place.source).window(self.packed(place))
             self._windows.put(key, window, window.cost)
         return window
 
@@ -169,12 +198,14 @@ class CorpusRows:
         out.positions[:] = np.arange(len(out.positions))
         out.document_ids.fill(0)
 
-    def _reader(self, name: str) -> SourceReader:
+    def reader(self, name: str) -> SourceReader:
+        """Returns what reads a source. Raises: ValueError if it is not among those opened."""
         if name not in self._readers:
             raise ValueError(f"source ({name}) of this step is not among the sources opened; add it to --datasets")
         return self._readers[name]
 
-    def _tapes_of(self, name: str) -> Tapes:
+    def tapes(self, name: str) -> Tapes:
+        """Returns the addressing of a source, one that is no longer used too."""
         if name not in self._tapes:
             num_tokens, fit = self._known[name][2], self._fit[name]
             geometry = Geometry(self._section.seq_length, num_tokens // self._section.seq_length, *fit)
@@ -192,11 +223,12 @@ class CorpusRows:
         num_rows = sum(self._known[name][2] // size for name in self._quotas)
         if num_rows < self.global_batch_size:
             raise ValueError(
-                f"global_batch_size ({self.global_batch_size}) must be at most the {num_rows} sequences of the corpus; "
+                f"--global_batch_size ({self.global_batch_size}) must be at most the {num_rows} sequences of the corpus; "
                 "lower the batch, lower --seq_length or add data"
             )
         self._tapes: dict[str, Tapes] = {}
         self._plan = None
+        self._listed: tuple[Place, Pieces] | None = None
         tapes = sum(self._fit[name][0] for name in self._quotas)
         self._windows: Lru[tuple[str, int, int, int], Window] = Lru(
             WINDOW_CACHE_BYTES + WINDOW_CACHE_BYTES_PER_TAPE * tapes

@@ -54,6 +54,13 @@ class Rows(NamedTuple):
     n: I64
 
 
+class Found(NamedTuple):
+    """When a sequence is yielded; if it is `skipped` it never is, and `step` is the first one planned after it."""
+
+    step: int
+    skipped: bool
+
+
 class Skip(NamedTuple):
     """The global sequences [start, stop) are passed over: those once planned for the steps a to b - 1."""
 
@@ -91,6 +98,21 @@ class History:
         segment = self._segment(step + 1)
         return segment.supplied(self._first(step + 1))
 
+    def find(self, name: str, n: int) -> Found | None:
+        """Returns when the source's own sequence n comes, None if the source is dropped before: the inverse of `rows`."""
+        for i, segment in enumerate(self.segments):
+            last = i + 1 == len(self.segments)
+            end = None if last else self.segments[i + 1].base.get(name, 0)
+            if name not in segment.quotas or (end is not None and n >= end):
+                continue
+            g = segment.first + segment.mixture.index(name, n - segment.base.get(name, 0))
+            skipped, passed = False, 0
+            for a, b in self._skipped_from(segment.first):
+                skipped = skipped or a <= g < b
+                passed += max(0, min(b, g) - a)
+            return Found(segment.after + 1 + (g - passed - segment.first) // segment.batch, skipped)
+        return None
+
     def consumed(self, step: int) -> dict[str, int]:
         """Returns how many sequences of each source the steps 1 to `step` yielded; skipped ones are not counted."""
         consumed = self.position(step)
@@ -127,13 +149,13 @@ class History:
             a, b = (int(match[1]), int(match[2])) if match else (0, 0)
             if not 1 <= a < b:
                 raise ValueError(
-                    f"skip_steps ({item}) must be a:b with 1 <= a < b, the steps a to b - 1; write 100:120"
+                    f"--skip_steps ({item}) must be a:b with 1 <= a < b, the steps a to b - 1; write 100:120"
                 )
             if any((a, b) == (skip.a, skip.b) for skip in self.skipped):
                 continue  # the flag of an earlier start of this run
             if a <= step:
                 raise ValueError(
-                    f"skip_steps ({item}) must lie after step {step}, the last one trained on; "
+                    f"--skip_steps ({item}) must lie after step {step}, the last one trained on; "
                     "resume from an earlier checkpoint or leave it out"
                 )
             self.skipped.append(Skip(self._first(a), self._last(b - 1) + 1, a, b))

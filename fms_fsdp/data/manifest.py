@@ -82,11 +82,11 @@ class Corpus:
         return next((source for source in self.sources if source.name == name), None)
 
 
-def open_corpus(section: DataConfig, files: Files | None = None) -> Corpus:
+def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards: bool = True) -> Corpus:
     """Returns the corpus that the flags describe, after all checks that need no reading of tokens.
 
     Without `datasets`, every folder that holds shards is a source; without `weights`, sources are weighted by their tokens (and
-    by at least 1/65,536, so that a tiny one is not refused).
+    by at least 1/65,536, so that a tiny one is not refused). `check_shards` compares the shards opened with their counts.
 
     Raises: ValueError, FileNotFoundError with one line.
     """
@@ -116,7 +116,7 @@ def open_corpus(section: DataConfig, files: Files | None = None) -> Corpus:
                 f"({section.seq_length}); lower --seq_length, add data or drop the source"
             )
         for file, path in enumerate(source.paths):
-            if path in opened:
+            if check_shards and path in opened:
                 check_shard(source, file, opened[path], sep_token=sep_token, at_start=True)
     files.close()
     return Corpus(files, tuple(sources), _vocab_size(opened), sep_token, not section.datasets)
@@ -184,12 +184,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
 def _open_root(data_path: str) -> Files:
     if not data_path:
         raise ValueError(
-            "data_path () must name the folder of the token shards; set --data_path or --use_dummy_dataset"
+            "--data_path () must name the folder of the token shards; set --data_path or --use_dummy_dataset"
         )
     root = os.path.abspath(os.path.expanduser(data_path))
     if not os.path.isdir(root):
         remedy = "make it with `python -m fms_fsdp prepare --input=... --output=...`, or --use_dummy_dataset"
-        raise FileNotFoundError(f"data_path ({data_path}) is not a folder; {remedy}")
+        raise FileNotFoundError(f"--data_path ({data_path}) is not a folder; {remedy}")
     return LocalFiles(root)
 
 
@@ -203,12 +203,17 @@ def _clean(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _source_names(section: DataConfig, paths: list[str]) -> tuple[str, ...]:
+    """The sources named, or all found but those of a data root within this one (`prepare --split` writes validation/ with its own meta/)."""
     with_shards = {
         path.rpartition("/")[0] or "." for path in paths if path.endswith(SUFFIX) and not path.startswith(f"{META}/")
     }
     if not section.datasets:
+        roots = {path.rpartition(f"/{META}/")[0] for path in paths if f"/{META}/" in path and path.endswith(".csv")}
+        with_shards = {name for name in with_shards if not any(f"{name}/".startswith(f"{root}/") for root in roots)}
         if not with_shards:
-            raise FileNotFoundError(f"data_path ({section.data_path}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
+            raise FileNotFoundError(
+                f"--data_path ({section.data_path}) holds no {SUFFIX} shards; {_text_remedy(paths)}"
+            )
         names = tuple(sorted(with_shards))
     else:
         names = _clean(section.datasets)
@@ -219,14 +224,14 @@ def _source_names(section: DataConfig, paths: list[str]) -> tuple[str, ...]:
         for name in names:
             if name not in known and not os.path.isdir(os.path.join(section.data_path, name)):
                 raise FileNotFoundError(
-                    f"datasets ({name}) is not a folder in {section.data_path}; {nearest(name, known - {META, '.'})}"
+                    f"--datasets ({name}) is not a folder in {section.data_path}; {nearest(name, known - {META, '.'})}"
                 )
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"datasets ({name}) must be named once; raise its weight instead")
+            raise ValueError(f"--datasets ({name}) must be named once; raise its weight instead")
         inside = next((other for other in names if name.startswith(other + "/") or (other == "." != name)), None)
         if inside is not None:
-            raise ValueError(f"datasets ({name}) lies inside {inside}, which is a source as well; name one of them")
+            raise ValueError(f"--datasets ({name}) lies inside {inside}, which is a source as well; name one of them")
     return names
 
 
@@ -274,7 +279,7 @@ def _check_listing(files: Files, name: str, listed: list[str], missing: list[str
     """Checks that the source has shards and that none of the counts file is missing, or adds it to `listed` if it may be."""
     if not listed and not missing:
         others = [path for path in files.walk("" if name == "." else name)]
-        raise FileNotFoundError(f"datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(sorted(others))}")
+        raise FileNotFoundError(f"--datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(sorted(others))}")
     if missing and not may_miss:
         raise FileNotFoundError(
             f"shard ({missing[0]}) is listed in {META}/*counts*.csv but missing in {files.root}"
@@ -349,7 +354,7 @@ def _sep_token(
                 raise ValueError(
                     f"sep_token is not said by shard {path}; set --sep_token to the id that ends a document ({hint})"
                 )
-    raise FileNotFoundError(f"data_path ({section.data_path}) holds no readable shard; restore one")
+    raise FileNotFoundError(f"--data_path ({section.data_path}) holds no readable shard; restore one")
 
 
 def _vocab_size(opened: dict[str, Shard]) -> int | None:

@@ -96,6 +96,31 @@ def test_repeated_resumes_at_one_step_keep_one_entry(files: Files) -> None:
     assert state["history"][1]["weights"] == {"a": 13107, "b": 52429}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_find_is_the_inverse_of_rows_through_random_changes_and_skips(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    history, step = History([Segment(0, 5, slot_quotas({"a": 2.0, "b": 1.0}))], []), 0
+    for _ in range(5):
+        names = [str(name) for name in rng.permutation(["a", "b", "c"])[: rng.integers(1, 4)]]
+        history.change(step, int(rng.integers(1, 9)), slot_quotas({name: float(rng.uniform(0.1, 3)) for name in names}))
+        a = step + int(rng.integers(1, 6))
+        history.skip(f"{a}:{a + int(rng.integers(1, 7))}", step)
+        step += int(rng.integers(1, 12))
+    seen: dict[str, dict[int, int]] = {}
+    for t in range(1, step + 30):
+        rows = history.rows(t)
+        for source, n in zip(rows.source.tolist(), rows.n.tolist(), strict=True):
+            seen.setdefault(rows.names[source], {})[n] = t
+    for name, steps in seen.items():
+        end = history.position(step + 29)[name]
+        for n in range(end):
+            found = history.find(name, n)
+            assert found is not None and found.skipped == (n not in steps)
+            assert found.skipped or found.step == steps[n]
+        if name not in history.segments[-1].quotas:
+            assert history.find(name, end) is None
+
+
 def test_a_change_adds_little_to_the_state(files: Files) -> None:
     import json
 

@@ -249,3 +249,12 @@ def test_digests_follow_names_order_and_counts_only(files: Files, tmp_path: Path
         source.name: source.digest for source in open_corpus(files.section(seq_length=64, on_missing="mask")).sources
     }
     assert after["code"] == before["code"] and after["web"] != before["web"]
+
+
+def test_discovery_leaves_out_a_validation_root(files: Files, tmp_path: Path) -> None:
+    """`prepare --split` puts held-out sources into validation/, a data root of its own: never trained on unless named."""
+    write_corpus(tmp_path / "validation", SIZES)
+    write_counts(tmp_path / "validation", [])
+    assert [source.name for source in files.corpus(seq_length=64).sources] == ["code", "web"]
+    named = files.corpus(seq_length=64, datasets=("validation/web",))
+    assert [source.name for source in named.sources] == ["validation/web"]

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fms_fsdp.data.permute import bit_reverse, derive_key, hash64, mix64, mix64_int, permute
+from fms_fsdp.data.permute import bit_reverse, derive_key, hash64, mix64, mix64_int, permute, unpermute
 
 
 def test_permutation_is_a_bijection_for_every_n_up_to_5000() -> None:
@@ -12,6 +12,16 @@ def test_permutation_is_a_bijection_for_every_n_up_to_5000() -> None:
         image = permute(index, n, (n * 7919).astype(np.uint64))
         assert (image < n).all() and len(np.unique(n * 5001 + image)) == len(n)
     assert (permute(np.arange(5000), 5000, 5000 * 7919) == image[-5000:]).all()
+
+
+def test_unpermute_is_the_inverse_for_many_sizes_and_keys() -> None:
+    for n in [*range(1, 200), 255, 256, 257, 4999, 65_537]:
+        index = np.arange(n)
+        assert (unpermute(permute(index, n, n * 31), n, n * 31) == index).all(), n
+    rng = np.random.default_rng(0)
+    n = rng.integers(1, 1 << 45, size=1000)
+    index, key = rng.integers(0, n), rng.integers(0, 1 << 63, size=1000).astype(np.uint64)
+    assert (unpermute(permute(index, n, key), n, key) == index).all()
 
 
 def test_permutation_differs_by_key_and_looks_random() -> None:

@@ -175,7 +175,7 @@ def test_documents_of_a_window_follow_one_another_as_in_a_random_shuffle(
     cells = np.zeros((16, 16))
     places = [rows_of(stream).places(step)[0] for step in range(1, 8000, 100)]
     for place in {place.window: place for place in places if place.window >= 0}.values():
-        pieces = rows_of(stream)._pack(place)
+        pieces = rows_of(stream).packed(place)
         position = starts[pieces.document] + pieces.start
         _, block = np.unique(position // block_tokens, return_inverse=True)
         block %= 16

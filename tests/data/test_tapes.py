@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from fms_fsdp.data.permute import permute
-from fms_fsdp.data.tapes import TAIL, Tapes, fit_geometry, locate
+from fms_fsdp.data.tapes import TAIL, Tapes, fit_geometry, locate, sequence_number
 
 
 def tapes_of(num_tokens: int, seq_length: int, share: float = 1.0, shards: int = 1024, seed: int = 1) -> Tapes:
@@ -75,3 +75,38 @@ def test_consecutive_rows_visit_all_tapes_before_any_twice() -> None:
     tapes = tapes_of(1 << 26, 64, shards=64)
     slots = locate(np.arange(tapes.geometry.num_tapes), *tapes.geometry.columns)
     assert len(set(slots.tape[slots.window != TAIL].tolist())) >= (slots.window != TAIL).sum()
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 127, 128, 1000, 4097, 60001])
+def test_sequence_number_is_the_inverse_of_locate(num_rows: int) -> None:
+    g = tapes_of(num_rows * 64, 64, shards=64).geometry
+    n = np.arange(5 * num_rows, 6 * num_rows)[:: 1 + num_rows // 3000]
+    slots = np.stack(locate(n, *g.columns)).T.tolist()
+    assert [sequence_number(g, *slot) for slot in slots] == n.tolist()
+
+
+@pytest.mark.parametrize("num_tokens", [70, 127 * 64 + 5, 1_000_003])
+def test_find_is_the_inverse_of_window_blocks_and_tail_start(num_tokens: int) -> None:
+    tapes = tapes_of(num_tokens, 64, shards=4)
+    g = tapes.geometry
+    for epoch in range(2):
+        placed = 0
+        for begin in range(0, num_tokens, 9973):
+            skip = 0
+            length = min(9973, num_tokens - begin)
+            for stretch in tapes.find(epoch, begin, length):
+                assert stretch.skip == skip
+                at, skip = (begin + skip) % num_tokens, skip + stretch.length
+                if stretch.tape < 0:
+                    continue
+                placed += stretch.length
+                starts, size = [], g.block_tokens
+                if stretch.window == TAIL:
+                    key = tapes.tail_key(epoch)
+                    row = int(permute(np.array([stretch.row]), g.num_tail_rows, key)[0])
+                    starts, size = [tapes.tail_start(epoch, row)], 64
+                else:
+                    starts = tapes.window_blocks(epoch, stretch.tape, stretch.window)
+                assert any((at - start) % num_tokens + stretch.length <= size for start in starts)
+            assert skip == length
+        assert placed == g.num_rows * 64
