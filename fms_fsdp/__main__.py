@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# command → (module, its dataclass of flags, what it does); the module's `main(config)` runs it and is imported only then
+# command, of one word or two → (module, its dataclass of flags, what it does); the module's `main(config)` runs it and is imported only then
 COMMANDS = {
     "prepare": ("fms_fsdp.data.prepare", "PrepareConfig", "text, source code, JSON lines, Parquet → token shards"),
     "convert": (
@@ -17,30 +17,47 @@ COMMANDS = {
         "ConvertConfig",
         "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards",
     ),
+    "inspect plan": (
+        "fms_fsdp.data.inspect_plan",
+        "PlanConfig",
+        "tokens and epochs of each source by step N, a picture",
+    ),
+    "inspect step": ("fms_fsdp.data.inspect", "StepConfig", "files, documents and tokens in the rows of any step"),
+    "inspect find": ("fms_fsdp.data.inspect_find", "FindConfig", "when a document was or will be seen"),
+    "inspect verify": (
+        "fms_fsdp.data.inspect_verify",
+        "VerifyConfig",
+        "every shard against the counts, to its last token",
+    ),
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs one command; returns its exit status."""
-    command = argv[0] if argv else ""
+    group = argv[0] if argv else ""
+    num_words = 2 if any(name.startswith(f"{group} ") for name in COMMANDS) else 1
+    command = " ".join(argv[:num_words])
     if command not in COMMANDS:
-        listing = "\n".join(f"  {name:<10} {about}" for name, (_, _, about) in COMMANDS.items())
+        listed = [name for name in COMMANDS if num_words == 2 and name.startswith(f"{group} ")] or list(COMMANDS)
+        listing = "\n".join(f"  {name:<15} {COMMANDS[name][2]}" for name in listed)
         print(f"usage: python -m fms_fsdp COMMAND [--flag=value …]   (COMMAND --help lists its flags)\n{listing}")
-        if command in ("", "-h", "--help", "help"):
-            return 0 if command else 2
-        print(f"fms_fsdp: command ({command}) does not exist; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        if argv and argv[-1] in ("-h", "--help", "help"):
+            return 0
+        if len(argv) < num_words:
+            return 2
+        print(f"fms_fsdp: command ({command}) does not exist; commands: {', '.join(listed)}", file=sys.stderr)
         return 2
     from fms_fsdp.flags import parse_flags
 
     module = importlib.import_module(COMMANDS[command][0])
     try:
-        config = parse_flags(getattr(module, COMMANDS[command][1]), argv[1:], f"python -m fms_fsdp {command}")
+        config = parse_flags(getattr(module, COMMANDS[command][1]), argv[num_words:], f"python -m fms_fsdp {command}")
         module.main(config)
     except (ValueError, OSError) as error:
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{command}: stopped; the same command goes on where it was", file=sys.stderr)
+        print(f"{command}: stopped; start it again to go on", file=sys.stderr)
         return 130
     return 0
 

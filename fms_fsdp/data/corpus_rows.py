@@ -69,6 +69,7 @@ class CorpusRows:
         self._known: dict[str, list[Any]] = {s.name: [s.digest, len(s.paths), s.num_tokens] for s in corpus.sources}
         self._fit: dict[str, list[int]] = {}
         self._plan: tuple[int, tuple[str, ...], I64] | None = None
+        self._listed: tuple[Place, Pieces] | None = None
         self._history = History([Segment(0, global_batch_size, self._quotas)], [])
         self._history.skip(section.skip_steps, 0)
         self._prepare(0)
@@ -228,7 +229,7 @@ class CorpusRows:
             )
         self._tapes: dict[str, Tapes] = {}
         self._plan = None
-        self._listed: tuple[Place, Pieces] | None = None
+        self._listed = None
         tapes = sum(self._fit[name][0] for name in self._quotas)
         self._windows: Lru[tuple[str, int, int, int], Window] = Lru(
             WINDOW_CACHE_BYTES + WINDOW_CACHE_BYTES_PER_TAPE * tapes

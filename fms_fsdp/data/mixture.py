@@ -63,6 +63,12 @@ class _Split:
         """Returns how many of the node's first i sequences go to its first child, and the division's remainder."""
         return np.divmod(i * self.first_quota + self.quota // 2, self.quota)
 
+    def from_child(self, is_first: bool, i: int) -> int:
+        """Returns which of the node's sequences is the i-th of its first or of its second child: the inverse of `to_first`."""
+        if is_first:
+            return ((i + 1) * self.quota - 1 - self.quota // 2) // self.first_quota
+        return (i * self.quota + self.quota // 2) // (self.quota - self.first_quota)
+
 
 class Mixture:
     """Maps u >= 0 to (source, number of this source's sequences before u), in closed form."""
@@ -107,3 +113,20 @@ class Mixture:
                 before = int(node.to_first(np.array(i))[0])
                 waiting += [(node.first, before), (node.second, i - before)]
         return counts
+
+    def index(self, name: str, number: int) -> int:
+        """Returns the u whose sequence is the source's own `number`: the inverse of a call."""
+        u = number
+        for node, is_first in reversed(self._path(self._root, self.names.index(name)) or []):
+            u = node.from_child(is_first, u)
+        return u
+
+    def _path(self, node: _Split | int, leaf: int) -> list[tuple[_Split, bool]] | None:
+        """Returns the splits from `node` down to a leaf and the side taken at each, None if the leaf is not below it."""
+        if isinstance(node, int):
+            return [] if node == leaf else None
+        for is_first, child in ((True, node.first), (False, node.second)):
+            below = self._path(child, leaf)
+            if below is not None:
+                return [(node, is_first), *below]
+        return None

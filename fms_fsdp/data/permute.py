@@ -64,6 +64,15 @@ def permute(index: I64, n: int | I64, key: int | U64) -> I64:
     high half if r is even, else the low half, with the key mix64(key + r * GOLDEN). Values >= n walk the cycle on, fewer
     than two walks on average (n >= 3). `n` (< 2^53) and `key` may differ from index to index.
     """
+    return _walk(index, n, key, range(_FEISTEL_ROUNDS))
+
+
+def unpermute(image: I64, n: int | I64, key: int | U64) -> I64:
+    """Returns the indices that `permute` takes to `image`: the rounds in reverse order, the cycle walked backwards."""
+    return _walk(image, n, key, range(_FEISTEL_ROUNDS - 1, -1, -1))
+
+
+def _walk(index: I64, n: int | I64, key: int | U64, rounds: range) -> I64:
     n, key = np.broadcast_to(n, index.shape), np.broadcast_to(np.asarray(key, dtype=np.uint64), index.shape)
     bits = np.maximum(2, np.frexp(n - 1.0)[1]).astype(np.uint64)  # frexp's exponent of an integer is its bit length
     out = index.astype(np.uint64)
@@ -73,9 +82,11 @@ def permute(index: I64, n: int | I64, key: int | U64) -> I64:
         low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
         high_mask = (np.uint64(1) << (bits[walking] - low_bits)) - np.uint64(1)
         high, low = x >> low_bits, x & low_mask
-        for r in range(0, _FEISTEL_ROUNDS, 2):
-            high = (high ^ mix64(low ^ mix64(k + _ROUND[r]))) & high_mask
-            low = (low ^ mix64(high ^ mix64(k + _ROUND[r + 1]))) & low_mask
+        for r in rounds:
+            if r % 2 == 0:
+                high = (high ^ mix64(low ^ mix64(k + _ROUND[r]))) & high_mask
+            else:
+                low = (low ^ mix64(high ^ mix64(k + _ROUND[r]))) & low_mask
         x = (high << low_bits) | low
         out[walking] = x
         walking = walking[x >= n[walking].astype(np.uint64)]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fms_fsdp.data.permute import I64, bit_reverse, derive_key, hash64, permute
+from fms_fsdp.data.permute import I64, bit_reverse, derive_key, hash64, permute, unpermute
 
 BLOCK_TOKENS = 1 << 18
 BLOCKS_PER_WINDOW = 16
@@ -121,6 +121,31 @@ def locate(
     return Slots(epoch, tape, np.where(is_tail, TAIL, window), np.where(is_tail, tails, row))
 
 
+def sequence_number(geometry: Geometry, epoch: int, tape: int, window: int, row: int) -> int:
+    """Returns n, the source's own number of the sequence that lies there: the inverse of `locate`.
+
+    x is the last number with m main rows, or k tail rows, before it: floor(m * N / n_main), or ceil((k + 1) * N / n_tail) - 1.
+    """
+    g = geometry
+    if window == TAIL:
+        x = -(-(row + 1) * g.num_rows // g.num_tail_rows) - 1
+    else:
+        lane = int(bit_reverse(np.array([tape]), g.num_tapes.bit_length() - 1)[0])
+        x = ((window * g.rows_per_window + row) * g.num_tapes + lane) * g.num_rows // g.num_main_rows
+    return epoch * g.num_rows + x
+
+
+class Stretch(NamedTuple):
+    """Where neighbouring tokens of an epoch went: into a window, a tail row (`window` TAIL, `row` as `locate` counts it), or
+    the rest (`tape` -1). `skip` tokens of the stretch asked for come before them, `length` are there."""
+
+    tape: int
+    window: int
+    row: int
+    skip: int
+    length: int
+
+
 class Tapes:
     """The addressing of one source: a pure function of (seed, source name, length in tokens, geometry)."""
 
@@ -143,6 +168,31 @@ class Tapes:
         """Returns where a tail row's `seq_length` tokens start on the source's circle; `row` counts after the permutation."""
         g = self.geometry
         return self._turned(epoch, (g.num_main_rows + row) * g.seq_length)
+
+    def find(self, epoch: int, start: int, length: int) -> list[Stretch]:
+        """Returns where the tokens [start, start + length) of the source's circle went: the inverse of `window_blocks` and
+        `tail_start`, block by block."""
+        g = self.geometry
+        num_main, num_used = g.num_main_rows * g.seq_length, g.num_rows * g.seq_length
+        found: list[Stretch] = []
+        skip = 0
+        while skip < length:
+            at = (start + skip - derive_key(self._key, _ROTATION, epoch)) % self.num_tokens
+            if at < num_main:
+                block, stop = at // g.block_tokens, (at // g.block_tokens + 1) * g.block_tokens
+                place = int(unpermute(np.array([block]), g.num_blocks, derive_key(self._key, _BLOCKS, epoch))[0])
+                window, tape = divmod(place // g.blocks_per_window, g.num_tapes)
+                row = 0
+            elif at < num_used:
+                permuted = (at - num_main) // g.seq_length
+                row = int(unpermute(np.array([permuted]), g.num_tail_rows, self.tail_key(epoch))[0])
+                tape, window, stop = 0, TAIL, num_main + (permuted + 1) * g.seq_length
+            else:
+                tape, window, row, stop = -1, TAIL, 0, self.num_tokens
+            taken = min(stop - at, length - skip)
+            found.append(Stretch(tape, window, row, skip, taken))
+            skip += taken
+        return found
 
     def piece_key(self, epoch: int, tape: int, window: int) -> int:
         """Returns the key that shuffles the documents of a window."""

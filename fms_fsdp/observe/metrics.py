@@ -95,7 +95,7 @@ def report_line(record: Mapping[str, Any], num_steps: int) -> str:
     mfu = "" if record["mfu"] is None else f" · mfu {100 * record['mfu']:.1f} %"
     left = timedelta(seconds=round((num_steps - record["step"]) * record["step_time_ms"] / 1000))
     width = len(str(num_steps))
-    sources = [name[6:] for name in record if name.startswith("epoch/")]
+    sources = [name[6:] for name in record if name.startswith("epoch/") and record[name] > 0]
     used = ", ".join(f"{name} {record[f'epoch/{name}']:.3g} ep {_short(record[f'tokens/{name}'])}" for name in sources)
     return (
         f"step {record['step']:>{width}}/{num_steps} · loss {record['loss']:.4f} · lr {record['lr']:.2e} · grad norm {record['grad_norm']:.3f}"

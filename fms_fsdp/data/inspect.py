@@ -1,0 +1,273 @@
+"""What did, or will, the model see: `python -m fms_fsdp inspect step`, and how every `inspect` command opens a run.
+
+    a run folder: config.json, newest checkpoint's train_state.json ─┐
+    or the flags of the data, the seed and the batch ────────────────┴─> Inspected: the rows of any step, as training has them
+
+Invariant: nothing is recorded and nothing is replayed. The answer is computed from the same pure functions that the run
+itself uses, so it holds for any past or future step; steps after the newest checkpoint are those of a run that goes on with
+the flags of the run folder, or with those given here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fms_fsdp.config import DataConfig, TrainingConfig, flag
+from fms_fsdp.data.arrow_shard import ShardError
+from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.data.corpus_rows import CorpusRows, Place
+from fms_fsdp.data.manifest import Corpus, open_corpus
+from fms_fsdp.data.tapes import TAIL
+
+ANY_VOCABULARY = 1 << 32
+_DATA_FLAGS = ("data_path", "datasets", "weights", "seq_length", "packing", "logical_shards", "sep_token", "skip_steps")
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """Which data: a run folder, or the flags that a run is given. Flags given beside a run folder replace its own."""
+
+    run: str = flag("", "a run folder: what its run has seen, and would see if it went on with the flags given here")
+    data_path: str = flag("", "folder of the token shards")
+    datasets: tuple[str, ...] = flag((), "sources, as in training")
+    weights: tuple[float, ...] = flag((), "share of tokens of each dataset, as in training")
+    seq_length: int | None = flag(None, "tokens in a row (default: the run's, else 4096)", minimum=1)
+    packing: str | None = flag(None, "as in training (default: the run's, else concat)", choices=("concat", "bestfit"))
+    logical_shards: int | None = flag(None, "as in training (default: the run's, else 1024)", minimum=1)
+    sep_token: int | None = flag(None, "as in training (default: the run's, else the one the shards name)", minimum=0)
+    skip_steps: str = flag("", "as in training: a:b passes over the rows planned for steps a to b-1")
+    seed: int | None = flag(None, "as in training (default: the run's, else 2023)", minimum=0)
+    global_batch_size: int | None = flag(
+        None, "rows of a step: batch_size x devices x grad_accum_steps (default: the run's)", minimum=1
+    )
+
+
+@dataclass(frozen=True)
+class StepConfig(InspectConfig):
+    """Which rows of which step to list."""
+
+    step: int | None = flag(None, "the step, from 1 on", minimum=1)
+    rows: str = flag("", "a:b lists the rows a to b-1 of the step's global batch (default: all)")
+    json: bool = flag(False, "print one JSON object a row")
+    fingerprint: bool = flag(True, "compute the data_fingerprint that metrics.jsonl logs; reads the whole batch")
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """The data of a run. `step` is that of the newest checkpoint (0 without one), `num_steps` where the run ends, if known,
+    `changes` what the flags change from `step` + 1 on, in words."""
+
+    rows: CorpusRows
+    corpora: tuple[Corpus, ...]
+    section: DataConfig
+    vocab_size: int | None
+    step: int
+    num_steps: int | None
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder says."""
+
+    data: dict[str, Any]
+    seed: int
+    batch: int
+    vocab_size: int | None
+    num_steps: int | None
+    state: dict[str, Any] | None
+    step: int
+
+
+@contextmanager
+def inspected(config: InspectConfig) -> Iterator[Inspected]:
+    """Opens the data that the flags name; nothing of it is read yet.
+
+    Raises: ValueError, FileNotFoundError: bad flags, no such run, data other than the run's.
+    """
+    run = read_run(Path(config.run)) if config.run else None
+    section = data_section(config, run.data if run else {})
+    batch = config.global_batch_size or (run.batch if run else 0)
+    if not batch:
+        raise ValueError(
+            "global_batch_size () must be the rows of a step; give it, or --run=FOLDER of a run that has started"
+        )
+    seed = config.seed if config.seed is not None else run.seed if run else TrainingConfig().seed
+    corpus = open_corpus(section)
+    vocab_size = (run.vocab_size if run else None) or corpus.vocab_size
+    rows = CorpusRows(
+        section,
+        corpus,
+        seed=seed,
+        vocab_size=vocab_size or ANY_VOCABULARY,
+        global_batch_size=batch,
+        pin_memory=False,
+    )
+    try:
+        corpora, changes = [corpus], list[str]()
+        if run and run.state:
+            changes = rows.load(run.state, run.step)
+            corpora += _open_dropped(rows, section, corpus, run.state)
+        num_steps = run.num_steps if run else None
+        yield Inspected(rows, tuple(corpora), section, vocab_size, run.step if run else 0, num_steps, tuple(changes))
+    finally:
+        rows.close()
+
+
+def data_section(config: InspectConfig, of_run: dict[str, Any]) -> DataConfig:
+    """Returns the run's data flags with those given on the command line in their place."""
+    known = {spec.name for spec in dataclasses.fields(DataConfig)}
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in of_run.items() if name in known
+    }
+    if values.get("use_dummy_dataset") or values.get("dataset_builder"):
+        kind = "synthetic tokens" if values["use_dummy_dataset"] else "a dataset_builder of its own"
+        raise ValueError(f"run ({config.run}) trained on {kind}, which inspect cannot follow; inspect a run on shards")
+    given = {name: getattr(config, name) for name in _DATA_FLAGS}
+    given = {name: value for name, value in given.items() if value not in (None, "", ())}
+    if "datasets" in given and "weights" not in given:
+        values.pop("weights", None)
+    return DataConfig(**values | given)
+
+
+def read_run(folder: Path) -> Run:
+    """Reads the newest launch's flags, and the data state of the checkpoint that the run would go on from."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"run ({folder}) must be a run folder with config.json; look under runs/")
+    try:
+        config = json.loads(path.read_text())
+        resolved, checkpoints = config["resolved"], config["checkpoint"]
+        state = _newest_state(Path(checkpoints["ckpt_save_path"] or folder / "checkpoints"))
+        if state is None and checkpoints["ckpt_load_path"] and not checkpoints["load_model_only"]:
+            state = _newest_state(Path(checkpoints["ckpt_load_path"]))
+        return Run(
+            data=config["data"],
+            seed=config["training"]["seed"],
+            batch=resolved["batch"]["global_batch_size"],
+            vocab_size=resolved["model"]["vocab_size"],
+            num_steps=config["training"]["num_steps"],
+            state=state["data"] if state else None,
+            step=int(state["step"]) if state else 0,
+        )
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"run ({folder}) has a config.json or checkpoint that cannot be read: {error!r}") from None
+
+
+def _newest_state(root: Path) -> dict[str, Any] | None:
+    """Returns train_state.json of a step folder, or of the newest complete one below `root`; None without one."""
+    found = [root, *root.glob("step_*")]
+    complete = [path for path in found if re.fullmatch(r"step_\d+", path.name) and (path / ".metadata").is_file()]
+    files = [path / "train_state.json" for path in complete if (path / "train_state.json").is_file()]
+    if not files:
+        return None
+    state: dict[str, Any] = json.loads(max(files, key=lambda file: int(file.parent.name[5:])).read_text())
+    return state
+
+
+def _open_dropped(rows: CorpusRows, section: DataConfig, corpus: Corpus, state: dict[str, Any]) -> list[Corpus]:
+    """Opens the sources that earlier steps used and the flags no longer name, as far as they are still there."""
+    opened = []
+    for name in sorted(set(state["manifest"]) - {source.name for source in corpus.sources}):
+        try:
+            dropped = open_corpus(dataclasses.replace(section, datasets=(name,), weights=()), corpus.files.clone())
+        except FileNotFoundError:
+            continue  # its steps can still be placed, its documents not be named
+        if dropped.sources[0].digest != state["manifest"][name][0]:
+            raise ValueError(
+                f"source ({name}) of earlier steps has changed since; restore its shards, or inspect a copy of them"
+            )
+        rows.open_sources(dropped)
+        opened.append(dropped)
+    return opened
+
+
+def row_record(data: Inspected, place: Place, step: int, row: int) -> dict[str, Any]:
+    """Returns what a row holds, as JSON values: where it lies, and its pieces in order.
+
+    A piece is tokens [start, stop) of a document (its separator counted), at token `at` of the row.
+    """
+    record: dict[str, Any] = {"step": step, "row": row, "source": place.source, "epoch": place.epoch}
+    record |= {"sequence": place.n, "tape": place.tape, "window": place.window, "row_in_window": place.row}
+    if place.window == TAIL:
+        record |= {"tape": None, "window": None, "row_in_window": None}
+    try:
+        pieces = data.rows.pieces_of(place)
+    except ShardError as error:
+        if data.section.on_missing != "mask":
+            raise
+        return record | {"masked": str(error), "pieces": []}
+    paths, at, found = data.rows.reader(place.source).source.paths, 0, []
+    columns = (column.tolist() for column in (pieces.file, pieces.document, pieces.start, pieces.length))
+    for file, document, start, length in zip(*columns, strict=True):
+        piece = {"file": paths[file], "document": document, "start": start, "stop": start + length, "at": at}
+        found.append(piece)
+        at += length
+    return record | {"pieces": found}
+
+
+def step_fingerprint(data: Inspected, step: int) -> str:
+    """Returns the step's `data_fingerprint`, as metrics.jsonl has it."""
+    return f"{fingerprint(data.rows.batch(step, 0, 1), 0):016x}"
+
+
+def parse_range(name: str, text: str, stop: int) -> tuple[int, int]:
+    """Returns [a, b) of "a:b" (or of "a", one) within [0, stop). Raises: ValueError."""
+    if not text:
+        return 0, stop
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.replace(" ", ""))
+    a, b = (int(match[1]), int(match[2] or int(match[1]) + 1)) if match else (0, 0)
+    if not 0 <= a < b <= stop:
+        raise ValueError(f"--{name} ({text}) must be a:b with 0 <= a < b <= {stop}; write 0:{stop} for all")
+    return a, b
+
+
+def main(config: StepConfig) -> None:
+    """The command `inspect step`."""
+    if config.step is None:
+        raise ValueError("--step is missing; name the step, from 1 on")
+    begin = time.perf_counter()
+    with inspected(config) as data:
+        step, batch = config.step, data.rows.history.batch(config.step)[0]
+        start, stop = parse_range("rows", config.rows, batch)
+        mark = {"data_fingerprint": step_fingerprint(data, step)} if config.fingerprint else {}
+        if not config.json:
+            tokens = data.section.seq_length
+            print(f"step {step}: {batch} rows of {tokens} tokens" + _when(data, step))
+        for row, place in enumerate(data.rows.places(step, start, stop), start):
+            record = row_record(data, place, step, row)
+            print(json.dumps(record | mark) if config.json else _describe_row(record))
+        if not config.json:
+            print("".join(f"{name} {value}\n" for name, value in mark.items()), end="")
+            print(f"({time.perf_counter() - begin:.2f} s)")
+
+
+def _when(data: Inspected, step: int) -> str:
+    if data.step == 0 or step <= data.step:
+        return ""
+    changes = f", where {'; '.join(data.changes)}" if data.changes else ""
+    return f"; planned: the newest checkpoint is of step {data.step}{changes}"
+
+
+def _describe_row(record: dict[str, Any]) -> str:
+    lies = "tail row"
+    if record["window"] is not None:
+        lies = f"tape {record['tape']}, window {record['window']}, row {record['row_in_window']}"
+    head = f"row {record['row']}: {record['source']}, epoch {record['epoch']}, sequence {record['sequence']} ({lies})"
+    if "masked" in record:
+        head += f"\n  masked: {record['masked']}"
+    return "\n".join([head, *(_describe_piece(piece) for piece in record["pieces"])])
+
+
+def _describe_piece(piece: dict[str, Any]) -> str:
+    length = piece["stop"] - piece["start"]
+    at = f"[{piece['at']}, {piece['at'] + length})"
+    return f"  {at:<16} {piece['file']}  document {piece['document']}  tokens [{piece['start']}, {piece['stop']})"

@@ -1,0 +1,165 @@
+"""When a document was, or will be, seen: `python -m fms_fsdp inspect find`, by inverting the arithmetic of the stream.
+
+    document -> its stretch of the source's circle -> blocks (unpermute) -> windows -> rows of its pieces -> n -> g -> step
+
+Invariant: the work is proportional to the document's pieces (a window is packed for each), never to the steps of the run.
+Every token of the document is accounted for in every epoch: in a row of a step, in a row that --skip_steps passed over, or in
+the rest of the epoch that no row holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from fms_fsdp.config import flag
+from fms_fsdp.data.corpus_rows import Place
+from fms_fsdp.data.inspect import InspectConfig, Inspected, inspected
+from fms_fsdp.data.manifest import Source, nearest
+from fms_fsdp.data.tapes import TAIL, sequence_number
+
+
+@dataclass(frozen=True)
+class FindConfig(InspectConfig):
+    """Which document to look for, and how far."""
+
+    source: str = flag("", "the source that holds the document")
+    file: str = flag("", "its shard: a name such as shard-00000.arrow, or its number in the order of names")
+    document: int | None = flag(None, "its number in the shard, from 0 on", minimum=0)
+    num_steps: int | None = flag(None, "list what is seen up to this step (default: the run's last)", minimum=1)
+    epochs: int | None = flag(None, "list this many epochs of the source (default without num_steps: 1)", minimum=1)
+    json: bool = flag(False, "print one JSON object for each time and place")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Tokens [start, stop) of the document, in one row of one epoch.
+
+    `fate` is "seen"; "skipped" (passed over by --skip_steps before `step`; `row` and `at` None), "rest" (in no row of this
+    epoch) or "dropped" (the source leaves the mixture first): then `step` is None.
+    """
+
+    epoch: int
+    step: int | None
+    row: int | None
+    at: int | None
+    start: int
+    stop: int
+    fate: str
+
+
+def find_document(data: Inspected, source: Source, file: int, document: int, num_epochs: int) -> Iterator[Seen]:
+    """Yields where every token of a document goes in the first `num_epochs` epochs, epoch by epoch, in no order inside one.
+
+    Raises: ShardError; IndexError for a document that is not there.
+    """
+    begin, end = data.rows.reader(source.name).shard(file).span(document)
+    first, tapes = int(source.starts[file]) + begin, data.rows.tapes(source.name)
+    for epoch in range(num_epochs):
+        rows: set[tuple[int, int, int]] = set()
+        for stretch in tapes.find(epoch, first, end - begin):
+            if stretch.tape < 0:
+                yield Seen(epoch, None, None, None, stretch.skip, stretch.skip + stretch.length, "rest")
+            else:
+                rows.add((stretch.tape, stretch.window, stretch.row))
+        for tape, window, row in sorted(rows):
+            yield from _in_window(data, source, (file, document), Place(source.name, 0, epoch, tape, window, row))
+
+
+def _in_window(data: Inspected, source: Source, document: tuple[int, int], place: Place) -> Iterator[Seen]:
+    """Yields the document's pieces in a window, or in a tail row (whose number is that before the permutation)."""
+    size, tapes = data.section.seq_length, data.rows.tapes(source.name)
+    if place.window == TAIL:
+        number = sequence_number(tapes.geometry, place.epoch, 0, TAIL, place.row)
+        place = data.rows.place(source.name, number)
+    pieces = data.rows.packed(place)
+    ends = np.cumsum(pieces.length)
+    for i in np.flatnonzero((pieces.file == document[0]) & (pieces.document == document[1])).tolist():
+        at, stop, start = int(ends[i] - pieces.length[i]), int(ends[i]), int(pieces.start[i])
+        while at < stop:  # a piece may run over the edges of rows
+            row, offset = divmod(at, size)
+            length = min(size - offset, stop - at)
+            n = place.n
+            if place.window != TAIL:
+                n = sequence_number(tapes.geometry, place.epoch, place.tape, place.window, row)
+            yield _seen(data, source.name, n, place.epoch, offset, start, start + length)
+            at, start = at + length, start + length
+
+
+def _seen(data: Inspected, name: str, n: int, epoch: int, at: int, start: int, stop: int) -> Seen:
+    found = data.rows.history.find(name, n)
+    if found is None:
+        return Seen(epoch, None, None, None, start, stop, "dropped")
+    if found.skipped:
+        return Seen(epoch, found.step, None, None, start, stop, "skipped")
+    row = next(i for i, p in enumerate(data.rows.places(found.step)) if p.source == name and p.n == n)
+    return Seen(epoch, found.step, row, at, start, stop, "seen")
+
+
+def find_file(source: Source, text: str) -> int:
+    """Returns the place of a shard in its source, from its number, its path or the end of its path. Raises: ValueError."""
+    if text.isdigit() and int(text) < len(source.paths):
+        return int(text)
+    fitting = [i for i, path in enumerate(source.paths) if path == text or path.endswith(f"/{text}")]
+    if len(fitting) == 1:
+        return fitting[0]
+    hint = f"it fits {len(fitting)} shards" if fitting else nearest(f"{source.name}/{text}", source.paths)
+    raise ValueError(f"--file ({text}) must name one of the {len(source.paths)} shards of {source.name}; {hint}")
+
+
+def main(config: FindConfig) -> None:
+    """The command `inspect find`."""
+    begin = time.perf_counter()
+    if not config.source or not config.file or config.document is None:
+        raise ValueError("--source, --file and --document are needed, all three; name the document by them")
+    with inspected(config) as data:
+        sources = {source.name: source for corpus in data.corpora for source in corpus.sources}
+        if config.source not in sources:
+            raise ValueError(f"--source ({config.source}) is not one of this data; {nearest(config.source, sources)}")
+        source = sources[config.source]
+        file = find_file(source, config.file)
+        if config.document >= source.docs[file]:
+            raise ValueError(
+                f"--document ({config.document}) must be below {source.docs[file]}, the documents of {source.paths[file]}"
+            )
+        last = config.num_steps or (data.num_steps if config.epochs is None else None)
+        epochs = config.epochs or (_epochs_by(data, source.name, last) if last else 1)
+        found = list(find_document(data, source, file, config.document, epochs))
+        if last is not None:
+            found = [seen for seen in found if (seen.step or 0) <= last]
+        found.sort(key=lambda seen: (seen.epoch, seen.step or 0, seen.row or 0, seen.at or 0))
+        start, stop = data.rows.reader(source.name).shard(file).span(config.document)
+        title = f"{source.paths[file]} document {config.document}, {stop - start} tokens with its separator"
+        _print(data, config, title, found, f"step {last}" if last else f"{epochs} epochs")
+    if not config.json:
+        print(f"({time.perf_counter() - begin:.2f} s)")
+
+
+def _epochs_by(data: Inspected, name: str, step: int) -> int:
+    """Returns how many epochs of a source are begun by the end of a step."""
+    position = data.rows.history.position(step).get(name, 0)
+    return -(-position // data.rows.tapes(name).geometry.num_rows)
+
+
+def _print(data: Inspected, config: FindConfig, title: str, found: list[Seen], horizon: str) -> None:
+    if config.json:
+        print("".join(json.dumps(asdict(seen)) + "\n" for seen in found), end="")
+        return
+    print(title)
+    for seen in found:
+        tokens = f"tokens [{seen.start}, {seen.stop})"
+        if seen.fate == "seen":
+            planned = "" if not data.step or (seen.step or 0) <= data.step else "  planned"
+            print(f"  epoch {seen.epoch}  step {seen.step}  row {seen.row}  at {seen.at}  {tokens}{planned}")
+        elif seen.fate == "skipped":
+            print(f"  epoch {seen.epoch}  passed over by --skip_steps before step {seen.step}  {tokens}")
+        elif seen.fate == "rest":
+            print(f"  epoch {seen.epoch}  in the rest of the epoch that no row holds  {tokens}")
+        else:
+            print(f"  epoch {seen.epoch}  never: the source is dropped before  {tokens}")
+    steps = {seen.step for seen in found if seen.fate == "seen"}
+    print(f"seen in {len(steps)} step{'s' * (len(steps) != 1)} up to {horizon}")
