@@ -87,7 +87,11 @@ def peak_memory_gib(device: torch.device) -> float:
     """The most memory so far: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    try:  # getrusage would count the peak of the process that started this one, until exec
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
+    except (OSError, IndexError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def report_line(record: Mapping[str, Any], num_steps: int) -> str:

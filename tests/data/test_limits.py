@@ -51,4 +51,4 @@ def test_any_step_is_reached_in_constant_time(tmp_path: Path) -> None:
         start = time.perf_counter()
         stream.batch_at(step)
         times.append(time.perf_counter() - start)
-    assert max(times) < 0.2, times
+    assert max(times) < 2, times  # replaying even one step in a thousand would take hours
