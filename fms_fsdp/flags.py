@@ -200,7 +200,8 @@ def coerce(field: Field, value: Any) -> Any:
         ValueError: it does not fit the type, the choices or the range.
     """
     kind, optional = _unwrap(field.type)
-    if optional and (value is None or (isinstance(value, str) and value.lower() in ("", "none", "null"))):
+    cleared = isinstance(value, str) and value.lower() in ("", "none", "null") and value.lower() not in field.choices
+    if optional and (value is None or cleared):  # where none is a choice, as in --sharding_strategy=none, it is meant
         return None
     if typing.get_origin(kind) is tuple:
         items = [part for part in value.strip("[]() ").split(",") if part] if isinstance(value, str) else value

@@ -47,6 +47,8 @@ def parse(*argv: str) -> TrainConfig:
         ("--nolow_cpu_fsdp", "parallel", "low_cpu_fsdp", False),
         ("--mixed_precision=none", "parallel", "mixed_precision", None),
         ("--sharding_strategy=HSDP", "parallel", "sharding_strategy", "hsdp"),
+        ("--sharding_strategy=none", "parallel", "sharding_strategy", "none"),
+        ("--sharding_strategy=", "parallel", "sharding_strategy", None),
         ("--datasets=a-b,lang=en/dataset=cc", "data", "datasets", ("a-b", "lang=en/dataset=cc")),
         ("--run_name=1e5", "log", "run_name", "1e5"),
         ("--run_name=007", "log", "run_name", "007"),

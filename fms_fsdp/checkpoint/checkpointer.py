@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,13 +101,10 @@ def save_checkpoint(
     if is_complete(final):
         return final
     partial = root / f"step_{step}.partial-{attempt}"
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    if first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    partial.mkdir(parents=True, exist_ok=True)  # by whichever rank comes first; the attempt makes the name its own
     with _quiet_alone():
         dcp.save(_tensors(model, optimizer), checkpoint_id=partial, no_dist=not dist.is_initialized())
-    if first:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         with open(partial / "train_state.json", "w") as file:
             json.dump({"step": step, **state}, file, indent=1)
             file.flush()
