@@ -207,6 +207,7 @@ class Head(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        self.compiled_loss = False  # set by parallel.compile
         self.norm = build_norm(config)
         self.weight: nn.Parameter | None = None
         if not config.tie_embeddings:
@@ -220,7 +221,7 @@ class Head(nn.Module):
         x_BSD = self.norm(x_BSD)
         if labels_BS is None:
             return F.linear(x_BSD, weight_VD.to(x_BSD.dtype))
-        return linear_cross_entropy(x_BSD, weight_VD, labels_BS)
+        return linear_cross_entropy(x_BSD, weight_VD, labels_BS, compiled=self.compiled_loss)
 
 
 class Llama(nn.Module):
