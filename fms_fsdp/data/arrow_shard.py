@@ -14,7 +14,6 @@ Source: Arrow columnar format, "IPC file format" and format/{File,Message}.fbs; 
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 from collections.abc import Iterator
@@ -201,7 +200,7 @@ class Shard:
             remedy = "restore it or --on_missing=mask"
             raise MissingShardError(f"shard ({self.path}) is missing in {self._files.root}; {remedy}") from None
         except OSError as error:
-            reason = os.strerror(error.errno or errno.EIO)
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise self._error(f"cannot be read: {reason}", "check the storage or --on_missing=mask") from error
         except (struct.error, IndexError, OverflowError) as error:
             raise self._error("has damaged metadata", f"restore it or {CONVERT}") from error

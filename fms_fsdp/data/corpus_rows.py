@@ -62,6 +62,9 @@ class CorpusRows:
         self.num_masked_rows = 0
         self._quotas = slot_quotas({source.name: source.weight for source in corpus.sources})
         self._files = corpus.files.clone()
+        self.storage = getattr(
+            self._files, "counters", None
+        )  # of an object store: requests, retries, bytes, seconds waited
         self._shards: ShardCache = Lru(SHARD_CACHE_BYTES)
         self._vocab_size = vocab_size
         self._readers: dict[str, SourceReader] = {}

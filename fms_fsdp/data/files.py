@@ -1,7 +1,7 @@
 """Access to files: size, ranged reads, listing. The only code of the stream that touches storage.
 
 `LocalFiles` reads with `os.pread`, which releases the interpreter lock, through a bounded set of open descriptors. Another
-storage needs another class with these methods; nothing else changes.
+storage is another class with these methods (`remote_files`); nothing else changes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class Files(Protocol):
 
     def gather_int64(self, path: str, offsets: I64) -> I64:
         """Returns the little-endian int64 at every offset (all must lie in the file)."""
+
+    def prefetch(self, path: str, offsets: I64, sizes: I64) -> None:
+        """Says which ranges will be read soon, those at negative offsets from the end; returns at once, raises nothing."""
 
     def clone(self) -> Files:
         """Returns access of its own to the same files: an instance serves one thread at a time."""
@@ -78,6 +81,9 @@ class LocalFiles:
         else:
             words = data[offsets[:, None] + np.arange(8)].view("<i8")[:, 0]
         return np.asarray(words, dtype=np.int64)
+
+    def prefetch(self, path: str, offsets: I64, sizes: I64) -> None:
+        pass  # the page cache reads ahead
 
     def clone(self) -> LocalFiles:
         return LocalFiles(self.root, self._max_open)

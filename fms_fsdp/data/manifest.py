@@ -186,6 +186,10 @@ def _open_root(data_path: str) -> Files:
         raise ValueError(
             "--data_path () must name the folder of the token shards; set --data_path or --use_dummy_dataset"
         )
+    if "://" in data_path:
+        from fms_fsdp.data.remote_files import RemoteFiles
+
+        return RemoteFiles(data_path)
     root = os.path.abspath(os.path.expanduser(data_path))
     if not os.path.isdir(root):
         remedy = "make it with `python -m fms_fsdp prepare --input=... --output=...`, or --use_dummy_dataset"
@@ -300,6 +304,8 @@ def _open_some(
     if len(every) > OPENED_AT_START:
         first = {paths[0] for paths in listed.values()}
         every = [path for path in every if path in first or path not in counts]
+    for path in every:
+        files.prefetch(path, np.array([0, -1]), np.array([1, 1]))  # schema and footer
 
     def try_open(path: str) -> Shard | None:
         try:

@@ -143,6 +143,9 @@ class SourceReader:
         """Returns the pieces in the compact form that `read_row` reads."""
         numbers, file = np.unique(pieces.file, return_inverse=True)
         files = tuple((self.source.paths[f], self.shard(f).dtype) for f in numbers.tolist())
+        for i, (path, dtype) in enumerate(files):
+            mine = file == i
+            self._files.prefetch(path, pieces.address[mine], pieces.length[mine] * dtype.itemsize)
         edge = pieces.after + 4 * (pieces.start == 0)
         small: type[np.uint16 | np.uint32] = np.uint16 if len(files) < 1 << 16 else np.uint32
         end = np.cumsum(pieces.length).astype(np.int32)  # a window holds some million tokens

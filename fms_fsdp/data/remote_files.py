@@ -22,31 +22,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 import numpy as np
 
 from fms_fsdp.data.files import MAX_OPEN_FILES
 from fms_fsdp.data.lru import Lru
 from fms_fsdp.data.permute import I64
+from fms_fsdp.data.remote_uri import PERMANENT, is_denied, open_filesystem, shown, start_errors
 
 PAGE = 1 << 16
 RUN_PAGES = 32  # pages of one request at most
 CACHE_BYTES = 16 << 30
 NUM_THREADS = 16
-SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "abfs", "abfs": "abfs", "abfss": "abfss", "file": "file"}
-_START_TRIES = 4
-_DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE", "CREDENTIAL", "HTTP STATUS 401", "HTTP STATUS 403")
-_PERMANENT = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
-_CREDENTIALS = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and check the bucket's policy",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or write gs://anonymous@BUCKET for a public one",
-    "az": "set AZURE_STORAGE_ACCOUNT and log in, or write az://ACCOUNT@CONTAINER",
-}
+START_TRIES = 4
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-Page = tuple[str, int]
+Page = tuple[str, int]  # path, number in the file
+Request = Future[tuple[int, bytes]]  # its first page, its bytes
 
 
 @dataclass
@@ -59,7 +52,9 @@ class StorageCounters:
     stall_s: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.requests} requests ({self.retries} retries), {self.num_bytes:,} bytes, {self.stall_s:.1f} s waited"
+        return (
+            f"{self.requests} requests ({self.retries} retries), {self.num_bytes:,} bytes, {self.stall_s:.1f} s waited"
+        )
 
 
 class RemoteFiles:
@@ -86,10 +81,10 @@ class RemoteFiles:
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="storage")
         self._opened: Lru[str, Any] = Lru(MAX_OPEN_FILES)
-        self._in_flight: dict[Page, Future[bytes]] = {}
-        with _start_errors(data_path):
-            self._filesystem, self._folder = filesystem or _filesystem(data_path)
-            self._sizes = self._retried(self.root, self._list, min(max_tries, _START_TRIES))
+        self._in_flight: dict[Page, Request] = {}
+        with start_errors(data_path):
+            self._filesystem, self._folder = filesystem or open_filesystem(data_path)
+            self._sizes = self._retried(self.root, self._list, min(max_tries, START_TRIES))
         with tempfile.TemporaryFile(buffering=0) as file:
             self._cache = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._cache)
@@ -113,7 +108,7 @@ class RemoteFiles:
         stop = min(offset + num_bytes, self.size(path))
         if offset >= stop:
             return b""
-        parts: dict[int, bytes | Future[bytes]] = {}
+        parts: dict[int, bytes | Request] = {}
         first, last = offset // PAGE, (stop - 1) // PAGE
         with self._lock:
             futures = self._start(path, range(first, last + 1))
@@ -162,7 +157,7 @@ class RemoteFiles:
             self._in_flight = {page: future for page, future in self._in_flight.items() if not future.cancel()}
             self._opened.clear()
 
-    def _start(self, path: str, pages: range | list[int]) -> dict[int, Future[bytes]]:
+    def _start(self, path: str, pages: range | list[int]) -> dict[int, Request]:
         """Returns, of the pages not in the cache, the requests that bring them, after sending those missing; needs the lock."""
         absent = [page for page in pages if self._slots.get((path, page)) is None]
         missing = [page for page in absent if (path, page) not in self._in_flight]
@@ -174,18 +169,84 @@ class RemoteFiles:
             future = self._pool.submit(self._fetch, path, run[0], count)
             for page in run:
                 self._in_flight[path, page] = future
-                future.first_page = run[0]  # type: ignore[attr-defined]
         return {page: self._in_flight[path, page] for page in absent}
 
-    def _wait(self, part: bytes | Future[bytes], page: int, offset: int, stop: int) -> bytes:
+    def _wait(self, part: bytes | Request, page: int, offset: int, stop: int) -> bytes:
         """Returns the bytes of a page that lie in [offset, stop) of the file."""
         if isinstance(part, bytes):
             return part
         start = time.perf_counter()
         try:
-            data = part.result()
+            first, data = part.result()
         finally:
             with self._lock:
                 self.counters.stall_s += time.perf_counter() - start
-        base = part.first_page * PAGE  # type: ignore[attr-defined]
+        base = first * PAGE
         return data[max(offset, page * PAGE) - base : min(stop, (page + 1) * PAGE) - base]
+
+    def _fetch(self, path: str, first: int, count: int) -> tuple[int, bytes]:
+        """Reads a run of pages and puts it into the cache; runs in the pool."""
+        size = min(count * PAGE, self._sizes[path] - first * PAGE)
+        pages = [(path, first + i) for i in range(count)]
+        try:
+            data = self._retried(f"{self.root}/{path}", lambda: self._read(path, size, first * PAGE), self._max_tries)
+            with self._lock:
+                self.counters.num_bytes += len(data)
+                for i, page in enumerate(pages):
+                    self._store(page, data[i * PAGE : (i + 1) * PAGE])
+            return first, data
+        finally:
+            with self._lock:
+                for page in pages:
+                    self._in_flight.pop(page, None)
+
+    def _store(self, page: Page, data: bytes) -> None:
+        if self._slots.get(page) is not None:
+            return
+        slot = self._free.pop() if self._free else len(self._slots)
+        try:
+            os.pwrite(self._cache, data, slot * PAGE)
+        except OSError as error:  # a full disk makes it slower, no more
+            logger.warning("the cache of %s cannot be written: %s; free space or set TMPDIR", self.root, error)
+            self._free.append(slot)
+            return
+        self._slots.put(page, slot)
+
+    def _read(self, path: str, size: int, offset: int) -> bytes:
+        with self._lock:
+            opened = self._opened.get(path)
+        if opened is None:
+            opened = self._filesystem.open_input_file(f"{self._folder}/{path}")
+            with self._lock:
+                self._opened.get(path) or self._opened.put(path, opened)
+        data: bytes = opened.read_at(size, offset)
+        if len(data) != size:
+            raise OSError(f"{len(data)} of {size} bytes at {offset} came")
+        return data
+
+    def _list(self) -> dict[str, int]:
+        from pyarrow import fs
+
+        found = self._filesystem.get_file_info(fs.FileSelector(self._folder, recursive=True))
+        files = {i.path[len(self._folder) + 1 :]: i.size for i in found if i.type == fs.FileType.File}
+        return {path: size for path, size in files.items() if not any(name[:1] == "." for name in path.split("/"))}
+
+    def _retried(self, name: str, action: Callable[[], Result], tries: int) -> Result:
+        """Returns what `action` returns, tried again after growing waits. Raises: OSError with name, tries and last error."""
+        for attempt in range(1, tries + 1):
+            with self._lock:
+                self.counters.requests += 1
+            try:
+                return action()
+            except OSError as error:
+                if isinstance(error, PERMANENT) or is_denied(error) or "NO_SUCH_BUCKET" in str(error):
+                    raise
+                reason = " ".join(str(error).split())
+                if attempt == tries:
+                    raise OSError(f"{name} failed {tries} times, at last with: {reason}") from error
+                wait = self._backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                logger.warning("%s: try %d of %d failed: %s; again in %.1f s", name, attempt, tries, reason, wait)
+                with self._lock:
+                    self.counters.retries += 1
+                time.sleep(wait)
+        raise AssertionError(tries)
