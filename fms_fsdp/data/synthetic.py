@@ -96,5 +96,8 @@ class SyntheticRows:
         rows = sum((end - after) * batch for (after, batch), end in zip(self._changes, ends, strict=True))
         return {"synthetic": {"epoch": 0.0, "tokens": rows * self._seq_length}}
 
+    def documents(self, step: int, limit: int) -> list[str]:
+        return []
+
     def close(self) -> None:
         pass
