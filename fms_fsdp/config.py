@@ -391,6 +391,8 @@ class TrainConfig:
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
+        if self.training.num_steps is not None:
+            self.optim.warmup(self.training.num_steps)
         if self.checkpoint.load_model_only and not self.checkpoint.ckpt_load_path:
             raise ValueError("--load_model_only (True) needs the weights' place; add --ckpt_load_path=FOLDER")
         if "/" in self.log.run_name:
@@ -405,7 +407,7 @@ class TrainConfig:
         for section in ("checkpoint", "log"):
             del content[section]
         for name, declared in type(self.training).__dataclass_fields__.items():
-            if name in ("num_steps", "num_tokens", "num_samples") or declared.metadata["resume"] == "free":
+            if name in ("num_steps", "num_tokens", "num_samples") or declared.metadata.get("resume") == "free":
                 del content["training"][name]
         del content["data"]["skip_steps"]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]

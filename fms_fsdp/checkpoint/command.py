@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fms_fsdp.checkpoint.folders import (
+    complete_steps,
     delete,
     file_problem,
     leftovers,
@@ -89,13 +90,16 @@ def run_verify(config: VerifyConfig) -> None:
 
 
 def run_prune(config: PruneConfig) -> None:
+    """Deletes by the policy among sound checkpoints; damaged ones never count as kept, and go with the leftovers."""
     root = _root(config.path)
-    steps = [int(folder.name[5:]) for folder in _folders(config.path)]
-    losses = {
-        step: loss for step in steps if (loss := read_state(root / f"step_{step}").get("validation_loss")) is not None
-    }
+    complete, named = complete_steps(root), named_steps(root)
+    losses = {s: loss for s in complete if (loss := read_state(root / f"step_{s}").get("validation_loss")) is not None}
     policy = KeepPolicy(config.keep_last_n, config.keep_every, config.keep_best, config.keep_steps)
-    doomed = set(policy.to_delete(steps, losses)) | {s for s in steps if config.after is not None and s > config.after}
+    doomed = set(policy.to_delete(complete, losses)) | {
+        s for s in named if config.after is not None and s > config.after
+    }
+    if config.leftovers:
+        doomed |= set(named) - set(complete)
     folders = [root / f"step_{step}" for step in sorted(doomed)]
     folders += [folder for folder, _ in leftovers(root)] if config.leftovers else []
     freed = sum(tree_bytes(folder) for folder in folders)
@@ -104,7 +108,7 @@ def run_prune(config: PruneConfig) -> None:
             print(f"{'deleted' if config.yes else 'would delete'} {folder}")
             if config.yes:
                 delete(folder)
-    kept = len(steps) - len(doomed)
+    kept = len(set(complete) - doomed)
     print(
         f"{freed / _GIB:.3f} GiB in {len(folders)} folders, {kept} checkpoints kept{'' if config.yes else '; add --yes to delete'}"
     )
