@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
             world = runtime.World.from_env()
             runtime.set_up_log(world)
             found = preflight(parsed, world)
+            phases.done("checks")
         launch.step = found.start
         if found.start == found.num_steps:
             launch.reason = f"already finished at step {found.start}; raise --num_steps or choose another --run_name"
@@ -68,7 +69,7 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
     from fms_fsdp.train import Hooks, Recipe, train
 
     cfg, world, device = parsed.config, found.world, found.device
-    folder = Path(cfg.output_dir)
+    folder, signals = Path(cfg.output_dir), StopSignal()
     with checking_input():
         stream = open_stream(cfg, found)
     phases.done("data")
@@ -102,7 +103,7 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
         consumption=getattr(stream, "consumption", dict),
     )
     saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt)
-    limits = Limits(cfg.training, folder, world.rank, found.start, reporter.tokens_per_step, StopSignal(), saver.save_s)
+    limits = Limits(cfg.training, folder, world.rank, found.start, reporter.tokens_per_step, signals, saver.save_s)
     limits.remove_stop_file()
     bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter))
     watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", world.rank, launch.fail)

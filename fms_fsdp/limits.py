@@ -54,9 +54,10 @@ class Limits:
     _file_checked: float = 0.0
 
     def remove_stop_file(self) -> None:
-        """At the start of a launch: the file asked the previous one to stop."""
-        if self.rank == 0:
-            (self.folder / STOP_FILE).unlink(missing_ok=True)
+        """At the start of a launch: a file older than this process asked an earlier launch to stop."""
+        path = self.folder / STOP_FILE
+        if self.rank == 0 and path.exists() and path.stat().st_mtime < time.time() - process_age_s():
+            path.unlink(missing_ok=True)
 
     def stop_after(self, step: int) -> bool:
         """Whether this launch ends with `step` (collective, on the CPU: every rank, every step)."""
