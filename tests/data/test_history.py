@@ -99,10 +99,12 @@ def test_repeated_resumes_at_one_step_keep_one_entry(files: Files) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_find_is_the_inverse_of_rows_through_random_changes_and_skips(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    history, step = History([Segment(0, 5, slot_quotas({"a": 2.0, "b": 1.0}))], []), 0
+    history, step = History([Segment(0, 5, slot_quotas({"a": 2.0, "b": 1.0}), 32)], []), 0
     for _ in range(5):
         names = [str(name) for name in rng.permutation(["a", "b", "c"])[: rng.integers(1, 4)]]
-        history.change(step, int(rng.integers(1, 9)), slot_quotas({name: float(rng.uniform(0.1, 3)) for name in names}))
+        history.change(
+            step, int(rng.integers(1, 9)), slot_quotas({name: float(rng.uniform(0.1, 3)) for name in names}), 32
+        )
         a = step + int(rng.integers(1, 6))
         history.skip(f"{a}:{a + int(rng.integers(1, 7))}", step)
         step += int(rng.integers(1, 12))
@@ -124,9 +126,9 @@ def test_find_is_the_inverse_of_rows_through_random_changes_and_skips(seed: int)
 def test_a_change_adds_little_to_the_state(files: Files) -> None:
     import json
 
-    history = History([Segment(0, 8, slot_quotas({f"source-{i:02d}": 1.0 for i in range(20)}))], [])
+    history = History([Segment(0, 8, slot_quotas({f"source-{i:02d}": 1.0 for i in range(20)}), 32)], [])
     before = len(json.dumps(history.state()))
-    history.change(10, 8, slot_quotas({f"source-{i:02d}": 1.0 + i for i in range(20)}))
+    history.change(10, 8, slot_quotas({f"source-{i:02d}": 1.0 + i for i in range(20)}), 32)
     assert len(json.dumps(history.state())) - before <= 64 * 20
 
 
@@ -139,7 +141,7 @@ class TestSkip:
         ]
 
     def history(self) -> History:
-        return History([Segment(0, 5, slot_quotas({"a": 2.0, "b": 1.0}))], [])
+        return History([Segment(0, 5, slot_quotas({"a": 2.0, "b": 1.0}), 32)], [])
 
     def test_rows_planned_for_the_steps_are_passed_over_and_nothing_else(self) -> None:
         plain, skipping = self.history(), self.history()
@@ -167,9 +169,9 @@ class TestSkip:
     def test_skips_and_changes_together_lose_no_row(self) -> None:
         history = self.history()
         history.skip("3:5", 2)
-        history.change(2, 7, slot_quotas({"a": 1.0, "b": 3.0}))  # exactly where the skipped range begins
+        history.change(2, 7, slot_quotas({"a": 1.0, "b": 3.0}), 32)  # exactly where the skipped range begins
         history.skip("3:5", 2)
-        history.change(6, 3, slot_quotas({"a": 1.0, "c": 3.0}))
+        history.change(6, 3, slot_quotas({"a": 1.0, "c": 3.0}), 32)
         history.skip("3:5,8:9", 6)
         again = History.from_state(history.state())
         assert self.rows(again, 1, 30) == self.rows(history, 1, 30)
@@ -204,7 +206,7 @@ class TestSkip:
 
 
 def test_first_step_beyond_agrees_with_counting() -> None:
-    history = History([Segment(0, 7, slot_quotas({"a": 2.0, "b": 1.0}))], [])
+    history = History([Segment(0, 7, slot_quotas({"a": 2.0, "b": 1.0}), 32)], [])
     for limit in (0, 1, 50, 333):
         step = history.first_step_beyond("b", limit, 0)
         assert history.position(step)["b"] > limit >= history.position(step - 1)["b"]
@@ -222,7 +224,6 @@ def refused(files: Files, change: dict[str, Any], match: str, batch: int = 4, se
 
 
 def test_states_of_other_data_are_refused(files: Files, tmp_path: Path) -> None:
-    refused(files, {"seq_length": 64}, r"seq_length \(64\) is 32 in the checkpoint")
     refused(files, {"packing": "bestfit"}, r"packing \(bestfit\) is concat in the checkpoint")
     refused(files, {}, r"seed \(2\) is 1 in the checkpoint", seed=2)
     refused(files, {"sep_token": 4}, r"sep_token \(4\) is 3 in the checkpoint")
