@@ -20,13 +20,14 @@ from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
 from fms_fsdp.data.course import Course
 from fms_fsdp.data.history import History, Segment
 from fms_fsdp.data.lru import Lru
-from fms_fsdp.data.manifest import Corpus
+from fms_fsdp.data.manifest import Corpus, changed_shard, content_marks
 from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.packing import Cuts, pack_bestfit, pack_concat
 from fms_fsdp.data.permute import F64, I64, ORDER_VERSION, permute
 from fms_fsdp.data.pieces import Pieces, Row, ShardCache, SourceReader, Window
 from fms_fsdp.data.tapes import TAIL, Geometry, fit_geometry, locate
 
+STATE_VERSION = 2  # of the form of `state`; the order of the data has its own
 SHARD_CACHE_BYTES = 24 << 20
 WINDOW_CACHE_BYTES = 32 << 20
 PLANNED_ROWS = 512
@@ -72,7 +73,9 @@ class CorpusRows:
         self._vocab_size = vocab_size
         self._readers: dict[str, SourceReader] = {}
         self.open_sources(corpus)
-        self._known: dict[str, list[Any]] = {s.name: [s.digest, len(s.paths), s.num_tokens] for s in corpus.sources}
+        self._known: dict[str, list[Any]] = {  # of the shards: digest, number, tokens, content
+            s.name: [s.digest, len(s.paths), s.num_tokens, content_marks(self._files, s)] for s in corpus.sources
+        }
         self._fit: dict[
             str, dict[str, list[int]]
         ] = {}  # by seq_length and source: tapes, blocks a window, tokens a block
@@ -300,6 +303,7 @@ class CorpusRows:
     def state(self) -> dict[str, Any]:
         """Returns what, with the manifest, determines every step so far and to come: JSON values, the same on every rank."""
         return {
+            "state_version": STATE_VERSION,
             "order_version": ORDER_VERSION,
             "seed": self._seed,
             "packing": self._section.packing,
@@ -329,7 +333,7 @@ class CorpusRows:
 
     def _check_same(self, state: dict[str, Any]) -> None:
         mine = self.state()
-        for name in ("order_version", "seed", "packing", "sep_token"):
+        for name in ("state_version", "order_version", "seed", "packing", "sep_token"):
             if state.get(name) != mine[name]:
                 raise ValueError(
                     f"{name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
@@ -341,12 +345,18 @@ class CorpusRows:
                 f"--seq_length ({size}) must stay {before} with --packing=bestfit, whose rows are packed to that length; keep it, "
                 "or take the weights alone with --load_model_only"
             )
-        for name, (digest, num_files, num_tokens) in mine["manifest"].items():
+        for name, (digest, num_files, num_tokens, marks) in mine["manifest"].items():
             before = state["manifest"].get(name)
             if before is not None and before[0] != digest:
                 raise ValueError(
                     f"source ({name}) has changed since the checkpoint: {num_files} shards of {num_tokens} tokens, then "
                     f"{before[1]} of {before[2]}; restore its shards, and add new ones as a source of their own"
+                )
+            shard = changed_shard(self.reader(name).source, before[3], marks) if before is not None else None
+            if shard is not None:
+                raise ValueError(
+                    f"shard ({shard}) has changed since the checkpoint, though its name and counts have not; restore it, or "
+                    "take the checkpoint's weights alone with --load_model_only"
                 )
         lost = sorted(set(state["history"][-1]["weights"]) - set(mine["manifest"]))
         if self._corpus.discovered and lost:

@@ -10,7 +10,7 @@ import pytest
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.history import History, Segment
 from fms_fsdp.data.mixture import slot_quotas
-from tests.data.corpora import Files, write_corpus
+from tests.data.corpora import Files, write_corpus, write_lists
 from tests.data.oracle import Used, check_epoch, check_step, rows_of
 
 SIZES = {"a": [6000], "b": [3000, 2000], "c": [1500]}
@@ -248,6 +248,35 @@ def test_a_changed_source_is_refused_by_name_and_a_missing_one_too(tmp_path: Pat
     other = write_corpus(tmp_path / "b", SIZES, seed=9)
     with other.stream(4, seq_length=32) as stream, pytest.raises(ValueError, match=r"source \(a\) has changed"):
         stream.load_state_dict(state, 0)
+
+
+@pytest.mark.parametrize("number", [0, 7, 15])
+def test_a_shard_written_anew_with_equal_counts_is_refused_by_name(tmp_path: Path, number: int) -> None:
+    files = write_corpus(tmp_path, {"a": [400] * 16, "b": [900]})
+    with files.stream(4, seq_length=32) as stream:
+        state = stream.state_dict()
+    path = tmp_path / "a" / f"shard-{number:05d}.arrow"
+    text = [document[:-1] for document in files.documents["a"][number]]
+    dtype = ("uint16", "uint32")[number % 2]
+    write_lists(path, text, dtype=dtype)
+    with files.stream(4, seq_length=32) as stream:
+        assert stream.load_state_dict(state, 0) == []  # the same tokens again
+    write_lists(path, [np.where(document > 100, document - 1, document) for document in text], dtype=dtype)
+    match = (
+        rf"shard \(a/{path.name}\) has changed since the checkpoint, though its name and counts have not; restore it"
+    )
+    with files.stream(4, seq_length=32) as stream, pytest.raises(ValueError, match=match):
+        stream.load_state_dict(state, 0)
+    path.unlink()
+    with files.stream(4, seq_length=32, on_missing="mask") as stream:
+        assert stream.load_state_dict(state, 0) == []
+
+
+def test_a_state_of_another_form_is_refused(files: Files) -> None:
+    with files.stream(4, seq_length=32) as stream:
+        state = {name: value for name, value in stream.state_dict().items() if name != "state_version"}
+        with pytest.raises(ValueError, match=r"state_version \(2\) is None in the checkpoint's data state"):
+            stream.load_state_dict(state, 0)
 
 
 def test_a_moved_corpus_is_the_same_corpus(tmp_path: Path) -> None:
