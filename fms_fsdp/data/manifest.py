@@ -12,8 +12,8 @@ are counted from their own metadata. A source is named by its folder; its shards
 from __future__ import annotations
 
 import contextlib
-import csv
 import difflib
+import gc
 import hashlib
 import os
 import posixpath
@@ -244,10 +244,9 @@ def _clean(names: Iterable[str]) -> tuple[str, ...]:
 
 def _source_names(section: DataConfig, paths: list[str]) -> tuple[str, ...]:
     """The sources named, or all found but those of a data root within this one (`prepare --split` writes validation/ with its own meta/)."""
-    with_shards = {
-        path.rpartition("/")[0] or "." for path in paths if path.endswith(SUFFIX) and not path.startswith(f"{META}/")
-    }
     if not section.datasets:
+        with_shards = {path.rpartition("/")[0] for path in paths if path.endswith(SUFFIX)}
+        with_shards = {name or "." for name in with_shards if not f"{name}/".startswith(f"{META}/")}
         roots = {path.rpartition(f"/{META}/")[0] for path in paths if f"/{META}/" in path and path.endswith(".csv")}
         with_shards = {name for name in with_shards if not any(f"{name}/".startswith(f"{root}/") for root in roots)}
         if not with_shards:
@@ -294,18 +293,13 @@ def _read_counts(files: Files, paths: list[str], names: tuple[str, ...]) -> dict
     for table in paths:
         if not (table.startswith(f"{META}/") and "counts" in table and table.endswith(".csv")):
             continue
-        text = files.pread(table, files.size(table), 0).decode()
-        for line, row in enumerate(csv.reader(text.splitlines())):
-            if line == 0 or not row:
-                continue
-            try:
-                path, docs, tokens = row[0].lstrip("/"), int(row[1]), int(row[2])
-            except (ValueError, IndexError):
-                raise ValueError(
-                    f"counts file ({table}) must hold `dataset/filename,documents,tokens`, not {','.join(row)!r} in line "
-                    f"{line + 1}; correct or remove it"
-                ) from None
-            counts[path] = (docs, tokens)
+        try:
+            counts.update(_parse_counts(files.pread(table, files.size(table), 0)))
+        except (ValueError, LookupError) as error:  # pyarrow's are of these kinds
+            raise ValueError(
+                f"counts file ({table}) must hold `dataset/filename,documents,tokens`: {' '.join(str(error).split())}; "
+                "correct or remove it"
+            ) from None
     known = set(paths)
     for path in [path for path in counts if path not in known]:
         for name in names:
@@ -313,6 +307,31 @@ def _read_counts(files: Files, paths: list[str], names: tuple[str, ...]) -> dict
             if at > 0:  # written under another root
                 counts.setdefault(path[at:], counts[path])
     return counts
+
+
+def _parse_counts(data: bytes) -> dict[str, tuple[int, int]]:
+    """Returns (documents, tokens) by path. Raises: ValueError, LookupError, naming the row (the header is row 1)."""
+    from pyarrow import BufferReader, csv
+
+    if not data.partition(b"\n")[2].strip():
+        return {}
+    table = csv.read_csv(
+        BufferReader(data),
+        csv.ReadOptions(use_threads=False, autogenerate_column_names=True, skip_rows=1),
+        convert_options=csv.ConvertOptions(
+            column_types={"f0": "string", "f1": "int64", "f2": "int64"},
+            include_columns=["f0", "f1", "f2"],
+            null_values=[],
+        ),
+    )
+    paths, docs, tokens = (column.to_pylist() for column in table.columns)
+    collecting = gc.isenabled()
+    gc.disable()  # 100,000 tuples in a row: the collector would look through all of torch's objects again and again
+    try:
+        return dict(zip((path.lstrip("/") for path in paths), zip(docs, tokens, strict=True), strict=True))
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _check_listing(files: Files, name: str, listed: list[str], missing: list[str], may_miss: bool) -> None:
