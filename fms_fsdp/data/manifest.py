@@ -130,14 +130,14 @@ def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards
     """
     files = files or _open_root(section.data_path)
     shards = _find_shards(files)
-    names = _source_names(section, shards)
+    names = _source_names(section, files.root, shards)
     counts = _read_counts(files, shards, names)
     listed = {name: _shards_of(name, shards) for name in names}
     missing = sorted(set(counts).difference(shards))
     for name in names:
         _check_listing(files, name, listed[name], _shards_of(name, missing), section.on_missing == "mask")
     opened = _open_some(files, listed, counts, section.on_missing == "mask")
-    sep_token = _sep_token(section, names, listed, opened)
+    sep_token = _sep_token(section, files.root, names, listed, opened)
     weights = dict(zip(_clean(section.datasets), section.weights, strict=True)) if section.weights else {}
     sources = []
     for name in sorted(names):
@@ -244,7 +244,7 @@ def _clean(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(posixpath.normpath(name) for name in names)
 
 
-def _source_names(section: DataConfig, paths: list[str]) -> tuple[str, ...]:
+def _source_names(section: DataConfig, root: str, paths: list[str]) -> tuple[str, ...]:
     """The sources named, or all found but those of a data root within this one (`prepare --split` writes validation/ with its own meta/)."""
     if not section.datasets:
         with_shards = {path.rpartition("/")[0] for path in paths if path.endswith(SUFFIX)}
@@ -252,9 +252,7 @@ def _source_names(section: DataConfig, paths: list[str]) -> tuple[str, ...]:
         roots = {path.rpartition(f"/{META}/")[0] for path in paths if f"/{META}/" in path and path.endswith(".csv")}
         with_shards = {name for name in with_shards if not any(f"{name}/".startswith(f"{root}/") for root in roots)}
         if not with_shards:
-            raise FileNotFoundError(
-                f"--data_path ({section.data_path}) holds no {SUFFIX} shards; {_text_remedy(paths)}"
-            )
+            raise FileNotFoundError(f"--data_path ({root}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
         names = tuple(sorted(with_shards))
     else:
         names = _clean(section.datasets)
@@ -263,9 +261,9 @@ def _source_names(section: DataConfig, paths: list[str]) -> tuple[str, ...]:
             "/".join(folder.split("/")[: depth + 1]) for folder in folders for depth in range(folder.count("/") + 1)
         }
         for name in names:
-            if name not in known and not os.path.isdir(os.path.join(section.data_path, name)):
+            if name not in known and not os.path.isdir(os.path.join(root, name)):
                 raise FileNotFoundError(
-                    f"--datasets ({name}) is not a folder in {section.data_path}; {nearest(name, known - {META, '.'})}"
+                    f"--datasets ({name}) is not a folder in {root}; {nearest(name, known - {META, '.'})}"
                 )
     for name in names:
         if names.count(name) > 1:
@@ -383,7 +381,7 @@ def _open_some(
 
 
 def _sep_token(
-    section: DataConfig, names: tuple[str, ...], listed: dict[str, list[str]], opened: dict[str, Shard]
+    section: DataConfig, root: str, names: tuple[str, ...], listed: dict[str, list[str]], opened: dict[str, Shard]
 ) -> int:
     """Returns the separator: the flag, else the one that all shards name."""
     said = {int(shard.metadata["sep_token"]): path for path, shard in opened.items() if shard.metadata.get("sep_token")}
@@ -420,7 +418,7 @@ def _sep_token(
                 raise ValueError(
                     f"sep_token is not said by shard {path}; set --sep_token to the id that ends a document ({hint})"
                 )
-    raise FileNotFoundError(f"--data_path ({section.data_path}) holds no readable shard; restore one")
+    raise FileNotFoundError(f"--data_path ({root}) holds no readable shard; restore one")
 
 
 def _vocab_size(opened: dict[str, Shard]) -> int | None:
