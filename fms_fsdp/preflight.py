@@ -140,7 +140,11 @@ def _check_checkpoint(parsed: Parsed[TrainConfig], found: Preflight, checkpoint:
     saved = checkpoint.state["resolved"]
     for name, value in asdict(found.model).items():
         theirs = saved["model"].get(name)
-        if name not in ("attn_impl", "init_std", "max_seq_len") and theirs != value:
+        if name == "max_seq_len":
+            if found.model.pos_emb != "learned":
+                continue
+            name = "seq_length"  # a row of weights for every position
+        if name not in ("attn_impl", "init_std") and theirs != value:
             raise ValueError(
                 f"--{name} ({value}) must be that of the checkpoint {checkpoint.folder} ({theirs}); "
                 f"set it so, or choose another --run_name"
