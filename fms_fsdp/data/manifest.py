@@ -36,7 +36,6 @@ TEXT_SUFFIXES = (".parquet", ".jsonl", ".json", ".txt", ".gz", ".zst")
 META = "meta"
 OPENED_AT_START = 256  # a corpus of at most so many shards has them all checked before training
 _SAMPLED_DOCUMENTS = 16
-_THREADS = 16  # that open shards in an object store
 _SAMPLED_SHARDS, _SAMPLED_BYTES = 16, 4096
 
 
@@ -311,18 +310,16 @@ def _read_counts(files: Files, paths: list[str], names: tuple[str, ...]) -> dict
 
 def _parse_counts(data: bytes) -> dict[str, tuple[int, int]]:
     """Returns (documents, tokens) by path. Raises: ValueError, LookupError, naming the row (the header is row 1)."""
-    from pyarrow import BufferReader, csv
+    from pyarrow import BufferReader, csv, system_memory_pool
 
     if not data.partition(b"\n")[2].strip():
         return {}
+    types = {"f0": "string", "f1": "int64", "f2": "int64"}
     table = csv.read_csv(
         BufferReader(data),
         csv.ReadOptions(use_threads=False, autogenerate_column_names=True, skip_rows=1),
-        convert_options=csv.ConvertOptions(
-            column_types={"f0": "string", "f1": "int64", "f2": "int64"},
-            include_columns=["f0", "f1", "f2"],
-            null_values=[],
-        ),
+        convert_options=csv.ConvertOptions(column_types=types, include_columns=list(types), null_values=[]),
+        memory_pool=system_memory_pool(),  # pyarrow's own would keep 24 MiB
     )
     paths, docs, tokens = (column.to_pylist() for column in table.columns)
     collecting = gc.isenabled()
@@ -373,10 +370,8 @@ def _open_some(
                 return None
             raise
 
-    # Threads pay where a read takes milliseconds; in the page cache they wait for one another, and take three times as long.
-    shared = files.clone() is files  # by several threads
-    with ThreadPoolExecutor(_THREADS if shared else 1, thread_name_prefix="counts") as pool:
-        found = list((pool.map if shared else map)(try_open, every))
+    with ThreadPoolExecutor(files.num_threads, thread_name_prefix="counts") as pool:
+        found = list((pool.map if files.num_threads > 1 else map)(try_open, every))
     return {path: shard for path, shard in zip(every, found, strict=True) if shard is not None}
 
 

@@ -63,6 +63,8 @@ class RemoteFiles:
     `counters` say what it cost. `cache_bytes`: default 16 GiB, or a quarter of the free disk shared by the ranks of this node if less.
     """
 
+    num_threads = NUM_THREADS
+
     def __init__(
         self,
         data_path: str,
