@@ -1,6 +1,6 @@
 """Trains a Llama: the whole flow, once.
 
-flags → config → preflight (world, mesh, data, memory) → process group → model (meta → AC → compile → FSDP → init)
+flags → config → preflight (world, mesh, data, checkpoint, memory) → process group → model (meta → AC → compile → FSDP → init)
       → data stream → optimizer → resume → loop → reports, checkpoints, traces
 
 torchrun --nproc_per_node=8 main_training.py --model_variant=7b --sharding_strategy=hsdp --data_path=DIR
@@ -12,7 +12,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.flags import Parsed, describe, parse_with_origins
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from fms_fsdp.models.llama import Llama
     from fms_fsdp.preflight import Preflight
+    from fms_fsdp.runtime import Phases
 
 
 def main(argv: list[str]) -> int:
@@ -36,99 +37,102 @@ def main(argv: list[str]) -> int:
             from fms_fsdp import runtime  # torch: not before the flags are known to be good
             from fms_fsdp.preflight import preflight
 
+            phases = runtime.Phases()
+            phases.done("launch")
             world = runtime.World.from_env()
             runtime.set_up_log(world)
             found = preflight(parsed, world)
+            phases.done("checks")
         launch.step = found.start
-        if found.start == parsed.config.training.num_steps:
+        if found.start == found.num_steps:
             launch.reason = f"already finished at step {found.start}; raise --num_steps or choose another --run_name"
             launch.outcome = FINISHED
             runtime.log.info(launch.reason)
         else:
-            launch.outcome = run(parsed, found, launch)
+            launch.outcome = run(parsed, found, launch, phases)
             runtime.stop()
     return launch.exit_status
 
 
-def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch) -> str:
+def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: Phases) -> str:
     """Builds everything and trains (collective: every rank); returns FINISHED or RESUME_ME."""
     from fms_fsdp import runtime
-    from fms_fsdp.checkpoint.checkpointer import save_checkpoint
+    from fms_fsdp.guards import BadSteps, Watchdog
+    from fms_fsdp.limits import Limits, StopSignal
+    from fms_fsdp.observe.culprit import describe_data
     from fms_fsdp.observe.profiler import build_profiler
     from fms_fsdp.observe.report import build_reporter
     from fms_fsdp.observe.run_folder import open_run_folder
     from fms_fsdp.optim.schedules import cosine_with_warmup
-    from fms_fsdp.preflight import open_stream
+    from fms_fsdp.preflight import announce, open_stream
+    from fms_fsdp.saving import Saver
     from fms_fsdp.train import Hooks, Recipe, train
 
-    cfg, world, device, num_steps = parsed.config, found.world, found.device, parsed.config.training.num_steps
-    folder = Path(cfg.output_dir)
+    cfg, world, device = parsed.config, found.world, found.device
+    folder, signals = Path(cfg.output_dir), StopSignal()
     with checking_input():
         stream = open_stream(cfg, found)
+    phases.done("data")
     runtime.start(cfg.parallel, cfg.training, world, device, group=found.layout.strategy != "none")
-    attempt = open_run_folder(folder, as_dict(cfg), found.resolved(), world.rank)
+    with checking_input():
+        attempt = open_run_folder(folder, Path(cfg.ckpt_save_path), as_dict(cfg), found.resolved(), world)
     if world.rank == 0:
         launch.write(RUNNING)
     runtime.log.info("%s\n%s", describe(parsed), found.summary())
-
+    announce(cfg, found)
+    phases.done("group")
     model, optimizer = build(cfg, found)
+    phases.done("model")
+    found, stream = restore(parsed, found, stream, model, optimizer)
+    phases.done("load")
     learning_rate = partial(
         cosine_with_warmup,
         peak=cfg.optim.learning_rate,
-        warmup_steps=cfg.warmup_steps,
-        num_steps=num_steps,
+        warmup_steps=cfg.optim.warmup(found.num_steps),
+        num_steps=found.num_steps,
         min_ratio=cfg.optim.min_lr_ratio,
     )
     reporter = build_reporter(
         folder,
         found,
         attempt=attempt,
-        num_steps=num_steps,
+        phases=phases,
         report_interval=cfg.log.report_interval,
+        spike_threshold=cfg.training.spike_threshold,
         learning_rate=learning_rate,
         consumption=getattr(stream, "consumption", dict),
     )
-
-    def save(step: int, now: bool) -> None:
-        launch.step = step
-        interval = cfg.checkpoint.checkpoint_interval
-        if now or step == num_steps or (interval and step % interval == 0):
-            state = {
-                "tokens_seen": reporter.tokens_seen(step),
-                "data": stream.state_dict(),
-                "config": as_dict(cfg),
-                "resolved": found.resolved(),
-            }
-            path = save_checkpoint(Path(cfg.ckpt_save_path), step, model, optimizer, state, attempt=attempt)
-            runtime.log.info("saved %s", path)
-
+    saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt)
+    limits = Limits(cfg.training, folder, world.rank, found.start, reporter.tokens_per_step, signals, saver.save_s)
+    limits.remove_stop_file()
+    bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter))
+    watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", world.rank, launch.fail)
     recipe = Recipe(
         model, optimizer, device, found.layout, found.batch, cfg.optim.grad_clip, cfg.data.document_mask, learning_rate
     )
-    signals = runtime.StopSignal()
     try:
         with build_profiler(cfg.log, folder / "profile_traces", device, world.rank) as profiler:
-            hooks = Hooks(reporter.report, save, profiler.step, signals.agreed)
-            launch.step = train(recipe, stream, hooks, found.start, num_steps)
+            hooks = Hooks(watchdog.feed, bad_steps.check, reporter.report, profiler.step, limits.stop_after, saver.save)
+            launch.step = train(recipe, stream, hooks, found.start, found.num_steps)
+        bad_steps.flush()
     finally:
+        saver.close()
+        watchdog.close()
         stream.close()
         reporter.close()
-    if launch.step < num_steps:
-        launch.reason = f"stopped by {signals.name or 'another rank'} at step {launch.step}; start it again to go on"
-        runtime.log.info(launch.reason)
-        return RESUME_ME
-    launch.reason = f"finished {num_steps} steps"
+    done = launch.step == found.num_steps
+    launch.reason = (
+        f"finished {launch.step} steps" if done else f"{limits.reason}, at step {launch.step}; start it again to go on"
+    )
     runtime.log.info("%s: %s", launch.reason, folder)
-    return FINISHED
+    return FINISHED if done else RESUME_ME
 
 
 def build(cfg: TrainConfig, found: Preflight) -> tuple[Llama, torch.optim.AdamW]:
-    """Model and optimizer with the weights and moments they start from (collective: every rank)."""
-    from fms_fsdp.checkpoint.checkpointer import load_checkpoint
+    """Model and optimizer, sharded, with fresh weights (collective: every rank)."""
     from fms_fsdp.mesh import build_mesh
     from fms_fsdp.optim.optimizers import build_optimizer
     from fms_fsdp.parallel.parallelize import parallelize
-    from fms_fsdp.runtime import log
 
     model = parallelize(
         found.model,
@@ -139,11 +143,32 @@ def build(cfg: TrainConfig, found: Preflight) -> tuple[Llama, torch.optim.AdamW]
         mixed_precision=found.mixed_precision,
         seed=cfg.training.seed,
     )
-    optimizer = build_optimizer(cfg.optim, model)
-    if found.checkpoint is not None:
-        load_checkpoint(found.checkpoint, model, optimizer if found.continues else None)
-        log.info("%s from %s", "resumed" if found.continues else "took weights", found.checkpoint.folder)
-    return model, optimizer
+    return model, build_optimizer(cfg.optim, model)
+
+
+def restore(
+    parsed: Parsed[TrainConfig], found: Preflight, stream: Any, model: Llama, optimizer: torch.optim.AdamW
+) -> tuple[Preflight, Any]:
+    """Loads the checkpoint that `found` names, or, where its files turn out to be damaged, the newest sound one before it (collective: every rank)."""
+    from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
+    from fms_fsdp.preflight import announce, open_stream, start_from
+    from fms_fsdp.resume import find_start
+    from fms_fsdp.runtime import log
+
+    damaged: list[Path] = []
+    while found.checkpoint is not None:
+        try:
+            load_checkpoint(found.checkpoint, model, optimizer if found.continues else None)
+            break
+        except DamagedCheckpoint as error:
+            log.error("%s; looking for an older one", error)
+            damaged.append(error.folder)
+        with checking_input():
+            stream.close()
+            found = start_from(parsed, found, find_start(parsed.config, damaged))
+            stream = open_stream(parsed.config, found)
+        announce(parsed.config, found)
+    return found, stream
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 
 def flag(
@@ -26,9 +26,14 @@ def flag(
     minimum: float | None = None,
     maximum: float | None = None,
     advanced: bool = False,
+    resume: str = "",
 ) -> Any:
-    """A dataclass field with its documentation: what `--help` prints and what a value must satisfy."""
-    metadata = dict(help=help, choices=choices, minimum=minimum, maximum=maximum, advanced=advanced)
+    """A dataclass field with its documentation: what `--help` prints and what a value must satisfy.
+
+    `resume`: what another value does to a run that goes on from a checkpoint: "free", it trains the same; "announced", it takes effect from there
+    on and is logged; "refused"; "" is the section's own `RESUME`.
+    """
+    metadata = dict(help=help, choices=choices, minimum=minimum, maximum=maximum, advanced=advanced, resume=resume)
     if isinstance(default, list | dict):
         raise TypeError("a flag's default must be immutable")
     return field(default=default, metadata=metadata)
@@ -58,7 +63,9 @@ def parse_selective_checkpointing(text: str) -> Fraction:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model: a variant by name, and overrides of its fields."""
+    """The model: a variant by name, and overrides of its fields. On resume they must come to the checkpoint's model."""
+
+    RESUME: ClassVar[str] = "refused"
 
     model_variant: str = flag("7b", "the Llama variant, by name; an unknown name lists all of them")
     num_layers: int | None = flag(None, "transformer blocks (default: the variant's)", minimum=1)
@@ -76,7 +83,9 @@ class ModelConfig:
     norm_eps: float | None = flag(None, "epsilon inside the norms (default: the variant's)", minimum=0)
     vocab_size: int | None = flag(None, "rows of the embedding (default: the data's, else the variant's)", minimum=2)
     tie_embeddings: bool | None = flag(None, "share the embedding with the output head (default: the variant's)")
-    init_std: float | None = flag(None, "standard deviation of initial weights (default: the variant's)", minimum=0)
+    init_std: float | None = flag(
+        None, "standard deviation of initial weights (default: the variant's)", minimum=0, resume="free"
+    )
     norm: str = flag("rmsnorm", "normalization layer", choices=("rmsnorm", "layernorm"), advanced=True)
     pos_emb: str = flag("rope", "positional encoding", choices=("rope", "learned"), advanced=True)
     attn_impl: str = flag(
@@ -84,6 +93,7 @@ class ModelConfig:
         "backend of scaled_dot_product_attention; auto leaves the choice to torch",
         choices=("auto", "flash", "efficient", "math"),
         advanced=True,
+        resume="free",
     )
 
 
@@ -91,24 +101,30 @@ class ModelConfig:
 class DataConfig:
     """The data: which sources, in which proportions, cut into which sequences."""
 
+    RESUME: ClassVar[str] = "announced"
+
     use_dummy_dataset: bool = flag(False, "train on synthetic tokens: no files, no cost, for tests and benchmarks")
-    data_path: str = flag("", "folder with one subfolder of token shards per source (see `python -m fms_fsdp prepare`)")
+    data_path: str = flag(
+        "", "folder with one subfolder of token shards per source (see `python -m fms_fsdp prepare`)", resume="free"
+    )
     datasets: tuple[str, ...] = flag((), "sources to train on, subfolders of data_path (default: all of them)")
     weights: tuple[float, ...] = flag((), "share of tokens of each dataset, in their order (default: by their size)")
     seq_length: int = flag(4096, "tokens in a row: the context length trained on", minimum=1)
     sep_token: int | None = flag(
-        None, "token id that ends every document (default: the one the shards name)", minimum=0
+        None, "token id that ends every document (default: the one the shards name)", minimum=0, resume="refused"
     )
     logical_shards: int = flag(
         1024,
         "tapes read side by side, shared out by weight; more shuffle wider, fewer read less",
         minimum=1,
         advanced=True,
+        resume="free",
     )
     packing: str = flag(
         "concat",
         "how documents fill rows: cut anywhere, or best-fit with few cuts",
         choices=("concat", "bestfit"),
+        resume="refused",
     )
     document_mask: bool = flag(False, "attention stays within a document and positions restart with it")
     skip_steps: str = flag("", "a:b passes over the rows planned for steps a to b-1, after a loss spike")
@@ -117,8 +133,11 @@ class DataConfig:
         "a shard that cannot be read stops the run, or its rows are masked",
         choices=("error", "mask"),
         advanced=True,
+        resume="free",
     )
-    max_epochs: float | None = flag(None, "refuse a run that would read any source more often than this", minimum=0)
+    max_epochs: float | None = flag(
+        None, "refuse a run that would read any source more often than this", minimum=0, resume="free"
+    )
     dataset_builder: str = flag("", "module:function that builds your own stream (see docs/data.md)", advanced=True)
     data_kwargs: tuple[str, ...] = flag((), "key=value,… handed to dataset_builder", advanced=True)
 
@@ -150,6 +169,8 @@ class DataConfig:
 class ParallelConfig:
     """How the model is spread over devices, in which precision, and what is recomputed."""
 
+    RESUME: ClassVar[str] = "free"
+
     sharding_strategy: str | None = flag(
         None,
         "fsdp shards over all devices, hsdp within groups, ddp replicates, none is one process "
@@ -162,8 +183,11 @@ class ParallelConfig:
     mixed_precision: bool | None = flag(
         None,
         "bf16 compute with fp32 master weights and reductions (default: on where the hardware computes bf16)",
+        resume="announced",
     )
-    reduce_dtype: str = flag("fp32", "precision of gradient reductions", choices=("fp32", "bf16"), advanced=True)
+    reduce_dtype: str = flag(
+        "fp32", "precision of gradient reductions", choices=("fp32", "bf16"), advanced=True, resume="announced"
+    )
     fsdp_activation_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")
     selective_checkpointing: str = flag(
         "1", "share of blocks that recompute, evenly spaced: 1, 1/2, 0.33 or every:k", advanced=True
@@ -203,6 +227,8 @@ class ParallelConfig:
 class OptimConfig:
     """AdamW and the learning-rate schedule."""
 
+    RESUME: ClassVar[str] = "announced"
+
     learning_rate: float = flag(3e-4, "peak learning rate, reached at the end of the warm-up", minimum=0)
     warmup_steps: int | None = flag(
         None, "steps of linear warm-up (default: 5 % of num_steps, at most 2000)", minimum=0
@@ -214,13 +240,33 @@ class OptimConfig:
     weight_decay: float = flag(0.1, "decoupled weight decay of matrices; norms have none", minimum=0)
     grad_clip: float = flag(1.0, "largest global norm of the gradient; 0 does not clip", minimum=0)
 
+    def warmup(self, num_steps: int) -> int:
+        """Steps of warm-up in a run of `num_steps`.
+
+        Raises:
+            ValueError: more are asked for than the run has.
+        """
+        if self.warmup_steps is None:
+            return min(2000, max(1, num_steps // 20))
+        if self.warmup_steps > num_steps:
+            raise ValueError(
+                f"--warmup_steps ({self.warmup_steps}) must not exceed --num_steps ({num_steps}); lower it"
+            )
+        return self.warmup_steps
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """How long, in which batches, from which seed."""
 
-    seed: int = flag(2023, "seed of weights and data order", minimum=0)
-    num_steps: int = flag(1000, "optimizer steps in total, those before a resume included", minimum=1)
+    RESUME: ClassVar[str] = "announced"
+
+    seed: int = flag(2023, "seed of weights and data order", minimum=0, resume="refused")
+    num_steps: int | None = flag(
+        None, "optimizer steps in total, those before a resume included (default: 1000)", minimum=1
+    )
+    num_tokens: int | None = flag(None, "length of the run in tokens instead, such as 300B", minimum=1)
+    num_samples: int | None = flag(None, "length of the run in rows of seq_length tokens instead", minimum=1)
     batch_size: int | None = flag(
         None, "rows per data-parallel rank and micro-step (default: 2, or from the other two)", minimum=1
     )
@@ -233,25 +279,95 @@ class TrainingConfig:
     deterministic: bool = flag(
         False, "use only deterministic kernels (slower; CPU runs always repeat bit for bit)", advanced=True
     )
+    max_bad_steps: int = flag(
+        10,
+        "steps in a row whose gradient is not finite before the run fails; such steps change nothing; 0 never fails",
+        minimum=0,
+        resume="free",
+    )
+    spike_threshold: float = flag(
+        6.0,
+        "log a loss that lies this many deviations above its recent mean; 0 does not look",
+        minimum=0,
+        advanced=True,
+        resume="free",
+    )
+    exit_interval: int | None = flag(
+        None, "end this launch after so many steps of its own; the same command goes on", minimum=1, resume="free"
+    )
+    exit_tokens: int | None = flag(None, "end this launch after so many tokens of its own", minimum=1, resume="free")
+    exit_duration_in_mins: float | None = flag(
+        None,
+        "end this launch in time to be done, checkpoint included, so many minutes after its start",
+        minimum=0,
+        resume="free",
+    )
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("num_steps", "num_tokens", "num_samples") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"--{given[1]} ({getattr(self, given[1])}) must not be given beside --{given[0]}; choose one of them"
+            )
+
+    def steps_at(self, rows: int, seq_length: int, start: int = 0, tokens_seen: int = 0) -> int:
+        """The run's last step, at `rows` of `seq_length` tokens a step from `start` on, where `tokens_seen` were behind it."""
+        if self.num_tokens is None and self.num_samples is None:
+            return 1000 if self.num_steps is None else self.num_steps
+        tokens = self.num_tokens if self.num_tokens is not None else (self.num_samples or 0) * seq_length
+        return max(start, start + -(-(tokens - tokens_seen) // (rows * seq_length)), 1)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, where, and what a run starts from."""
+    """What is saved, where, what is kept, and what a run starts from."""
+
+    RESUME: ClassVar[str] = "free"
 
     ckpt_save_path: str = flag(
         "", "folder of checkpoints (default: checkpoints/ in the run folder); a complete one there is resumed"
     )
     ckpt_load_path: str = flag("", "checkpoint root or step folder to start from when ckpt_save_path holds none")
     load_model_only: bool = flag(False, "take only the weights of ckpt_load_path: fresh optimizer, step 0, fresh data")
+    resume: str = flag(
+        "auto",
+        "go on from the newest sound checkpoint if there is one, insist on one, or insist on a fresh start",
+        choices=("auto", "must", "never"),
+    )
+    resume_step: int | None = flag(
+        None,
+        "go back to the checkpoint of this step and set later ones aside; those then made with this flag are gone on from",
+        minimum=1,
+    )
     checkpoint_interval: int = flag(
         1000, "steps between checkpoints; the last step is always saved; 0 saves only that", minimum=0
     )
+    checkpoint_schedule: str = flag(
+        "",
+        "in its place: 10@100,18@1000,1500 saves every 10 steps up to 100, from there every 18 up to 1000, then every 1500",
+    )
+    async_checkpoint: bool = flag(
+        True, "write checkpoints in the background: training waits only for the copy to host memory"
+    )
+    keep_last_n: int = flag(
+        0, "keep the newest N checkpoints, delete others once a new one is complete; 0 keeps all", minimum=0
+    )
+    keep_every: int = flag(0, "beside keep_last_n keep the multiples of this for ever", minimum=0)
+    keep_best: int = flag(0, "beside keep_last_n keep the N of the lowest validation loss", minimum=0)
+    keep_steps: tuple[int, ...] = flag((), "beside keep_last_n keep these steps for ever", minimum=1)
+
+    def __post_init__(self) -> None:
+        if not self.keep_last_n and (self.keep_every or self.keep_best or self.keep_steps):
+            raise ValueError("--keep_last_n (0) keeps every checkpoint; set it, or leave out the other --keep_ flags")
+        if self.resume_step is not None and self.resume == "never":
+            raise ValueError(f"--resume_step ({self.resume_step}) needs a checkpoint; leave out --resume=never")
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """Where a run lives and what it tells."""
+
+    RESUME: ClassVar[str] = "free"
 
     output_dir: str = flag("", "the run folder (default: runs/<run_name>)")
     run_name: str = flag("", "name of the run (default: the variant and a hash of what is trained)")
@@ -275,21 +391,12 @@ class TrainConfig:
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
-        warmup = self.optim.warmup_steps
-        if warmup is not None and warmup > self.training.num_steps:
-            raise ValueError(
-                f"--warmup_steps ({warmup}) must not exceed --num_steps ({self.training.num_steps}); lower it"
-            )
+        if self.training.num_steps is not None:
+            self.optim.warmup(self.training.num_steps)
         if self.checkpoint.load_model_only and not self.checkpoint.ckpt_load_path:
             raise ValueError("--load_model_only (True) needs the weights' place; add --ckpt_load_path=FOLDER")
         if "/" in self.log.run_name:
             raise ValueError(f"--run_name ({self.log.run_name}) must not contain '/'; use --output_dir for a path")
-
-    @property
-    def warmup_steps(self) -> int:
-        """Steps of warm-up, the default derived from num_steps."""
-        given = self.optim.warmup_steps
-        return min(2000, max(1, self.training.num_steps // 20)) if given is None else given
 
     @property
     def run_name(self) -> str:
@@ -299,7 +406,10 @@ class TrainConfig:
         content = dataclasses.asdict(self)
         for section in ("checkpoint", "log"):
             del content[section]
-        del content["training"]["num_steps"], content["data"]["skip_steps"]
+        for name, declared in type(self.training).__dataclass_fields__.items():
+            if name in ("num_steps", "num_tokens", "num_samples") or declared.metadata.get("resume") == "free":
+                del content["training"][name]
+        del content["data"]["skip_steps"]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.model.model_variant}-{digest}"
 

@@ -57,6 +57,7 @@ class Field:
     minimum: float | None
     maximum: float | None
     advanced: bool
+    resume: str
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def declared_fields(config_type: type[Any]) -> dict[str, Field]:
         if dataclasses.is_dataclass(inner) and isinstance(inner, type):
             for name, spec in declared_fields(inner).items():
                 assert name not in found, f"flag {name} is declared in two sections"
-                found[name] = dataclasses.replace(spec, section=item.name)
+                resume = spec.resume or getattr(inner, "RESUME", "")
+                found[name] = dataclasses.replace(spec, section=item.name, resume=resume)
         else:
             found[item.name] = Field(item.name, "", inner, item.default, **item.metadata)
     return found
@@ -323,11 +325,13 @@ def markdown(config_type: type[Any]) -> str:
                 continue
             if advanced:
                 lines.append("\nAdvanced: keep the default unless you know why.\n")
-            lines += ["| flag | type | default | meaning |", "|---|---|---|---|"]
+            lines += ["| flag | type | default | on resume | meaning |", "|---|---|---|---|---|"]
             for spec in rows:
                 choices = f" One of {', '.join(f'`{choice}`' for choice in spec.choices)}." if spec.choices else ""
                 default = f"`{_shown_default(spec.default)}`"
-                lines.append(f"| `--{spec.name}` | {_type_name(spec.type)} | {default} | {spec.help}.{choices} |")
+                lines.append(
+                    f"| `--{spec.name}` | {_type_name(spec.type)} | {default} | {spec.resume} | {spec.help}.{choices} |"
+                )
     return "\n".join(lines) + "\n"
 
 
@@ -341,7 +345,10 @@ earlier one, flags win over files. A file holds flags by name, at its top or in 
 by their bare name. A useful split is one file for the model and one for the site: `--config=model.toml,site.toml`.
 
 Integers may be written `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`; booleans `true`/`false`, `yes`/`no`, `1`/`0` in any case; lists `a,b`. `none` clears an optional
-value. What is not known is an error that names the nearest flag; nothing is ignored. Checks run before any work, in this order: flags, world and mesh, data, memory."""
+value. What is not known is an error that names the nearest flag; nothing is ignored. Checks run before any work, in this order: flags, world and mesh, data, memory.
+
+The column "on resume" says what another value does to a run that goes on from a checkpoint: `free`, it trains the same; `announced`, it takes effect from there on and is
+logged; `refused`, it ends the launch with one line. For the model's flags it is the model they come to that must be the checkpoint's."""
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ comes to the same answer. Together with `main_training.py` this is the only modu
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 from fms_fsdp import runtime
-from fms_fsdp.checkpoint.checkpointer import Checkpoint, find_start
+from fms_fsdp.checkpoint.folders import Checkpoint
+from fms_fsdp.checkpoint.retention import parse_schedule
 from fms_fsdp.config import BatchPlan, TrainConfig, resolve_batch
 from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.stream import build_stream
@@ -26,6 +28,7 @@ from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.parallel.compile import check_compile
 from fms_fsdp.parallel.memory import check_memory, estimate_memory
+from fms_fsdp.resume import Start, check_model, differences, find_start, schedule_jump
 
 BATCH_FLAGS = ("batch_size", "grad_accum_steps", "global_batch_size")
 
@@ -41,8 +44,17 @@ class Preflight:
     corpus: Any
     model: LlamaConfig
     mixed_precision: bool
-    checkpoint: Checkpoint | None
-    continues: bool
+    begin: Start
+    num_steps: int
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        return self.begin.checkpoint
+
+    @property
+    def continues(self) -> bool:
+        """Whether step, optimizer and data go on from the checkpoint."""
+        return self.checkpoint is not None and self.begin.continues
 
     @property
     def start(self) -> int:
@@ -62,6 +74,7 @@ class Preflight:
             "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
             "model": asdict(self.model) | {"num_params": num_params(self.model)},
             "mixed_precision": self.mixed_precision,
+            "num_steps": self.num_steps,
             "versions": runtime.versions(),
         }
 
@@ -86,6 +99,7 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     """
     cfg = parsed.config
     resolve_model(cfg.model, seq_length=cfg.data.seq_length)
+    parse_schedule(cfg.checkpoint.checkpoint_schedule, cfg.checkpoint.checkpoint_interval)
     device = runtime.pick_device(world)
     layout = resolve_layout(
         cfg.parallel,
@@ -100,17 +114,50 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     corpus = _open_data(cfg)
     vocab_size = corpus.vocab_size if corpus is not None else None
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
-    checkpoint, own = find_start(cfg.ckpt_save_path, cfg.checkpoint.ckpt_load_path)
-    continues = own or not cfg.checkpoint.load_model_only
-    found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, checkpoint, continues)
-    if checkpoint is not None:
-        _check_checkpoint(parsed, found, checkpoint)
+    found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, Start(None, False, ""), 0)
+    found = start_from(parsed, found, find_start(cfg))
     holder = torch.device("cpu") if cfg.parallel.cpu_offload else device
     estimate = estimate_memory(model, layout, mixed_precision=mixed_precision)
     check_memory(estimate, holder, world.local_world_size)
     _make_writable("--output_dir", Path(cfg.output_dir))
     _make_writable("--ckpt_save_path", Path(cfg.ckpt_save_path))
+    _check_disk(Path(cfg.ckpt_save_path), 12 * num_params(model))
     return found
+
+
+def start_from(parsed: Parsed[TrainConfig], found: Preflight, begin: Start) -> Preflight:
+    """`found` with that start, and the number of steps that follows from it.
+
+    Raises:
+        ValueError: the checkpoint is of another model or batch, or already past the end.
+    """
+    training, batch = parsed.config.training, found.batch
+    found = replace(found, begin=begin)
+    num_steps = training.steps_at(batch.global_batch_size, found.model.max_seq_len, found.start, found.tokens_at_start)
+    parsed.config.optim.warmup(num_steps)
+    if begin.checkpoint is not None:
+        check_model(found.model, begin.checkpoint)
+        _check_continuation(parsed, found, begin.checkpoint, num_steps)
+    return replace(found, num_steps=num_steps)
+
+
+def announce(cfg: TrainConfig, found: Preflight) -> None:
+    """Logs what the run starts from, and what this launch changes in it."""
+    runtime.log.info(found.begin.why)
+    if found.continues:
+        for line in differences(cfg, found.resolved(), found.begin):
+            runtime.log.info(line)
+        if jump := schedule_jump(cfg, found.num_steps, found.begin):
+            runtime.log.warning(jump)
+
+
+def _check_disk(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(
+            f"--ckpt_save_path ({folder}) must have room for one checkpoint: {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; "
+            "free some or choose another folder"
+        )
 
 
 def _make_writable(flag: str, folder: Path) -> None:
@@ -135,35 +182,18 @@ def _open_data(cfg: TrainConfig) -> Any:
     return open_corpus(cfg.data)
 
 
-def _check_checkpoint(parsed: Parsed[TrainConfig], found: Preflight, checkpoint: Checkpoint) -> None:
-    """The checkpoint fits the model, the length and the batch asked for; a change of seed is said aloud."""
-    saved = checkpoint.state["resolved"]
-    for name, value in asdict(found.model).items():
-        theirs = saved["model"].get(name)
-        if name == "max_seq_len":
-            if found.model.pos_emb != "learned":
-                continue
-            name = "seq_length"  # a row of weights for every position
-        if name not in ("attn_impl", "init_std") and theirs != value:
-            raise ValueError(
-                f"--{name} ({value}) must be that of the checkpoint {checkpoint.folder} ({theirs}); "
-                f"set it so, or choose another --run_name"
-            )
-    num_steps = parsed.config.training.num_steps
+def _check_continuation(parsed: Parsed[TrainConfig], found: Preflight, checkpoint: Checkpoint, num_steps: int) -> None:
     if found.continues and num_steps < checkpoint.step:
         raise ValueError(
             f"--num_steps ({num_steps}) must not lie below the newest checkpoint (step {checkpoint.step} in {checkpoint.folder.parent}); "
             f"raise it or choose another --run_name"
         )
-    rows = saved["batch"]["global_batch_size"]
+    rows = checkpoint.state["resolved"]["batch"]["global_batch_size"]
     if found.continues and rows != found.batch.global_batch_size and not any(f in parsed.origins for f in BATCH_FLAGS):
         raise ValueError(
             f"--global_batch_size ({found.batch.global_batch_size}) must stay that of the checkpoint ({rows}) unless a batch flag is given; "
             f"add --global_batch_size={rows} to keep it"
         )
-    seed = checkpoint.state["config"]["training"]["seed"]
-    if seed != parsed.config.training.seed:
-        runtime.log.warning("--seed (%d) differs from the checkpoint's (%d)", parsed.config.training.seed, seed)
 
 
 def open_stream(cfg: TrainConfig, found: Preflight) -> Any:
@@ -188,9 +218,9 @@ def open_stream(cfg: TrainConfig, found: Preflight) -> Any:
         for change in stream.load_state_dict(found.checkpoint.state["data"], found.start) or ():
             runtime.log.info("from step %d on, %s", found.start + 1, change)
     last_step = getattr(stream, "last_step", None)
-    if last_step is not None and cfg.training.num_steps > last_step:
+    if last_step is not None and found.num_steps > last_step:
         raise ValueError(
-            f"--num_steps ({cfg.training.num_steps}) must not exceed {last_step}, the last step that --max_epochs ({cfg.data.max_epochs:g}) "
+            f"--num_steps ({found.num_steps}) must not exceed {last_step}, the last step that --max_epochs ({cfg.data.max_epochs:g}) "
             f"leaves the shortest source; lower it or raise --max_epochs"
         )
     return stream

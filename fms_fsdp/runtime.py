@@ -1,4 +1,4 @@
-"""The process: its place in the world, its device and precision, the process group, signals, and rank 0's log."""
+"""The process: its place in the world, its device and precision, the process group, and rank 0's log."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import logging
 import os
 import platform
 import random
-import signal
+import subprocess
 import sys
+import time
+import uuid
+import zlib
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -32,7 +35,6 @@ class World:
     local_rank: int
     world_size: int
     local_world_size: int
-    restart: int
 
     @staticmethod
     def from_env() -> World:
@@ -40,8 +42,7 @@ class World:
             return int(os.environ.get(name, default))
 
         size = read("WORLD_SIZE", 1)
-        restart = read("TORCHELASTIC_RESTART_COUNT", 0)
-        return World(read("RANK", 0), read("LOCAL_RANK", 0), size, read("LOCAL_WORLD_SIZE", size), restart)
+        return World(read("RANK", 0), read("LOCAL_RANK", 0), size, read("LOCAL_WORLD_SIZE", size))
 
 
 def pick_device(world: World) -> torch.device:
@@ -95,7 +96,8 @@ def start(
     """Seeds, kernels, and, if `group`, the process group (collective: every rank).
 
     nccl serves GPU tensors and gloo CPU ones, so that small host-side agreements never wait for the GPU. Every restart of torchrun gets a
-    store prefix of its own: stale keys of the last attempt otherwise race with the new ranks.
+    store prefix of its own: stale keys of the last attempt otherwise race with the new ranks. Collectives give up a minute after the watchdog,
+    so that every rank's stacks are on record first.
     """
     random.seed(training.seed)
     np.random.seed(training.seed % 2**32)
@@ -110,14 +112,14 @@ def start(
         return
     accelerated = device.type == "cuda" and section.dist_backend != "gloo"
     backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
-    timeout = timedelta(seconds=section.collective_timeout_s)
+    timeout = timedelta(seconds=section.collective_timeout_s + 60)
     store: Any = None  # torch finds its own by the environment
     if "MASTER_ADDR" not in os.environ:
         store = dist.HashStore()
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = int(os.environ["MASTER_PORT"])
         agent = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
-        store = dist.PrefixStore(f"attempt{world.restart}", agent)
+        store = dist.PrefixStore(meet(agent, world, section.collective_timeout_s), agent)
     dist.init_process_group(
         backend,
         store=store,
@@ -126,6 +128,30 @@ def start(
         timeout=timeout,
         device_id=device if accelerated else None,
     )
+
+
+def meet(store: dist.Store, world: World, timeout_s: float) -> str:
+    """A name that all ranks of this attempt, and no others, come away with (collective: every rank).
+
+    The store of torchrun's agent outlives its workers, and its restart counts differ between nodes: a node whose own workers were well does not
+    count. So rank 0 calls with a fresh name, each rank answers with one of its own, and only a reply that holds one's own answer counts.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    if world.rank == 0:
+        store.set("call", own)
+        answers = [store.get(f"{own}/{rank}").decode() for rank in range(1, world.world_size)]
+        store.set(f"{own}/reply", ",".join(answers))
+        return own
+    answered = ""
+    while time.monotonic() < deadline:
+        called = store.get("call").decode()
+        if called != answered:
+            store.set(f"{called}/{world.rank}", own)
+            answered = called
+        if store.check([f"{called}/reply"]) and own in store.get(f"{called}/reply").decode():
+            return called
+        time.sleep(0.02)
+    raise RuntimeError(f"rank {world.rank}: rank 0 did not answer within {timeout_s} s")
 
 
 def stop() -> None:
@@ -151,22 +177,38 @@ def agree_on(value: int) -> int:
     return int(tensor.item())
 
 
-class StopSignal:
-    """SIGTERM, SIGINT or SIGUSR1 asks for a stop after the current step; a second SIGINT interrupts at once."""
+def max_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The element-wise maximum over all ranks, in place (collective: every rank)."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, by the kernel's account; 0 where there is none."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return float(Path("/proc/uptime").read_text().split()[0]) - started
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+class Phases:
+    """How long each part of a launch took, from the start of the process to the first step."""
 
     def __init__(self) -> None:
-        self.name = ""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._note)
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic() - process_age_s()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.name and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
+    def done(self, name: str) -> None:
+        """Enters the time since the last phase ended under `name`."""
+        now = time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
 
-    def agreed(self) -> bool:
-        """Whether any rank was asked to stop (collective, on the CPU: every rank, every step)."""
-        return bool(sum_over_ranks(torch.tensor([1 if self.name else 0])).item())
+    def text(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s from launch to the first step done: {parts}"
 
 
 def set_up_log(world: World) -> None:
@@ -189,6 +231,19 @@ def log_to_file(path: Path) -> None:
 def versions() -> dict[str, str]:
     """What a result depends on: versions of Python, torch and CUDA, and the hardware."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.machine()}
+    found |= _git_state()
     if torch.cuda.is_available():
         found |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name()}
     return found
+
+
+@cache
+def _git_state() -> dict[str, str]:
+    """The commit this code is at, and a hash of what differs from it; {} outside of a repository."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent)]
+        commit = subprocess.run([*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        diff = subprocess.run([*command, "diff", "HEAD"], capture_output=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"commit": commit.stdout.strip()[:12] + (f"+{zlib.crc32(diff):08x}" if diff else "")}

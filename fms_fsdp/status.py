@@ -32,6 +32,10 @@ class BadInput(Exception):
         self.on_one_rank = on_one_rank
 
 
+class RunFailed(Exception):
+    """The run cannot go on for a reason that is no fault of the code: told in one line, exit status 1."""
+
+
 @contextmanager
 def checking_input() -> Iterator[None]:
     """Inside, an error about values, files or permissions is the user's to mend: it becomes BadInput, its text one line."""
@@ -80,6 +84,11 @@ class Launch:
         except OSError as error:
             print(f"status.json cannot be written: {error}", file=sys.stderr)
 
+    def fail(self, reason: str) -> None:
+        """Enters a failure of this rank."""
+        self.outcome, self.reason = FAILED, reason
+        self.write(FAILED)
+
     def _last(self) -> dict[str, object]:
         try:
             content = json.loads((self.folder / "status.json").read_text()) if self.folder else {}
@@ -97,6 +106,10 @@ class Launch:
             return False
         if isinstance(error, BadInput):
             self._end_as_bad_input(str(error), speaks=self.rank == 0 or error.on_one_rank)
+        elif isinstance(error, RunFailed):
+            if self.rank == 0:
+                print(f"failed: {error}", file=sys.stderr)
+            self.fail(str(error))
         elif error is not None:
             self.outcome, self.reason = FAILED, f"{type(error).__name__}: {error}".splitlines()[0]
             print(f"[rank {self.rank}] " + "".join(traceback.format_exception(error)), file=sys.stderr)

@@ -1,10 +1,11 @@
 """The loop: batches in, optimizer steps out. Knows no flag, no file format and no backend.
 
-    next_batch → micro-steps (forward, backward) → clip → lr → optimizer step → report | checkpoint | stop
+    next_batch → micro-steps (forward, backward) → clip → lr → optimizer step → check | report | stop | checkpoint
 
 The loss of a step is the sum over all unmasked labels of the global batch divided by their number. The number is known before the first
 backward, so every micro-step's gradient has its final weight, however labels are spread over ranks and micro-steps. FSDP averages gradients over
-ranks; the factor dp_size undoes that. Nothing is read back from the device except on report steps.
+ranks; the factor dp_size undoes that. A step whose gradient is not finite changes no weight and no moment, which the device decides by itself: nothing
+is read back from it except on report steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fms_fsdp.config import BatchPlan
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.mesh import Layout
 from fms_fsdp.observe.metrics import Clock
-from fms_fsdp.optim.optimizers import set_learning_rate
+from fms_fsdp.optim.optimizers import set_learning_rate, step_if_finite
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
 from fms_fsdp.runtime import sum_over_ranks
 from fms_fsdp.status import BadInput
@@ -65,12 +66,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What happens between steps; every rank calls each after every step."""
+    """What happens around steps; every rank calls each at every step, `alive` before it and the others after it, in this order."""
 
+    alive: Callable[[], None]
+    check: Callable[[int, torch.Tensor], None]
     report: Callable[[int, Batch, StepResult, Clock], None]
-    save: Callable[[int, bool], None]
     profiler_step: Callable[[], None]
-    should_stop: Callable[[], bool]
+    should_stop: Callable[[int], bool]
+    save: Callable[[int, bool], None]
 
 
 def train(recipe: Recipe, stream: Stream, hooks: Hooks, start: int, num_steps: int) -> int:
@@ -81,15 +84,17 @@ def train(recipe: Recipe, stream: Stream, hooks: Hooks, start: int, num_steps: i
     """
     clock = Clock()
     for step in range(start + 1, num_steps + 1):
+        hooks.alive()
         try:
             batch = stream.next_batch()
         except (ValueError, FileNotFoundError) as error:
             raise BadInput(str(error), on_one_rank=True) from error
         result = train_step(recipe, batch, step)
         clock.step_done(stream.data_wait_s)
+        hooks.check(step, result.grad_norm)
         hooks.report(step, batch, result, clock)
         hooks.profiler_step()
-        stop = step < num_steps and hooks.should_stop()
+        stop = step < num_steps and hooks.should_stop(step)
         begin = time.perf_counter()
         hooks.save(step, stop)
         clock.pause(time.perf_counter() - begin)
@@ -115,7 +120,7 @@ def train_step(recipe: Recipe, batch: Batch, step: int) -> StepResult:
     with record_function("optimizer"):
         grad_norm = clip_grad_norm(parameters, recipe.grad_clip)
         set_learning_rate(recipe.optimizer, recipe.learning_rate(step))
-        recipe.optimizer.step()
+        step_if_finite(recipe.optimizer, grad_norm)
         recipe.optimizer.zero_grad(set_to_none=True)
     return StepResult(loss_sum, num_labels, grad_norm)
 

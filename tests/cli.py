@@ -35,9 +35,15 @@ def trained(*argv: str, nproc: int = 0, **environment: str) -> str:
 
 
 def metrics(folder: Path) -> dict[int, dict[str, Any]]:
-    """Step → the last record of that step."""
+    """Step → the last report of that step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record for record in lines}
+    return {record["step"]: record for record in lines if "loss" in record and "event" not in record}
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The records of events of that name."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in lines if record.get("event") == name]
 
 
 def losses(folder: Path) -> list[float]:

@@ -13,15 +13,17 @@ ROOT = Path(__file__).parent.parent
 # from the bottom; a module may import its own package and whatever stands on an earlier line
 LAYERS = [
     ["config"],
-    ["status", "flags"],
+    ["status", "flags", "folder_lock"],
     ["runtime"],
+    ["guards", "limits"],
     ["data"],
     ["models"],
     ["mesh"],
     ["parallel"],
     ["optim", "checkpoint"],
+    ["resume"],
     ["preflight"],
-    ["observe"],
+    ["observe", "saving"],
     ["train"],
     ["__main__"],
 ]

@@ -1,21 +1,20 @@
-"""Checkpoints: one folder per step, written through torch.distributed.checkpoint, complete or absent.
+"""Saving and loading a run's state through torch.distributed.checkpoint, in the background and exactly.
 
-    step_<N>.partial-<attempt>/   being written: DCP's shard files, .metadata, train_state.json
-    step_<N>/                     complete: the folder is renamed once everything in it is on disk, and never reused
+    save:  tensors ─copy to host─→ │ background thread: plan, write, sum, fsync ─→ commit (rename) ─→ delete what need not be kept
+    load:  files ─┬─ DCP reads what this rank needs, whatever the sharding was
+                  └─ checksums, each file by one rank ─→ agreed: sound or DamagedCheckpoint
 
 Tensors are stored under the model's own parameter names, whatever wraps the modules, so a checkpoint of any sharding loads into any other.
-`train_state.json` holds what is no tensor: step, tokens seen, data state, configuration, versions.
+`train_state.json` holds what is no tensor: step, tokens seen, data state, configuration, versions. Nothing random is stored: what is random is a
+function of seed, step and rank.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,67 +22,112 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 
+from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files
+from fms_fsdp.checkpoint.storage import CheckpointReader, CheckpointWriter
 from fms_fsdp.models.init import clean_name
 
-_STEP = re.compile(r"step_(\d+)")
+Tensors = dict[str, torch.Tensor]
+
+# DCP warns that it works in a single process even when told so (torch 2.11 to 2.13); said to all threads, as saves have their own
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint: its folder and what `train_state.json` says."""
+class DamagedCheckpoint(Exception):
+    """A checkpoint whose files are not what was written; raised alike on every rank."""
 
-    folder: Path
-    state: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        return int(self.state["step"])
+    def __init__(self, folder: Path, reason: str) -> None:
+        super().__init__(f"{folder}: {reason}")
+        self.folder, self.reason = folder, reason
 
 
-def is_complete(folder: Path) -> bool:
-    """The one definition: a folder named step_<N> that holds DCP's metadata and our train state."""
-    names = (".metadata", "train_state.json")
-    return bool(_STEP.fullmatch(folder.name)) and all((folder / name).is_file() for name in names)
+class SaveFailed(Exception):
+    """A checkpoint could not be written (a full disk, say); the earlier ones stand. Raised alike on every rank."""
 
 
-def complete_steps(root: Path) -> list[int]:
-    """Steps of the complete checkpoints in `root`, ascending; [] where there is no such folder."""
-    if not root.is_dir():
-        return []
-    return sorted(int(path.name[5:]) for path in root.iterdir() if is_complete(path))
+class Checkpointer:
+    """Writes the checkpoints of one launch into `root`; all methods are collective.
 
-
-def open_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint at `path`: that step folder, or the newest complete one of that root; None without one."""
-    if not is_complete(path):
-        steps = complete_steps(path)
-        if not steps:
-            return None
-        path = path / f"step_{steps[-1]}"
-    return Checkpoint(path, json.loads((path / "train_state.json").read_text()))
-
-
-def find_start(save_path: str, load_path: str) -> tuple[Checkpoint | None, bool]:
-    """The checkpoint to start from, and whether it is this run's own (of `save_path`), which always wins over `load_path`.
-
-    Raises:
-        ValueError: `load_path` is given but holds no complete checkpoint.
+    `in_background`: `save` returns once the tensors are copied to host memory; at most one save is in flight. `committed(step)` is called on
+    rank 0, in the thread that wrote, when `root/step_<step>` is complete.
     """
-    own = open_checkpoint(Path(save_path))
-    if own is not None or not load_path:
-        return own, own is not None
-    given = open_checkpoint(Path(load_path))
-    if given is None:
-        raise ValueError(
-            f"--ckpt_load_path ({load_path}) must be a checkpoint root or a complete step_<N> folder; found none there"
-        )
-    return given, False
+
+    def __init__(self, root: Path, *, attempt: int, in_background: bool, committed: Callable[[int], None]) -> None:
+        self._root, self._attempt, self._committed = root, attempt, committed
+        self._host: Tensors | None = None
+        self._in_flight: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if in_background else None
+        self._group = dist.new_group(backend="gloo") if in_background and dist.is_initialized() else None
+        self.save_s = 0.0  # the last save, from the call to its commit
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, now: bool
+    ) -> None:
+        """Starts a checkpoint of `step`, or with `now` completes it.
+
+        Raises:
+            SaveFailed: this save with `now`, or the one that was in flight, could not be written.
+        """
+        self.wait()
+        begin = time.perf_counter()
+        tensors = collect_tensors(model, optimizer)
+        state = {"step": step, **state}
+        if now or self._pool is None:
+            self._write(step, tensors, state, begin)
+            return
+        self._in_flight = self._pool.submit(self._write, step, self._copy_to_host(tensors), state, begin)
+
+    def wait(self) -> None:
+        """Returns when no save is in flight.
+
+        Raises:
+            SaveFailed: it could not be written.
+        """
+        if self._in_flight is not None:
+            future, self._in_flight = self._in_flight, None
+            future.result()
+
+    def close(self) -> None:
+        """Completes what is in flight and ends the thread.
+
+        Raises:
+            SaveFailed: as `wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+
+    def _copy_to_host(self, tensors: Tensors) -> Tensors:
+        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
+        if self._host is None:  # kept: fresh memory costs more than the copy
+            self._host = _create_cpu_state_dict(tensors, pin_memory=on_gpu, share_memory=False)
+        copied: Tensors = _copy_state_dict(tensors, self._host, non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copied
+
+    def _write(self, step: int, tensors: Tensors, state: dict[str, Any], begin: float) -> None:
+        partial = self._root / f"step_{step}.partial-{self._attempt}"
+        writer = CheckpointWriter(partial, self._root / f"step_{step}", state, needed_bytes=_global_bytes(tensors))
+        try:
+            partial.mkdir(
+                parents=True, exist_ok=True
+            )  # by whichever rank comes first; the attempt makes the name its own
+            dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized())
+        except (CheckpointException, OSError) as error:
+            raise SaveFailed(_first_line(error)) from error
+        self.save_s = time.perf_counter() - begin
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self._committed(step)
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    """Every tensor to store or load in place, by a name free of wrappers."""
-    found: dict[str, torch.Tensor] = {}
+def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
+    """Every tensor to store or to load in place, by a name free of wrappers."""
+    found: Tensors = {}
     for name, parameter in model.named_parameters():
         name = clean_name(name)
         found[f"model.{name}"] = parameter.detach()
@@ -93,37 +137,41 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     return found
 
 
-def save_checkpoint(
-    root: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, attempt: int
-) -> Path:
-    """Writes `root/step_<step>` and returns it (collective: every rank). A complete one of that step is kept as it is."""
-    final = root / f"step_{step}"
-    if is_complete(final):
-        return final
-    partial = root / f"step_{step}.partial-{attempt}"
-    partial.mkdir(parents=True, exist_ok=True)  # by whichever rank comes first; the attempt makes the name its own
-    with _quiet_alone():
-        dcp.save(_tensors(model, optimizer), checkpoint_id=partial, no_dist=not dist.is_initialized())
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        with open(partial / "train_state.json", "w") as file:
-            json.dump({"step": step, **state}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(partial, final)
-    if dist.is_initialized():
-        dist.barrier()
-    return final
-
-
 def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Fills the model, and the optimizer if given, in place from any sharding into any other (collective: every rank)."""
-    with _quiet_alone():
-        dcp.load(_tensors(model, optimizer), checkpoint_id=checkpoint.folder, no_dist=not dist.is_initialized())
+    """Fills the model, and the optimizer if given, in place from any sharding into any other (collective: every rank).
+
+    Raises:
+        DamagedCheckpoint: some file is missing, cut or changed; model and optimizer are then in no usable state.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mine = sorted(read_files(checkpoint.folder).items())[rank::world_size]
+    failure: BaseException | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
+        checks = [pool.submit(file_problem, checkpoint.folder / name, size, crc) for name, (size, crc) in mine]
+        try:
+            reader = CheckpointReader(checkpoint.folder)
+            dcp.load(collect_tensors(model, optimizer), storage_reader=reader, no_dist=world_size == 1)
+        except CheckpointException as error:
+            failure = error
+        found = [text for check in checks if (text := check.result())]
+    if world_size > 1:
+        everyone: list[list[str]] = [[] for _ in range(world_size)]
+        dist.all_gather_object(everyone, found)
+        found = [text for texts in everyone for text in texts]
+    if found:
+        raise DamagedCheckpoint(checkpoint.folder, "; ".join(found)) from failure
+    if failure is not None:
+        raise failure
 
 
-@contextmanager
-def _quiet_alone() -> Iterator[None]:
-    """DCP warns that it works in a single process even when told so (torch 2.11 to 2.13)."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+def _global_bytes(tensors: Tensors) -> int:
+    """Bytes of the unsharded tensors: about what all ranks together write."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _first_line(error: BaseException) -> str:
+    """What a person needs of DCP's collection of tracebacks: the first rank's own error."""
+    if isinstance(error, CheckpointException):
+        rank, (inner, _) = min(error.failures.items())
+        return f"rank {rank}: {inner}".splitlines()[0]
+    return str(error)

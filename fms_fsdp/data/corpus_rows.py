@@ -204,6 +204,18 @@ class CorpusRows:
             parts.append(pieces.cut(Cuts(inside, skip, length), np.ones_like(end)))
         return Pieces(*map(np.concatenate, zip(*parts, strict=True)))
 
+    def documents(self, step: int, limit: int) -> list[str]:
+        """Returns the file, document and token range of the first `limit` pieces of the step's global batch."""
+        found: list[str] = []
+        for place in self.places(step):
+            pieces, paths = self.pieces_of(place), self.reader(place.source).source.paths
+            columns = (column.tolist() for column in (pieces.file, pieces.document, pieces.start, pieces.length))
+            for file, document, start, length in zip(*columns, strict=True):
+                if len(found) == limit:
+                    return found
+                found.append(f"{paths[file]} document {document} [{start}, {start + length})")
+        return found
+
     def packed(self, place: Place) -> Pieces:
         """Returns all pieces of the window (or tail row) in which a row begins, in the order of its tokens. Raises: ShardError."""
         tapes, reader = self.course(place.source).tapes(place.epoch), self.reader(place.source)

@@ -154,7 +154,7 @@ def read_run(folder: Path) -> Run:
             seed=config["training"]["seed"],
             batch=resolved["batch"]["global_batch_size"],
             vocab_size=resolved["model"]["vocab_size"],
-            num_steps=config["training"]["num_steps"],
+            num_steps=resolved.get("num_steps"),
             state=state["data"] if state else None,
             step=int(state["step"]) if state else 0,
         )

@@ -38,6 +38,9 @@ class RowProducer(Protocol):
     def load(self, state: dict[str, Any], step: int) -> list[str]:
         """Continues after `step`; returns in words what the flags change from there on."""
 
+    def documents(self, step: int, limit: int) -> list[str]:
+        """Returns where the first pieces of the step's rows come from, in words."""
+
     def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
         """Returns {source: {"epoch": float, "tokens": int}} after `step`."""
 
@@ -90,6 +93,11 @@ class TokenStream:
         """Returns this rank's rows of any step >= 1, whatever has been consumed."""
         with self._lock:
             return self.rows.batch(step, self._dp_rank, self._dp_size)
+
+    def documents(self, step: int, limit: int = 8) -> list[str]:
+        """Returns where the first `limit` pieces of the step's global batch come from, in words; [] for synthetic tokens."""
+        with self._lock:
+            return self.rows.documents(step, limit)
 
     def consumption(self) -> dict[str, dict[str, float | int]]:
         """Returns {source: {"epoch": epochs gone through, "tokens": tokens trained on}} after `step`."""

@@ -96,5 +96,8 @@ class SyntheticRows:
         tokens = sum((end - after) * batch * s for (after, batch, s), end in zip(self._changes, ends, strict=True))
         return {"synthetic": {"epoch": 0.0, "tokens": tokens}}
 
+    def documents(self, step: int, limit: int) -> list[str]:
+        return []
+
     def close(self) -> None:
         pass

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from fms_fsdp.data.batch import Batch, fingerprint
+from fms_fsdp.guards import SpikeDetector
 from fms_fsdp.models.flops import flops_per_token
 from fms_fsdp.observe.metrics import Clock, MetricsFile, TensorBoard, peak_memory_gib, report_line
 from fms_fsdp.observe.peak import peak_flops
 from fms_fsdp.preflight import Preflight
-from fms_fsdp.runtime import log, sum_over_ranks
+from fms_fsdp.runtime import Phases, log, sum_over_ranks
 
 
 class Sink(Protocol):
@@ -58,6 +59,8 @@ class Reporter:
     learning_rate: Callable[[int], float]
     fingerprint: Callable[[Batch], int]
     consumption: Callable[[], dict[str, dict[str, Any]]]
+    phases: Phases
+    spikes: SpikeDetector
 
     def tokens_seen(self, step: int) -> int:
         """Tokens trained on by the end of `step`, over all launches of the run."""
@@ -71,7 +74,7 @@ class Reporter:
         if not self.is_due(step):
             return
         loss = result.loss()
-        total = sum_over_ranks(_as_int64(self.fingerprint(batch)))
+        fingerprint = self.global_fingerprint(batch)
         step_time_s, data_wait_s = clock.read()
         begin = time.perf_counter()
         rate = self.tokens_per_step / step_time_s / self.num_devices
@@ -87,14 +90,36 @@ class Reporter:
             "step_time_ms": 1000 * step_time_s,
             "data_wait_ms": 1000 * data_wait_s,
             "peak_mem_gib": peak_memory_gib(self.device),
-            "data_fingerprint": f"{int(total.item()) % 2**64:016x}",
+            "data_fingerprint": fingerprint,
         }
         for source, used in self.consumption().items():
             record |= {f"epoch/{source}": used["epoch"], f"tokens/{source}": used["tokens"]}
         for sink in self.sinks:
             sink.write(record)
         log.info(report_line(record, self.num_steps))
+        if step == self.start + 1:
+            self.phases.done("first step")
+            log.info(self.phases.text())
+            self.event("start", step, **{f"{name.replace(' ', '_')}_s": s for name, s in self.phases.seconds.items()})
+        if self.spikes.is_spike(loss):
+            log.warning(
+                "step %d: the loss is a spike; its data: python -m fms_fsdp inspect step --step=%d; to pass over such data, go back "
+                "with --resume_step and use --skip_steps=%d:%d",
+                *(step, step, step - self.report_interval, step + self.report_interval),
+            )
+            self.event("spike", step, loss=loss, data_fingerprint=fingerprint)
         clock.pause(time.perf_counter() - begin)
+
+    def global_fingerprint(self, batch: Batch) -> str:
+        """The fingerprint of the global batch, of which `batch` is this rank's part (collective: every rank)."""
+        total = sum_over_ranks(_as_int64(self.fingerprint(batch)))
+        return f"{int(total.item()) % 2**64:016x}"
+
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        """Enters something that is no report into metrics.jsonl."""
+        for sink in self.sinks:
+            if isinstance(sink, MetricsFile):
+                sink.write({"event": name, "attempt": self.attempt, "step": step, **fields})
 
     def close(self) -> None:
         for sink in self.sinks:
@@ -106,8 +131,9 @@ def build_reporter(
     found: Preflight,
     *,
     attempt: int,
-    num_steps: int,
+    phases: Phases,
     report_interval: int,
+    spike_threshold: float,
     learning_rate: Callable[[int], float],
     consumption: Callable[[], dict[str, dict[str, Any]]],
 ) -> Reporter:
@@ -121,7 +147,7 @@ def build_reporter(
         sinks=sinks,
         attempt=attempt,
         start=found.start,
-        num_steps=num_steps,
+        num_steps=found.num_steps,
         report_interval=report_interval,
         tokens_at_start=found.tokens_at_start,
         tokens_per_step=found.batch.global_batch_size * found.model.max_seq_len,
@@ -132,6 +158,8 @@ def build_reporter(
         learning_rate=learning_rate,
         fingerprint=partial(fingerprint, first_row=found.world.rank * rows),
         consumption=consumption,
+        phases=phases,
+        spikes=SpikeDetector(spike_threshold),
     )
 
 

@@ -39,3 +39,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Sets the rate of all groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
+    """The optimizer's step, or nothing at all, step count included, where `grad_norm` is not finite; the device decides.
+
+    Fused optimizers take `found_inf` for this, as GradScaler hands it to them.
+    """
+    optimizer.found_inf = (~torch.isfinite(grad_norm)).to(torch.float32)  # type: ignore[attr-defined]
+    optimizer.step()

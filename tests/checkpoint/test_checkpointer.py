@@ -1,9 +1,14 @@
-"""Checkpoints: what counts as complete, which one is taken, and that ranks may reach a save in any order."""
+"""Saving and loading: exact, in the background, complete or absent, and never by running what a file says."""
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import shutil
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,81 +17,227 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fms_fsdp.checkpoint.checkpointer import (
+from fms_fsdp.__main__ import main as command
+from fms_fsdp.checkpoint.checkpointer import Checkpointer, DamagedCheckpoint, SaveFailed, load_checkpoint
+from fms_fsdp.checkpoint.folders import (
+    FILES,
+    METADATA,
+    STATE,
+    clean_up,
     complete_steps,
-    find_start,
-    load_checkpoint,
+    delete,
+    leftovers,
     open_checkpoint,
-    save_checkpoint,
+    problems,
+    read_files,
 )
 from fms_fsdp.config import OptimConfig
 from fms_fsdp.optim.optimizers import build_optimizer
 from tests.distributed.launch import run_ranks
 
-STATE: dict[str, Any] = {"tokens_seen": 7}
+STATE_VALUES: dict[str, Any] = {"tokens_seen": 96, "data": {}, "config": {}, "resolved": {}}
 
 
-def made(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
-    """A small model after one optimizer step."""
+def made(seed: int, width: int = 8) -> tuple[nn.Module, torch.optim.AdamW]:
     torch.manual_seed(seed)
-    model = nn.Linear(4, 3)
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     optimizer = build_optimizer(OptimConfig(), model)
-    model(torch.randn(2, 4)).sum().backward()
+    model(torch.randn(4, width)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     return model, optimizer
 
 
-def saved(root: Path, step: int, seed: int = 0) -> Path:
-    return save_checkpoint(root, step, *made(seed), STATE, attempt=1)
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [tensor.detach().clone() for tensor in [*model.parameters(), *states]]
 
 
-def test_a_checkpoint_gives_back_weights_moments_and_state(tmp_path: Path) -> None:
-    folder = saved(tmp_path, 5)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_5"]
-    checkpoint = open_checkpoint(folder)
-    assert checkpoint is not None and checkpoint.step == 5 and checkpoint.state["tokens_seen"] == 7
-    (model, optimizer), (expected, reference) = made(1), made(0)
+def saved(root: Path, *steps: int, in_background: bool = False, width: int = 8) -> list[torch.Tensor]:
+    """Checkpoints of a model of seed 0 for `steps`; what was in it."""
+    root.mkdir(exist_ok=True)
+    model, optimizer = made(0, width)
+    checkpointer = Checkpointer(root, attempt=1, in_background=in_background, committed=lambda step: None)
+    for step in steps:
+        checkpointer.save(step, model, optimizer, STATE_VALUES, now=False)
+    checkpointer.close()
+    return values(model, optimizer)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_was_saved_is_loaded_to_the_last_bit(tmp_path: Path, in_background: bool) -> None:
+    before = saved(tmp_path, 3, in_background=in_background)
+    model, optimizer = made(1)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint is not None and checkpoint.step == 3 and checkpoint.state["tokens_seen"] == 96
     load_checkpoint(checkpoint, model, optimizer)
-    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        for key, value in reference.state[theirs].items():
-            assert torch.equal(optimizer.state[mine][key], value), key
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model, optimizer), strict=True))
+    weights_only, fresh = made(2)
+    moments = values(nn.Identity(), fresh)
+    load_checkpoint(checkpoint, weights_only, None)
+    assert torch.equal(before[0], next(weights_only.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(moments, values(nn.Identity(), fresh), strict=True))
 
 
-def test_what_is_not_complete_does_not_count(tmp_path: Path) -> None:
-    saved(tmp_path, 5)
-    for name, files in {
-        "step_9.partial-1": [".metadata", "train_state.json"],
-        "step_7": ["train_state.json"],
-        "step_8": [".metadata"],
-        "step_x": [".metadata", "train_state.json"],
-        "notes": [],
-    }.items():
-        (tmp_path / name).mkdir()
-        for file in files:
-            (tmp_path / name / file).write_text("{}")
-    (tmp_path / "step_11").write_text("a file")
-    assert complete_steps(tmp_path) == [5] and complete_steps(tmp_path / "nowhere") == []
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    """What changes after `save` returns is not what is saved; the commit is told once it is on disk."""
+    model, optimizer = made(0, width=256)
+    before = values(model, optimizer)
+    told: list[tuple[int, list[int]]] = []
+    checkpointer = Checkpointer(
+        tmp_path, attempt=1, in_background=True, committed=lambda step: told.append((step, complete_steps(tmp_path)))
+    )
+    for step in (1, 2):  # the second reuses the first one's host memory
+        checkpointer.save(step, model, optimizer, STATE_VALUES, now=False)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    checkpointer.close()
+    assert told == [(1, [1]), (2, [1, 2])]
+    first, second = (open_checkpoint(tmp_path, step=step) for step in (1, 2))
+    assert first is not None and second is not None
+    again, other = made(1, width=256)
+    load_checkpoint(first, again, other)
+    assert all(torch.equal(a, b) for a, b in zip(before, values(again, other), strict=True))
+    load_checkpoint(second, again, other)
+    assert all(not parameter.any() for parameter in again.parameters())
 
 
-def test_steps_are_compared_as_numbers(tmp_path: Path) -> None:
-    for step in (9, 10, 2):
-        saved(tmp_path, step)
+@pytest.mark.parametrize("damage", ["flip", "cut", "lengthen", "remove"])
+def test_damage_to_any_file_is_noticed(tmp_path: Path, damage: str) -> None:
+    saved(tmp_path, 1, 2)
+    names = [*read_files(tmp_path / "step_2"), FILES]
+    assert set(names) == {"__0_0.distcp", METADATA, STATE, FILES}
+    for name in names:
+        folder = tmp_path / "case" / "step_2"
+        shutil.copytree(tmp_path / "step_2", folder)
+        path = folder / name
+        content = bytearray(path.read_bytes())
+        if damage == "remove":
+            path.unlink()
+        else:
+            if damage == "flip":
+                content[len(content) // 2] ^= 4
+            path.write_bytes(content[:-3] if damage == "cut" else content + b"x" if damage == "lengthen" else content)
+        wrong = problems(folder, deep=True)
+        assert wrong and (name in wrong[0] or name == FILES), (name, wrong)
+        shutil.copytree(tmp_path / "step_1", tmp_path / "case" / "step_1")
+        found = open_checkpoint(tmp_path / "case")
+        assert found is not None
+        if found.step == 2:  # only a look at every byte tells
+            assert damage == "flip" and name == "__0_0.distcp"
+            with pytest.raises(DamagedCheckpoint, match="__0_0.distcp is damaged: its checksum is wrong"):
+                load_checkpoint(found, *made(1))
+            found = open_checkpoint(tmp_path / "case", skip=[folder])
+        assert found is not None and found.step == 1 and folder in found.passed_over
+        assert command(["ckpt", "verify", f"--path={tmp_path / 'case'}"]) == 2
+        shutil.rmtree(tmp_path / "case")
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    """Flips in 200 places of each file: no place is outside of the checksums."""
+    saved(tmp_path, 1)
+    folder = tmp_path / "step_1"
+    for name in [*read_files(folder), FILES]:
+        content = (folder / name).read_bytes()
+        for place in range(0, len(content), max(1, len(content) // 200)):
+            (folder / name).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            assert problems(folder, deep=True), (name, place)
+        (folder / name).write_bytes(content)
+    assert not problems(folder, deep=True)
+
+
+def test_only_complete_folders_count(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 9, 10)
+    shutil.copytree(tmp_path / "step_9", tmp_path / "step_11.partial-1")
+    shutil.copytree(tmp_path / "step_9", tmp_path / "step_x")
+    (tmp_path / "step_12").mkdir()
+    (tmp_path / "step_13").write_text("a file")
+    assert complete_steps(tmp_path) == [2, 9, 10] and complete_steps(tmp_path / "nowhere") == []
     newest = open_checkpoint(tmp_path)
-    assert newest is not None and newest.step == 10
+    assert newest is not None and newest.step == 10 and (tmp_path / "step_12") in newest.passed_over
+    one = open_checkpoint(tmp_path / "step_2")
+    assert one is not None and one.step == 2
+    assert open_checkpoint(tmp_path / "nowhere") is None and open_checkpoint(tmp_path, step=3) is None
+    with pytest.raises(ValueError, match="step_12: files.json is missing"):
+        open_checkpoint(tmp_path / "step_12")
+    assert list(clean_up(tmp_path)) == [tmp_path / "step_11.partial-1"] and leftovers(tmp_path) == []
 
 
-def test_the_runs_own_checkpoint_wins_over_the_one_to_load(tmp_path: Path) -> None:
-    own, other = str(tmp_path / "own"), str(tmp_path / "other")
-    assert find_start(own, "") == (None, False)
-    saved(Path(other), 4)
-    found, continues = find_start(own, other)
-    assert found is not None and found.folder == Path(other) / "step_4" and not continues
-    saved(Path(own), 2)
-    found, continues = find_start(own, other)
-    assert found is not None and found.folder == Path(own) / "step_2" and continues
-    with pytest.raises(ValueError, match="--ckpt_load_path"):
-        find_start(str(tmp_path / "none"), str(tmp_path / "nowhere"))
+def test_a_damaged_folder_of_the_same_step_is_set_aside(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    (tmp_path / "step_4" / STATE).unlink()
+    saved(tmp_path, 4)
+    assert complete_steps(tmp_path) == [4] and leftovers(tmp_path) == [(tmp_path / "step_4.damaged-1", "damaged")]
+
+
+def test_a_half_deleted_checkpoint_is_never_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 1)
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors=False: None)  # killed right after the rename
+    delete(tmp_path / "step_1")
+    assert complete_steps(tmp_path) == [] and leftovers(tmp_path) == [(tmp_path / "step_1.deleted", "deleted")]
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("touch exploded",)
+
+
+def test_loading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even with right checksums: whoever can write the files can write those too."""
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path, 1)
+    folder = tmp_path / "step_1"
+    (folder / METADATA).write_bytes(pickle.dumps(Bomb()))
+    listing = json.loads((folder / FILES).read_text())["files"]
+    from fms_fsdp.checkpoint.folders import crc32, render_files
+
+    files = {name: ((folder / name).stat().st_size, crc32(folder / name)) for name in listing}
+    (folder / FILES).write_text(render_files(files))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint is not None
+    with pytest.raises(BaseException, match="asks for posix.system|UnpicklingError"):
+        load_checkpoint(checkpoint, *made(0))
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mount.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_fails_the_save_and_leaves_the_last_one(small_disk: Path, in_background: bool) -> None:
+    model, optimizer = made(0, width=300)  # 2.1 MB a checkpoint
+    checkpointer = Checkpointer(small_disk, attempt=1, in_background=in_background, committed=lambda step: None)
+    checkpointer.save(1, model, optimizer, STATE_VALUES, now=True)
+    with pytest.raises(SaveFailed, match="are needed and .* are free"):
+        checkpointer.save(2, model, optimizer, STATE_VALUES, now=False)
+        checkpointer.wait()
+    checkpointer.close()
+    assert complete_steps(small_disk) == [1] and not problems(small_disk / "step_1", deep=True)
+
+
+def test_a_disk_that_fills_up_while_writing_fails_the_save(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone else's file takes the room between the look at the disk and the write."""
+    model, optimizer = made(0, width=300)
+    checkpointer = Checkpointer(small_disk, attempt=1, in_background=False, committed=lambda step: None)
+    checkpointer.save(1, model, optimizer, STATE_VALUES, now=True)
+    monkeypatch.setattr("fms_fsdp.checkpoint.checkpointer._global_bytes", lambda tensors: 0)
+    with pytest.raises(SaveFailed, match="No space left on device|unexpected pos|write"):
+        checkpointer.save(2, model, optimizer, STATE_VALUES, now=True)
+    assert complete_steps(small_disk) == [1] and not problems(small_disk / "step_1", deep=True)
+    shutil.rmtree(small_disk / "step_2.partial-1")
+    delete(small_disk / "step_1")
+    checkpointer.save(3, model, optimizer, STATE_VALUES, now=True)
+    assert complete_steps(small_disk) == [3]
 
 
 def late_save(root: str, late_rank: int) -> list[str]:
@@ -94,13 +245,44 @@ def late_save(root: str, late_rank: int) -> list[str]:
     if dist.get_rank() == late_rank:
         time.sleep(1)
     model, optimizer = made(0)
-    folder = save_checkpoint(Path(root), 3, model, optimizer, STATE, attempt=1)
-    return sorted(path.name for path in folder.iterdir())
+    checkpointer = Checkpointer(Path(root), attempt=1, in_background=True, committed=lambda step: None)
+    checkpointer.save(3, model, optimizer, STATE_VALUES, now=False)
+    checkpointer.close()
+    dist.barrier()
+    return sorted(path.name for path in (Path(root) / "step_3").iterdir())
 
 
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_ranks_may_reach_a_save_in_any_order(tmp_path: Path, late_rank: int) -> None:
     """A rank ahead of rank 0 makes the folder first: rank 0 must neither fail at that nor remove what it wrote."""
     names = run_ranks(late_save, 2, str(tmp_path), late_rank)
-    assert names[0] == names[1] and ".metadata" in names[0] and "train_state.json" in names[0]
-    assert json.loads((tmp_path / "step_3" / "train_state.json").read_text())["step"] == 3
+    assert names[0] == names[1] and METADATA in names[0] and STATE in names[0]
+    assert not problems(tmp_path / "step_3", deep=True)
+
+
+def test_list_and_prune_say_what_they_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    root.mkdir(parents=True)
+    saved(root, 1, 2, 3, 4)
+    (root / "step_3" / STATE).unlink()
+    (root / "step_4" / STATE).unlink()
+    path = f"--path={tmp_path / 'run'}"
+    assert command(["ckpt", "list", path]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == ["step_1", "step_2", "step_3", "step_4"]
+    assert "tokens               96" in listed[0] and listed[0].endswith("complete") and STATE in listed[2]
+    assert command(["ckpt", "prune", path, "--keep_last_n=1"]) == 0
+    assert "would delete" in capsys.readouterr().out and len(list(root.iterdir())) == 4
+    assert command(["ckpt", "prune", path, "--keep_last_n=1", "--keep_steps=1", "--yes"]) == 0
+    assert sorted(folder.name for folder in root.glob("step_*")) == [
+        "step_1",
+        "step_2",
+        "step_3",
+        "step_4",
+    ]  # damaged ones do not count as kept, and go only when told
+    assert command(["ckpt", "prune", path, "--leftovers", "--yes"]) == 0
+    assert sorted(folder.name for folder in root.glob("step_*")) == ["step_1", "step_2"]
+    assert command(["ckpt", "prune", path, "--after=1", "--yes"]) == 0
+    assert [folder.name for folder in root.glob("step_*")] == ["step_1"]
+    assert command(["ckpt", "verify", path]) == 0 and "sound: 4 files" in capsys.readouterr().out
+    assert command(["ckpt", "list", f"--path={tmp_path / 'nowhere'}"]) == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fms_fsdp.config import OptimConfig, TrainConfig, TrainingConfig
+from fms_fsdp.config import OptimConfig
 from fms_fsdp.optim.optimizers import build_optimizer, set_learning_rate
 from fms_fsdp.optim.schedules import cosine_with_warmup
 
@@ -32,9 +32,9 @@ def test_short_runs_have_a_rate_at_every_step(warmup: int, steps: int) -> None:
 
 
 def test_default_warmup_is_5_percent_and_at_most_2000() -> None:
-    assert TrainConfig(training=TrainingConfig(num_steps=1000)).warmup_steps == 50
-    assert TrainConfig(training=TrainingConfig(num_steps=10**6)).warmup_steps == 2000
-    assert TrainConfig(training=TrainingConfig(num_steps=3)).warmup_steps == 1
+    assert OptimConfig().warmup(1000) == 50
+    assert OptimConfig().warmup(10**6) == 2000
+    assert OptimConfig().warmup(3) == 1
 
 
 def test_matrices_decay_and_norms_do_not() -> None:

@@ -1,0 +1,183 @@
+"""Checkpoint folders: their names, what makes one complete, and which one a run starts from. Standard library only.
+
+    step_<N>.partial-<attempt>/   being written
+    step_<N>/                     complete: renamed once everything in it is on disk; the name is never reused for other content
+    step_<N>.damaged-<k>/         set aside: a file is missing, cut or changed
+    step_<N>.superseded-<k>/      set aside: --resume_step went back to an earlier one
+    step_<N>.deleted/             on its way out
+
+A complete folder holds `files.json`: size and CRC-32 of every other file, and a CRC-32 of that list. It is written last. `problems` is the one
+definition of complete, used by save, load and clean-up: without a deep look the sizes count, and the content of what is small.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILES, STATE, METADATA = "files.json", "train_state.json", ".metadata"
+_STEP = re.compile(r"step_(\d+)")
+_ANY = re.compile(r"step_(\d+)(?:\.(partial|damaged|superseded|deleted)(?:-\d+)?)?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its folder and what `train_state.json` says. `passed_over`: newer ones that are damaged, and why."""
+
+    folder: Path
+    state: dict[str, Any]
+    passed_over: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+
+def render_files(files: dict[str, tuple[int, int]]) -> str:
+    """The text of files.json for {name: (bytes, CRC-32)}."""
+    listing = {name: [size, f"{crc:08x}"] for name, (size, crc) in sorted(files.items())}
+    return json.dumps({"files": listing, "crc32": f"{zlib.crc32(json.dumps(listing).encode()):08x}"}, indent=1) + "\n"
+
+
+def read_files(folder: Path) -> dict[str, tuple[int, int]]:
+    """{name: (bytes, CRC-32)} of files.json.
+
+    Raises:
+        ValueError, OSError: it is missing or not, to the last byte, what was written.
+    """
+    text = (folder / FILES).read_text()
+    try:
+        files = {name: (int(size), int(crc, 16)) for name, (size, crc) in json.loads(text)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        files = {}
+    if render_files(files) != text:
+        raise ValueError(f"{FILES} is damaged")
+    return files
+
+
+def file_problem(path: Path, size: int, crc: int | None) -> str:
+    """What is wrong with a file that must have `size` bytes and, unless None, this CRC-32; empty if nothing is."""
+    try:
+        actual = path.stat().st_size
+        if actual != size:
+            return f"{path.name} has {actual:,} bytes and must have {size:,}"
+        return f"{path.name} is damaged: its checksum is wrong" if crc is not None and crc32(path) != crc else ""
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+
+
+def crc32(path: Path) -> int:
+    """The CRC-32 of a file's content."""
+    value, buffer = 0, bytearray(4 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            value = zlib.crc32(memoryview(buffer)[:count], value)
+    return value
+
+
+def problems(folder: Path, *, deep: bool = False) -> list[str]:
+    """Why `folder` is not a complete checkpoint, a line each; [] if it is. `deep` reads every byte."""
+    try:
+        files = read_files(folder)
+    except (OSError, ValueError) as error:
+        return [f"{FILES} is missing" if isinstance(error, FileNotFoundError) else str(error)]
+    small = (STATE, METADATA)
+    found = [
+        file_problem(folder / name, size, crc if deep or name in small else None) for name, (size, crc) in files.items()
+    ]
+    found += [f"{name} is missing" for name in small if name not in files]
+    return [text for text in found if text]
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Steps of the complete checkpoints in `root`, ascending; [] where there is no such folder."""
+    return [step for step in named_steps(root) if not problems(root / f"step_{step}")]
+
+
+def named_steps(root: Path) -> list[int]:
+    """Steps of the folders in `root` that are named as complete checkpoints are, ascending."""
+    if not root.is_dir():
+        return []
+    return sorted(int(match[1]) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)))
+
+
+def leftovers(root: Path) -> list[tuple[Path, str]]:
+    """Folders of unfinished, damaged, superseded or half deleted checkpoints in `root`, with that word."""
+    if not root.is_dir():
+        return []
+    matches = [(path, _ANY.fullmatch(path.name)) for path in sorted(root.iterdir())]
+    return [(path, match[2]) for path, match in matches if match and match[2]]
+
+
+def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None = None) -> Checkpoint | None:
+    """The checkpoint at `path`: that step folder, or of that root the newest sound one, or the one of `step`; None without one.
+
+    `skip`: folders known to be damaged.
+
+    Raises:
+        ValueError: there are checkpoints, but none that can be used.
+    """
+    if _STEP.fullmatch(path.name) and (step is not None or path.is_dir()):
+        candidates = [path]
+    else:
+        candidates = [path / f"step_{found}" for found in reversed(named_steps(path)) if step in (None, found)]
+    passed_over: dict[Path, str] = {}
+    for folder in candidates:
+        wrong = ["damaged"] if folder in skip else problems(folder)
+        if not wrong:
+            return Checkpoint(folder, json.loads((folder / STATE).read_text()), passed_over)
+        passed_over[folder] = wrong[0]
+    if passed_over:
+        listing = "; ".join(f"{folder.name}: {reason}" for folder, reason in passed_over.items())
+        raise ValueError(
+            f"checkpoints in {path} ({listing}) must be sound; none is: remove them or choose another folder"
+        )
+    return None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The content of train_state.json, or {} where it cannot be read."""
+    try:
+        content = json.loads((folder / STATE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def set_aside(folder: Path, word: str) -> Path:
+    """Renames a step folder to `<name>.<word>-<k>`, the first k that is free, and returns it."""
+    for count in range(1, 10_000):
+        target = folder.with_name(f"{folder.name}.{word}-{count}")
+        if not target.exists():
+            os.rename(folder, target)
+            return target
+    raise OSError(f"{folder} was set aside 10,000 times; run `python -m fms_fsdp ckpt prune`")
+
+
+def delete(folder: Path) -> None:
+    """Removes a checkpoint folder: renamed first, so that what is half deleted is never taken for complete."""
+    doomed = folder.with_name(folder.name.partition(".")[0] + ".deleted")
+    if folder != doomed:
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(folder, doomed)
+    shutil.rmtree(doomed)
+
+
+def clean_up(root: Path) -> Iterable[Path]:
+    """Removes what interrupted saves and deletions left behind; yields each folder. Only the owner of `root` may."""
+    for path, word in leftovers(root):
+        if word in ("partial", "deleted"):
+            shutil.rmtree(path, ignore_errors=True)
+            yield path
+
+
+def tree_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,69 @@
+"""Which steps to save, and which checkpoints to keep. Pure functions, standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SaveSchedule:
+    """Ranges (start, stop, interval): inside (start, stop] every `interval` steps counted from `start`; stop None has no end.
+
+    `10@100,18@1000,1500` is every 10 steps up to 100, from there every 18 up to 1000, from there every 1500.
+    Source: the saving schedule of https://github.com/bigscience-workshop/bigscience (tr1-13B), which took three scripts there.
+    """
+
+    ranges: tuple[tuple[int, int | None, int], ...]
+
+    def is_due(self, step: int) -> bool:
+        for start, stop, interval in self.ranges:
+            if step > start and (stop is None or step <= stop):
+                return (step - start) % interval == 0
+        return False
+
+
+def parse_schedule(text: str, interval: int) -> SaveSchedule:
+    """The schedule of `--checkpoint_schedule`, or of `--checkpoint_interval` where it is empty (0: none).
+
+    Raises:
+        ValueError: the text does not parse.
+    """
+    if not text:
+        return SaveSchedule(((0, None, interval),) if interval else ())
+    ranges: list[tuple[int, int | None, int]] = []
+    start = 0
+    parts = text.split(",")
+    for index, part in enumerate(parts):
+        match = re.fullmatch(r"\s*(\d+)(?:@(\d+))?\s*", part)
+        every, stop = (int(match[1]), int(match[2]) if match[2] else None) if match else (0, None)
+        if every < 1 or (stop is None and index < len(parts) - 1) or (stop is not None and stop <= start):
+            raise ValueError(
+                f"--checkpoint_schedule ({text}) must be INTERVAL@LAST_STEP,…,INTERVAL with rising steps, such as 10@100,18@1000,1500; "
+                f"mend ({part.strip()})"
+            )
+        ranges.append((start, stop, every))
+        start = stop or start
+    return SaveSchedule(tuple(ranges))
+
+
+@dataclass(frozen=True)
+class KeepPolicy:
+    """What stays: the newest `last` (0: all), multiples of `every` (0: none), the `best` by validation loss (0: none), and `steps`."""
+
+    last: int = 0
+    every: int = 0
+    best: int = 0
+    steps: tuple[int, ...] = ()
+
+    def to_delete(self, complete: Collection[int], losses: Mapping[int, float]) -> list[int]:
+        """The steps among `complete` that need not be kept, ascending. `losses`: validation loss by step, where there is one."""
+        if not self.last:
+            return []
+        keep = set(sorted(complete)[-self.last :]) | set(self.steps)
+        if self.every:
+            keep |= {step for step in complete if step % self.every == 0}
+        ranked = sorted((losses[step], step) for step in complete if step in losses)
+        keep |= {step for _, step in ranked[: self.best]}
+        return sorted(set(complete) - keep)

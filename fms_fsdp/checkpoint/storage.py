@@ -1,0 +1,173 @@
+"""How a checkpoint's bytes reach the disk and come back: torch.distributed.checkpoint's file format, with three promises added.
+
+Written: every file is summed (CRC-32) as it is written and forced to disk; the coordinator then commits: train_state.json, files.json, fsync, rename.
+Read: `.metadata` is a pickle, so only the few classes that DCP itself stores there are let in; tensors are read with `weights_only`.
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, render_files, set_aside
+
+_METADATA_CLASSES = {
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+}
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes `final` through the folder `partial`; `train_state` goes with it. `needed_bytes` must be free before anything is written."""
+
+    def __init__(self, partial: Path, final: Path, train_state: dict[str, Any], needed_bytes: int) -> None:
+        super().__init__(partial, single_file_per_rank=True, sync_files=False)
+        self._summing = self.fs = _SummingFileSystem()
+        self._final, self._train_state, self._needed = final, train_state, needed_bytes
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator, before any rank writes: refuses a disk that is too small."""
+        free = shutil.disk_usage(self.path).free
+        if free < self._needed:
+            raise OSError(f"{self._needed / 2**20:,.0f} MiB are needed and {free / 2**20:,.0f} MiB are free")
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with _without_zip_checksums():
+            results = _Results(super().write_data(plan, planner).value())
+        results.files = dict(self._summing.files)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when all ranks have written: the commit."""
+        super().finish(metadata, results)
+        files: dict[str, tuple[int, int]] = {}
+        for written in results:
+            assert isinstance(written, _Results), type(written)
+            files |= written.files
+        files[METADATA] = self._summing.files[f"{METADATA}.tmp"]
+        folder = Path(self.path)
+        with self.fs.create_stream(folder / STATE, "wb") as stream:
+            stream.write(json.dumps(self._train_state, indent=1).encode())
+        files[STATE] = self._summing.files[STATE]
+        with self.fs.create_stream(folder / FILES, "wb") as stream:
+            stream.write(render_files(files).encode())
+        _sync_folder(folder)
+        if self._final.exists():
+            set_aside(self._final, "damaged")
+        os.rename(folder, self._final)
+        _sync_folder(self._final.parent)
+
+
+class _Results(list[WriteResult]):
+    """What a rank wrote, with {file name: (bytes, CRC-32)}; travels to the coordinator."""
+
+    files: dict[str, tuple[int, int]]
+
+
+class _SummingFileSystem(FileSystem):
+    """Local files whose size and CRC-32 are known when they are closed, and which are on disk then."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        stream = _SummingFile(Path(path), self.files)
+        try:
+            yield stream
+        finally:
+            stream.close()
+
+
+class _SummingFile(io.BufferedWriter):
+    """A new file, summed as it is written front to back; closing it forces it to disk and enters it in `files`."""
+
+    def __init__(self, path: Path, files: dict[str, tuple[int, int]]) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._name, self._files, self._crc = path.name, files, 0
+
+    def write(self, data: Any) -> int:
+        self._crc = zlib.crc32(data, self._crc)
+        return super().write(data)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+            self._files[self._name] = self.tell(), self._crc
+        finally:
+            self.raw.close()  # not super().close(): on a full disk that would try, and fail, once more
+
+
+@contextmanager
+def _without_zip_checksums() -> Iterator[None]:
+    """torch.save sums each tensor once more for its own zip format; half of its time (torch 2.11 to 2.13)."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class CheckpointReader(FileSystemReader):
+    """DCP's reader of files; `.metadata` may name nothing but DCP's own classes."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / METADATA, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        assert isinstance(metadata, Metadata), type(metadata)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = (
+            (module == "torch.distributed.checkpoint.metadata" and name in _METADATA_CLASSES)
+            or (module == "torch.distributed.checkpoint.filesystem" and name in ("_StorageInfo", "_StoragePrefix"))
+            or (module in ("pathlib", "pathlib._local") and name == "PosixPath")
+            or (module == "torch.serialization" and name == "_get_layout")
+            or (module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)))
+        )
+        if not allowed:
+            raise pickle.UnpicklingError(f"{METADATA} asks for {module}.{name}, which no checkpoint of ours holds")
+        return super().find_class(module, name)

@@ -1,0 +1,48 @@
+"""Which steps are saved, which checkpoints stay."""
+
+from __future__ import annotations
+
+import pytest
+
+from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
+
+
+def test_one_schedule_does_what_took_three_scripts() -> None:
+    """10@100,18@1000,1500: 10 checkpoints to step 100, 50 more to 1000, then every 1500 counted from there."""
+    schedule = parse_schedule("10@100,18@1000,1500", interval=7)
+    due = [step for step in range(1, 10_001) if schedule.is_due(step)]
+    assert due[:10] == list(range(10, 101, 10))
+    assert due[10:60] == list(range(118, 1001, 18)) and due[59] == 1000
+    assert due[60:] == [2500, 4000, 5500, 7000, 8500, 10_000]
+
+
+def test_a_schedule_may_end_and_an_interval_of_zero_is_never() -> None:
+    assert [step for step in range(1, 50) if parse_schedule("5@10", 3).is_due(step)] == [5, 10]
+    assert [step for step in range(1, 10) if parse_schedule("", 3).is_due(step)] == [3, 6, 9]
+    assert not any(parse_schedule("", 0).is_due(step) for step in range(1, 100))
+
+
+@pytest.mark.parametrize("text", ["10@", "@100", "ten", "0@100", "10@100,5@100", "10,5", "10@100,,5", "10@-1"])
+def test_a_schedule_that_does_not_parse_is_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--checkpoint_schedule \(.*must be INTERVAL@LAST_STEP"):
+        parse_schedule(text, 1000)
+
+
+STEPS = [100, 200, 300, 400, 500, 600]
+LOSSES = {100: 3.0, 200: 1.0, 300: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("policy", "deleted"),
+    [
+        (KeepPolicy(), []),
+        (KeepPolicy(last=2), [100, 200, 300, 400]),
+        (KeepPolicy(last=9), []),
+        (KeepPolicy(last=2, every=200), [100, 300]),
+        (KeepPolicy(last=1, best=1), [100, 300, 400, 500]),
+        (KeepPolicy(last=1, best=2, steps=(400, 999)), [100, 500]),
+    ],
+)
+def test_what_need_not_be_kept_is_deleted(policy: KeepPolicy, deleted: list[int]) -> None:
+    assert policy.to_delete(STEPS, LOSSES) == deleted
+    assert policy.to_delete(STEPS[::-1], LOSSES) == deleted
