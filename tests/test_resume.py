@@ -111,7 +111,7 @@ def test_every_flag_says_what_it_does_on_resume() -> None:
 REFUSED = {
     "--model_variant=194m": "--num_layers (10) must be that of the checkpoint",
     "--num_layers=3": "--num_layers (3) must be that of the checkpoint",
-    "--hidden_size=128": "--hidden_size (128) must be that of the checkpoint",
+    "--hidden_size=256": "--hidden_size (256) must be that of the checkpoint",
     "--ffn_hidden_size=128": "--ffn_hidden_size (128) must be that of the checkpoint",
     "--num_attention_heads=2": "--num_attention_heads (2) must be that of the checkpoint",
     "--num_kv_heads=1": "--num_kv_heads (1) must be that of the checkpoint",
