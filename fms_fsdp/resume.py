@@ -87,6 +87,8 @@ def check_model(model: LlamaConfig, checkpoint: Checkpoint) -> None:
     """Raises ValueError naming the first field in which the checkpoint's model is another."""
     saved = checkpoint.state["resolved"]["model"]
     for name, value in asdict(model).items():
+        if name == "max_seq_len" and model.pos_emb == "learned":
+            name, saved = "seq_length", {"seq_length": saved.get(name)}  # a row of weights for every position
         if name not in _FREE_IN_THE_MODEL and saved.get(name) != value:
             raise ValueError(
                 f"--{name} ({value}) must be that of the checkpoint {checkpoint.folder} ({saved.get(name)}); "

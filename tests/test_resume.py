@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from fms_fsdp.checkpoint.folders import complete_steps, leftovers
-from fms_fsdp.config import TrainConfig
+from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers
+from fms_fsdp.config import ModelConfig, TrainConfig
 from fms_fsdp.flags import declared_fields
+from fms_fsdp.models.variants import resolve_model
+from fms_fsdp.resume import check_model
 from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained
 
 
@@ -111,7 +114,7 @@ def test_every_flag_says_what_it_does_on_resume() -> None:
 REFUSED = {
     "--model_variant=194m": "--num_layers (10) must be that of the checkpoint",
     "--num_layers=3": "--num_layers (3) must be that of the checkpoint",
-    "--hidden_size=128": "--hidden_size (128) must be that of the checkpoint",
+    "--hidden_size=256": "--hidden_size (256) must be that of the checkpoint",
     "--ffn_hidden_size=128": "--ffn_hidden_size (128) must be that of the checkpoint",
     "--num_attention_heads=2": "--num_attention_heads (2) must be that of the checkpoint",
     "--num_kv_heads=1": "--num_kv_heads (1) must be that of the checkpoint",
@@ -274,3 +277,17 @@ def test_a_signal_to_torchrun_ends_with_a_checkpoint(tmp_path: Path, number: sig
     ended = status(tmp_path)
     assert ended["status"] == "resume_me" and number.name in ended["reason"]
     assert complete_steps(tmp_path / "checkpoints") == [ended["step"]]
+
+
+def test_rotary_positions_take_another_length_and_learned_ones_do_not(tmp_path: Path) -> None:
+    model = resolve_model(ModelConfig(model_variant="tiny"), seq_length=64)
+    for pos_emb in ("rope", "learned"):
+        before = replace(model, pos_emb=pos_emb)
+        checkpoint = Checkpoint(tmp_path / "step_4", {"resolved": {"model": asdict(before)}})
+        check_model(before, checkpoint)
+        longer = replace(before, max_seq_len=128)
+        if pos_emb == "rope":
+            check_model(longer, checkpoint)
+            continue
+        with pytest.raises(ValueError, match=r"--seq_length \(128\) must be that of the checkpoint .* \(64\)"):
+            check_model(longer, checkpoint)

@@ -1,6 +1,6 @@
-"""The rows of any step of a run on token shards: the sum of `history`, `tapes`, `packing` and `pieces`.
+"""The rows of any step of a run on token shards: the sum of `history`, `course`, `tapes`, `packing` and `pieces`.
 
-    step -> History: (source, n) of every row -> Tapes: (epoch, tape, window, row) -> sort by tape -> my rows
+    step -> History: (source, n) of every row -> Course: (epoch, tape, window, start) -> sort by tape -> my rows
          -> Window (cached) -> read_row
 
 Invariant: the global batch t is a function of (manifest, seed, history, t). No rank knows of another.
@@ -9,6 +9,7 @@ Invariant: the global batch t is a function of (manifest, seed, history, t). No 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +17,17 @@ import numpy as np
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.arrow_shard import ShardError, TokenError
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
+from fms_fsdp.data.course import Course
 from fms_fsdp.data.history import History, Segment
 from fms_fsdp.data.lru import Lru
-from fms_fsdp.data.manifest import Corpus
+from fms_fsdp.data.manifest import Corpus, changed_shard, content_marks
 from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.packing import Cuts, pack_bestfit, pack_concat
-from fms_fsdp.data.permute import I64, ORDER_VERSION, permute
+from fms_fsdp.data.permute import F64, I64, ORDER_VERSION, permute
 from fms_fsdp.data.pieces import Pieces, Row, ShardCache, SourceReader, Window
-from fms_fsdp.data.tapes import TAIL, Geometry, Tapes, fit_geometry, locate
+from fms_fsdp.data.tapes import TAIL, Geometry, fit_geometry, locate
 
+STATE_VERSION = 2  # of the form of `state`; the order of the data has its own
 SHARD_CACHE_BYTES = 24 << 20
 WINDOW_CACHE_BYTES = 32 << 20
 PLANNED_ROWS = 512
@@ -34,14 +37,15 @@ logger = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where one row of a global batch comes from; `window` is TAIL for a tail row."""
+    """Where one row of a global batch comes from: it begins at token `start` of a window. Tail rows have tape TAIL, and the
+    tail row's number as `window`. Rows of a length that the epoch did not begin with may run on in the tape's next window."""
 
     source: str
     n: int
     epoch: int
     tape: int
     window: int
-    row: int
+    start: int
 
 
 class CorpusRows:
@@ -69,11 +73,15 @@ class CorpusRows:
         self._vocab_size = vocab_size
         self._readers: dict[str, SourceReader] = {}
         self.open_sources(corpus)
-        self._known: dict[str, list[Any]] = {s.name: [s.digest, len(s.paths), s.num_tokens] for s in corpus.sources}
-        self._fit: dict[str, list[int]] = {}
+        self._known: dict[str, list[Any]] = {  # of the shards: digest, number, tokens, content
+            s.name: [s.digest, len(s.paths), s.num_tokens, content_marks(self._files, s)] for s in corpus.sources
+        }
+        self._fit: dict[
+            str, dict[str, list[int]]
+        ] = {}  # by seq_length and source: tapes, blocks a window, tokens a block
         self._plan: tuple[int, tuple[str, ...], I64] | None = None
         self._listed: tuple[Place, Pieces] | None = None
-        self._history = History([Segment(0, global_batch_size, self._quotas)], [])
+        self._history = History([Segment(0, global_batch_size, self._quotas, section.seq_length)], [])
         self._history.skip(section.skip_steps, 0)
         self._prepare(0)
 
@@ -96,7 +104,7 @@ class CorpusRows:
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
         """Returns a rank's rows of the step's global batch, which may be of another size. Raises: ShardError with the step."""
         start, stop = rows_of_rank(self._history.batch(step)[0], dp_rank, dp_size)
-        batch = empty_batch(stop - start, self._section.seq_length, pin_memory=self._pin_memory)
+        batch = empty_batch(stop - start, self._history.seq_length(step), pin_memory=self._pin_memory)
         columns = [tensor.numpy() for tensor in batch]
         for i, place in enumerate(self.places(step, start, stop)):
             out = Row(*(column[i] for column in columns))
@@ -107,17 +115,31 @@ class CorpusRows:
         return batch
 
     def read(self, place: Place, out: Row) -> None:
-        """Writes one row into `out`, arrays of `seq_length` elements. Raises: ShardError."""
-        row = 0 if place.window == TAIL else place.row
-        self.reader(place.source).read_row(self._window(place), row, out)
+        """Writes one row into `out`, arrays of as many elements as the row has tokens. Raises: ShardError."""
+        done = 0
+        for window, length in self.windows_of(place):
+            part = out.part(done, done + length)
+            self.reader(place.source).read_row(self._window(window), window.start, part)
+            if done:
+                part.document_ids[:] += out.document_ids[done - 1] + 1
+            done += length
+
+    def windows_of(self, place: Place) -> list[tuple[Place, int]]:
+        """Returns where the row's tokens lie, window after window (nearly always in one), and how many in each."""
+        course = self.course(place.source)
+        tapes, left = course.tapes(place.epoch), course.era(place.n).tapes.geometry.seq_length
+        found = [(place, min(left, tapes.chunk_tokens(place.tape) - place.start))]
+        while (left := left - found[-1][1]) > 0:
+            last, length = found[-1]
+            at = tapes.at(place.epoch, place.tape, last.window, last.start) + length
+            window, start = tapes.chunk(place.epoch, place.tape, at)
+            found.append((last._replace(window=window, start=start), min(left, tapes.chunk_tokens(place.tape))))
+        return found
 
     def place(self, source: str, n: int) -> Place:
         """Returns where the source's own sequence n lies, whichever step it comes in."""
-        tapes = self.tapes(source)
-        epoch, tape, window, row = (int(column[0]) for column in locate(np.array([n]), *tapes.geometry.columns))
-        if window == TAIL:
-            row = int(permute(np.array([row]), tapes.geometry.num_tail_rows, tapes.tail_key(epoch))[0])
-        return Place(source, n, epoch, tape, window, row)
+        table, _ = self._locate((source,), np.array([0]), np.array([n]))
+        return Place(source, *table[1:, 0].tolist())
 
     def places(self, step: int, start: int = 0, stop: int | None = None) -> list[Place]:
         """Returns the rows [start, stop) of the step's global batch.
@@ -136,35 +158,51 @@ class CorpusRows:
         return [Place(names[source], *values) for source, *values in mine]
 
     def _planned(self, first: int, num_steps: int, batch: int) -> tuple[int, tuple[str, ...], I64]:
-        """Returns `first`, source names, and for each row of these steps of one mixture: source, n, epoch, tape, window, row."""
+        """Returns `first`, source names, and for each row of these steps of one mixture: source, n, epoch, tape, window, start."""
         rows = self._history.rows(first, num_steps)
-        tapes = [self.tapes(name) for name in rows.names]
-        columns: I64 = np.array([source.geometry.columns for source in tapes], dtype=np.int64)[rows.source].T
-        epoch, tape, window, row = locate(rows.n, *columns)
-        fraction = tape / columns[2]
-        tail = np.flatnonzero(window == TAIL)
-        if len(tail):
-            keys = [tapes[s].tail_key(e) for s, e in zip(rows.source[tail].tolist(), epoch[tail].tolist(), strict=True)]
-            row[tail] = permute(row[tail], columns[1, tail], np.array(keys, dtype=np.uint64))
-            fraction[tail] = row[tail] / columns[1, tail]
+        table, fraction = self._locate(rows.names, rows.source, rows.n)
         order = np.lexsort((rows.n, rows.source, fraction, np.arange(len(rows.n)) // batch))
-        return first, rows.names, np.stack([rows.source, rows.n, epoch, tape, window, row])[:, order]
+        return first, rows.names, table[:, order]
+
+    def _locate(self, names: tuple[str, ...], source: I64, n: I64) -> tuple[I64, F64]:
+        """Returns source, n, epoch, tape, window, start of sequences (all of a source from one era), and how far through its
+        tapes, or its tail, each one's lies."""
+        least = np.full(len(names), np.iinfo(np.int64).max)
+        np.minimum.at(least, source, n)
+        eras = [self.course(name).era(number) for name, number in zip(names, least.tolist(), strict=True)]
+        columns: I64 = np.array([era.tapes.geometry.columns for era in eras], dtype=np.int64)[source].T
+        offsets = np.array([(e.first + e.num_begun, e.epoch, e.tapes.geometry.seq_length) for e in eras])[source].T
+        epoch, tape, window, row = locate(n - offsets[0], *columns)
+        fraction = tape / columns[2]
+        table = np.stack([source, n, epoch + offsets[1], tape, window, row * offsets[2]])
+        tail = np.flatnonzero((tape == TAIL) & (n >= offsets[0]))
+        if len(tail):
+            where = zip(source[tail].tolist(), epoch[tail].tolist(), strict=True)
+            keys = [eras[s].tapes.tail_key(eras[s].epoch + e) for s, e in where]
+            table[4, tail] = permute(window[tail], columns[1, tail], np.array(keys, dtype=np.uint64))
+            fraction[tail] = table[4, tail] / columns[1, tail]
+        for i, era in enumerate(eras):
+            if least[i] < era.first + era.num_begun:
+                mine = np.flatnonzero((source == i) & (n < era.first + era.num_begun))
+                table[2, mine], *table[3:, mine], fraction[mine] = era.locate(n[mine])
+        return table, fraction
 
     def pieces_of(self, place: Place) -> Pieces:
         """Returns the pieces of documents that a row holds, in order: for inspection and tests, in O(1) windows."""
-        size, row = self._section.seq_length, 0 if place.window == TAIL else place.row
-        window = place._replace(n=0, row=place.row if place.window == TAIL else 0)
-        if self._listed is None or self._listed[0] != window:  # rows of a window are asked for one after the other
-            self._listed = window, self.packed(place)
-        pieces = self._listed[1]
-        end = np.cumsum(pieces.length)
-        begin = end - pieces.length
-        start, stop = row * size, (row + 1) * size
-        inside = np.flatnonzero((end > start) & (begin < stop))
-        skip = np.maximum(start - begin[inside], 0)
-        length = np.minimum(end[inside], stop) - begin[inside] - skip
-        widths: I64 = np.ones(len(end), dtype=np.int64)
-        return pieces.cut(Cuts(inside, skip, length), widths)
+        parts = []
+        for window, size in self.windows_of(place):
+            key = window._replace(n=0, start=0)
+            if self._listed is None or self._listed[0] != key:  # rows of a window are asked for one after the other
+                self._listed = key, self.packed(window)
+            pieces = self._listed[1]
+            end = np.cumsum(pieces.length)
+            begin = end - pieces.length
+            start, stop = window.start, window.start + size
+            inside = np.flatnonzero((end > start) & (begin < stop))
+            skip = np.maximum(start - begin[inside], 0)
+            length = np.minimum(end[inside], stop) - begin[inside] - skip
+            parts.append(pieces.cut(Cuts(inside, skip, length), np.ones_like(end)))
+        return Pieces(*map(np.concatenate, zip(*parts, strict=True)))
 
     def documents(self, step: int, limit: int) -> list[str]:
         """Returns the file, document and token range of the first `limit` pieces of the step's global batch."""
@@ -179,10 +217,11 @@ class CorpusRows:
         return found
 
     def packed(self, place: Place) -> Pieces:
-        """Returns all pieces of the window (or tail row) of a row, in the order of its tokens. Raises: ShardError."""
-        tapes, reader, size = self.tapes(place.source), self.reader(place.source), self._section.seq_length
-        if place.window == TAIL:
-            return reader.pack([tapes.tail_start(place.epoch, place.row)], size, None)
+        """Returns all pieces of the window (or tail row) in which a row begins, in the order of its tokens. Raises: ShardError."""
+        tapes, reader = self.course(place.source).tapes(place.epoch), self.reader(place.source)
+        size = tapes.geometry.seq_length
+        if place.tape == TAIL:
+            return reader.pack([tapes.tail_start(place.epoch, place.window)], size, None)
         key = tapes.piece_key(place.epoch, place.tape, place.window)
 
         def pack(lengths: I64) -> Cuts:
@@ -194,7 +233,7 @@ class CorpusRows:
         return reader.pack(starts, tapes.geometry.block_tokens, pack)
 
     def _window(self, place: Place) -> Window:
-        if place.window == TAIL:
+        if place.tape == TAIL:
             return self.reader(place.source).window(self.packed(place))
         key = (place.source, place.epoch, place.tape, place.window)
         window = self._windows.get(key)
@@ -220,32 +259,45 @@ class CorpusRows:
             raise ValueError(f"source ({name}) of this step is not among the sources opened; add it to --datasets")
         return self._readers[name]
 
-    def tapes(self, name: str) -> Tapes:
+    def course(self, name: str) -> Course:
         """Returns the addressing of a source, one that is no longer used too."""
-        if name not in self._tapes:
-            num_tokens, fit = self._known[name][2], self._fit[name]
-            geometry = Geometry(self._section.seq_length, num_tokens // self._section.seq_length, *fit)
-            self._tapes[name] = Tapes(name, num_tokens, geometry, self._seed)
-        return self._tapes[name]
+        if name not in self._courses:
+            num_tokens, cuts = self._known[name][2], []
+            for segment in self._history.lengths():
+                size = segment.seq_length
+                fit = self._fit.get(str(size), {}).get(name)
+                if fit:  # else it is not used in that length
+                    cuts.append((segment.base.get(name, 0), Geometry(size, num_tokens // size, *fit)))
+            self._courses[name] = Course(name, num_tokens, self._seed, cuts)
+        return self._courses[name]
 
-    def _prepare(self, step: int) -> None:
-        """Fits sources that are used for the first time, checks the size of the corpus, finds the last step allowed."""
-        size = self._section.seq_length
+    def _prepare(self, step: int) -> list[str]:
+        """Fits sources used for the first time (in this length), checks the size of the corpus, finds the last step allowed.
+
+        Returns what a change of the length leaves out, a line for each source in the middle of an epoch.
+        """
+        size, passed_over = self._section.seq_length, []
+        fit = self._fit.setdefault(str(size), {})
+        self._courses: dict[str, Course] = {}
         for name, quota in self._quotas.items():
-            rows = self._known[name][2] // size
-            if name not in self._fit:
+            if name not in fit:
+                rows = self._known[name][2] // size
                 g = fit_geometry(rows, size, quota / NUM_SLOTS, self._section.logical_shards)
-                self._fit[name] = [g.num_tapes, g.blocks_per_window, g.block_tokens]
+                fit[name] = [g.num_tapes, g.blocks_per_window, g.block_tokens]
+                era = self.course(name).eras[-1]
+                if era.num_begun or era.passed_over:
+                    passed_over.append(
+                        f"source {name}: {era.passed_over:,} tokens of the epoch under way are passed over, {era.num_begun:,} rows"
+                    )
         num_rows = sum(self._known[name][2] // size for name in self._quotas)
         if num_rows < self.global_batch_size:
             raise ValueError(
                 f"--global_batch_size ({self.global_batch_size}) must be at most the {num_rows} sequences of the corpus; "
                 "lower the batch, lower --seq_length or add data"
             )
-        self._tapes: dict[str, Tapes] = {}
         self._plan = None
         self._listed = None
-        tapes = sum(self._fit[name][0] for name in self._quotas)
+        tapes = sum(max(fits[name][0] for fits in self._fit.values() if name in fits) for name in self._quotas)
         self._windows: Lru[tuple[str, int, int, int], Window] = Lru(
             WINDOW_CACHE_BYTES + WINDOW_CACHE_BYTES_PER_TAPE * tapes
         )
@@ -253,21 +305,22 @@ class CorpusRows:
         limit = self._section.max_epochs
         if limit is not None:
             beyond = {
-                name: self._history.first_step_beyond(name, int(limit * (self._known[name][2] // size)), step)
+                name: self._history.first_step_beyond(name, self.course(name).rows_until(limit), step)
                 for name in self._quotas
             }
             self.first_exhausted = min(beyond, key=lambda name: (beyond[name], name))
             self.last_step = beyond[self.first_exhausted] - 1
+        return passed_over
 
     def state(self) -> dict[str, Any]:
         """Returns what, with the manifest, determines every step so far and to come: JSON values, the same on every rank."""
         return {
+            "state_version": STATE_VERSION,
             "order_version": ORDER_VERSION,
             "seed": self._seed,
-            "seq_length": self._section.seq_length,
             "packing": self._section.packing,
             "sep_token": self._corpus.sep_token,
-            "fit": dict(sorted(self._fit.items())),
+            "fit": {size: dict(sorted(fit.items())) for size, fit in self._fit.items()},
             "manifest": dict(sorted(self._known.items())),
             **self._history.state(),
         }
@@ -275,7 +328,7 @@ class CorpusRows:
     def load(self, state: dict[str, Any], step: int) -> list[str]:
         """Continues after `step`, with the flags of this run from step + 1 on; returns what they change, in words.
 
-        Raises: ValueError if the state is of another corpus, seed, seq_length, packing or separator.
+        Raises: ValueError if the state is of another corpus, seed, packing or separator; for another seq_length with bestfit.
         """
         self._check_same(state)
         history = History.from_state(state)
@@ -284,27 +337,38 @@ class CorpusRows:
                 f"step ({step}) lies before the last change of the data state; load the checkpoint's own step"
             )
         self._known = {**state["manifest"], **self._known}
-        self._fit = {name: list(fit) for name, fit in state["fit"].items()}
-        changes = history.change(step, self.global_batch_size, self._quotas)
+        self._fit = {size: dict(fit) for size, fit in state["fit"].items()}
+        changes = history.change(step, self.global_batch_size, self._quotas, self._section.seq_length)
         changes += history.skip(self._section.skip_steps, step)
         self._history = history
-        self._prepare(step)
-        return changes
+        return changes + self._prepare(step)
 
     def _check_same(self, state: dict[str, Any]) -> None:
         mine = self.state()
-        for name in ("order_version", "seed", "seq_length", "packing", "sep_token"):
+        for name in ("state_version", "order_version", "seed", "packing", "sep_token"):
             if state.get(name) != mine[name]:
                 raise ValueError(
                     f"{name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
                     "value, or take its weights alone with --load_model_only"
                 )
-        for name, (digest, num_files, num_tokens) in mine["manifest"].items():
+        size, before = self._section.seq_length, state["history"][-1]["seq_length"]
+        if self._section.packing == "bestfit" and size != before:
+            raise ValueError(
+                f"--seq_length ({size}) must stay {before} with --packing=bestfit, whose rows are packed to that length; keep it, "
+                "or take the weights alone with --load_model_only"
+            )
+        for name, (digest, num_files, num_tokens, marks) in mine["manifest"].items():
             before = state["manifest"].get(name)
             if before is not None and before[0] != digest:
                 raise ValueError(
                     f"source ({name}) has changed since the checkpoint: {num_files} shards of {num_tokens} tokens, then "
                     f"{before[1]} of {before[2]}; restore its shards, and add new ones as a source of their own"
+                )
+            shard = changed_shard(self.reader(name).source, before[3], marks) if before is not None else None
+            if shard is not None:
+                raise ValueError(
+                    f"shard ({shard}) has changed since the checkpoint, though its name and counts have not; restore it, or "
+                    "take the checkpoint's weights alone with --load_model_only"
                 )
         lost = sorted(set(state["history"][-1]["weights"]) - set(mine["manifest"]))
         if self._corpus.discovered and lost:
@@ -315,12 +379,16 @@ class CorpusRows:
 
     def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
         """Returns by source, dropped ones too, the epochs gone through and the tokens trained on by the end of `step`."""
-        size = self._section.seq_length
-        consumed = self._history.consumed(step)
-        return {
-            name: {"epoch": n / (self._known[name][2] // size), "tokens": consumed[name] * size}
-            for name, n in self._history.position(step).items()
-        }
+        tokens: Counter[str] = Counter()
+        lengths = [segment for segment in self._history.lengths() if segment.after < step] or self._history.lengths()[
+            :1
+        ]
+        for segment, end in zip(lengths, [*(s.after for s in lengths[1:]), step], strict=True):
+            before = self._history.consumed(segment.after)
+            for name, rows in self._history.consumed(end).items():
+                tokens[name] += (rows - before.get(name, 0)) * segment.seq_length
+        epochs = {name: self.course(name).era(n).epochs(n) for name, n in self._history.position(step).items()}
+        return {name: {"epoch": epoch, "tokens": tokens[name]} for name, epoch in epochs.items()}
 
     def close(self) -> None:
         self._files.close()

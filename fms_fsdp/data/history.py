@@ -1,4 +1,4 @@
-"""Which sequences step t holds, through every change of weights, sources and batch size; and what a checkpoint keeps of it.
+"""Which sequences step t holds, through every change of weights, sources, batch and sequence length; and what a checkpoint keeps.
 
 Steps are 1-based. The run is a row of *segments*; segment k holds from step `after_k + 1` on, with its own weights and global
 batch B_k. Global sequence numbers g run on through all segments:
@@ -9,7 +9,8 @@ batch B_k. Global sequence numbers g run on through all segments:
     base_k+1 = base_k + what each source supplied in [g_k, g_k+1)
 
 Invariant: each source's numbers n run on without gap or repeat through all segments, also for a source that was dropped and
-returns. Only (after, batch, quotas) of each segment and the skipped ranges are kept; g_k and base_k follow from them.
+returns. Only (after, batch, quotas, seq_length) of each segment and the skipped ranges are kept; g_k and base_k follow from
+them. Where a sequence of a new length lies in its source is the business of `course`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from fms_fsdp.data.permute import I64
 
 @dataclass
 class Segment:
-    """Steps after + 1, after + 2, ... of one mixture and batch size; `first` is g_k, `base` is base_k."""
+    """Steps after + 1, after + 2, ... of one mixture, batch and length; `first` is g_k, `base` is base_k."""
 
     after: int
     batch: int
     quotas: dict[str, int]
+    seq_length: int
     first: int = 0
     base: dict[str, int] = field(default_factory=dict)
 
@@ -84,6 +86,17 @@ class History:
         segment = self._segment(step)
         return segment.batch, segment.after
 
+    def seq_length(self, step: int) -> int:
+        """Returns the tokens of a sequence of a step (>= 1)."""
+        return self._segment(step).seq_length
+
+    def lengths(self) -> list[Segment]:
+        """Returns the segments that begin with a length of their own: the first, and those that changed it."""
+        before = [None, *self.segments]
+        return [
+            s for s, last in zip(self.segments, before, strict=False) if not last or last.seq_length != s.seq_length
+        ]
+
     def rows(self, step: int, num_steps: int = 1) -> Rows:
         """Returns the sequences of `num_steps` steps from `step` (>= 1) on, as if the mixture of `step` held in all of them."""
         segment = self._segment(step)
@@ -127,15 +140,16 @@ class History:
                         consumed[name] -= after[name] - before[name]
         return consumed
 
-    def change(self, after: int, batch: int, quotas: Mapping[str, int]) -> list[str]:
-        """Lets another batch or mixture hold from step after + 1 on; returns what changed, in words, [] if nothing."""
+    def change(self, after: int, batch: int, quotas: Mapping[str, int], seq_length: int) -> list[str]:
+        """Lets another batch, mixture or length hold from step after + 1 on; returns what changed, in words, [] if nothing."""
         last = self.segments[-1]
         assert after >= last.after, (after, last.after)
-        changes = _describe(last, batch, quotas)
+        segment = Segment(after, batch, dict(quotas), seq_length)
+        changes = _describe(last, segment)
         if changes and after == last.after:
             self.segments.pop()
-        if changes:
-            self._append(Segment(after, batch, dict(quotas)))
+        if changes and (not self.segments or _describe(self.segments[-1], segment)):  # else: changed back at once
+            self._append(segment)
         return changes
 
     def skip(self, text: str, step: int) -> list[str]:
@@ -174,13 +188,15 @@ class History:
 
     def state(self) -> dict[str, Any]:
         """Returns the history as JSON values."""
-        segments = [{"step": s.after, "batch": s.batch, "weights": s.quotas} for s in self.segments]
+        segments = [
+            {"step": s.after, "batch": s.batch, "seq_length": s.seq_length, "weights": s.quotas} for s in self.segments
+        ]
         return {"history": segments, "skipped": [list(entry) for entry in self.skipped]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> History:
         """Returns the history that `state` describes."""
-        segments = [Segment(entry["step"], entry["batch"], dict(entry["weights"])) for entry in state["history"]]
+        segments = [Segment(e["step"], e["batch"], dict(e["weights"]), e["seq_length"]) for e in state["history"]]
         return cls(segments, [Skip(*entry) for entry in state["skipped"]])
 
     def _append(self, segment: Segment) -> None:
@@ -217,12 +233,14 @@ class History:
         return ranges
 
 
-def _describe(last: Segment, batch: int, quotas: Mapping[str, int]) -> list[str]:
+def _describe(last: Segment, new: Segment) -> list[str]:
     changes = []
-    if batch != last.batch:
-        changes.append(f"global batch: {last.batch} -> {batch} sequences")
-    for name in sorted({*last.quotas, *quotas}):
-        before, now = last.quotas.get(name, 0), quotas.get(name, 0)
+    if new.batch != last.batch:
+        changes.append(f"global batch: {last.batch} -> {new.batch} sequences")
+    if new.seq_length != last.seq_length:
+        changes.append(f"seq_length: {last.seq_length} -> {new.seq_length} tokens")
+    for name in sorted({*last.quotas, *new.quotas}):
+        before, now = last.quotas.get(name, 0), new.quotas.get(name, 0)
         if before != now:
             verb = "added" if not before else "dropped" if not now else "weight"
             changes.append(f"mixture: {name} {verb}, {before / NUM_SLOTS:.4f} -> {now / NUM_SLOTS:.4f}")

@@ -196,9 +196,9 @@ def row_record(data: Inspected, place: Place, step: int, row: int) -> dict[str, 
     A piece is tokens [start, stop) of a document (its separator counted), at token `at` of the row.
     """
     record: dict[str, Any] = {"step": step, "row": row, "source": place.source, "epoch": place.epoch}
-    record |= {"sequence": place.n, "tape": place.tape, "window": place.window, "row_in_window": place.row}
-    if place.window == TAIL:
-        record |= {"tape": None, "window": None, "row_in_window": None}
+    record |= {"sequence": place.n, "tape": place.tape, "window": place.window, "token_in_window": place.start}
+    if place.tape == TAIL:
+        record |= {"tape": None, "window": None, "token_in_window": None}
     try:
         pieces = data.rows.pieces_of(place)
     except ShardError as error:
@@ -240,8 +240,7 @@ def main(config: StepConfig) -> None:
         start, stop = parse_range("rows", config.rows, batch)
         mark = {"data_fingerprint": step_fingerprint(data, step)} if config.fingerprint else {}
         if not config.json:
-            tokens = data.section.seq_length
-            print(f"step {step}: {batch} rows of {tokens} tokens" + _when(data, step))
+            print(f"step {step}: {batch} rows of {data.rows.history.seq_length(step)} tokens" + _when(data, step))
         for row, place in enumerate(data.rows.places(step, start, stop), start):
             record = row_record(data, place, step, row)
             print(json.dumps(record | mark) if config.json else _describe_row(record))
@@ -260,7 +259,7 @@ def _when(data: Inspected, step: int) -> str:
 def _describe_row(record: dict[str, Any]) -> str:
     lies = "tail row"
     if record["window"] is not None:
-        lies = f"tape {record['tape']}, window {record['window']}, row {record['row_in_window']}"
+        lies = f"tape {record['tape']}, window {record['window']}, from token {record['token_in_window']}"
     head = f"row {record['row']}: {record['source']}, epoch {record['epoch']}, sequence {record['sequence']} ({lies})"
     if "masked" in record:
         head += f"\n  masked: {record['masked']}"

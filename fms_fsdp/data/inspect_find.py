@@ -1,15 +1,16 @@
 """When a document was, or will be, seen: `python -m fms_fsdp inspect find`, by inverting the arithmetic of the stream.
 
-    document -> its stretch of the source's circle -> blocks (unpermute) -> windows -> rows of its pieces -> n -> g -> step
+    document -> its stretch of the source's circle -> blocks (unpermute) -> windows -> places on tapes -> n -> g -> step
 
 Invariant: the work is proportional to the document's pieces (a window is packed for each), never to the steps of the run.
 Every token of the document is accounted for in every epoch: in a row of a step, in a row that --skip_steps passed over, or in
-the rest of the epoch that no row holds.
+the rest of the epoch that no row holds (a change of seq_length adds to it).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from fms_fsdp.config import flag
 from fms_fsdp.data.corpus_rows import Place
 from fms_fsdp.data.inspect import InspectConfig, Inspected, inspected
 from fms_fsdp.data.manifest import Source, nearest
-from fms_fsdp.data.tapes import TAIL, sequence_number
+from fms_fsdp.data.tapes import REST
 
 
 @dataclass(frozen=True)
@@ -58,35 +59,33 @@ def find_document(data: Inspected, source: Source, file: int, document: int, num
     Raises: ShardError; IndexError for a document that is not there.
     """
     begin, end = data.rows.reader(source.name).shard(file).span(document)
-    first, tapes = int(source.starts[file]) + begin, data.rows.tapes(source.name)
+    first, course = int(source.starts[file]) + begin, data.rows.course(source.name)
     for epoch in range(num_epochs):
-        rows: set[tuple[int, int, int]] = set()
-        for stretch in tapes.find(epoch, first, end - begin):
-            if stretch.tape < 0:
+        windows: set[tuple[int, int]] = set()
+        for stretch in course.tapes(epoch).find(epoch, first, end - begin):
+            if stretch.tape == REST:
                 yield Seen(epoch, None, None, None, stretch.skip, stretch.skip + stretch.length, "rest")
             else:
-                rows.add((stretch.tape, stretch.window, stretch.row))
-        for tape, window, row in sorted(rows):
-            yield from _in_window(data, source, (file, document), Place(source.name, 0, epoch, tape, window, row))
+                windows.add((stretch.tape, stretch.window))
+        for tape, window in sorted(windows):
+            yield from _in_window(data, source, (file, document), Place(source.name, 0, epoch, tape, window, 0))
 
 
 def _in_window(data: Inspected, source: Source, document: tuple[int, int], place: Place) -> Iterator[Seen]:
-    """Yields the document's pieces in a window, or in a tail row (whose number is that before the permutation)."""
-    size, tapes = data.section.seq_length, data.rows.tapes(source.name)
-    if place.window == TAIL:
-        number = sequence_number(tapes.geometry, place.epoch, 0, TAIL, place.row)
-        place = data.rows.place(source.name, number)
-    pieces = data.rows.packed(place)
-    ends = np.cumsum(pieces.length)
+    """Yields the document's pieces in a window, or in a tail row."""
+    course, pieces = data.rows.course(source.name), data.rows.packed(place)
+    at = course.tapes(place.epoch).at(*place[2:])
+    ends = at + np.cumsum(pieces.length)
     for i in np.flatnonzero((pieces.file == document[0]) & (pieces.document == document[1])).tolist():
         at, stop, start = int(ends[i] - pieces.length[i]), int(ends[i]), int(pieces.start[i])
         while at < stop:  # a piece may run over the edges of rows
-            row, offset = divmod(at, size)
-            length = min(size - offset, stop - at)
-            n = place.n
-            if place.window != TAIL:
-                n = sequence_number(tapes.geometry, place.epoch, place.tape, place.window, row)
-            yield _seen(data, source.name, n, place.epoch, offset, start, start + length)
+            found, length = course.find(place.epoch, place.tape, at), stop - at
+            if found is None:
+                yield Seen(place.epoch, None, None, None, start, start + length, "rest")
+            else:
+                n, offset = found
+                length = min(length, course.era(n).tapes.geometry.seq_length - offset)
+                yield _seen(data, source.name, n, place.epoch, offset, start, start + length)
             at, start = at + length, start + length
 
 
@@ -142,7 +141,7 @@ def main(config: FindConfig) -> None:
 def _epochs_by(data: Inspected, name: str, step: int) -> int:
     """Returns how many epochs of a source are begun by the end of a step."""
     position = data.rows.history.position(step).get(name, 0)
-    return -(-position // data.rows.tapes(name).geometry.num_rows)
+    return math.ceil(data.rows.course(name).era(position).epochs(position))
 
 
 def _print(data: Inspected, config: FindConfig, title: str, found: list[Seen], horizon: str) -> None:

@@ -57,34 +57,35 @@ def plan_sources(data: Inspected, num_steps: int, sample_rows: int) -> list[Sour
     Raises: ShardError from the rows sampled.
     """
     history = data.rows.history
-    position, consumed = history.position(num_steps), history.consumed(num_steps)
+    consumed = data.rows.consumption(num_steps)
     segment = [segment for segment in history.segments if segment.after < num_steps][-1]
     sources = {source.name: source for corpus in data.corpora for source in corpus.sources}
     plans = []
-    for name in sorted(position):
-        geometry, source = data.rows.tapes(name).geometry, sources.get(name)
+    for name in sorted(consumed):
+        course, source = data.rows.course(name), sources.get(name)
+        era = course.era(history.position(num_steps)[name])
         plans.append(
             SourcePlan(
                 name=name,
                 weight=segment.quotas.get(name, 0) / NUM_SLOTS,
-                tokens=data.rows.tapes(name).num_tokens,
+                tokens=course.num_tokens,
                 documents=int(source.docs.sum()) if source else None,
                 shards=len(source.paths) if source else None,
-                used=consumed[name] * geometry.seq_length,
-                epochs=position[name] / geometry.num_rows,
-                ends=_epoch_ends(data, name, num_steps, geometry.num_rows),
+                used=int(consumed[name]["tokens"]),
+                epochs=float(consumed[name]["epoch"]),
+                ends=_epoch_ends(data, name, num_steps),
                 ignored=ignored_share(data, name, sample_rows) if source and sample_rows else None,
-                geometry=geometry,
+                geometry=era.tapes.geometry,
                 token_bytes=_token_bytes(data, source) if source else 0,
             )
         )
     return plans
 
 
-def _epoch_ends(data: Inspected, name: str, num_steps: int, num_rows: int) -> tuple[int, ...]:
+def _epoch_ends(data: Inspected, name: str, num_steps: int) -> tuple[int, ...]:
     ends: list[int] = []
     while len(ends) <= _SHOWN_ENDS:
-        found = data.rows.history.find(name, (len(ends) + 1) * num_rows - 1)
+        found = data.rows.history.find(name, data.rows.course(name).rows_until(len(ends) + 1) - 1)
         if found is None:
             break
         ends.append(found.step)
@@ -94,13 +95,14 @@ def _epoch_ends(data: Inspected, name: str, num_steps: int, num_rows: int) -> tu
 
 
 def ignored_share(data: Inspected, name: str, num_rows: int) -> float:
-    """Returns the share of -100 among the labels of `num_rows` rows spread over the source's first epoch."""
-    size, epoch_rows = data.section.seq_length, data.rows.tapes(name).geometry.num_rows
+    """Returns the share of -100 among the labels of `num_rows` rows spread over an epoch of the source, in its last length."""
+    era = data.rows.course(name).eras[-1]
+    size, epoch_rows, first = era.tapes.geometry.seq_length, era.tapes.geometry.num_rows, era.first + era.num_begun
     batch = empty_batch(1, size)
     out = Row(*(tensor[0].numpy() for tensor in batch))
     ignored = 0
     for n in sorted({(2 * i + 1) * epoch_rows // (2 * num_rows) for i in range(num_rows)}):
-        data.rows.read(data.rows.place(name, n), out)
+        data.rows.read(data.rows.place(name, first + n), out)
         ignored += int(np.count_nonzero(out.labels == IGNORED_LABEL))
     return ignored / (min(num_rows, epoch_rows) * size)
 
@@ -154,7 +156,7 @@ def _ends_text(ends: tuple[int, ...], num_steps: int) -> str:
 
 def _segment_text(segment: Segment) -> str:
     shares = ", ".join(f"{name} {quota / NUM_SLOTS:.4f}" for name, quota in sorted(segment.quotas.items()))
-    return f"from step {segment.after + 1:,} on: {segment.batch} rows a step; {shares}"
+    return f"from step {segment.after + 1:,} on: {segment.batch} rows of {segment.seq_length:,} tokens a step; {shares}"
 
 
 def describe_plan(data: Inspected, plans: Sequence[SourcePlan], num_steps: int) -> str:
@@ -195,8 +197,13 @@ def describe_plan(data: Inspected, plans: Sequence[SourcePlan], num_steps: int) 
     )
     return "\n".join(
         [
-            f"by step {num_steps:,}: {used:,} tokens in rows of {data.section.seq_length:,}, packing {data.section.packing}",
+            f"by step {num_steps:,}: {used:,} tokens, packing {data.section.packing}",
             *(f"  {_segment_text(segment)}" for segment in history.segments if segment.after < num_steps),
+            *(
+                f"  {name}: {passed_over:,} tokens are passed over by changes of seq_length"
+                for name in sorted(plan.name for plan in plans)
+                if (passed_over := data.rows.course(name).passed_over)
+            ),
             *(f"  the rows planned for steps {skip.a:,} to {skip.b - 1:,} are passed over" for skip in history.skipped),
             "",
             _table(

@@ -11,13 +11,15 @@ are counted from their own metadata. A source is named by its folder; its shards
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import difflib
+import gc
 import hashlib
 import os
 import posixpath
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,6 +36,7 @@ TEXT_SUFFIXES = (".parquet", ".jsonl", ".json", ".txt", ".gz", ".zst")
 META = "meta"
 OPENED_AT_START = 256  # a corpus of at most so many shards has them all checked before training
 _SAMPLED_DOCUMENTS = 16
+_SAMPLED_SHARDS, _SAMPLED_BYTES = 16, 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +70,40 @@ class Source:
         return digest.hexdigest()
 
 
+def content_marks(files: Files, source: Source) -> str:
+    """Returns two hex digits for each of up to 16 shards spread over the source, a hash of size and the 4 KiB in the middle.
+
+    They tell of shards written anew with other tokens but the same names and counts; "--" stands for one that cannot be read.
+    """
+    sampled = [source.paths[i] for i in _sampled_shards(len(source.paths))]
+    marks = []
+    for path in sampled:
+        with contextlib.suppress(OSError):
+            files.prefetch(path, np.array([files.size(path) // 2]), np.array([_SAMPLED_BYTES]))
+    for path in sampled:
+        try:
+            size = files.size(path)
+            sample = files.pread(path, _SAMPLED_BYTES, size // 2)
+            marks.append(hashlib.blake2b(sample + size.to_bytes(8, "little"), digest_size=1).hexdigest())
+        except OSError:
+            marks.append("--")
+    files.close()
+    return "".join(marks)
+
+
+def changed_shard(source: Source, before: str, now: str) -> str | None:
+    """Returns the first shard whose marks differ, those that could not be read left out; None if there is none."""
+    for i, file in enumerate(_sampled_shards(len(source.paths))):
+        a, b = before[2 * i : 2 * i + 2], now[2 * i : 2 * i + 2]
+        if a != b and "--" not in (a, b):
+            return source.paths[file]
+    return None
+
+
+def _sampled_shards(count: int) -> list[int]:
+    return sorted({i * (count - 1) // (_SAMPLED_SHARDS - 1) for i in range(_SAMPLED_SHARDS)})
+
+
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """The sources of a run, sorted by name. `vocab_size` is that of the shards' tokenizer, None where they do not say."""
@@ -92,14 +129,14 @@ def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards
     """
     files = files or _open_root(section.data_path)
     shards = _find_shards(files)
-    names = _source_names(section, shards)
+    names = _source_names(section, files.root, shards)
     counts = _read_counts(files, shards, names)
     listed = {name: _shards_of(name, shards) for name in names}
     missing = sorted(set(counts).difference(shards))
     for name in names:
         _check_listing(files, name, listed[name], _shards_of(name, missing), section.on_missing == "mask")
     opened = _open_some(files, listed, counts, section.on_missing == "mask")
-    sep_token = _sep_token(section, names, listed, opened)
+    sep_token = _sep_token(section, files.root, names, listed, opened)
     weights = dict(zip(_clean(section.datasets), section.weights, strict=True)) if section.weights else {}
     sources = []
     for name in sorted(names):
@@ -206,18 +243,15 @@ def _clean(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(posixpath.normpath(name) for name in names)
 
 
-def _source_names(section: DataConfig, paths: list[str]) -> tuple[str, ...]:
+def _source_names(section: DataConfig, root: str, paths: list[str]) -> tuple[str, ...]:
     """The sources named, or all found but those of a data root within this one (`prepare --split` writes validation/ with its own meta/)."""
-    with_shards = {
-        path.rpartition("/")[0] or "." for path in paths if path.endswith(SUFFIX) and not path.startswith(f"{META}/")
-    }
     if not section.datasets:
+        with_shards = {path.rpartition("/")[0] for path in paths if path.endswith(SUFFIX)}
+        with_shards = {name or "." for name in with_shards if not f"{name}/".startswith(f"{META}/")}
         roots = {path.rpartition(f"/{META}/")[0] for path in paths if f"/{META}/" in path and path.endswith(".csv")}
         with_shards = {name for name in with_shards if not any(f"{name}/".startswith(f"{root}/") for root in roots)}
         if not with_shards:
-            raise FileNotFoundError(
-                f"--data_path ({section.data_path}) holds no {SUFFIX} shards; {_text_remedy(paths)}"
-            )
+            raise FileNotFoundError(f"--data_path ({root}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
         names = tuple(sorted(with_shards))
     else:
         names = _clean(section.datasets)
@@ -226,9 +260,9 @@ def _source_names(section: DataConfig, paths: list[str]) -> tuple[str, ...]:
             "/".join(folder.split("/")[: depth + 1]) for folder in folders for depth in range(folder.count("/") + 1)
         }
         for name in names:
-            if name not in known and not os.path.isdir(os.path.join(section.data_path, name)):
+            if name not in known and not os.path.isdir(os.path.join(root, name)):
                 raise FileNotFoundError(
-                    f"--datasets ({name}) is not a folder in {section.data_path}; {nearest(name, known - {META, '.'})}"
+                    f"--datasets ({name}) is not a folder in {root}; {nearest(name, known - {META, '.'})}"
                 )
     for name in names:
         if names.count(name) > 1:
@@ -258,18 +292,13 @@ def _read_counts(files: Files, paths: list[str], names: tuple[str, ...]) -> dict
     for table in paths:
         if not (table.startswith(f"{META}/") and "counts" in table and table.endswith(".csv")):
             continue
-        text = files.pread(table, files.size(table), 0).decode()
-        for line, row in enumerate(csv.reader(text.splitlines())):
-            if line == 0 or not row:
-                continue
-            try:
-                path, docs, tokens = row[0].lstrip("/"), int(row[1]), int(row[2])
-            except (ValueError, IndexError):
-                raise ValueError(
-                    f"counts file ({table}) must hold `dataset/filename,documents,tokens`, not {','.join(row)!r} in line "
-                    f"{line + 1}; correct or remove it"
-                ) from None
-            counts[path] = (docs, tokens)
+        try:
+            counts.update(_parse_counts(files.pread(table, files.size(table), 0)))
+        except (ValueError, LookupError) as error:  # pyarrow's are of these kinds
+            raise ValueError(
+                f"counts file ({table}) must hold `dataset/filename,documents,tokens`: {' '.join(str(error).split())}; "
+                "correct or remove it"
+            ) from None
     known = set(paths)
     for path in [path for path in counts if path not in known]:
         for name in names:
@@ -277,6 +306,29 @@ def _read_counts(files: Files, paths: list[str], names: tuple[str, ...]) -> dict
             if at > 0:  # written under another root
                 counts.setdefault(path[at:], counts[path])
     return counts
+
+
+def _parse_counts(data: bytes) -> dict[str, tuple[int, int]]:
+    """Returns (documents, tokens) by path. Raises: ValueError, LookupError, naming the row (the header is row 1)."""
+    from pyarrow import BufferReader, csv, system_memory_pool
+
+    if not data.partition(b"\n")[2].strip():
+        return {}
+    types = {"f0": "string", "f1": "int64", "f2": "int64"}
+    table = csv.read_csv(
+        BufferReader(data),
+        csv.ReadOptions(use_threads=False, autogenerate_column_names=True, skip_rows=1),
+        convert_options=csv.ConvertOptions(column_types=types, include_columns=list(types), null_values=[]),
+        memory_pool=system_memory_pool(),  # pyarrow's own would keep 24 MiB
+    )
+    paths, docs, tokens = (column.to_pylist() for column in table.columns)
+    collecting = gc.isenabled()
+    gc.disable()  # 100,000 tuples in a row: the collector would look through all of torch's objects again and again
+    try:
+        return dict(zip((path.lstrip("/") for path in paths), zip(docs, tokens, strict=True), strict=True))
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _check_listing(files: Files, name: str, listed: list[str], missing: list[str], may_miss: bool) -> None:
@@ -309,21 +361,22 @@ def _open_some(
 
     def try_open(path: str) -> Shard | None:
         try:
-            return Shard(files, path, delimiter=0)
+            shard = Shard(files, path, delimiter=0)
+            if path not in counts:
+                counts[path] = (shard.num_docs, shard.num_tokens)
+            return shard
         except ShardError:
             if may_miss and path in counts:
                 return None
             raise
 
-    opened = {path: shard for path in every if (shard := try_open(path)) is not None}
-    for path, shard in opened.items():
-        if path not in counts:
-            counts[path] = (shard.num_docs, shard.num_tokens)
-    return opened
+    with ThreadPoolExecutor(files.num_threads, thread_name_prefix="counts") as pool:
+        found = list((pool.map if files.num_threads > 1 else map)(try_open, every))
+    return {path: shard for path, shard in zip(every, found, strict=True) if shard is not None}
 
 
 def _sep_token(
-    section: DataConfig, names: tuple[str, ...], listed: dict[str, list[str]], opened: dict[str, Shard]
+    section: DataConfig, root: str, names: tuple[str, ...], listed: dict[str, list[str]], opened: dict[str, Shard]
 ) -> int:
     """Returns the separator: the flag, else the one that all shards name."""
     said = {int(shard.metadata["sep_token"]): path for path, shard in opened.items() if shard.metadata.get("sep_token")}
@@ -360,7 +413,7 @@ def _sep_token(
                 raise ValueError(
                     f"sep_token is not said by shard {path}; set --sep_token to the id that ends a document ({hint})"
                 )
-    raise FileNotFoundError(f"--data_path ({section.data_path}) holds no readable shard; restore one")
+    raise FileNotFoundError(f"--data_path ({root}) holds no readable shard; restore one")
 
 
 def _vocab_size(opened: dict[str, Shard]) -> int | None:

@@ -74,7 +74,7 @@ class Mixture:
     """Maps u >= 0 to (source, number of this source's sequences before u), in closed form."""
 
     def __init__(self, quotas: Mapping[str, int]) -> None:
-        self.names = tuple(sorted(quotas))
+        self.names, self.quotas = tuple(sorted(quotas)), quotas
         heap: list[tuple[int, int, _Split | int]] = [(quotas[name], i, i) for i, name in enumerate(self.names)]
         heapq.heapify(heap)
         while len(heap) > 1:

@@ -2,7 +2,7 @@
 
 Invariant: everything here is arithmetic on 64-bit unsigned integers that wrap around, so the same inputs give the same
 outputs on every machine, library version and world size. The formulas in this module, together with those in the
-docstrings of `mixture`, `tapes`, `packing` and `history`, define ``ORDER_VERSION = 1``; a change of any of them is a new
+docstrings of `mixture`, `tapes`, `course`, `packing` and `history`, define ``ORDER_VERSION = 1``; a change of any of them is a new
 version, because it would silently change which tokens a resumed run sees.
 """
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
 
 ORDER_VERSION = 1
 MASK = (1 << 64) - 1

@@ -75,6 +75,11 @@ class Row(NamedTuple):
     positions: npt.NDArray[np.int32]
     document_ids: npt.NDArray[np.int32]
 
+    def part(self, start: int, stop: int) -> Row:
+        """Returns where the tokens [start, stop) of the row are written."""
+        span = slice(start, stop)
+        return Row(self.tokens[span], self.labels[span], self.positions[span], self.document_ids[span])
+
 
 class SourceReader:
     """Reads one source of a corpus. Caches what it opened, within fixed bytes."""
@@ -151,10 +156,10 @@ class SourceReader:
         end = np.cumsum(pieces.length).astype(np.int32)  # a window holds some million tokens
         return Window(files, file.astype(small), pieces.address, end, edge.astype(np.uint8))
 
-    def read_row(self, window: Window, row: int, out: Row) -> None:
-        """Writes row `row` of a window into `out`. Raises: ShardError."""
+    def read_row(self, window: Window, start: int, out: Row) -> None:
+        """Writes the tokens of a window from token `start` on into `out`. Raises: ShardError."""
         size = len(out.tokens)
-        start, stop = row * size, (row + 1) * size
+        stop = start + size
         first = int(window.end.searchsorted(start, side="right"))
         last = int(window.end.searchsorted(stop, side="left")) + 1
         end = window.end[first:last].astype(np.int64)

@@ -63,6 +63,8 @@ class RemoteFiles:
     `counters` say what it cost. `cache_bytes`: default 16 GiB, or a quarter of the free disk shared by the ranks of this node if less.
     """
 
+    num_threads = NUM_THREADS
+
     def __init__(
         self,
         data_path: str,
@@ -233,14 +235,17 @@ class RemoteFiles:
 
     def _retried(self, name: str, action: Callable[[], Result], tries: int) -> Result:
         """Returns what `action` returns, tried again after growing waits. Raises: OSError with name, tries and last error."""
+        from pyarrow.lib import ArrowException
+
         for attempt in range(1, tries + 1):
             with self._lock:
                 self.counters.requests += 1
             try:
                 return action()
-            except OSError as error:
+            except (OSError, ArrowException) as caught:  # Azure's errors come as the latter
+                error = caught if isinstance(caught, OSError) else OSError(str(caught))
                 if isinstance(error, PERMANENT) or is_denied(error) or "NO_SUCH_BUCKET" in str(error):
-                    raise
+                    raise error from caught
                 reason = " ".join(str(error).split())
                 if attempt == tries:
                     raise OSError(f"{name} failed {tries} times, at last with: {reason}") from error

@@ -50,14 +50,19 @@ def open_filesystem(uri: str) -> tuple[Any, str]:
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise ValueError(f"--data_path ({shown(uri)}) must be a folder or begin with one of {known}; correct it")
+    if scheme != "file" and not urlsplit(uri).netloc:
+        raise ValueError(f"--data_path ({scheme}://) must name a bucket; write {scheme}://BUCKET/FOLDER")
     from pyarrow import fs
 
     account = os.environ.get("AZURE_STORAGE_ACCOUNT")
     if scheme == "az":
         rest = uri.partition("://")[2]
-        uri = f"abfs://{account}@{rest}" if account and "@" not in rest.split("/")[0] else f"abfs://{rest}"
+        named = "@" in rest.split("/")[0]
+        if not named and not account:
+            raise ValueError(f"--data_path ({shown(uri)}) must name an account; {_CREDENTIALS['az']}")
+        uri = f"abfs://{rest}" if named else f"abfs://{account}@{rest}"
     if scheme == "gs" and "retry_limit_seconds" not in uri:
-        uri += f"{'&' if '?' in uri else '?'}retry_limit_seconds=10"
+        uri += f"{'&' if '?' in uri else '?'}retry_limit_seconds=3"
     filesystem, path = fs.FileSystem.from_uri(uri)
     return (_s3(uri, filesystem.region) if scheme == "s3" else filesystem), path.rstrip("/")
 
@@ -86,7 +91,7 @@ def start_errors(uri: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = " ".join(str(error).split())
-        if is_denied(error):
+        if is_denied(error) or "ACCESS TOKEN" in reason.upper():  # of Google: later on it may be the network's fault
             remedy = _CREDENTIALS[urlsplit(uri).scheme]
             raise PermissionError(f"{name} cannot be opened with these credentials: {reason}; {remedy}") from error
         if isinstance(error, PERMANENT) or "NO_SUCH_BUCKET" in reason:

@@ -29,7 +29,7 @@ class SyntheticRows:
         self._alphabet = 1 << (min(vocab_size, _MAX_ALPHABET).bit_length() - 1)
         self._seed, self._seq_length, self._pin_memory = seed, seq_length, pin_memory
         self.global_batch_size = global_batch_size
-        self._changes: list[tuple[int, int]] = [(0, global_batch_size)]  # (after step, batch), to count tokens
+        self._changes = [(0, global_batch_size, seq_length)]  # (after step, batch, tokens in a row)
         power, total = [1], [0]
         for _ in range(2 * _CELL - 1):
             power.append(power[-1] * _FACTOR % self._alphabet)
@@ -41,19 +41,19 @@ class SyntheticRows:
 
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
         """Returns a rank's rows of the step's global batch, which may have been of another size."""
-        size = next(batch for after, batch in reversed(self._changes) if after < step)
+        size, length = next(entry[1:] for entry in reversed(self._changes) if entry[0] < step)
         start, stop = rows_of_rank(size, dp_rank, dp_size)
-        out = empty_batch(stop - start, self._seq_length, pin_memory=self._pin_memory)
-        tokens = self._tokens(step, start, stop)
+        out = empty_batch(stop - start, length, pin_memory=self._pin_memory)
+        tokens = self._tokens(step, start, stop, length)
         out.tokens_BS.numpy()[:] = tokens[:, :-1]
         out.labels_BS.numpy()[:] = tokens[:, 1:]
-        out.positions_BS.numpy()[:] = np.arange(self._seq_length)
+        out.positions_BS.numpy()[:] = np.arange(length)
         out.document_ids_BS.zero_()
         return out
 
-    def _tokens(self, step: int, start: int, stop: int) -> I64:
+    def _tokens(self, step: int, start: int, stop: int, length: int) -> I64:
         """Returns S + 1 tokens a row. Each cell of 32 draws a place and a token; the rule runs from the last one drawn."""
-        num_cells = self._seq_length // _CELL + 2  # one before the row
+        num_cells = length // _CELL + 2  # one before the row
         row_keys: U64 = mix64(np.arange(start, stop, dtype=np.uint64) ^ np.uint64(derive_key(self._seed, _ROWS, step)))
         cells: U64 = np.arange(num_cells, dtype=np.uint64)
         draws = mix64(row_keys[:, None] + cells)
@@ -64,37 +64,37 @@ class SyntheticRows:
         since = np.where(after, offset - place[:, 1:, None], offset + _CELL - place[:, :-1, None])
         origin = np.where(after, token[:, 1:, None], token[:, :-1, None])
         tokens: I64 = (self._power[since] * origin + self._total[since]) & (self._alphabet - 1)
-        return tokens.reshape(stop - start, -1)[:, : self._seq_length + 1]
+        return tokens.reshape(stop - start, -1)[:, : length + 1]
 
     def state(self) -> dict[str, Any]:
         return {
             "order_version": ORDER_VERSION,
             "synthetic": self._alphabet,
             "seed": self._seed,
-            "seq_length": self._seq_length,
             "history": [list(change) for change in self._changes],
         }
 
     def load(self, state: dict[str, Any], step: int) -> list[str]:
         """Continues from `step`; returns what changed. Raises: ValueError for a state of other data."""
         mine = self.state()
-        for name in ("synthetic", "seed", "seq_length"):
+        for name in ("synthetic", "seed"):
             if state.get(name) != mine[name]:
                 raise ValueError(
                     f"{name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
                     "data flags, or take its weights alone with --load_model_only"
                 )
-        self._changes = [(after, batch) for after, batch in state["history"]]
-        before = self._changes[-1][1]
-        if before == self.global_batch_size:
-            return []
-        self._changes = [change for change in self._changes if change[0] < step] + [(step, self.global_batch_size)]
-        return [f"global batch: {before} -> {self.global_batch_size} sequences"]
+        self._changes = [(after, batch, length) for after, batch, length in state["history"]]
+        (_, *before), now = self._changes[-1], (self.global_batch_size, self._seq_length)
+        if tuple(before) != now:
+            self._changes = [change for change in self._changes if change[0] < step] + [(step, *now)]
+        names = (("global batch", "sequences"), ("seq_length", "tokens"))
+        changes = zip(names, before, now, strict=True)
+        return [f"{name}: {old} -> {new} {unit}" for (name, unit), old, new in changes if old != new]
 
     def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
-        ends = [after for after, _ in self._changes[1:]] + [step]
-        rows = sum((end - after) * batch for (after, batch), end in zip(self._changes, ends, strict=True))
-        return {"synthetic": {"epoch": 0.0, "tokens": rows * self._seq_length}}
+        ends = [after for after, *_ in self._changes[1:]] + [step]
+        tokens = sum((end - after) * batch * s for (after, batch, s), end in zip(self._changes, ends, strict=True))
+        return {"synthetic": {"epoch": 0.0, "tokens": tokens}}
 
     def documents(self, step: int, limit: int) -> list[str]:
         return []

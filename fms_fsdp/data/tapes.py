@@ -27,7 +27,7 @@ BLOCKS_PER_WINDOW = 16
 MIN_BLOCKS_PER_WINDOW = 4
 MIN_ROWS_PER_BLOCK = 4
 MIN_WINDOWS_PER_TAPE = 8
-TAIL = -1
+TAIL, REST = -1, -2  # in the place of a tape: the tail rows, one after the other; the tokens that no row holds
 
 _ROTATION, _BLOCKS, _TAIL, _PIECES = range(1, 5)  # words of the keys drawn here
 
@@ -96,7 +96,7 @@ def fit_geometry(num_rows: int, seq_length: int, share: float, logical_shards: i
 
 
 class Slots(NamedTuple):
-    """Where rows lie: arrays of one length. `window` is TAIL for tail rows, whose `row` is the number of tail rows before."""
+    """Where rows lie: arrays of one length. Tail rows: `tape` TAIL, `window` the number of tail rows before, `row` 0."""
 
     epoch: I64
     tape: I64
@@ -118,7 +118,7 @@ def locate(
     turn, lane = np.divmod(x - tails, num_tapes)
     tape = bit_reverse(lane, np.frexp(num_tapes)[1] - 1)
     window, row = np.divmod(turn, rows_per_window)
-    return Slots(epoch, tape, np.where(is_tail, TAIL, window), np.where(is_tail, tails, row))
+    return Slots(epoch, np.where(is_tail, TAIL, tape), np.where(is_tail, tails, window), np.where(is_tail, 0, row))
 
 
 def sequence_number(geometry: Geometry, epoch: int, tape: int, window: int, row: int) -> int:
@@ -127,8 +127,8 @@ def sequence_number(geometry: Geometry, epoch: int, tape: int, window: int, row:
     x is the last number with m main rows, or k tail rows, before it: floor(m * N / n_main), or ceil((k + 1) * N / n_tail) - 1.
     """
     g = geometry
-    if window == TAIL:
-        x = -(-(row + 1) * g.num_rows // g.num_tail_rows) - 1
+    if tape == TAIL:
+        x = -(-(window + 1) * g.num_rows // g.num_tail_rows) - 1
     else:
         lane = int(bit_reverse(np.array([tape]), g.num_tapes.bit_length() - 1)[0])
         x = ((window * g.rows_per_window + row) * g.num_tapes + lane) * g.num_rows // g.num_main_rows
@@ -136,12 +136,11 @@ def sequence_number(geometry: Geometry, epoch: int, tape: int, window: int, row:
 
 
 class Stretch(NamedTuple):
-    """Where neighbouring tokens of an epoch went: into a window, a tail row (`window` TAIL, `row` as `locate` counts it), or
-    the rest (`tape` -1). `skip` tokens of the stretch asked for come before them, `length` are there."""
+    """Where neighbouring tokens of an epoch went: into a window, a tail row (`tape` TAIL, `window` its place after the
+    permutation), or the REST. `skip` tokens of the stretch asked for come before them, `length` are there."""
 
     tape: int
     window: int
-    row: int
     skip: int
     length: int
 
@@ -156,6 +155,34 @@ class Tapes:
     def tail_key(self, epoch: int) -> int:
         """Returns the key that permutes the epoch's tail rows."""
         return derive_key(self._key, _TAIL, epoch)
+
+    def used(self, num_rows: int) -> I64:
+        """Returns how many tokens of each tape, and last of the tail, the first `num_rows` sequences of an epoch use: L + 1."""
+        g = self.geometry
+        tails = num_rows * g.num_tail_rows // g.num_rows
+        turns, lanes = divmod(num_rows - tails, g.num_tapes)
+        used = np.full(g.num_tapes + 1, turns * g.seq_length)
+        used[bit_reverse(np.arange(lanes), g.num_tapes.bit_length() - 1)] += g.seq_length
+        used[TAIL] = tails * g.seq_length
+        return used
+
+    def chunk_tokens(self, tape: int) -> int:
+        """Returns the tokens of a window of a tape, or of a tail row."""
+        g = self.geometry
+        return g.seq_length if tape == TAIL else g.blocks_per_window * g.block_tokens
+
+    def chunk(self, epoch: int, tape: int, at: int) -> tuple[int, int]:
+        """Returns the window (of the tail: the row, after the permutation) that holds a tape's token `at`, and where in it."""
+        window, start = divmod(at, self.chunk_tokens(tape))
+        if tape == TAIL:
+            window = int(permute(np.array([window]), self.geometry.num_tail_rows, self.tail_key(epoch))[0])
+        return window, start
+
+    def at(self, epoch: int, tape: int, window: int, start: int) -> int:
+        """Returns the place on its tape of a window's token `start`: the inverse of `chunk`."""
+        if tape == TAIL:
+            window = int(unpermute(np.array([window]), self.geometry.num_tail_rows, self.tail_key(epoch))[0])
+        return window * self.chunk_tokens(tape) + start
 
     def window_blocks(self, epoch: int, tape: int, window: int) -> list[int]:
         """Returns where the window's blocks of `block_tokens` tokens start on the source's circle."""
@@ -182,15 +209,13 @@ class Tapes:
                 block, stop = at // g.block_tokens, (at // g.block_tokens + 1) * g.block_tokens
                 place = int(unpermute(np.array([block]), g.num_blocks, derive_key(self._key, _BLOCKS, epoch))[0])
                 window, tape = divmod(place // g.blocks_per_window, g.num_tapes)
-                row = 0
             elif at < num_used:
-                permuted = (at - num_main) // g.seq_length
-                row = int(unpermute(np.array([permuted]), g.num_tail_rows, self.tail_key(epoch))[0])
-                tape, window, stop = 0, TAIL, num_main + (permuted + 1) * g.seq_length
+                window = (at - num_main) // g.seq_length
+                tape, stop = TAIL, num_main + (window + 1) * g.seq_length
             else:
-                tape, window, row, stop = -1, TAIL, 0, self.num_tokens
+                tape, window, stop = REST, 0, self.num_tokens
             taken = min(stop - at, length - skip)
-            found.append(Stretch(tape, window, row, skip, taken))
+            found.append(Stretch(tape, window, skip, taken))
             skip += taken
         return found
 

@@ -123,13 +123,25 @@ class Attention(nn.Module):
         return projected_BSD
 
     def attend(self, q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Any) -> torch.Tensor:
-        """softmax(q k^T / sqrt(K)) v; `mask` is None (causal), a boolean tensor, or flex_attention's BlockMask."""
+        """softmax(q k^T / sqrt(K)) v; `mask` is None (causal), the ids of documents (B S), or flex_attention's BlockMask."""
         if mask is not None and not isinstance(mask, torch.Tensor):
             return _flex_attention()(q_BHSK, k_BGSK, v_BGSK, block_mask=mask, enable_gqa=self.grouped)
+        qkv, causal = (
+            (q_BHSK, k_BGSK, v_BGSK),
+            functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=self.grouped),
+        )
         with contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend):
-            return F.scaled_dot_product_attention(
-                q_BHSK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
-            )
+            if mask is None:
+                return causal(*qkv)
+            if torch.compiler.is_compiling():  # lengths of documents would be new code for every batch
+                same = (mask.unsqueeze(2) == mask.unsqueeze(1)).tril().unsqueeze(1)
+                return F.scaled_dot_product_attention(*qkv, attn_mask=same, enable_gqa=self.grouped)
+            rows = []
+            for b, ids_S in enumerate(mask):
+                lengths = torch.unique_consecutive(ids_S, return_counts=True)[1].tolist()
+                documents = zip(*(torch.split(x[b : b + 1], lengths, dim=2) for x in qkv), strict=True)
+                rows.append(torch.cat([causal(*document) for document in documents], dim=2))
+            return torch.cat(rows)
 
 
 @functools.cache
@@ -142,7 +154,8 @@ def _flex_attention() -> Callable[..., torch.Tensor]:
 
 
 def document_mask(document_ids_BS: torch.Tensor) -> Any:
-    """The mask under which a token sees only earlier tokens of its own document: blocks for flex_attention on a GPU, else booleans (B 1 S S)."""
+    """What `Attention.attend` takes so that a token sees only earlier tokens of its own document: blocks for flex_attention on a
+    GPU, else the ids themselves, by which it goes through the documents one by one (faster than a mask of S x S)."""
     if document_ids_BS.is_cuda:
         from torch.nn.attention.flex_attention import create_block_mask
 
@@ -151,7 +164,7 @@ def document_mask(document_ids_BS: torch.Tensor) -> Any:
 
         batch, seq = document_ids_BS.shape
         return create_block_mask(same_document, batch, None, seq, seq, device="cuda", _compile=True)
-    return (document_ids_BS.unsqueeze(2) == document_ids_BS.unsqueeze(1)).tril().unsqueeze(1)
+    return document_ids_BS
 
 
 class FeedForward(nn.Module):

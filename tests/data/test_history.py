@@ -10,7 +10,7 @@ import pytest
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.history import History, Segment
 from fms_fsdp.data.mixture import slot_quotas
-from tests.data.corpora import Files, write_corpus
+from tests.data.corpora import Files, write_corpus, write_lists
 from tests.data.oracle import Used, check_epoch, check_step, rows_of
 
 SIZES = {"a": [6000], "b": [3000, 2000], "c": [1500]}
@@ -99,10 +99,12 @@ def test_repeated_resumes_at_one_step_keep_one_entry(files: Files) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_find_is_the_inverse_of_rows_through_random_changes_and_skips(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    history, step = History([Segment(0, 5, slot_quotas({"a": 2.0, "b": 1.0}))], []), 0
+    history, step = History([Segment(0, 5, slot_quotas({"a": 2.0, "b": 1.0}), 32)], []), 0
     for _ in range(5):
         names = [str(name) for name in rng.permutation(["a", "b", "c"])[: rng.integers(1, 4)]]
-        history.change(step, int(rng.integers(1, 9)), slot_quotas({name: float(rng.uniform(0.1, 3)) for name in names}))
+        history.change(
+            step, int(rng.integers(1, 9)), slot_quotas({name: float(rng.uniform(0.1, 3)) for name in names}), 32
+        )
         a = step + int(rng.integers(1, 6))
         history.skip(f"{a}:{a + int(rng.integers(1, 7))}", step)
         step += int(rng.integers(1, 12))
@@ -124,9 +126,9 @@ def test_find_is_the_inverse_of_rows_through_random_changes_and_skips(seed: int)
 def test_a_change_adds_little_to_the_state(files: Files) -> None:
     import json
 
-    history = History([Segment(0, 8, slot_quotas({f"source-{i:02d}": 1.0 for i in range(20)}))], [])
+    history = History([Segment(0, 8, slot_quotas({f"source-{i:02d}": 1.0 for i in range(20)}), 32)], [])
     before = len(json.dumps(history.state()))
-    history.change(10, 8, slot_quotas({f"source-{i:02d}": 1.0 + i for i in range(20)}))
+    history.change(10, 8, slot_quotas({f"source-{i:02d}": 1.0 + i for i in range(20)}), 32)
     assert len(json.dumps(history.state())) - before <= 64 * 20
 
 
@@ -139,7 +141,7 @@ class TestSkip:
         ]
 
     def history(self) -> History:
-        return History([Segment(0, 5, slot_quotas({"a": 2.0, "b": 1.0}))], [])
+        return History([Segment(0, 5, slot_quotas({"a": 2.0, "b": 1.0}), 32)], [])
 
     def test_rows_planned_for_the_steps_are_passed_over_and_nothing_else(self) -> None:
         plain, skipping = self.history(), self.history()
@@ -167,9 +169,9 @@ class TestSkip:
     def test_skips_and_changes_together_lose_no_row(self) -> None:
         history = self.history()
         history.skip("3:5", 2)
-        history.change(2, 7, slot_quotas({"a": 1.0, "b": 3.0}))  # exactly where the skipped range begins
+        history.change(2, 7, slot_quotas({"a": 1.0, "b": 3.0}), 32)  # exactly where the skipped range begins
         history.skip("3:5", 2)
-        history.change(6, 3, slot_quotas({"a": 1.0, "c": 3.0}))
+        history.change(6, 3, slot_quotas({"a": 1.0, "c": 3.0}), 32)
         history.skip("3:5,8:9", 6)
         again = History.from_state(history.state())
         assert self.rows(again, 1, 30) == self.rows(history, 1, 30)
@@ -204,7 +206,7 @@ class TestSkip:
 
 
 def test_first_step_beyond_agrees_with_counting() -> None:
-    history = History([Segment(0, 7, slot_quotas({"a": 2.0, "b": 1.0}))], [])
+    history = History([Segment(0, 7, slot_quotas({"a": 2.0, "b": 1.0}), 32)], [])
     for limit in (0, 1, 50, 333):
         step = history.first_step_beyond("b", limit, 0)
         assert history.position(step)["b"] > limit >= history.position(step - 1)["b"]
@@ -222,7 +224,6 @@ def refused(files: Files, change: dict[str, Any], match: str, batch: int = 4, se
 
 
 def test_states_of_other_data_are_refused(files: Files, tmp_path: Path) -> None:
-    refused(files, {"seq_length": 64}, r"seq_length \(64\) is 32 in the checkpoint")
     refused(files, {"packing": "bestfit"}, r"packing \(bestfit\) is concat in the checkpoint")
     refused(files, {}, r"seed \(2\) is 1 in the checkpoint", seed=2)
     refused(files, {"sep_token": 4}, r"sep_token \(4\) is 3 in the checkpoint")
@@ -247,6 +248,35 @@ def test_a_changed_source_is_refused_by_name_and_a_missing_one_too(tmp_path: Pat
     other = write_corpus(tmp_path / "b", SIZES, seed=9)
     with other.stream(4, seq_length=32) as stream, pytest.raises(ValueError, match=r"source \(a\) has changed"):
         stream.load_state_dict(state, 0)
+
+
+@pytest.mark.parametrize("number", [0, 7, 15])
+def test_a_shard_written_anew_with_equal_counts_is_refused_by_name(tmp_path: Path, number: int) -> None:
+    files = write_corpus(tmp_path, {"a": [400] * 16, "b": [900]})
+    with files.stream(4, seq_length=32) as stream:
+        state = stream.state_dict()
+    path = tmp_path / "a" / f"shard-{number:05d}.arrow"
+    text = [document[:-1] for document in files.documents["a"][number]]
+    dtype = ("uint16", "uint32")[number % 2]
+    write_lists(path, text, dtype=dtype)
+    with files.stream(4, seq_length=32) as stream:
+        assert stream.load_state_dict(state, 0) == []  # the same tokens again
+    write_lists(path, [np.where(document > 100, document - 1, document) for document in text], dtype=dtype)
+    match = (
+        rf"shard \(a/{path.name}\) has changed since the checkpoint, though its name and counts have not; restore it"
+    )
+    with files.stream(4, seq_length=32) as stream, pytest.raises(ValueError, match=match):
+        stream.load_state_dict(state, 0)
+    path.unlink()
+    with files.stream(4, seq_length=32, on_missing="mask") as stream:
+        assert stream.load_state_dict(state, 0) == []
+
+
+def test_a_state_of_another_form_is_refused(files: Files) -> None:
+    with files.stream(4, seq_length=32) as stream:
+        state = {name: value for name, value in stream.state_dict().items() if name != "state_version"}
+        with pytest.raises(ValueError, match=r"state_version \(2\) is None in the checkpoint's data state"):
+            stream.load_state_dict(state, 0)
 
 
 def test_a_moved_corpus_is_the_same_corpus(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, TrainingC
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.inspect import InspectConfig, Inspected, inspected, row_record, step_fingerprint
 from fms_fsdp.data.inspect_find import Seen, find_document, find_file
-from fms_fsdp.data.inspect_plan import ignored_share, plan_sources
+from fms_fsdp.data.inspect_plan import describe_plan, ignored_share, plan_sources
 from fms_fsdp.data.inspect_plot import document_lengths, mixture_over_time
 from fms_fsdp.data.inspect_verify import verify_corpus
 from fms_fsdp.data.stream import TokenStream
@@ -69,7 +69,7 @@ def check_find_agrees(files: Files, data: Inspected, num_steps: int, num_epochs:
 @pytest.mark.parametrize("packing", ["concat", "bestfit"])
 def test_find_agrees_with_step_for_every_document(files: Files, packing: str) -> None:
     with inspected(flags(files, packing=packing)) as data:
-        last = data.rows.history.first_step_beyond("b", 2 * data.rows.tapes("b").geometry.num_rows, 0) - 1
+        last = data.rows.history.first_step_beyond("b", data.rows.course("b").rows_until(2), 0) - 1
         fates = check_find_agrees(files, data, last, 2)
         assert fates == {"seen", "rest"}
 
@@ -83,7 +83,7 @@ def test_find_agrees_with_step_in_the_fms_fsdp_layout(tmp_path: Path, stored: bo
 
 def write_run(folder: Path, files: Files, stream: TokenStream, step: int, **data: Any) -> Path:
     """Leaves what a run leaves: the newest launch's flags, and a checkpoint's data state."""
-    section = files.section(seq_length=32, **data)
+    section = files.section(**{"seq_length": 32, **data})
     config = TrainConfig(data=section, training=TrainingConfig(seed=1), checkpoint=CheckpointConfig())
     batch = stream.rows.global_batch_size
     resolved = {"batch": {"global_batch_size": batch}, "model": {"vocab_size": VOCAB}}
@@ -123,6 +123,30 @@ def test_find_agrees_with_step_through_a_runs_changes(files: Files, run: tuple[P
     with inspected(InspectConfig(run=str(run[0]))) as data:
         fates = check_find_agrees(files, data, 60, 1)
     assert fates == {"seen", "rest", "skipped", "dropped"}
+
+
+def test_inspect_follows_changes_of_seq_length(files: Files, tmp_path: Path) -> None:
+    """A run of 55 steps in rows of 32, 48 and 20 tokens: fingerprints, find against step, plan, an aligned question."""
+    prints, used, state = list[int](), 0, None
+    for i, size in enumerate((32, 48, 20)):
+        with files.stream(4, seq_length=size) as stream:
+            if state is not None:
+                stream.load_state_dict(state, 20 * i)
+            prints += [fingerprint(stream.next_batch(), 0) for _ in range(20 if i < 2 else 15)]
+            used, state = 4 * size * (20 if i < 2 else 15) + used, stream.state_dict()
+            step = stream.step
+    run = write_run(tmp_path, files, stream, step, seq_length=20)
+    with inspected(InspectConfig(run=str(run))) as data:
+        assert [step_fingerprint(data, past) for past in range(1, step + 1)] == [f"{value:016x}" for value in prints]
+        fates = check_find_agrees(files, data, 200, 2)
+        assert fates == {"seen", "rest"}
+        plans = plan_sources(data, step, 4)
+        assert sum(plan.used for plan in plans) == used
+        text = describe_plan(data, plans, step)
+        assert "from step 41 on: 4 rows of 20 tokens" in text and "passed over by changes of seq_length" in text
+    with inspected(InspectConfig(run=str(run), seq_length=10)) as data:
+        assert data.changes[0] == "seq_length: 20 -> 10 tokens" and len(data.rows.places(56)) == 4
+        assert step_fingerprint(data, 55) == f"{prints[-1]:016x}"
 
 
 def test_flags_beside_a_run_folder_hold_from_its_checkpoint_on(run: tuple[Path, list[int]]) -> None:
@@ -211,7 +235,7 @@ def test_plan_names_the_step_at_which_an_epoch_ends(files: Files) -> None:
 
 def test_plan_measures_ignored_labels_and_lengths(files: Files) -> None:
     with inspected(flags(files)) as data:
-        rows = data.rows.tapes("b").geometry.num_rows
+        rows = data.rows.course("b").rows_until(1)
         share = ignored_share(data, "b", rows)
         assert 0 <= share < 0.02
         texts = [len(text) for shard in files.documents["b"] for text in shard]
@@ -225,7 +249,7 @@ def test_plan_prints_tables_warnings_and_a_picture(
     argv = [f"--data_path={files.root}", "--seq_length=32", "--global_batch_size=4", "--num_steps=2000"]
     assert command(["inspect", "plan", *argv, f"--plot={tmp_path}/pictures/plan.png"]) == 0
     printed = capsys.readouterr().out
-    assert "warning: source a is read" in printed and "from step 1 on: 4 rows a step" in printed
+    assert "warning: source a is read" in printed and "from step 1 on: 4 rows of 32 tokens a step" in printed
     assert (tmp_path / "pictures" / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

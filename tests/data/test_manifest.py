@@ -155,7 +155,7 @@ class TestSeparator:
 
 def test_malformed_counts_are_refused_with_their_line(files: Files) -> None:
     write_counts(files.root, [("web/shard-00000.arrow", "many", 3)])  # type: ignore[list-item]
-    refused(files, r"counts file \(meta/counts.csv\) must hold .* in line 2")
+    refused(files, r"counts file \(meta/counts.csv\) must hold .*: .* Row #2: .*'many'; correct or remove it")
 
 
 def test_counts_written_under_another_root_are_understood(tmp_path: Path) -> None:

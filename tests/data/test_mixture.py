@@ -10,7 +10,7 @@ def random_weights(rng: np.random.Generator, count: int, spread: float = 1.5) ->
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 50])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 1.5, 2.5])
-def test_every_prefix_is_within_one_and_a_quarter_sequence_and_every_batch_within_two(
+def test_every_prefix_is_within_one_and_a_quarter_sequence_and_every_batch_within_two_and_a_quarter(
     count: int, spread: float
 ) -> None:
     quotas = slot_quotas(random_weights(np.random.default_rng(count), count, spread))
@@ -21,7 +21,7 @@ def test_every_prefix_is_within_one_and_a_quarter_sequence_and_every_batch_withi
         drift = np.cumsum(source == i) - (u + 1) * quotas[name] / NUM_SLOTS
         assert np.abs(drift).max() <= 1.25
         for batch in (8, 64, 480):
-            assert np.abs(drift[batch:] - drift[:-batch]).max() <= 2  # wherever the batch begins
+            assert np.abs(drift[batch:] - drift[:-batch]).max() <= 2.25  # wherever the batch begins
 
 
 def test_two_equal_sources_take_turns() -> None:

@@ -19,6 +19,7 @@ from pyarrow import fs
 
 from fms_fsdp.data.manifest import open_corpus
 from fms_fsdp.data.remote_files import PAGE, RemoteFiles
+from fms_fsdp.data.remote_uri import start_errors
 from tests.data.corpora import Files, write_corpus
 
 SIZES = {"web": [90_000, 300, 40_000], "lang=en/dataset=code": [50_000]}
@@ -246,6 +247,29 @@ def test_errors_are_tried_again_a_bounded_number_of_times_and_named() -> None:
 def test_refused_credentials_are_named_with_a_remedy() -> None:
     with pytest.raises(PermissionError, match=r"^--data_path \(s3://top\) cannot be opened .*; set AWS_ACCESS_KEY_ID"):
         Flaky(1, [PermissionError("ACCESS_DENIED")]).files()
+
+
+@pytest.mark.parametrize(
+    ("uri", "text"),
+    [
+        ("az://container/x", "must name an account; set AZURE_STORAGE_ACCOUNT"),
+        ("az://nobody@container/x", "cannot be opened with these credentials"),
+        ("gs://", "must name a bucket"),
+        ("s3:///folder", "must name a bucket"),
+    ],
+)
+def test_other_stores_are_refused_in_one_line(uri: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an account to test them with: URIs are understood, and what is missing is said."""
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
+    with pytest.raises((ValueError, OSError), match=text) as caught:
+        RemoteFiles(uri)
+    assert str(caught.value).startswith("--data_path (") and "\n" not in str(caught.value)
+
+
+def test_google_without_credentials_is_named_so() -> None:
+    refused = pytest.raises(PermissionError, match=r"\(gs://top\) cannot .*; set GOOGLE_APPLICATION_CREDENTIALS")
+    with refused, start_errors("gs://top"):
+        raise OSError("google::cloud::Status(UNAVAILABLE: Could not create a OAuth2 access token to authenticate")
 
 
 def test_a_secret_in_the_uri_is_not_shown(tmp_path: Path) -> None:

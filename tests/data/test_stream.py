@@ -169,12 +169,12 @@ def test_documents_of_a_window_follow_one_another_as_in_a_random_shuffle(
     monkeypatch.setattr("fms_fsdp.data.tapes.BLOCK_TOKENS", 4096)
     files = write_corpus(tmp_path, {"web": [600_000]}, mean=12)
     stream = files.stream(1, seq_length=64, logical_shards=1)
-    block_tokens = stream.state_dict()["fit"]["web"][2]
-    assert stream.state_dict()["fit"]["web"][1] == 16
+    block_tokens = stream.state_dict()["fit"]["64"]["web"][2]
+    assert stream.state_dict()["fit"]["64"]["web"][1] == 16
     starts = np.cumsum([0] + [len(document) for document in files.documents["web"][0]])
     cells = np.zeros((16, 16))
     places = [rows_of(stream).places(step)[0] for step in range(1, 8000, 100)]
-    for place in {place.window: place for place in places if place.window >= 0}.values():
+    for place in {place.window: place for place in places if place.tape >= 0}.values():
         pieces = rows_of(stream).packed(place)
         position = starts[pieces.document] + pieces.start
         _, block = np.unique(position // block_tokens, return_inverse=True)

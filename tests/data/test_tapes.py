@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from fms_fsdp.data.permute import permute
-from fms_fsdp.data.tapes import TAIL, Tapes, fit_geometry, locate, sequence_number
+from fms_fsdp.data.tapes import REST, TAIL, Tapes, fit_geometry, locate, sequence_number
 
 
 def tapes_of(num_tokens: int, seq_length: int, share: float = 1.0, shards: int = 1024, seed: int = 1) -> Tapes:
@@ -16,11 +16,13 @@ def test_every_row_slot_occurs_exactly_once_an_epoch(num_rows: int, seq_length: 
     g = tapes.geometry
     slots = locate(np.arange(2 * num_rows, 3 * num_rows), *g.columns)
     assert (slots.epoch == 2).all()
-    tail = slots.window == TAIL
-    assert (np.sort(slots.row[tail]) == np.arange(g.num_tail_rows)).all()
+    tail = slots.tape == TAIL
+    assert (np.sort(slots.window[tail]) == np.arange(g.num_tail_rows)).all()
     place = (slots.window * g.num_tapes + slots.tape) * g.rows_per_window + slots.row
     assert (np.sort(place[~tail]) == np.arange(g.num_main_rows)).all()
-    assert (np.sort(permute(slots.row[tail], g.num_tail_rows, tapes.tail_key(2))) == np.arange(g.num_tail_rows)).all()
+    assert (
+        np.sort(permute(slots.window[tail], g.num_tail_rows, tapes.tail_key(2))) == np.arange(g.num_tail_rows)
+    ).all()
 
 
 @pytest.mark.parametrize("num_rows", [128, 1000, 4097, 60001, 3_000_000])
@@ -45,7 +47,7 @@ def test_a_source_below_128_rows_is_all_tail() -> None:
 
 def test_tail_rows_are_spread_evenly_over_the_epoch() -> None:
     tapes = tapes_of(1099 * 64, 64)
-    tail = locate(np.arange(1099), *tapes.geometry.columns).window == TAIL
+    tail = locate(np.arange(1099), *tapes.geometry.columns).tape == TAIL
     gaps = np.diff(np.flatnonzero(tail))
     assert tail.sum() > 2 and gaps.max() - gaps.min() <= 1
 
@@ -74,7 +76,7 @@ def test_blocks_of_an_epoch_are_disjoint_and_turned_by_another_offset_each_epoch
 def test_consecutive_rows_visit_all_tapes_before_any_twice() -> None:
     tapes = tapes_of(1 << 26, 64, shards=64)
     slots = locate(np.arange(tapes.geometry.num_tapes), *tapes.geometry.columns)
-    assert len(set(slots.tape[slots.window != TAIL].tolist())) >= (slots.window != TAIL).sum()
+    assert len(set(slots.tape[slots.tape != TAIL].tolist())) >= (slots.tape != TAIL).sum()
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 127, 128, 1000, 4097, 60001])
@@ -97,14 +99,14 @@ def test_find_is_the_inverse_of_window_blocks_and_tail_start(num_tokens: int) ->
             for stretch in tapes.find(epoch, begin, length):
                 assert stretch.skip == skip
                 at, skip = (begin + skip) % num_tokens, skip + stretch.length
-                if stretch.tape < 0:
+                if stretch.tape == REST:
                     continue
                 placed += stretch.length
                 starts, size = [], g.block_tokens
-                if stretch.window == TAIL:
-                    key = tapes.tail_key(epoch)
-                    row = int(permute(np.array([stretch.row]), g.num_tail_rows, key)[0])
-                    starts, size = [tapes.tail_start(epoch, row)], 64
+                at_tape = tapes.at(epoch, stretch.tape, stretch.window, 5)
+                assert tapes.chunk(epoch, stretch.tape, at_tape) == (stretch.window, 5)
+                if stretch.tape == TAIL:
+                    starts, size = [tapes.tail_start(epoch, stretch.window)], 64
                 else:
                     starts = tapes.window_blocks(epoch, stretch.tape, stretch.window)
                 assert any((at - start) % num_tokens + stretch.length <= size for start in starts)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fms_fsdp.models.init import init_weights
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import Attention, Llama, document_mask
 from fms_fsdp.models.variants import LlamaConfig, RopeScaling
 
 BASE = LlamaConfig(2, 64, 176, 4, 4, 97, max_seq_len=48)
@@ -133,6 +133,22 @@ def test_masked_documents_equal_separate_documents(config: LlamaConfig) -> None:
     loss_apart = sum(model(*parts)[0] for parts in zip(tokens.split(lengths, 1), labels.split(lengths, 1), strict=True))
     torch.testing.assert_close(loss_together, loss_apart, rtol=1e-5, atol=0)
     assert not torch.allclose(together, model(tokens), atol=1e-3)  # the mask does something
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_document_by_document_is_attention_under_the_mask(compiled: bool) -> None:
+    """Outputs and gradients, of rows cut at different places, with grouped heads."""
+    torch.manual_seed(0)
+    attention = Attention(replace(BASE, num_attention_heads=4, num_kv_heads=2))
+    q, k, v = (torch.randn(3, heads, 64, 16, requires_grad=True) for heads in (4, 2, 2))
+    ids = torch.stack([torch.arange(64) // size for size in (64, 13, 1)]).to(torch.int32)
+    same = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=same, enable_gqa=True)
+    wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    attend = torch.compile(attention.attend, backend="eager") if compiled else attention.attend
+    out = attend(q, k, v, document_mask(ids))
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_default_positions_and_one_document_change_nothing() -> None:

@@ -1,0 +1,222 @@
+"""What checkpoints cost, as ratios to the machine's own limits, all measured in one run.
+
+stall  the loop's wait for a background save, against a plain copy of the same bytes to host memory
+save   bytes on disk per second, fsync included, against a plain writer of equal bytes and process count
+load   verified load from a cold page cache, against a plain reader of equal bytes and process count
+start  launch to the first step done after a resume, by phase (main_training.py under torchrun)
+
+python benchmarks/bench_checkpoint.py [--variant=194m --ranks=2 --rounds=3 --folder=/tmp/bench_checkpoint]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+PIECE = 16 << 20
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds that the slowest rank takes for `work`, all starting together."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    begin = time.perf_counter()
+    work()
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def plain_write(path: Path, source: memoryview) -> None:
+    with open(path, "wb", buffering=0) as file:
+        for start in range(0, len(source), PIECE):
+            file.write(source[start : start + PIECE])
+        os.fsync(file.fileno())
+
+
+def plain_read(path: Path, target: memoryview) -> None:
+    with open(path, "rb", buffering=0) as file:
+        start = 0
+        while count := file.readinto(target[start : start + PIECE]):
+            start += count
+
+
+def worker(folder: Path, variant: str, rounds: int) -> None:
+    """One rank of the measurement; rank 0 writes the result."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    import main_training
+    from fms_fsdp import runtime
+    from fms_fsdp.checkpoint.checkpointer import Checkpointer, collect_tensors, load_checkpoint
+    from fms_fsdp.checkpoint.folders import open_checkpoint
+    from fms_fsdp.config import TrainConfig
+    from fms_fsdp.flags import parse_with_origins
+    from fms_fsdp.preflight import preflight
+
+    flags = [
+        f"--model_variant={variant}",
+        "--use_dummy_dataset=True",
+        "--seq_length=128",
+        f"--output_dir={folder / 'run'}",
+    ]
+    parsed = parse_with_origins(TrainConfig, flags)
+    world = runtime.World.from_env()
+    found = preflight(parsed, world)
+    runtime.start(parsed.config.parallel, parsed.config.training, world, found.device, group=True)
+    model, optimizer = main_training.build(parsed.config, found)
+    tensors = collect_tensors(model, optimizer)
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
+    size = sum(t.numel() * t.element_size() for t in local)
+    buffers = [torch.empty_like(t, device="cpu") for t in local]
+    raw = memoryview(np.ones(size, dtype=np.uint8))
+    root, mine = folder / "checkpoints", folder / f"plain{world.rank}"
+    root.mkdir(exist_ok=True)
+    checkpointer = Checkpointer(root, attempt=1, in_background=True, committed=lambda step: None)
+    rows: list[dict[str, float]] = []
+    for step in range(rounds + 1):  # the first one warms up: host memory, files, page tables
+        row = {"copy_s": timed(lambda: [b.copy_(t) for b, t in zip(buffers, local, strict=True)])}
+        row["write_s"] = timed(lambda: plain_write(mine, raw))
+        row["stall_s"] = timed(lambda step=step: checkpointer.save(step, model, optimizer, {}, now=False))
+        row["save_s"] = row["stall_s"] + timed(checkpointer.wait)
+        for files in (root, folder):
+            if world.rank == 0:
+                drop_from_page_cache(files)
+        row["read_s"] = timed(lambda: plain_read(mine, raw))
+        checkpoint = open_checkpoint(root)
+        assert checkpoint is not None and checkpoint.step == step
+        row["load_s"] = timed(lambda checkpoint=checkpoint: load_checkpoint(checkpoint, model, optimizer))
+        dist.barrier()
+        if world.rank == 0:
+            print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)
+            shutil.rmtree(checkpoint.folder)
+        dist.barrier()
+        rows.append(row)
+    checkpointer.close()
+    if world.rank == 0:
+        result = summary(rows[1:], size * world.world_size) | {"first_stall_s": rows[0]["stall_s"], "rounds": rows}
+        (folder / "result.json").write_text(json.dumps(result))
+    os._exit(0)
+
+
+def summary(rows: list[dict[str, float]], num_bytes: int) -> dict[str, Any]:
+    def median(name: str) -> float:
+        return statistics.median(row[name] for row in rows)
+
+    def ratio(upper: str, lower: str) -> float:
+        return statistics.median(row[upper] / row[lower] for row in rows)
+
+    return {
+        "gib": num_bytes / 2**30,
+        "stall_over_copy": ratio("stall_s", "copy_s"),
+        "save_over_plain_write": ratio("write_s", "save_s"),
+        "load_over_plain_read": ratio("read_s", "load_s"),
+        "stall_s": median("stall_s"),
+        "save_gib_per_s": num_bytes / 2**30 / median("save_s"),
+        "load_gib_per_s": num_bytes / 2**30 / median("load_s"),
+    }
+
+
+def torchrun(ranks: int, script: str, *flags: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+        script,
+        *flags,
+    ]
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": threads}, text=True)
+    assert result.returncode == 0, f"{script} ended with {result.returncode}"
+
+
+def start_by_phase(folder: Path, variant: str, ranks: int) -> dict[str, float]:
+    """The phases of a launch that resumes, as the run itself records them."""
+    out = folder / "resumed"
+    flags = [
+        f"--model_variant={variant}",
+        "--use_dummy_dataset=True",
+        "--seq_length=128",
+        f"--output_dir={out}",
+        "--batch_size=1",
+    ]
+    for num_steps in (1, 2):
+        if num_steps == 2:
+            drop_from_page_cache(out)
+        torchrun(ranks, "main_training.py", *flags, f"--num_steps={num_steps}")
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    start = [record for record in records if record.get("event") == "start"][-1]
+    return {name: round(value, 2) for name, value in start.items() if name.endswith("_s")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", default="194m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--folder", type=Path, default=Path("/tmp/bench_checkpoint"), help="needs five checkpoints' room"
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "checkpoint.json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.worker:
+        worker(flags.folder, flags.variant, flags.rounds)
+    load_before = os.getloadavg()[0]
+    shutil.rmtree(flags.folder, ignore_errors=True)
+    flags.folder.mkdir(parents=True)
+    argv = ["--worker", f"--folder={flags.folder}", f"--variant={flags.variant}", f"--rounds={flags.rounds}"]
+    torchrun(flags.ranks, str(Path(__file__).resolve()), *argv)
+    result = json.loads((flags.folder / "result.json").read_text())
+    start = {} if flags.rounds == 2 else start_by_phase(flags.folder, flags.variant, flags.ranks)
+    shutil.rmtree(flags.folder)
+    import torch
+
+    record = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "hardware": {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "load_before": load_before,
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "variant": flags.variant,
+        "ranks": flags.ranks,
+        "targets": {"stall_over_copy": 1.5, "save_over_plain_write": 0.7, "load_over_plain_read": 0.5},
+        **result,
+        "start_after_resume": start,
+    }
+    flags.output.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in record.items() if name != "rounds"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
