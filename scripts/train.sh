@@ -199,6 +199,19 @@ yours   $python -m fms_fsdp prepare --input=web=FOLDER --output=data/web --token
 TEXT
 }
 
+# Takes out of args the defaults that contradict what the user gave.
+drop_defaults() {
+    local kept=() argument
+    for argument in "${args[@]}"; do
+        case "$argument" in
+            --num_steps=*) if given num_tokens || given num_samples; then continue; fi ;;
+            --batch_size=*) if given global_batch_size; then continue; fi ;;
+        esac
+        kept+=("$argument")
+    done
+    args=("${kept[@]}")
+}
+
 main() {
     USER_ARGS=("$@")
     # shellcheck disable=SC2119 # no extras: the flags of this script are not meant
@@ -210,6 +223,7 @@ main() {
     elif given data_path || given use_dummy_dataset || given dataset_builder; then
         args=("${MODEL_ARGS[@]}" "${TRAIN_ARGS[@]}") own_data=yes
     fi
+    drop_defaults
     args+=("$@")
     check_nodes
     RUN_DIR="$(find_run_folder "${args[@]}")" || exit 2

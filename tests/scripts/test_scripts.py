@@ -119,6 +119,17 @@ def test_data_of_the_users_own(repo: Path, flags: list[str], missing: list[str],
 
 
 @pytest.mark.parametrize(
+    ("flag", "dropped"),
+    [("--num_tokens=1M", "--num_steps"), ("--num-samples=9", "--num_steps"), ("--global_batch_size=4", "--batch_size")],
+)
+def test_a_default_that_contradicts_the_users_flag_is_dropped(repo: Path, flag: str, dropped: str) -> None:
+    assert train(repo, flag).returncode == 0
+    argv = called(repo)["argv"]
+    assert flag in argv and dropped not in [argument.split("=")[0] for argument in argv]
+    assert train(repo, "--num_tokens=1M", "--num_steps=5").returncode == 2  # the user's own contradiction stays
+
+
+@pytest.mark.parametrize(
     ("plan", "status", "words"),
     [
         ("finished:0", 0, "made"),
