@@ -34,7 +34,7 @@ find_process() {
     local listed
     if [[ -z "$job" ]]; then # the process holds a lock as long as it lives
         BODY=gone WHY="no process writes there"
-        [[ -f "$folder/.lock" ]] && ! flock -sn "$folder/.lock" true && BODY=running
+        if [[ -f "$folder/.lock" ]] && ! flock -sn "$folder/.lock" true; then BODY=running; fi
     elif listed="$(squeue -h -j "$job" -o '%T %r' 2>&1)"; then
         case "$listed" in
             *RUNNING* | *COMPLETING*) BODY=running ;;

@@ -246,7 +246,7 @@ main() {
     case "$STATUS" in
         0) is_first_node && tell_results ;;
         2) say "bad input: $REASON" ;;
-        75) is_first_node && say "stopped early, the same command goes on: $REASON" || STATUS=0 ;; # srun takes a status for a failure
+        75) say "stopped early, the same command goes on: $REASON" ;;
         *) say "failed: $REASON" ;;
     esac
     exit "$STATUS"

@@ -351,7 +351,8 @@ def test_quickstart_text_is_the_same_each_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["train.sh", "train.slurm", "pulse.sh", "test.sh", "check.sh", "environment.sh", "../.ci/run"]
+    "script",
+    ["train.sh", "train.slurm", "cron.slurm", "pulse.sh", "test.sh", "check.sh", "environment.sh", "../.ci/run"],
 )
 def test_scripts_are_sound(script: str) -> None:
     path = ROOT / "scripts" / script
