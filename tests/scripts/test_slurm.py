@@ -91,7 +91,7 @@ def submit() -> Iterator[Callable[..., Job]]:
     """Submits; at the end cancels and removes what the job made."""
     jobs: list[Job] = []
 
-    def start(*sbatch: str, nproc: int = 1) -> Job:
+    def start(*sbatch: str, nproc: int = 2) -> Job:
         jobs.append(Job(*sbatch, nproc=nproc))
         return jobs[-1]
 
@@ -112,8 +112,8 @@ def pulse(job: Job) -> tuple[int, str]:
 
 
 def test_a_time_limit_is_a_checkpoint_and_a_requeue(submit: Callable[..., Job], undisturbed: list[float]) -> None:
-    """Two nodes of two ranks, a limit of a minute, steps of a second: the second job of the chain finishes."""
-    job = submit("--time=1", "--signal=B:USR1@15", nproc=2)
+    """Two nodes of two ranks, a limit of a minute, steps of a second: a later job of the chain finishes."""
+    job = submit("--time=1", "--signal=B:USR1@15")
     job.wait(lambda: job.has_reached(1))
     assert pulse(job)[1].startswith("TRAINING step ")
     job.wait(lambda: "requeued, to go on from step" in job.output.read_text())
@@ -123,20 +123,20 @@ def test_a_time_limit_is_a_checkpoint_and_a_requeue(submit: Callable[..., Job], 
     job.wait(job.is_over)
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]
     assert losses(job.folder) == undisturbed
-    assert {record["attempt"] for record in metrics(job.folder).values()} == {1, 2}
+    assert max(record["attempt"] for record in metrics(job.folder).values()) >= 2  # on a busy machine more
     console = (job.folder / "console.txt").read_text()
     assert "requeued, to go on" in console and "resumed from step" in console and "the run is finished" in console
     assert pulse(job) == (0, "FINISHED step 60\n")
 
 
 def test_scancel_saves_and_does_not_requeue(submit: Callable[..., Job]) -> None:
-    job = submit()
+    job = submit(nproc=1)
     job.wait(lambda: job.has_reached(2))
     slurm("scancel", job.number)
     job.wait(job.is_over)
     assert status(job.folder)["status"] == "resume_me", job.output.read_text()[-3000:]
     step = status(job.folder)["step"]
-    assert (job.folder / "checkpoints" / f"step_{step}").is_dir() and step % 5 or step >= 2
+    assert step >= 2 and (job.folder / "checkpoints" / f"step_{step}").is_dir()
     assert "stopped on request" in job.output.read_text()
     assert pulse(job)[0] == 3 and "GONE" in pulse(job)[1]
 
@@ -147,17 +147,16 @@ def test_a_lost_node_is_a_requeue(submit: Callable[..., Job], undisturbed: list[
         pytest.skip("takes a node down: only where all nodes are this machine")
     job = submit()
     job.wait(lambda: (job.folder / "checkpoints" / "step_5").is_dir())
-    lost = slurm("scontrol", "show", "hostnames", slurm("squeue", "-h", "-j", job.number, "-o", "%N").strip()).split()[
-        1
-    ]
+    nodes = slurm("squeue", "-h", "-j", job.number, "-o", "%N").strip()
+    lost = slurm("scontrol", "show", "hostnames", nodes).split()[1]
     slurm("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
     try:
         job.wait(lambda: job.states() == "PENDING")
-    finally:
-        slurm("scontrol", "update", f"nodename={lost}", "state=resume")
+    finally:  # it may have come back by itself, which this command then complains about
+        subprocess.run(["scontrol", "update", f"nodename={lost}", "state=resume"], capture_output=True, timeout=60)
     job.wait(job.is_over)
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]
-    assert losses(job.folder) == pytest.approx(undisturbed, rel=1e-4)  # two ranks add up otherwise than four
+    assert losses(job.folder) == undisturbed
     assert max(record["attempt"] for record in metrics(job.folder).values()) == 2
 
 
@@ -165,10 +164,11 @@ def test_an_array_goes_on_and_ends_with_the_run(submit: Callable[..., Job], undi
     """The first task is warned as by `--signal=B:USR1`, the second finishes, the third is not needed."""
     job = submit("--array=1-3%1")
     job.wait(lambda: job.has_reached(3))
-    slurm("scancel", "--batch", "--signal=USR1", f"{job.number}_1")
+    # the signal arrives, though scancel 22.05 ends with an error where tasks are pending
+    subprocess.run(["scancel", "--batch", "--signal=USR1", f"{job.number}_1"], capture_output=True, timeout=60)
     job.wait(job.is_over)
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]
-    assert losses(job.folder) == pytest.approx(undisturbed, rel=1e-4)
+    assert losses(job.folder) == undisturbed
     output = job.output.read_text()
     assert "task 1 of 3 stopped in time, the next one goes on" in output
     assert ", task 2, on " in output and ", task 3, on " not in output
