@@ -129,26 +129,45 @@ check_nodes() {
     fi
 }
 
-# Runs the launch with its output on the terminal and appended to console.txt. The first stop asked of this script is passed on, once: SLURM
-# and terminals signal whole process groups, and torchrun takes a second signal for impatience. So the launch has a session of its own, and tee
-# outlives every signal. A second Ctrl-C is passed on as it is.
+# Passes a stop on to the launch, once: SLURM and terminals signal whole process groups, several times. torchrun is asked by the file STOP, as
+# a signal would make it leave the other nodes waiting for it. A second Ctrl-C is passed on as it is.
+# shellcheck disable=SC2329 # called by traps
+pass_on() {
+    interrupted=yes
+    if [[ -n "$stopping" ]]; then
+        [[ "$1" != INT ]] || kill -INT "$child" 2>/dev/null || true
+    elif [[ "${LAUNCH[*]}" == *torch.distributed.run* ]]; then
+        # again and again: a launch that only just begins takes away what is older
+        (
+            trap '' TERM INT HUP USR1
+            while kill -0 "$child"; do touch "$RUN_DIR/STOP" && sleep 1; done
+            rm -f "$RUN_DIR/STOP"
+        ) >/dev/null 2>&1 &
+    else
+        kill -TERM "$child" 2>/dev/null || true
+    fi
+    stopping=yes
+}
+
+# Runs the launch with its output on the terminal and appended to console.txt. It has a session of its own, and tee outlives every signal, so
+# that a signal to the process group reaches neither.
 launch() {
     local code=0 before=0 interrupted="" stopping=""
     mkfifo "$SCRATCH/output"
     (trap '' TERM INT HUP USR1 && exec tee -a "$RUN_DIR/console.txt" <"$SCRATCH/output") &
-    local tee_pid=$! session=()
+    local session=()
     command -v setsid >/dev/null && session=(setsid)
     PYTHONUNBUFFERED=1 "${session[@]}" "${LAUNCH[@]}" "$@" >"$SCRATCH/output" 2>&1 &
     local child=$!
-    trap 'interrupted=yes; [[ -n "$stopping" ]] || kill -TERM "$child" 2>/dev/null || true; stopping=INT' TERM HUP USR1
-    trap 'interrupted=yes; kill -"${stopping:-TERM}" "$child" 2>/dev/null || true; stopping=INT' INT
+    trap 'pass_on TERM' TERM HUP USR1
+    trap 'pass_on INT' INT
     while true; do # a trapped signal ends a wait early
         interrupted="" before="$code" code=0
         wait "$child" || code=$?
         ((code == 127)) && code="$before" # it ended just before the signal
         [[ -z "$interrupted" ]] && break
     done
-    wait "$tee_pid" || true
+    wait || true # for tee, and for STOP to be gone
     trap - TERM INT HUP USR1
     return "$code"
 }

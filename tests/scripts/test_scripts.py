@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,57 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-# A main_training.py that notes how it was called and ends as it is told.
-STAND_IN = """
-import json, os, signal, sys, time
-from fms_fsdp.config import TrainConfig
-from fms_fsdp.flags import parse_flags
-from pathlib import Path
-folder = Path(parse_flags(TrainConfig, sys.argv[1:]).output_dir)
-Path("called.json").write_text(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
-def end(status, code):
-    (folder / "status.json").write_text(json.dumps({"status": status, "step": 3, "reason": "as told"}))
-    sys.exit(code)
-plan = os.environ.get("PLAN", "finished:0")
-print("said on stdout"); print("said on stderr", file=sys.stderr)
-if plan == "wait":
-    signal.signal(signal.SIGTERM, lambda *_: end("resume_me", 75))
-    Path("waiting").touch()
-    time.sleep(60)
-if plan == "count":
-    heard = []
-    signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
-    Path("waiting").touch()
-    deadline = time.monotonic() + 1.5
-    while time.monotonic() < deadline:
-        time.sleep(0.1)
-    print("heard", len(heard), flush=True)
-    end("resume_me", 75)
-if plan == "crash":
-    os.kill(os.getpid(), signal.SIGKILL)
-end(plan.split(":")[0], int(plan.split(":")[1]))
-"""
-
-
-@pytest.fixture()
-def repo(tmp_path: Path) -> Path:
-    """A copy of the repository without an environment of its own, in a folder whose name has a space."""
-    copy = tmp_path / "a folder"
-    shutil.copytree(ROOT / "scripts", copy / "scripts")
-    for name in ("pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, copy)
-    (copy / "fms_fsdp").symlink_to(ROOT / "fms_fsdp")
-    (copy / "main_training.py").write_text(STAND_IN)
-    (copy / "data/quickstart/meta").mkdir(parents=True)
-    (copy / "data/quickstart/meta/counts.csv").write_text("dataset/filename,documents,tokens\n")
-    return copy
-
-
-def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    return {**kept, "PYTHON": sys.executable, "NPROC_PER_NODE": "1", "LC_ALL": "C", **changes}
+from tests.cli import TINY, status
+from tests.scripts.conftest import ROOT, environment, wait_for
 
 
 def train(repo: Path, *flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -171,10 +123,7 @@ def test_a_stop_is_passed_on(repo: Path, number: signal.Signals) -> None:
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
-        deadline = time.monotonic() + 30
-        while not (repo / "waiting").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(repo / "waiting")
         process.send_signal(number)
         output, _ = process.communicate(timeout=30)
     assert process.returncode == 75, output
@@ -191,10 +140,7 @@ def test_a_signal_to_the_whole_group_is_one_stop(repo: Path) -> None:
         text=True,
         start_new_session=True,
     ) as process:
-        deadline = time.monotonic() + 30
-        while not (repo / "waiting").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(repo / "waiting")
         for _ in range(2):
             os.killpg(process.pid, signal.SIGTERM)
             time.sleep(0.3)
@@ -332,6 +278,29 @@ def test_the_environment_is_made_with_the_constraints(repo: Path, tmp_path: Path
     words = (tmp_path / "pip.txt").read_text().splitlines()
     assert f"{repo}/constraints.txt" in words and f"{repo}[dev]" in words and "--no-input" in words
     assert "installing packages into .venv (dev)" in ended.stderr
+
+
+@pytest.mark.slow
+def test_two_nodes_without_a_scheduler_train(tmp_path: Path) -> None:
+    """Real training, two launches on this machine that are a node each, stopped by a signal to one of them."""
+    folder = tmp_path / "run"
+    flags = [*TINY, "--num_steps=100000", f"--output_dir={folder}"]
+    nodes = [
+        subprocess.Popen(
+            ["bash", ROOT / "scripts/train.sh", *flags],
+            env=environment(NNODES="2", NODE_RANK=rank, MASTER_ADDR=socket.gethostname(), OMP_NUM_THREADS="1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    wait_for(folder / "metrics.jsonl", patience_s=120)
+    nodes[1].send_signal(signal.SIGUSR1)
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [75, 75], outputs
+    assert "world: 2 x cpu" in "".join(outputs) and "stopped by" in status(folder)["reason"]
+    assert (folder / "checkpoints" / f"step_{status(folder)['step']}").is_dir()
 
 
 @pytest.mark.slow
