@@ -340,8 +340,9 @@ class CheckpointConfig:
         minimum=1,
     )
     checkpoint_interval: int = flag(
-        1000, "steps between checkpoints; the last step is always saved; 0 saves only that", minimum=0
+        1000, "steps between checkpoints; the last step is saved too; 0 saves only that", minimum=0
     )
+    save_last: bool = flag(True, "save the last step; off for benchmarks", advanced=True)
     checkpoint_schedule: str = flag(
         "",
         "in its place: 10@100,18@1000,1500 saves every 10 steps up to 100, from there every 18 up to 1000, then every 1500",
