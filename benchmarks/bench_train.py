@@ -37,7 +37,8 @@ def parse(argv: list[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Our own settings, and the values of each flag to sweep."""
     own, swept = dict(OWN), {}
     for argument in argv:
-        name, given, value = argument.lstrip("-").replace("-", "_").partition("=")
+        name, given, value = argument.lstrip("-").partition("=")
+        name = name.replace("-", "_")
         if not argument.startswith("--"):
             raise SystemExit(f"error: argument ({argument}) must be written --name=value,value")
         if name in own:
