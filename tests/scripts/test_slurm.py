@@ -41,7 +41,7 @@ FLAGS = (
     *TINY,
     "--dataset_builder=tests.scripts.paced_stream:build",
     "--global_batch_size=4",
-    "--num_steps=60",
+    "--num_steps=50",
     "--learning_rate=1e-3",  # train.sh has another default
     "--checkpoint_interval=5",
 )
@@ -126,7 +126,7 @@ def test_a_time_limit_is_a_checkpoint_and_a_requeue(submit: Callable[..., Job], 
     assert max(record["attempt"] for record in metrics(job.folder).values()) >= 2  # on a busy machine more
     console = (job.folder / "console.txt").read_text()
     assert "requeued, to go on" in console and "resumed from step" in console and "the run is finished" in console
-    assert pulse(job) == (0, "FINISHED step 60\n")
+    assert pulse(job) == (0, "FINISHED step 50\n")
 
 
 def test_scancel_saves_and_does_not_requeue(submit: Callable[..., Job]) -> None:
