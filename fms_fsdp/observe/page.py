@@ -26,7 +26,7 @@ class ReportConfig:
 
     runs: tuple[str, ...] = flag((), "run folders; several are drawn over one another and compared")
     output: str = flag("", "the page (default: report.html in the first run folder)")
-    smoothing: float = flag(0.9, "weight of the past in the smoothed loss, report by report", minimum=0, maximum=0.999)
+    smoothing: float = flag(0.8, "weight of the past in the smoothed loss, report by report", minimum=0, maximum=0.999)
     png: bool = flag(False, "write each chart beside the page too, as <page>_<chart>.png")
 
 

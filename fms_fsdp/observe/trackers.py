@@ -27,6 +27,7 @@ from fms_fsdp.runtime import log
 
 THREAD_PREFIX = "tracker "
 QUEUE_SIZE = 1000  # records
+PATIENCE_S = 30.0  # at the end of a launch
 _POSITIONS = ("step", "tokens_seen", "samples_seen", "attempt", "time")
 
 
@@ -69,9 +70,10 @@ class Background:
     """An adapter in a thread of its own; `patterns` name the scalars it gets, none means all."""
 
     def __init__(
-        self, name: str, make: Callable[[], Tracker], patterns: tuple[str, ...] = (), patience_s: float = 30.0
+        self, name: str, make: Callable[[], Tracker], patterns: tuple[str, ...] = (), patience_s: float | None = None
     ) -> None:
-        self._name, self._make, self._patterns, self._patience_s = name, make, patterns, patience_s
+        self._name, self._make, self._patterns = name, make, patterns
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_SIZE)
         self._off = False
         self.dropped = 0
