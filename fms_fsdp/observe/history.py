@@ -54,8 +54,8 @@ class RunHistory:
         """Takes in the next line of metrics.jsonl."""
         step, attempt, now = int(record["step"]), int(record.get("attempt", 1)), record.get("time")
         if now is not None:
-            first, _ = self.spans.get(attempt, (now, now))
-            self.spans[attempt] = first, now
+            first, last = self.spans.get(attempt, (now, now))
+            self.spans[attempt] = min(first, now), max(last, now)
         if "event" in record:
             self.events.append(record)
             return
