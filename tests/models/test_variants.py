@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -84,7 +85,7 @@ def test_matmul_flops_leave_the_lookup_out(config: LlamaConfig) -> None:
 @pytest.mark.parametrize("share", ["1", "1/2"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_recomputed_flops_equal_torchs_counter(name: str, share: str) -> None:
-    config, seq = VARIANTS[name], 128
+    config, seq = replace(VARIANTS[name], num_layers=4), 128
     counts = []
     for checkpointed in (False, True):
         model = on_meta(config)
