@@ -61,10 +61,11 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
     from fms_fsdp.guards import BadSteps, Watchdog
     from fms_fsdp.limits import Limits, StopSignal
     from fms_fsdp.observe.culprit import describe_data
-    from fms_fsdp.observe.profiler import build_profiler
+    from fms_fsdp.observe.profiler import profiling
     from fms_fsdp.observe.report import build_reporter
     from fms_fsdp.observe.run_folder import open_run_folder
     from fms_fsdp.optim.schedules import cosine_with_warmup
+    from fms_fsdp.parallel.memory import explaining_out_of_memory
     from fms_fsdp.preflight import announce, open_stream
     from fms_fsdp.saving import Saver
     from fms_fsdp.train import Hooks, Recipe, train
@@ -120,7 +121,12 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
         reporter.clock.mark,
     )
     try:
-        with build_profiler(cfg.log, folder / "profile_traces", device, world.rank) as profiler:
+        with (
+            explaining_out_of_memory(
+                cfg.parallel, found.model, found.layout, found.batch.batch_size, found.mixed_precision
+            ),
+            profiling(cfg.profiler, folder, device, world.rank) as profiler,
+        ):
             hooks = Hooks(watchdog.feed, bad_steps.check, reporter.report, profiler.step, limits.stop_after, saver.save)
             launch.step = train(recipe, stream, hooks, found.start, found.num_steps)
         bad_steps.flush()

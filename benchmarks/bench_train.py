@@ -1,225 +1,179 @@
-"""Training throughput against `transformers`' Llama of the same shape: same data, same optimizer, same process, rounds interleaved.
+"""Sweeps training throughput: every combination of the values given, each a run of main_training.py itself on dummy data.
 
-    for each precision × mode:   warm up both   then rounds of   matmul rate │ ours × steps │ reference × steps
+    python benchmarks/bench_train.py --model_variant=194m --seq_length=512 --batch_size=2,4,8 --use_torch_compile=false,true
+    python benchmarks/bench_train.py --nproc=8 --model_variant=7b,llama3_8b --sharding_strategy=fsdp,hsdp --seq_length=4096,8192 \\
+        --batch_size=1,2,4,8 --fsdp_activation_checkpointing=false,true
+    python benchmarks/bench_train.py --model_variant=quickstart --seq_length=128 --batch_size=16 --compare
 
-Like with like: eager against eager, compiled against compiled. Dummy tokens, fused AdamW, clipping by the global norm. The reference runs the
-way its users run it: SDPA attention, fp32 weights, bf16 by `torch.autocast`, `torch.compile` of the whole model. Ours runs the training loop's
-own steps: `parallelize`, loss over all labels, `clip_grad_norm`. Achieved FLOP/s by the (6N + 12LDS) convention, causal attention counted full.
-
-    python benchmarks/bench_train.py                      # fp32 and bf16, eager and compiled; a few minutes
-    python benchmarks/bench_train.py --precision=fp32 --mode=eager --rounds=3
-
-A round's ratio compares neighbours in time; the reported one is the median over rounds. Run it on a quiet machine.
+Any flag of main_training.py may be given, with several values joined by commas. Batch sizes run in ascending order; after one that is out of memory the larger ones of
+the same combination are left out. Rates are medians over reports of four steps, the first of which is left out. `--compare` runs transformers' Llama on the same
+batch, one process, by benchmarks/against_transformers.py. One result file a sweep holds hardware, versions, command and every report; the table marks the best
+combination of each variant and length.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import datetime
+import itertools
 import json
 import os
 import platform
-import resource
+import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as main_training.py does; for both contestants
-
-import torch
-
-from fms_fsdp.config import ModelConfig, ParallelConfig
-from fms_fsdp.mesh import Layout
-from fms_fsdp.models.flops import flops_per_token, num_params
-from fms_fsdp.models.variants import LlamaConfig, resolve_model
-from fms_fsdp.observe.peak import measure_matmul_flops
-from fms_fsdp.parallel.fsdp import clip_grad_norm
-from fms_fsdp.parallel.parallelize import parallelize
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Step = Callable[[torch.Tensor], torch.Tensor]
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+OWN = {"nproc": "1", "rounds": "5", "timeout_s": "1800", "output": "", "compare": "false"}
+STEPS_A_REPORT = 4
+Case = dict[str, str]
 
 
-def our_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
-    """A function of tokens_BS that takes one optimizer step of our model and returns the loss."""
-    model = parallelize(
-        config,
-        ParallelConfig(use_torch_compile=compiled),
-        Layout("none", 1, 1),
-        None,
-        device=torch.device("cpu"),
-        mixed_precision=precision == "bf16",
-        seed=0,
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    parameters = list(model.parameters())
-
-    def step(tokens_BS: torch.Tensor) -> torch.Tensor:
-        labels_BS = torch.nn.functional.pad(
-            tokens_BS[:, 1:], (0, 1), value=-100
-        )  # the shift the reference makes inside
-        loss_sum, num_labels = model(tokens_BS, labels_BS)
-        loss: torch.Tensor = loss_sum / num_labels
-        loss.backward()  # type: ignore[no-untyped-call]
-        clip_grad_norm(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
+def parse(argv: list[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Our own settings, and the values of each flag to sweep."""
+    own, swept = dict(OWN), {}
+    for argument in argv:
+        name, given, value = argument.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if not argument.startswith("--"):
+            raise SystemExit(f"error: argument ({argument}) must be written --name=value,value")
+        if name in own:
+            own[name] = value if given else "true"
+        else:
+            swept[name] = value.split(",") if given else ["true"]
+    if "batch_size" in swept:
+        swept["batch_size"].sort(key=int)
+    return own, swept
 
 
-def reference_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
-    """The same for transformers' Llama."""
-    import transformers
-
-    torch.manual_seed(0)
-    shape = transformers.LlamaConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_kv_heads,
-        vocab_size=config.vocab_size,
-        rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.tie_embeddings,
-        max_position_embeddings=config.max_seq_len,
-        rope_parameters=dict(rope_type="default", rope_theta=config.rope_theta),
-        use_cache=False,
-        attn_implementation="sdpa",  # type: ignore[call-arg]
-    )
-    model: Any = transformers.LlamaForCausalLM(shape)
-    assert sum(p.numel() for p in model.parameters()) == num_params(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    parameters = list(model.parameters())
-    forward = torch.compile(model) if compiled else model
-
-    def step(tokens_BS: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext():
-            loss: torch.Tensor = forward(input_ids=tokens_BS, labels=tokens_BS).loss
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
+def cases(swept: dict[str, list[str]]) -> list[Case]:
+    """All combinations; the batch size changes fastest."""
+    names = sorted(swept, key=lambda name: name == "batch_size")
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(swept[name] for name in names))]
 
 
-def tokens_per_sec(step: Step, batches: list[torch.Tensor]) -> float:
-    """Throughput of one step per batch; the loss is read once, at the end."""
+def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
+    """One run: its reports and their medians, or why there are none."""
+    folder = Path(tempfile.mkdtemp(prefix="bench_train_"))
+    steps = STEPS_A_REPORT * (int(own["rounds"]) + 1)
+    flags = [f"--{name}={value}" for name, value in case.items()]
+    flags += ["--use_dummy_dataset=True", f"--num_steps={steps}", f"--report_interval={STEPS_A_REPORT}"]
+    flags += [f"--output_dir={folder}", "--checkpoint_interval=0", "--save_last=False"]
+    launch = [sys.executable]
+    if own["nproc"] != "1":
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={own['nproc']}"]
+    command = [*launch, "main_training.py", *flags]
     begin = time.perf_counter()
-    for tokens_BS in batches:
-        loss = step(tokens_BS)
-    loss.item()
-    return sum(batch.numel() for batch in batches) / (time.perf_counter() - begin)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=float(own["timeout_s"]))
+        status = json.loads((folder / "status.json").read_text())
+        reports = read_reports(folder)
+    except subprocess.TimeoutExpired:
+        return {"case": case, "problem": f"no end after {own['timeout_s']} s"}
+    except (OSError, ValueError):
+        return {"case": case, "problem": (done.stderr.strip().splitlines() or ["no status.json"])[-1][:300]}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    result: dict[str, Any] = {"case": case, "command": " ".join(["python", *command[1:]])}
+    result |= {"wall_s": round(time.perf_counter() - begin, 1), "reports": reports}
+    if done.returncode or not reports:
+        return result | {"problem": status["reason"] or f"exit status {done.returncode}"}
+    for name in ("tokens_per_sec_per_device", "tflops_per_device", "mfu", "hfu", "step_time_ms", "peak_mem_gib"):
+        values = [report[name] for report in reports if report.get(name) is not None]
+        if values:
+            result[name] = max(values) if name == "peak_mem_gib" else statistics.median(values)
+    return result
 
 
-def bench_case(config: LlamaConfig, precision: str, compiled: bool, args: argparse.Namespace) -> dict[str, Any]:
-    """Raw rounds of one precision and mode, and their medians."""
-    torch._dynamo.reset()
-    generator = torch.Generator().manual_seed(0)
-    batches = [
-        torch.randint(0, config.vocab_size, (args.batch_size, args.seq_length), generator=generator)
-        for _ in range(args.steps)
-    ]
-    contestants = {"ours": our_step(config, precision, compiled)}
-    if not args.no_reference:
-        contestants["reference"] = reference_step(config, precision, compiled)
-    begin = time.perf_counter()
-    losses = {name: [step(batches[0]).item() for _ in range(3)] for name, step in contestants.items()}
-    warmup_s = time.perf_counter() - begin
-    rounds = []
-    for index in range(args.rounds):
-        order = list(contestants.items())[:: 1 if index % 2 == 0 else -1]
-        measured = {"matmul_gflops": measure_matmul_flops(DTYPES[precision], size=2048) / 1e9}
-        rounds.append(measured | {f"{name}_tokens_per_sec": tokens_per_sec(step, batches) for name, step in order})
-    per_token = flops_per_token(config, args.seq_length) / 1e9
-    medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-    case: dict[str, Any] = {"precision": precision, "mode": "compiled" if compiled else "eager"}
-    case |= {key: round(value, 1) for key, value in medians.items()}
-    for name in contestants:
-        shares = [one[f"{name}_tokens_per_sec"] * per_token / one["matmul_gflops"] for one in rounds]
-        case[f"{name}_share_of_matmul"] = round(statistics.median(shares), 3)
-    if "reference" in contestants:
-        ratios = [one["ours_tokens_per_sec"] / one["reference_tokens_per_sec"] for one in rounds]
-        case["ratio"] = round(statistics.median(ratios), 3)
-    return case | {"warmup_s": round(warmup_s, 1), "warmup_losses": losses, "rounds": rounds}
+def read_reports(folder: Path) -> list[dict[str, Any]]:
+    """The reports of whole intervals after the first, which compiles and warms up."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record and record["step"] > STEPS_A_REPORT]
 
 
-def hardware() -> dict[str, Any]:
-    """What the numbers depend on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
-    flags = sorted({flag for flag in text.split() if flag.startswith(("avx512_bf16", "amx_", "avx2"))})
-    return {"cpu": names[0] if names else platform.processor(), "threads": torch.get_num_threads(), "features": flags}
+def compare(case: Case) -> dict[str, Any]:
+    """transformers' Llama and ours in one process on the same batch: the ratio and the reference's rate."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        flags = [
+            f"--{name}={case[name]}"
+            for name in ("model_variant", "batch_size", "seq_length", "vocab_size")
+            if name in case
+        ]
+        flags += [f"--mode={'compiled' if case.get('use_torch_compile', 'false').lower() == 'true' else 'eager'}"]
+        if "mixed_precision" in case:
+            flags += [f"--precision={'bf16' if case['mixed_precision'].lower() == 'true' else 'fp32'}"]
+        command = [sys.executable, "benchmarks/against_transformers.py", *flags, f"--output={file.name}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            return {"problem": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
+        return {"cases": json.loads(Path(file.name).read_text())["cases"]}
 
 
-def versions() -> dict[str, str]:
-    """Python and the packages that matter."""
-    import transformers
-
-    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_variant", default="quickstart")
-    parser.add_argument("--vocab_size", type=int, default=None)
-    parser.add_argument("--batch_size", type=int, default=16)
-    parser.add_argument("--seq_length", type=int, default=128)
-    parser.add_argument("--precision", default="fp32,bf16")
-    parser.add_argument("--mode", default="eager,compiled")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each contestant in a round")
-    parser.add_argument("--no_reference", action="store_true")
-    parser.add_argument("--output", default="", help="result file (default: benchmarks/results/train_<date>.json)")
-    return parser.parse_args()
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown; * marks the best of each variant and length."""
+    varied = [name for name in results[0]["case"] if len({result["case"][name] for result in results}) > 1]
+    varied = varied or ["model_variant"]
+    best: dict[tuple[str, str], float] = {}
+    for result in results:
+        key = (result["case"].get("model_variant", ""), result["case"].get("seq_length", ""))
+        best[key] = max(best.get(key, 0.0), result.get("tokens_per_sec_per_device", 0.0))
+    columns = ["tokens/s/device", "TFLOP/s/device", "MFU", "HFU", "step ms", "GiB"]
+    lines = ["| " + " | ".join([*varied, *columns]) + " |", "|" + "---|" * (len(varied) + len(columns))]
+    for result in results:
+        cells = [result["case"].get(name, "") for name in varied]
+        if "problem" in result:
+            lines.append("| " + " | ".join([*cells, result["problem"].partition(":")[0][:60], *[""] * 5]) + " |")
+            continue
+        rate = result["tokens_per_sec_per_device"]
+        key = (result["case"].get("model_variant", ""), result["case"].get("seq_length", ""))
+        shown = [f"{rate:,.0f}{' *' if rate == best[key] else ''}"]
+        shown += [f"{result[name]:.3g}" if name in result else "" for name in ("tflops_per_device", "mfu", "hfu")]
+        shown += [f"{result['step_time_ms']:.0f}", f"{result['peak_mem_gib']:.2f}"]
+        lines.append("| " + " | ".join([*cells, *shown]) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    args = parse_args()
-    config = resolve_model(
-        ModelConfig(model_variant=args.model_variant, vocab_size=args.vocab_size), seq_length=args.seq_length
-    )
-    now = datetime.datetime.now(datetime.UTC)
-    result = {
-        "benchmark": "train: ours against transformers' Llama (fp32 weights, autocast for bf16, sdpa attention)",
-        "date": now.isoformat(timespec="seconds"),
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
+    own, swept = parse(sys.argv[1:])
+    results: list[dict[str, Any]] = []
+    full: list[Case] = []  # combinations without their batch size that ran out of memory
+    for case in cases(swept):
+        rest = {name: value for name, value in case.items() if name != "batch_size"}
+        if rest in full:
+            results.append({"case": case, "problem": "left out: a smaller batch is out of memory"})
+            continue
+        result = run_case(case, own)
+        if "memory" in result.get("problem", ""):
+            full.append(rest)
+        if own["compare"].lower() == "true" and "problem" not in result:
+            result["reference"] = compare(case)
+        results.append(result)
+        told = result.get("problem") or f"{result['tokens_per_sec_per_device']:,.0f} tokens/s/device"
+        print(f"{' '.join(f'{name}={value}' for name, value in case.items())}: {told}", file=sys.stderr, flush=True)
+        for row in result.get("reference", {}).get("cases", []):
+            print(f"  against transformers, {row['precision']} {row['mode']}: {row['ratio']:.2f}", file=sys.stderr)
+    import torch
+
+    from fms_fsdp.runtime import versions
+
+    record = {
         "command": " ".join(["python", *sys.argv]),
-        "hardware": hardware(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "hardware": {"machine": platform.machine(), "cores": os.cpu_count(), "gpus": torch.cuda.device_count()},
         "versions": versions(),
-        "model": {"variant": args.model_variant, "parameters": num_params(config)},
-        "tokens_per_step": args.batch_size * args.seq_length,
-        "flops_per_token": flops_per_token(config, args.seq_length),
-        "cases": (cases := []),
+        "results": results,
     }
-    print(
-        f"{args.model_variant}: {num_params(config):,} parameters, {args.batch_size} x {args.seq_length} tokens a step"
-    )
-    for mode in args.mode.split(","):
-        for precision in args.precision.split(","):
-            case = bench_case(config, precision, mode == "compiled", args)
-            cases.append(case)
-            print(
-                f"{precision} {mode:8s}: ours {case['ours_tokens_per_sec']:8.0f} tok/s = "
-                f"{case['ours_share_of_matmul']:.0%} of {case['matmul_gflops']:.0f} GFLOP/s"
-                + (
-                    f", reference {case['reference_tokens_per_sec']:8.0f} tok/s, ratio {case['ratio']:.2f}"
-                    if "ratio" in case
-                    else ""
-                ),
-                flush=True,
-            )
-    result["peak_mem_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
-    path = Path(args.output or Path(__file__).parent / "results" / f"train_{now:%Y-%m-%d}.json")
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written: {path}")
+    output = Path(own["output"] or ROOT / "benchmarks" / "results" / f"train_{time.strftime('%Y-%m-%d_%H%M%S')}.json")
+    output.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(results))
+    print(f"written: {output}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The configuration of a run: frozen section dataclasses, one flat name space of flags.
 
-    TrainConfig ── model · data · parallel · optim · training · checkpoint · log
+    TrainConfig ── model · data · parallel · optim · training · checkpoint · log · profiler
 
 Every field is declared with `flag(default, help, …)`, which is the only source of `--help` and of docs/configuration.md. A name is unique over
 all sections, so `--seq_length` means `config.data.seq_length`. `None` means "derived": from the variant, the data, the world or the hardware.
@@ -340,8 +340,9 @@ class CheckpointConfig:
         minimum=1,
     )
     checkpoint_interval: int = flag(
-        1000, "steps between checkpoints; the last step is always saved; 0 saves only that", minimum=0
+        1000, "steps between checkpoints; the last step is saved too; 0 saves only that", minimum=0
     )
+    save_last: bool = flag(True, "save the last step; off for benchmarks", advanced=True)
     checkpoint_schedule: str = flag(
         "",
         "in its place: 10@100,18@1000,1500 saves every 10 steps up to 100, from there every 18 up to 1000, then every 1500",
@@ -386,14 +387,31 @@ class LogConfig:
         (), "names of the metrics that trackers get, such as loss,lr,*_ms (default: all)", advanced=True
     )
     tensorboard_dir: str = flag("", "folder of TensorBoard's files (default: tensorboard/ in the run folder)")
-    use_profiler: bool = flag(False, "write a profiler trace into profile_traces/ of the run folder")
-    profiler_wait: int = flag(3, "steps of this launch before the profiler warms up", minimum=0, advanced=True)
-    profiler_warmup: int = flag(2, "steps the profiler runs without recording", minimum=0, advanced=True)
-    profiler_active: int = flag(3, "steps recorded", minimum=1, advanced=True)
 
     def __post_init__(self) -> None:
         if "none" in self.trackers and len(self.trackers) > 1:
             raise ValueError(f"--trackers ({','.join(self.trackers)}) must not name others beside none; leave one out")
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """Traces of a few steps; also on demand: touch PROFILE in the run folder, or send SIGUSR2."""
+
+    RESUME: ClassVar[str] = "free"
+
+    use_profiler: bool = flag(False, "write a profiler trace of some steps of this launch")
+    profiler_dir: str = flag("", "folder of traces (default: profile_traces/ in the run folder)")
+    profiler_ranks: tuple[int, ...] = flag((0,), "ranks that write traces; empty: all", minimum=0)
+    profiler_wait: int = flag(3, "steps of this launch before the profiler warms up", minimum=0)
+    profiler_warmup: int = flag(2, "steps the profiler runs without recording", minimum=0, advanced=True)
+    profiler_active: int = flag(3, "steps recorded", minimum=1)
+    profiler_shapes: bool = flag(True, "record the shapes of operands", advanced=True)
+    profiler_stacks: bool = flag(False, "record Python stacks; slower, larger", advanced=True)
+    profiler_memory: bool = flag(False, "record allocations", advanced=True)
+    memory_snapshot: bool = flag(
+        False,
+        "record the GPU allocator's history in the profiler's steps; a snapshot is always left when memory runs out",
+    )
 
 
 @dataclass(frozen=True)
@@ -407,6 +425,7 @@ class TrainConfig:
     training: TrainingConfig = TrainingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
 
     def __post_init__(self) -> None:
         if self.training.num_steps is not None:
@@ -422,7 +441,7 @@ class TrainConfig:
         if self.log.run_name:
             return self.log.run_name
         content = dataclasses.asdict(self)
-        for section in ("checkpoint", "log"):
+        for section in ("checkpoint", "log", "profiler"):
             del content[section]
         for name, declared in type(self.training).__dataclass_fields__.items():
             if name in ("num_steps", "num_tokens", "num_samples") or declared.metadata.get("resume") == "free":

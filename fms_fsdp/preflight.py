@@ -118,6 +118,8 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     )
     if cfg.parallel.use_torch_compile:
         check_compile(device)
+    if cfg.profiler.memory_snapshot and device.type != "cuda":
+        raise ValueError("--memory_snapshot (True) needs a GPU, whose allocator it records; leave it out")
     batch = resolve_batch(cfg.training, layout.dp_size)
     mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device)
     corpus = _open_data(cfg)

@@ -72,7 +72,7 @@ class Saver:
             RunFailed: the last checkpoint of the run could not be written.
         """
         self._launch.step = step
-        last = step == self._found.num_steps
+        last = step == self._found.num_steps and self._cfg.checkpoint.save_last
         if not (now or last or self._schedule.is_due(step)):
             return
         self._settle()

@@ -79,7 +79,8 @@ def train(recipe: Recipe, stream: Stream, hooks: Hooks, start: int, num_steps: i
     for step in range(start + 1, num_steps + 1):
         hooks.alive()
         try:
-            batch = stream.next_batch()
+            with record_function("data"):
+                batch = stream.next_batch()
         except (ValueError, FileNotFoundError) as error:
             raise BadInput(str(error), on_one_rank=True) from error
         recipe.mark("data")

@@ -1,4 +1,4 @@
-"""Checkpoint folders: their names, what makes one complete, and which one a run starts from. Standard library only.
+"""Checkpoint folders: their names, what makes one complete, and which one a run starts from. Works without torch.
 
     step_<N>.partial-<attempt>/   being written
     step_<N>/                     complete: renamed once everything in it is on disk; the name is never reused for other content
@@ -6,7 +6,7 @@
     step_<N>.superseded-<k>/      set aside: --resume_step went back to an earlier one
     step_<N>.deleted/             on its way out
 
-A complete folder holds `files.json`: size and CRC-32 of every other file, and a CRC-32 of that list. It is written last. `problems` is the one
+A complete folder holds `files.json`: size and checksum of every other file, and a CRC-32 of that list. It is written last. `problems` is the one
 definition of complete, used by save, load and clean-up: without a deep look the sizes count, and the content of what is small.
 """
 
@@ -22,7 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 FILES, STATE, METADATA = "files.json", "train_state.json", ".metadata"
+_PAGE = 4096
 _STEP = re.compile(r"step_(\d+)")
 _ANY = re.compile(r"step_(\d+)(?:\.(partial|damaged|superseded|deleted)(?:-\d+)?)?")
 
@@ -40,21 +43,54 @@ class Checkpoint:
         return int(self.state["step"])
 
 
+class Checksum:
+    """A checksum at the speed of memory: the CRC-32 of the 64-bit sums of a file's pages of 4 KiB, then of the rest.
+
+    A changed byte or word, a lost, zeroed or misplaced page always or all but always (1 - 2^-32) shows; only an exchange within one page that
+    leaves its sum as it was does not. A CRC-32 of every byte took a third of the time of a save.
+    """
+
+    def __init__(self) -> None:
+        self._crc, self._rest = 0, b""
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Takes in the next bytes of the file."""
+        view = memoryview(data).cast("B")
+        if self._rest:
+            missing = _PAGE - len(self._rest)
+            self._rest += view[:missing]
+            view = view[missing:]
+            if len(self._rest) < _PAGE:
+                return
+            self._add_pages(memoryview(self._rest))
+        whole = len(view) // _PAGE * _PAGE
+        self._add_pages(view[:whole])
+        self._rest = bytes(view[whole:])
+
+    def _add_pages(self, pages: memoryview) -> None:
+        words = np.frombuffer(pages, dtype="<u8").reshape(-1, _PAGE // 8)
+        self._crc = zlib.crc32(words.sum(axis=1, dtype=np.uint64).tobytes(), self._crc)
+
+    @property
+    def value(self) -> int:
+        return zlib.crc32(self._rest, self._crc)
+
+
 def render_files(files: dict[str, tuple[int, int]]) -> str:
-    """The text of files.json for {name: (bytes, CRC-32)}."""
-    listing = {name: [size, f"{crc:08x}"] for name, (size, crc) in sorted(files.items())}
+    """The text of files.json for {name: (bytes, checksum)}."""
+    listing = {name: [size, f"{value:08x}"] for name, (size, value) in sorted(files.items())}
     return json.dumps({"files": listing, "crc32": f"{zlib.crc32(json.dumps(listing).encode()):08x}"}, indent=1) + "\n"
 
 
 def read_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """{name: (bytes, CRC-32)} of files.json.
+    """{name: (bytes, checksum)} of files.json.
 
     Raises:
         ValueError, OSError: it is missing or not, to the last byte, what was written.
     """
     text = (folder / FILES).read_text()
     try:
-        files = {name: (int(size), int(crc, 16)) for name, (size, crc) in json.loads(text)["files"].items()}
+        files = {name: (int(size), int(value, 16)) for name, (size, value) in json.loads(text)["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         files = {}
     if render_files(files) != text:
@@ -62,24 +98,28 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
     return files
 
 
-def file_problem(path: Path, size: int, crc: int | None) -> str:
-    """What is wrong with a file that must have `size` bytes and, unless None, this CRC-32; empty if nothing is."""
+def file_problem(path: Path, size: int, expected: int | None) -> str:
+    """What is wrong with a file that must have `size` bytes and, unless None, this checksum; empty if nothing is."""
     try:
         actual = path.stat().st_size
         if actual != size:
             return f"{path.name} has {actual:,} bytes and must have {size:,}"
-        return f"{path.name} is damaged: its checksum is wrong" if crc is not None and crc32(path) != crc else ""
+        return (
+            f"{path.name} is damaged: its checksum is wrong"
+            if expected is not None and checksum(path) != expected
+            else ""
+        )
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
 
 
-def crc32(path: Path) -> int:
-    """The CRC-32 of a file's content."""
-    value, buffer = 0, bytearray(4 << 20)
+def checksum(path: Path) -> int:
+    """The checksum of a file's content."""
+    total, buffer = Checksum(), bytearray(4 << 20)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            value = zlib.crc32(memoryview(buffer)[:count], value)
-    return value
+            total.update(memoryview(buffer)[:count])
+    return total.value
 
 
 def problems(folder: Path, *, deep: bool = False) -> list[str]:

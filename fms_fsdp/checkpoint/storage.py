@@ -1,6 +1,6 @@
 """How a checkpoint's bytes reach the disk and come back: torch.distributed.checkpoint's file format, with three promises added.
 
-Written: every file is summed (CRC-32) as it is written and forced to disk; the coordinator then commits: train_state.json, files.json, fsync, rename.
+Written: every file's checksum is taken as it is written and forced to disk; the coordinator then commits: train_state.json, files.json, fsync, rename.
 Read: `.metadata` is a pickle, so only the few classes that DCP itself stores there are let in; tensors are read with `weights_only`.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import shutil
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, render_files, set_aside
+from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, Checksum, render_files, set_aside
 
 _METADATA_CLASSES = {
     "BytesStorageMetadata",
@@ -85,13 +84,13 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class _Results(list[WriteResult]):
-    """What a rank wrote, with {file name: (bytes, CRC-32)}; travels to the coordinator."""
+    """What a rank wrote, with {file name: (bytes, checksum)}; travels to the coordinator."""
 
     files: dict[str, tuple[int, int]]
 
 
 class _SummingFileSystem(FileSystem):
-    """Local files whose size and CRC-32 are known when they are closed, and which are on disk then."""
+    """Local files whose size and checksum are known when they are closed, and which are on disk then."""
 
     def __init__(self) -> None:
         self.files: dict[str, tuple[int, int]] = {}
@@ -110,10 +109,10 @@ class _SummingFile(io.BufferedWriter):
 
     def __init__(self, path: Path, files: dict[str, tuple[int, int]]) -> None:
         super().__init__(io.FileIO(path, "w"))
-        self._name, self._files, self._crc = path.name, files, 0
+        self._name, self._files, self._checksum = path.name, files, Checksum()
 
     def write(self, data: Any) -> int:
-        self._crc = zlib.crc32(data, self._crc)
+        self._checksum.update(data)
         return super().write(data)
 
     def close(self) -> None:
@@ -122,7 +121,7 @@ class _SummingFile(io.BufferedWriter):
         try:
             self.flush()
             os.fsync(self.fileno())
-            self._files[self._name] = self.tell(), self._crc
+            self._files[self._name] = self.tell(), self._checksum.value
         finally:
             self.raw.close()  # not super().close(): on a full disk that would try, and fail, once more
 

@@ -1,40 +1,130 @@
-"""The profiler: a trace of a few steps that TensorBoard's profiler page and Perfetto open."""
+"""The profiler: traces of a few steps that TensorBoard's profiler page and Perfetto open, from the start of a run or on demand.
+
+    --use_profiler               after --profiler_wait steps of the launch
+    touch runs/NAME/PROFILE      in a running job, on every rank of --profiler_ranks, as often as the file is touched anew
+    kill -USR2 PID               in a running job, on that process alone
+
+Each window warms up, records `--profiler_active` steps and writes `profile_traces/`: the trace, its summary as text, on request the allocator's
+history. Between windows a step costs a comparison, and once a second a look at a file.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
-from fms_fsdp.config import LogConfig
+from fms_fsdp.config import ProfilerConfig
+from fms_fsdp.observe.trace import summarize
+from fms_fsdp.runtime import log, process_age_s
+
+PROFILE_FILE = "PROFILE"
 
 
-class Steps(Protocol):
-    """What the loop needs of a profiler: to be told that a step ended."""
+class StepProfiler:
+    """The profiler of one rank; `step` is called after every step."""
 
-    def step(self) -> None: ...
+    def __init__(self, section: ProfilerConfig, run_folder: Path, device: torch.device, rank: int) -> None:
+        self._section, self._device, self._rank = section, device, rank
+        self._file = run_folder / PROFILE_FILE
+        self._folder = Path(section.profiler_dir) if section.profiler_dir else run_folder / "profile_traces"
+        self._chosen = rank in section.profiler_ranks or not section.profiler_ranks
+        self._open: profile | None = None
+        self._left = -1
+        self._begin_at = section.profiler_wait if section.use_profiler and self._chosen else -1
+        self._signalled = False
+        self._looked, self._seen = 0.0, time.time() - process_age_s()
+        self._steps = 0
+        signal.signal(signal.SIGUSR2, self._note)
 
+    def _note(self, *_: Any) -> None:
+        self._signalled = True
 
-class NoProfiler:
-    """Costs nothing."""
+    def start(self) -> None:
+        """Before the first step."""
+        if self._begin_at == 0:
+            self._open_window()
 
     def step(self) -> None:
-        pass
+        """After a step: opens, moves on or closes a window."""
+        self._steps += 1
+        if self._open is not None:
+            self._open.step()
+            self._left -= 1
+            if self._left == 0:
+                self.close()
+        elif self._steps == self._begin_at or self._asked():
+            self._open_window()
+
+    def close(self) -> None:
+        """Ends an open window, which then holds the steps so far."""
+        if self._open is not None:
+            window, self._open = self._open, None
+            window.stop()
+            if self._section.memory_snapshot:
+                dump_memory(self._folder, self._rank)
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _asked(self) -> bool:
+        if self._signalled:
+            self._signalled = False
+            return True
+        now = time.monotonic()
+        if not self._chosen or now - self._looked < 1.0:
+            return False
+        self._looked = now
+        try:
+            touched = self._file.stat().st_mtime
+        except OSError:
+            return False
+        asked, self._seen = touched > self._seen, max(touched, self._seen)
+        return asked
+
+    def _open_window(self) -> None:
+        section = self._section
+        self._left = section.profiler_warmup + section.profiler_active
+        if section.memory_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
+        self._open = profile(
+            activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else []),
+            schedule=schedule(wait=0, warmup=section.profiler_warmup, active=section.profiler_active, repeat=1),
+            on_trace_ready=self._write,
+            record_shapes=section.profiler_shapes,
+            with_stack=section.profiler_stacks,
+            profile_memory=section.profiler_memory,
+        )
+        self._open.start()
+
+    def _write(self, window: profile) -> None:
+        known = set(self._folder.glob("*.json"))
+        tensorboard_trace_handler(str(self._folder), worker_name=f"rank{self._rank}")(window)
+        for path in set(self._folder.glob(f"rank{self._rank}.*.json")) - known:
+            path.with_name(path.name.partition(".pt.trace")[0] + ".summary.txt").write_text(summarize(path))
+            log.info("trace %s", path)
 
 
-def build_profiler(section: LogConfig, folder: Path, device: torch.device, rank: int) -> AbstractContextManager[Steps]:
-    """The profiler of this rank if asked for: waits, warms up, then records `--profiler_active` steps, once."""
-    if not section.use_profiler:
-        return nullcontext(NoProfiler())
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    return profile(
-        activities=activities,
-        schedule=schedule(
-            wait=section.profiler_wait, warmup=section.profiler_warmup, active=section.profiler_active, repeat=1
-        ),
-        on_trace_ready=tensorboard_trace_handler(str(folder), worker_name=f"rank{rank}"),
-        record_shapes=True,
-    )
+def dump_memory(folder: Path, rank: int) -> None:
+    """Writes the allocator's state, and its history if it was recorded, for https://docs.pytorch.org/memory_viz. Nothing on a CPU."""
+    if torch.cuda.is_available():
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{rank}.pickle"))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def profiling(section: ProfilerConfig, run_folder: Path, device: torch.device, rank: int) -> Iterator[StepProfiler]:
+    """The profiler of this rank; when memory runs out it leaves a snapshot of the allocator."""
+    profiler = StepProfiler(section, run_folder, device, rank)
+    profiler.start()
+    try:
+        yield profiler
+    except torch.OutOfMemoryError:
+        dump_memory(run_folder / "profile_traces", rank)
+        raise
+    finally:
+        profiler.close()

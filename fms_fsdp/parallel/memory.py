@@ -8,14 +8,18 @@ Activations are left out: a run refused here could not take its first step with 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from fms_fsdp.config import ParallelConfig, parse_selective_checkpointing
 from fms_fsdp.mesh import Layout
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.status import RunFailed
 
 _STATE_BYTES = 16  # per parameter: weight, gradient and two moments in fp32
 _GIB = 2**30
@@ -68,6 +72,59 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
         f"memory ({estimate.total / _GIB:.1f} GiB per rank: {estimate.state / _GIB:.1f} of weights, gradients and optimizer state, "
         f"{estimate.unit / _GIB:.1f} unsharded) must fit the {available / _GIB:.1f} GiB available to it; {remedy}"
     )
+
+
+def activation_bytes(config: LlamaConfig, rows: int, *, mixed_precision: bool) -> int:
+    """About what the forward pass of `rows` keeps for the backward pass, without activation checkpointing.
+
+    A block keeps per token its input, both norms, queries, keys, values and attention's output, and three widths of the feed-forward.
+    """
+    per_token = 6 * config.hidden_size + 2 * config.num_kv_heads * config.head_dim + 3 * config.ffn_hidden_size
+    return rows * config.max_seq_len * config.num_layers * per_token * (2 if mixed_precision else 4)
+
+
+@contextmanager
+def explaining_out_of_memory(
+    section: ParallelConfig, config: LlamaConfig, layout: Layout, batch_size: int, mixed_precision: bool
+) -> Iterator[None]:
+    """Inside, running out of memory ends the run with the flags that would help and about what each saves.
+
+    Raises:
+        RunFailed: memory ran out.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        advice = "; ".join(_advice(section, config, layout, batch_size, mixed_precision))
+        raise RunFailed(f"out of memory ({str(error).splitlines()[0]}); what would help: {advice}") from error
+
+
+def _advice(
+    section: ParallelConfig, config: LlamaConfig, layout: Layout, batch_size: int, mixed_precision: bool
+) -> Iterator[str]:
+    kept = activation_bytes(config, batch_size, mixed_precision=mixed_precision)
+    state = estimate_memory(config, layout, mixed_precision=mixed_precision).state
+    if section.fsdp_activation_checkpointing:
+        share = float(parse_selective_checkpointing(section.selective_checkpointing))
+        if share < 1:
+            yield f"--selective_checkpointing=1 saves about {(1 - share) * kept / _GIB:.1f} GiB"
+        kept = int(kept * (1 - share))
+    else:
+        inputs = kept * config.hidden_size // (6 * config.hidden_size + 3 * config.ffn_hidden_size)
+        yield f"--fsdp_activation_checkpointing=True saves about {(kept - inputs) / _GIB:.1f} GiB"
+    if batch_size > 1:
+        yield (
+            f"--batch_size={batch_size // 2} with twice the --grad_accum_steps saves about {kept / 2 / _GIB:.1f} GiB"
+        )
+    yield f"--seq_length={config.max_seq_len // 2} saves about {kept / 2 / _GIB:.1f} GiB"
+    if layout.dp_size > layout.dp_shard:
+        saved = state * (1 - layout.dp_shard / layout.dp_size)
+        yield f"--sharding_strategy=fsdp saves about {saved / _GIB:.1f} GiB of weights and optimizer state"
+    yield f"twice the devices under fsdp save about {state / 2 / _GIB:.1f} GiB"
+    if torch.cuda.is_available() and not section.cpu_offload:
+        yield f"--cpu_offload=True moves about {state / _GIB:.1f} GiB to host memory"
 
 
 def _free_ram() -> int | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from fms_fsdp.checkpoint.folders import (
     FILES,
     METADATA,
     STATE,
+    Checksum,
     clean_up,
     complete_steps,
     delete,
@@ -147,6 +149,33 @@ def test_every_byte_counts(tmp_path: Path) -> None:
     assert not problems(folder, deep=True)
 
 
+@pytest.mark.parametrize("size", [0, 1, 7, 4095, 4096, 4097, 100_000])
+def test_the_checksum_does_not_depend_on_how_a_file_is_written(size: int) -> None:
+    rng = np.random.default_rng(size)
+    data = rng.integers(0, 256, size, dtype=np.uint8).tobytes()
+    values = set()
+    for piece in (1, 100, 4096, 5000, max(1, size)):
+        total = Checksum()
+        for start in range(0, size, piece):
+            total.update(data[start : start + piece])
+        values.add(total.value)
+    assert len(values) == 1
+    for place in rng.integers(0, max(1, size), 20 if size else 0).tolist():
+        changed = Checksum()
+        changed.update(data[:place] + bytes([data[place] ^ (1 << int(rng.integers(8)))]) + data[place + 1 :])
+        assert changed.value not in values
+
+
+def test_misplaced_and_lost_pages_change_the_checksum() -> None:
+    pages = [bytes([value]) * 4096 for value in (1, 2, 3)]
+    values = set()
+    for order in ([0, 1, 2], [1, 0, 2], [0, 2, 1], [0, 1], [0, 1, 1]):
+        total = Checksum()
+        total.update(b"".join(pages[i] for i in order))
+        values.add(total.value)
+    assert len(values) == 5
+
+
 def test_only_complete_folders_count(tmp_path: Path) -> None:
     saved(tmp_path, 2, 9, 10)
     shutil.copytree(tmp_path / "step_9", tmp_path / "step_11.partial-1")
@@ -190,9 +219,9 @@ def test_loading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: 
     folder = tmp_path / "step_1"
     (folder / METADATA).write_bytes(pickle.dumps(Bomb()))
     listing = json.loads((folder / FILES).read_text())["files"]
-    from fms_fsdp.checkpoint.folders import crc32, render_files
+    from fms_fsdp.checkpoint.folders import checksum, render_files
 
-    files = {name: ((folder / name).stat().st_size, crc32(folder / name)) for name in listing}
+    files = {name: ((folder / name).stat().st_size, checksum(folder / name)) for name in listing}
     (folder / FILES).write_text(render_files(files))
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint is not None

@@ -1,0 +1,223 @@
+"""Training throughput against `transformers`' Llama of the same shape: same data, same optimizer, same process, rounds interleaved.
+
+    for each precision × mode:   warm up both   then rounds of   matmul rate │ ours × steps │ reference × steps
+
+Like with like: eager against eager, compiled against compiled. Dummy tokens, fused AdamW, clipping by the global norm. The reference runs the
+way its users run it: SDPA attention, fp32 weights, bf16 by `torch.autocast`, `torch.compile` of the whole model. Ours runs the training loop's
+own steps: `parallelize`, loss over all labels, `clip_grad_norm`. Achieved FLOP/s by the (6N + 12LDS) convention, causal attention counted full.
+
+    python benchmarks/against_transformers.py                      # fp32 and bf16, eager and compiled; a few minutes
+    python benchmarks/against_transformers.py --precision=fp32 --mode=eager --rounds=3
+
+A round's ratio compares neighbours in time; the reported one is the median over rounds. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as main_training.py does; for both contestants
+
+import torch
+
+from fms_fsdp.config import ModelConfig, ParallelConfig
+from fms_fsdp.mesh import Layout
+from fms_fsdp.models.flops import flops_per_token, num_params
+from fms_fsdp.models.variants import LlamaConfig, resolve_model
+from fms_fsdp.observe.metrics import peak_memory_gib
+from fms_fsdp.observe.peak import measure_matmul_flops
+from fms_fsdp.parallel.fsdp import clip_grad_norm
+from fms_fsdp.parallel.parallelize import parallelize
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def our_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
+    """A function of tokens_BS that takes one optimizer step of our model and returns the loss."""
+    model = parallelize(
+        config,
+        ParallelConfig(use_torch_compile=compiled),
+        Layout("none", 1, 1),
+        None,
+        device=torch.device("cpu"),
+        mixed_precision=precision == "bf16",
+        seed=0,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    parameters = list(model.parameters())
+
+    def step(tokens_BS: torch.Tensor) -> torch.Tensor:
+        labels_BS = torch.nn.functional.pad(
+            tokens_BS[:, 1:], (0, 1), value=-100
+        )  # the shift the reference makes inside
+        loss_sum, num_labels = model(tokens_BS, labels_BS)
+        loss: torch.Tensor = loss_sum / num_labels
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip_grad_norm(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def reference_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
+    """The same for transformers' Llama."""
+    import transformers
+
+    torch.manual_seed(0)
+    shape = transformers.LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_kv_heads,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings,
+        max_position_embeddings=config.max_seq_len,
+        rope_parameters=dict(rope_type="default", rope_theta=config.rope_theta),
+        use_cache=False,
+        attn_implementation="sdpa",  # type: ignore[call-arg]
+    )
+    model: Any = transformers.LlamaForCausalLM(shape)
+    assert sum(p.numel() for p in model.parameters()) == num_params(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    parameters = list(model.parameters())
+    forward = torch.compile(model) if compiled else model
+
+    def step(tokens_BS: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext():
+            loss: torch.Tensor = forward(input_ids=tokens_BS, labels=tokens_BS).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def tokens_per_sec(step: Step, batches: list[torch.Tensor]) -> float:
+    """Throughput of one step per batch; the loss is read once, at the end."""
+    begin = time.perf_counter()
+    for tokens_BS in batches:
+        loss = step(tokens_BS)
+    loss.item()
+    return sum(batch.numel() for batch in batches) / (time.perf_counter() - begin)
+
+
+def bench_case(config: LlamaConfig, precision: str, compiled: bool, args: argparse.Namespace) -> dict[str, Any]:
+    """Raw rounds of one precision and mode, and their medians."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        torch.randint(0, config.vocab_size, (args.batch_size, args.seq_length), generator=generator)
+        for _ in range(args.steps)
+    ]
+    makers = {"ours": our_step, "reference": reference_step}
+    contestants = {name: makers[name](config, precision, compiled) for name in args.contestants.split(",")}
+    begin = time.perf_counter()
+    losses = {name: [step(batches[0]).item() for _ in range(3)] for name, step in contestants.items()}
+    warmup_s = time.perf_counter() - begin
+    rounds = []
+    for index in range(args.rounds):
+        order = list(contestants.items())[:: 1 if index % 2 == 0 else -1]
+        measured = {"matmul_gflops": measure_matmul_flops(DTYPES[precision], size=2048) / 1e9}
+        rounds.append(measured | {f"{name}_tokens_per_sec": tokens_per_sec(step, batches) for name, step in order})
+    per_token = flops_per_token(config, args.seq_length) / 1e9
+    medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+    case: dict[str, Any] = {"precision": precision, "mode": "compiled" if compiled else "eager"}
+    case |= {key: round(value, 1) for key, value in medians.items()}
+    for name in contestants:
+        shares = [one[f"{name}_tokens_per_sec"] * per_token / one["matmul_gflops"] for one in rounds]
+        case[f"{name}_share_of_matmul"] = round(statistics.median(shares), 3)
+    if len(contestants) == 2:
+        ratios = [one["ours_tokens_per_sec"] / one["reference_tokens_per_sec"] for one in rounds]
+        case["ratio"] = round(statistics.median(ratios), 3)
+    return case | {"warmup_s": round(warmup_s, 1), "warmup_losses": losses, "rounds": rounds}
+
+
+def hardware() -> dict[str, Any]:
+    """What the numbers depend on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
+    flags = sorted({flag for flag in text.split() if flag.startswith(("avx512_bf16", "amx_", "avx2"))})
+    return {"cpu": names[0] if names else platform.processor(), "threads": torch.get_num_threads(), "features": flags}
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter."""
+    import transformers
+
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_variant", default="quickstart")
+    parser.add_argument("--vocab_size", type=int, default=None)
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--seq_length", type=int, default=128)
+    parser.add_argument("--precision", default="fp32,bf16")
+    parser.add_argument("--mode", default="eager,compiled")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each contestant in a round")
+    parser.add_argument("--contestants", default="ours,reference", help="one alone to see its peak memory")
+    parser.add_argument(
+        "--output", default="", help="result file (default: benchmarks/results/against_transformers.json)"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    config = resolve_model(
+        ModelConfig(model_variant=args.model_variant, vocab_size=args.vocab_size), seq_length=args.seq_length
+    )
+    now = datetime.datetime.now(datetime.UTC)
+    result = {
+        "benchmark": "train: ours against transformers' Llama (fp32 weights, autocast for bf16, sdpa attention)",
+        "date": now.isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+        "hardware": hardware(),
+        "versions": versions(),
+        "model": {"variant": args.model_variant, "parameters": num_params(config)},
+        "tokens_per_step": args.batch_size * args.seq_length,
+        "flops_per_token": flops_per_token(config, args.seq_length),
+        "cases": (cases := []),
+    }
+    print(
+        f"{args.model_variant}: {num_params(config):,} parameters, {args.batch_size} x {args.seq_length} tokens a step"
+    )
+    for mode in args.mode.split(","):
+        for precision in args.precision.split(","):
+            case = bench_case(config, precision, mode == "compiled", args)
+            cases.append(case)
+            shown = [f"ratio {case['ratio']:.2f}"] if "ratio" in case else []
+            for name in args.contestants.split(","):
+                rate, share = case[f"{name}_tokens_per_sec"], case[f"{name}_share_of_matmul"]
+                shown.append(f"{name} {rate:8.0f} tok/s = {share:.0%} of {case['matmul_gflops']:.0f} GFLOP/s")
+            print(f"{precision} {mode:8s}: {', '.join(shown)}", flush=True)
+    result["peak_mem_gib"] = round(peak_memory_gib(torch.device("cpu")), 2)
+    print(f"peak memory {result['peak_mem_gib']} GiB")
+    path = Path(args.output or Path(__file__).parent / "results" / "against_transformers.json")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
