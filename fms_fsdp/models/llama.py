@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -155,7 +156,7 @@ def short_attention(q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Te
     """Causal attention by explicit products; scores and softmax in fp32, whole (B H S S)."""
     group = q_BHSK.shape[1] // k_BGSK.shape[1]
     k_BHSK, v_BHSK = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k_BGSK, v_BGSK))
-    scores_BHSS = (q_BHSK @ k_BHSK.transpose(2, 3)).float() * q_BHSK.shape[3] ** -0.5
+    scores_BHSS = (q_BHSK @ k_BHSK.transpose(2, 3)).float() / math.sqrt(q_BHSK.shape[3])
     future_SS = torch.ones(scores_BHSS.shape[2:], dtype=torch.bool, device=scores_BHSS.device).triu(1)
     weights_BHSS = scores_BHSS.masked_fill(future_SS, -torch.inf).softmax(dim=-1)
     return weights_BHSS.to(v_BHSK.dtype) @ v_BHSK
