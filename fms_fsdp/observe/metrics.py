@@ -157,7 +157,7 @@ class Interval:
             "grad_norm_max": largest if done else math.nan,
             "skipped_steps": int(skipped),
             "energy_j": joules,
-            **dict(zip(extra, others, strict=True)),
+            **{name: int(value) if name == "grad_zeros" else value for name, value in zip(extra, others, strict=True)},
         }
 
 
