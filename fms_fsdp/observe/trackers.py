@@ -155,7 +155,7 @@ class Wandb:
             resume="allow",
             dir=str(run.folder),
             config=run.config,
-            settings=wandb.Settings(console="off"),
+            settings=wandb.Settings(console="off", quiet=True),
         )
         self._run.define_metric("*", step_metric="step")  # its own counter refuses the replayed steps of a resume
 
