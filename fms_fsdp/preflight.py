@@ -34,7 +34,7 @@ from fms_fsdp.resume import Start, check_model, differences, find_start, schedul
 # tracker → the package it needs, and what pip installs it by
 _TRACKER_PACKAGES = {
     "wandb": ("wandb", "'fms_fsdp[track]'"),
-    "mlflow": ("mlflow", "mlflow-skinny"),
+    "mlflow": ("mlflow", "'fms_fsdp[track]'"),
     "aim": ("aim", "aim"),
     "codecarbon": ("codecarbon", "codecarbon"),
 }
