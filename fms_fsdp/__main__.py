@@ -32,6 +32,7 @@ COMMANDS = {
     "trace": ("fms_fsdp.observe.trace", "TraceConfig", "where the time of a profiler trace went, as a table"),
     "ckpt list": ("fms_fsdp.checkpoint.command", "ListConfig", "the checkpoints of a run: size, tokens, health"),
     "ckpt verify": ("fms_fsdp.checkpoint.command", "VerifyConfig", "every byte against its checksum"),
+    "report": ("fms_fsdp.observe.page", "ReportConfig", "a page of curves and tables from run folders"),
     "ckpt prune": ("fms_fsdp.checkpoint.command", "PruneConfig", "delete what need not be kept; a dry run by default"),
 }
 

@@ -50,7 +50,7 @@ find_process() {
 
 newest="$(stat -c %Y "$folder"/{metrics.jsonl,status.json,slurm_job} 2>/dev/null | sort -n | tail -n 1 || true)"
 age=$((($(date +%s) - ${newest:-$(stat -c %Y "$folder")}) / 60))
-step="$(tail -n 1 "$folder/metrics.jsonl" 2>/dev/null | sed -n 's/.*"step": \([0-9]*\).*/\1/p' || true)"
+step="$(tail -n 100 "$folder/metrics.jsonl" 2>/dev/null | sed -n 's/.*"step": \([0-9]*\).*/\1/p' | tail -n 1 || true)"
 find_process
 code=0
 case "$(told status):$BODY" in

@@ -9,7 +9,6 @@ ranks hold the same state. Nothing here communicates: a rank computes its rows f
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -41,6 +40,9 @@ class RowProducer(Protocol):
     def documents(self, step: int, limit: int) -> list[str]:
         """Returns where the first pieces of the step's rows come from, in words."""
 
+    def begin_after(self, step: int) -> None:
+        """Makes step + 1 the first step."""
+
     def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
         """Returns {source: {"epoch": float, "tokens": int}} after `step`."""
 
@@ -51,14 +53,12 @@ class RowProducer(Protocol):
 class TokenStream:
     """This rank's rows, step after step.
 
-    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in the global batch, `data_wait_s` the seconds that the last `next_batch` waited, `last_step`
-    the last step that --max_epochs allows (None: no end).
+    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in the global batch, `last_step` the last step that --max_epochs allows (None: no end).
     """
 
     def __init__(self, rows: RowProducer, *, dp_rank: int, dp_size: int, prefetch: int) -> None:
         self.rows = rows
         self.step = 0
-        self.data_wait_s = 0.0
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self.first_row = dp_rank * (rows.global_batch_size // dp_size)
         self._depth = max(1, prefetch)
@@ -80,13 +80,11 @@ class TokenStream:
                 f"max_epochs is reached after step {self.last_step} by source {getattr(self.rows, 'first_exhausted', '?')}; "
                 "lower --num_steps to it, lower the source's weight or raise --max_epochs"
             )
-        start = time.perf_counter()
         self._fill()
         batch = self._ahead[0].result()
         self._ahead.popleft()
         self.step += 1
         self._fill()
-        self.data_wait_s = time.perf_counter() - start
         return batch
 
     def batch_at(self, step: int) -> Batch:
@@ -116,6 +114,12 @@ class TokenStream:
         changes = self.rows.load(state, step)
         self.step = step
         return changes
+
+    def begin_after(self, step: int) -> None:
+        """Makes step + 1 the first step of the data, none of which has been seen."""
+        self._drop_ahead()
+        self.rows.begin_after(step)
+        self.step = step
 
     def close(self) -> None:
         """Ends the thread and closes the files."""
