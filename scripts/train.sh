@@ -93,7 +93,9 @@ count_gpus() {
 
 # Sets LAUNCH: python alone for one process, else torchrun, which meets the other nodes at the first.
 choose_launch() {
-    local gpus restarts="${MAX_RESTARTS:-0}" nodes="${NNODES:-${SLURM_STEP_NUM_NODES:-1}}" first="${MASTER_ADDR:-}" is_host=0
+    local gpus restarts="${MAX_RESTARTS:-0}" is_host=0
+    # in a SLURM step its nodes count, whatever a shell's start-up file left in the environment
+    local nodes="${SLURM_STEP_NUM_NODES:-${NNODES:-1}}" first="${MASTER_ADDR:-}"
     gpus="$(count_gpus)"
     if ((gpus > 0)); then
         export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
@@ -105,7 +107,7 @@ choose_launch() {
     LAUNCH=("$PYTHON" -m torch.distributed.run --nproc_per_node="$processes" --max_restarts="$restarts"
         --signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     if ((nodes > 1)); then
-        if [[ -z "$first" && -n "${SLURM_STEP_NODELIST:-}" ]]; then
+        if [[ -n "${SLURM_STEP_NODELIST:-}" ]]; then
             first="$(scontrol show hostnames "$SLURM_STEP_NODELIST")"
             first="${first%%$'\n'*}" # not `| head`: that kills scontrol, and pipefail this script
         fi
