@@ -52,7 +52,8 @@ class TensorBoard:
     def write(self, record: Record) -> None:
         for name, value in record.items():
             if name not in ("step", "attempt") and isinstance(value, int | float) and math.isfinite(value):
-                self._writer.add_scalar(f"train/{name}", value, record["step"])  # type: ignore[no-untyped-call]
+                tag = name if name.startswith(("eval/", "test/")) else f"train/{name}"
+                self._writer.add_scalar(tag, value, record["step"])  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         self._writer.close()  # type: ignore[no-untyped-call]

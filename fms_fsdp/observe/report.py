@@ -110,6 +110,12 @@ class Reporter:
             self.event("spike", step, loss=loss, data_fingerprint=fingerprint)
         clock.pause(time.perf_counter() - begin)
 
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Writes a record without a "loss" of its own: what an evaluation after `step` found."""
+        record = {"attempt": self.attempt, "step": step, "tokens_seen": self.tokens_seen(step), **values}
+        for sink in self.sinks:
+            sink.write(record)
+
     def global_fingerprint(self, batch: Batch) -> str:
         """The fingerprint of the global batch, of which `batch` is this rank's part (collective: every rank)."""
         total = sum_over_ranks(_as_int64(self.fingerprint(batch)))

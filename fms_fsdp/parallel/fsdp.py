@@ -67,6 +67,13 @@ def set_gradient_sync(model: nn.Module, last_micro_step: bool, layout: Layout) -
         cast(FSDPModule, model).set_requires_all_reduce(last_micro_step)
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees gathered weights that only a backward pass would free: after forward passes without one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     """The global gradient norm before clipping, an fp32 scalar alike on all ranks, without a host sync; gradients are scaled in place.
