@@ -20,7 +20,6 @@ import datetime
 import json
 import os
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -36,6 +35,7 @@ from fms_fsdp.config import ModelConfig, ParallelConfig
 from fms_fsdp.mesh import Layout
 from fms_fsdp.models.flops import flops_per_token, num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
+from fms_fsdp.observe.metrics import peak_memory_gib
 from fms_fsdp.observe.peak import measure_matmul_flops
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
@@ -127,9 +127,8 @@ def bench_case(config: LlamaConfig, precision: str, compiled: bool, args: argpar
         torch.randint(0, config.vocab_size, (args.batch_size, args.seq_length), generator=generator)
         for _ in range(args.steps)
     ]
-    contestants = {"ours": our_step(config, precision, compiled)}
-    if not args.no_reference:
-        contestants["reference"] = reference_step(config, precision, compiled)
+    makers = {"ours": our_step, "reference": reference_step}
+    contestants = {name: makers[name](config, precision, compiled) for name in args.contestants.split(",")}
     begin = time.perf_counter()
     losses = {name: [step(batches[0]).item() for _ in range(3)] for name, step in contestants.items()}
     warmup_s = time.perf_counter() - begin
@@ -145,7 +144,7 @@ def bench_case(config: LlamaConfig, precision: str, compiled: bool, args: argpar
     for name in contestants:
         shares = [one[f"{name}_tokens_per_sec"] * per_token / one["matmul_gflops"] for one in rounds]
         case[f"{name}_share_of_matmul"] = round(statistics.median(shares), 3)
-    if "reference" in contestants:
+    if len(contestants) == 2:
         ratios = [one["ours_tokens_per_sec"] / one["reference_tokens_per_sec"] for one in rounds]
         case["ratio"] = round(statistics.median(ratios), 3)
     return case | {"warmup_s": round(warmup_s, 1), "warmup_losses": losses, "rounds": rounds}
@@ -177,7 +176,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mode", default="eager,compiled")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each contestant in a round")
-    parser.add_argument("--no_reference", action="store_true")
+    parser.add_argument("--contestants", default="ours,reference", help="one alone to see its peak memory")
     parser.add_argument(
         "--output", default="", help="result file (default: benchmarks/results/against_transformers.json)"
     )
@@ -208,17 +207,13 @@ def main() -> None:
         for precision in args.precision.split(","):
             case = bench_case(config, precision, mode == "compiled", args)
             cases.append(case)
-            print(
-                f"{precision} {mode:8s}: ours {case['ours_tokens_per_sec']:8.0f} tok/s = "
-                f"{case['ours_share_of_matmul']:.0%} of {case['matmul_gflops']:.0f} GFLOP/s"
-                + (
-                    f", reference {case['reference_tokens_per_sec']:8.0f} tok/s, ratio {case['ratio']:.2f}"
-                    if "ratio" in case
-                    else ""
-                ),
-                flush=True,
-            )
-    result["peak_mem_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+            shown = [f"ratio {case['ratio']:.2f}"] if "ratio" in case else []
+            for name in args.contestants.split(","):
+                rate, share = case[f"{name}_tokens_per_sec"], case[f"{name}_share_of_matmul"]
+                shown.append(f"{name} {rate:8.0f} tok/s = {share:.0%} of {case['matmul_gflops']:.0f} GFLOP/s")
+            print(f"{precision} {mode:8s}: {', '.join(shown)}", flush=True)
+    result["peak_mem_gib"] = round(peak_memory_gib(torch.device("cpu")), 2)
+    print(f"peak memory {result['peak_mem_gib']} GiB")
     path = Path(args.output or Path(__file__).parent / "results" / "against_transformers.json")
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {path}")

@@ -349,6 +349,9 @@ class CheckpointConfig:
         "", "folder of checkpoints (default: checkpoints/ in the run folder); a complete one there is resumed"
     )
     ckpt_load_path: str = flag("", "checkpoint root or step folder to start from when ckpt_save_path holds none")
+    resuming_dataset: bool = flag(
+        True, "data go on where the run of ckpt_load_path stood; off: step and optimizer go on, this run's data begin"
+    )
     load_model_only: bool = flag(False, "take only the weights of ckpt_load_path: fresh optimizer, step 0, fresh data")
     resume: str = flag(
         "auto",

@@ -222,7 +222,9 @@ def open_stream(cfg: TrainConfig, found: Preflight) -> Any:
         dp_size=found.layout.dp_size,
         pin_memory=found.device.type == "cuda",
     )
-    if found.checkpoint is not None and found.continues:
+    if found.begin.fresh_data:
+        stream.begin_after(found.start)
+    elif found.checkpoint is not None and found.continues:
         for change in stream.load_state_dict(found.checkpoint.state["data"], found.start) or ():
             runtime.log.info("from step %d on, %s", found.start + 1, change)
     last_step = getattr(stream, "last_step", None)

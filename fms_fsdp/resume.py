@@ -20,13 +20,14 @@ _FREE_IN_THE_MODEL = ("attn_impl", "init_std", "max_seq_len")
 class Start:
     """What a run starts from. `continues`: step, optimizer and data go on, else only weights are taken. `why`: in words, for the log.
 
-    `superseded`: the run's own later checkpoints, which `--resume_step` leaves behind.
+    `superseded`: the run's own later checkpoints, which `--resume_step` leaves behind. `fresh_data`: the data begin after the checkpoint's step.
     """
 
     checkpoint: Checkpoint | None
     continues: bool
     why: str
     superseded: tuple[Path, ...] = field(default=())
+    fresh_data: bool = False
 
 
 def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
@@ -53,9 +54,9 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
                 f"--ckpt_load_path ({section.ckpt_load_path}) must be a checkpoint root or a complete step_<N> folder; found none there"
             )
         taken = "only weights are taken from" if section.load_model_only else "going on from"
-        return Start(
-            given, not section.load_model_only, f"{taken} step {given.step} of {given.folder}{_passed_over(given)}"
-        )
+        fresh = not section.resuming_dataset and not section.load_model_only
+        why = f"{taken} step {given.step} of {given.folder}{', with fresh data' if fresh else ''}{_passed_over(given)}"
+        return Start(given, not section.load_model_only, why, fresh_data=fresh)
     if section.resume == "must" or section.resume_step is not None:
         flag = f"--resume_step ({section.resume_step})" if section.resume_step else "--resume (must)"
         raise ValueError(

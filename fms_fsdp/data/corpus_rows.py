@@ -81,9 +81,14 @@ class CorpusRows:
         ] = {}  # by seq_length and source: tapes, blocks a window, tokens a block
         self._plan: tuple[int, tuple[str, ...], I64] | None = None
         self._listed: tuple[Place, Pieces] | None = None
-        self._history = History([Segment(0, global_batch_size, self._quotas, section.seq_length)], [])
-        self._history.skip(section.skip_steps, 0)
-        self._prepare(0)
+        self.begin_after(0)
+
+    def begin_after(self, step: int) -> None:
+        """Makes step + 1 the first step: nothing has been seen."""
+        first = Segment(step, self.global_batch_size, self._quotas, self._section.seq_length)
+        self._history = History([first], [])
+        self._history.skip(self._section.skip_steps, step)
+        self._prepare(step)
 
     def open_sources(self, corpus: Corpus) -> None:
         """Makes the corpus's sources readable: for inspection, those of earlier steps that the flags no longer name too."""

@@ -41,6 +41,9 @@ class RowProducer(Protocol):
     def documents(self, step: int, limit: int) -> list[str]:
         """Returns where the first pieces of the step's rows come from, in words."""
 
+    def begin_after(self, step: int) -> None:
+        """Makes step + 1 the first step."""
+
     def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
         """Returns {source: {"epoch": float, "tokens": int}} after `step`."""
 
@@ -116,6 +119,12 @@ class TokenStream:
         changes = self.rows.load(state, step)
         self.step = step
         return changes
+
+    def begin_after(self, step: int) -> None:
+        """Makes step + 1 the first step of the data, none of which has been seen."""
+        self._drop_ahead()
+        self.rows.begin_after(step)
+        self.step = step
 
     def close(self) -> None:
         """Ends the thread and closes the files."""

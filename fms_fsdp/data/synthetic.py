@@ -99,5 +99,8 @@ class SyntheticRows:
     def documents(self, step: int, limit: int) -> list[str]:
         return []
 
+    def begin_after(self, step: int) -> None:
+        pass  # every step's tokens are new ones
+
     def close(self) -> None:
         pass

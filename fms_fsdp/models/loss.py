@@ -1,9 +1,11 @@
 """Cross-entropy of a linear head, computed chunk by chunk: the logits of all tokens never exist at once.
 
-    for each chunk of rows:  logits = h W^T  →  log-softmax (fp32)  →  loss += …,  dh = (p − onehot) W,  dW += (p − onehot)^T h
+    for each span of rows:  for each chunk in it: logits = h W^T  →  log-softmax (fp32), in place
+                            loss += …,  dh = (p − onehot) W,  dW += (p − onehot)^T h
 
-The gradients are computed in the forward pass, while the chunk's logits are at hand, and only scaled in the backward pass: three matrix
-products in all, none repeated. Legend: N rows (tokens), D model, V vocabulary, C rows of a chunk.
+The gradients are computed in the forward pass, while the span's logits are at hand, and only scaled in the backward pass: three matrix
+products in all, none repeated. A chunk's logits stay in the cache; a span's are few enough to hold and many enough that dW is seldom added up.
+Legend: N rows (tokens), D model, V vocabulary, P rows of a span, C of a chunk.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 IGNORE_INDEX = -100
 # fp32 logits of a chunk: within the cache of a CPU, large enough products for a GPU
 _CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
+_SPAN_BYTES = 64 << 20  # of logits in the compute dtype, if a chunk is not more
 
 
 def chunk_rows(num_rows: int, vocab_size: int, device_type: str) -> int:
@@ -27,47 +30,55 @@ def chunk_rows(num_rows: int, vocab_size: int, device_type: str) -> int:
     return -(-num_rows // num_chunks)
 
 
-def _softmax(logits_CV: torch.Tensor, index_C1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(fp32 log-probability of each row's label, all probabilities in the dtype of the logits); softmax in fp32."""
+def _softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor) -> torch.Tensor:
+    """The fp32 log-probability of each row's label; turns the logits into probabilities, in place. Softmax in fp32."""
     logp_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
-    return logp_CV.gather(1, index_C1), logp_CV.exp_().to(logits_CV.dtype)
+    label_C1 = logp_CV.gather(1, index_C1)
+    logits_CV.copy_(logp_CV.exp_())
+    return label_C1
 
 
 @functools.cache
-def _compiled_softmax() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch.compile(_softmax, fullgraph=True, dynamic=False)
+def _compiled_softmax_() -> Callable[..., torch.Tensor]:
+    compiled: Callable[..., torch.Tensor] = torch.compile(_softmax_, fullgraph=True, dynamic=False)
     return compiled
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Summed loss of rows h_ND under head W_VD; gradients are made in `forward` in the dtype of h, summed over chunks in fp32."""
+    """Summed loss of rows h_ND under head W_VD; gradients are made in `forward` in the dtype of h, summed over spans in fp32."""
 
     @staticmethod
     def forward(
         ctx: Any, h_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, compiled: bool
     ) -> torch.Tensor:
-        softmax = _compiled_softmax() if compiled else _softmax
+        softmax_ = _compiled_softmax_() if compiled else _softmax_
         valid_N1 = (labels_N != IGNORE_INDEX).unsqueeze(1)
-        index_N1 = labels_N.clamp(min=0).unsqueeze(1)
+        index_N = labels_N.clamp(min=0)
         head_VD = weight_VD.to(h_ND.dtype)
-        rows = chunk_rows(h_ND.shape[0], weight_VD.shape[0], h_ND.device.type)
+        num_rows, vocab_size = h_ND.shape[0], weight_VD.shape[0]
+        rows = chunk_rows(num_rows, vocab_size, h_ND.device.type)
+        span = rows * max(1, _SPAN_BYTES // (rows * vocab_size * h_ND.element_size()))
         need_h, need_weight, *_ = ctx.needs_input_grad
         dh_ND = torch.empty_like(h_ND) if need_h else None
         dweight_VD: torch.Tensor | None = None
         loss = torch.zeros((), dtype=torch.float32, device=h_ND.device)
-        for start in range(0, h_ND.shape[0], rows):
-            chunk = slice(start, start + rows)
-            h_CD, valid_C1, index_C1 = h_ND[chunk], valid_N1[chunk], index_N1[chunk]
-            logp_C1, dlogits_CV = softmax(h_CD @ head_VD.T, index_C1)
-            loss -= (logp_C1 * valid_C1).sum()
-            dlogits_CV.scatter_(
-                1, index_C1, logp_C1.expm1().to(dlogits_CV.dtype)
-            )  # p - 1 at the label, exact near p = 1
+        for start in range(0, num_rows, span):
+            part = slice(start, start + span)
+            h_PD, valid_P1, index_P = h_ND[part], valid_N1[part], index_N[part]
+            dlogits_PV = h_PD.new_empty(len(h_PD), vocab_size)
+            logp_P1 = torch.empty(len(h_PD), 1, dtype=torch.float32, device=h_ND.device)
+            for first in range(0, len(h_PD), rows):
+                chunk = slice(first, first + rows)
+                torch.mm(h_PD[chunk], head_VD.T, out=dlogits_PV[chunk])
+                logp_P1[chunk] = softmax_(dlogits_PV[chunk], index_P[chunk].unsqueeze(1))
+            loss -= (logp_P1 * valid_P1).sum()
+            # p - 1 at the label, exact near p = 1; not scatter_, which copies all of a bf16 tensor (torch 2.13 on CPUs)
+            dlogits_PV[torch.arange(len(h_PD), device=h_ND.device), index_P] = logp_P1.expm1().squeeze(1).to(h_ND.dtype)
             if dh_ND is not None:  # masked rows are dropped here and in h, not in the much larger dlogits
-                torch.mul(dlogits_CV @ head_VD, valid_C1, out=dh_ND[chunk])
+                torch.mul(dlogits_PV @ head_VD, valid_P1, out=dh_ND[part])
             if need_weight:
-                only = rows >= h_ND.shape[0]
-                dweight_VD = _add_product(dweight_VD, dlogits_CV.T, h_CD * valid_C1, only=only)
+                only = span >= num_rows
+                dweight_VD = _add_product(dweight_VD, dlogits_PV.T, h_PD * valid_P1, only=only)
         ctx.save_for_backward(dh_ND, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype))
         return loss
 

@@ -220,3 +220,14 @@ def test_max_epochs_ends_the_run_at_a_step_known_beforehand(files: Files) -> Non
         run(stream, last)
         with pytest.raises(ValueError, match=f"max_epochs is reached after step {last} by source tiny"):
             stream.next_batch()
+
+
+def test_data_may_begin_after_any_step(files: Files) -> None:
+    """Steps 8, 9, … are then what 1, 2, … would have been, and a resume from one of them keeps that."""
+    plain, late = files.stream(4, seq_length=32), files.stream(4, seq_length=32)
+    late.begin_after(7)
+    assert [same(late.next_batch(), plain.batch_at(step)) for step in range(1, 6)] == [True] * 5 and late.step == 12
+    again = files.stream(4, seq_length=32)
+    again.load_state_dict(late.state_dict(), 12)
+    assert [same(again.next_batch(), plain.batch_at(step)) for step in range(6, 9)] == [True] * 3
+    assert again.consumption() == {name: used for name, used in plain.rows.consumption(8).items()}
