@@ -272,9 +272,7 @@ def test_bad_held_out_data_is_refused(corpus: Path, changes: dict[str, Any], mes
 def test_data_without_a_split_is_refused_until_a_source_is_held_out(corpus: Path, tmp_path: Path) -> None:
     for name in ("docs", "code", "meta"):
         (tmp_path / name).symlink_to(corpus / name)
-    with pytest.raises(
-        ValueError, match=r"--eval_interval \(1\) needs held-out data, and .*/validation does not exist"
-    ):
+    with pytest.raises(ValueError, match=r"--eval_interval \(1\) needs held-out data, and data_path has no folder"):
         held_out(tmp_path)
     data = DataConfig(data_path=str(tmp_path), datasets=("code",), seq_length=SEQ)
     section = EvalConfig(eval_interval=1, eval_datasets=("docs",))
@@ -291,3 +289,17 @@ def test_a_vocabulary_beyond_the_models_is_refused(corpus: Path) -> None:
 def test_keep_best_without_validation_is_refused() -> None:
     result = run(*FLAGS, "--use_dummy_dataset=True", "--keep_last_n=1", "--keep_best=1")
     assert result.returncode == 2 and "--keep_best (1) compares validation losses; set --eval_interval" in result.stderr
+
+
+def test_an_object_store_is_evaluated_like_a_folder(corpus: Path) -> None:
+    data = DataConfig(data_path=f"file://{corpus}", seq_length=SEQ)
+    remote = open_held_out(EvalConfig(eval_interval=1), data, open_corpus(data), vocab_size=512, max_rows=3)
+    for here, there in zip(held_out(corpus, max_rows=3), remote, strict=True):
+        assert torch.equal(here.rows(0, 3).labels_BS, there.rows(0, 3).labels_BS)
+        assert there.token_bytes is not None and there.token_bytes.tolist() == [1] * 256 + [0] * 256
+
+
+def test_a_missing_test_split_is_told(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "docs").symlink_to(corpus / "docs")
+    with pytest.raises(FileNotFoundError, match=r"--eval_test \(.*/test\) is not a folder"):
+        held_out(tmp_path, eval_interval=0, eval_test=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from fms_fsdp.data.manifest import Corpus
 
 SEED = 0x6576616C  # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
+
+_DESCRIBED = "meta/tokenizer.json"
 
 logger = logging.getLogger(__name__)
 
@@ -66,19 +69,20 @@ def open_held_out(
     found: list[HeldOut] = []
     for group in groups:
         root, names = _root(section, data) if group == "eval" else (_join(data.data_path, "test"), ())
-        found += _open(group, replace(data, data_path=root, datasets=names), trained, vocab_size, max_rows)
+        found += _open(
+            group, replace(data, data_path=root, datasets=names), data.data_path, trained, vocab_size, max_rows
+        )
     return tuple(found)
 
 
 def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
     if section.eval_data_path:
         return section.eval_data_path, section.eval_datasets
-    inner = _join(data.data_path, "validation")
     if _has_files(data.data_path, "validation"):
-        return inner, section.eval_datasets
+        return _join(data.data_path, "validation"), section.eval_datasets
     if not section.eval_datasets:
         raise ValueError(
-            f"--eval_interval ({section.eval_interval}) needs held-out data, and {inner} does not exist; prepare with --split=98,2, "
+            f"--eval_interval ({section.eval_interval}) needs held-out data, and data_path has no folder validation; prepare with --split=98,2, "
             "name sources in --eval_datasets, or set --eval_data_path"
         )
     return data.data_path, section.eval_datasets
@@ -97,14 +101,17 @@ def _join(data_path: str, folder: str) -> str:
     return f"{path.rstrip('/')}/{folder}{mark}{options}"
 
 
-def _open(group: str, data: DataConfig, trained: Corpus | None, vocab_size: int, max_rows: int) -> list[HeldOut]:
+def _open(
+    group: str, data: DataConfig, data_path: str, trained: Corpus | None, vocab_size: int, max_rows: int
+) -> list[HeldOut]:
     from fms_fsdp.data.manifest import open_corpus
 
     data = replace(data, weights=(), use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None)
     try:
         corpus = open_corpus(data)
     except (ValueError, FileNotFoundError) as error:
-        text = str(error).replace("--datasets", "--eval_datasets").replace("--data_path", "--eval_data_path")
+        flag = "--eval_test" if group == "test" else "--eval_data_path"
+        text = str(error).replace("--datasets", "--eval_datasets").replace("--data_path", flag)
         raise type(error)(text) from error
     both = {s.name for s in corpus.sources} & {s.name for s in trained.sources} if trained else set()
     if both and trained and trained.files.root == corpus.files.root:
@@ -113,10 +120,10 @@ def _open(group: str, data: DataConfig, trained: Corpus | None, vocab_size: int,
         )
     if (corpus.vocab_size or 0) > vocab_size:
         raise ValueError(
-            f"--eval_data_path ({data.data_path}) has a vocabulary of {corpus.vocab_size}, the model one of {vocab_size}; "
+            f"--eval_data_path ({corpus.files.root}) has a vocabulary of {corpus.vocab_size}, the model one of {vocab_size}; "
             "prepare both with one tokenizer"
         )
-    table = _token_bytes(corpus, vocab_size)
+    table = _token_bytes(corpus, (data.data_path, data_path), vocab_size)
     return [
         HeldOut(
             group,
@@ -134,26 +141,30 @@ def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int)
     return build_stream(data, corpus, seed=seed, vocab_size=vocab_size, global_batch_size=1, dp_rank=0, dp_size=1)
 
 
-def _token_bytes(corpus: Corpus, vocab_size: int) -> I64 | None:
-    """Bytes by token id, from the tokenizer that `prepare` left with the shards or in the folder above; None where there is none of theirs."""
+def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -> I64 | None:
+    """Bytes by token id, from the tokenizer that `prepare` left in one of the folders; None where it is not that of the shards."""
     from fms_fsdp.data.arrow_shard import Shard
+    from fms_fsdp.data.manifest import open_root
     from fms_fsdp.data.tokenizer import load_tokenizer
 
     digest = Shard(corpus.files, corpus.sources[0].paths[0], delimiter=0).metadata.get("tokenizer_digest")
-    root = Path(corpus.files.root)
-    for folder in (root, root.parent):
-        described = folder / "meta" / "tokenizer.json"
-        if not described.is_file():
-            continue
-        content = json.loads(described.read_text())
-        name = str(folder / content["file_name"]) if content["file_name"] else content["kind"]
+    for root in data_paths:
         try:
-            tokenizer = load_tokenizer(name, content["eos_token"])
+            files = open_root(root)
+            content = json.loads(files.pread(_DESCRIBED, files.size(_DESCRIBED), 0))
+            if content["digest"] != digest:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                name = content["kind"]
+                if file_name := content["file_name"]:
+                    name = str(Path(folder) / file_name)
+                    Path(name).write_bytes(files.pread(file_name, files.size(file_name), 0))
+                tokenizer = load_tokenizer(name, content["eos_token"])
         except (ValueError, OSError) as error:
-            logger.warning("bits per byte are left out: %s", error)
-            return None
-        if tokenizer.vocabulary.digest == digest:
-            table: I64 = np.zeros(max(vocab_size, tokenizer.vocabulary.size), dtype=np.int64)
-            table[: tokenizer.vocabulary.size] = tokenizer.token_bytes()
-            return table
+            logger.debug("no tokenizer there: %s", error)
+            continue
+        table: I64 = np.zeros(max(vocab_size, tokenizer.vocabulary.size), dtype=np.int64)
+        table[: tokenizer.vocabulary.size] = tokenizer.token_bytes()
+        return table
+    logger.info("bits per byte are left out: no tokenizer of these shards in %s", corpus.files.root)
     return None
