@@ -91,8 +91,9 @@ def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
 def _has_files(data_path: str, folder: str) -> bool:
     from fms_fsdp.data.manifest import open_root
 
+    files = open_root(data_path) if data_path else None
     with suppress(FileNotFoundError):
-        return data_path != "" and any(open_root(data_path).walk(folder))
+        return files is not None and any(files.walk(folder))
     return False
 
 
