@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,12 +96,12 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
         min_ratio=cfg.optim.min_lr_ratio,
     )
     reporter = build_reporter(
-        folder,
+        cfg,
         found,
+        model,
+        optimizer,
         attempt=attempt,
         phases=phases,
-        report_interval=cfg.log.report_interval,
-        spike_threshold=cfg.training.spike_threshold,
         learning_rate=learning_rate,
         consumption=getattr(stream, "consumption", dict),
     )
@@ -109,9 +110,19 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
     limits.remove_stop_file()
     bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter))
     watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", world.rank, launch.fail)
-    evaluator = Evaluator(cfg.eval, cfg.data.document_mask, found, model, reporter, saver, watchdog.feed)
+    evaluator = Evaluator(
+        cfg.eval, cfg.data.document_mask, found, model, reporter, saver, watchdog.feed, reporter.clock.mark
+    )
     recipe = Recipe(
-        model, optimizer, device, found.layout, found.batch, cfg.optim.grad_clip, cfg.data.document_mask, learning_rate
+        model,
+        optimizer,
+        device,
+        found.layout,
+        found.batch,
+        cfg.optim.grad_clip,
+        cfg.data.document_mask,
+        learning_rate,
+        reporter.clock.mark,
     )
     try:
         with (
@@ -190,6 +201,6 @@ def restore(
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    if status in (1, 2):
-        os._exit(status)  # peers may hang in a collective: torch's own clean-up would wait for them
+    if status in (1, 2) or any(thread.name.startswith("tracker ") for thread in threading.enumerate()):
+        os._exit(status)  # peers may hang in a collective, or a tracker in its client: clean-up would wait for them
     sys.exit(status)

@@ -397,6 +397,24 @@ class LogConfig:
     output_dir: str = flag("", "the run folder (default: runs/<run_name>)")
     run_name: str = flag("", "name of the run (default: the variant and a hash of what is trained)")
     report_interval: int = flag(10, "steps between reports; the first and the last step always report", minimum=1)
+    log_param_norm: bool = flag(False, "report the norm of all parameters")
+    log_num_zeros: bool = flag(False, "report how many entries of the gradient are zero", advanced=True)
+    log_all_ranks: bool = flag(False, "every rank appends its lines to log.rank<N>.txt, not rank 0 alone to log.txt")
+    trackers: tuple[str, ...] = flag(
+        ("tensorboard",),
+        "who is told beside metrics.jsonl; none of them can stop a run (see docs/metrics.md)",
+        choices=("none", "tensorboard", "wandb", "mlflow", "aim", "codecarbon"),
+    )
+    tracker_project: str = flag("fms-fsdp", "project or experiment that trackers file the run under")
+    tracker_entity: str = flag("", "team or account of wandb (default: the user's own)")
+    tracker_metrics: tuple[str, ...] = flag(
+        (), "names of the metrics that trackers get, such as loss,lr,*_ms (default: all)", advanced=True
+    )
+    tensorboard_dir: str = flag("", "folder of TensorBoard's files (default: tensorboard/ in the run folder)")
+
+    def __post_init__(self) -> None:
+        if "none" in self.trackers and len(self.trackers) > 1:
+            raise ValueError(f"--trackers ({','.join(self.trackers)}) must not name others beside none; leave one out")
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,10 @@ class Saver(Protocol):
 
 
 class Evaluator:
-    """The loop's `evaluate` hook: evaluates when it is time, tells the reporter, and leaves the loss for the next checkpoint."""
+    """The loop's `evaluate` hook: evaluates when it is time, tells the reporter, and leaves the loss for the next checkpoint.
+
+    `mark(part)` tells the clock that a part of the run has ended.
+    """
 
     def __init__(
         self,
@@ -133,8 +136,10 @@ class Evaluator:
         recorder: Recorder,
         saver: Saver,
         alive: Callable[[], None],
+        mark: Callable[[str], None],
     ) -> None:
         self._section, self._found, self._recorder, self._saver = section, found, recorder, saver
+        self._mark = mark
         self._forward = Forward(model, found.batch.batch_size, document_mask, found.device, found.world, alive)
 
     def evaluate(self, step: int) -> None:
@@ -142,6 +147,9 @@ class Evaluator:
         sources = [source for source in self._found.held_out if self._is_due(source.group, step)]
         if not sources:
             return
+        if self._found.device.type == "cuda":
+            torch.cuda.synchronize(self._found.device)  # what the device still has to do belongs to the steps
+        self._mark("hooks")
         begin = time.perf_counter()
         values = evaluate(self._forward, sources)
         seconds = time.perf_counter() - begin
@@ -150,6 +158,7 @@ class Evaluator:
         if math.isfinite(loss := values.get("eval/loss", math.nan)):
             self._saver.validation_loss = loss
         self._forward.alive()
+        self._mark("eval")
 
     def _is_due(self, group: str, step: int) -> bool:
         section, last = self._section, step == self._found.num_steps

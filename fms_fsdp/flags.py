@@ -97,7 +97,7 @@ def parse_flags(config_type: type[C], argv: Sequence[str], usage: str = "python 
 def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py") -> Parsed[C]:
     """Like `parse_flags`, with the origin of every value that is not a default, and what one overlay took from another."""
     fields = declared_fields(config_type)
-    given = _split(argv)
+    given = _split(argv, getattr(config_type, "POSITIONAL", ""))
     if given.keys() & {"help", "h"}:
         if int(os.environ.get("RANK", "0")) == 0:
             print(help_text(config_type, usage))
@@ -124,13 +124,18 @@ def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = "
     return Parsed(_build(config_type, fields, typed), origins, tuple(overridden))
 
 
-def _split(argv: Sequence[str]) -> dict[str, str]:
-    """Name → text of each `--name=value` or `--name value`, by fire; a bare `--name` is "True", `--noname` "False"."""
+def _split(argv: Sequence[str], positional: str = "") -> dict[str, str]:
+    """Name → text of each `--name=value` or `--name value`, by fire; a bare `--name` is "True", `--noname` "False".
+
+    Arguments that are no flags make up the list named `positional`, if there is one.
+    """
     caught: dict[str, str] = {}
 
     @fire.decorators.SetParseFn(str)  # type: ignore[untyped-decorator]
     def catch(*stray: str, **named: str) -> None:
-        if stray:
+        if stray and positional:
+            caught[positional] = ",".join(stray)
+        elif stray:
             raise ValueError(f"argument ({stray[0]}) is not a flag; write --name=value")
         for name, text in named.items():
             caught[name.replace("-", "_")] = text

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ from fms_fsdp.parallel.compile import check_compile
 from fms_fsdp.parallel.memory import check_memory, estimate_memory
 from fms_fsdp.resume import Start, check_model, differences, find_start, schedule_jump
 
+# tracker → the package it needs, and what pip installs it by
+_TRACKER_PACKAGES = {
+    "wandb": ("wandb", "'fms_fsdp[track]'"),
+    "mlflow": ("mlflow", "'fms_fsdp[track]'"),
+    "aim": ("aim", "aim"),
+    "codecarbon": ("codecarbon", "codecarbon"),
+}
 BATCH_FLAGS = ("batch_size", "grad_accum_steps", "global_batch_size")
 
 
@@ -104,6 +112,7 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     cfg = parsed.config
     resolve_model(cfg.model, seq_length=cfg.data.seq_length)
     parse_schedule(cfg.checkpoint.checkpoint_schedule, cfg.checkpoint.checkpoint_interval)
+    _check_trackers(cfg.log.trackers)
     device = runtime.pick_device(world)
     layout = resolve_layout(
         cfg.parallel,
@@ -157,6 +166,15 @@ def announce(cfg: TrainConfig, found: Preflight) -> None:
             runtime.log.info(line)
         if jump := schedule_jump(cfg, found.num_steps, found.begin):
             runtime.log.warning(jump)
+
+
+def _check_trackers(names: tuple[str, ...]) -> None:
+    for name in set(names) & set(_TRACKER_PACKAGES):
+        package, wanted = _TRACKER_PACKAGES[name]
+        if find_spec(package) is None:
+            raise ValueError(
+                f"--trackers ({name}) needs the package {package}, which is not installed; pip install {wanted}"
+            )
 
 
 def _check_disk(folder: Path, needed: int) -> None:

@@ -7,16 +7,18 @@ import logging
 import os
 import platform
 import random
+import shutil
 import subprocess
 import sys
 import time
 import uuid
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -211,21 +213,55 @@ class Phases:
         return f"{sum(self.seconds.values()):.1f} s from launch to the first step done: {parts}"
 
 
+class Console(logging.StreamHandler[TextIO]):
+    """Plain lines; on a terminal also one below them that `show` rewrites. Control characters reach nothing but a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.is_live = stream.isatty()
+        self._shown_at = 0.0
+
+    def show(self, text: str) -> None:
+        """Rewrites the live line, at most four times a second."""
+        now = time.monotonic()
+        if not self.is_live or now - self._shown_at < 0.25:
+            return
+        with self.lock or nullcontext():
+            self.stream.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+            self.stream.flush()
+            self._shown_at = now
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._shown_at:
+            self.stream.write("\r\x1b[K")
+            self._shown_at = 0.0
+        super().emit(record)
+
+
 def set_up_log(world: World) -> None:
     """Rank 0 prints plain lines; other ranks only print what went wrong, with their rank."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = Console(sys.stdout)
     prefix = "" if world.rank == 0 else f"[rank {world.rank}] "
     handler.setFormatter(logging.Formatter(prefix + "%(message)s"))
+    handler.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
     log.handlers[:] = [handler]
     log.propagate = False
-    log.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
+    log.setLevel(handler.level)
+
+
+def show_progress(text: str) -> None:
+    """Rewrites the live line of a terminal; nothing where there is none."""
+    for handler in log.handlers:
+        if isinstance(handler, Console):
+            handler.show(text)
 
 
 def log_to_file(path: Path) -> None:
-    """Also appends rank 0's lines to `path`, with the time."""
+    """Also appends this rank's lines to `path`, with the time."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     log.addHandler(handler)
+    log.setLevel(logging.INFO)
 
 
 def versions() -> dict[str, str]:

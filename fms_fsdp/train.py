@@ -10,7 +10,6 @@ is read back from it except on report steps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,7 +21,6 @@ from torch.profiler import record_function
 from fms_fsdp.config import BatchPlan
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.mesh import Layout
-from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.optimizers import set_learning_rate, step_if_finite
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
 from fms_fsdp.runtime import sum_over_ranks
@@ -31,8 +29,6 @@ from fms_fsdp.status import BadInput
 
 class Stream(Protocol):
     """What the loop needs of a data stream."""
-
-    data_wait_s: float
 
     def next_batch(self) -> Batch: ...
 
@@ -45,14 +41,10 @@ class StepResult:
     num_labels: torch.Tensor
     grad_norm: torch.Tensor
 
-    def loss(self) -> float:
-        """The mean loss over the labels of the global batch (collective; waits for the device)."""
-        return (sum_over_ranks(self.loss_sum.clone()) / self.num_labels).item()
-
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a step needs beside the batch."""
+    """What a step needs beside the batch; `mark(part)` is told which part of the loop has just ended."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -62,6 +54,7 @@ class Recipe:
     grad_clip: float
     document_mask: bool
     learning_rate: Callable[[int], float]
+    mark: Callable[[str], None] = lambda part: None
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class Hooks:
 
     alive: Callable[[], None]
     check: Callable[[int, torch.Tensor], None]
-    report: Callable[[int, Batch, StepResult, Clock], None]
+    report: Callable[[int, Batch, StepResult], None]
     profiler_step: Callable[[], None]
     should_stop: Callable[[int], bool]
     evaluate: Callable[[int], None]
@@ -84,8 +77,8 @@ def train(recipe: Recipe, stream: Stream, hooks: Hooks, start: int, num_steps: i
     Raises:
         BadInput: the data could not be read; the last checkpoint stands.
     """
+    recipe.mark("start")
     hooks.evaluate(start)
-    clock = Clock()
     for step in range(start + 1, num_steps + 1):
         hooks.alive()
         try:
@@ -93,16 +86,16 @@ def train(recipe: Recipe, stream: Stream, hooks: Hooks, start: int, num_steps: i
                 batch = stream.next_batch()
         except (ValueError, FileNotFoundError) as error:
             raise BadInput(str(error), on_one_rank=True) from error
+        recipe.mark("data")
         result = train_step(recipe, batch, step)
-        clock.step_done(stream.data_wait_s)
         hooks.check(step, result.grad_norm)
-        hooks.report(step, batch, result, clock)
+        hooks.report(step, batch, result)
         hooks.profiler_step()
         stop = step < num_steps and hooks.should_stop(step)
-        begin = time.perf_counter()
+        recipe.mark("hooks")
         hooks.evaluate(step)
         hooks.save(step, stop)
-        clock.pause(time.perf_counter() - begin)
+        recipe.mark("checkpoint")
         if stop:
             return step
     return num_steps
@@ -122,11 +115,13 @@ def train_step(recipe: Recipe, batch: Batch, step: int) -> StepResult:
         with record_function("backward"):
             (micro_loss * (recipe.batch.dp_size / num_labels)).backward()
         loss_sum += micro_loss.detach()
+    recipe.mark("forward_backward")
     with record_function("optimizer"):
         grad_norm = clip_grad_norm(parameters, recipe.grad_clip)
         set_learning_rate(recipe.optimizer, recipe.learning_rate(step))
         step_if_finite(recipe.optimizer, grad_norm)
         recipe.optimizer.zero_grad(set_to_none=True)
+    recipe.mark("optimizer")
     return StepResult(loss_sum, num_labels, grad_norm)
 
 

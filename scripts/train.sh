@@ -165,7 +165,8 @@ PYTHON_CODE
 made    $RUN_DIR/metrics.jsonl      loss, speed and memory, one JSON object a line
         $RUN_DIR/checkpoints/       what a longer run goes on from
         $RUN_DIR/console.txt        everything printed
-look    $python -m tensorboard.main --logdir "$RUN_DIR/tensorboard"
+look    $python -m fms_fsdp report "$RUN_DIR"      one page of curves; needs matplotlib
+        $python -m tensorboard.main --logdir "$RUN_DIR/tensorboard"
 longer  ${longer[*]} --num_steps=3000
 yours   $python -m fms_fsdp prepare --input=web=FOLDER --output=data/web --tokenizer=$DATA_DIR/tokenizer.model
         bash scripts/train.sh --data_path=data/web --datasets=web --weights=1

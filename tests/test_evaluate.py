@@ -60,7 +60,7 @@ def evaluations(folder: Path, attempt: int = 1) -> dict[int, dict[str, float]]:
     return {
         record["step"]: {name: value for name, value in record.items() if name.startswith(("eval/", "test/"))}
         for record in records
-        if "eval_s" in record and record["attempt"] == attempt
+        if "eval/loss" in record and record["attempt"] == attempt
     }
 
 

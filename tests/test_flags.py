@@ -200,3 +200,13 @@ def test_selective_checkpointing_is_a_share_of_blocks() -> None:
     assert parse_selective_checkpointing("1") == 1
     assert parse_selective_checkpointing("1/2") == parse_selective_checkpointing("every:2") == Fraction(1, 2)
     assert parse_selective_checkpointing("0.33") == Fraction(33, 100)
+
+
+def test_arguments_without_a_name_make_up_the_list_that_wants_them() -> None:
+    from fms_fsdp.observe.page import ReportConfig
+
+    config = parse_flags(ReportConfig, ["runs/a", "runs/b", "--smoothing=0.5"])
+    assert (config.runs, config.smoothing) == (("runs/a", "runs/b"), 0.5)
+    assert parse_flags(ReportConfig, ["--runs=runs/a"]).runs == ("runs/a",)
+    with pytest.raises(ValueError, match=r"argument \(runs/a\) is not a flag"):
+        parse("runs/a")

@@ -45,7 +45,8 @@ def first_losses(grad_accum_steps: int) -> list[float]:
         lambda step: cosine_with_warmup(step, peak=1e-2, warmup_steps=2, num_steps=5, min_ratio=0.1),
     )
     with build_stream(section, None, seed=1, vocab_size=config.vocab_size, **sizes) as stream:
-        return [train_step(recipe, stream.next_batch(), step).loss() for step in range(1, 6)]
+        results = [train_step(recipe, stream.next_batch(), step) for step in range(1, 6)]
+    return [(result.loss_sum / result.num_labels).item() for result in results]
 
 
 def test_the_first_five_losses_are_those_on_record() -> None:

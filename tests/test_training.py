@@ -16,10 +16,12 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.cli import ROOT, TINY, losses, metrics, run, status, trained
+from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained
 
 FIELDS = (
-    "attempt step loss lr grad_norm tokens_seen tokens_per_sec_per_device mfu step_time_ms data_wait_ms peak_mem_gib data_fingerprint"
+    "attempt step tokens_seen samples_seen time loss loss_mean perplexity grad_norm grad_norm_mean grad_norm_max skipped_steps lr batch_rows "
+    "batch_tokens tokens_per_sec_per_device tokens_per_sec tflops_per_device mfu mfu_matmul hfu step_time_ms data_wait_ms forward_backward_ms "
+    "optimizer_ms eval_ms checkpoint_ms logging_ms mem_gib peak_mem_gib eta_s finish_at data_fingerprint"
 ).split()
 
 
@@ -52,6 +54,26 @@ def test_a_run_leaves_everything_in_its_folder(whole: Path) -> None:
     assert records[1]["loss"] == pytest.approx(math.log(512), rel=0.05)
     config = json.loads((whole / "config.json").read_text())
     assert config["data"]["seq_length"] == 64 and config["resolved"]["model"]["num_params"] > 100_000
+
+
+def test_a_report_tells_the_mean_of_its_interval_and_where_the_time_went(whole: Path, tmp_path: Path) -> None:
+    argv = [*TINY[:-1], "--report_interval=4", "--checkpoint_interval=2", "--num_steps=8", "--trackers=none"]
+    output = trained(*argv, f"--output_dir={tmp_path}")
+    assert "\r" not in output and "\x1b" not in output and not (tmp_path / "tensorboard").exists()
+    every, some = metrics(whole), metrics(tmp_path)
+    assert list(some) == [1, 4, 8]
+    for first, last in ((1, 1), (2, 4), (5, 8)):  # all steps have the same number of labels
+        between = [every[step] for step in range(first, last + 1)]
+        assert some[last]["loss"] == every[last]["loss"]
+        assert some[last]["loss_mean"] == pytest.approx(sum(record["loss"] for record in between) / len(between))
+        assert some[last]["grad_norm_max"] == max(record["grad_norm"] for record in between)
+    record = some[8]
+    assert record["perplexity"] == pytest.approx(math.exp(record["loss"])) and record["samples_seen"] == 16
+    parts = record["data_wait_ms"] + record["forward_backward_ms"] + record["optimizer_ms"]
+    assert 0.5 * record["step_time_ms"] < parts <= record["step_time_ms"] and record["checkpoint_ms"] > 0
+    assert record["hfu"] == record["mfu"] > record["mfu_matmul"]
+    (end,) = events(tmp_path, "end")
+    assert end["step"] == 8 and end["forward_backward_s"] > end["logging_s"] > 0
 
 
 def test_a_finished_run_says_so_and_does_nothing(whole: Path) -> None:

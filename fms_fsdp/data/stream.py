@@ -9,7 +9,6 @@ ranks hold the same state. Nothing here communicates: a rank computes its rows f
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -54,14 +53,12 @@ class RowProducer(Protocol):
 class TokenStream:
     """This rank's rows, step after step.
 
-    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in the global batch, `data_wait_s` the seconds that the last `next_batch` waited, `last_step`
-    the last step that --max_epochs allows (None: no end).
+    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in the global batch, `last_step` the last step that --max_epochs allows (None: no end).
     """
 
     def __init__(self, rows: RowProducer, *, dp_rank: int, dp_size: int, prefetch: int) -> None:
         self.rows = rows
         self.step = 0
-        self.data_wait_s = 0.0
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self.first_row = dp_rank * (rows.global_batch_size // dp_size)
         self._depth = max(1, prefetch)
@@ -83,13 +80,11 @@ class TokenStream:
                 f"max_epochs is reached after step {self.last_step} by source {getattr(self.rows, 'first_exhausted', '?')}; "
                 "lower --num_steps to it, lower the source's weight or raise --max_epochs"
             )
-        start = time.perf_counter()
         self._fill()
         batch = self._ahead[0].result()
         self._ahead.popleft()
         self.step += 1
         self._fill()
-        self.data_wait_s = time.perf_counter() - start
         return batch
 
     def batch_at(self, step: int) -> Batch:

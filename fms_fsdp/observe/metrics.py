@@ -1,7 +1,7 @@
-"""What a run reports: one record a report step, to `metrics.jsonl`, to TensorBoard, and as a line for people.
+"""What a run measures of itself: sums over steps on the device, the time of its parts, and memory; and `metrics.jsonl`, where all of it goes.
 
-The clock runs from report to report and leaves out the time spent in checkpoints, so that `step_time_ms` is what a step costs. On a GPU the host
-runs ahead of the device; reading the loss back, which only report steps do, brings both together before the clock is read.
+docs/metrics.md defines each number. Between reports nothing is read back from the device: `Interval` adds up there, and the one transfer of a report
+step brings the host, which on a GPU runs ahead, and the device together before the clock is read.
 """
 
 from __future__ import annotations
@@ -10,15 +10,31 @@ import json
 import math
 import resource
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
+
+from fms_fsdp.parallel.fsdp import global_norm, local_shards
+from fms_fsdp.runtime import sum_over_ranks
 
 Record = dict[str, Any]
+_TIMED_STEPS = 64  # of an interval, the last ones, by the events of a GPU
+_BESIDE_STEPS = ("start", "eval", "checkpoint", "logging")  # parts of the run that are no part of a step
+
+
+class Result(Protocol):
+    """What the metrics take from a step."""
+
+    @property
+    def loss_sum(self) -> torch.Tensor: ...
+    @property
+    def num_labels(self) -> torch.Tensor: ...
+    @property
+    def grad_norm(self) -> torch.Tensor: ...
 
 
 class MetricsFile:
@@ -43,69 +59,150 @@ class MetricsFile:
         self._file.close()
 
 
-class TensorBoard:
-    """Every number of a record as a scalar over steps, in `tensorboard/` of the run folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
-
-    def write(self, record: Record) -> None:
-        for name, value in record.items():
-            if name not in ("step", "attempt") and isinstance(value, int | float) and math.isfinite(value):
-                tag = name if name.startswith(("eval/", "test/")) else f"train/{name}"
-                self._writer.add_scalar(tag, value, record["step"])  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
-
-
 class Clock:
-    """Times the steps since the last report: their mean wall time without pauses, and their mean wait for data."""
+    """Splits the time of a run: `mark(part)` says that what went by since the last mark belonged to `part`.
 
-    def __init__(self) -> None:
-        self._begin = time.perf_counter()
+    On a GPU the parts of a step are timed by its events, over the last 64 steps of an interval; its host only hands out work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
         self._steps = 0
-        self._wait_s = 0.0
+        self._events: deque[list[torch.cuda.Event]] = deque(maxlen=_TIMED_STEPS)
+        self._last = time.perf_counter()
+        self.totals: dict[str, float] = {}
 
-    def step_done(self, data_wait_s: float) -> None:
-        self._steps += 1
-        self._wait_s += data_wait_s
-
-    def pause(self, seconds: float) -> None:
-        """Leaves `seconds` (a checkpoint) out of the step time."""
-        self._begin += seconds
-
-    def read(self) -> tuple[float, float]:
-        """Mean step time and data wait in seconds since the last call, and starts anew."""
+    def mark(self, part: str) -> None:
+        """`part`: start, data, forward_backward, optimizer (ends a step), eval, checkpoint, logging; any other counts to the steps."""
         now = time.perf_counter()
+        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._last
+        self.totals[part] = self.totals.get(part, 0.0) + now - self._last
+        self._last = now
+        self._steps += part == "optimizer"
+        if self._cuda and part in ("data", "forward_backward", "optimizer"):
+            if part == "data":
+                self._events.append([])
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events[-1].append(event)
+
+    def read(self) -> dict[str, float]:
+        """Milliseconds a step by part, over the steps since the last call, and starts anew. The device must have done its work."""
         steps = max(1, self._steps)
-        result = (now - self._begin) / steps, self._wait_s / steps
-        self._begin, self._steps, self._wait_s = now, 0, 0.0
-        return result
+        ms = {part: 1000 * seconds / steps for part, seconds in self._seconds.items()}
+        timed = [events for events in self._events if len(events) == 3]
+        for i, part in enumerate(("forward_backward", "optimizer") if timed else ()):
+            ms[part] = sum(events[i].elapsed_time(events[i + 1]) for events in timed) / len(timed)
+        host = sum(seconds for part, seconds in self._seconds.items() if part not in _BESIDE_STEPS)
+        self._seconds, self._steps = {}, 0
+        self._events.clear()
+        return {
+            "step_time_ms": 1000 * host / steps,
+            "data_wait_ms": ms.get("data", 0.0),
+            "forward_backward_ms": ms.get("forward_backward", 0.0),
+            "optimizer_ms": ms.get("optimizer", 0.0),
+            "eval_ms": ms.get("eval", 0.0),
+            "checkpoint_ms": ms.get("checkpoint", 0.0),
+            "logging_ms": ms.get("logging", 0.0),
+        }
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """The most memory so far: allocated on the GPU, or resident in this process."""
+class Interval:
+    """Loss and gradient norms over the steps since the last report, summed on the device.
+
+    Steps that were skipped, because their gradient was not finite, are counted and left out of the sums.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._steps = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._loss = self._labels = self._norms = self._largest = self._skipped = self._zero
+        self._steps = 0
+
+    def add(self, result: Result) -> None:
+        """Takes in a step; waits for nothing."""
+        done = torch.isfinite(result.grad_norm)
+        norm = torch.where(done, result.grad_norm, 0.0)
+        self._loss = self._loss + torch.where(done, result.loss_sum, 0.0)
+        self._labels = self._labels + torch.where(done, result.num_labels, 0)
+        self._norms = self._norms + norm
+        self._largest = torch.maximum(self._largest, norm)
+        self._skipped = self._skipped + ~done
+        self._steps += 1
+
+    def read(self, result: Result, energy_j: float, extra: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """The metrics of the step and of the interval by name, and starts anew (collective: every rank; waits for the device).
+
+        `energy_j` is summed over ranks; `extra` are scalars alike on all ranks.
+        """
+        device = self._zero.device
+        energy = torch.tensor(energy_j, dtype=torch.float64).to(device, non_blocking=True)
+        sums = sum_over_ranks(torch.stack([result.loss_sum.double(), self._loss, energy]))
+        alike = (result.num_labels, result.grad_norm, self._labels, self._norms, self._largest, self._skipped)
+        rest = torch.stack([value.to(device, torch.float64) for value in (*alike, *extra.values())])
+        loss, losses, joules, labels, norm, all_labels, norms, largest, skipped, *others = torch.cat(
+            [sums, rest]
+        ).tolist()
+        done = self._steps - skipped
+        self._clear()
+        return {
+            "loss": loss / labels,
+            "loss_mean": losses / all_labels if done else math.nan,
+            "perplexity": math.exp(min(loss / labels, 20.0)),
+            "grad_norm": norm,
+            "grad_norm_mean": norms / done if done else math.nan,
+            "grad_norm_max": largest if done else math.nan,
+            "skipped_steps": int(skipped),
+            "energy_j": joules,
+            **{name: int(value) if name == "grad_zeros" else value for name, value in zip(extra, others, strict=True)},
+        }
+
+
+def parameter_norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all parameters together (collective: every rank)."""
+    return global_norm([parameter.detach() for parameter in parameters])
+
+
+def count_zeros(parameters: Sequence[torch.Tensor], replicas: int) -> torch.Tensor:
+    """How many entries of the gradient are exactly zero (collective: every rank); each of `replicas` ranks holds the same shard."""
+    shards = local_shards(parameter.grad for parameter in parameters if parameter.grad is not None)
+    return sum_over_ranks(torch.stack([(shard == 0).sum() for shard in shards]).sum()) // replicas
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Memory of this rank: on a GPU of torch's allocator, else what of this process is resident."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        stats = torch.cuda.memory_stats(device)
+        return {
+            "mem_gib": stats["allocated_bytes.all.current"] / 2**30,
+            "reserved_mem_gib": stats["reserved_bytes.all.current"] / 2**30,
+            "peak_mem_gib": stats["allocated_bytes.all.peak"] / 2**30,
+            "alloc_retries": stats["num_alloc_retries"],
+        }
     try:  # getrusage would count the peak of the process that started this one, until exec
         status = Path("/proc/self/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
+        now, peak = (int(status.partition(name)[2].split()[0]) / 2**20 for name in ("VmRSS:", "VmHWM:"))
+        return {"mem_gib": now, "peak_mem_gib": peak}
     except (OSError, IndexError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return {"peak_mem_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 
 def report_line(record: Mapping[str, Any], num_steps: int) -> str:
     """The record as one line for a terminal or a log file."""
-    mfu = "" if record["mfu"] is None else f" · mfu {100 * record['mfu']:.1f} %"
-    left = timedelta(seconds=round((num_steps - record["step"]) * record["step_time_ms"] / 1000))
+    mfu = f" · mfu {100 * record['mfu']:.1f} %" if "mfu" in record else ""
+    left = timedelta(seconds=round(record["eta_s"]))
     width = len(str(num_steps))
     sources = [name[6:] for name in record if name.startswith("epoch/") and record[name] > 0]
     used = ", ".join(f"{name} {record[f'epoch/{name}']:.3g} ep {_short(record[f'tokens/{name}'])}" for name in sources)
     return (
         f"step {record['step']:>{width}}/{num_steps} · loss {record['loss']:.4f} · lr {record['lr']:.2e} · grad norm {record['grad_norm']:.3f}"
         f" · {_short(record['tokens_seen'])} tokens · {record['tokens_per_sec_per_device']:,.0f} tok/s/device{mfu}"
-        f" · step {record['step_time_ms']:.0f} ms (data {record['data_wait_ms']:.1f}) · {record['peak_mem_gib']:.2f} GiB · {left} left{' · ' if used else ''}{used}"
+        f" · step {record['step_time_ms']:.0f} ms (data {record['data_wait_ms']:.1f}) · {record['peak_mem_gib']:.2f} GiB"
+        f" · {left} left, till {record['finish_at']}{' · ' if used else ''}{used}"
     )
 
 

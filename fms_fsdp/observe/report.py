@@ -1,66 +1,96 @@
-"""The reporter: on report steps it reads the step's outcome back from the device and writes it everywhere a run is watched."""
+"""The reporter: on report steps it reads the step's outcome back from the device and tells everyone who watches the run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from fms_fsdp.config import TrainConfig, as_dict, parse_selective_checkpointing
 from fms_fsdp.data.batch import Batch, fingerprint
 from fms_fsdp.guards import SpikeDetector
-from fms_fsdp.models.flops import flops_per_token
-from fms_fsdp.observe.metrics import Clock, MetricsFile, TensorBoard, peak_memory_gib, report_line
+from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
+from fms_fsdp.observe.energy import EnergyMeter, find_meter
+from fms_fsdp.observe.metrics import (
+    Clock,
+    Interval,
+    MetricsFile,
+    Record,
+    Result,
+    count_zeros,
+    memory,
+    parameter_norm,
+    report_line,
+)
 from fms_fsdp.observe.peak import peak_flops
+from fms_fsdp.observe.trackers import Background, RunInfo, build_trackers
+from fms_fsdp.parallel.activation import select_blocks
 from fms_fsdp.preflight import Preflight
-from fms_fsdp.runtime import Phases, log, sum_over_ranks
+from fms_fsdp.runtime import Phases, log, show_progress, sum_over_ranks
 
 
-class Sink(Protocol):
-    """Where records go."""
+@dataclass(frozen=True)
+class Utilization:
+    """FLOPs of one token by three conventions, and the hardware's FLOP/s, None where they are not known: then there is no MFU."""
 
-    def write(self, record: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
+    model: int
+    matmul: int
+    hardware: int
+    peak_flops: float | None
 
-
-class Result(Protocol):
-    """What a record takes from a step."""
-
-    @property
-    def grad_norm(self) -> torch.Tensor: ...
-    def loss(self) -> float: ...
+    def of(self, tokens_per_sec: float) -> dict[str, float]:
+        """The metrics at a rate of tokens of one device."""
+        metrics = {"tflops_per_device": tokens_per_sec * self.model / 1e12}
+        if self.peak_flops:
+            parts = {"mfu": self.model, "mfu_matmul": self.matmul, "hfu": self.hardware}
+            metrics |= {name: tokens_per_sec * flops / self.peak_flops for name, flops in parts.items()}
+        return metrics
 
 
 @dataclass
 class Reporter:
     """Writes a record for the first, the last and every `report_interval`-th step.
 
-    `flops_per_token` and `peak_flops` give MFU: achieved model FLOP/s over the hardware's (`peak_flops` None: no MFU).
     `fingerprint(batch)` is this rank's share of the global batch's fingerprint, summed modulo 2^64 over ranks. `consumption()` gives epochs and tokens
-    by source, as of the step just done.
+    by source, as of the step just done. `norms` are the parameters whose norm is reported, none of them if it is not.
     """
 
-    sinks: list[Sink]
+    file: MetricsFile | None
+    trackers: list[Background]
     attempt: int
     start: int
     num_steps: int
     report_interval: int
     tokens_at_start: int
-    tokens_per_step: int
+    rows_per_step: int
+    seq_length: int
     num_devices: int
     device: torch.device
-    flops_per_token: float
-    peak_flops: float | None
+    utilization: Utilization
     learning_rate: Callable[[int], float]
     fingerprint: Callable[[Batch], int]
     consumption: Callable[[], dict[str, dict[str, Any]]]
     phases: Phases
     spikes: SpikeDetector
+    norms: Sequence[torch.Tensor]
+    meter: EnergyMeter
+    clock: Clock
+    interval: Interval
+    zeros: torch.Tensor | None = None
+    step: int = 0
+    energy_j: float = 0.0
+    began: float = field(default_factory=time.time)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.rows_per_step * self.seq_length
 
     def tokens_seen(self, step: int) -> int:
         """Tokens trained on by the end of `step`, over all launches of the run."""
@@ -69,52 +99,87 @@ class Reporter:
     def is_due(self, step: int) -> bool:
         return step in (1, self.start + 1, self.num_steps) or step % self.report_interval == 0
 
-    def report(self, step: int, batch: Batch, result: Result, clock: Clock) -> None:
-        """Writes the record of `step` if one is due (collective: every rank)."""
+    def report(self, step: int, batch: Batch, result: Result) -> None:
+        """Takes in `step`, and writes a record if one is due (collective: every rank)."""
+        self.clock.mark("hooks")
+        self.step = step
+        self.interval.add(result)
         if not self.is_due(step):
+            show_progress(f"step {step}/{self.num_steps} · next report at step {self._next_report(step)}")
+            self.clock.mark("logging")
             return
-        loss = result.loss()
-        fingerprint = self.global_fingerprint(batch)
-        step_time_s, data_wait_s = clock.read()
-        begin = time.perf_counter()
-        rate = self.tokens_per_step / step_time_s / self.num_devices
-        record: dict[str, Any] = {
-            "attempt": self.attempt,
-            "step": step,
-            "loss": loss,
-            "lr": self.learning_rate(step),
-            "grad_norm": result.grad_norm.item(),
-            "tokens_seen": self.tokens_seen(step),
-            "tokens_per_sec_per_device": rate,
-            "mfu": rate * self.flops_per_token / self.peak_flops if self.peak_flops else None,
-            "step_time_ms": 1000 * step_time_s,
-            "data_wait_ms": 1000 * data_wait_s,
-            "peak_mem_gib": peak_memory_gib(self.device),
-            "data_fingerprint": fingerprint,
-        }
+        extra = {"param_norm": parameter_norm(self.norms)} if self.norms else {}
+        if self.zeros is not None:
+            extra["grad_zeros"] = self.zeros
+        values = self.interval.read(result, self.meter.read_j(), extra)
+        self.clock.mark("device")
+        record = self._record(step, values, self.clock.read())
+        record["data_fingerprint"] = self.global_fingerprint(batch)
         for source, used in self.consumption().items():
             record |= {f"epoch/{source}": used["epoch"], f"tokens/{source}": used["tokens"]}
-        for sink in self.sinks:
-            sink.write(record)
+        if self.file is not None:
+            self.file.write(record)
+        for tracker in self.trackers:
+            tracker.write(record)
         log.info(report_line(record, self.num_steps))
         if step == self.start + 1:
             self.phases.done("first step")
             log.info(self.phases.text())
             self.event("start", step, **{f"{name.replace(' ', '_')}_s": s for name, s in self.phases.seconds.items()})
-        if self.spikes.is_spike(loss):
+        if self.spikes.is_spike(record["loss"]):
             log.warning(
                 "step %d: the loss is a spike; its data: python -m fms_fsdp inspect step --step=%d; to pass over such data, go back "
                 "with --resume_step and use --skip_steps=%d:%d",
                 *(step, step, step - self.report_interval, step + self.report_interval),
             )
-            self.event("spike", step, loss=loss, data_fingerprint=fingerprint)
-        clock.pause(time.perf_counter() - begin)
+            self.event("spike", step, loss=record["loss"], data_fingerprint=record["data_fingerprint"])
+        self.clock.mark("logging")
+
+    def _next_report(self, step: int) -> int:
+        return min(self.num_steps, (step // self.report_interval + 1) * self.report_interval)
+
+    def _record(self, step: int, values: dict[str, float], times: dict[str, float]) -> Record:
+        energy_j = values.pop("energy_j")
+        rate = 1000 * self.tokens_per_step / times["step_time_ms"]
+        wall_ms = times["step_time_ms"] + times["eval_ms"] + times["checkpoint_ms"] + times["logging_ms"]
+        now, eta_s = time.time(), (self.num_steps - step) * wall_ms / 1000
+        record: Record = {
+            "attempt": self.attempt,
+            "step": step,
+            "tokens_seen": self.tokens_seen(step),
+            "samples_seen": self.tokens_seen(step) // self.seq_length,
+            "time": round(now, 3),
+            **values,
+            "lr": self.learning_rate(step),
+            "batch_rows": self.rows_per_step,
+            "batch_tokens": self.tokens_per_step,
+            "tokens_per_sec_per_device": rate / self.num_devices,
+            "tokens_per_sec": rate,
+            **self.utilization.of(rate / self.num_devices),
+            **times,
+            **memory(self.device),
+            "eta_s": eta_s,
+            "finish_at": datetime.fromtimestamp(now + eta_s).strftime("%Y-%m-%d %H:%M"),
+        }
+        if energy_j:
+            self.energy_j += energy_j
+            record |= {"power_w": energy_j / max(1e-9, now - self.began), "energy_kwh": self.energy_j / 3.6e6}
+        self.began = now
+        return record
+
+    def count_zeros(self, parameters: Sequence[torch.Tensor], replicas: int) -> None:
+        """Counts the zeros of the gradient if the step that is being made will be reported (collective: every rank)."""
+        if self.is_due(self.step + 1):
+            self.zeros = count_zeros(parameters, replicas)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Writes a record without a "loss" of its own: what an evaluation after `step` found."""
-        record = {"attempt": self.attempt, "step": step, "tokens_seen": self.tokens_seen(step), **values}
-        for sink in self.sinks:
-            sink.write(record)
+        record: Record = {"attempt": self.attempt, "step": step, "tokens_seen": self.tokens_seen(step)}
+        record |= {"time": round(time.time(), 3), **values}
+        if self.file is not None:
+            self.file.write(record)
+        for tracker in self.trackers:
+            tracker.write(record)
 
     def global_fingerprint(self, batch: Batch) -> str:
         """The fingerprint of the global batch, of which `batch` is this rank's part (collective: every rank)."""
@@ -123,49 +188,80 @@ class Reporter:
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Enters something that is no report into metrics.jsonl."""
-        for sink in self.sinks:
-            if isinstance(sink, MetricsFile):
-                sink.write({"event": name, "attempt": self.attempt, "step": step, **fields})
+        if self.file is not None:
+            now = round(time.time(), 3)
+            self.file.write({"event": name, "attempt": self.attempt, "step": step, "time": now, **fields})
 
     def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
+        """Lets the trackers finish, and enters what this launch spent its time on."""
+        for tracker in self.trackers:
+            tracker.close()
+        if self.file is not None:
+            seconds = {f"{part}_s": round(spent, 3) for part, spent in self.clock.totals.items()}
+            cpu_s = round(sum(tracker.cpu_s for tracker in self.trackers), 3)
+            self.event("end", self.step, **seconds, trackers_cpu_s=cpu_s)
+            self.file.close()
 
 
 def build_reporter(
-    folder: Path,
+    cfg: TrainConfig,
     found: Preflight,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
     *,
     attempt: int,
     phases: Phases,
-    report_interval: int,
-    spike_threshold: float,
     learning_rate: Callable[[int], float],
     consumption: Callable[[], dict[str, dict[str, Any]]],
 ) -> Reporter:
-    """The reporter of a run; its sinks write on rank 0 alone."""
-    rows = found.batch.global_batch_size // found.batch.dp_size
-    dtype = torch.bfloat16 if found.mixed_precision else torch.float32
-    sinks: list[Sink] = []
-    if found.world.rank == 0:
-        sinks = [MetricsFile(folder / "metrics.jsonl"), TensorBoard(folder / "tensorboard")]
-    return Reporter(
-        sinks=sinks,
+    """The reporter of a run; it writes on rank 0 alone."""
+    folder, parameters = Path(cfg.output_dir), list(model.parameters())
+    is_main = found.world.rank == 0
+    utilization = _utilization(cfg, found)
+    if utilization.peak_flops is None:
+        log.info("mfu is not reported: the peak of %s is not known", torch.cuda.get_device_name(found.device))
+    reporter = Reporter(
+        file=MetricsFile(folder / "metrics.jsonl") if is_main else None,
+        trackers=build_trackers(cfg.log, RunInfo(cfg.run_name, folder, as_dict(cfg))) if is_main else [],
         attempt=attempt,
         start=found.start,
         num_steps=found.num_steps,
-        report_interval=report_interval,
+        report_interval=cfg.log.report_interval,
         tokens_at_start=found.tokens_at_start,
-        tokens_per_step=found.batch.global_batch_size * found.model.max_seq_len,
+        rows_per_step=found.batch.global_batch_size,
+        seq_length=found.model.max_seq_len,
         num_devices=found.world.world_size,
         device=found.device,
-        flops_per_token=flops_per_token(found.model, found.model.max_seq_len),
-        peak_flops=peak_flops(found.device, dtype),
+        utilization=utilization,
         learning_rate=learning_rate,
-        fingerprint=partial(fingerprint, first_row=found.world.rank * rows),
+        fingerprint=partial(
+            fingerprint, first_row=found.world.rank * found.batch.global_batch_size // found.batch.dp_size
+        ),
         consumption=consumption,
         phases=phases,
-        spikes=SpikeDetector(spike_threshold),
+        spikes=SpikeDetector(cfg.training.spike_threshold),
+        norms=parameters if cfg.log.log_param_norm else [],
+        meter=find_meter(found.device, found.world.local_rank),
+        clock=Clock(found.device),
+        interval=Interval(found.device),
+        step=found.start,
+    )
+    if cfg.log.log_num_zeros:
+        optimizer.register_step_pre_hook(lambda *_: reporter.count_zeros(parameters, found.layout.dp_replicate))
+    return reporter
+
+
+def _utilization(cfg: TrainConfig, found: Preflight) -> Utilization:
+    model, seq_length = found.model, found.model.max_seq_len
+    flops, recomputing = flops_per_token(model, seq_length), 0
+    if cfg.parallel.fsdp_activation_checkpointing:
+        share = parse_selective_checkpointing(cfg.parallel.selective_checkpointing)
+        recomputing = sum(select_blocks(model.num_layers, share))
+    return Utilization(
+        model=flops,
+        matmul=matmul_flops_per_token(model, seq_length),
+        hardware=flops + recomputed_flops_per_token(model, seq_length, recomputing),
+        peak_flops=peak_flops(found.device, torch.bfloat16 if found.mixed_precision else torch.float32),
     )
 
 

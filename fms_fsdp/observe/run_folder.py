@@ -44,6 +44,8 @@ def open_run_folder(
             write_atomically(folder / name, text)
         log_to_file(folder / "log.txt")
         log.info("run folder %s (attempt %d)", folder, attempt)
+    elif config["log"]["log_all_ranks"]:
+        log_to_file(folder / f"log.rank{world.rank}.txt")
     return agree_on(attempt)
 
 

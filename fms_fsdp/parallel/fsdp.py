@@ -9,7 +9,7 @@ code path and the same precision policy, with only an all-reduce left. Weights a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -75,23 +75,35 @@ def reshard(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """The global gradient norm before clipping, an fp32 scalar alike on all ranks, without a host sync; gradients are scaled in place.
+def global_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all tensors together, an fp32 scalar alike on all ranks, without a host sync (collective under sharding: every rank).
 
-    `max_norm` 0 only measures. Collective under sharding: every rank. Assumes what FSDP2 does: all gradients on one mesh, sharded over its last
-    axis, replicated over the others.
+    Assumes what FSDP2 does: all on one mesh, sharded over its last axis, replicated over the others.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    norms = torch._foreach_norm(shards, dtype=torch.float32)
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
-    if isinstance(first := gradients[0], DTensor):
+    total: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack(list(torch._foreach_norm(local_shards(tensors), dtype=torch.float32)))
+    )
+    if isinstance(first := tensors[0], DTensor):
         mesh = first.device_mesh
         squared = total.square().to(
             mesh.device_type
         )  # under CPU offload the shards live elsewhere than the process group
         dist.all_reduce(squared, group=mesh.get_group(mesh.ndim - 1))
         total = squared.sqrt()
+    return total
+
+
+def local_shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's part of each tensor, which shares its memory."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """The `global_norm` of the gradients before clipping; they are scaled in place. `max_norm` 0 only measures."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    total = global_norm(gradients)
     if max_norm > 0:
+        shards = local_shards(gradients)
         torch._foreach_mul_(shards, (max_norm / (total + 1e-6)).clamp(max=1.0).to(shards[0].device))
     return total

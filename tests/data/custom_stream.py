@@ -13,8 +13,6 @@ from fms_fsdp.data.batch import Batch
 class Counting:
     """Rows that count upward from a number that depends on step and row."""
 
-    data_wait_s = 0.0
-
     def __init__(self, seq_length: int, vocab_size: int, rows: range, stride: int) -> None:
         self.seq_length, self.vocab_size, self.rows, self.stride, self.step = seq_length, vocab_size, rows, stride, 0
 

@@ -205,10 +205,9 @@ def test_seeds_differ(files: Files) -> None:
     assert not torch.equal(a.tokens_BS, b.tokens_BS)
 
 
-def test_waiting_time_is_measured_and_batches_are_int64_and_int32(files: Files) -> None:
+def test_batches_are_int64_and_int32(files: Files) -> None:
     with files.stream(2, seq_length=64) as stream:
         batch = stream.next_batch()
-        assert 0 < stream.data_wait_s < 60
     assert [tensor.dtype for tensor in batch] == [torch.int64, torch.int64, torch.int32, torch.int32]
     assert all(tensor.shape == (2, 64) for tensor in batch)
 

@@ -9,13 +9,14 @@ import pytest
 from tests.cli import TINY, losses, metrics, run, status, trained
 
 FP32 = (*TINY, "--mixed_precision=False", "--global_batch_size=8", "--num_steps=6", "--checkpoint_interval=3")
+WATCHED = ("--log_param_norm=True", "--log_num_zeros=True", "--log_all_ranks=True")
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, fp32, a global batch of 8 rows in four micro-steps."""
     folder = tmp_path_factory.mktemp("alone")
-    trained(*FP32, f"--output_dir={folder}")
+    trained(*FP32, *WATCHED, f"--output_dir={folder}")
     return folder
 
 
@@ -28,11 +29,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_losses_and_data_are_those_of_one_process(alone: Path, tmp_path: Path, nproc: int, argv: list[str]) -> None:
-    trained(*FP32, *argv, f"--output_dir={tmp_path}", nproc=nproc)
+    trained(*FP32, *argv, *WATCHED, f"--output_dir={tmp_path}", nproc=nproc)
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
     for step, record in metrics(alone).items():
         assert metrics(tmp_path)[step]["data_fingerprint"] == record["data_fingerprint"]
-        assert metrics(tmp_path)[step]["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4)
+        for name in ("grad_norm", "grad_norm_max", "param_norm"):
+            assert metrics(tmp_path)[step][name] == pytest.approx(record[name], rel=1e-4)
+        assert metrics(tmp_path)[step]["grad_zeros"] == record["grad_zeros"] > 0
+    assert "run folder" not in (tmp_path / f"log.rank{nproc - 1}.txt").read_text()  # rank 0 tells that
 
 
 @pytest.mark.slow

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fractions import Fraction
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fms_fsdp.config import ModelConfig
-from fms_fsdp.models.flops import flops_per_token, num_params, num_params_by_unit
+from fms_fsdp.models.flops import (
+    flops_per_token,
+    matmul_flops_per_token,
+    num_params,
+    num_params_by_unit,
+    recomputed_flops_per_token,
+)
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig, register_variant, resolve_model
+from fms_fsdp.parallel.activation import apply_activation_checkpointing, select_blocks
 
 PUBLISHED = {
     "7b": 6_738_415_616,
@@ -57,11 +67,36 @@ def test_flops_equal_torchs_counter(name: str) -> None:
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     norms = (2 * config.num_layers + 1) * config.hidden_size
-    lookup = 0 if config.tie_embeddings else num_params_by_unit(config)["embed"]
     attention = 12 * config.num_layers * config.hidden_size * seq
-    expected = flops_per_token(config, seq) - 6 * (norms + lookup)
+    expected = matmul_flops_per_token(config, seq) - 6 * norms
     counted = counter.get_total_flops() / (2 * seq)
     assert expected <= counted <= expected + attention / 6  # flash recomputes q k^T: 2 of 12
+
+
+@pytest.mark.parametrize("config", EXTRA.values(), ids=EXTRA)
+def test_matmul_flops_leave_the_lookup_out(config: LlamaConfig) -> None:
+    tables = [
+        p for name, p in on_meta(config).embed.named_parameters() if not (config.tie_embeddings and p.shape[0] == 100)
+    ]
+    looked_up = sum(table.numel() for table in tables)
+    assert flops_per_token(config, 32) - matmul_flops_per_token(config, 32) == 6 * looked_up
+
+
+@pytest.mark.parametrize("share", ["1", "1/2"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_recomputed_flops_equal_torchs_counter(name: str, share: str) -> None:
+    config, seq = replace(VARIANTS[name], num_layers=4), 128
+    counts = []
+    for checkpointed in (False, True):
+        model = on_meta(config)
+        if checkpointed:
+            apply_activation_checkpointing(model, Fraction(share))
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(2, seq, dtype=torch.long, device="meta")).sum().backward()
+        counts.append(counter.get_total_flops() / (2 * seq))
+    num_blocks = sum(select_blocks(config.num_layers, Fraction(share)))
+    expected = recomputed_flops_per_token(config, seq, num_blocks) - num_blocks * 2 * 2 * config.hidden_size  # norms
+    assert counts[1] - counts[0] == expected
 
 
 def test_overrides_and_data_vocabulary_shape_the_model() -> None:

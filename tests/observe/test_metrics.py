@@ -1,15 +1,25 @@
-"""Records on disk and on the screen."""
+"""Each metric against slow arithmetic, and what the records look like on disk and on the screen."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import math
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
-from fms_fsdp.observe.metrics import Clock, MetricsFile, TensorBoard, report_line
+from fms_fsdp.observe.energy import EnergyMeter, find_meter
+from fms_fsdp.observe.metrics import Clock, Interval, MetricsFile, count_zeros, memory, parameter_norm, report_line
 from fms_fsdp.observe.peak import measure_matmul_flops
+from fms_fsdp.observe.report import Utilization
+from fms_fsdp.runtime import Console
 
+CPU = torch.device("cpu")
 RECORD = {
     "attempt": 1,
     "step": 20,
@@ -22,8 +32,21 @@ RECORD = {
     "step_time_ms": 500.0,
     "data_wait_ms": 0.25,
     "peak_mem_gib": 1.5,
+    "eta_s": 40.0,
+    "finish_at": "2030-01-02 03:04",
     "data_fingerprint": "00ff",
 }
+
+
+@dataclass(frozen=True)
+class Step:
+    loss_sum: torch.Tensor
+    num_labels: torch.Tensor
+    grad_norm: torch.Tensor
+
+
+def step(loss_sum: float, num_labels: int, grad_norm: float) -> Step:
+    return Step(torch.tensor(loss_sum), torch.tensor(num_labels), torch.tensor(grad_norm))
 
 
 def test_a_torn_last_line_is_cut_at_the_start(tmp_path: Path) -> None:
@@ -42,6 +65,69 @@ def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
+def test_an_interval_is_the_mean_over_labels_and_steps_without_skipped_ones() -> None:
+    steps = [step(30.0, 10, 1.0), step(8.0, 4, 5.0), step(math.nan, 10, math.nan), step(7.0, 7, math.inf)]
+    steps.append(step(12.0, 6, 3.0))
+    interval = Interval(CPU)
+    for taken in steps:
+        interval.add(taken)
+    values = interval.read(steps[-1], 2.5, {"param_norm": torch.tensor(7.0)})
+    assert values == {
+        "loss": 2.0,
+        "loss_mean": (30 + 8 + 12) / (10 + 4 + 6),
+        "perplexity": math.exp(2.0),
+        "grad_norm": 3.0,
+        "grad_norm_mean": 3.0,
+        "grad_norm_max": 5.0,
+        "skipped_steps": 2,
+        "energy_j": 2.5,
+        "param_norm": 7.0,
+    }
+    interval.add(steps[0])
+    again = interval.read(steps[0], 0.0, {})
+    assert (again["loss_mean"], again["grad_norm_max"], again["skipped_steps"]) == (3.0, 1.0, 0)
+
+
+def test_an_interval_of_skipped_steps_alone_has_no_means() -> None:
+    interval = Interval(CPU)
+    interval.add(step(math.inf, 3, math.nan))
+    values = interval.read(step(math.inf, 3, math.nan), 0.0, {})
+    assert math.isnan(values["loss_mean"]) and math.isnan(values["grad_norm_max"]) and values["skipped_steps"] == 1
+
+
+def test_norm_and_zeros_equal_those_of_one_flat_vector() -> None:
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(7))]
+    parameters[0].grad = torch.tensor([[0.0, 1.0, 0.0]]).repeat(5, 1)
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    assert parameter_norm(parameters).item() == pytest.approx(flat.norm().item())
+    assert count_zeros(parameters, 1).item() == 10
+
+
+def test_utilization_is_achieved_over_peak_and_absent_where_the_peak_is_unknown() -> None:
+    known = Utilization(model=6_000_000, matmul=5_000_000, hardware=8_000_000, peak_flops=1e12)
+    expected = {"tflops_per_device": 0.06, "mfu": 0.06, "mfu_matmul": 0.05, "hfu": 0.08}
+    assert known.of(10_000.0) == pytest.approx(expected)
+    assert Utilization(6_000_000, 5_000_000, 8_000_000, None).of(10_000.0) == {"tflops_per_device": 0.06}
+
+
+def test_the_clock_splits_time_into_parts_and_starts_anew() -> None:
+    clock = Clock(CPU)
+    begin = time.perf_counter()
+    for part, seconds in (("data", 0.02), ("forward_backward", 0.04), ("optimizer", 0.01), ("checkpoint", 0.03)):
+        for _ in range(2 if part != "checkpoint" else 1):
+            time.sleep(seconds)
+            clock.mark(part)
+    passed_ms = 1000 * (time.perf_counter() - begin)
+    times = clock.read()  # of two steps
+    assert times["data_wait_ms"] >= 20 and times["forward_backward_ms"] >= 40 and times["optimizer_ms"] >= 10
+    assert times["checkpoint_ms"] >= 15 and times["logging_ms"] == 0
+    parts = times["data_wait_ms"] + times["forward_backward_ms"] + times["optimizer_ms"]
+    assert times["step_time_ms"] == pytest.approx(parts)
+    assert 2 * (times["step_time_ms"] + times["checkpoint_ms"]) == pytest.approx(passed_ms, rel=0.05)
+    assert clock.read()["step_time_ms"] == 0 and clock.totals["data"] >= 0.04
+
+
 def test_the_report_line_reads_like_a_sentence() -> None:
     line = report_line(RECORD, num_steps=100)
     for part in (
@@ -51,37 +137,51 @@ def test_the_report_line_reads_like_a_sentence() -> None:
         "1,234 tok/s",
         "mfu 25.0 %",
         "step 500 ms",
-        "0:00:40 left",
+        "0:00:40 left, till 2030-01-02 03:04",
     ):
         assert part in line, line
-    assert "mfu" not in report_line(RECORD | {"mfu": None}, num_steps=100)
+    assert "mfu" not in report_line({key: value for key, value in RECORD.items() if key != "mfu"}, num_steps=100)
 
 
-def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = TensorBoard(tmp_path)
-    board.write(RECORD | {"mfu": None})
-    board.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert set(events.Tags()["scalars"]) == {f"train/{name}" for name in RECORD} - {
-        "train/mfu",
-        "train/step",
-        "train/attempt",
-        "train/data_fingerprint",
-    }
-    (event,) = events.Scalars("train/loss")
-    assert (event.step, event.value) == (20, 2.5)
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_the_clock_leaves_pauses_out_and_starts_anew() -> None:
-    clock = Clock()
-    clock.step_done(0.5)
-    clock.step_done(1.5)
-    clock.pause(-10.0)  # ten seconds in the past, instead of sleeping for them
-    step_s, wait_s = clock.read()
-    assert 5.0 <= step_s < 5.1 and wait_s == 1.0
-    assert clock.read()[0] < 0.1
+@pytest.mark.parametrize("stream, live", [(Terminal(), True), (io.StringIO(), False)])
+def test_the_live_line_is_rewritten_on_terminals_and_nowhere_else(stream: io.StringIO, live: bool) -> None:
+    console = Console(stream)
+    console.show("step 1/9")
+    console.show("step 2/9")  # too soon after the other
+    console.emit(logging.LogRecord("name", logging.INFO, "", 0, "a line", None, None))
+    console.emit(logging.LogRecord("name", logging.INFO, "", 0, "another", None, None))
+    erase = "\r\x1b[K"
+    assert stream.getvalue() == (f"{erase}step 1/9{erase}" if live else "") + "a line\nanother\n"
+
+
+def test_the_packages_of_a_cpu_are_metered_and_their_counters_wrap_around(tmp_path: Path) -> None:
+    for name, energy in (("intel-rapl:0", 5_000_000), ("intel-rapl:1", 9_000_000), ("intel-rapl:0:0", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{energy}\n")
+        (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
+    meter = find_meter(CPU, 0, tmp_path)
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("7500000\n")
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("1000000\n")
+    assert meter.read_j() == pytest.approx(2.5 + 2.0)
+    assert meter.read_j() == 0.0
+    assert find_meter(CPU, 1, tmp_path).read_j() == 0.0  # one rank of a node counts its packages
+
+
+def test_a_counter_that_fails_is_left_out() -> None:
+    readings = iter([1.0, 4.0])
+    meter = EnergyMeter([lambda: next(readings), lambda: 1 / 0])
+    assert meter.read_j() == 3.0
+    assert meter.read_j() == 0.0  # exhausted: StopIteration
+
+
+def test_memory_of_this_process_is_below_its_peak() -> None:
+    found = memory(CPU)
+    assert 0 < found["mem_gib"] <= found["peak_mem_gib"] < 1000
 
 
 def test_the_matmul_rate_is_positive() -> None:

@@ -1,0 +1,246 @@
+"""Trackers: who else is told what `metrics.jsonl` says. None of them can stop or hold up a run.
+
+    record ─▶ Background: bounded queue ─▶ a thread of its own ─▶ adapter (TensorBoard, wandb, mlflow, aim, codecarbon)
+
+An adapter is made in its thread, because connecting may hang. One that raises is logged once and switched off; the queue of one that hangs fills
+up, and what does not fit is counted and dropped; at the end each has a moment to finish, then it is left behind.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+
+from fms_fsdp.config import LogConfig
+from fms_fsdp.observe.metrics import Record
+from fms_fsdp.runtime import log
+
+THREAD_PREFIX = "tracker "
+QUEUE_SIZE = 1000  # records
+PATIENCE_S = 30.0  # at the end of a launch
+_POSITIONS = ("step", "tokens_seen", "samples_seen", "attempt", "time")
+
+
+class Tracker(Protocol):
+    """Where records go."""
+
+    def write(self, record: Record) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What trackers are told of the run at its start."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+
+    def tracker_id(self, tracker: str, new: Callable[[], str]) -> str:
+        """The tracker's id of this run: that of the first launch, kept in `<tracker>.id`, or there `new()`."""
+        path = self.folder / f"{tracker}.id"
+        if not path.exists():
+            path.write_text(new())
+        return path.read_text()
+
+
+def build_trackers(section: LogConfig, run: RunInfo) -> list[Background]:
+    """The chosen trackers, each in the background."""
+    adapters: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoard(Path(section.tensorboard_dir or run.folder / "tensorboard")),
+        "wandb": lambda: Wandb(section, run),
+        "mlflow": lambda: MLflow(section, run),
+        "aim": lambda: Aim(section, run),
+        "codecarbon": lambda: CodeCarbon(section, run),
+    }
+    return [Background(name, adapters[name], section.tracker_metrics) for name in section.trackers if name != "none"]
+
+
+class Background:
+    """An adapter in a thread of its own; `patterns` name the scalars it gets, none means all."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Tracker], patterns: tuple[str, ...] = (), patience_s: float | None = None
+    ) -> None:
+        self._name, self._make, self._patterns = name, make, patterns
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_SIZE)
+        self._off = False
+        self.dropped = 0
+        self.cpu_s = 0.0
+        self._thread = threading.Thread(target=self._work, name=THREAD_PREFIX + name, daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Hands a record over; waits for nothing."""
+        if self._patterns:
+            wanted = (*_POSITIONS, *self._patterns)
+            record = {name: record[name] for name in record if any(fnmatchcase(name, pattern) for pattern in wanted)}
+        try:
+            if not self._off:
+                self._queue.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Lets the adapter finish, for a while."""
+        deadline = time.monotonic() + self._patience_s
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            with suppress(queue.Full):
+                self._queue.put_nowait(None)
+            self._thread.join(0.1)
+        if self._thread.is_alive():
+            log.warning("tracker %s did not end within %.0f s and is left behind", self._name, self._patience_s)
+        if self.dropped:
+            log.warning("tracker %s was too slow: %d records were not written", self._name, self.dropped)
+
+    def _work(self) -> None:
+        try:
+            adapter = self._make()
+            while (record := self._queue.get()) is not None:
+                adapter.write(record)
+                self.cpu_s = time.thread_time()
+            adapter.close()
+        except BaseException as error:  # noqa: BLE001 - clients raise what they like, SystemExit included
+            self._off = True
+            text = " ".join(str(error).split()) or "no message"
+            log.error("tracker %s is switched off: %s: %s", self._name, type(error).__name__, text)
+
+
+def scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """(name, value) of each finite number of a record that is not its place in the run; names of reports begin with `train/`."""
+    for name, value in record.items():
+        if name not in _POSITIONS and isinstance(value, int | float) and math.isfinite(value):
+            yield name if name.startswith(("eval/", "test/")) else f"train/{name}", value
+
+
+class TensorBoard:
+    """Every scalar over steps under its name, and over tokens under `by_tokens/`."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+
+    def write(self, record: Record) -> None:
+        for name, value in scalars(record):
+            self._writer.add_scalar(name, value, record["step"])  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(f"by_tokens/{name}", value, record["tokens_seen"])  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class Wandb:
+    """Weights & Biases: one run over all launches, by the id of the first. Log-in and offline mode are the client's own."""
+
+    def __init__(self, section: LogConfig, run: RunInfo) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=section.tracker_project,
+            entity=section.tracker_entity or None,
+            name=run.name,
+            id=run.tracker_id("wandb", lambda: uuid.uuid4().hex[:8]),
+            resume="allow",
+            dir=str(run.folder),
+            config=run.config,
+            settings=wandb.Settings(console="off", quiet=True),
+        )
+        self._run.define_metric("*", step_metric="step")  # its own counter refuses the replayed steps of a resume
+
+    def write(self, record: Record) -> None:
+        self._run.log(dict(scalars(record)) | {name: record[name] for name in ("step", "tokens_seen")})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """MLflow: one run over all launches, at MLFLOW_TRACKING_URI, else in `mlruns/` of the run folder."""
+
+    def __init__(self, section: LogConfig, run: RunInfo) -> None:
+        from mlflow.tracking import MlflowClient
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "mlruns").absolute().as_uri()
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow 3 wants to be told that files are meant
+        self._client: Any = MlflowClient(uri)
+        self._id = run.tracker_id("mlflow", lambda: self._new(section, run))
+        self._client.update_run(self._id, status="RUNNING")
+
+    def _new(self, section: LogConfig, run: RunInfo) -> str:
+        found = self._client.get_experiment_by_name(section.tracker_project)
+        experiment = found.experiment_id if found else self._client.create_experiment(section.tracker_project)
+        made = self._client.create_run(experiment, run_name=run.name)
+        for name, values in run.config.items():
+            for key, value in values.items():
+                self._client.log_param(made.info.run_id, f"{name}.{key}", value)
+        return str(made.info.run_id)
+
+    def write(self, record: Record) -> None:
+        from mlflow.entities import Metric
+
+        stamp = int(1000 * time.time())
+        values = [*scalars(record), ("tokens_seen", record["tokens_seen"])]
+        self._client.log_batch(self._id, [Metric(name, value, stamp, record["step"]) for name, value in values])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class Aim:
+    """Aim, in `.aim/` of the run folder; one run over all launches."""
+
+    def __init__(self, section: LogConfig, run: RunInfo) -> None:
+        import aim
+
+        settings = dict(repo=str(run.folder), system_tracking_interval=None, capture_terminal_logs=False)
+        made = not (run.folder / ".aim").exists()
+        if made:
+            aim.Repo.from_path(str(run.folder), init=True)
+        known = run.folder / "aim.id"
+        old = known.read_text() if known.exists() else None
+        self._run: Any = aim.Run(run_hash=old, experiment=section.tracker_project, **settings)
+        run.tracker_id("aim", lambda: str(self._run.hash))
+        self._run.name = run.name
+        self._run["config"] = run.config
+
+    def write(self, record: Record) -> None:
+        for name, value in scalars(record):
+            self._run.track(value, name=name, step=record["step"])
+
+    def close(self) -> None:
+        self._run.close()
+
+
+class CodeCarbon:
+    """CodeCarbon: energy and CO2 of this node, in `emissions.csv` of the run folder; it measures by itself and takes no records."""
+
+    def __init__(self, section: LogConfig, run: RunInfo) -> None:
+        from codecarbon import OfflineEmissionsTracker
+
+        country = os.environ.get("CODECARBON_COUNTRY_ISO_CODE", "USA")
+        self._tracker: Any = OfflineEmissionsTracker(
+            project_name=section.tracker_project,
+            output_dir=str(run.folder),
+            country_iso_code=country,
+            log_level="error",
+            allow_multiple_runs=True,
+        )
+        self._tracker.start()
+
+    def write(self, record: Record) -> None:
+        pass
+
+    def close(self) -> None:
+        self._tracker.stop()

@@ -1,0 +1,38 @@
+"""Metrics of several ranks: the mean loss weighs every label of every rank alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fms_fsdp.observe.metrics import Interval
+from tests.distributed.launch import run_ranks
+
+LOSS_SUMS = [[6.0, 1.0, 100.0], [2.0, 9.0, 100.0]]  # by rank, by step
+LABELS, NORMS = [4, 8, 16], [1.5, 0.5, float("inf")]  # of all ranks, by step; the last step is skipped
+
+
+@dataclass(frozen=True)
+class Step:
+    loss_sum: torch.Tensor
+    num_labels: torch.Tensor
+    grad_norm: torch.Tensor
+
+
+def read_on_rank() -> dict[str, float]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    interval = Interval(torch.device("cpu"))
+    for loss_sum, labels, norm in zip(LOSS_SUMS[rank], LABELS, NORMS, strict=True):
+        last = Step(torch.tensor(loss_sum), torch.tensor(labels), torch.tensor(norm))
+        interval.add(last)
+    return interval.read(last, 10.0 * (rank + 1), {})
+
+
+def test_the_mean_loss_weighs_every_label_of_every_rank_alike() -> None:
+    first, second = run_ranks(read_on_rank, 2)
+    assert first == second
+    assert first["loss_mean"] == (6 + 2 + 1 + 9) / (4 + 8) and first["loss"] == 200 / 16
+    assert first["grad_norm_max"] == 1.5 and first["skipped_steps"] == 1 and first["energy_j"] == 30.0
