@@ -5,9 +5,11 @@
 #   use_environment [EXTRA ...]          # sets PYTHON; EXTRA is one of pyproject.toml, such as dev
 #
 # Taken is, in this order: PYTHON if it is set, the active environment if it has all packages, .venv in the repository, which is made
-# where it is missing. On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
+# where it is missing. What a site needs first (modules, proxies, NCCL_SOCKET_IFNAME) goes into scripts/site.sh, read here if it is there. On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=/dev/null
+[[ ! -f "$ROOT/scripts/site.sh" ]] || source "$ROOT/scripts/site.sh"
 
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 give_up() { say "error: $*"; exit 1; }
@@ -34,16 +36,15 @@ for line in sum((project["optional-dependencies"][extra] for extra in sys.argv[2
 ' "$ROOT/pyproject.toml" "$@" 2>/dev/null
 }
 
-# In a SLURM step of several tasks the first one makes what they share, the others wait for it.
-is_first_task() { [[ "${SLURM_PROCID:-0}" == 0 ]]; }
+# Of several nodes (srun, or NODE_RANK without SLURM) the first one tells the results.
+is_first_node() { [[ "${SLURM_PROCID:-${NODE_RANK:-0}}" == 0 ]]; }
 
-wait_until() {
-    local what="$1" deadline=$((SECONDS + 1800))
-    shift
-    until "$@"; do
-        ((SECONDS < deadline)) || give_up "waited 30 minutes for $what, which task 0 makes; see its output"
-        sleep 2
-    done
+# Runs a command that makes what nodes, jobs and terminals share: one at a time, the others wait and then find it made.
+under_lock() {
+    (
+        flock -w 1800 9 || say "no lock on $ROOT/.setup.lock; going on without"
+        "$@"
+    ) 9>"$ROOT/.setup.lock"
 }
 
 newest_python() {
@@ -70,10 +71,11 @@ use_environment() {
         fi
     done
     PYTHON="$ROOT/.venv/bin/python"
-    if ! is_first_task; then
-        wait_until "the packages in .venv" satisfies "$PYTHON" "$@"
-        return
-    fi
+    under_lock make_environment "$@"
+}
+
+make_environment() {
+    satisfies "$PYTHON" "$@" && return
     if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
         local base
         base="$(newest_python)"

@@ -4,7 +4,8 @@
 #   bash scripts/train.sh                                          # the quickstart: a small Llama on text that every machine has
 #   bash scripts/train.sh --num_steps=3000                         # any flag of main_training.py replaces the default below
 #   bash scripts/train.sh --model_variant=7b --data_path=/data/tokens --datasets=web,code --weights=4,1
-#   srun bash scripts/train.sh ...                                 # one task per node of a SLURM job
+#   sbatch --nodes=2 scripts/train.slurm ...                       # on SLURM; or srun bash scripts/train.sh, one task per node
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node1 bash scripts/train.sh ...   # on each node of a cluster without a scheduler
 #
 # Paths in flags are relative to the repository. With --config, --data_path or --use_dummy_dataset no text is prepared; with --config none of the
 # defaults below are passed, so that the file decides.
@@ -33,8 +34,12 @@ TRAIN_ARGS=(
     --checkpoint_interval="${CHECKPOINT_INTERVAL:-300}"  # steps between checkpoints
 )
 # ---- Where: detected, or set from the environment ------------------------------------------------------------------------------
-# NPROC_PER_NODE   processes on this machine (default: one per GPU; without GPUs one that uses all cores)
-# MASTER_PORT      port of the rendezvous between nodes
+# NPROC_PER_NODE   processes on this machine (default: one per GPU of the job or machine; without GPUs one that uses all cores)
+# NNODES, NODE_RANK, MASTER_ADDR   number of nodes, this node's number from 0, the first node's name (default: from SLURM)
+# MASTER_PORT      port of the rendezvous between nodes (default: from the number of the SLURM job)
+# MAX_RESTARTS     how often torchrun starts failed workers again, from the last checkpoint (default: 0)
+# RUN_NAME         name of the run where no flag and no file of --config names it
+# PREPARE_ONLY=1   make environment and data, print the run folder, and end: on a login node, when the others have no internet
 
 given() { # whether the user passed flag $1, as --name, --name=..., with - or _
     local flag
@@ -45,13 +50,10 @@ given() { # whether the user passed flag $1, as --name, --name=..., with - or _
     return 1
 }
 
+# shellcheck disable=SC2329 # called through under_lock
 prepare_data() {
     local prose="data/quickstart_text/prose.jsonl" inputs skip
     [[ -f "$DATA_DIR/meta/counts.csv" ]] && return
-    if ! is_first_task; then
-        wait_until "the data in $DATA_DIR" test -f "$DATA_DIR/meta/counts.csv"
-        return
-    fi
     say "preparing text of this machine in $DATA_DIR; once, under a minute"
     inputs="$("$PYTHON" scripts/quickstart_text.py "$prose")"
     skip='site-packages/*,dist-packages/*,test/*,tests/*,*/test/*,*/tests/*,idlelib/*,lib2to3/*'
@@ -60,16 +62,19 @@ prepare_data() {
         --train_tokenizer --vocab_size=1024 --tokenizer_sample_mb=16 --shard_tokens=1M --split=98,2 --dedup
 }
 
-# The run folder that the flags name; a mistyped flag ends the script here, before any work.
+# The run folder that the flags, else RUN_NAME, name; a mistyped flag ends the script here, before any work.
 find_run_folder() {
     "$PYTHON" - "$@" <<'PYTHON_CODE'
+import os
 import sys
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.flags import parse_flags
 
 try:
-    print(parse_flags(TrainConfig, sys.argv[1:]).output_dir)
+    config = parse_flags(TrainConfig, sys.argv[1:])
+    unnamed = not (config.log.run_name or config.log.output_dir)
+    print("runs/" + os.environ["RUN_NAME"] if unnamed and os.environ.get("RUN_NAME") else config.output_dir)
 except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
@@ -77,28 +82,38 @@ PYTHON_CODE
 }
 
 count_gpus() {
-    if command -v nvidia-smi >/dev/null || [[ -e /dev/kfd ]]; then
+    if [[ -n "${SLURM_GPUS_ON_NODE:-}" ]]; then
+        echo "$SLURM_GPUS_ON_NODE"
+    elif command -v nvidia-smi >/dev/null || [[ -e /dev/kfd ]]; then
         "$PYTHON" -c 'import torch; print(torch.cuda.device_count())'
     else
         echo 0
     fi
 }
 
-# Sets LAUNCH: python alone for one process, else torchrun.
+# Sets LAUNCH: python alone for one process, else torchrun, which meets the other nodes at the first.
 choose_launch() {
-    local gpus nodes="${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}" first port
+    local gpus restarts="${MAX_RESTARTS:-0}" nodes="${NNODES:-${SLURM_STEP_NUM_NODES:-1}}" first="${MASTER_ADDR:-}" is_host=0
     gpus="$(count_gpus)"
     if ((gpus > 0)); then
         export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+        export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
     fi
     local processes="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
-    LAUNCH=("$PYTHON" -m torch.distributed.run --nproc_per_node="$processes")
-    if [[ -n "${SLURM_JOB_ID:-}" ]] && ((nodes > 1)); then
-        first="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
-        first="${first%%$'\n'*}" # not `| head`: that kills scontrol, and pipefail this script
-        port="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
-        LAUNCH+=(--nnodes="$nodes" --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="$first:$port")
-    elif ((processes > 1)); then
+    # A save after SIGTERM gets 10 minutes of torchrun (by itself 30 s; a torch without the variable keeps these).
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
+    LAUNCH=("$PYTHON" -m torch.distributed.run --nproc_per_node="$processes" --max_restarts="$restarts"
+        --signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    if ((nodes > 1)); then
+        if [[ -z "$first" && -n "${SLURM_STEP_NODELIST:-}" ]]; then
+            first="$(scontrol show hostnames "$SLURM_STEP_NODELIST")"
+            first="${first%%$'\n'*}" # not `| head`: that kills scontrol, and pipefail this script
+        fi
+        is_first_node && is_host=1
+        LAUNCH+=(--nnodes="$nodes" --rdzv_id="${SLURM_JOB_ID:-run}" --rdzv_backend=c10d
+            --rdzv_endpoint="$first:${MASTER_PORT:-$((12000 + ${SLURM_JOB_ID:-0} % 20000))}" # below the ports that Linux hands out
+            --rdzv_conf="is_host=$is_host,read_timeout=600")
+    elif ((processes > 1 || restarts > 0)); then
         LAUNCH+=(--standalone)
     else
         LAUNCH=("$PYTHON")
@@ -106,23 +121,54 @@ choose_launch() {
     LAUNCH+=(main_training.py)
 }
 
-# Runs the launch with its output on the terminal and appended to console.txt. A stop asked of this script is passed on.
+# Without SLURM several nodes are named by three variables; a missing one ends the script before any work.
+check_nodes() {
+    if ((${NNODES:-1} > 1)) && [[ -z "${SLURM_JOB_ID:-}" && ( -z "${NODE_RANK:-}" || -z "${MASTER_ADDR:-}" ) ]]; then
+        say "error: NNODES ($NNODES) needs NODE_RANK, this node's number from 0, and MASTER_ADDR, the first node's name; set both"
+        exit 2
+    fi
+}
+
+# Passes a stop on to the launch, once: SLURM and terminals signal whole process groups, several times. torchrun is asked by the file STOP, as
+# a signal would make it leave the other nodes waiting for it. A second Ctrl-C is passed on as it is.
+# shellcheck disable=SC2329 # called by traps
+pass_on() {
+    interrupted=yes
+    if [[ -n "$stopping" ]]; then
+        [[ "$1" != INT ]] || kill -INT "$child" 2>/dev/null || true
+    elif [[ "${LAUNCH[*]}" == *torch.distributed.run* ]]; then
+        # again and again: a launch that only just begins takes away what is older
+        (
+            trap '' TERM INT HUP USR1
+            while kill -0 "$child"; do touch "$RUN_DIR/STOP" && sleep 1; done
+            rm -f "$RUN_DIR/STOP"
+        ) >/dev/null 2>&1 &
+    else
+        kill -TERM "$child" 2>/dev/null || true
+    fi
+    stopping=yes
+}
+
+# Runs the launch with its output on the terminal and appended to console.txt. It has a session of its own, and tee outlives every signal, so
+# that a signal to the process group reaches neither.
 launch() {
-    local code=0 before=0 interrupted
+    local code=0 before=0 interrupted="" stopping=""
     mkfifo "$SCRATCH/output"
-    tee -ia "$RUN_DIR/console.txt" <"$SCRATCH/output" &
-    local tee_pid=$!
-    PYTHONUNBUFFERED=1 "${LAUNCH[@]}" "$@" >"$SCRATCH/output" 2>&1 &
+    (trap '' TERM INT HUP USR1 && exec tee -a "$RUN_DIR/console.txt" <"$SCRATCH/output") &
+    local session=()
+    command -v setsid >/dev/null && session=(setsid)
+    PYTHONUNBUFFERED=1 "${session[@]}" "${LAUNCH[@]}" "$@" >"$SCRATCH/output" 2>&1 &
     local child=$!
-    trap 'interrupted=yes; kill -TERM "$child" 2>/dev/null || true' TERM INT USR1
+    trap 'pass_on TERM' TERM HUP USR1
+    trap 'pass_on INT' INT
     while true; do # a trapped signal ends a wait early
         interrupted="" before="$code" code=0
         wait "$child" || code=$?
         ((code == 127)) && code="$before" # it ended just before the signal
         [[ -z "$interrupted" ]] && break
     done
-    wait "$tee_pid" || true
-    trap - TERM INT USR1
+    wait || true # for tee, and for STOP to be gone
+    trap - TERM INT HUP USR1
     return "$code"
 }
 
@@ -173,6 +219,19 @@ yours   $python -m fms_fsdp prepare --input=web=FOLDER --output=data/web --token
 TEXT
 }
 
+# Takes out of args the defaults that contradict what the user gave.
+drop_defaults() {
+    local kept=() argument
+    for argument in "${args[@]}"; do
+        case "$argument" in
+            --num_steps=*) if given num_tokens || given num_samples; then continue; fi ;;
+            --batch_size=*) if given global_batch_size; then continue; fi ;;
+        esac
+        kept+=("$argument")
+    done
+    args=("${kept[@]}")
+}
+
 main() {
     USER_ARGS=("$@")
     # shellcheck disable=SC2119 # no extras: the flags of this script are not meant
@@ -184,10 +243,17 @@ main() {
     elif given data_path || given use_dummy_dataset || given dataset_builder; then
         args=("${MODEL_ARGS[@]}" "${TRAIN_ARGS[@]}") own_data=yes
     fi
+    drop_defaults
     args+=("$@")
+    check_nodes
     RUN_DIR="$(find_run_folder "${args[@]}")" || exit 2
-    if [[ -z "$own_data" ]]; then
-        prepare_data
+    [[ -z "${RUN_NAME:-}" ]] || args+=(--output_dir="$RUN_DIR")
+    if [[ -z "$own_data" && ! -f "$DATA_DIR/meta/counts.csv" ]]; then
+        under_lock prepare_data >&2
+    fi
+    if [[ -n "${PREPARE_ONLY:-}" ]]; then
+        echo "$RUN_DIR"
+        exit
     fi
     choose_launch
     mkdir -p "$RUN_DIR"
@@ -198,7 +264,7 @@ main() {
     launch "${args[@]}" || code=$?
     read_status "$code"
     case "$STATUS" in
-        0) is_first_task && tell_results ;;
+        0) is_first_node && tell_results ;;
         2) say "bad input: $REASON" ;;
         75) say "stopped early, the same command goes on: $REASON" ;;
         *) say "failed: $REASON" ;;

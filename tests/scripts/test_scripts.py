@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,48 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-# A main_training.py that notes how it was called and ends as it is told.
-STAND_IN = """
-import json, os, signal, sys, time
-from fms_fsdp.config import TrainConfig
-from fms_fsdp.flags import parse_flags
-from pathlib import Path
-folder = Path(parse_flags(TrainConfig, sys.argv[1:]).output_dir)
-Path("called.json").write_text(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
-def end(status, code):
-    (folder / "status.json").write_text(json.dumps({"status": status, "step": 3, "reason": "as told"}))
-    sys.exit(code)
-plan = os.environ.get("PLAN", "finished:0")
-print("said on stdout"); print("said on stderr", file=sys.stderr)
-if plan == "wait":
-    signal.signal(signal.SIGTERM, lambda *_: end("resume_me", 75))
-    Path("waiting").touch()
-    time.sleep(60)
-if plan == "crash":
-    os.kill(os.getpid(), signal.SIGKILL)
-end(plan.split(":")[0], int(plan.split(":")[1]))
-"""
-
-
-@pytest.fixture()
-def repo(tmp_path: Path) -> Path:
-    """A copy of the repository without an environment of its own, in a folder whose name has a space."""
-    copy = tmp_path / "a folder"
-    shutil.copytree(ROOT / "scripts", copy / "scripts")
-    for name in ("pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, copy)
-    (copy / "fms_fsdp").symlink_to(ROOT / "fms_fsdp")
-    (copy / "main_training.py").write_text(STAND_IN)
-    (copy / "data/quickstart/meta").mkdir(parents=True)
-    (copy / "data/quickstart/meta/counts.csv").write_text("dataset/filename,documents,tokens\n")
-    return copy
-
-
-def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    return {**kept, "PYTHON": sys.executable, "NPROC_PER_NODE": "1", "LC_ALL": "C", **changes}
+from tests.cli import TINY, status
+from tests.scripts.conftest import ROOT, environment, wait_for
 
 
 def train(repo: Path, *flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -110,6 +71,17 @@ def test_data_of_the_users_own(repo: Path, flags: list[str], missing: list[str],
 
 
 @pytest.mark.parametrize(
+    ("flag", "dropped"),
+    [("--num_tokens=1M", "--num_steps"), ("--num-samples=9", "--num_steps"), ("--global_batch_size=4", "--batch_size")],
+)
+def test_a_default_that_contradicts_the_users_flag_is_dropped(repo: Path, flag: str, dropped: str) -> None:
+    assert train(repo, flag).returncode == 0
+    argv = called(repo)["argv"]
+    assert flag in argv and dropped not in [argument.split("=")[0] for argument in argv]
+    assert train(repo, "--num_tokens=1M", "--num_steps=5").returncode == 2  # the user's own contradiction stays
+
+
+@pytest.mark.parametrize(
     ("plan", "status", "words"),
     [
         ("finished:0", 0, "made"),
@@ -151,14 +123,30 @@ def test_a_stop_is_passed_on(repo: Path, number: signal.Signals) -> None:
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
-        deadline = time.monotonic() + 30
-        while not (repo / "waiting").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(repo / "waiting")
         process.send_signal(number)
         output, _ = process.communicate(timeout=30)
     assert process.returncode == 75, output
     assert "stopped early, the same command goes on: as told" in output
+
+
+def test_a_signal_to_the_whole_group_is_one_stop(repo: Path) -> None:
+    """As SLURM and terminals send it, twice: the launch hears it once, and its output is still written down."""
+    with subprocess.Popen(
+        ["bash", repo / "scripts/train.sh"],
+        env=environment(PLAN="count"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        wait_for(repo / "waiting")
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGTERM)
+            time.sleep(0.3)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 75, output
+    assert "heard 1" in output and "heard 1" in (run_folder(repo) / "console.txt").read_text()
 
 
 def fake_programs(repo: Path) -> Path:
@@ -181,23 +169,72 @@ def test_several_processes_go_through_torchrun(repo: Path) -> None:
     fake = fake_programs(repo)
     assert train(repo, PYTHON=str(fake / "python"), NPROC_PER_NODE="4").returncode == 0
     words = (repo / "torchrun.txt").read_text().split("\n")
-    assert words[:5] == ["-m", "torch.distributed.run", "--nproc_per_node=4", "--standalone", "main_training.py"]
+    assert words[:4] == ["-m", "torch.distributed.run", "--nproc_per_node=4", "--max_restarts=0"]
+    assert words[5:7] == ["--standalone", "main_training.py"]
+    assert train(repo, PYTHON=str(fake / "python"), MAX_RESTARTS="2").returncode == 0  # one process that shall restart
+    assert "--max_restarts=2" in (repo / "torchrun.txt").read_text()
 
 
 def test_nodes_of_a_slurm_job_meet_at_the_first(repo: Path) -> None:
     fake = fake_programs(repo)
     slurm = {
         "SLURM_JOB_ID": "123456",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "node[3-4]",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "node[3-4]",
         "SLURM_PROCID": "1",
+        "SLURM_GPUS_ON_NODE": "8",
+        "NPROC_PER_NODE": "",
     }
     path = f"{fake}:{os.environ['PATH']}"
-    ended = train(repo, PYTHON=str(fake / "python"), NPROC_PER_NODE="8", PATH=path, **slurm)
+    ended = train(repo, PYTHON=str(fake / "python"), PATH=path, **slurm)
     assert ended.returncode == 0, ended.stderr
     words = (repo / "torchrun.txt").read_text().split("\n")
     assert "--nnodes=2" in words and "--nproc_per_node=8" in words and "--rdzv_id=123456" in words
-    assert "--rdzv_endpoint=node3:23456" in words and "--standalone" not in words
+    assert "--rdzv_endpoint=node3:15456" in words and "--standalone" not in words
+    assert "--rdzv_conf=is_host=0,read_timeout=600" in words
+
+
+def test_nodes_without_a_scheduler_are_named_by_variables(repo: Path) -> None:
+    fake = fake_programs(repo)
+    nodes = {"PYTHON": str(fake / "python"), "NNODES": "2", "NODE_RANK": "0"}
+    ended = train(repo, **nodes)
+    assert ended.returncode == 2 and "error: NNODES (2) needs NODE_RANK" in ended.stderr
+    ended = train(repo, **nodes, MASTER_ADDR="first", MASTER_PORT="1234")
+    assert ended.returncode == 0, ended.stderr
+    words = (repo / "torchrun.txt").read_text().split("\n")
+    assert "--nnodes=2" in words and "--rdzv_endpoint=first:1234" in words and "--rdzv_id=run" in words
+    assert "--rdzv_conf=is_host=1,read_timeout=600" in words
+
+
+def test_a_name_from_the_environment_is_the_weakest(repo: Path) -> None:
+    """As train.slurm gives it; and PREPARE_ONLY prints the folder, and nothing else, without training."""
+    (repo / "my.toml").write_text('run_name = "of-the-file"\n')
+    for flags, folder in (
+        (["--num_steps=3"], "runs/job-7"),
+        (["--run_name=mine"], "runs/mine"),
+        (["--config=my.toml"], "runs/of-the-file"),
+    ):
+        ended = train(repo, *flags, RUN_NAME="job-7", PREPARE_ONLY="1")
+        assert (ended.returncode, ended.stdout) == (0, folder + "\n"), ended.stderr
+        assert not (repo / "called.json").exists()
+    assert train(repo, RUN_NAME="job-7").returncode == 0
+    assert called(repo)["argv"][-1] == "--output_dir=runs/job-7" and (repo / "runs/job-7/status.json").exists()
+
+
+def test_a_site_file_is_read_first(repo: Path) -> None:
+    (repo / "scripts/site.sh").write_text("export NCCL_SOCKET_IFNAME=ib0\n")
+    assert train(repo).returncode == 0
+    assert called(repo)["env"]["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def test_what_is_shared_is_made_once(repo: Path) -> None:
+    """Two at once, as two jobs or array tasks start: the second waits for the first and makes nothing."""
+    code = (
+        "source scripts/environment.sh; make() { [[ -f made ]] && return; sleep 0.5; echo x >>made; }\n"
+        "under_lock make & under_lock make & wait; under_lock make"
+    )
+    assert subprocess.run(["bash", "-c", code], cwd=repo, timeout=30).returncode == 0
+    assert (repo / "made").read_text() == "x\n"
 
 
 def test_a_python_without_the_packages_is_refused(repo: Path, tmp_path: Path) -> None:
@@ -244,6 +281,29 @@ def test_the_environment_is_made_with_the_constraints(repo: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_two_nodes_without_a_scheduler_train(tmp_path: Path) -> None:
+    """Real training, two launches on this machine that are a node each, stopped by a signal to one of them."""
+    folder = tmp_path / "run"
+    flags = [*TINY, "--num_steps=100000", f"--output_dir={folder}"]
+    nodes = [
+        subprocess.Popen(
+            ["bash", ROOT / "scripts/train.sh", *flags],
+            env=environment(NNODES="2", NODE_RANK=rank, MASTER_ADDR=socket.gethostname(), OMP_NUM_THREADS="1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    wait_for(folder / "metrics.jsonl", patience_s=120)
+    nodes[1].send_signal(signal.SIGUSR1)
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [75, 75], outputs
+    assert "world: 2 x cpu" in "".join(outputs) and "stopped by" in status(folder)["reason"]
+    assert (folder / "checkpoints" / f"step_{status(folder)['step']}").is_dir()
+
+
+@pytest.mark.slow
 def test_quickstart_text_is_the_same_each_time(tmp_path: Path) -> None:
     made = []
     for name in ("one", "two"):
@@ -259,16 +319,21 @@ def test_quickstart_text_is_the_same_each_time(tmp_path: Path) -> None:
     assert all("text" in json.loads(line) for line in prose.splitlines()[:50])
 
 
-@pytest.mark.parametrize("script", ["train.sh", "test.sh", "check.sh", "environment.sh", "../.ci/run"])
+@pytest.mark.parametrize(
+    "script",
+    ["train.sh", "train.slurm", "cron.slurm", "pulse.sh", "test.sh", "check.sh", "environment.sh", "../.ci/run"],
+)
 def test_scripts_are_sound(script: str) -> None:
     path = ROOT / "scripts" / script
     assert subprocess.run(["bash", "-n", path]).returncode == 0
     if script != "environment.sh":
         assert os.access(path, os.X_OK) and "set -euo pipefail" in path.read_text()
-    shellcheck = shutil.which("shellcheck")
-    if shellcheck:
-        ended = subprocess.run([shellcheck, "-x", path], cwd=ROOT, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stdout
+    shellcheck = shutil.which(
+        "shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
+    assert shellcheck, "shellcheck comes with the extra dev"
+    ended = subprocess.run([shellcheck, "-x", path], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stdout
 
 
 def test_constraints_pin_what_pyproject_names() -> None:

@@ -1,0 +1,76 @@
+"""A copy of the repository whose training is a stand-in, for the tests of the shell scripts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A main_training.py that notes how it was called and ends as it is told.
+STAND_IN = """
+import json, os, signal, sys, time
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.flags import parse_flags
+from pathlib import Path
+folder = Path(parse_flags(TrainConfig, sys.argv[1:]).output_dir)
+Path("called.json").write_text(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
+def end(status, code):
+    (folder / "status.json").write_text(json.dumps({"status": status, "step": 3, "reason": "as told"}))
+    sys.exit(code)
+plan = os.environ.get("PLAN", "finished:0")
+print("said on stdout"); print("said on stderr", file=sys.stderr)
+if plan == "wait":
+    signal.signal(signal.SIGTERM, lambda *_: end("resume_me", 75))
+    Path("waiting").touch()
+    time.sleep(60)
+if plan == "stop_file":
+    Path("waiting").touch()
+    deadline = time.monotonic() + 30
+    while not (folder / "STOP").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    end("resume_me", 75)
+if plan == "count":
+    heard = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    Path("waiting").touch()
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+    print("heard", len(heard), flush=True)
+    end("resume_me", 75)
+if plan == "crash":
+    os.kill(os.getpid(), signal.SIGKILL)
+end(plan.split(":")[0], int(plan.split(":")[1]))
+"""
+
+
+@pytest.fixture()
+def repo(tmp_path: Path) -> Path:
+    """A copy of the repository without an environment of its own, in a folder whose name has a space."""
+    copy = tmp_path / "a folder"
+    shutil.copytree(ROOT / "scripts", copy / "scripts")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "fms_fsdp").symlink_to(ROOT / "fms_fsdp")
+    (copy / "main_training.py").write_text(STAND_IN)
+    (copy / "data/quickstart/meta").mkdir(parents=True)
+    (copy / "data/quickstart/meta/counts.csv").write_text("dataset/filename,documents,tokens\n")
+    return copy
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return {**kept, "PYTHON": sys.executable, "NPROC_PER_NODE": "1", "LC_ALL": "C", **changes}
+
+
+def wait_for(path: Path, patience_s: float = 30) -> None:
+    deadline = time.monotonic() + patience_s
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)

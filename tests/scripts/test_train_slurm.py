@@ -1,0 +1,120 @@
+"""What scripts/train.slurm decides, with stand-ins for SLURM's commands; tests/scripts/test_slurm.py has the real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.conftest import environment, wait_for
+
+SRUN = """#!/bin/bash
+while [[ "$1" == --* ]]; do shift; done
+SLURM_STEP_NUM_NODES=1 SLURM_PROCID=0 exec "$@"
+"""
+
+
+@pytest.fixture
+def submit(repo: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts train.slurm as SLURM does: a copy of it, elsewhere. What it asks of SLURM is in asked.txt."""
+    fake = repo / "fake"
+    fake.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": "", "scancel": "", "squeue": "echo 4000000000"}.items():
+        note = f'#!/bin/bash\necho "{name} $*" >>"{repo}/asked.txt"\n{text}\n'
+        (fake / name).write_text(text if name == "srun" else note)
+        (fake / name).chmod(0o755)
+    copy = repo.parent / "slurm_script"
+    copy.write_text((repo / "scripts/train.slurm").read_text())
+
+    def start(*flags: str, **settings: str) -> subprocess.Popen[str]:
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_SUBMIT_DIR": str(repo / "scripts")}
+        env = environment(**{**job, "MAX_RESTARTS": "0", **settings})
+        return subprocess.Popen(
+            ["bash", copy, *flags],
+            cwd="/",
+            env=env | {"PATH": f"{fake}:{os.environ['PATH']}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+def asked(repo: Path) -> list[str]:
+    """What was asked of SLURM, except when the job ends."""
+    return [line for line in (repo / "asked.txt").read_text().splitlines() if not line.startswith("squeue")]
+
+
+ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_MAX": "10"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "status", "requests", "words"),
+    [
+        ("finished:0", {}, 0, [], "the run is finished"),
+        ("finished:0", ARRAY, 0, ["scancel --state=PENDING 5"], "the run is finished"),
+        ("resume_me:75", {}, 75, ["scontrol requeue 7"], "requeued, to go on from step 3"),
+        ("resume_me:75", ARRAY, 75, [], "task 2 of 10 stopped in time, the next one goes on"),
+        ("failed:1", {}, 1, [], "failed with status 1"),
+        ("bad_input:2", {}, 2, [], "bad input: as told"),
+    ],
+)
+def test_how_a_job_ends(
+    repo: Path, submit: Callable[..., subprocess.Popen[str]], plan: str, settings: dict[str, str], status: int,
+    requests: list[str], words: str,
+) -> None:  # fmt: skip
+    job = submit(PLAN=plan, **settings)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == status and words in output, output
+    assert asked(repo) == requests
+    folder = repo / ("runs/job-5" if settings else "runs/job-7")
+    assert (folder / "slurm_job").read_text() == ("5\n" if settings else "7\n")
+    assert "train.slurm: job 7, attempt 0" in (folder / "console.txt").read_text()
+    call = json.loads((repo / "called.json").read_text())
+    assert call["env"]["SLURM_JOB_END_TIME"] == "4000000000"
+
+
+def test_a_job_that_made_no_step_ends_the_chain(repo: Path, submit: Callable[..., subprocess.Popen[str]]) -> None:
+    for status, words in ((75, "requeued"), (1, "error: this job made no step; give it more --time")):
+        job = submit(PLAN="resume_me:75")
+        output, _ = job.communicate(timeout=60)
+        assert job.returncode == status and words in output, output
+    assert asked(repo) == ["scontrol requeue 7"]
+
+
+@pytest.mark.parametrize(("number", "requests"), [(signal.SIGUSR1, ["scontrol requeue 7"]), (signal.SIGTERM, [])])
+def test_a_signal_makes_the_stop_file(
+    repo: Path, submit: Callable[..., subprocess.Popen[str]], number: signal.Signals, requests: list[str]
+) -> None:
+    """USR1 and TERM both have the run save; only the warning of the time limit lets the job go on."""
+    job = submit(PLAN="stop_file")
+    wait_for(repo / "waiting")
+    job.send_signal(number)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 75, output
+    assert asked(repo) == requests, output
+
+
+def test_a_stop_by_the_users_file_is_no_requeue(repo: Path, submit: Callable[..., subprocess.Popen[str]]) -> None:
+    job = submit(PLAN="stop_file")
+    wait_for(repo / "waiting")
+    (repo / "runs/job-7/STOP").touch()
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 75 and "stopped on request" in output
+    assert asked(repo) == []
+
+
+def test_bad_input_ends_before_any_work(repo: Path, submit: Callable[..., subprocess.Popen[str]]) -> None:
+    job = submit("--num_step=5")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 2 and "--num_step is not a flag; did you mean --num_steps?" in output
+    job = submit(SLURM_SUBMIT_DIR="/")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 2 and "SLURM_SUBMIT_DIR (/) must lie in the repository" in output
+    assert not (repo / "called.json").exists() and not (repo / "runs").exists()
