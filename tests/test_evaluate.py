@@ -93,6 +93,8 @@ def test_a_run_records_what_it_evaluates_and_learns(whole: Path) -> None:
             assert values[f"{name}/ppl"] == pytest.approx(math.exp(values[f"{name}/loss"]))
     states = [json.loads((whole / f"checkpoints/step_{s}/train_state.json").read_text()) for s in (2, 4)]
     assert [state["validation_loss"] for state in states] == [found[2]["eval/loss"], found[4]["eval/loss"]]
+    spent = {step: record["eval_ms"] for step, record in metrics(whole).items()}
+    assert spent[1] > 0 and spent[3] > 0 and spent[2] == spent[4] == 0  # the last one comes after the last report
     assert "held out: eval/code 12 rows, eval/docs 12 rows, test/code" in (whole / "log.txt").read_text()
 
 
