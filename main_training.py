@@ -58,6 +58,7 @@ def main(argv: list[str]) -> int:
 def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: Phases) -> str:
     """Builds everything and trains (collective: every rank); returns FINISHED or RESUME_ME."""
     from fms_fsdp import runtime
+    from fms_fsdp.evaluate import Evaluator
     from fms_fsdp.guards import BadSteps, Watchdog
     from fms_fsdp.limits import Limits, StopSignal
     from fms_fsdp.observe.culprit import describe_data
@@ -109,6 +110,9 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
     limits.remove_stop_file()
     bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter))
     watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", world.rank, launch.fail)
+    evaluator = Evaluator(
+        cfg.eval, cfg.data.document_mask, found, model, reporter, saver, watchdog.feed, reporter.clock.mark
+    )
     recipe = Recipe(
         model,
         optimizer,
@@ -127,13 +131,22 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
             ),
             profiling(cfg.profiler, folder, device, world.rank) as profiler,
         ):
-            hooks = Hooks(watchdog.feed, bad_steps.check, reporter.report, profiler.step, limits.stop_after, saver.save)
+            hooks = Hooks(
+                watchdog.feed,
+                bad_steps.check,
+                reporter.report,
+                profiler.step,
+                limits.stop_after,
+                evaluator.evaluate,
+                saver.save,
+            )
             launch.step = train(recipe, stream, hooks, found.start, found.num_steps)
         bad_steps.flush()
     finally:
         saver.close()
         watchdog.close()
         stream.close()
+        evaluator.close()
         reporter.close()
     done = launch.step == found.num_steps
     launch.reason = (

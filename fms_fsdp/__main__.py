@@ -30,6 +30,7 @@ COMMANDS = {
         "every shard against the counts, to its last token",
     ),
     "trace": ("fms_fsdp.observe.trace", "TraceConfig", "where the time of a profiler trace went, as a table"),
+    "evaluate": ("fms_fsdp.evaluate", "EvaluateConfig", "loss, perplexity and bits per byte of a checkpoint"),
     "ckpt list": ("fms_fsdp.checkpoint.command", "ListConfig", "the checkpoints of a run: size, tokens, health"),
     "ckpt verify": ("fms_fsdp.checkpoint.command", "VerifyConfig", "every byte against its checksum"),
     "report": ("fms_fsdp.observe.page", "ReportConfig", "a page of curves and tables from run folders"),

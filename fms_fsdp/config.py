@@ -1,6 +1,6 @@
 """The configuration of a run: frozen section dataclasses, one flat name space of flags.
 
-    TrainConfig ── model · data · parallel · optim · training · checkpoint · log · profiler
+    TrainConfig ── model · data · parallel · optim · training · eval · checkpoint · log · profiler
 
 Every field is declared with `flag(default, help, …)`, which is the only source of `--help` and of docs/configuration.md. A name is unique over
 all sections, so `--seq_length` means `config.data.seq_length`. `None` means "derived": from the variant, the data, the world or the hardware.
@@ -319,6 +319,27 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class EvalConfig:
+    """Validation on held-out data; it changes nothing in what is trained."""
+
+    RESUME: ClassVar[str] = "free"
+
+    eval_interval: int = flag(
+        0, "steps between evaluations on held-out data, the last step is evaluated too; 0 is off", minimum=0
+    )
+    eval_steps: int = flag(
+        10, "global batches of each held-out source in an evaluation, always the same; at most one epoch", minimum=1
+    )
+    eval_at_start: bool = flag(False, "evaluate before the first step of every launch too")
+    eval_data_path: str = flag(
+        "",
+        "folder of held-out token shards (default: validation/ in data_path, as `prepare --split` writes it; else data_path)",
+    )
+    eval_datasets: tuple[str, ...] = flag((), "held-out sources, subfolders there (default: all of them)")
+    eval_test: bool = flag(False, "evaluate test/ in data_path once, after the last step")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What is saved, where, what is kept, and what a run starts from."""
 
@@ -426,6 +447,7 @@ class TrainConfig:
     parallel: ParallelConfig = ParallelConfig()
     optim: OptimConfig = OptimConfig()
     training: TrainingConfig = TrainingConfig()
+    eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     profiler: ProfilerConfig = ProfilerConfig()
@@ -433,6 +455,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.training.num_steps is not None:
             self.optim.warmup(self.training.num_steps)
+        if self.checkpoint.keep_best and not self.eval.eval_interval:
+            raise ValueError(
+                f"--keep_best ({self.checkpoint.keep_best}) compares validation losses; set --eval_interval"
+            )
         if self.checkpoint.load_model_only and not self.checkpoint.ckpt_load_path:
             raise ValueError("--load_model_only (True) needs the weights' place; add --ckpt_load_path=FOLDER")
         if "/" in self.log.run_name:
@@ -444,7 +470,7 @@ class TrainConfig:
         if self.log.run_name:
             return self.log.run_name
         content = dataclasses.asdict(self)
-        for section in ("checkpoint", "log", "profiler"):
+        for section in ("eval", "checkpoint", "log", "profiler"):
             del content[section]
         for name, declared in type(self.training).__dataclass_fields__.items():
             if name in ("num_steps", "num_tokens", "num_samples") or declared.metadata.get("resume") == "free":
@@ -509,6 +535,16 @@ def as_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
     """The configuration by section, in JSON types; `--config=FILE` reads it back."""
     plain: dict[str, dict[str, Any]] = json.loads(json.dumps(dataclasses.asdict(config)))
     return plain
+
+
+def from_dict(content: Mapping[str, Any]) -> TrainConfig:
+    """The configuration that `as_dict` wrote, by this version or an earlier one: what it lacks has its default, what is unknown is passed over."""
+    sections = {}
+    for section in dataclasses.fields(TrainConfig):
+        given, kind = content.get(section.name, {}), type(getattr(TrainConfig(), section.name))
+        values = {spec.name: given[spec.name] for spec in dataclasses.fields(kind) if spec.name in given}
+        sections[section.name] = kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    return TrainConfig(**sections)
 
 
 def non_defaults(config: TrainConfig) -> Mapping[str, Any]:

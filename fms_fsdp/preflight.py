@@ -22,6 +22,7 @@ from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.checkpoint.retention import parse_schedule
 from fms_fsdp.config import BatchPlan, TrainConfig, resolve_batch
 from fms_fsdp.data.custom import load_builder
+from fms_fsdp.data.held_out import HeldOut, open_held_out
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import Layout, resolve_layout
@@ -54,6 +55,7 @@ class Preflight:
     mixed_precision: bool
     begin: Start
     num_steps: int
+    held_out: tuple[HeldOut, ...] = ()
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -90,12 +92,14 @@ class Preflight:
         """What a person wants to know before step 1."""
         batch, model = self.batch, self.model
         tokens = batch.global_batch_size * model.max_seq_len
+        held_out = ", ".join(f"{source.group}/{source.name} {source.num_rows} rows" for source in self.held_out)
         return (
             f"model: {num_params(model):,} parameters, {'bf16 compute, fp32 master weights' if self.mixed_precision else 'fp32'}\n"
             f"world: {self.world.world_size} x {self.device.type}, {self.layout.strategy}: "
             f"{self.layout.dp_replicate} replicas x {self.layout.dp_shard} shards\n"
             f"batch: {batch.batch_size} rows x {batch.dp_size} ranks x {batch.grad_accum_steps} micro-steps = "
             f"{batch.global_batch_size} rows = {tokens:,} tokens a step"
+            + (f"\nheld out: {held_out}" if held_out else "")
         )
 
 
@@ -125,7 +129,9 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     corpus = _open_data(cfg)
     vocab_size = corpus.vocab_size if corpus is not None else None
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
-    found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, Start(None, False, ""), 0)
+    rows = cfg.eval.eval_steps * batch.global_batch_size
+    held_out = open_held_out(cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size, max_rows=rows)
+    found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, Start(None, False, ""), 0, held_out)
     found = start_from(parsed, found, find_start(cfg))
     holder = torch.device("cpu") if cfg.parallel.cpu_offload else device
     estimate = estimate_memory(model, layout, mixed_precision=mixed_precision)

@@ -28,7 +28,7 @@ class Counter(Protocol):
 class Saver:
     """The loop's `save` hook. A save that fails (a full disk) is told and counted; the run goes on, the last good checkpoint stands.
 
-    `validation_loss` is what the next checkpoint records, and what `--keep_best` compares.
+    `validation_loss` is what the next checkpoint, and that one alone, records, and what `--keep_best` compares.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Saver:
             "config": as_dict(self._cfg),
             "resolved": self._found.resolved(),
         }
+        self.validation_loss = None
         try:
             self._pending_step = step
             self._checkpointer.save(step, self._model, self._optimizer, state, now=now or last)

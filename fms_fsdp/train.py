@@ -59,13 +59,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What happens around steps; every rank calls each at every step, `alive` before it and the others after it, in this order."""
+    """What happens around steps; every rank calls each at every step, `alive` before it and the others after it, in this order;
+    `evaluate` before the first step too."""
 
     alive: Callable[[], None]
     check: Callable[[int, torch.Tensor], None]
     report: Callable[[int, Batch, StepResult], None]
     profiler_step: Callable[[], None]
     should_stop: Callable[[int], bool]
+    evaluate: Callable[[int], None]
     save: Callable[[int, bool], None]
 
 
@@ -76,6 +78,7 @@ def train(recipe: Recipe, stream: Stream, hooks: Hooks, start: int, num_steps: i
         BadInput: the data could not be read; the last checkpoint stands.
     """
     recipe.mark("start")
+    hooks.evaluate(start)
     for step in range(start + 1, num_steps + 1):
         hooks.alive()
         try:
@@ -90,6 +93,7 @@ def train(recipe: Recipe, stream: Stream, hooks: Hooks, start: int, num_steps: i
         hooks.profiler_step()
         stop = step < num_steps and hooks.should_stop(step)
         recipe.mark("hooks")
+        hooks.evaluate(step)
         hooks.save(step, stop)
         recipe.mark("checkpoint")
         if stop:

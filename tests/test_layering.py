@@ -23,7 +23,7 @@ LAYERS = [
     ["optim", "checkpoint"],
     ["resume"],
     ["preflight"],
-    ["observe", "saving"],
+    ["evaluate", "observe", "saving"],
     ["train"],
     ["__main__"],
 ]

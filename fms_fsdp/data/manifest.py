@@ -127,7 +127,7 @@ def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards
 
     Raises: ValueError, FileNotFoundError with one line.
     """
-    files = files or _open_root(section.data_path)
+    files = files or open_root(section.data_path)
     shards = _find_shards(files)
     names = _source_names(section, files.root, shards)
     counts = _read_counts(files, shards, names)
@@ -218,7 +218,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"nearest: {close[0]}" if close else f"found: {', '.join(known[:8]) or 'none'}{', …' * (len(known) > 8)}"
 
 
-def _open_root(data_path: str) -> Files:
+def open_root(data_path: str) -> Files:
+    """Returns access to the folder or object store that --data_path names. Raises: ValueError, FileNotFoundError."""
     if not data_path:
         raise ValueError(
             "--data_path () must name the folder of the token shards; set --data_path or --use_dummy_dataset"

@@ -1,4 +1,4 @@
-"""Text ↔ token ids, for preparing data and for generating text; training never imports this.
+"""Text ↔ token ids, for preparing data, for generating text and for bits per byte.
 
     load_tokenizer("byte" | FILE | FOLDER) ── encode(texts) → token arrays ── decode(ids) → text
 
@@ -53,6 +53,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; begin and end tokens are left out."""
 
+    def token_bytes(self) -> Tokens:
+        """UTF-8 bytes that each id stands for, int64; 0 for begin, end and other control tokens."""
+
     def save(self, folder: Path) -> None:
         """Writes `vocabulary.file_name` into the folder."""
 
@@ -67,6 +70,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_bytes(self) -> Tokens:
+        return (np.arange(self.vocabulary.size) < 256).astype(np.int64)
 
     def save(self, folder: Path) -> None:
         """Nothing to save."""
@@ -97,6 +103,12 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(i) for i in ids]))
+
+    def token_bytes(self) -> Tokens:
+        model = self._processor
+        silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in range(model.vocab_size())]
+        pieces = (model.id_to_piece(i) for i in range(model.vocab_size()))
+        return np.array([0 if none else _piece_bytes(piece) for piece, none in zip(pieces, silent, strict=True)])
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / self.vocabulary.file_name, self._model)
@@ -146,9 +158,24 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids]))
 
+    def token_bytes(self) -> Tokens:
+        content = json.loads(self._tokenizer.to_str())
+        by_bytes = "ByteLevel" in json.dumps([content["pre_tokenizer"], content["decoder"]])  # a character is a byte
+        table = np.zeros(self.vocabulary.size, dtype=np.int64)
+        for piece, i in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            table[i] = len(piece) if by_bytes else _piece_bytes(piece)
+        for added in content["added_tokens"]:
+            table[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+        return table
+
     def save(self, folder: Path) -> None:
         write_atomically(folder / self.vocabulary.file_name, self._tokenizer.to_str())
         write_json(folder / "tokenizer_config.json", {"eos_token": self._tokenizer.id_to_token(self.vocabulary.eos_id)})
+
+
+def _piece_bytes(piece: str) -> int:
+    """UTF-8 bytes of a sentencepiece piece: a byte as <0x0A>, or text with U+2581 for a space."""
+    return 1 if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
 
 
 def _no_end(name: str, eos_token: str) -> str:

@@ -110,6 +110,8 @@ def linear_cross_entropy(
     `compiled` fuses what lies between the matrix products with torch.compile.
     """
     labels_N = labels_BS.reshape(-1)
+    if not torch.is_grad_enabled():
+        h_BSD, weight_VD = h_BSD.detach(), weight_VD.detach()  # else the gradients would be computed all the same
     loss_sum: torch.Tensor = _LinearCrossEntropy.apply(
         h_BSD.reshape(-1, h_BSD.shape[-1]), weight_VD, labels_N, compiled
     )  # type: ignore[no-untyped-call]

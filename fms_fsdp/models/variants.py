@@ -8,7 +8,9 @@ A `LlamaConfig` that came out of `resolve_model` is consistent: heads divide the
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from fms_fsdp.config import ModelConfig
 
@@ -77,6 +79,13 @@ VARIANTS: dict[str, LlamaConfig] = {
 }
 
 ALIASES: dict[str, str] = {f"llama2_{name}": name for name in ("7b", "13b", "34b", "70b", "1.4b", "194m")}
+
+
+def model_from_dict(content: Mapping[str, Any]) -> LlamaConfig:
+    """The model that `dataclasses.asdict` described in a checkpoint or config.json; other entries are passed over."""
+    known = {spec.name: content[spec.name] for spec in fields(LlamaConfig) if spec.name in content}
+    scaling = known.get("rope_scaling")
+    return LlamaConfig(**known | {"rope_scaling": RopeScaling(**scaling) if scaling else None})
 
 
 def register_variant(name: str, config: LlamaConfig) -> None:

@@ -23,7 +23,7 @@ from fms_fsdp.runtime import sum_over_ranks
 
 Record = dict[str, Any]
 _TIMED_STEPS = 64  # of an interval, the last ones, by the events of a GPU
-_BESIDE_STEPS = ("start", "checkpoint", "logging")  # parts of the run that are no part of a step
+_BESIDE_STEPS = ("start", "eval", "checkpoint", "logging")  # parts of the run that are no part of a step
 
 
 class Result(Protocol):
@@ -74,7 +74,7 @@ class Clock:
         self.totals: dict[str, float] = {}
 
     def mark(self, part: str) -> None:
-        """`part`: start, data, forward_backward, optimizer (ends a step), checkpoint, logging; any other counts to the steps."""
+        """`part`: start, data, forward_backward, optimizer (ends a step), eval, checkpoint, logging; any other counts to the steps."""
         now = time.perf_counter()
         self._seconds[part] = self._seconds.get(part, 0.0) + now - self._last
         self.totals[part] = self.totals.get(part, 0.0) + now - self._last
@@ -102,6 +102,7 @@ class Clock:
             "data_wait_ms": ms.get("data", 0.0),
             "forward_backward_ms": ms.get("forward_backward", 0.0),
             "optimizer_ms": ms.get("optimizer", 0.0),
+            "eval_ms": ms.get("eval", 0.0),
             "checkpoint_ms": ms.get("checkpoint", 0.0),
             "logging_ms": ms.get("logging", 0.0),
         }

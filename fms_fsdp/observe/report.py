@@ -141,7 +141,7 @@ class Reporter:
     def _record(self, step: int, values: dict[str, float], times: dict[str, float]) -> Record:
         energy_j = values.pop("energy_j")
         rate = 1000 * self.tokens_per_step / times["step_time_ms"]
-        wall_ms = times["step_time_ms"] + times["checkpoint_ms"] + times["logging_ms"]
+        wall_ms = times["step_time_ms"] + times["eval_ms"] + times["checkpoint_ms"] + times["logging_ms"]
         now, eta_s = time.time(), (self.num_steps - step) * wall_ms / 1000
         record: Record = {
             "attempt": self.attempt,
@@ -171,6 +171,15 @@ class Reporter:
         """Counts the zeros of the gradient if the step that is being made will be reported (collective: every rank)."""
         if self.is_due(self.step + 1):
             self.zeros = count_zeros(parameters, replicas)
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Writes a record without a "loss" of its own: what an evaluation after `step` found."""
+        record: Record = {"attempt": self.attempt, "step": step, "tokens_seen": self.tokens_seen(step)}
+        record |= {"time": round(time.time(), 3), **values}
+        if self.file is not None:
+            self.file.write(record)
+        for tracker in self.trackers:
+            tracker.write(record)
 
     def global_fingerprint(self, batch: Batch) -> str:
         """The fingerprint of the global batch, of which `batch` is this rank's part (collective: every rank)."""

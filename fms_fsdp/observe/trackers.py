@@ -121,7 +121,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """(name, value) of each finite number of a record that is not its place in the run; names of reports begin with `train/`."""
     for name, value in record.items():
         if name not in _POSITIONS and isinstance(value, int | float) and math.isfinite(value):
-            yield name if name.startswith("eval/") else f"train/{name}", value
+            yield name if name.startswith(("eval/", "test/")) else f"train/{name}", value
 
 
 class TensorBoard:

@@ -67,6 +67,13 @@ def set_gradient_sync(model: nn.Module, last_micro_step: bool, layout: Layout) -
         cast(FSDPModule, model).set_requires_all_reduce(last_micro_step)
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees gathered weights that only a backward pass would free: after forward passes without one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
 def global_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all tensors together, an fp32 scalar alike on all ranks, without a host sync (collective under sharding: every rank).

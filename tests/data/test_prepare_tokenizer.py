@@ -45,6 +45,7 @@ def test_trained_models_round_trip_source_code_and_odd_text(model_type: str, sou
     assert all(ids.max(initial=0) < tokenizer.vocabulary.size == 500 for ids in encoded)
     assert not any(np.isin(ids, [0, 1, 2]).any() for ids in encoded)  # no unknown, no begin, no end
     assert sum(map(len, encoded)) < sum(len(text.encode()) for text in texts) / 1.5
+    assert [int(tokenizer.token_bytes()[ids].sum()) for ids in encoded] == [len(text.encode()) for text in texts]
 
 
 def test_training_again_gives_the_same_bytes(source_code: list[str], model: bytes) -> None:
@@ -64,6 +65,7 @@ def test_bytes_need_no_file() -> None:
     assert encoded[3].tolist() == list(ODD_TEXTS[3].encode())
     assert tokenizer.vocabulary.eos_id == 257 < tokenizer.vocabulary.size
     assert tokenizer.decode([104, 105, 257]) == "hi"
+    assert tokenizer.token_bytes()[[104, 255, 256, 257]].tolist() == [1, 1, 0, 0]
 
 
 def test_saved_models_load_as_they_were(tmp_path: Path, model: bytes) -> None:
@@ -89,6 +91,8 @@ def test_huggingface_files(tmp_path: Path, source_code: list[str]) -> None:
         encoded = tokenizer.encode(source_code)
         assert [tokenizer.decode(ids) for ids in encoded] == source_code
         assert tokenizer.vocabulary.eos_id == raw.token_to_id("<|endoftext|>")
+        assert [int(tokenizer.token_bytes()[ids].sum()) for ids in encoded] == [len(t.encode()) for t in source_code]
+    assert whole.token_bytes()[raw.token_to_id("<stop>")] == 0
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
     load_tokenizer.cache_clear()
     configured = load_tokenizer(str(tmp_path))  # a folder prefers tokenizer.json

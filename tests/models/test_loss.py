@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from fms_fsdp.models import loss as loss_module
 from fms_fsdp.models.loss import chunk_rows, linear_cross_entropy
@@ -65,9 +66,10 @@ def test_all_labels_masked_gives_zero_and_no_gradient() -> None:
 
 def test_no_gradient_is_made_for_evaluation() -> None:
     h, weight, labels = inputs()
-    with torch.no_grad():
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         loss_sum, _ = linear_cross_entropy(h, weight, labels)
     assert not loss_sum.requires_grad
+    assert counter.get_total_flops() == 2 * 3 * 67 * 24 * 501  # the logits, nothing else
     torch.testing.assert_close(loss_sum, linear_cross_entropy(h, weight, labels)[0].detach())
 
 

@@ -1,0 +1,171 @@
+"""Held-out sources: rows that are evaluated and never trained on.
+
+    eval_data_path | data_path/validation | data_path ── open_held_out ── HeldOut per source ── rows(start, stop)
+
+Invariant: row i of a source is a function of (its shards, seq_length, packing, i) alone: the same in every evaluation, at every world size, batch and
+training seed. The rows are the first ones of one epoch in shuffled order, so a sample spread over the whole source, none of them twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fms_fsdp.config import DataConfig, EvalConfig
+from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.data.permute import I64
+from fms_fsdp.data.stream import TokenStream, build_stream
+
+if TYPE_CHECKING:
+    from fms_fsdp.data.manifest import Corpus
+
+SEED = 0x6576616C  # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
+
+_DESCRIBED = "meta/tokenizer.json"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """`num_rows` rows of one source; `group` is "eval" or "test"; `token_bytes[id]` is what a token stands for, None if not known."""
+
+    group: str
+    name: str
+    num_rows: int
+    stream: TokenStream
+    token_bytes: I64 | None
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """The rows [start, stop); those past the end are masked."""
+        parts = [self.stream.batch_at(min(row, self.num_rows - 1) + 1) for row in range(start, stop)]
+        batch = Batch(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        batch.labels_BS[max(0, self.num_rows - start) :] = IGNORED_LABEL
+        return batch
+
+
+def open_held_out(
+    section: EvalConfig, data: DataConfig, trained: Corpus | None, *, vocab_size: int, max_rows: int
+) -> tuple[HeldOut, ...]:
+    """The held-out sources that the flags name, () if nothing is to be evaluated; at most `max_rows` of each.
+
+    Raises:
+        ValueError, FileNotFoundError: there are none, or they are trained on, or of a larger vocabulary.
+    """
+    groups = ["eval"] * bool(section.eval_interval or section.eval_at_start) + ["test"] * section.eval_test
+    if data.use_dummy_dataset and not section.eval_data_path:
+        return tuple(
+            HeldOut(group, "synthetic", max_rows, _stream(data, None, SEED + (group == "test"), vocab_size), None)
+            for group in groups
+        )
+    found: list[HeldOut] = []
+    for group in groups:
+        root, names = _root(section, data) if group == "eval" else (_join(data.data_path, "test"), ())
+        found += _open(
+            group, replace(data, data_path=root, datasets=names), data.data_path, trained, vocab_size, max_rows
+        )
+    return tuple(found)
+
+
+def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
+    if section.eval_data_path:
+        return section.eval_data_path, section.eval_datasets
+    if _has_files(data.data_path, "validation"):
+        return _join(data.data_path, "validation"), section.eval_datasets
+    if not section.eval_datasets:
+        raise ValueError(
+            f"--eval_interval ({section.eval_interval}) needs held-out data, and data_path has no folder validation; prepare with --split=98,2, "
+            "name sources in --eval_datasets, or set --eval_data_path"
+        )
+    return data.data_path, section.eval_datasets
+
+
+def _has_files(data_path: str, folder: str) -> bool:
+    from fms_fsdp.data.manifest import open_root
+
+    files = open_root(data_path) if data_path else None
+    with suppress(FileNotFoundError):
+        return files is not None and any(files.walk(folder))
+    return False
+
+
+def _join(data_path: str, folder: str) -> str:
+    path, mark, options = data_path.partition("?") if "://" in data_path else (data_path, "", "")
+    return f"{path.rstrip('/')}/{folder}{mark}{options}"
+
+
+def _open(
+    group: str, data: DataConfig, data_path: str, trained: Corpus | None, vocab_size: int, max_rows: int
+) -> list[HeldOut]:
+    from fms_fsdp.data.manifest import open_corpus
+
+    data = replace(data, weights=(), use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None)
+    try:
+        corpus = open_corpus(data)
+    except (ValueError, FileNotFoundError) as error:
+        flag = "--eval_test" if group == "test" else "--eval_data_path"
+        text = str(error).replace("--datasets", "--eval_datasets").replace("--data_path", flag)
+        raise type(error)(text) from error
+    both = {s.name for s in corpus.sources} & {s.name for s in trained.sources} if trained else set()
+    if both and trained and trained.files.root == corpus.files.root:
+        raise ValueError(
+            f"--eval_datasets ({min(both)}) must not be trained on; name the sources to train on in --datasets, or others here"
+        )
+    if (corpus.vocab_size or 0) > vocab_size:
+        raise ValueError(
+            f"--eval_data_path ({corpus.files.root}) has a vocabulary of {corpus.vocab_size}, the model one of {vocab_size}; "
+            "prepare both with one tokenizer"
+        )
+    table = _token_bytes(corpus, (data.data_path, data_path), vocab_size)
+    return [
+        HeldOut(
+            group,
+            source.name,
+            min(max_rows, source.num_tokens // data.seq_length),
+            _stream(data, replace(corpus, sources=(source,)), SEED, vocab_size),
+            table,
+        )
+        for source in corpus.sources
+    ]
+
+
+def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int) -> TokenStream:
+    """A stream whose step i + 1 is row i."""
+    return build_stream(data, corpus, seed=seed, vocab_size=vocab_size, global_batch_size=1, dp_rank=0, dp_size=1)
+
+
+def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -> I64 | None:
+    """Bytes by token id, from the tokenizer that `prepare` left in one of the folders; None where it is not that of the shards."""
+    from fms_fsdp.data.arrow_shard import Shard
+    from fms_fsdp.data.manifest import open_root
+    from fms_fsdp.data.tokenizer import load_tokenizer
+
+    digest = Shard(corpus.files, corpus.sources[0].paths[0], delimiter=0).metadata.get("tokenizer_digest")
+    for root in data_paths:
+        try:
+            files = open_root(root)
+            content = json.loads(files.pread(_DESCRIBED, files.size(_DESCRIBED), 0))
+            if content["digest"] != digest:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                name = content["kind"]
+                if file_name := content["file_name"]:
+                    name = str(Path(folder) / file_name)
+                    Path(name).write_bytes(files.pread(file_name, files.size(file_name), 0))
+                tokenizer = load_tokenizer(name, content["eos_token"])
+        except (ValueError, OSError) as error:
+            logger.debug("no tokenizer there: %s", error)
+            continue
+        table: I64 = np.zeros(max(vocab_size, tokenizer.vocabulary.size), dtype=np.int64)
+        table[: tokenizer.vocabulary.size] = tokenizer.token_bytes()
+        return table
+    logger.info("bits per byte are left out: no tokenizer of these shards in %s", corpus.files.root)
+    return None

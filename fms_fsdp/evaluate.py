@@ -1,0 +1,275 @@
+"""Loss, perplexity and bits per byte on held-out rows: in a run, and of a checkpoint with `python -m fms_fsdp evaluate`.
+
+    HeldOut.rows ── groups of batch_size rows, shared out over ranks ── forward without gradients ── sums by group ── one exact sum
+
+Invariant: a group of rows is computed as a whole by one rank, and the sums of all groups are added exactly, so the numbers depend neither on the world
+size nor on who computes what. Nothing of the training is touched: no random number is drawn, no gradient made, no row of the stream consumed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
+from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
+from fms_fsdp.config import EvalConfig, ParallelConfig, TrainConfig, flag, from_dict
+from fms_fsdp.data.batch import IGNORED_LABEL
+from fms_fsdp.data.held_out import HeldOut, open_held_out
+from fms_fsdp.mesh import build_mesh, resolve_layout
+from fms_fsdp.models.variants import model_from_dict
+from fms_fsdp.parallel.fsdp import reshard
+from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.preflight import Preflight
+from fms_fsdp.runtime import World, log, pick_device, set_up_log, start, stop, sum_over_ranks
+from fms_fsdp.status import BadInput
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How to compute: which model, in groups of how many rows, where. `alive` is called before each."""
+
+    model: nn.Module
+    batch_size: int
+    document_mask: bool
+    device: torch.device
+    world: World
+    alive: Callable[[], None] = lambda: None
+
+
+@torch.no_grad()
+def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
+    """`<group>/<source>/loss`, `…/ppl` and, where known, `…/bits_per_byte`, and `<group>/loss` and `…/ppl` over all tokens of a group
+    (collective: every rank).
+
+    Raises:
+        BadInput: a shard cannot be read.
+    """
+    values: dict[str, float] = {}
+    was_training = forward.model.training
+    forward.model.eval()
+    try:
+        for group in dict.fromkeys(source.group for source in sources):
+            totals = []
+            for source in (source for source in sources if source.group == group):
+                loss_sum, num_labels, num_bytes = _sums(forward, source)
+                totals.append((loss_sum, num_labels))
+                values |= _mean(f"{group}/{source.name}", loss_sum, num_labels)
+                if num_bytes:
+                    values[f"{group}/{source.name}/bits_per_byte"] = loss_sum / math.log(2) / num_bytes
+            values |= _mean(group, *map(math.fsum, zip(*totals, strict=True)))
+    finally:
+        forward.model.train(was_training)
+        reshard(forward.model)
+    return values
+
+
+def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
+    """Sum of the loss over the labels of all rows, in nats; number of labels; bytes that these stand for, 0 if not known."""
+    world, size = forward.world, forward.batch_size
+    sums = torch.zeros(-(-source.num_rows // size), 3, dtype=torch.float64)
+    before: tuple[int, torch.Tensor] | None = None
+    for first in range(0, len(sums), world.world_size):
+        forward.alive()
+        group = (
+            first + world.rank
+        )  # the last ones may be past the end: all masked, for FSDP needs every rank in every pass
+        try:
+            batch = source.rows(group * size, (group + 1) * size)
+        except (ValueError, OSError) as error:
+            raise BadInput(str(error), on_one_rank=True) from error
+        columns = batch if forward.document_mask else batch[:2]
+        with record_function("evaluate"):
+            loss_sum, _ = forward.model(*(column.to(forward.device, non_blocking=True) for column in columns))
+        if before is not None:  # read while the device computes the next group
+            sums[before[0], 0] = before[1].item()
+        before = None
+        if group < len(sums):
+            labels = batch.labels_BS[batch.labels_BS != IGNORED_LABEL].numpy()
+            sums[group, 1] = len(labels)
+            sums[group, 2] = 0 if source.token_bytes is None else int(source.token_bytes[labels].sum())
+            before = group, loss_sum
+    if before is not None:
+        sums[before[0], 0] = before[1].item()
+    loss, labels_, bytes_ = (math.fsum(column) for column in sum_over_ranks(sums).T.tolist())
+    return loss, labels_, bytes_
+
+
+def _mean(name: str, loss_sum: float, num_labels: float) -> dict[str, float]:
+    loss = loss_sum / max(1.0, num_labels)
+    return {f"{name}/loss": loss, f"{name}/ppl": math.exp(loss) if loss < 700 else math.inf}
+
+
+class Recorder(Protocol):
+    """What an evaluator needs of the reporter."""
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None: ...
+
+
+class Saver(Protocol):
+    """What an evaluator needs of the saver."""
+
+    validation_loss: float | None
+
+
+class Evaluator:
+    """The loop's `evaluate` hook: evaluates when it is time, tells the reporter, and leaves the loss for the next checkpoint.
+
+    `mark(part)` tells the clock that a part of the run has ended.
+    """
+
+    def __init__(
+        self,
+        section: EvalConfig,
+        document_mask: bool,
+        found: Preflight,
+        model: nn.Module,
+        recorder: Recorder,
+        saver: Saver,
+        alive: Callable[[], None],
+        mark: Callable[[str], None],
+    ) -> None:
+        self._section, self._found, self._recorder, self._saver = section, found, recorder, saver
+        self._mark = mark
+        self._forward = Forward(model, found.batch.batch_size, document_mask, found.device, found.world, alive)
+
+    def evaluate(self, step: int) -> None:
+        """Evaluates what is due after `step`; before the first step of a launch, that is `--eval_at_start` (collective: every rank)."""
+        sources = [source for source in self._found.held_out if self._is_due(source.group, step)]
+        if not sources:
+            return
+        if self._found.device.type == "cuda":
+            torch.cuda.synchronize(self._found.device)  # what the device still has to do belongs to the steps
+        self._mark("hooks")
+        begin = time.perf_counter()
+        values = evaluate(self._forward, sources)
+        seconds = time.perf_counter() - begin
+        self._recorder.evaluation(step, values | {"eval_s": seconds})
+        log.info("evaluation at step %d · %s · %.1f s", step, _line(values), seconds)
+        if math.isfinite(loss := values.get("eval/loss", math.nan)):
+            self._saver.validation_loss = loss
+        self._forward.alive()
+        self._mark("eval")
+
+    def _is_due(self, group: str, step: int) -> bool:
+        section, last = self._section, step == self._found.num_steps
+        if group == "test":
+            return last
+        if step == self._found.start:
+            return section.eval_at_start
+        return section.eval_interval > 0 and (last or step % section.eval_interval == 0)
+
+    def close(self) -> None:
+        """Closes the files."""
+        for source in self._found.held_out:
+            source.stream.close()
+
+
+def _line(values: dict[str, float]) -> str:
+    """The losses as one line."""
+    shown = []
+    for name in (key.removesuffix("/loss") for key in values if key.endswith("/loss")):
+        bits = values.get(f"{name}/bits_per_byte")
+        more = "" if bits is None else f", {bits:.3f} bits/byte"
+        shown.append(f"{name} loss {values[f'{name}/loss']:.4f} (ppl {values[f'{name}/ppl']:.2f}{more})")
+    return " · ".join(shown)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Which checkpoint, on which data. What is left out is as in the run that wrote it."""
+
+    path: str = flag("", "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)")
+    step: int | None = flag(None, "the checkpoint of this step", minimum=1)
+    data_path: str = flag("", "folder of the run's token shards (default: the run's)")
+    eval_data_path: str = flag(
+        "", "folder of held-out token shards (default: the run's, else validation/ in data_path)"
+    )
+    eval_datasets: tuple[str, ...] = flag((), "held-out sources, subfolders there (default: the run's, else all)")
+    eval_steps: int | None = flag(None, "global batches of each source (default: the run's)", minimum=1)
+    eval_test: bool = flag(False, "evaluate test/ in data_path too")
+    json: bool = flag(False, "print one JSON object")
+
+
+def main(config: EvaluateConfig) -> None:
+    """The command; also under torchrun, where the checkpoint is sharded over all processes."""
+    checkpoint = _open(config)
+    cfg, batch = _run_config(config, checkpoint), checkpoint.state["resolved"]["batch"]
+    world = World.from_env()
+    set_up_log(world)
+    device = pick_device(world)
+    model_config = model_from_dict(checkpoint.state["resolved"]["model"])
+    rows = cfg.eval.eval_steps * batch["global_batch_size"]
+    sources = open_held_out(cfg.eval, cfg.data, None, vocab_size=model_config.vocab_size, max_rows=rows)
+    parallel = ParallelConfig(
+        collective_timeout_s=cfg.parallel.collective_timeout_s, dist_backend=cfg.parallel.dist_backend
+    )
+    layout = resolve_layout(parallel, variant="", world_size=world.world_size, local_world_size=world.local_world_size)
+    start(parallel, cfg.training, world, device, group=layout.strategy != "none")
+    model = parallelize(
+        model_config,
+        parallel,
+        layout,
+        build_mesh(layout, device.type),
+        device=device,
+        mixed_precision=checkpoint.state["resolved"]["mixed_precision"],
+        seed=cfg.training.seed,
+    )
+    forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, world)
+    try:
+        load_checkpoint(checkpoint, model, None)
+        values = evaluate(forward, sources)
+    except (DamagedCheckpoint, BadInput) as error:
+        raise ValueError(str(error)) from error
+    for source in sources:
+        source.stream.close()
+    if world.rank == 0:
+        print(_json(checkpoint, values) if config.json else _table(checkpoint, values, sources))
+    del model, forward
+    stop()
+
+
+def _open(config: EvaluateConfig) -> Checkpoint:
+    path = Path(config.path)
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = open_checkpoint(root, step=config.step) if config.path else None
+    if found is None:
+        step = "" if config.step is None else f" of step {config.step}"
+        raise ValueError(
+            f"--path ({config.path}) must hold a complete checkpoint{step}; see `python -m fms_fsdp ckpt list`"
+        )
+    return found
+
+
+def _run_config(config: EvaluateConfig, checkpoint: Checkpoint) -> TrainConfig:
+    """The run's configuration, with evaluation on and the flags given here in their places."""
+    cfg = from_dict(checkpoint.state["config"])
+    given: dict[str, Any] = {name: getattr(config, name) for name in ("eval_data_path", "eval_datasets", "eval_steps")}
+    section = replace(cfg.eval, **{name: value for name, value in given.items() if value}, eval_at_start=True)
+    data = replace(cfg.data, data_path=config.data_path or cfg.data.data_path)
+    return replace(cfg, eval=replace(section, eval_test=config.eval_test), data=data)
+
+
+def _json(checkpoint: Checkpoint, values: dict[str, float]) -> str:
+    return json.dumps({"step": checkpoint.step, "tokens_seen": checkpoint.state["tokens_seen"], **values})
+
+
+def _table(checkpoint: Checkpoint, values: dict[str, float], sources: Sequence[HeldOut]) -> str:
+    lines = [f"{checkpoint.folder}: {checkpoint.state['tokens_seen']:,} tokens trained on"]
+    lines.append(f"{'source':<24}{'rows':>8}{'loss':>10}{'perplexity':>13}{'bits/byte':>11}")
+    rows = {f"{source.group}/{source.name}": source.num_rows for source in sources}
+    for name in (key.removesuffix("/loss") for key in values if key.endswith("/loss")):
+        num_rows = rows.get(name) or sum(count for other, count in rows.items() if other.startswith(name + "/"))
+        bits = values.get(f"{name}/bits_per_byte")
+        shown = "—" if bits is None else f"{bits:.4f}"
+        lines.append(f"{name:<24}{num_rows:>8}{values[f'{name}/loss']:>10.4f}{values[f'{name}/ppl']:>13.2f}{shown:>11}")
+    return "\n".join(lines)
