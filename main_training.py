@@ -22,7 +22,9 @@ from fms_fsdp.status import FINISHED, RESUME_ME, RUNNING, Launch, checking_input
 if TYPE_CHECKING:
     import torch
 
+    from fms_fsdp.limits import Limits, StopSignal
     from fms_fsdp.models.llama import Llama
+    from fms_fsdp.observe.report import Reporter
     from fms_fsdp.preflight import Preflight
     from fms_fsdp.runtime import Phases
 
@@ -58,18 +60,11 @@ def main(argv: list[str]) -> int:
 def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: Phases) -> str:
     """Builds everything and trains (collective: every rank); returns FINISHED or RESUME_ME."""
     from fms_fsdp import runtime
-    from fms_fsdp.evaluate import Evaluator
-    from fms_fsdp.guards import BadSteps, Watchdog
-    from fms_fsdp.limits import Limits, StopSignal
-    from fms_fsdp.observe.culprit import describe_data
-    from fms_fsdp.observe.profiler import profiling
+    from fms_fsdp.limits import StopSignal
     from fms_fsdp.observe.report import build_reporter
     from fms_fsdp.observe.run_folder import open_run_folder
-    from fms_fsdp.optim.schedules import cosine_with_warmup
-    from fms_fsdp.parallel.memory import explaining_out_of_memory
+    from fms_fsdp.optim.schedules import build_schedule
     from fms_fsdp.preflight import announce, open_stream
-    from fms_fsdp.saving import Saver
-    from fms_fsdp.train import Hooks, Recipe, train
 
     cfg, world, device = parsed.config, found.world, found.device
     folder, signals = Path(cfg.output_dir), StopSignal()
@@ -88,13 +83,7 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
     phases.done("model")
     found, stream = restore(parsed, found, stream, model, optimizer)
     phases.done("load")
-    learning_rate = partial(
-        cosine_with_warmup,
-        peak=cfg.optim.learning_rate,
-        warmup_steps=cfg.optim.warmup(found.num_steps),
-        num_steps=found.num_steps,
-        min_ratio=cfg.optim.min_lr_ratio,
-    )
+    learning_rate = build_schedule(cfg.optim, found.num_steps)
     reporter = build_reporter(
         cfg,
         found,
@@ -105,40 +94,57 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
         learning_rate=learning_rate,
         consumption=getattr(stream, "consumption", dict),
     )
+    limits = loop(cfg, found, launch, signals, model, optimizer, stream, reporter, attempt)
+    done = launch.step == found.num_steps
+    launch.reason = (
+        f"finished {launch.step} steps" if done else f"{limits.reason}, at step {launch.step}; start it again to go on"
+    )
+    runtime.log.info("%s: %s", launch.reason, folder)
+    return FINISHED if done else RESUME_ME
+
+
+def loop(
+    cfg: TrainConfig,
+    found: Preflight,
+    launch: Launch,
+    signals: StopSignal,
+    model: Llama,
+    optimizer: torch.optim.AdamW,
+    stream: Any,
+    reporter: Reporter,
+    attempt: int,
+) -> Limits:
+    """Trains to the end, or to a limit, with everything that watches over it (collective: every rank); returns the limits, which know why."""
+    from fms_fsdp.evaluate import Evaluator
+    from fms_fsdp.guards import BadSteps, Watchdog
+    from fms_fsdp.limits import Limits
+    from fms_fsdp.observe.culprit import describe_data
+    from fms_fsdp.observe.profiler import profiling
+    from fms_fsdp.parallel.memory import explaining_out_of_memory
+    from fms_fsdp.saving import Saver
+    from fms_fsdp.train import Hooks, Recipe, train
+
+    folder, rank, device, batch = Path(cfg.output_dir), found.world.rank, found.device, found.batch
+    mask, mark = cfg.data.document_mask, reporter.clock.mark
     saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt)
-    limits = Limits(cfg.training, folder, world.rank, found.start, reporter.tokens_per_step, signals, saver.save_s)
+    limits = Limits(cfg.training, folder, rank, found.start, reporter.tokens_per_step, signals, saver.save_s)
     limits.remove_stop_file()
     bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter))
-    watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", world.rank, launch.fail)
-    evaluator = Evaluator(
-        cfg.eval, cfg.data.document_mask, found, model, reporter, saver, watchdog.feed, reporter.clock.mark
-    )
-    recipe = Recipe(
-        model,
-        optimizer,
-        device,
-        found.layout,
-        found.batch,
-        cfg.optim.grad_clip,
-        cfg.data.document_mask,
-        learning_rate,
-        reporter.clock.mark,
-    )
+    watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
+    evaluator = Evaluator(cfg.eval, mask, found, model, reporter, saver, watchdog.feed, mark)
+    schedule = reporter.learning_rate
+    recipe = Recipe(model, optimizer, device, found.layout, batch, cfg.optim.grad_clip, mask, schedule, mark)
+    advice = explaining_out_of_memory(cfg.parallel, found.model, found.layout, batch.batch_size, found.mixed_precision)
     try:
-        with (
-            explaining_out_of_memory(
-                cfg.parallel, found.model, found.layout, found.batch.batch_size, found.mixed_precision
-            ),
-            profiling(cfg.profiler, folder, device, world.rank) as profiler,
-        ):
+        with advice, profiling(cfg.profiler, folder, device, rank) as profiler:
             hooks = Hooks(
-                watchdog.feed,
-                bad_steps.check,
-                reporter.report,
-                profiler.step,
-                limits.stop_after,
-                evaluator.evaluate,
-                saver.save,
+                alive=watchdog.feed,
+                check=bad_steps.check,
+                report=reporter.report,
+                profiler_step=profiler.step,
+                should_stop=limits.stop_after,
+                evaluate=evaluator.evaluate,
+                save=saver.save,
             )
             launch.step = train(recipe, stream, hooks, found.start, found.num_steps)
         bad_steps.flush()
@@ -148,12 +154,7 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
         stream.close()
         evaluator.close()
         reporter.close()
-    done = launch.step == found.num_steps
-    launch.reason = (
-        f"finished {launch.step} steps" if done else f"{limits.reason}, at step {launch.step}; start it again to go on"
-    )
-    runtime.log.info("%s: %s", launch.reason, folder)
-    return FINISHED if done else RESUME_ME
+    return limits
 
 
 def build(cfg: TrainConfig, found: Preflight) -> tuple[Llama, torch.optim.AdamW]:

@@ -11,7 +11,7 @@ from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, named_steps,
 from fms_fsdp.config import OptimConfig, TrainConfig, as_dict
 from fms_fsdp.flags import declared_fields
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.optim.schedules import cosine_with_warmup
+from fms_fsdp.optim.schedules import build_schedule
 
 _FREE_IN_THE_MODEL = ("attn_impl", "init_std", "max_seq_len")
 
@@ -129,22 +129,13 @@ def schedule_jump(cfg: TrainConfig, num_steps: int, start: Start) -> str:
     known = {
         name: value for name, value in state["config"]["optim"].items() if name in OptimConfig.__dataclass_fields__
     }
-    rates = [_rate(OptimConfig(**known), state["resolved"]["num_steps"], step), _rate(cfg.optim, num_steps, step)]
+    before = build_schedule(OptimConfig(**known), state["resolved"]["num_steps"])
+    rates = [before(step), build_schedule(cfg.optim, num_steps)(step)]
     if rates[0] == rates[1]:
         return ""
     return (
         f"learning rate of step {step}: {rates[0]:.3e} -> {rates[1]:.3e} "
         f"(num_steps {state['resolved']['num_steps']} -> {num_steps})"
-    )
-
-
-def _rate(section: OptimConfig, num_steps: int, step: int) -> float:
-    return cosine_with_warmup(
-        step,
-        peak=section.learning_rate,
-        warmup_steps=section.warmup(num_steps),
-        num_steps=num_steps,
-        min_ratio=section.min_lr_ratio,
     )
 
 

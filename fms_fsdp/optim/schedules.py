@@ -3,6 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+
+from fms_fsdp.config import OptimConfig
+
+
+def build_schedule(section: OptimConfig, num_steps: int) -> Callable[[int], float]:
+    """The learning rate as a function of the 1-based step, in a run of `num_steps`.
+
+    Raises:
+        ValueError: the warm-up is longer than the run.
+    """
+    return partial(
+        cosine_with_warmup,
+        peak=section.learning_rate,
+        warmup_steps=section.warmup(num_steps),
+        num_steps=num_steps,
+        min_ratio=section.min_lr_ratio,
+    )
 
 
 def cosine_with_warmup(step: int, *, peak: float, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
