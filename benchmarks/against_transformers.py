@@ -35,7 +35,7 @@ from fms_fsdp.config import ModelConfig, ParallelConfig
 from fms_fsdp.mesh import Layout
 from fms_fsdp.models.flops import flops_per_token, num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
-from fms_fsdp.observe.metrics import peak_memory_gib
+from fms_fsdp.observe.metrics import memory
 from fms_fsdp.observe.peak import measure_matmul_flops
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
@@ -212,7 +212,7 @@ def main() -> None:
                 rate, share = case[f"{name}_tokens_per_sec"], case[f"{name}_share_of_matmul"]
                 shown.append(f"{name} {rate:8.0f} tok/s = {share:.0%} of {case['matmul_gflops']:.0f} GFLOP/s")
             print(f"{precision} {mode:8s}: {', '.join(shown)}", flush=True)
-    result["peak_mem_gib"] = round(peak_memory_gib(torch.device("cpu")), 2)
+    result["peak_mem_gib"] = round(memory(torch.device("cpu"))["peak_mem_gib"], 2)
     print(f"peak memory {result['peak_mem_gib']} GiB")
     path = Path(args.output or Path(__file__).parent / "results" / "against_transformers.json")
     path.write_text(json.dumps(result, indent=1) + "\n")

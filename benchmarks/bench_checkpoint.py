@@ -195,7 +195,7 @@ def main() -> None:
     argv = ["--worker", f"--folder={flags.folder}", f"--variant={flags.variant}", f"--rounds={flags.rounds}"]
     torchrun(flags.ranks, str(Path(__file__).resolve()), *argv)
     result = json.loads((flags.folder / "result.json").read_text())
-    start = {} if flags.rounds == 2 else start_by_phase(flags.folder, flags.variant, flags.ranks)
+    start = start_by_phase(flags.folder, flags.variant, flags.ranks)
     shutil.rmtree(flags.folder)
     import torch
 
