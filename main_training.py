@@ -127,7 +127,8 @@ def loop(
     folder, rank, device, batch = Path(cfg.output_dir), found.world.rank, found.device, found.batch
     mask, mark = cfg.data.document_mask, reporter.clock.mark
     saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt)
-    limits = Limits(cfg.training, folder, rank, found.start, reporter.tokens_per_step, signals, saver.save_s)
+    per_step = (reporter.rows_per_step, reporter.tokens_per_step)
+    limits = Limits(cfg.training, folder, rank, found.start, *per_step, signals, saver.save_s)
     limits.remove_stop_file()
     bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter))
     watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
     size = sum(t.numel() * t.element_size() for t in local)
     buffers = [torch.empty_like(t, device="cpu") for t in local]
-    raw = memoryview(np.ones(size, dtype=np.uint8))
+    raw = np.ones(size, dtype=np.uint8).data
     root, mine = folder / "checkpoints", folder / f"plain{world.rank}"
     root.mkdir(exist_ok=True)
     checkpointer = Checkpointer(root, attempt=1, in_background=True, committed=lambda step: None)
@@ -102,7 +103,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     for step in range(rounds + 1):  # the first one warms up: host memory, files, page tables
         row = {"copy_s": timed(lambda: [b.copy_(t) for b, t in zip(buffers, local, strict=True)])}
         row["write_s"] = timed(lambda: plain_write(mine, raw))
-        row["stall_s"] = timed(lambda step=step: checkpointer.save(step, model, optimizer, {}, now=False))
+        row["stall_s"] = timed(partial(checkpointer.save, step, model, optimizer, {}, now=False))
         row["save_s"] = row["stall_s"] + timed(checkpointer.wait)
         for files in (root, folder):
             if world.rank == 0:
@@ -110,7 +111,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
         row["read_s"] = timed(lambda: plain_read(mine, raw))
         checkpoint = open_checkpoint(root)
         assert checkpoint is not None and checkpoint.step == step
-        row["load_s"] = timed(lambda checkpoint=checkpoint: load_checkpoint(checkpoint, model, optimizer))
+        row["load_s"] = timed(partial(load_checkpoint, checkpoint, model, optimizer))
         dist.barrier()
         if world.rank == 0:
             print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)

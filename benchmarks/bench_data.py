@@ -57,7 +57,8 @@ TARGETS = {
 
 def document_lengths(rng: np.random.Generator, num_docs: int, num_tokens: int) -> np.ndarray:
     lengths = rng.lognormal(0.0, 1.2, size=num_docs)
-    return np.maximum(1, lengths * (num_tokens / lengths.sum())).astype(np.int64)
+    scaled: np.ndarray = np.maximum(1, lengths * (num_tokens / lengths.sum())).astype(np.int64)
+    return scaled
 
 
 def write_shard(path: Path, lengths: np.ndarray, tokens: np.ndarray, layout: str) -> None:
@@ -66,9 +67,14 @@ def write_shard(path: Path, lengths: np.ndarray, tokens: np.ndarray, layout: str
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     if layout == "lists":
         kind = pa.large_list(pa.field("item", pa.uint16(), nullable=False))
-        facts = {"n_docs": len(lengths), "n_tokens": int(offsets[-1]), "max_token_id": VOCAB - 1, "vocab_size": VOCAB}
-        facts |= {"sep_token": SEP, "has_eos": "false", "dtype": "uint16"}
-        metadata = {key: str(value) for key, value in facts.items()}
+        facts = {
+            "n_docs": len(lengths),
+            "n_tokens": int(offsets[-1]),
+            "max_token_id": VOCAB - 1,
+            "vocab_size": VOCAB,
+            "sep_token": SEP,
+        }
+        metadata = {key: str(value) for key, value in facts.items()} | {"has_eos": "false", "dtype": "uint16"}
         schema = pa.schema([pa.field("tokens", kind, nullable=False)], metadata=metadata)
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for start in range(0, len(lengths), 65_536):
@@ -149,8 +155,8 @@ def section_of(root: str, packing: str = "concat") -> DataConfig:
 
 
 def open_stream(section: DataConfig, batch: int = ROWS) -> TokenStream:
-    sizes = {"global_batch_size": batch, "dp_rank": 0, "dp_size": 1}
-    return build_stream(section, open_corpus(section), seed=1, vocab_size=VOCAB, **sizes)
+    corpus = open_corpus(section)
+    return build_stream(section, corpus, seed=1, vocab_size=VOCAB, global_batch_size=batch, dp_rank=0, dp_size=1)
 
 
 def seconds(work: Callable[[], Any]) -> float:

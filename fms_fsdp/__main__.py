@@ -33,8 +33,9 @@ COMMANDS = {
     "evaluate": ("fms_fsdp.evaluate", "EvaluateConfig", "loss, perplexity and bits per byte of a checkpoint"),
     "ckpt list": ("fms_fsdp.checkpoint.command", "ListConfig", "the checkpoints of a run: size, tokens, health"),
     "ckpt verify": ("fms_fsdp.checkpoint.command", "VerifyConfig", "every byte against its checksum"),
-    "report": ("fms_fsdp.observe.page", "ReportConfig", "a page of curves and tables from run folders"),
     "ckpt prune": ("fms_fsdp.checkpoint.command", "PruneConfig", "delete what need not be kept; a dry run by default"),
+    "estimate": ("fms_fsdp.observe.estimate", "EstimateConfig", "how long a training will take, as a range"),
+    "report": ("fms_fsdp.observe.page", "ReportConfig", "a page of curves and tables from run folders"),
 }
 
 

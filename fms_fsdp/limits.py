@@ -20,7 +20,7 @@ from fms_fsdp.config import TrainingConfig
 from fms_fsdp.runtime import max_over_ranks, process_age_s
 
 STOP_FILE = "STOP"
-_NONE, _SIGNAL, _FILE, _STEPS, _TOKENS, _TIME = range(6)
+_NONE, _SIGNAL, _FILE, _STEPS, _STEP, _TOKENS, _SAMPLES, _TIME = range(8)
 
 
 class StopSignal:
@@ -45,6 +45,7 @@ class Limits:
     folder: Path
     rank: int
     start: int
+    rows_per_step: int
     tokens_per_step: int
     signals: StopSignal
     save_s: Callable[[], float]
@@ -71,19 +72,25 @@ class Limits:
             _SIGNAL: f"stopped by {self.signals.name or 'a signal to another rank'}",
             _FILE: f"stopped by the file {self.folder / STOP_FILE}",
             _STEPS: f"--exit_interval ({self.section.exit_interval}) steps are done",
+            _STEP: f"--exit_step ({self.section.exit_step}) is reached",
             _TOKENS: f"--exit_tokens ({self.section.exit_tokens}) are reached",
+            _SAMPLES: f"--exit_samples ({self.section.exit_samples}) are reached",
             _TIME: f"--exit_duration_in_mins ({self.section.exit_duration_in_mins}) or the job's end is near",
         }[code]
         return code != _NONE
 
     def _own_code(self, step: int, now: float) -> int:
-        section = self.section
+        section, done = self.section, step - self.start
         if self.signals.name:
             return _SIGNAL
-        if section.exit_interval and step - self.start >= section.exit_interval:
+        if section.exit_interval and done >= section.exit_interval:
             return _STEPS
-        if section.exit_tokens and (step - self.start) * self.tokens_per_step >= section.exit_tokens:
+        if section.exit_step and step == section.exit_step:
+            return _STEP
+        if section.exit_tokens and done * self.tokens_per_step >= section.exit_tokens:
             return _TOKENS
+        if section.exit_samples and done * self.rows_per_step >= section.exit_samples:
+            return _SAMPLES
         if self.rank == 0:
             if self._time_left_s() < self.margin_s:
                 return _TIME

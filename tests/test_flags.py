@@ -82,7 +82,7 @@ def test_a_flag_is_read_by_the_type_of_its_field(argument: str, section: str, na
         (["--datasets=a,b", "--weights=1,-2"], "--weights (1,-2) must be positive"),
         (["--datasets=a,a"], "repeated: a"),
         (["--warmup_steps=20", "--num_steps=10"], "--warmup_steps (20) must not exceed --num_steps (10)"),
-        (["--config=no_such_file"], "shipped overlays: gpt3_13b"),
+        (["--config=no_such_file"], "shipped overlays: bench, continue, gpt3_13b"),
         (["--load_model_only=True"], "--ckpt_load_path"),
     ],
 )
@@ -128,11 +128,19 @@ def test_a_saved_config_repeats_the_run(tmp_path: Path) -> None:
     assert parse(f"--config={tmp_path / 'config.json'}") == config
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_shipped_overlay_describes_a_model(path: Path) -> None:
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("gpt3_*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_shape_is_a_model(path: Path) -> None:
     config = parse(f"--config={path.stem}")
     model = resolve_model(config.model, seq_length=config.data.seq_length)
     assert model.hidden_size % model.num_attention_heads == 0 and model.vocab_size == 50257
+
+
+def test_every_shipped_use_can_be_laid_over_a_model() -> None:
+    uses = sorted(path.stem for path in SHIPPED.glob("*.toml") if not path.stem.startswith("gpt3_"))
+    assert uses == ["bench", "continue", "pretrain_7b", "profile"]
+    for use in uses:
+        parsed = parse_with_origins(TrainConfig, [f"--config={use}", "--model_variant=13b", "--ckpt_load_path=there"])
+        assert len(parsed.origins) > 3 and parsed.config.model.model_variant == "13b"
 
 
 def test_every_flag_has_a_meaning_and_a_unique_name() -> None:

@@ -149,7 +149,7 @@ def test_refused_flags_are_refused(
 
 
 def test_limits_end_a_launch_and_not_the_run(whole: Path, tmp_path: Path) -> None:
-    """Five launches under different limits leave the losses of one."""
+    """Seven launches under different limits leave the losses of one."""
     tokens = metrics(whole)[1]["tokens_seen"]
     common = [*TINY, f"--output_dir={tmp_path}", "--checkpoint_interval=0"]
     first = run(*common, "--num_steps=8", "--exit_interval=2")
@@ -161,9 +161,20 @@ def test_limits_end_a_launch_and_not_the_run(whole: Path, tmp_path: Path) -> Non
     assert third.returncode == 75 and status(tmp_path)["step"] == 5
     fourth = run(*common, "--num_steps=8", SLURM_JOB_END_TIME=str(int(time.time())))
     assert fourth.returncode == 75 and status(tmp_path)["step"] == 6
+    rows = metrics(whole)[1]["samples_seen"]
+    fifth = run(*common, "--num_steps=8", f"--exit_samples={rows}")
+    assert fifth.returncode == 75 and f"--exit_samples ({rows}) are reached, at step 7" in status(tmp_path)["reason"]
     trained(*common, f"--num_tokens={8 * tokens}")
     assert status(tmp_path)["status"] == "finished"
     assert losses(tmp_path) == losses(whole)
+
+
+def test_exit_step_counts_the_steps_of_the_run(tmp_path: Path) -> None:
+    common = [*TINY, f"--output_dir={tmp_path}", "--checkpoint_interval=0", "--num_steps=5"]
+    # the third launch begins at the exit step, and passes it
+    for flag, step in (("--exit_interval=2", 2), ("--exit_step=3", 3), ("--exit_step=3", 5)):
+        assert run(*common, flag).returncode == (0 if step == 5 else 75)
+        assert status(tmp_path)["step"] == step
 
 
 def test_the_stop_file_stops_and_is_gone_with_the_next_launch(tmp_path: Path) -> None:

@@ -266,6 +266,8 @@ class TrainingConfig:
         None, "end this launch after so many steps of its own; the same command goes on", minimum=1, resume="free"
     )
     exit_tokens: int | None = flag(None, "end this launch after so many tokens of its own", minimum=1, resume="free")
+    exit_samples: int | None = flag(None, "end this launch after so many rows of its own", minimum=1, resume="free")
+    exit_step: int | None = flag(None, "end the launch that reaches this step of the run", minimum=1, resume="free")
     exit_duration_in_mins: float | None = flag(
         None,
         "end this launch in time to be done, checkpoint included, so many minutes after its start",
