@@ -106,7 +106,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
             row["write_s"] = timed(lambda: plain_write(mine, raw))
         row["stall_s"] = timed(partial(checkpointer.save, step, model, optimizer, {}, now=False))
         row["save_s"] = row["stall_s"] + timed(checkpointer.wait)
-        if not step % 2:  # by turns: the second of the two finds other pages free, and the host's memory slower or faster
+        if not step % 2:  # by turns: the second of the two finds less of the memory warm
             row["write_s"] = timed(lambda: plain_write(mine, raw))
         for files in (root, folder):
             if world.rank == 0:

@@ -97,8 +97,10 @@ def rope_table(config: LlamaConfig) -> torch.Tensor:
 
 def rotate(x_BSHK: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """x with the pairs (i, i + K/2) of each head turned by their position's angle; computed in fp32. `rope` has shape (S or B S, 2, K)."""
-    cos, sin = rope.unsqueeze(-3).unbind(-2)
-    return (x_BSHK * cos + x_BSHK.roll(x_BSHK.shape[-1] // 2, -1) * sin).to(x_BSHK.dtype)
+    halves = (2, x_BSHK.shape[-1] // 2)  # by halves and not by a roll of K, which compiled code for CPUs does element by element
+    cos, sin = rope.unsqueeze(-3).unflatten(-1, halves).unbind(-3)
+    pairs = x_BSHK.unflatten(-1, halves)
+    return (pairs * cos + pairs.flip(-2) * sin).flatten(-2).to(x_BSHK.dtype)
 
 
 class Attention(nn.Module):
@@ -156,10 +158,11 @@ def short_attention(q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Te
     """Causal attention by explicit products; scores and softmax in fp32, whole (B H S S)."""
     group = q_BHSK.shape[1] // k_BGSK.shape[1]
     k_BHSK, v_BHSK = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k_BGSK, v_BGSK))
-    scores_BHSS = (q_BHSK @ k_BHSK.transpose(2, 3)).float() / math.sqrt(q_BHSK.shape[3])
-    future_SS = torch.ones(scores_BHSS.shape[2:], dtype=torch.bool, device=scores_BHSS.device).triu(1)
-    weights_BHSS = scores_BHSS.masked_fill(future_SS, -torch.inf).softmax(dim=-1)
-    return weights_BHSS.to(v_BHSK.dtype) @ v_BHSK
+    scores_BHSS = (q_BHSK @ k_BHSK.transpose(2, 3)).float() * (1 / math.sqrt(q_BHSK.shape[3]))
+    position_S = torch.arange(q_BHSK.shape[2], device=q_BHSK.device)
+    # added, not filled in: compiled code for CPUs is then vectorised
+    future_SS = torch.where(position_S.unsqueeze(1) >= position_S, 0.0, -torch.inf)
+    return (scores_BHSS + future_SS).softmax(dim=-1).to(v_BHSK.dtype) @ v_BHSK
 
 
 @functools.cache
