@@ -20,7 +20,8 @@ import torch.nn.functional as F
 IGNORE_INDEX = -100
 # fp32 logits of a chunk: within the cache of a CPU, large enough products for a GPU
 _CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
-_SPAN_BYTES = 64 << 20  # of logits in the compute dtype, if a chunk is not more
+_SPAN_BYTES = 64 << 20  # the same of a span, if a chunk is not more
+_SLICE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # fp32 rows of dW that are added up at a time
 
 
 def chunk_rows(num_rows: int, vocab_size: int, device_type: str) -> int:
@@ -57,15 +58,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head_VD = weight_VD.to(h_ND.dtype)
         num_rows, vocab_size = h_ND.shape[0], weight_VD.shape[0]
         rows = chunk_rows(num_rows, vocab_size, h_ND.device.type)
-        span = rows * max(1, _SPAN_BYTES // (rows * vocab_size * h_ND.element_size()))
+        span = rows * max(1, _SPAN_BYTES // (rows * vocab_size * 4))
         need_h, need_weight, *_ = ctx.needs_input_grad
         dh_ND = torch.empty_like(h_ND) if need_h else None
         dweight_VD: torch.Tensor | None = None
         loss = torch.zeros((), dtype=torch.float32, device=h_ND.device)
+        dlogits_PV = h_ND.new_empty(min(span, num_rows), vocab_size)
         for start in range(0, num_rows, span):
             part = slice(start, start + span)
             h_PD, valid_P1, index_P = h_ND[part], valid_N1[part], index_N[part]
-            dlogits_PV = h_PD.new_empty(len(h_PD), vocab_size)
+            dlogits_PV = dlogits_PV[: len(h_PD)]
             logp_P1 = torch.empty(len(h_PD), 1, dtype=torch.float32, device=h_ND.device)
             for first in range(0, len(h_PD), rows):
                 chunk = slice(first, first + rows)
@@ -77,8 +79,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dh_ND is not None:  # masked rows are dropped here and in h, not in the much larger dlogits
                 torch.mul(dlogits_PV @ head_VD, valid_P1, out=dh_ND[part])
             if need_weight:
-                only = span >= num_rows
-                dweight_VD = _add_product(dweight_VD, dlogits_PV.T, h_PD * valid_P1, only=only)
+                if span >= num_rows:  # no sum: the product is left in its own dtype
+                    dweight_VD = dlogits_PV.T @ (h_PD * valid_P1)
+                else:
+                    dweight_VD = _add_product(dweight_VD, dlogits_PV.T, h_PD * valid_P1)
         ctx.save_for_backward(dh_ND, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype))
         return loss
 
@@ -94,12 +98,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, *, only: bool) -> torch.Tensor:
-    """total + left @ right in fp32; a single product is left in its own dtype."""
-    if total is None:
-        product = left @ right
-        return product if only else product.float()
-    return total.addmm_(left, right) if left.dtype == torch.float32 else total.add_(left @ right)
+def _add_product(total_VD: torch.Tensor | None, left_VP: torch.Tensor, right_PD: torch.Tensor) -> torch.Tensor:
+    """total + left @ right in fp32, slice by slice where the product has another dtype: neither it nor its fp32 copy exists as a whole."""
+    if total_VD is None:
+        total_VD = torch.zeros(left_VP.shape[0], right_PD.shape[1], dtype=torch.float32, device=left_VP.device)
+    if left_VP.dtype == torch.float32:
+        return total_VD.addmm_(left_VP, right_PD)
+    rows = max(1, _SLICE_BYTES.get(left_VP.device.type, 256 << 20) // (4 * right_PD.shape[1]))
+    for total, left in zip(total_VD.split(rows), left_VP.split(rows), strict=True):
+        total.add_(left @ right_PD)
+    return total_VD
 
 
 def linear_cross_entropy(
