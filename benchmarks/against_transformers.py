@@ -12,7 +12,8 @@ what is multiplied, so no embedding lookup and half of the causal attention; `sh
     python benchmarks/against_transformers.py                      # fp32 and bf16, eager and compiled; a few minutes
     python benchmarks/against_transformers.py --precision=fp32 --mode=eager --rounds=3
 
-A round's ratio compares neighbours in time; the reported one is the median over rounds. Run it on a quiet machine.
+A round's ratio compares neighbours in time; the reported one is the median over rounds. Run it on a quiet machine. `--peak_memory_at=32000` runs each contestant
+in a process of its own at that vocabulary, too, and compares the most memory each had resident.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +186,30 @@ def bench_case(config: LlamaConfig, precision: str, compiled: bool, args: argpar
     return case | {"warmup_s": round(warmup_s, 1), "warmup_losses": losses, "rounds": rounds}
 
 
+def peak_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """GiB that a process with each contestant alone had resident at most, of each precision and mode; ours by the reference's as `ratio`."""
+    rows = []
+    for mode, precision in itertools.product(args.mode.split(","), args.precision.split(",")):
+        row: dict[str, Any] = {"mode": mode, "precision": precision, "vocab_size": args.peak_memory_at}
+        for name in args.contestants.split(","):
+            with tempfile.NamedTemporaryFile(suffix=".json") as file:
+                flags = [f"--{key}={getattr(args, key)}" for key in ("model_variant", "batch_size", "seq_length")]
+                flags += [
+                    f"--mode={mode}",
+                    f"--precision={precision}",
+                    f"--contestants={name}",
+                    f"--output={file.name}",
+                ]
+                flags += [f"--vocab_size={args.peak_memory_at}", "--rounds=2"]
+                subprocess.run([sys.executable, __file__, *flags], check=True, stdout=subprocess.DEVNULL)
+                row[name] = json.loads(Path(file.name).read_text())["peak_mem_gib"]
+        if "ours" in row and "reference" in row:
+            row["ratio"] = round(row["ours"] / row["reference"], 3)
+        print(f"peak memory: {row}", flush=True)
+        rows.append(row)
+    return rows
+
+
 def hardware() -> dict[str, Any]:
     """What the numbers depend on."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -209,6 +237,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each contestant in a round")
     parser.add_argument("--contestants", default="ours,reference", help="one alone to see its peak memory")
+    parser.add_argument("--peak_memory_at", type=int, default=0, help="vocabulary; 0 leaves memory out")
     parser.add_argument(
         "--output", default="", help="result file (default: benchmarks/results/against_transformers.json)"
     )
@@ -244,8 +273,9 @@ def main() -> None:
                 rate, share = case[f"{name}_tokens_per_sec"], case[f"{name}_share_of_matmul"]
                 shown.append(f"{name} {rate:8.0f} tok/s = {share:.0%} of {case['matmul_gflops']:.0f} GFLOP/s")
             print(f"{precision} {mode:8s}: {', '.join(shown)}", flush=True)
-    result["peak_mem_gib"] = round(memory(torch.device("cpu"))["peak_mem_gib"], 2)
-    print(f"peak memory {result['peak_mem_gib']} GiB")
+    result["peak_mem_gib"] = round(memory(torch.device("cpu"))["peak_mem_gib"], 3)
+    if args.peak_memory_at:
+        result["peak_memory"] = peak_memory(args)
     path = Path(args.output or Path(__file__).parent / "results" / "against_transformers.json")
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {path}")
