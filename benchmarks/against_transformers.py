@@ -161,8 +161,11 @@ def bench_case(config: LlamaConfig, precision: str, compiled: bool, args: argpar
     makers = {"ours": our_step, "reference": reference_step}
     contestants = {name: makers[name](config, precision, compiled) for name in args.contestants.split(",")}
     begin = time.perf_counter()
-    losses = {name: [step(batches[0]).item() for _ in range(3)] for name, step in contestants.items()}
-    warmup_s = time.perf_counter() - begin
+    losses = {name: [step(batches[0]).item() for _ in range(args.warmup)] for name, step in contestants.items()}
+    case: dict[str, Any] = {"precision": precision, "mode": "compiled" if compiled else "eager"}
+    case |= {"warmup_s": round(time.perf_counter() - begin, 1), "warmup_losses": losses}
+    if not args.rounds:
+        return case
     rounds = []
     for index in range(args.rounds):
         order = list(contestants.items())[:: 1 if index % 2 == 0 else -1]
@@ -174,7 +177,6 @@ def bench_case(config: LlamaConfig, precision: str, compiled: bool, args: argpar
     multiplied = (matmul_flops_per_token(config, args.seq_length) - attention / 2) / 1e9
     per_token = flops_per_token(config, args.seq_length) / 1e9
     medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-    case: dict[str, Any] = {"precision": precision, "mode": "compiled" if compiled else "eager"}
     case |= {key: round(value, 1) for key, value in medians.items()}
     for name in contestants:
         shares = [one[f"{name}_tokens_per_sec"] / one["matmul_gflops"] for one in rounds]
@@ -183,7 +185,7 @@ def bench_case(config: LlamaConfig, precision: str, compiled: bool, args: argpar
     if len(contestants) == 2:
         ratios = [one["ours_tokens_per_sec"] / one["reference_tokens_per_sec"] for one in rounds]
         case["ratio"] = round(statistics.median(ratios), 3)
-    return case | {"warmup_s": round(warmup_s, 1), "warmup_losses": losses, "rounds": rounds}
+    return case | {"rounds": rounds}
 
 
 def peak_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -200,7 +202,7 @@ def peak_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
                     f"--contestants={name}",
                     f"--output={file.name}",
                 ]
-                flags += [f"--vocab_size={args.peak_memory_at}", "--rounds=2"]
+                flags += [f"--vocab_size={args.peak_memory_at}", "--rounds=0", "--warmup=10"]
                 subprocess.run([sys.executable, __file__, *flags], check=True, stdout=subprocess.DEVNULL)
                 row[name] = json.loads(Path(file.name).read_text())["peak_mem_gib"]
         if "ours" in row and "reference" in row:
@@ -234,7 +236,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seq_length", type=int, default=128)
     parser.add_argument("--precision", default="fp32,bf16")
     parser.add_argument("--mode", default="eager,compiled")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0: nothing but the warm-up")
+    parser.add_argument("--warmup", type=int, default=3, help="optimizer steps of each contestant before the rounds")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each contestant in a round")
     parser.add_argument("--contestants", default="ours,reference", help="one alone to see its peak memory")
     parser.add_argument("--peak_memory_at", type=int, default=0, help="vocabulary; 0 leaves memory out")
@@ -268,6 +271,8 @@ def main() -> None:
         for precision in args.precision.split(","):
             case = bench_case(config, precision, mode == "compiled", args)
             cases.append(case)
+            if not args.rounds:
+                continue
             shown = [f"ratio {case['ratio']:.2f}"] if "ratio" in case else []
             for name in args.contestants.split(","):
                 rate, share = case[f"{name}_tokens_per_sec"], case[f"{name}_share_of_matmul"]

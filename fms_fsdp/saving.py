@@ -60,6 +60,9 @@ class Saver:
         self._checkpointer = Checkpointer(
             self._root, attempt=attempt, in_background=section.async_checkpoint, committed=self._committed
         )
+        due = self._schedule.next_after(found.start)
+        if due is not None and due < found.num_steps:  # the last step is saved on the spot
+            self._checkpointer.reserve(model, optimizer)
 
     def save_s(self) -> float:
         """Seconds that the last checkpoint took, from the copy to the commit."""

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed._state_dict_utils import _copy_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files
 from fms_fsdp.checkpoint.storage import CheckpointReader, CheckpointWriter
@@ -61,6 +62,11 @@ class Checkpointer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if in_background else None
         self._group = dist.new_group(backend="gloo") if in_background and dist.is_initialized() else None
         self.save_s = 0.0  # the last save, from the call to its commit
+
+    def reserve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Begins to allocate the host memory of the copies: at the first save that would hold up the loop for several times the copy."""
+        if self._pool is not None:
+            self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizer))
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, now: bool
@@ -101,10 +107,14 @@ class Checkpointer:
             if self._pool is not None:
                 self._pool.shutdown()
 
+    def _allocate(self, tensors: Tensors) -> None:
+        self._host = {name: _on_host(tensor) for name, tensor in tensors.items()}
+
     def _copy_to_host(self, tensors: Tensors) -> Tensors:
+        if self._host is None:
+            self._allocate(tensors)
+        assert self._host is not None
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
-        if self._host is None:  # kept: fresh memory costs more than the copy
-            self._host = _create_cpu_state_dict(tensors, pin_memory=on_gpu, share_memory=False)
         copied: Tensors = _copy_state_dict(tensors, self._host, non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
@@ -162,6 +172,15 @@ def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.o
         raise DamagedCheckpoint(checkpoint.folder, "; ".join(found)) from failure
     if failure is not None:
         raise failure
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros of the same shape and sharding in host memory, pinned where the tensor is on a GPU."""
+    pin = tensor.device.type == "cuda"
+    if isinstance(tensor, DTensor):
+        local = _on_host(tensor.to_local())
+        return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pin).fill_(0)  # filled: zeros alone touch no memory
 
 
 def _global_bytes(tensors: Tensors) -> int:

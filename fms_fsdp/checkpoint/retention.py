@@ -23,6 +23,14 @@ class SaveSchedule:
                 return (step - start) % interval == 0
         return False
 
+    def next_after(self, step: int) -> int | None:
+        """The first step past `step` that is due."""
+        for start, stop, interval in self.ranges:
+            due = start + (max(0, step - start) // interval + 1) * interval
+            if stop is None or due <= stop:
+                return due
+        return None
+
 
 def parse_schedule(text: str, interval: int) -> SaveSchedule:
     """The schedule of `--checkpoint_schedule`, or of `--checkpoint_interval` where it is empty (0: none).

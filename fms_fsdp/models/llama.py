@@ -97,10 +97,10 @@ def rope_table(config: LlamaConfig) -> torch.Tensor:
 
 def rotate(x_BSHK: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """x with the pairs (i, i + K/2) of each head turned by their position's angle; computed in fp32. `rope` has shape (S or B S, 2, K)."""
-    halves = (2, x_BSHK.shape[-1] // 2)  # by halves and not by a roll of K, which compiled code for CPUs does element by element
-    cos, sin = rope.unsqueeze(-3).unflatten(-1, halves).unbind(-3)
-    pairs = x_BSHK.unflatten(-1, halves)
-    return (pairs * cos + pairs.flip(-2) * sin).flatten(-2).to(x_BSHK.dtype)
+    # by halves, not by a roll of K, which compiled code for CPUs does element by element
+    cos, sin = rope.reshape(*rope.shape[:-2], 1, 2, 2, -1).unbind(-3)
+    halves = x_BSHK.reshape(*x_BSHK.shape[:-1], 2, -1)
+    return (halves * cos + halves.flip(-2) * sin).flatten(-2).to(x_BSHK.dtype)
 
 
 class Attention(nn.Module):

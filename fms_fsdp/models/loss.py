@@ -105,7 +105,7 @@ def _add_product(total_VD: torch.Tensor | None, left_VP: torch.Tensor, right_PD:
     if left_VP.dtype == torch.float32:
         return total_VD.addmm_(left_VP, right_PD)
     rows = max(1, _SLICE_BYTES.get(left_VP.device.type, 256 << 20) // (4 * right_PD.shape[1]))
-    for total, left in zip(total_VD.split(rows), left_VP.split(rows), strict=True):
+    for total, left in zip(torch.split(total_VD, rows), torch.split(left_VP, rows), strict=True):
         total.add_(left @ right_PD)
     return total_VD
 

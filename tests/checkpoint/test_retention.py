@@ -14,12 +14,14 @@ def test_one_schedule_does_what_took_three_scripts() -> None:
     assert due[:10] == list(range(10, 101, 10))
     assert due[10:60] == list(range(118, 1001, 18)) and due[59] == 1000
     assert due[60:] == [2500, 4000, 5500, 7000, 8500, 10_000]
+    assert all(schedule.next_after(step) == min(d for d in due if d > step) for step in range(10_000))
 
 
 def test_a_schedule_may_end_and_an_interval_of_zero_is_never() -> None:
     assert [step for step in range(1, 50) if parse_schedule("5@10", 3).is_due(step)] == [5, 10]
     assert [step for step in range(1, 10) if parse_schedule("", 3).is_due(step)] == [3, 6, 9]
     assert not any(parse_schedule("", 0).is_due(step) for step in range(1, 100))
+    assert parse_schedule("5@10", 3).next_after(10) is None and parse_schedule("", 0).next_after(0) is None
 
 
 @pytest.mark.parametrize("text", ["10@", "@100", "ten", "0@100", "10@100,5@100", "10,5", "10@100,,5", "10@-1"])
