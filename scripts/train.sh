@@ -25,6 +25,7 @@ DATA_ARGS=(
     --data_path="$DATA_DIR"                           # folder with one subfolder per source
     --datasets="${DATASETS:-stdlib,packages,prose}"   # the sources
     --weights="${WEIGHTS:-2,2,1}"                     # their shares of the tokens
+    --eval_interval="${EVAL_INTERVAL:-300}"           # steps between validations on the text that prepare_data holds out
 )
 TRAIN_ARGS=(
     --batch_size="${BATCH_SIZE:-8}"                   # rows per device and micro-step
