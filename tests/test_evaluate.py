@@ -253,6 +253,14 @@ def test_nothing_is_opened_unless_asked_for(corpus: Path) -> None:
     assert held_out(corpus, eval_interval=0) == ()
 
 
+def test_weights_of_the_training_data_do_not_concern_it(corpus: Path) -> None:
+    data = DataConfig(data_path=str(corpus), datasets=("docs", "code"), weights=(2, 1), seq_length=SEQ)
+    section = EvalConfig(eval_interval=1, eval_test=True)
+    sources = open_held_out(section, data, open_corpus(data), vocab_size=512, max_rows=3)
+    names = [(group, name) for group in ("eval", "test") for name in ("code", "docs")]
+    assert [(source.group, source.name) for source in sources] == names
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -69,9 +69,8 @@ def open_held_out(
     found: list[HeldOut] = []
     for group in groups:
         root, names = _root(section, data) if group == "eval" else (_join(data.data_path, "test"), ())
-        found += _open(
-            group, replace(data, data_path=root, datasets=names), data.data_path, trained, vocab_size, max_rows
-        )
+        held_out = replace(data, data_path=root, datasets=names, weights=())
+        found += _open(group, held_out, data.data_path, trained, vocab_size, max_rows)
     return tuple(found)
 
 
@@ -107,7 +106,7 @@ def _open(
 ) -> list[HeldOut]:
     from fms_fsdp.data.manifest import open_corpus
 
-    data = replace(data, weights=(), use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None)
+    data = replace(data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None)
     try:
         corpus = open_corpus(data)
     except (ValueError, FileNotFoundError) as error:
