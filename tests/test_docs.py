@@ -46,6 +46,14 @@ def test_there_are_commands_to_run() -> None:
     assert "bash scripts/train.sh" in commands() and len(commands()) > 4
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_is_finished_and_its_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    assert not re.search(r"\b(TODO|FIXME|XXX|TBD)\b", text)
+    links = re.findall(r"\]\(([^)#:\s]+)\)", text)
+    assert all((page.parent / link).exists() for link in links), links
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_a_documented_command_works(copy: Path, command: str) -> None:

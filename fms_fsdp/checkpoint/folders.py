@@ -117,9 +117,7 @@ def checksum(path: Path) -> int:
     """The checksum of a file's content."""
     total, buffer = Checksum(), bytearray(1 << 20)  # what is read is summed while the cache holds it
     with open(path, "rb", buffering=0) as file:
-        if hasattr(
-            os, "posix_fadvise"
-        ):  # the disk then reads far enough ahead, for DCP too, which follows in small pieces
+        if hasattr(os, "posix_fadvise"):  # the disk reads far ahead then, also for DCP, which follows in small pieces
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := file.readinto(buffer):
             total.update(memoryview(buffer)[:count])
