@@ -55,7 +55,8 @@ def kill_at(moment: str, process: subprocess.Popen[bytes], folder: Path, rng: ra
     if not victims or process.poll() is not None:
         return False
     os.kill(rng.choice(victims), signal.SIGKILL)
-    return True
+    # till torchrun has ended the other one too: what that still writes is no sign of the next launch
+    return wait_for(lambda: not set(victims) & set(workers(process.pid)), 60)
 
 
 @pytest.mark.slow
