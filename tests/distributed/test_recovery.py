@@ -39,9 +39,13 @@ def wait_for(condition: object, timeout_s: float) -> bool:
 
 def kill_at(moment: str, process: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> bool:
     """Kills one of two workers with -9 in a step, in a save or in the commit of a save; False if the run ended before."""
-    before = (folder / "metrics.jsonl").stat().st_size if (folder / "metrics.jsonl").exists() else 0
     file = folder / "metrics.jsonl"
-    moved = wait_for(lambda: process.poll() is not None or (file.exists() and file.stat().st_size > before), 60)
+
+    def num_lines() -> int:
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    enough = num_lines() + rng.randint(1, 40)
+    moved = wait_for(lambda: process.poll() is not None or num_lines() >= enough, 60)
     if not moved or process.poll() is not None:
         return False
     saves = folder / "checkpoints"
