@@ -115,10 +115,8 @@ def file_problem(path: Path, size: int, expected: int | None) -> str:
 
 def checksum(path: Path) -> int:
     """The checksum of a file's content."""
-    total, buffer = Checksum(), bytearray(1 << 20)  # what is read is summed while the cache holds it
+    total, buffer = Checksum(), bytearray(4 << 20)
     with open(path, "rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):  # the disk reads far ahead then, also for DCP, which follows in small pieces
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := file.readinto(buffer):
             total.update(memoryview(buffer)[:count])
     return total.value
