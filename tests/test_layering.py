@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     ["config"],
     ["status", "flags", "folder_lock"],
+    ["stop_signal"],
     ["runtime"],
     ["guards", "limits"],
     ["data"],
@@ -23,6 +24,7 @@ LAYERS = [
     ["optim", "checkpoint"],
     ["resume"],
     ["preflight"],
+    ["claim"],
     ["evaluate", "observe", "saving"],
     ["train"],
     ["__main__"],

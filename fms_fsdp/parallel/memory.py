@@ -98,7 +98,9 @@ def explaining_out_of_memory(
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
         advice = "; ".join(_advice(section, config, layout, batch_size, mixed_precision))
-        raise RunFailed(f"out of memory ({str(error).splitlines()[0]}); what would help: {advice}") from error
+        raise RunFailed(
+            f"out of memory ({str(error).splitlines()[0]}); what would help: {advice}", on_one_rank=True
+        ) from error
 
 
 def _advice(
