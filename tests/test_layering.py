@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # from the bottom; a module may import its own package and whatever stands on an earlier line
 LAYERS = [
-    ["config"],
+    ["config", "safe_names"],
     ["status", "flags", "folder_lock"],
     ["stop_signal"],
     ["runtime"],
