@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
             parsed = parse_with_origins(TrainConfig, argv)
             launch.folder = Path(parsed.config.output_dir)
             from fms_fsdp import runtime  # torch: not before the flags are known to be good
-            from fms_fsdp.preflight import preflight
+            from fms_fsdp.preflight import open_stream, preflight
 
             phases = runtime.Phases()
             phases.done("launch")
@@ -48,6 +48,8 @@ def main(argv: list[str]) -> int:
             phases.done("checks")
         launch.step = found.start
         if found.start == found.num_steps:
+            with checking_input():
+                open_stream(parsed.config, found).close()  # which refuses other data
             launch.reason = f"already finished at step {found.start}; raise --num_steps or choose another --run_name"
             launch.outcome = FINISHED
             runtime.log.info(launch.reason)
@@ -130,12 +132,14 @@ def loop(
     per_step = (reporter.rows_per_step, reporter.tokens_per_step)
     limits = Limits(cfg.training, folder, rank, found.start, *per_step, signals, saver.save_s)
     limits.remove_stop_file()
-    bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter))
+    bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name)
     watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
     evaluator = Evaluator(cfg.eval, mask, found, model, reporter, saver, watchdog.feed, mark)
     schedule = reporter.learning_rate
     recipe = Recipe(model, optimizer, device, found.layout, batch, cfg.optim.grad_clip, mask, schedule, mark)
-    advice = explaining_out_of_memory(cfg.parallel, found.model, found.layout, batch.batch_size, found.mixed_precision)
+    advice = explaining_out_of_memory(
+        cfg.parallel, found.model, found.layout, batch.batch_size, found.mixed_precision, cfg.keep_name
+    )
     try:
         with advice, profiling(cfg.profiler, folder, device, rank) as profiler:
             hooks = Hooks(

@@ -125,7 +125,7 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     if cfg.profiler.memory_snapshot and device.type != "cuda":
         raise ValueError("--memory_snapshot (True) needs a GPU, whose allocator it records; leave it out")
     batch = resolve_batch(cfg.training, layout.dp_size)
-    mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device)
+    mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device, cfg.keep_name)
     corpus = _open_data(cfg)
     vocab_size = corpus.vocab_size if corpus is not None else None
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
@@ -218,7 +218,7 @@ def _check_continuation(parsed: Parsed[TrainConfig], found: Preflight, checkpoin
     if found.continues and rows != found.batch.global_batch_size and not any(f in parsed.origins for f in BATCH_FLAGS):
         raise ValueError(
             f"--global_batch_size ({found.batch.global_batch_size}) must stay that of the checkpoint ({rows}) unless a batch flag is given; "
-            f"add --global_batch_size={rows} to keep it"
+            f"add --global_batch_size={rows} {parsed.config.keep_name} to keep it"
         )
 
 
@@ -243,7 +243,11 @@ def open_stream(cfg: TrainConfig, found: Preflight) -> Any:
     if found.begin.fresh_data:
         stream.begin_after(found.start)
     elif found.checkpoint is not None and found.continues:
-        for change in stream.load_state_dict(found.checkpoint.state["data"], found.start) or ():
+        try:
+            changes = stream.load_state_dict(found.checkpoint.state["data"], found.start) or ()
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(f"{error}; for other data choose another --run_name") from error
+        for change in changes:
             runtime.log.info("from step %d on, %s", found.start + 1, change)
     last_step = getattr(stream, "last_step", None)
     if last_step is not None and found.num_steps > last_step:
