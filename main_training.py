@@ -131,14 +131,16 @@ def loop(
     mask, mark = cfg.data.document_mask, reporter.clock.mark
     schedule = reporter.learning_rate
     recipe = Recipe(model, optimizer, device, found.layout, batch, cfg.optim.grad_clip, mask, schedule, mark)
-    advice = explaining_out_of_memory(cfg.parallel, found.model, found.layout, batch.batch_size, found.mixed_precision)
+    advice = explaining_out_of_memory(
+        cfg.parallel, found.model, found.layout, batch.batch_size, found.mixed_precision, cfg.keep_name
+    )
     with ExitStack() as closing:  # from the last to the first; one that fails does not keep the others from closing
         closing.callback(reporter.close)
         closing.callback(stream.close)
         saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt)
         per_step = (reporter.rows_per_step, reporter.tokens_per_step)
         limits = Limits(cfg.training, folder, rank, found.start, *per_step, signals, saver.save_s)
-        bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter))
+        bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name)
         watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
         closing.callback(watchdog.close)
         closing.callback(saver.close)

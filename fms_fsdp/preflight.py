@@ -125,7 +125,7 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     if cfg.profiler.memory_snapshot and device.type != "cuda":
         raise ValueError("--memory_snapshot (True) needs a GPU, whose allocator it records; leave it out")
     batch = resolve_batch(cfg.training, layout.dp_size)
-    mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device)
+    mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device, cfg.keep_name)
     corpus = _open_data(cfg)
     vocab_size = corpus.vocab_size if corpus is not None else None
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
@@ -155,7 +155,11 @@ def start_from(parsed: Parsed[TrainConfig], found: Preflight, begin: Start) -> P
     if checkpoint is not None and begin.continues:
         saved = checkpoint.state["resolved"]["batch"]
         batch = keep_global_batch(
-            cfg.training, found.layout.dp_size, total=saved["global_batch_size"], usual_rows=saved["batch_size"]
+            cfg.training,
+            found.layout.dp_size,
+            total=saved["global_batch_size"],
+            usual_rows=saved["batch_size"],
+            keep_name=cfg.keep_name,
         )
         if batch.global_batch_size != found.batch.global_batch_size and found.held_out:
             close_held_out(found.held_out)
@@ -261,7 +265,11 @@ def open_stream(cfg: TrainConfig, found: Preflight) -> Any:
     if found.begin.fresh_data:
         stream.begin_after(found.start)
     elif found.checkpoint is not None and found.continues:
-        for change in stream.load_state_dict(found.checkpoint.state["data"], found.start) or ():
+        try:
+            changes = stream.load_state_dict(found.checkpoint.state["data"], found.start) or ()
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(f"{error}; for other data choose another --run_name") from error
+        for change in changes:
             runtime.log.info("from step %d on, %s", found.start + 1, change)
     last_step = getattr(stream, "last_step", None)
     if last_step is not None and found.num_steps > last_step:

@@ -75,7 +75,7 @@ def cpu_has_bf16() -> bool:
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(features))
 
 
-def resolve_mixed_precision(section: ParallelConfig, device: torch.device) -> bool:
+def resolve_mixed_precision(section: ParallelConfig, device: torch.device, keep_name: str = "") -> bool:
     """Whether to compute in bf16: as asked, else wherever the hardware does so natively; logs what was chosen and why.
 
     Raises:
@@ -85,7 +85,8 @@ def resolve_mixed_precision(section: ParallelConfig, device: torch.device) -> bo
     if device.type == "cuda":
         if wanted is not False and not torch.cuda.is_bf16_supported(including_emulation=False):
             name = torch.cuda.get_device_name(device)
-            raise ValueError(f"--mixed_precision (True) needs bf16, which {name} lacks; add --mixed_precision=False")
+            remedy = f"add --mixed_precision=False {keep_name}".rstrip()
+            raise ValueError(f"--mixed_precision (True) needs bf16, which {name} lacks; {remedy}")
         return wanted is not False
     native = cpu_has_bf16()
     if wanted and not native:

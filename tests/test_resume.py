@@ -124,7 +124,7 @@ REFUSED = {
     "--tie_embeddings=true": "--tie_embeddings (True) must be that of the checkpoint",
     "--norm=layernorm": "--norm (layernorm) must be that of the checkpoint",
     "--pos_emb=learned": "--pos_emb (learned) must be that of the checkpoint",
-    "--seed=7": "seed (7) is 2023 in the checkpoint's data state",
+    "--seed=7": "--seed (7) is 2023 in the checkpoint's data state",
 }
 ON_SHARDS_ONLY = {"sep_token", "packing"}  # tests/data/test_history.py
 

@@ -358,7 +358,7 @@ class CorpusRows:
         for name in ("state_version", "order_version", "seed", "packing", "sep_token"):
             if state.get(name) != mine[name]:
                 raise ValueError(
-                    f"{name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
+                    f"{name if name.endswith('version') else '--' + name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
                     "value, or take its weights alone with --load_model_only"
                 )
         size, before = self._section.seq_length, state["history"][-1]["seq_length"]

@@ -80,7 +80,7 @@ class SyntheticRows:
         for name in ("synthetic", "seed"):
             if state.get(name) != mine[name]:
                 raise ValueError(
-                    f"{name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
+                    f"{'--seed' if name == 'seed' else name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
                     "data flags, or take its weights alone with --load_model_only"
                 )
         self._changes = [(after, batch, length) for after, batch, length in state["history"]]
