@@ -126,12 +126,13 @@ def loop(
 
     folder, rank, device, batch = Path(cfg.output_dir), found.world.rank, found.device, found.batch
     mask, mark = cfg.data.document_mask, reporter.clock.mark
-    saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt)
+    watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
+    saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt, watchdog.feed)
     per_step = (reporter.rows_per_step, reporter.tokens_per_step)
-    limits = Limits(cfg.training, folder, rank, found.start, *per_step, signals, saver.save_s)
+    spent, eval_interval = reporter.clock.totals, cfg.eval.eval_interval
+    limits = Limits(cfg.training, folder, rank, found.start, *per_step, signals, saver.expected_s, spent, eval_interval)
     limits.remove_stop_file()
     bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter))
-    watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
     evaluator = Evaluator(cfg.eval, mask, found, model, reporter, saver, watchdog.feed, mark)
     schedule = reporter.learning_rate
     recipe = Recipe(model, optimizer, device, found.layout, batch, cfg.optim.grad_clip, mask, schedule, mark)

@@ -6,10 +6,11 @@ all-reduce on the CPU makes them everybody's. The launch then saves and ends as 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -39,7 +40,10 @@ class StopSignal:
 
 @dataclass
 class Limits:
-    """The limits of one launch. `save_s()` is what the last checkpoint took, `reason` in words why the launch ends."""
+    """The limits of one launch, and `reason`: in words, why it ends.
+
+    `save_s(step)`: seconds that saving may take if the launch ends after the step that follows. `spent`: seconds of this launch by part.
+    """
 
     section: TrainingConfig
     folder: Path
@@ -48,10 +52,14 @@ class Limits:
     rows_per_step: int
     tokens_per_step: int
     signals: StopSignal
-    save_s: Callable[[], float]
+    save_s: Callable[[int], float]
+    spent: Mapping[str, float]
+    eval_interval: int
     reason: str = ""
     _step_began: float = field(default_factory=time.monotonic)
     _slowest_step_s: float = 0.0
+    _slowest_eval_s: float = 0.0
+    _spent_before: Mapping[str, float] = field(default_factory=dict)
     _file_checked: float = 0.0
 
     def remove_stop_file(self) -> None:
@@ -63,9 +71,7 @@ class Limits:
     def stop_after(self, step: int) -> bool:
         """Whether this launch ends with `step` (collective, on the CPU: every rank, every step)."""
         now = time.monotonic()
-        if step > self.start + 1:  # the first step compiles and warms up
-            self._slowest_step_s = max(0.9 * self._slowest_step_s, now - self._step_began)
-        self._step_began = now
+        self._measure(step, now)
         code = int(max_over_ranks(torch.tensor([self._own_code(step, now)])).item())
         self.reason = {
             _NONE: "",
@@ -78,6 +84,16 @@ class Limits:
             _TIME: f"--exit_duration_in_mins ({self.section.exit_duration_in_mins}) or the job's end is near",
         }[code]
         return code != _NONE
+
+    def _measure(self, step: int, now: float) -> None:
+        """Notes how long the last step took, and apart from it the evaluation and the save before it."""
+        parts = ("eval", "checkpoint")
+        beside = {part: self.spent.get(part, 0.0) - self._spent_before.get(part, 0.0) for part in parts}
+        if step > self.start + 1:  # the first step compiles and warms up
+            step_s = now - self._step_began - sum(beside.values())
+            self._slowest_step_s = max(0.9 * self._slowest_step_s, step_s)
+        self._slowest_eval_s = max(self._slowest_eval_s, beside["eval"])
+        self._step_began, self._spent_before = now, dict(self.spent)
 
     def _own_code(self, step: int, now: float) -> int:
         section, done = self.section, step - self.start
@@ -92,7 +108,8 @@ class Limits:
         if section.exit_samples and done * self.rows_per_step >= section.exit_samples:
             return _SAMPLES
         if self.rank == 0:
-            if self._time_left_s() < self.margin_s:
+            left_s = self._time_left_s()
+            if left_s < math.inf and left_s < self.margin_s(step):
                 return _TIME
             if now - self._file_checked >= 1.0:
                 self._file_checked = now
@@ -100,13 +117,16 @@ class Limits:
                     return _FILE
         return _NONE
 
-    @property
-    def margin_s(self) -> float:
-        """What one more step and a checkpoint may take: the slowest recent step, the last save with half as much again, and 10 s."""
-        return 2 * self._slowest_step_s + 1.5 * self.save_s() + 10
+    def margin_s(self, step: int) -> float:
+        """What another step after `step` and the end may take: the slowest recent step twice, the evaluations that are due, the saves with
+        half as much again, and 10 s; or `--exit_margin_s`."""
+        if self.section.exit_margin_s is not None:
+            return self.section.exit_margin_s
+        num_evals = sum(self.eval_interval > 0 and at % self.eval_interval == 0 for at in (step, step + 1))
+        return 2 * self._slowest_step_s + num_evals * self._slowest_eval_s + 1.5 * self.save_s(step) + 10
 
     def _time_left_s(self) -> float:
-        left = float("inf")
+        left = math.inf
         if self.section.exit_duration_in_mins:
             left = 60 * self.section.exit_duration_in_mins - process_age_s()
         if job_end := os.environ.get("SLURM_JOB_END_TIME", ""):
