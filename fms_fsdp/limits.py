@@ -6,7 +6,6 @@ all-reduce on the CPU makes them everybody's. The launch then saves and ends as 
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from types import FrameType
 import torch
 
 from fms_fsdp.config import TrainingConfig
-from fms_fsdp.runtime import max_over_ranks, process_age_s
+from fms_fsdp.runtime import job_end, max_over_ranks, process_age_s
 
 STOP_FILE = "STOP"
 _NONE, _SIGNAL, _FILE, _STEPS, _STEP, _TOKENS, _SAMPLES, _TIME = range(8)
@@ -109,6 +108,6 @@ class Limits:
         left = float("inf")
         if self.section.exit_duration_in_mins:
             left = 60 * self.section.exit_duration_in_mins - process_age_s()
-        if job_end := os.environ.get("SLURM_JOB_END_TIME", ""):
-            left = min(left, float(job_end) - time.time())
+        if (end := job_end()) is not None:
+            left = min(left, end - time.time())
         return left

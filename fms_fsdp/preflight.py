@@ -25,6 +25,7 @@ from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.held_out import HeldOut, open_held_out
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.flags import Parsed
+from fms_fsdp.machine_checks import check_machine
 from fms_fsdp.mesh import Layout, resolve_layout
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
@@ -122,8 +123,7 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     )
     if cfg.parallel.use_torch_compile:
         check_compile(device)
-    if cfg.profiler.memory_snapshot and device.type != "cuda":
-        raise ValueError("--memory_snapshot (True) needs a GPU, whose allocator it records; leave it out")
+    check_machine(parsed, device, layout)
     batch = resolve_batch(cfg.training, layout.dp_size)
     mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device, cfg.keep_name)
     corpus = _open_data(cfg)
@@ -134,8 +134,8 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, Start(None, False, ""), 0, held_out)
     found = start_from(parsed, found, find_start(cfg))
     holder = torch.device("cpu") if cfg.parallel.cpu_offload else device
-    estimate = estimate_memory(model, layout, mixed_precision=mixed_precision)
-    check_memory(estimate, holder, world.local_world_size)
+    estimate = estimate_memory(model, layout, mixed_precision=mixed_precision, batch=batch)
+    check_memory(estimate, holder, world.local_world_size, cfg.model.model_variant)
     _make_writable("--output_dir", Path(cfg.output_dir))
     _make_writable("--ckpt_save_path", Path(cfg.ckpt_save_path))
     _check_disk(Path(cfg.ckpt_save_path), 12 * num_params(model))

@@ -21,7 +21,7 @@ LAYERS = [
     ["mesh"],
     ["parallel"],
     ["optim", "checkpoint"],
-    ["resume"],
+    ["resume", "machine_checks"],
     ["preflight"],
     ["evaluate", "observe", "saving"],
     ["train"],
