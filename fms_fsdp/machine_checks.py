@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,9 +38,6 @@ def check_machine(parsed: Parsed[TrainConfig], device: torch.device, layout: Lay
     for name in _FILES:
         if (path := Path(cfg.output_dir, name)).exists() and not path.is_file():
             raise ValueError(f"--output_dir ({cfg.output_dir}) must hold {name} as a file; remove what is there")
-    for flag in ("profiler_dir", "tensorboard_dir"):
-        if folder := getattr(cfg.profiler if flag == "profiler_dir" else cfg.log, flag):
-            _check_can_be_made(flag, Path(folder))
     for line in [*notes(cfg, parsed.origins, layout.strategy), *_notes_of_the_machine(cfg, device)]:
         runtime.log.info(line)
 
@@ -52,16 +48,3 @@ def _notes_of_the_machine(cfg: TrainConfig, device: torch.device) -> Iterator[st
     job_end = os.environ.get("SLURM_JOB_END_TIME", "")
     if job_end and runtime.job_end() is None:
         yield f"note: SLURM_JOB_END_TIME ({shown(job_end)}) is no time and counts as not set"
-
-
-def _check_can_be_made(flag: str, folder: Path) -> None:
-    """Raises ValueError where no file can be made in the folder, or in the nearest parent that exists; leaves nothing behind."""
-    nearest = folder.absolute()
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    try:
-        os.rmdir(tempfile.mkdtemp(dir=nearest))
-    except OSError as error:
-        raise ValueError(
-            f"--{flag} ({folder}) must be a folder that can be made: {error.strerror}; choose another"
-        ) from None

@@ -131,6 +131,39 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
     return BatchPlan(rows, accum, dp_size)
 
 
+def keep_global_batch(
+    section: TrainingConfig, dp_size: int, *, total: int, usual_rows: int, keep_name: str = ""
+) -> BatchPlan:
+    """The batch of a run that goes on with a global batch of `total` rows, whatever the number of ranks.
+
+    A global batch that is given is the new one. Otherwise `batch_size`, else `usual_rows`, only caps a micro-step.
+
+    Raises:
+        ValueError: `total` does not divide over the ranks, or the flags give another product.
+    """
+    rows, accum = section.batch_size, section.grad_accum_steps
+    if section.global_batch_size is not None:
+        return resolve_batch(section, dp_size)
+    if total % dp_size:
+        valid = [size for size in range(1, min(total, 65536) + 1) if total % size == 0]
+        raise ValueError(
+            f"number of data-parallel ranks ({dp_size}) must divide the run's global batch ({total} rows); "
+            f"valid numbers: {joined(valid)}; or choose another batch with --global_batch_size=ROWS {keep_name}"
+        )
+    per_rank = total // dp_size
+    if accum is None:
+        cap = min(rows or usual_rows, per_rank)
+        fitting = next(size for size in range(cap, 0, -1) if per_rank % size == 0)
+        return BatchPlan(fitting, per_rank // fitting, dp_size)
+    if per_rank % accum or (rows is not None and rows * accum != per_rank):
+        product = f"{rows or 'batch_size'} rows x {dp_size} ranks x {accum} micro-steps"
+        raise ValueError(
+            f"--grad_accum_steps ({accum}) must keep the run's global batch ({total} rows), and {product} does not; "
+            f"leave it out, or choose another batch with --global_batch_size=ROWS {keep_name}"
+        )
+    return BatchPlan(per_rank // accum, accum, dp_size)
+
+
 def as_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
     """The configuration by section, in JSON types; `--config=FILE` reads it back."""
     plain: dict[str, dict[str, Any]] = json.loads(json.dumps(dataclasses.asdict(config)))

@@ -96,6 +96,9 @@ class SyntheticRows:
         tokens = sum((end - after) * batch * s for (after, batch, s), end in zip(self._changes, ends, strict=True))
         return {"synthetic": {"epoch": 0.0, "tokens": tokens}}
 
+    def num_masked_rows(self, step: int) -> int:
+        return 0
+
     def documents(self, step: int, limit: int) -> list[str]:
         return []
 

@@ -122,7 +122,7 @@ def explaining_out_of_memory(
             raise
         advice = "; ".join(_advice(section, config, layout, batch_size, mixed_precision))
         reason = f"out of memory ({str(error).splitlines()[0]}); what would help: {advice}"
-        raise RunFailed(f"{reason}; to go on with this run add {keep_name}") from error
+        raise RunFailed(f"{reason}; to go on with this run add {keep_name}", on_one_rank=True) from error
 
 
 def _advice(
