@@ -137,13 +137,16 @@ def loop(
     with ExitStack() as closing:  # from the last to the first; one that fails does not keep the others from closing
         closing.callback(reporter.close)
         closing.callback(stream.close)
-        saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt)
-        per_step = (reporter.rows_per_step, reporter.tokens_per_step)
-        limits = Limits(cfg.training, folder, rank, found.start, *per_step, signals, saver.save_s)
-        bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name)
         watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
         closing.callback(watchdog.close)
+        saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt, watchdog.feed)
         closing.callback(saver.close)
+        per_step = (reporter.rows_per_step, reporter.tokens_per_step)
+        spent, eval_interval = reporter.clock.totals, cfg.eval.eval_interval
+        limits = Limits(
+            cfg.training, folder, rank, found.start, *per_step, signals, saver.expected_s, spent, eval_interval
+        )
+        bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name)
         evaluator = Evaluator(cfg.eval, mask, found, model, reporter, saver, watchdog.feed, mark)
         closing.callback(evaluator.close)
         closing.push(lambda kind, error, trace: launch.tell(error))

@@ -118,11 +118,11 @@ class Recorder(Protocol):
 class Saver(Protocol):
     """What an evaluator needs of the saver."""
 
-    validation_loss: float | None
+    evaluated: tuple[int, float] | None
 
 
 class Evaluator:
-    """The loop's `evaluate` hook: evaluates when it is time, tells the reporter, and leaves the loss for the next checkpoint.
+    """The loop's `evaluate` hook: evaluates when it is time, tells the reporter, and leaves the loss for the checkpoint of that step.
 
     `mark(part)` tells the clock that a part of the run has ended.
     """
@@ -156,7 +156,7 @@ class Evaluator:
         self._recorder.evaluation(step, values | {"eval_s": seconds})
         log.info("evaluation at step %d · %s · %.1f s", step, _line(values), seconds)
         if math.isfinite(loss := values.get("eval/loss", math.nan)):
-            self._saver.validation_loss = loss
+            self._saver.evaluated = step, loss
         self._forward.alive()
         self._mark("eval")
 

@@ -134,10 +134,10 @@ class Watchdog:
             if silent > self._timeout_s:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._path, "a") as file:
-                    file.write(f"\nno step for {silent:.0f} s\n")
+                    file.write(f"\nno step for {silent:.0f} s, and no save that moves\n")
                     file.flush()
                     faulthandler.dump_traceback(file)
-                reason = f"no step for {silent:.0f} s (--collective_timeout_s); stacks of all threads: {self._path}"
+                reason = f"no step for {silent:.0f} s, and no save that moves (--collective_timeout_s); stacks of all threads: {self._path}"
                 log.error(reason)
                 self._on_hang(reason)
                 os._exit(1)

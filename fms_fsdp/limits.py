@@ -7,8 +7,9 @@ which the step adds up anyway. The launch then saves after that step and ends as
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,10 @@ STOP_FILE = "STOP"
 
 @dataclass
 class Limits:
-    """The limits of one launch. `save_s()` is what the last checkpoint took, `reason` in words why the launch ends."""
+    """The limits of one launch, and `reason`: in words, why it ends.
+
+    `save_s(step)`: seconds that saving may take if the launch ends after the step that follows. `spent`: seconds of this launch by part.
+    """
 
     section: TrainingConfig
     folder: Path
@@ -32,36 +36,50 @@ class Limits:
     rows_per_step: int
     tokens_per_step: int
     signals: StopSignal
-    save_s: Callable[[], float]
+    save_s: Callable[[int], float]
+    spent: Mapping[str, float]
+    eval_interval: int
     reason: str = ""
     _step_began: float = field(default_factory=time.monotonic)
     _slowest_step_s: float = 0.0
+    _slowest_eval_s: float = 0.0
+    _spent_before: Mapping[str, float] = field(default_factory=dict)
     _file_checked: float = 0.0
     _heard: HostCopy | None = None
+    _is_late: bool = False
 
-    def requests(self) -> list[int]:
-        """What this rank asks for before a step: a stop by signal, by the file, by the clock; each 0 or 1."""
+    def requests(self, step: int) -> list[int]:
+        """What this rank asks for before `step`: a stop by signal, by the file, by the clock; each 0 or 1."""
         now = time.monotonic()
-        self._step_began = now
+        self._measure(step, now)
         asked = [int(bool(self.signals.name)), 0, 0]
         if self.rank == 0:
             if now - self._file_checked >= 1.0:
                 self._file_checked = now
                 asked[1] = int((self.folder / STOP_FILE).exists())
-            asked[2] = int(self._time_left_s() < self.margin_s)
+            left_s = self._time_left_s()
+            asked[2] = int(left_s < math.inf and left_s < self.margin_s(step))
         return asked
+
+    def _measure(self, step: int, now: float) -> None:
+        """Before `step`: notes how long the one before it took, and apart from that its evaluation and its save."""
+        parts = ("eval", "checkpoint")
+        beside = {part: self.spent.get(part, 0.0) - self._spent_before.get(part, 0.0) for part in parts}
+        if step > self.start + 2:  # the first step compiles and warms up
+            step_s = now - self._step_began - sum(beside.values())
+            self._slowest_step_s = max(0.9 * self._slowest_step_s, step_s)
+        self._slowest_eval_s = max(self._slowest_eval_s, beside["eval"])
+        self._step_began, self._spent_before = now, dict(self.spent)
 
     def stop_after(self, step: int, requests: torch.Tensor) -> bool:
         """Whether this launch ends with `step`, alike on every rank. `requests`: their sums over ranks.
 
         On a GPU those of the step before count, so that the host does not wait for the device's newest work.
         """
-        if step > self.start + 1:  # the first step compiles and warms up
-            self._slowest_step_s = max(0.9 * self._slowest_step_s, time.monotonic() - self._step_began)
         self.signals.can_save = True
-        heard, self._heard = self._heard, HostCopy(requests)
-        if requests.device.type != "cuda":
-            heard = self._heard
+        self._is_late = requests.device.type == "cuda"
+        before, self._heard = self._heard, HostCopy(requests)
+        heard = before if self._is_late else self._heard
         self.reason = self._limit_reached(step) or self._request_heard(heard.read() if heard else [0, 0, 0])
         return bool(self.reason)
 
@@ -93,13 +111,17 @@ class Limits:
             return f"--exit_duration_in_mins ({self.section.exit_duration_in_mins}) or the job's end is near"
         return ""
 
-    @property
-    def margin_s(self) -> float:
-        """What one more step and a checkpoint may take: the slowest recent step, the last save with half as much again, and 10 s."""
-        return 2 * self._slowest_step_s + 1.5 * self.save_s() + 10
+    def margin_s(self, step: int) -> float:
+        """What `step`, one more and the end may take: the slowest recent step twice (three times where requests are
+        heard late), the evaluations that are due, the saves with half as much again, and 10 s; or `--exit_margin_s`."""
+        if self.section.exit_margin_s is not None:
+            return self.section.exit_margin_s
+        steps = range(step, step + (3 if self._is_late else 2))
+        num_evals = sum(self.eval_interval > 0 and at % self.eval_interval == 0 for at in steps)
+        return len(steps) * self._slowest_step_s + num_evals * self._slowest_eval_s + 1.5 * self.save_s(step) + 10
 
     def _time_left_s(self) -> float:
-        left = float("inf")
+        left = math.inf
         if self.section.exit_duration_in_mins:
             left = 60 * self.section.exit_duration_in_mins - process_age_s()
         if (end := job_end()) is not None:

@@ -20,7 +20,7 @@ import torch
 
 from fms_fsdp import runtime
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.checkpoint.retention import parse_schedule
+from fms_fsdp.checkpoint.retention import check_keep_best, parse_schedule
 from fms_fsdp.config import BatchPlan, TrainConfig, keep_global_batch, resolve_batch
 from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.held_out import HeldOut, close_held_out, open_held_out
@@ -112,7 +112,8 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     """
     cfg = parsed.config
     resolve_model(cfg.model, seq_length=cfg.data.seq_length)
-    parse_schedule(cfg.checkpoint.checkpoint_schedule, cfg.checkpoint.checkpoint_interval)
+    schedule = parse_schedule(cfg.checkpoint.checkpoint_schedule, cfg.checkpoint.checkpoint_interval)
+    check_keep_best(cfg.checkpoint.keep_best, schedule, cfg.eval.eval_interval)
     _check_trackers(cfg.log.trackers)
     device = runtime.pick_device(world)
     layout = resolve_layout(

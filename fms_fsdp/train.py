@@ -65,7 +65,7 @@ class Hooks:
     after it, in this order; `evaluate` before the first step too."""
 
     alive: Callable[[], None]
-    requests: Callable[[], list[int]]
+    requests: Callable[[int], list[int]]
     check: Callable[[int, torch.Tensor], None]
     report: Callable[[int, Batch, StepResult], None]
     profiler_step: Callable[[], None]
@@ -90,7 +90,7 @@ def train(recipe: Recipe, stream: Stream, hooks: Hooks, start: int, num_steps: i
         except (ValueError, FileNotFoundError) as error:
             raise BadInput(str(error), on_one_rank=True, data_step=step) from error
         recipe.mark("data")
-        result = train_step(recipe, batch, step, hooks.requests())
+        result = train_step(recipe, batch, step, hooks.requests(step))
         hooks.check(step, result.grad_norm)
         hooks.report(step, batch, result)
         hooks.profiler_step()

@@ -1,6 +1,6 @@
 """Saving and loading a run's state through torch.distributed.checkpoint, in the background and exactly.
 
-    save:  tensors ─copy to host─→ │ background thread: plan, write, sum, fsync ─→ commit (rename) ─→ delete what need not be kept
+    save:  tensors ─copy to host─→ │ thread: plan, write, sum, fsync ─→ commit (rename) ─→ delete what need not be kept
     load:  files ─┬─ DCP reads what this rank needs, whatever the sharding was
                   └─ checksums, each file by one rank ─→ agreed: sound or DamagedCheckpoint
 
@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files
+from fms_fsdp.checkpoint.progress import SaveProgress
 from fms_fsdp.checkpoint.storage import CheckpointReader, CheckpointWriter
 from fms_fsdp.models.init import clean_name
 
 Tensors = dict[str, torch.Tensor]
+_ENDLESS = timedelta(days=30)
 
 # DCP warns that it works in a single process even when told so (torch 2.11 to 2.13); said to all threads, as saves have their own
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -52,20 +55,37 @@ class Checkpointer:
     """Writes the checkpoints of one launch into `root`; all methods are collective.
 
     `in_background`: `save` returns once the tensors are copied to host memory; at most one save is in flight. `committed(step)` is called on
-    rank 0, in the thread that wrote, when `root/step_<step>` is complete.
+    rank 0, in the thread that wrote, when `root/step_<step>` is complete; the save ends, on every rank, when it returns. `progress` knows
+    whether a save moves; the group's own timeout ends none.
     """
 
-    def __init__(self, root: Path, *, attempt: int, in_background: bool, committed: Callable[[int], None]) -> None:
-        self._root, self._attempt, self._committed = root, attempt, committed
+    def __init__(
+        self,
+        root: Path,
+        *,
+        attempt: int,
+        in_background: bool,
+        committed: Callable[[int], None],
+        progress: SaveProgress | None = None,
+    ) -> None:
+        self._root, self._attempt, self._committed, self._in_background = root, attempt, committed, in_background
+        self._progress = progress or SaveProgress()
         self._host: Tensors | None = None
         self._in_flight: Future[None] | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if in_background else None
-        self._group = dist.new_group(backend="gloo") if in_background and dist.is_initialized() else None
-        self.save_s = 0.0  # the last save, from the call to its commit
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        if torch.cuda.is_available():  # a new thread would wait for the copies of the first GPU
+            self._pool.submit(torch.cuda.set_device, torch.cuda.current_device())
+        self._group = dist.new_group(backend="gloo", timeout=_ENDLESS) if dist.is_initialized() else None
+        self.save_s: float | None = None  # the last save, from the call to its commit
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._in_flight is not None and not self._in_flight.done()
 
     def reserve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Begins to allocate the host memory of the copies: at the first save that would hold up the loop for several times the copy."""
-        if self._pool is not None:
+        if self._in_background:
             self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizer))
 
     def save(
@@ -79,11 +99,12 @@ class Checkpointer:
         self.wait()
         begin = time.perf_counter()
         tensors = collect_tensors(model, optimizer)
+        wait = now or not self._in_background
         state = {"step": step, **state}
-        if now or self._pool is None:
-            self._write(step, tensors, state, begin)
-            return
-        self._in_flight = self._pool.submit(self._write, step, self._copy_to_host(tensors), state, begin)
+        held = tensors if wait else self._copy_to_host(tensors)
+        self._in_flight = self._pool.submit(self._write, step, held, state, begin)
+        if wait:
+            self.wait()
 
     def wait(self) -> None:
         """Returns when no save is in flight.
@@ -93,7 +114,7 @@ class Checkpointer:
         """
         if self._in_flight is not None:
             future, self._in_flight = self._in_flight, None
-            future.result()
+            self._progress.wait(future)
 
     def close(self) -> None:
         """Completes what is in flight and ends the thread.
@@ -104,8 +125,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._pool is not None:
-                self._pool.shutdown()
+            self._pool.shutdown(wait=False)  # the thread is idle, unless the wait was interrupted
 
     def _allocate(self, tensors: Tensors) -> None:
         self._host = {name: _on_host(tensor) for name, tensor in tensors.items()}
@@ -121,18 +141,17 @@ class Checkpointer:
         return copied
 
     def _write(self, step: int, tensors: Tensors, state: dict[str, Any], begin: float) -> None:
-        partial = self._root / f"step_{step}.partial-{self._attempt}"
-        writer = CheckpointWriter(partial, self._root / f"step_{step}", state, needed_bytes=_global_bytes(tensors))
+        def commit() -> None:
+            self.save_s = time.perf_counter() - begin
+            self._committed(step)
+
+        partial, final = self._root / f"step_{step}.partial-{self._attempt}", self._root / f"step_{step}"
+        writer = CheckpointWriter(partial, final, state, _global_bytes(tensors), self._progress, begin, commit)
         try:
-            partial.mkdir(
-                parents=True, exist_ok=True
-            )  # by whichever rank comes first; the attempt makes the name its own
             dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized())
         except (CheckpointException, OSError) as error:
             raise SaveFailed(_first_line(error)) from error
         self.save_s = time.perf_counter() - begin
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            self._committed(step)
 
 
 def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:

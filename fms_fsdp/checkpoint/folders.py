@@ -122,6 +122,16 @@ def checksum(path: Path) -> int:
     return total.value
 
 
+def size_problems(folder: Path) -> list[str]:
+    """Why `folder` is not a complete checkpoint by the names and sizes of its files; [] if it is."""
+    try:
+        return [
+            text for name, (size, _) in read_files(folder).items() if (text := file_problem(folder / name, size, None))
+        ]
+    except (OSError, ValueError) as error:
+        return [str(error)]
+
+
 def problems(folder: Path, *, deep: bool = False) -> list[str]:
     """Why `folder` is not a complete checkpoint, a line each; [] if it is. `deep` reads every byte."""
     try:

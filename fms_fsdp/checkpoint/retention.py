@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,26 @@ class SaveSchedule:
             if stop is None or due <= stop:
                 return due
         return None
+
+    def meets(self, interval: int) -> bool:
+        """Whether some step that is due is a multiple of `interval`."""
+        for start, stop, every in self.ranges:
+            common = math.gcd(every, interval)
+            if start % common == 0:
+                period = interval // common
+                count = -(start // common) * pow(every // common, -1, period) % period or period
+                if stop is None or start + count * every <= stop:
+                    return True
+        return False
+
+
+def check_keep_best(keep_best: int, schedule: SaveSchedule, eval_interval: int) -> None:
+    """Raises ValueError if no checkpoint but the last would have a validation loss to be ranked by."""
+    if keep_best and not schedule.meets(eval_interval):
+        raise ValueError(
+            f"--keep_best ({keep_best}) ranks checkpoints whose own step is evaluated, and none is before the last: "
+            f"let --checkpoint_interval or --checkpoint_schedule meet --eval_interval ({eval_interval})"
+        )
 
 
 def parse_schedule(text: str, interval: int) -> SaveSchedule:

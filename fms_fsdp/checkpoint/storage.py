@@ -12,7 +12,8 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, Checksum, render_files, set_aside
+from fms_fsdp.checkpoint.progress import SaveProgress
+
+_PIECE = 16 << 20  # bytes of a large tensor that are written at a time
 
 _METADATA_CLASSES = {
     "BytesStorageMetadata",
@@ -40,12 +44,25 @@ _METADATA_CLASSES = {
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes `final` through the folder `partial`; `train_state` goes with it. `needed_bytes` must be free before anything is written."""
+    """Writes `final` through the folder `partial`; `train_state` goes with it. `needed_bytes` must be free before anything is written.
 
-    def __init__(self, partial: Path, final: Path, train_state: dict[str, Any], needed_bytes: int) -> None:
+    `begin`: when the save began, by `time.perf_counter`. `committed()` is called on the coordinator while the others still wait.
+    """
+
+    def __init__(
+        self,
+        partial: Path,
+        final: Path,
+        train_state: dict[str, Any],
+        needed_bytes: int,
+        progress: SaveProgress,
+        begin: float,
+        committed: Callable[[], None],
+    ) -> None:
         super().__init__(partial, single_file_per_rank=True, sync_files=False)
-        self._summing = self.fs = _SummingFileSystem()
+        self._summing = self.fs = _SummingFileSystem(progress)
         self._final, self._train_state, self._needed = final, train_state, needed_bytes
+        self._progress, self._begin, self._committed = progress, begin, committed
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, before any rank writes: refuses a disk that is too small."""
@@ -71,16 +88,26 @@ class CheckpointWriter(FileSystemWriter):
             files |= written.files
         files[METADATA] = self._summing.files[f"{METADATA}.tmp"]
         folder = Path(self.path)
+        self._train_state["save_s"] = round(time.perf_counter() - self._begin, 3)
         with self.fs.create_stream(folder / STATE, "wb") as stream:
             stream.write(json.dumps(self._train_state, indent=1).encode())
         files[STATE] = self._summing.files[STATE]
         with self.fs.create_stream(folder / FILES, "wb") as stream:
             stream.write(render_files(files).encode())
-        _sync_folder(folder)
+        self._sync_folder(folder)
         if self._final.exists():
             set_aside(self._final, "damaged")
         os.rename(folder, self._final)
-        _sync_folder(self._final.parent)
+        self._sync_folder(self._final.parent)
+        self._committed()
+
+    def _sync_folder(self, folder: Path) -> None:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            with self._progress.operation():
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 class _Results(list[WriteResult]):
@@ -92,12 +119,13 @@ class _Results(list[WriteResult]):
 class _SummingFileSystem(FileSystem):
     """Local files whose size and checksum are known when they are closed, and which are on disk then."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: SaveProgress) -> None:
         self.files: dict[str, tuple[int, int]] = {}
+        self._progress = progress
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        stream = _SummingFile(Path(path), self.files)
+        stream = _SummingFile(Path(path), self.files, self._progress)
         try:
             yield stream
         finally:
@@ -107,20 +135,26 @@ class _SummingFileSystem(FileSystem):
 class _SummingFile(io.BufferedWriter):
     """A new file, summed as it is written front to back; closing it forces it to disk and enters it in `files`."""
 
-    def __init__(self, path: Path, files: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, path: Path, files: dict[str, tuple[int, int]], progress: SaveProgress) -> None:
         super().__init__(io.FileIO(path, "w"))
-        self._name, self._files, self._checksum = path.name, files, Checksum()
+        self._name, self._files, self._checksum, self._progress = path.name, files, Checksum(), progress
 
     def write(self, data: Any) -> int:
-        self._checksum.update(data)
-        return super().write(data)
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            self._checksum.update(piece)
+            super().write(piece)
+            self._progress.moved()
+        return len(view)
 
     def close(self) -> None:
         if self.closed:
             return
         try:
             self.flush()
-            os.fsync(self.fileno())
+            with self._progress.operation():
+                os.fsync(self.fileno())
             self._files[self._name] = self.tell(), self._checksum.value
         finally:
             self.raw.close()  # not super().close(): on a full disk that would try, and fail, once more
@@ -135,14 +169,6 @@ def _without_zip_checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class CheckpointReader(FileSystemReader):

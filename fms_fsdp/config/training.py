@@ -298,6 +298,13 @@ class TrainingConfig:
         above=0,
         resume="free",
     )
+    exit_margin_s: float | None = flag(
+        None,
+        "seconds before the time limit at which this launch begins to end (default: from its own steps, evaluations and saves)",
+        minimum=0,
+        advanced=True,
+        resume="free",
+    )
 
     def __post_init__(self) -> None:
         given = [name for name in ("num_steps", "num_tokens", "num_samples") if getattr(self, name) is not None]
