@@ -22,7 +22,7 @@ LAYERS = [
     ["mesh"],
     ["parallel"],
     ["optim", "checkpoint"],
-    ["resume"],
+    ["resume", "machine_checks"],
     ["preflight"],
     ["claim"],
     ["evaluate", "observe", "saving"],
