@@ -203,7 +203,9 @@ def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.o
         raise RunFailed(
             f"{folder} cannot be read by rank {rank}: {inner}; mend the storage and start again"
         ) from failure
-    if not isinstance(inner, Exception) or isinstance(inner, MemoryError | torch.OutOfMemoryError):
+    if not isinstance(inner, Exception) or isinstance(
+        inner, MemoryError | torch.OutOfMemoryError | torch.AcceleratorError
+    ):
         raise failure
     reason = f"its files are what was written, but hold no tensors of this model ({type(inner).__name__})"
     raise DamagedCheckpoint(folder, reason) from failure
