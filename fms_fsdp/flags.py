@@ -14,50 +14,22 @@ import dataclasses
 import difflib
 import json
 import os
-import re
 import tomllib
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import fire
 
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.flag import is_in_name, resume_rule
+from fms_fsdp.config.values import Field, coerce, unwrap
 
 C = TypeVar("C")
 
 SHIPPED = Path(__file__).parent / "configs"
-_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_WORDS = {
-    "true": True,
-    "1": True,
-    "yes": True,
-    "on": True,
-    "false": False,
-    "0": False,
-    "no": False,
-    "off": False,
-}
-
-
-@dataclass(frozen=True)
-class Field:
-    """One flag: where it lives, its declared type and its documentation."""
-
-    name: str
-    section: str
-    type: Any
-    default: Any
-    help: str
-    choices: tuple[str, ...]
-    minimum: float | None
-    maximum: float | None
-    advanced: bool
-    resume: str
 
 
 @dataclass(frozen=True)
@@ -78,10 +50,10 @@ def declared_fields(config_type: type[Any]) -> dict[str, Field]:
         if dataclasses.is_dataclass(inner) and isinstance(inner, type):
             for name, spec in declared_fields(inner).items():
                 assert name not in found, f"flag {name} is declared in two sections"
-                resume = spec.resume or getattr(inner, "RESUME", "")
-                found[name] = dataclasses.replace(spec, section=item.name, resume=resume)
+                found[name] = dataclasses.replace(spec, section=item.name)
         else:
-            found[item.name] = Field(item.name, "", inner, item.default, **item.metadata)
+            rules = {"resume": resume_rule(item, config_type), "in_name": is_in_name(item, config_type)}
+            found[item.name] = Field(item.name, "", inner, item.default, **{**item.metadata, **rules})
     return found
 
 
@@ -200,79 +172,8 @@ def _build(config_type: type[C], fields: Mapping[str, Field], values: Mapping[st
     return config_type(**parts, **{key: value for key, value in values.items() if not fields[key].section})
 
 
-def coerce(field: Field, value: Any) -> Any:
-    """`value` (text of a flag, or a value of TOML or JSON) as the field's declared type.
-
-    Raises:
-        ValueError: it does not fit the type, the choices or the range.
-    """
-    kind, optional = _unwrap(field.type)
-    cleared = isinstance(value, str) and value.lower() in ("", "none", "null") and value.lower() not in field.choices
-    if optional and (value is None or cleared):  # where none is a choice, as in --sharding_strategy=none, it is meant
-        return None
-    if typing.get_origin(kind) is tuple:
-        items = [part for part in value.strip("[]() ").split(",") if part] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            items = [items]
-        result: Any = tuple(_scalar(field, typing.get_args(kind)[0], item) for item in items)
-    else:
-        result = _scalar(field, kind, value)
-    return result
-
-
-def _unwrap(declared: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None is allowed."""
-    if typing.get_origin(declared) in (types.UnionType, typing.Union):
-        inner = [part for part in typing.get_args(declared) if part is not type(None)]
-        return inner[0], True
-    return declared, False
-
-
-def _scalar(field: Field, kind: Any, value: Any) -> Any:
-    text = str(value).strip() if not isinstance(value, bool) else str(value).lower()
-    shown = f"--{field.name} ({text})"
-    if kind is bool:
-        if text.lower() not in _WORDS:
-            raise ValueError(f"{shown} must be a boolean; write true or false")
-        return _WORDS[text.lower()]
-    if kind is str:
-        if field.choices and text.lower() not in field.choices:
-            near = difflib.get_close_matches(text.lower(), field.choices, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{shown} must be one of {', '.join(field.choices)}{hint}")
-        return text.lower() if field.choices else text
-    number = _integer(text) if kind is int else _float(text)
-    if number is None:
-        example = "an integer such as 4096, 5_000_000, 2M or 4Ki" if kind is int else "a number such as 0.1 or 3e-4"
-        raise ValueError(f"{shown} must be {example}")
-    for bound, broken, rule in ((field.minimum, "<", "at least"), (field.maximum, ">", "at most")):
-        if bound is not None and (number < bound if broken == "<" else number > bound):
-            raise ValueError(f"{shown} must be {rule} {bound:g}")
-    return number
-
-
-def _integer(text: str) -> int | None:
-    """An exact integer from 4096, 5_000_000, 4k, 2M, 1.5B, 4Ki or 1e6; None for anything else."""
-    match = re.fullmatch(r"([+-]?[\d_]+(?:\.\d+)?(?:[eE][+-]?\d+)?)(ki|mi|gi|[kmbt]?)", text, re.IGNORECASE)
-    if match is None or not re.search(r"\d", text):
-        return None
-    try:
-        number = Fraction(match[1].replace("_", "")) * _SUFFIXES[match[2].lower()]
-    except ValueError:
-        return None
-    return int(number) if number.denominator == 1 else None
-
-
-def _float(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if abs(number) < float("inf") else None
-
-
 def _type_name(declared: Any) -> str:
-    kind, optional = _unwrap(declared)
+    kind, optional = unwrap(declared)
     name = f"{typing.get_args(kind)[0].__name__},…" if typing.get_origin(kind) is tuple else kind.__name__
     return name + (" or none" if optional else "")
 
@@ -330,13 +231,12 @@ def markdown(config_type: type[Any]) -> str:
                 continue
             if advanced:
                 lines.append("\nAdvanced: keep the default unless you know why.\n")
-            lines += ["| flag | type | default | on resume | meaning |", "|---|---|---|---|---|"]
+            lines += ["| flag | type | default | on resume | in the name | meaning |", "|---|---|---|---|---|---|"]
             for spec in rows:
                 choices = f" One of {', '.join(f'`{choice}`' for choice in spec.choices)}." if spec.choices else ""
                 default = f"`{_shown_default(spec.default)}`"
-                lines.append(
-                    f"| `--{spec.name}` | {_type_name(spec.type)} | {default} | {spec.resume} | {spec.help}.{choices} |"
-                )
+                cells = [f"`--{spec.name}`", _type_name(spec.type), default, spec.resume, "yes" if spec.in_name else ""]
+                lines.append(f"| {' | '.join([*cells, spec.help])}.{choices} |")
     return "\n".join(lines) + "\n"
 
 
@@ -354,7 +254,10 @@ Integers may be written `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`; bo
 value. What is not known is an error that names the nearest flag; nothing is ignored. Checks run before any work, in this order: flags, world and mesh, data, memory.
 
 The column "on resume" says what another value does to a run that goes on from a checkpoint: `free`, it trains the same; `announced`, it takes effect from there on and is
-logged; `refused`, it ends the launch with one line. For the model's flags it is the model they come to that must be the checkpoint's."""
+logged; `refused`, it ends the launch with one line. For the model's flags it is the model they come to that must be the checkpoint's.
+
+"In the name" are the flags that the default run name is made of. Another value of one of them names another run, unless `--run_name` or `--output_dir` is given; any
+other flag may change from launch to launch and the run goes on."""
 
 
 if __name__ == "__main__":

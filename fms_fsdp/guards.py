@@ -34,6 +34,7 @@ class BadSteps:
 
     limit: int
     describe: Callable[[int], str]
+    keep_name: str
     in_a_row: int = 0
     total: int = 0
     _pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
@@ -74,7 +75,8 @@ class BadSteps:
         )
         log.warning(text)
         if self.limit and self.in_a_row >= self.limit:
-            raise TooManyBadSteps(f"{text} Look at the data, lower --learning_rate, or pass over it with --skip_steps")
+            advice = "Look at the data, pass over it with --skip_steps, or lower --learning_rate"
+            raise TooManyBadSteps(f"{text} {advice} with {self.keep_name}")
 
 
 @dataclass

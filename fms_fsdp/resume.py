@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, named_steps, open_checkpoint
+from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers, named_steps, open_checkpoint
 from fms_fsdp.config import OptimConfig, TrainConfig, as_dict
 from fms_fsdp.flags import declared_fields
 from fms_fsdp.models.variants import LlamaConfig
@@ -61,6 +61,11 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
         flag = f"--resume_step ({section.resume_step})" if section.resume_step else "--resume (must)"
         raise ValueError(
             f"{flag} must find a checkpoint in {own_root}; none is there: check --run_name or --ckpt_load_path"
+        )
+    if damaged := [folder.name for folder, word in leftovers(own_root) if word == "damaged"]:
+        raise ValueError(
+            f"checkpoints in {own_root} ({', '.join(damaged)}) are damaged and no sound one is there; choose another "
+            f"--run_name to start afresh, or remove them (python -m fms_fsdp ckpt prune --path={own_root} --leftovers --yes)"
         )
     return Start(None, False, f"starting fresh: no checkpoint in {own_root}")
 

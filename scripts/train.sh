@@ -132,14 +132,19 @@ check_nodes() {
     fi
 }
 
-# Passes a stop on to the launch, once: SLURM and terminals signal whole process groups, several times. torchrun is asked by the file STOP, as
-# a signal would make it leave the other nodes waiting for it. A second Ctrl-C is passed on as it is.
+# The launch notes in a file of its own whether the run folder is its own, and how it ended.
+outcome() { sed -n "s/.*\"$1\": \"\{0,1\}\([^\",}]*\).*/\1/p" "$SCRATCH/outcome.json" 2>/dev/null || true; }
+claimed() { [[ "$(outcome claimed)" == true ]]; }
+
+# Passes a stop on to the launch, once: SLURM and terminals signal whole process groups, several times. Once the run folder is the launch's,
+# torchrun is asked by the file STOP, as a signal would make it leave the other nodes waiting for it; until then a signal ends it at once.
+# A second Ctrl-C is passed on as it is.
 # shellcheck disable=SC2329 # called by traps
 pass_on() {
     interrupted=yes
     if [[ -n "$stopping" ]]; then
         [[ "$1" != INT ]] || kill -INT "$child" 2>/dev/null || true
-    elif [[ "${LAUNCH[*]}" == *torch.distributed.run* ]]; then
+    elif [[ "${LAUNCH[*]}" == *torch.distributed.run* ]] && claimed; then
         # again and again: a launch that only just begins takes away what is older
         (
             trap '' TERM INT HUP USR1
@@ -152,15 +157,26 @@ pass_on() {
     stopping=yes
 }
 
-# Runs the launch with its output on the terminal and appended to console.txt. It has a session of its own, and tee outlives every signal, so
-# that a signal to the process group reaches neither.
+# Appends the launch's output to console.txt, from its first line on, if and when the run folder becomes the launch's.
+copy_to_console() {
+    until claimed; do
+        kill -0 "$1" 2>/dev/null || break
+        sleep 0.2
+    done
+    ! claimed || tail -n +1 -s 0.1 -f --pid="$1" "$SCRATCH/console.txt" >>"$RUN_DIR/console.txt"
+}
+
+# Runs the launch with its output on the terminal and in console.txt. It has a session of its own, and tee outlives every signal, so that a
+# signal to the process group reaches neither.
 launch() {
     local code=0 before=0 interrupted="" stopping=""
     mkfifo "$SCRATCH/output"
-    (trap '' TERM INT HUP USR1 && exec tee -a "$RUN_DIR/console.txt" <"$SCRATCH/output") &
+    touch "$SCRATCH/console.txt"
+    (trap '' TERM INT HUP USR1 && exec tee -a --output-error=warn-nopipe "$SCRATCH/console.txt" <"$SCRATCH/output") &
+    (trap '' TERM INT HUP USR1 && copy_to_console "$!") &
     local session=()
     command -v setsid >/dev/null && session=(setsid)
-    PYTHONUNBUFFERED=1 "${session[@]}" "${LAUNCH[@]}" "$@" >"$SCRATCH/output" 2>&1 &
+    LAUNCH_OUTCOME="$SCRATCH/outcome.json" PYTHONUNBUFFERED=1 "${session[@]}" "${LAUNCH[@]}" "$@" >"$SCRATCH/output" 2>&1 &
     local child=$!
     trap 'pass_on TERM' TERM HUP USR1
     trap 'pass_on INT' INT
@@ -175,17 +191,13 @@ launch() {
     return "$code"
 }
 
-# Sets STATUS from the code of a launch and from status.json, which knows what torchrun hides; REASON is what it says.
-read_status() {
-    local code="$1" told=""
-    REASON="see $RUN_DIR/console.txt"
-    if [[ "$RUN_DIR/status.json" -nt "$SCRATCH/started" ]]; then
-        told="$("$PYTHON" -c 'import json, sys
-content = json.load(open(sys.argv[1]))
-print(content["status"], content["reason"])' "$RUN_DIR/status.json")"
-        REASON="${told#* }; $REASON"
-    fi
-    case "$code:${told%% *}" in
+# Sets STATUS from the code of a launch and from its outcome, which knows what torchrun hides; REASON is what it says.
+read_outcome() {
+    local code="$1" told
+    told="$(outcome status)"
+    REASON="$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["reason"])' "$SCRATCH/outcome.json" 2>/dev/null || true)"
+    ! claimed || REASON="${REASON:+$REASON; }see $RUN_DIR/console.txt"
+    case "$code:$told" in
         *:resume_me) STATUS=75 ;;
         *:bad_input) STATUS=2 ;;
         0:* | 2:* | 75:*) STATUS="$code" ;;
@@ -259,13 +271,11 @@ main() {
         exit
     fi
     choose_launch
-    mkdir -p "$RUN_DIR"
     SCRATCH="$(mktemp -d)"
     trap 'rm -rf "$SCRATCH"' EXIT
-    touch "$SCRATCH/started"
     local code=0
     launch "${args[@]}" || code=$?
-    read_status "$code"
+    read_outcome "$code"
     case "$STATUS" in
         0) is_first_node && tell_results ;;
         2) say "bad input: $REASON" ;;

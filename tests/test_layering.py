@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # from the bottom; a module may import its own package and whatever stands on an earlier line
 LAYERS = [
-    ["config"],
+    ["config", "safe_names"],
     ["status", "flags", "folder_lock"],
+    ["stop_signal"],
     ["runtime"],
     ["guards", "limits"],
     ["data"],
@@ -23,6 +24,7 @@ LAYERS = [
     ["optim", "checkpoint"],
     ["resume"],
     ["preflight"],
+    ["claim"],
     ["evaluate", "observe", "saving"],
     ["train"],
     ["__main__"],

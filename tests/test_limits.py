@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fms_fsdp.config import TrainingConfig
-from fms_fsdp.limits import Limits, StopSignal
+from fms_fsdp.limits import Limits
 
 
 def limits(folder: Path, spent: dict[str, float], eval_interval: int = 0, **flags: float) -> Limits:
     section = TrainingConfig(**flags)  # type: ignore[arg-type]
-    return Limits(section, folder, 0, 0, 1, 1, StopSignal(), lambda step: 20.0, spent, eval_interval)
+    signals = SimpleNamespace(name="", can_save=False)  # a real one would take the signals of the tests' own process
+    return Limits(section, folder, 0, 0, 1, 1, signals, lambda step: 20.0, spent, eval_interval)  # type: ignore[arg-type]
 
 
 def stepped(ends: Limits, spent: dict[str, float], step: int, **parts: float) -> bool:
-    """A step of a second, after so many seconds of other things; none of it is waited for."""
+    """A step of a second and so many seconds of other things after it; none of it is waited for."""
+    stops = ends.stop_after(step, torch.tensor(ends.requests(step)))
     ends._step_began -= 1.0 + sum(parts.values())
     for part, seconds in parts.items():
         spent[part] = spent.get(part, 0.0) + seconds
-    return ends.stop_after(step)
+    return stops
 
 
 def test_an_evaluation_and_a_save_are_no_part_of_a_step(tmp_path: Path) -> None:
@@ -48,4 +52,4 @@ def test_a_margin_that_is_given_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
     for given, stops in ((300.0, True), (5.0, False)):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 60))
         ends = limits(tmp_path, {}, exit_margin_s=given)
-        assert ends.stop_after(1) is stops and (stops == ("the job's end is near" in ends.reason))
+        assert stepped(ends, {}, 1) is stops and (stops == ("the job's end is near" in ends.reason))

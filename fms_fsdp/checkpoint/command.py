@@ -100,8 +100,7 @@ def run_prune(config: PruneConfig) -> None:
     folders = [root / f"step_{step}" for step in sorted(doomed)]
     folders += [folder for folder, _ in leftovers(root)] if config.leftovers else []
     freed = sum(tree_bytes(folder) for folder in folders)
-    owned = root.parent if (root.parent / "config.json").is_file() else root  # where the run holds its lock
-    with FolderLock(owned) if config.yes else nullcontext():
+    with FolderLock(root) if config.yes else nullcontext():
         for folder in folders:
             print(f"{'deleted' if config.yes else 'would delete'} {folder}")
             if config.yes:

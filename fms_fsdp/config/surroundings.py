@@ -38,11 +38,17 @@ class CheckpointConfig:
     ckpt_save_path: str = flag(
         "", "folder of checkpoints (default: checkpoints/ in the run folder); a complete one there is resumed"
     )
-    ckpt_load_path: str = flag("", "checkpoint root or step folder to start from when ckpt_save_path holds none")
-    resuming_dataset: bool = flag(
-        True, "data go on where the run of ckpt_load_path stood; off: step and optimizer go on, this run's data begin"
+    ckpt_load_path: str = flag(
+        "", "checkpoint root or step folder to start from when ckpt_save_path holds none", in_name=True
     )
-    load_model_only: bool = flag(False, "take only the weights of ckpt_load_path: fresh optimizer, step 0, fresh data")
+    resuming_dataset: bool = flag(
+        True,
+        "data go on where the run of ckpt_load_path stood; off: step and optimizer go on, this run's data begin",
+        in_name=True,
+    )
+    load_model_only: bool = flag(
+        False, "take only the weights of ckpt_load_path: fresh optimizer, step 0, fresh data", in_name=True
+    )
     resume: str = flag(
         "auto",
         "go on from the newest sound checkpoint if there is one, insist on one, or insist on a fresh start",
@@ -85,7 +91,7 @@ class LogConfig:
     RESUME: ClassVar[str] = "free"
 
     output_dir: str = flag("", "the run folder (default: runs/<run_name>)")
-    run_name: str = flag("", "name of the run (default: the variant and a hash of what is trained)")
+    run_name: str = flag("", "name of the run (default: the variant and a hash of the flags that are in the name)")
     report_interval: int = flag(10, "steps between reports; the first and the last step always report", minimum=1)
     log_param_norm: bool = flag(False, "report the norm of all parameters")
     log_num_zeros: bool = flag(False, "report how many entries of the gradient are zero", advanced=True)

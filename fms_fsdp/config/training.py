@@ -54,7 +54,12 @@ class ModelConfig:
     vocab_size: int | None = flag(None, "rows of the embedding (default: the data's, else the variant's)", minimum=2)
     tie_embeddings: bool | None = flag(None, "share the embedding with the output head (default: the variant's)")
     init_std: float | None = flag(
-        None, "standard deviation of initial weights (default: the variant's)", minimum=0, resume="free"
+        None,
+        "standard deviation of initial weights (default: the variant's)",
+        above=0,
+        maximum=10,
+        resume="free",
+        in_name=True,
     )
     norm: str = flag("rmsnorm", "normalization layer", choices=("rmsnorm", "layernorm"), advanced=True)
     pos_emb: str = flag("rope", "positional encoding", choices=("rope", "learned"), advanced=True)
@@ -87,8 +92,10 @@ class DataConfig:
         1024,
         "tapes read side by side, shared out by weight; more shuffle wider, fewer read less",
         minimum=1,
+        maximum=2**20,
         advanced=True,
         resume="free",
+        in_name=True,
     )
     packing: str = flag(
         "concat",
@@ -97,7 +104,7 @@ class DataConfig:
         resume="refused",
     )
     document_mask: bool = flag(False, "attention stays within a document and positions restart with it")
-    skip_steps: str = flag("", "a:b passes over the rows planned for steps a to b-1, after a loss spike")
+    skip_steps: str = flag("", "a:b passes over the rows planned for steps a to b-1, after a loss spike", in_name=False)
     on_missing: str = flag(
         "error",
         "a shard that cannot be read stops the run, or its rows are masked",
@@ -220,7 +227,7 @@ class OptimConfig:
             return min(2000, max(1, num_steps // 20))
         if self.warmup_steps > num_steps:
             raise ValueError(
-                f"--warmup_steps ({self.warmup_steps}) must not exceed --num_steps ({num_steps}); lower it"
+                f"--warmup_steps ({self.warmup_steps}) must not exceed --num_steps ({num_steps}); raise that"
             )
         return self.warmup_steps
 
@@ -233,18 +240,20 @@ class TrainingConfig:
 
     seed: int = flag(2023, "seed of weights and data order", minimum=0, resume="refused")
     num_steps: int | None = flag(
-        None, "optimizer steps in total, those before a resume included (default: 1000)", minimum=1
+        None, "optimizer steps in total, those before a resume included (default: 1000)", minimum=1, in_name=False
     )
-    num_tokens: int | None = flag(None, "length of the run in tokens instead, such as 300B", minimum=1)
-    num_samples: int | None = flag(None, "length of the run in rows of seq_length tokens instead", minimum=1)
+    num_tokens: int | None = flag(None, "length of the run in tokens instead, such as 300B", minimum=1, in_name=False)
+    num_samples: int | None = flag(
+        None, "length of the run in rows of seq_length tokens instead", minimum=1, in_name=False
+    )
     batch_size: int | None = flag(
-        None, "rows per data-parallel rank and micro-step (default: 2, or from the other two)", minimum=1
+        None, "rows per data-parallel rank and micro-step (default: 2, or from the other two)", minimum=1, in_name=True
     )
     grad_accum_steps: int | None = flag(
-        None, "micro-steps per optimizer step (default: 1, or from the other two)", minimum=1
+        None, "micro-steps per optimizer step (default: 1, or from the other two)", minimum=1, in_name=True
     )
     global_batch_size: int | None = flag(
-        None, "rows per optimizer step = batch_size x data-parallel size x grad_accum_steps", minimum=1
+        None, "rows per optimizer step = batch_size x data-parallel size x grad_accum_steps", minimum=1, in_name=True
     )
     deterministic: bool = flag(
         False, "use only deterministic kernels (slower; CPU runs always repeat bit for bit)", advanced=True

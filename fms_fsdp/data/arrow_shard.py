@@ -15,6 +15,7 @@ Source: Arrow columnar format, "IPC file format" and format/{File,Message}.fbs; 
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,10 +27,13 @@ import numpy.typing as npt
 
 from fms_fsdp.data.files import Files
 from fms_fsdp.data.permute import I64
+from fms_fsdp.safe_names import shown_name
 
 MAGIC = b"ARROW1"
 _RECORD_BATCH = 3  # MessageHeader.RecordBatch
 _SAMPLED_TOKENS = 1 << 16
+_PADDING = 64  # buffers and bodies are padded to a multiple of 8 or of 64 bytes
+_NUMBERS = ("n_docs", "n_tokens", "max_token_id", "vocab_size", "sep_token")  # of a shard's metadata
 _OFFSETS_MARGIN = 512  # documents read to either side of where the average length suggests
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("pad", "<i4"), ("body", "<i8")])
 _BUFFER = np.dtype([("offset", "<i8"), ("length", "<i8")])
@@ -74,17 +78,19 @@ class Shard:
         """
         self.path, self._files, self._delimiter = path, files, delimiter
         with self._errors_named():
+            self._size = files.size(path)
             blocks, schema = self._read_footer()
             self.metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
             self.dtype, self.is_list, self._offset_type = self._token_type(schema)
             if self.is_list:
-                layouts = [self._list_layout(*block) for block in blocks[["offset", "metadata"]].tolist()]
+                layouts = [self._list_layout(*block) for block in blocks[["offset", "metadata", "body"]].tolist()]
                 table: I64 = np.array(layouts, dtype=np.int64).reshape(-1, 4)
                 self._chunk_docs, self._chunk_tokens, self._offsets_at, self._values_at = table.T
                 self.num_docs = int(self._chunk_docs.sum())
             else:
                 self._blocks = blocks
                 self.num_docs = len(blocks)
+            self._check_metadata()
 
     @cached_property
     def _scalars(self) -> tuple[I64, I64]:
@@ -124,14 +130,16 @@ class Shard:
             first, last = np.searchsorted(starts, start, side="right") - 1, np.searchsorted(starts, stop, side="left")
             return Documents(int(first), starts[first : last + 1], addresses[first:last])
         num_docs, length = int(self._chunk_docs[chunk]), int(self.chunk_starts[chunk + 1] - self.chunk_starts[chunk])
-        width, margin = self._offset_type.itemsize, _OFFSETS_MARGIN
+        width, margin, tokens = self._offset_type.itemsize, _OFFSETS_MARGIN, int(self._chunk_tokens[chunk])
         while True:
             low = max(0, start * num_docs // length - margin)
             high = min(num_docs, stop * num_docs // length + margin)
             raw = self._read((high - low + 1) * width, int(self._offsets_at[chunk]) + low * width)
             offsets = np.frombuffer(raw, self._offset_type).astype(np.int64)
             starts = offsets + np.arange(low, high + 1) * self._delimiter
-            if starts[0] <= start and starts[-1] >= stop and (offsets[1:] >= offsets[:-1]).all():
+            inside = offsets[0] >= 0 if low else offsets[0] == 0
+            inside &= offsets[-1] <= tokens if high < num_docs else offsets[-1] == tokens
+            if inside and starts[0] <= start and starts[-1] >= stop and (offsets[1:] >= offsets[:-1]).all():
                 break
             if (low, high) == (0, num_docs):
                 raise self._error("has offsets that disagree with its length", CONVERT)
@@ -196,19 +204,26 @@ class Shard:
         """Turns what goes wrong in reading metadata into errors that name the shard."""
         try:
             yield
+        except ShardError:
+            raise
         except FileNotFoundError:
             remedy = "restore it or --on_missing=mask"
             raise MissingShardError(f"shard ({self.path}) is missing in {self._files.root}; {remedy}") from None
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise self._error(f"cannot be read: {reason}", "check the storage or --on_missing=mask") from error
-        except (struct.error, IndexError, OverflowError) as error:
-            raise self._error("has damaged metadata", f"restore it or {CONVERT}") from error
+        except (struct.error, LookupError, OverflowError, ValueError, NotImplementedError, TypeError) as error:
+            raise self._damaged() from error
 
     def _error(self, rule: str, remedy: str) -> ShardError:
         return ShardError(f"shard ({self.path}) {rule}; {remedy}")
 
+    def _damaged(self) -> ShardError:
+        return self._error("has damaged metadata", f"restore it or {CONVERT}")
+
     def _read(self, size: int, offset: int) -> bytes:
+        if min(size, offset) < 0 or offset + size > self._size:  # what says so is wrong; nothing is allocated for it
+            raise self._damaged()
         data = self._files.pread(self.path, size, offset)
         if len(data) != size:
             raise self._error(
@@ -219,7 +234,7 @@ class Shard:
     def _read_footer(self) -> tuple[npt.NDArray[np.void], Any]:
         import pyarrow as pa
 
-        size = self._files.size(self.path)
+        size = self._size
         if size == 0:
             raise self._error("is empty (0 bytes)", "restore it or remove it")
         end = self._files.pread(self.path, 10, max(0, size - 10))
@@ -233,13 +248,31 @@ class Shard:
         prefix = 8 if head[:4] == b"\xff\xff\xff\xff" else 4
         message_size = prefix + int.from_bytes(head[prefix - 4 : prefix], "little")
         schema = pa.ipc.read_schema(pa.py_buffer(self._read(message_size, 8)))
-        return footer.vector(3, _BLOCK), schema
+        blocks = footer.vector(3, _BLOCK)
+        parts = np.stack([blocks[name].astype(np.int64) for name in ("offset", "metadata", "body")])
+        begins, ends = np.append(parts[0], size - 10 - length), np.append(8 + message_size, parts.sum(axis=0))
+        gaps = begins - ends  # between schema, batches and footer: an end mark of 8 bytes, and padding
+        if (parts < 0).any() or (parts > size).any() or (gaps < 0).any() or (gaps >= _PADDING).any():
+            raise self._damaged()
+        return blocks, schema
+
+    def _check_metadata(self) -> None:
+        """Refuses metadata that could be misunderstood, or that counts otherwise."""
+        for name, value in self.metadata.items():
+            if name in _NUMBERS and value and not re.fullmatch("[0-9]{1,18}", value, re.ASCII):
+                raise self._error(f"says {name} ({shown_name(value)}), which must be a whole number", CONVERT)
+            if name == "has_eos" and value not in ("true", "false"):
+                raise self._error(f"says {name} ({shown_name(value)}), which must be true or false", CONVERT)
+        counts = {"n_docs": self.num_docs, **({"n_tokens": self.num_tokens} if self.is_list else {})}
+        for name, count in counts.items():
+            if self.metadata.get(name, "") not in ("", str(count)):
+                raise self._error(f"holds {count} where its metadata says {name} {self.metadata[name]}", CONVERT)
 
     def _token_type(self, schema: Any) -> tuple[np.dtype[Any], bool, np.dtype[Any]]:
         import pyarrow as pa
 
         if schema.names != ["tokens"]:
-            raise self._error(f"must have one column `tokens`, not {', '.join(schema.names) or 'none'}", CONVERT)
+            raise self._error(f"must have one column `tokens`, not {shown_name(', '.join(schema.names))}", CONVERT)
         kind = schema.field(0).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
         value = kind.value_type if is_list else kind
@@ -256,19 +289,33 @@ class Shard:
         data = self._read(size, offset)
         prefix = 8 if data[:4] == b"\xff\xff\xff\xff" else 4
         message = _Table.root(data[prefix:])
-        assert message.scalar(1, "<B") == _RECORD_BATCH, (self.path, offset)
+        if (
+            int.from_bytes(data[prefix - 4 : prefix], "little") + prefix != size
+            or message.scalar(1, "<B") != _RECORD_BATCH
+        ):
+            raise self._damaged()
         batch = message.table(2)
         if batch.position(3):
             raise self._error("has compressed buffers, which cannot be read in place", CONVERT)
         return batch, offset + prefix
 
-    def _list_layout(self, offset: int, size: int) -> tuple[int, int, int, int]:
-        """Returns (documents, tokens, position of the offsets, position of the values) of a record batch of lists."""
+    def _list_layout(self, offset: int, size: int, length: int) -> tuple[int, int, int, int]:
+        """Returns (documents, tokens, position of the offsets, position of the values) of a record batch of lists, whose
+        body has `length` bytes."""
         batch, _ = self._message(offset, size)
         nodes, buffers = batch.vector(1, _BUFFER), batch.vector(2, _BUFFER)  # a FieldNode is (length, null_count)
         num_docs, num_tokens = int(nodes["offset"][0]), int(nodes["offset"][1])
         if nodes["length"].any():
             raise self._error("has null documents or tokens", CONVERT)
+        at = 0
+        for start, used in buffers.tolist():
+            if not at <= start < at + _PADDING or start % 8 or used < 0:
+                raise self._damaged()
+            at = start + used
+        enough = int(buffers["length"][3]) >= num_tokens * self.dtype.itemsize >= 0
+        enough &= int(buffers["length"][1]) >= (num_docs + 1) * self._offset_type.itemsize or num_docs == 0
+        if not enough or not at <= length < at + _PADDING or batch.scalar(0, "<q") != num_docs or num_docs < 0:
+            raise self._damaged()
         body = offset + size
         return num_docs, num_tokens, body + int(buffers["offset"][1]), body + int(buffers["offset"][3])
 
@@ -287,19 +334,24 @@ class Shard:
         batch, root_at = self._message(int(message_at[filled[0]]), int(metadata[filled[0]]))
         length_at = root_at - int(message_at[filled[0]]) + batch.position(0)
         first_buffer = int(batch.vector(2, _BUFFER)["offset"][1])
-        lengths[filled] = self._files.gather_int64(self.path, message_at[filled] + length_at)
-        size = lengths[filled] * self.dtype.itemsize
-        same_shape = (
-            (metadata[filled] == metadata[filled[0]]) & (size > 0) & (size <= body[filled]) & (size > body[filled] - 64)
-        )
-        if first_buffer == 0 and same_shape.all():
-            return lengths, addresses
+        if first_buffer == 0 and (metadata[filled] == metadata[filled[0]]).all():
+            lengths[filled] = self._files.gather_int64(self.path, message_at[filled] + length_at)
+            spare = body[filled] // self.dtype.itemsize - lengths[filled]
+            most = np.where(body[filled] % _PADDING, 8, _PADDING) // self.dtype.itemsize
+            if (lengths[filled] > 0).all() and (spare >= 0).all() and (spare < most).all():
+                return lengths, addresses
         for i in filled.tolist():
             batch, _ = self._message(int(message_at[i]), int(metadata[i]))
-            if batch.vector(1, _BUFFER)["length"].any():
+            ((length, num_nulls),) = batch.vector(1, _BUFFER).tolist()  # a FieldNode
+            start, used = batch.vector(2, _BUFFER)[1].tolist()
+            if num_nulls:
                 raise self._error("has null tokens", CONVERT)
-            lengths[i] = batch.scalar(0, "<q")
-            addresses[i] += int(batch.vector(2, _BUFFER)["offset"][1])
+            if not 0 <= length * self.dtype.itemsize <= used or not 0 <= start <= int(body[i]) - used:
+                raise self._damaged()
+            if length != batch.scalar(0, "<q"):
+                raise self._damaged()
+            lengths[i] = length
+            addresses[i] += start
         return lengths, addresses
 
 

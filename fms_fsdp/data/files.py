@@ -14,6 +14,7 @@ import numpy as np
 
 from fms_fsdp.data.lru import Lru
 from fms_fsdp.data.permute import I64
+from fms_fsdp.safe_names import open_regular
 
 MAX_OPEN_FILES = 48
 
@@ -99,5 +100,5 @@ class LocalFiles:
     def _descriptor(self, path: str) -> int:
         descriptor = self._open.get(path)
         if descriptor is None:
-            descriptor = self._open.put(path, os.open(os.path.join(self.root, path), os.O_RDONLY))
+            descriptor = self._open.put(path, open_regular(os.path.join(self.root, path)))
         return descriptor

@@ -8,9 +8,9 @@ training seed. The rows are the first ones of one epoch in shuffled order, so a 
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +25,13 @@ from fms_fsdp.data.permute import I64
 from fms_fsdp.data.stream import TokenStream, build_stream
 
 if TYPE_CHECKING:
+    from fms_fsdp.data.files import Files
     from fms_fsdp.data.manifest import Corpus
 
 SEED = 0x6576616C  # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
 
 _DESCRIBED = "meta/tokenizer.json"
+_LARGEST_FILE = 1 << 28  # bytes of a tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,12 @@ def open_held_out(
         held_out = replace(data, data_path=root, datasets=names, weights=())
         found += _open(group, held_out, data.data_path, trained, vocab_size, max_rows)
     return tuple(found)
+
+
+def close_held_out(sources: Iterable[HeldOut]) -> None:
+    """Closes the files of the sources."""
+    for source in sources:
+        source.stream.close()
 
 
 def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
@@ -145,21 +153,25 @@ def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -
     """Bytes by token id, from the tokenizer that `prepare` left in one of the folders; None where it is not that of the shards."""
     from fms_fsdp.data.arrow_shard import Shard
     from fms_fsdp.data.manifest import open_root
-    from fms_fsdp.data.tokenizer import load_tokenizer
+    from fms_fsdp.data.tokenizer import KEPT_AS, load_tokenizer, parse_description
 
     digest = Shard(corpus.files, corpus.sources[0].paths[0], delimiter=0).metadata.get("tokenizer_digest")
     for root in data_paths:
         try:
             files = open_root(root)
-            content = json.loads(files.pread(_DESCRIBED, files.size(_DESCRIBED), 0))
-            if content["digest"] != digest:
-                continue
+            data = _read_whole(files, _DESCRIBED)
+        except (ValueError, OSError) as error:
+            logger.debug("no tokenizer there: %s", error)
+            continue
+        told, _ = parse_description(data, f"{files.root}/{_DESCRIBED}")
+        if told.digest != digest:
+            continue
+        try:
             with tempfile.TemporaryDirectory() as folder:
-                name = content["kind"]
-                if file_name := content["file_name"]:
-                    name = str(Path(folder) / file_name)
-                    Path(name).write_bytes(files.pread(file_name, files.size(file_name), 0))
-                tokenizer = load_tokenizer(name, content["eos_token"])
+                copy = Path(folder) / KEPT_AS[told.kind]
+                if told.kind != "byte":
+                    copy.write_bytes(_read_whole(files, told.file_name))
+                tokenizer = load_tokenizer(told.kind if told.kind == "byte" else str(copy), told.eos_token)
         except (ValueError, OSError) as error:
             logger.debug("no tokenizer there: %s", error)
             continue
@@ -168,3 +180,11 @@ def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -
         return table
     logger.info("bits per byte are left out: no tokenizer of these shards in %s", corpus.files.root)
     return None
+
+
+def _read_whole(files: Files, path: str) -> bytes:
+    """Returns the content of a small file. Raises: OSError, ValueError."""
+    size = files.size(path)
+    if size > _LARGEST_FILE:
+        raise ValueError(f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore or remove it")
+    return files.pread(path, size, 0)

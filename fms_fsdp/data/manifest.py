@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import gc
 import hashlib
 import os
 import posixpath
@@ -27,13 +26,14 @@ import numpy as np
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.arrow_shard import CONVERT, Shard, ShardError, TokenError
+from fms_fsdp.data.counts import META, Counts, read_counts
 from fms_fsdp.data.files import Files, LocalFiles
 from fms_fsdp.data.mixture import NUM_SLOTS
 from fms_fsdp.data.permute import I64
+from fms_fsdp.safe_names import has_control_character, shown_name
 
 SUFFIX = ".arrow"
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".json", ".txt", ".gz", ".zst")
-META = "meta"
 OPENED_AT_START = 256  # a corpus of at most so many shards has them all checked before training
 _SAMPLED_DOCUMENTS = 16
 _SAMPLED_SHARDS, _SAMPLED_BYTES = 16, 4096
@@ -130,7 +130,7 @@ def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards
     files = files or open_root(section.data_path)
     shards = _find_shards(files)
     names = _source_names(section, files.root, shards)
-    counts = _read_counts(files, shards, names)
+    counts = read_counts(files, shards)
     listed = {name: _shards_of(name, shards) for name in names}
     missing = sorted(set(counts).difference(shards))
     for name in names:
@@ -287,51 +287,6 @@ def _text_remedy(paths: list[str]) -> str:
     return f"{text} is text: make shards of it with `python -m fms_fsdp prepare --input=... --output=...`"
 
 
-def _read_counts(files: Files, paths: list[str], names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Returns (documents, tokens) by shard path, from meta/*counts*.csv; paths there may begin with folders of another root."""
-    counts: dict[str, tuple[int, int]] = {}
-    for table in paths:
-        if not (table.startswith(f"{META}/") and "counts" in table and table.endswith(".csv")):
-            continue
-        try:
-            counts.update(_parse_counts(files.pread(table, files.size(table), 0)))
-        except (ValueError, LookupError) as error:  # pyarrow's are of these kinds
-            raise ValueError(
-                f"counts file ({table}) must hold `dataset/filename,documents,tokens`: {' '.join(str(error).split())}; "
-                "correct or remove it"
-            ) from None
-    known = set(paths)
-    for path in [path for path in counts if path not in known]:
-        for name in names:
-            at = ("/" + path).find(f"/{name}/")
-            if at > 0:  # written under another root
-                counts.setdefault(path[at:], counts[path])
-    return counts
-
-
-def _parse_counts(data: bytes) -> dict[str, tuple[int, int]]:
-    """Returns (documents, tokens) by path. Raises: ValueError, LookupError, naming the row (the header is row 1)."""
-    from pyarrow import BufferReader, csv, system_memory_pool
-
-    if not data.partition(b"\n")[2].strip():
-        return {}
-    types = {"f0": "string", "f1": "int64", "f2": "int64"}
-    table = csv.read_csv(
-        BufferReader(data),
-        csv.ReadOptions(use_threads=False, autogenerate_column_names=True, skip_rows=1),
-        convert_options=csv.ConvertOptions(column_types=types, include_columns=list(types), null_values=[]),
-        memory_pool=system_memory_pool(),  # pyarrow's own would keep 24 MiB
-    )
-    paths, docs, tokens = (column.to_pylist() for column in table.columns)
-    collecting = gc.isenabled()
-    gc.disable()  # 100,000 tuples in a row: the collector would look through all of torch's objects again and again
-    try:
-        return dict(zip((path.lstrip("/") for path in paths), zip(docs, tokens, strict=True), strict=True))
-    finally:
-        if collecting:
-            gc.enable()
-
-
 def _check_listing(files: Files, name: str, listed: list[str], missing: list[str], may_miss: bool) -> None:
     """Checks that the source has shards and that none of the counts file is missing, or adds it to `listed` if it may be."""
     if not listed and not missing:
@@ -342,13 +297,14 @@ def _check_listing(files: Files, name: str, listed: list[str], missing: list[str
             f"shard ({missing[0]}) is listed in {META}/*counts*.csv but missing in {files.root}"
             f"{f' with {len(missing) - 1} more' if len(missing) > 1 else ''}; restore it or --on_missing=mask"
         )
+    for path in listed:
+        if has_control_character(path):
+            raise ValueError(f"shard ({shown_name(path)}) must have no control character in its name; rename it")
     listed.extend(missing)
     listed.sort()
 
 
-def _open_some(
-    files: Files, listed: dict[str, list[str]], counts: dict[str, tuple[int, int]], may_miss: bool
-) -> dict[str, Shard]:
+def _open_some(files: Files, listed: dict[str, list[str]], counts: Counts, may_miss: bool) -> dict[str, Shard]:
     """Returns the shards opened at start-up by path, and adds to `counts` those that it does not list.
 
     These are all shards of a small corpus; else the first of each source and those without counts.

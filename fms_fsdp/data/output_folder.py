@@ -26,6 +26,7 @@ from fms_fsdp.data.documents import InputFile, Slice
 from fms_fsdp.data.encode import SPLITS, Stats
 from fms_fsdp.data.shard_writer import write_counts, write_json
 from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.safe_names import safe_name
 
 _RESERVED = ("meta", "validation", "test")
 
@@ -61,7 +62,7 @@ class SourcePlan:
         for entry in self.slices:
             path = self.journal / f"slice-{entry.index:05d}.json"
             if path.is_file():
-                result = json.loads(path.read_text())
+                result = _read_entry(path)
                 if all(self._has(shard) for shard in result["shards"]):
                     results[entry.index] = result
         return results if self.partial.is_dir() or len(results) == len(self.slices) else {}
@@ -191,6 +192,20 @@ def _publish(plan: SourcePlan) -> None:
         plan.partial.parent.rmdir()
 
 
+def _read_entry(path: Path) -> dict[str, Any]:
+    """Returns a journal entry. Raises: ValueError for one that names other files than shards of its source."""
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+        named = [(shard["split"], shard["file"]) for shard in result["shards"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        named = [("", "")]
+    for split, file in named:
+        if split not in SPLITS:
+            raise ValueError(f"{path} is not what prepare wrote; remove it")
+        safe_name(file, str(path))
+    return result
+
+
 def _write_counts(output: Path) -> None:
     """Writes the counts of all published sources of the output, of earlier calls too, and a summary of what each was made of."""
     rows: dict[str, list[tuple[str, int, int]]] = {split: [] for split in SPLITS}
@@ -198,7 +213,7 @@ def _write_counts(output: Path) -> None:
     for journal in sorted((output / "meta" / "prepare").iterdir()):
         if (output / ".partial" / journal.name).exists() or not (output / journal.name).is_dir():
             continue
-        results = [json.loads(path.read_text()) for path in sorted(journal.glob("slice-*.json"))]
+        results = [_read_entry(path) for path in sorted(journal.glob("slice-*.json"))]
         for shard in (shard for result in results for shard in result["shards"]):
             name = f"{journal.name}/{shard['file']}"
             rows[shard["split"]].append((name, shard["documents"], shard["tokens"]))

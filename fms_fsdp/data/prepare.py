@@ -8,7 +8,6 @@ journal are not made again. Where things lie is told in `output_folder`.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,13 @@ from fms_fsdp.data.output_folder import (
     unique_files,
 )
 from fms_fsdp.data.shard_writer import ShardInfo
-from fms_fsdp.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from fms_fsdp.data.tokenizer import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    parse_description,
+    train_sentencepiece,
+)
 from fms_fsdp.data.workers import available_cores, note, run_jobs
 
 _LAYOUT_VERSION = 1  # part of every plan: raise it when the same input gives other shards
@@ -108,16 +113,16 @@ def _plan(config: PrepareConfig, name: str, paths: Sequence[str], output: Path) 
 def _settle_tokenizer(config: PrepareConfig, output: Path, plans: Sequence[SourcePlan]) -> Tokenizer:
     """The tokenizer given, trained, or already in the output, once it is known that every source of the output goes with it."""
     described = output / "meta" / "tokenizer.json"
-    before = json.loads(described.read_text()) if described.is_file() else None
+    before, before_on = (
+        parse_description(described.read_bytes(), str(described)) if described.is_file() else (None, None)
+    )
     trained_on = _training_key(config, plans) if config.train_tokenizer else None
-    keep = before is not None and (before["trained_on"] == trained_on if trained_on else not config.tokenizer)
+    keep = before is not None and (before_on == trained_on if trained_on else not config.tokenizer)
     if before is not None and keep:
-        eos_token = config.eos_token or before["eos_token"]
-        tokenizer = load_tokenizer(
-            str(output / before["file_name"]) if before["file_name"] else before["kind"], eos_token
-        )
-        if tokenizer.vocabulary.digest != before["digest"]:
-            raise ValueError(f"--output ({output}): {before['file_name']} was changed after it was used; restore it")
+        name = str(output / before.file_name) if before.file_name else before.kind
+        tokenizer = load_tokenizer(name, config.eos_token or before.eos_token)
+        if tokenizer.vocabulary.digest != before.digest:
+            raise ValueError(f"--output ({output}): {before.file_name} was changed after it was used; restore it")
     elif trained_on:
         if before and not config.overwrite:
             raise ValueError(

@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,10 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.data.shard_writer import write_atomically, write_json
+from fms_fsdp.safe_names import safe_name, shown_name
 
 Tokens = npt.NDArray[Any]
 _END_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 _SENTENCE_CHARS = 2048  # pieces of a document that sentencepiece trains on
+KEPT_AS = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
 _TRAINING_THREADS = 4  # fixed: part of what makes the trained model a function of its input
 
 
@@ -40,6 +42,27 @@ class Vocabulary:
     digest: str
     file_name: str
     eos_token: str = ""  # as asked for, where the tokenizer's own was not wanted
+
+
+def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
+    """Returns what the file meta/tokenizer.json says: the vocabulary, and what the tokenizer was trained on.
+
+    Raises: ValueError.
+    """
+    try:
+        content = json.loads(data)
+        values = {spec.name: content[spec.name] for spec in fields(Vocabulary)}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{told_by} is not what prepare wrote; restore or remove it") from None
+    vocabulary, kinds = Vocabulary(**values), {"size": int, "eos_id": int}
+    for name, value in values.items():
+        if not isinstance(value, kinds.get(name, str)) or (name == "kind" and value not in KEPT_AS):
+            raise ValueError(
+                f"{told_by} says {name} ({shown_name(value)}), which prepare never writes; restore or remove it"
+            )
+    if vocabulary.kind != "byte" or vocabulary.file_name:
+        safe_name(vocabulary.file_name, told_by)
+    return vocabulary, content.get("trained_on")
 
 
 class Tokenizer(Protocol):
@@ -94,7 +117,7 @@ class SentencePieceTokenizer:
         if eos < 0 or (eos_token and self._processor.id_to_piece(eos) != eos_token):
             raise ValueError(_no_end(name, eos_token))
         self.vocabulary = Vocabulary(
-            "sentencepiece", size, eos, hashlib.sha256(model).hexdigest(), "tokenizer.model", eos_token
+            "sentencepiece", size, eos, hashlib.sha256(model).hexdigest(), KEPT_AS["sentencepiece"], eos_token
         )
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
@@ -140,7 +163,7 @@ class HuggingFaceTokenizer:
             raise ValueError(_no_end(str(path), eos_token))
         size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
-        self.vocabulary = Vocabulary("huggingface", size, eos, digest, "tokenizer.json", eos_token)
+        self.vocabulary = Vocabulary("huggingface", size, eos, digest, KEPT_AS["huggingface"], eos_token)
 
     @staticmethod
     def _end_names(path: Path, eos_token: str) -> Sequence[str]:
@@ -214,7 +237,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
     code is full of; digits stand alone.
 
     Raises:
-        ValueError: too little text for the vocabulary.
+        ValueError: too little text for the vocabulary, or too many characters.
     """
     import sentencepiece
 
@@ -241,11 +264,14 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
             minloglevel=3,
         )
     except RuntimeError as error:
-        most = re.search(r"value <= (\d+)", str(error))
-        reason = f"at most {most[1]}" if most else str(error).strip().splitlines()[-1]
-        raise ValueError(
-            f"--vocab_size ({vocab_size}) is too high for this text: {reason}; lower it or give more"
-        ) from error
+        most, least = (re.search(form, str(error)) for form in (r"value <= (\d+)", r"required_chars\. \d+ vs (\d+)"))
+        if least:
+            problem = f"is too low for this text, whose characters take {least[1]}; raise it"
+        elif most:
+            problem = f"is too high for this text: at most {most[1]}; lower it or give more"
+        else:
+            problem = f"must fit the text: {str(error).strip().splitlines()[-1]}; change it or give other text"
+        raise ValueError(f"--vocab_size ({vocab_size}) {problem}") from error
     return model.getvalue()
 
 

@@ -85,9 +85,16 @@ def activation_bytes(config: LlamaConfig, rows: int, *, mixed_precision: bool) -
 
 @contextmanager
 def explaining_out_of_memory(
-    section: ParallelConfig, config: LlamaConfig, layout: Layout, batch_size: int, mixed_precision: bool
+    section: ParallelConfig,
+    config: LlamaConfig,
+    layout: Layout,
+    batch_size: int,
+    mixed_precision: bool,
+    keep_name: str,
 ) -> Iterator[None]:
     """Inside, running out of memory ends the run with the flags that would help and about what each saves.
+
+    Some of them are in the run's name, so that the same run goes on only under `keep_name`.
 
     Raises:
         RunFailed: memory ran out.
@@ -98,7 +105,8 @@ def explaining_out_of_memory(
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
         advice = "; ".join(_advice(section, config, layout, batch_size, mixed_precision))
-        raise RunFailed(f"out of memory ({str(error).splitlines()[0]}); what would help: {advice}") from error
+        reason = f"out of memory ({str(error).splitlines()[0]}); what would help: {advice}"
+        raise RunFailed(f"{reason}; to go on with this run add {keep_name}", on_one_rank=True) from error
 
 
 def _advice(

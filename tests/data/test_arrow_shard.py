@@ -105,7 +105,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     table = pa.table({"text": ["a", "b"]})
     with pa.ipc.new_file(str(tmp_path / "strings.arrow"), table.schema) as writer:
         writer.write_table(table)
-    with pytest.raises(ShardError, match="must have one column `tokens`, not text"):
+    with pytest.raises(ShardError, match="must have one column `tokens`, not 'text'"):
         Shard(LocalFiles(str(tmp_path)), "strings.arrow", 0)
 
 
@@ -114,6 +114,116 @@ def test_null_tokens_are_refused(tmp_path: Path) -> None:
     with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
         writer.write_table(table)
     with pytest.raises(ShardError, match="null"):
+        Shard(LocalFiles(str(tmp_path)), "a.arrow", 0)
+
+
+def damaged_offset(path: Path, document: int, change: int) -> None:
+    """Adds `change` to the place at which a document of the first chunk starts."""
+    shard = Shard(LocalFiles(str(path.parent)), path.name, 0)
+    at = int(shard._offsets_at[0]) + 8 * document
+    data = bytearray(path.read_bytes())
+    data[at : at + 8] = (int.from_bytes(data[at : at + 8], "little", signed=True) + change).to_bytes(
+        8, "little", signed=True
+    )
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("document", "change"), [(0, -8), (0, 3), (0, -(1 << 40)), (-1, 1), (-1, -1), (-1, 1 << 40)])
+def test_offsets_that_do_not_span_the_chunk_are_refused_instead_of_read(
+    tmp_path: Path, document: int, change: int
+) -> None:
+    """A first offset below 0 would give the bytes before the tokens as tokens."""
+    documents = [np.arange(100 * i, 100 * i + 40) for i in range(50)]
+    write_lists(tmp_path / "a.arrow", documents, chunk=50)
+    damaged_offset(tmp_path / "a.arrow", document % 51, change)
+    shard = Shard(LocalFiles(str(tmp_path)), "a.arrow", 1)
+    start = (document % 51) * 41 - (document < 0)
+    with pytest.raises(ShardError, match=r"shard \(a.arrow\) has offsets that disagree with its length; write it anew"):
+        shard.documents(0, start, start + 1)
+
+
+MANY = [np.full(1 + i % 7, i % 4000) for i in range(6000)]
+
+
+@pytest.mark.parametrize("change", [-40, 40, 1 << 50, -(1 << 50)])
+def test_offsets_that_fall_in_the_middle_of_a_chunk_are_refused(tmp_path: Path, change: int) -> None:
+    write_lists(tmp_path / "a.arrow", MANY, chunk=6000)
+    damaged_offset(tmp_path / "a.arrow", 3000, change)
+    shard = Shard(LocalFiles(str(tmp_path)), "a.arrow", 1)
+    start = sum(len(document) + 1 for document in MANY[:3000])
+    with pytest.raises(ShardError, match=r"shard \(a.arrow\) has offsets that disagree with its length"):
+        shard.documents(0, start, start + 20)
+    assert shard.documents(0, 0, 20).first == 0  # only what is around is read
+
+
+@pytest.mark.parametrize("chunk", [6000, 2500])
+def test_document_numbers_far_inside_a_chunk_are_right(tmp_path: Path, chunk: int) -> None:
+    write_lists(tmp_path / "a.arrow", MANY, chunk=chunk)
+    shard = Shard(LocalFiles(str(tmp_path)), "a.arrow", 1)
+    starts = np.cumsum([0, *(len(document) + 1 for document in MANY)])
+    for number in (0, 1, 511, 513, 2499, 2500, 3001, 5998, 5999):
+        begin, end = int(starts[number]), int(starts[number + 1])
+        index = number // chunk
+        base = int(shard.chunk_starts[index])
+        found = shard.documents(index, begin - base, end - base)
+        assert (found.first, (found.starts + base).tolist()) == (number, [begin, end])
+        assert shard.span(number) == (begin, end)
+        address = int(found.addresses[0])
+        assert (
+            shard.document_at(address)
+            == shard.document_at(address + shard.dtype.itemsize * (end - begin - 2))
+            == number
+        )
+
+
+@pytest.mark.parametrize("layout", ["lists", "scalars"])
+def test_a_flipped_bit_gives_an_error_that_names_the_shard_or_documents_inside_the_tokens(
+    tmp_path: Path, layout: str
+) -> None:
+    path, rng = tmp_path / "a.arrow", np.random.default_rng(0)
+    documents = random_documents(rng, 400 if layout == "lists" else 120)
+    write_lists(path, documents, chunk=12) if layout == "lists" else write_scalars(path, documents)
+    whole, named = path.read_bytes(), 0
+    for at in range(len(whole)):
+        data = bytearray(whole)
+        data[at] ^= 1 << int(rng.integers(8))
+        path.write_bytes(data)
+        try:
+            found = read_all(path, delimiter=1 if layout == "lists" else 0)
+        except ShardError as error:
+            assert str(error).startswith("shard (a.arrow) ") and "\n" not in str(error) and len(str(error)) < 300
+            named += 1
+        else:
+            assert sum(map(len, found)) == sum(map(len, documents))
+    assert named > len(whole) // 8
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"sep_token": "-3"}, r"says sep_token \('-3'\), which must be a whole number"),
+        ({"sep_token": "three"}, r"says sep_token \('three'\)"),
+        ({"vocab_size": "²"}, r"says vocab_size \('\\xb2'\)"),
+        ({"max_token_id": "9" * 5000}, "says max_token_id .* must be a whole number"),
+        ({"has_eos": "True\n"}, r"says has_eos \('True\\n'\), which must be true or false"),
+        ({"n_docs": "8"}, "holds 2 where its metadata says n_docs 8"),
+        ({"n_tokens": "1"}, "holds 70 where its metadata says n_tokens 1"),
+    ],
+)
+def test_metadata_that_could_be_misunderstood_is_refused_with_the_shards_name(
+    tmp_path: Path, metadata: dict[str, str], words: str
+) -> None:
+    write_lists(tmp_path / "a.arrow", [np.arange(10, 40), np.arange(50, 90)], **metadata)
+    with pytest.raises(ShardError, match=rf"^shard \(a.arrow\) {words}.*; write it anew with") as caught:
+        Shard(LocalFiles(str(tmp_path)), "a.arrow", 0)
+    assert len(str(caught.value)) < 300
+
+
+def test_metadata_that_is_no_text_is_refused_with_the_shards_name(tmp_path: Path) -> None:
+    write_lists(tmp_path / "a.arrow", DOCUMENTS, tokenizer_digest="text")
+    data = (tmp_path / "a.arrow").read_bytes()
+    (tmp_path / "a.arrow").write_bytes(data.replace(b"text", b"\xff\xfe\xfd\xfc"))
+    with pytest.raises(ShardError, match=r"shard \(a.arrow\) has damaged metadata"):
         Shard(LocalFiles(str(tmp_path)), "a.arrow", 0)
 
 

@@ -131,3 +131,15 @@ def test_unfit_files_are_refused(tmp_path: Path) -> None:
 def test_too_little_text_for_the_vocabulary() -> None:
     with pytest.raises(ValueError, match=r"--vocab_size \(5000\) is too high for this text: at most"):
         train_sentencepiece(["only a few words"], 5000, "bpe")
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_a_vocabulary_below_the_number_of_characters_is_called_too_low(model_type: str) -> None:
+    """Signs of a script, each many times and in many orders: one token each, beside the 259 that every model has."""
+    text = [" ".join(chr(0x4E00 + (i * step) % 400) for i in range(2000)) for step in (1, 3, 7, 11)]
+    with pytest.raises(
+        ValueError, match=r"--vocab_size \(300\) is too low for this text, whose characters take 66\d;"
+    ) as e:
+        train_sentencepiece(text, 300, model_type)
+    least = int(str(e.value).rpartition("take ")[2].partition(";")[0])
+    assert SentencePieceTokenizer(train_sentencepiece(text, least, model_type), "test").vocabulary.size == least
