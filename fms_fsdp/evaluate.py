@@ -31,7 +31,7 @@ from fms_fsdp.parallel.fsdp import reshard
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.preflight import Preflight
 from fms_fsdp.runtime import World, log, pick_device, set_up_log, start, stop, sum_over_ranks
-from fms_fsdp.status import BadInput
+from fms_fsdp.status import BadInput, RunFailed
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def main(config: EvaluateConfig) -> None:
     try:
         load_checkpoint(checkpoint, model, None)
         values = evaluate(forward, sources)
-    except (DamagedCheckpoint, BadInput) as error:
+    except (DamagedCheckpoint, RunFailed, BadInput) as error:
         raise ValueError(str(error)) from error
     for source in sources:
         source.stream.close()

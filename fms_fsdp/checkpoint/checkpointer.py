@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,19 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._state_dict_utils import _copy_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files
+from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files, read_state
 from fms_fsdp.checkpoint.progress import SaveProgress
 from fms_fsdp.checkpoint.storage import CheckpointReader, CheckpointWriter
 from fms_fsdp.models.init import clean_name
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import model_from_dict
+from fms_fsdp.status import RunFailed
 
 Tensors = dict[str, torch.Tensor]
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 _ENDLESS = timedelta(days=30)
 
 # DCP warns that it works in a single process even when told so (torch 2.11 to 2.13); said to all threads, as saves have their own
@@ -170,27 +177,100 @@ def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.o
     """Fills the model, and the optimizer if given, in place from any sharding into any other (collective: every rank).
 
     Raises:
-        DamagedCheckpoint: some file is missing, cut or changed; model and optimizer are then in no usable state.
+        DamagedCheckpoint: some file is missing, cut, changed or no tensors; model and optimizer are then in no usable state.
+        RunFailed: some file cannot be read on some rank, which is no damage.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = sorted(read_files(checkpoint.folder).items())[rank::world_size]
-    failure: BaseException | None = None
+    folder, found = checkpoint.folder, _Findings()
+    with found.noting(folder):
+        reader, files = CheckpointReader(folder), sorted(read_files(folder).items())
+    found.raise_alike(folder)
+    failure: CheckpointException | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
-        checks = [pool.submit(file_problem, checkpoint.folder / name, size, crc) for name, (size, crc) in mine]
+        checks = [pool.submit(file_problem, folder / name, size, crc) for name, (size, crc) in files[rank::world_size]]
         try:
-            reader = CheckpointReader(checkpoint.folder)
             dcp.load(collect_tensors(model, optimizer), storage_reader=reader, no_dist=world_size == 1)
         except CheckpointException as error:
             failure = error
-        found = [text for check in checks if (text := check.result())]
-    if world_size > 1:
-        everyone: list[list[str]] = [[] for _ in range(world_size)]
-        dist.all_gather_object(everyone, found)
-        found = [text for texts in everyone for text in texts]
-    if found:
-        raise DamagedCheckpoint(checkpoint.folder, "; ".join(found)) from failure
-    if failure is not None:
+        for check in checks:
+            with found.noting(folder):
+                found.damage += [text for text in [check.result()] if text]
+    found.raise_alike(folder)
+    if failure is None:
+        return
+    rank, (inner, _) = min(failure.failures.items())
+    if isinstance(inner, OSError):
+        raise RunFailed(
+            f"{folder} cannot be read by rank {rank}: {inner}; mend the storage and start again"
+        ) from failure
+    if not isinstance(inner, Exception) or isinstance(
+        inner, MemoryError | torch.OutOfMemoryError | torch.AcceleratorError
+    ):
         raise failure
+    reason = f"its files are what was written, but hold no tensors of this model ({type(inner).__name__})"
+    raise DamagedCheckpoint(folder, reason) from failure
+
+
+@dataclass
+class _Findings:
+    """What is wrong with the files of a checkpoint: `damage`, and what was `unreadable`; each rank finds its own."""
+
+    damage: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            self.damage.append(str(error))
+        except OSError as error:
+            self.unreadable.append(f"{error.filename or folder}: {error.strerror}")
+
+    def raise_alike(self, folder: Path) -> None:
+        """Raises what any rank has found, on every rank (collective: every rank)."""
+        everyone = [self]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            everyone = everyone * dist.get_world_size()
+            dist.all_gather_object(everyone, self)
+        if damage := [text for each in everyone for text in each.damage]:
+            raise DamagedCheckpoint(folder, "; ".join(damage))
+        if unreadable := [text for each in everyone for text in each.unreadable]:
+            raise RunFailed(f"checkpoint file {unreadable[0]}; it is not damaged: mend the storage and start again")
+
+
+def content_problems(folder: Path) -> list[str]:
+    """Why a checkpoint whose files are what was written cannot be loaded all the same; [] if it can. Reads it a tensor at a time.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    try:
+        reader = CheckpointReader(folder)
+        saved = reader.metadata.state_dict_metadata
+        config = model_from_dict(read_state(folder)["resolved"]["model"])
+        if config.num_layers > len(saved):
+            raise ValueError(f"{config.num_layers} layers in {len(saved)} tensors")
+        with torch.device("meta"):
+            weights = collect_tensors(Llama(config), None)
+        sizes = {name: tensor.size() for name, tensor in weights.items()}
+        for name, size in list(sizes.items()):
+            name = name.removeprefix("model.")
+            sizes |= {f"optimizer.{name}.{key}": size if key != "step" else torch.Size() for key in ADAMW_STATE}
+        for name, size in sizes.items():
+            entry = saved.get(name)
+            if not isinstance(entry, TensorStorageMetadata) or entry.size != size:
+                raise ValueError(f"no {name} of {tuple(size)}")
+            tensor = torch.empty(size, dtype=entry.properties.dtype)
+            dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        _, (inner, _) = min(error.failures.items())
+        if isinstance(inner, OSError):
+            raise inner from error
+        return [f"{name} cannot be loaded ({type(inner).__name__})"]
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        return [f"it cannot be loaded: {error}"]
+    return []
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import operator
 import os
 import pickle
 import shutil
@@ -16,17 +18,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, Checksum, render_files, set_aside
+from fms_fsdp.checkpoint.folders import (
+    FILES,
+    METADATA,
+    STATE,
+    Checksum,
+    open_regular,
+    read_files,
+    render_files,
+    set_aside,
+)
 from fms_fsdp.checkpoint.progress import SaveProgress
 
 _PIECE = 16 << 20  # bytes of a large tensor that are written at a time
@@ -172,16 +183,55 @@ def _without_zip_checksums() -> Iterator[None]:
 
 
 class CheckpointReader(FileSystemReader):
-    """DCP's reader of files; `.metadata` may name nothing but DCP's own classes."""
+    """DCP's reader of files; `.metadata` may name nothing but DCP's own classes, and places within the files.
+
+    Raises:
+        ValueError: there is no such `.metadata`.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.metadata = _read_metadata(folder)
+        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / METADATA, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        assert isinstance(metadata, Metadata), type(metadata)
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return self.metadata
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    with open_regular(folder / METADATA) as file:
+        content = io.BytesIO(file.read())
+    sizes = {name: size for name, (size, _) in read_files(folder).items()}
+    try:
+        metadata = _MetadataUnpickler(content).load()
+        problem = "" if _is_whole(metadata, sizes) else "it describes no whole tensors in these files"
+    except Exception as error:  # noqa: BLE001 - a pickle of anything may raise anything
+        problem = " ".join(str(error).split()) or type(error).__name__
+    if problem:
+        raise ValueError(f"{METADATA} is damaged: {problem}")
+    return cast(Metadata, metadata)
+
+
+def _is_whole(metadata: Any, sizes: dict[str, int]) -> bool:
+    """Whether this is metadata of tensors alone, all chunks of each at known places within the files of these sizes."""
+    if not isinstance(metadata, Metadata):
+        return False
+    for info in metadata.storage_data.values():
+        end = info.offset + info.length
+        if not 0 <= info.offset <= end <= sizes[info.relative_path] or getattr(info, "transform_descriptors", None):
+            return False
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            return False
+        for chunk in entry.chunks:
+            ends = [start + length for start, length in zip(chunk.offsets, chunk.sizes, strict=True)]
+            inside = min(chunk.offsets, default=0) >= 0 and all(map(operator.le, ends, entry.size))
+            if not inside or MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
+                return False
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+            return False
+    return True
 
 
 class _MetadataUnpickler(pickle.Unpickler):
