@@ -1,7 +1,8 @@
 """Trains a Llama: the whole flow, once.
 
-flags → config → preflight (world, mesh, data, checkpoint, memory) → process group → model (meta → AC → compile → FSDP → init)
-      → data stream → optimizer → resume → loop → reports, checkpoints, traces
+flags → config → preflight (world, mesh, data, memory; nothing written) → process group
+      → claim (rank 0 locks the folders and chooses the checkpoint) → data stream → model (meta → AC → compile → FSDP → init)
+      → optimizer → load → loop → reports, checkpoints, traces
 
 torchrun --nproc_per_node=8 main_training.py --model_variant=7b --sharding_strategy=hsdp --data_path=DIR
 """
@@ -11,18 +12,21 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fms_fsdp.config import TrainConfig, as_dict
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.cpu_threads import set_thread_waiting
 from fms_fsdp.flags import Parsed, describe, parse_with_origins
-from fms_fsdp.status import FINISHED, RESUME_ME, RUNNING, Launch, checking_input
+from fms_fsdp.status import FINISHED, RESUME_ME, Launch, checking_input
+from fms_fsdp.stop_signal import StopSignal
 
 if TYPE_CHECKING:
     import torch
 
-    from fms_fsdp.limits import Limits, StopSignal
+    from fms_fsdp.limits import Limits
     from fms_fsdp.models.llama import Llama
     from fms_fsdp.observe.report import Reporter
     from fms_fsdp.preflight import Preflight
@@ -31,12 +35,11 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """One launch; returns its exit status: 0 finished, 1 failed, 2 bad input, 75 stopped early."""
-    # before torch is imported: CPU threads that spin while they wait starve each other on a busy machine
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_thread_waiting()  # before torch is imported
     with Launch() as launch:
+        signals = StopSignal(launch)
         with checking_input():
             parsed = parse_with_origins(TrainConfig, argv)
-            launch.folder = Path(parsed.config.output_dir)
             from fms_fsdp import runtime  # torch: not before the flags are known to be good
             from fms_fsdp.preflight import preflight
 
@@ -44,41 +47,41 @@ def main(argv: list[str]) -> int:
             phases.done("launch")
             world = runtime.World.from_env()
             runtime.set_up_log(world)
-            found = preflight(parsed, world)
+            plan = preflight(parsed, world)
             phases.done("checks")
-        launch.step = found.start
-        if found.start == found.num_steps:
-            launch.reason = f"already finished at step {found.start}; raise --num_steps or choose another --run_name"
-            launch.outcome = FINISHED
-            runtime.log.info(launch.reason)
-        else:
-            launch.outcome = run(parsed, found, launch, phases)
-            runtime.stop()
+        run(parsed, plan, launch, signals, phases)
+        runtime.stop()
     return launch.exit_status
 
 
-def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: Phases) -> str:
-    """Builds everything and trains (collective: every rank); returns FINISHED or RESUME_ME."""
+def run(parsed: Parsed[TrainConfig], plan: Preflight, launch: Launch, signals: StopSignal, phases: Phases) -> None:
+    """Claims the run folder, builds everything and trains (collective: every rank); `launch` knows how it ended."""
     from fms_fsdp import runtime
-    from fms_fsdp.limits import StopSignal
+    from fms_fsdp.claim import claim, look_at_suspect, record_launch
     from fms_fsdp.observe.report import build_reporter
-    from fms_fsdp.observe.run_folder import open_run_folder
     from fms_fsdp.optim.schedules import build_schedule
     from fms_fsdp.preflight import announce, open_stream
 
-    cfg, world, device = parsed.config, found.world, found.device
-    folder, signals = Path(cfg.output_dir), StopSignal()
+    cfg, folder = parsed.config, Path(parsed.config.output_dir)
+    runtime.start(cfg.parallel, cfg.training, plan.world, plan.device, group=plan.layout.strategy != "none")
+    phases.done("group")
     with checking_input():
+        taken = claim(parsed, plan)
+        found = taken.found
         stream = open_stream(cfg, found)
-    phases.done("data")
-    runtime.start(cfg.parallel, cfg.training, world, device, group=found.layout.strategy != "none")
+    launch.step = found.start
+    if found.start == found.num_steps:
+        launch.claim(folder)
+        launch.reason = f"already finished at step {found.start}; raise --num_steps or choose another --run_name"
+        launch.outcome = FINISHED
+        runtime.log.info(launch.reason)
+        return
     with checking_input():
-        attempt = open_run_folder(folder, Path(cfg.ckpt_save_path), as_dict(cfg), found.resolved(), world)
-    if world.rank == 0:
-        launch.write(RUNNING)
+        record_launch(launch, cfg, taken)
+    look_at_suspect(stream, taken)
     runtime.log.info("%s\n%s", describe(parsed), found.summary())
     announce(cfg, found)
-    phases.done("group")
+    phases.done("data")
     model, optimizer = build(cfg, found)
     phases.done("model")
     found, stream = restore(parsed, found, stream, model, optimizer)
@@ -89,18 +92,18 @@ def run(parsed: Parsed[TrainConfig], found: Preflight, launch: Launch, phases: P
         found,
         model,
         optimizer,
-        attempt=attempt,
+        attempt=taken.attempt,
         phases=phases,
         learning_rate=learning_rate,
-        consumption=getattr(stream, "consumption", dict),
+        stream=stream,
     )
-    limits = loop(cfg, found, launch, signals, model, optimizer, stream, reporter, attempt)
+    limits = loop(cfg, found, launch, signals, model, optimizer, stream, reporter, taken.attempt)
     done = launch.step == found.num_steps
+    launch.outcome = FINISHED if done else RESUME_ME
     launch.reason = (
         f"finished {launch.step} steps" if done else f"{limits.reason}, at step {launch.step}; start it again to go on"
     )
     runtime.log.info("%s: %s", launch.reason, folder)
-    return FINISHED if done else RESUME_ME
 
 
 def loop(
@@ -126,35 +129,43 @@ def loop(
 
     folder, rank, device, batch = Path(cfg.output_dir), found.world.rank, found.device, found.batch
     mask, mark = cfg.data.document_mask, reporter.clock.mark
-    saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt)
-    per_step = (reporter.rows_per_step, reporter.tokens_per_step)
-    limits = Limits(cfg.training, folder, rank, found.start, *per_step, signals, saver.save_s)
-    limits.remove_stop_file()
-    bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter))
-    watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
-    evaluator = Evaluator(cfg.eval, mask, found, model, reporter, saver, watchdog.feed, mark)
     schedule = reporter.learning_rate
     recipe = Recipe(model, optimizer, device, found.layout, batch, cfg.optim.grad_clip, mask, schedule, mark)
-    advice = explaining_out_of_memory(cfg.parallel, found.model, found.layout, batch.batch_size, found.mixed_precision)
-    try:
-        with advice, profiling(cfg.profiler, folder, device, rank) as profiler:
-            hooks = Hooks(
-                alive=watchdog.feed,
-                check=bad_steps.check,
-                report=reporter.report,
-                profiler_step=profiler.step,
-                should_stop=limits.stop_after,
-                evaluate=evaluator.evaluate,
-                save=saver.save,
-            )
+    advice = explaining_out_of_memory(
+        cfg.parallel, found.model, found.layout, batch.batch_size, found.mixed_precision, cfg.keep_name
+    )
+    with ExitStack() as closing:  # from the last to the first; one that fails does not keep the others from closing
+        closing.callback(reporter.close)
+        closing.callback(stream.close)
+        watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
+        closing.callback(watchdog.close)
+        saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt, watchdog.feed)
+        closing.callback(saver.close)
+        per_step = (reporter.rows_per_step, reporter.tokens_per_step)
+        spent, eval_interval = reporter.clock.totals, cfg.eval.eval_interval
+        limits = Limits(
+            cfg.training, folder, rank, found.start, *per_step, signals, saver.expected_s, spent, eval_interval
+        )
+        bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name)
+        evaluator = Evaluator(cfg.eval, mask, found, model, reporter, saver, watchdog.feed, mark)
+        closing.callback(evaluator.close)
+        closing.push(lambda kind, error, trace: launch.tell(error))
+        closing.enter_context(advice)
+        profiler = closing.enter_context(profiling(cfg.profiler, folder, device, rank))
+        hooks = Hooks(
+            alive=watchdog.feed,
+            requests=limits.requests,
+            check=bad_steps.check,
+            report=reporter.report,
+            profiler_step=profiler.step,
+            should_stop=limits.stop_after,
+            evaluate=evaluator.evaluate,
+            save=saver.save,
+        )
+        launch.step = found.start
+        if not limits.before_first_step():
             launch.step = train(recipe, stream, hooks, found.start, found.num_steps)
         bad_steps.flush()
-    finally:
-        saver.close()
-        watchdog.close()
-        stream.close()
-        evaluator.close()
-        reporter.close()
     return limits
 
 
@@ -181,8 +192,8 @@ def restore(
 ) -> tuple[Preflight, Any]:
     """Loads the checkpoint that `found` names, or, where its files turn out to be damaged, the newest sound one before it (collective: every rank)."""
     from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
-    from fms_fsdp.preflight import announce, open_stream, start_from
-    from fms_fsdp.resume import find_start
+    from fms_fsdp.claim import choose_again
+    from fms_fsdp.preflight import announce, open_stream
     from fms_fsdp.runtime import log
 
     damaged: list[Path] = []
@@ -195,7 +206,7 @@ def restore(
             damaged.append(error.folder)
         with checking_input():
             stream.close()
-            found = start_from(parsed, found, find_start(parsed.config, damaged))
+            found = choose_again(parsed, found, damaged)
             stream = open_stream(parsed.config, found)
         announce(parsed.config, found)
     return found, stream

@@ -31,7 +31,7 @@ from fms_fsdp.parallel.fsdp import reshard
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.preflight import Preflight
 from fms_fsdp.runtime import World, log, pick_device, set_up_log, start, stop, sum_over_ranks
-from fms_fsdp.status import BadInput
+from fms_fsdp.status import BadInput, RunFailed
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class Recorder(Protocol):
 class Saver(Protocol):
     """What an evaluator needs of the saver."""
 
-    validation_loss: float | None
+    evaluated: tuple[int, float] | None
 
 
 class Evaluator:
-    """The loop's `evaluate` hook: evaluates when it is time, tells the reporter, and leaves the loss for the next checkpoint.
+    """The loop's `evaluate` hook: evaluates when it is time, tells the reporter, and leaves the loss for the checkpoint of that step.
 
     `mark(part)` tells the clock that a part of the run has ended.
     """
@@ -156,7 +156,7 @@ class Evaluator:
         self._recorder.evaluation(step, values | {"eval_s": seconds})
         log.info("evaluation at step %d · %s · %.1f s", step, _line(values), seconds)
         if math.isfinite(loss := values.get("eval/loss", math.nan)):
-            self._saver.validation_loss = loss
+            self._saver.evaluated = step, loss
         self._forward.alive()
         self._mark("eval")
 
@@ -228,7 +228,7 @@ def main(config: EvaluateConfig) -> None:
     try:
         load_checkpoint(checkpoint, model, None)
         values = evaluate(forward, sources)
-    except (DamagedCheckpoint, BadInput) as error:
+    except (DamagedCheckpoint, RunFailed, BadInput) as error:
         raise ValueError(str(error)) from error
     for source in sources:
         source.stream.close()

@@ -16,48 +16,22 @@ import json
 import os
 import re
 import tomllib
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import fire
 
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.effects import refuse_typed_for_nothing
+from fms_fsdp.config.flag import is_in_name, resume_rule
+from fms_fsdp.config.values import Field, coerce, one_line, shown, unwrap
 
 C = TypeVar("C")
 
 SHIPPED = Path(__file__).parent / "configs"
-_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_WORDS = {
-    "true": True,
-    "1": True,
-    "yes": True,
-    "on": True,
-    "false": False,
-    "0": False,
-    "no": False,
-    "off": False,
-}
-
-
-@dataclass(frozen=True)
-class Field:
-    """One flag: where it lives, its declared type and its documentation."""
-
-    name: str
-    section: str
-    type: Any
-    default: Any
-    help: str
-    choices: tuple[str, ...]
-    minimum: float | None
-    maximum: float | None
-    advanced: bool
-    resume: str
 
 
 @dataclass(frozen=True)
@@ -78,10 +52,10 @@ def declared_fields(config_type: type[Any]) -> dict[str, Field]:
         if dataclasses.is_dataclass(inner) and isinstance(inner, type):
             for name, spec in declared_fields(inner).items():
                 assert name not in found, f"flag {name} is declared in two sections"
-                resume = spec.resume or getattr(inner, "RESUME", "")
-                found[name] = dataclasses.replace(spec, section=item.name, resume=resume)
+                found[name] = dataclasses.replace(spec, section=item.name)
         else:
-            found[item.name] = Field(item.name, "", inner, item.default, **item.metadata)
+            rules = {"resume": resume_rule(item, config_type), "in_name": is_in_name(item, config_type)}
+            found[item.name] = Field(item.name, "", inner, item.default, **{**item.metadata, **rules})
     return found
 
 
@@ -96,12 +70,20 @@ def parse_flags(config_type: type[C], argv: Sequence[str], usage: str = "python 
 
 def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py") -> Parsed[C]:
     """Like `parse_flags`, with the origin of every value that is not a default, and what one overlay took from another."""
+    try:
+        return _parse(config_type, argv, usage)
+    except ValueError as error:
+        raise ValueError(one_line(str(error))) from error
+
+
+def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     fields = declared_fields(config_type)
-    given = _split(argv, getattr(config_type, "POSITIONAL", ""))
-    if given.keys() & {"help", "h"}:
-        if int(os.environ.get("RANK", "0")) == 0:
+    texts = _split(argv, getattr(config_type, "POSITIONAL", ""))
+    if texts.keys() & {"help", "h"}:
+        if os.environ.get("RANK", "0") == "0":
             print(help_text(config_type, usage))
         raise SystemExit(0)
+    given = {key: _agreed(key, values, fields) for key, values in texts.items()}
     overlays = given.pop("config", "")
     folder = given.pop("config_dir", "")
     if folder and not overlays:
@@ -109,7 +91,7 @@ def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = "
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     overridden: list[str] = []
-    for name in [part for part in overlays.split(",") if part]:
+    for name in overlays.split(",") if overlays else ():
         path = _find_overlay(name, folder)
         for key, value in _read_overlay(path, fields).items():
             if key in values:
@@ -120,63 +102,92 @@ def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = "
         if key in values:
             overridden.append(f"{key}: the flag replaces {origins[key]}")
         values[key], origins[key] = text, "flag"
-    typed = {key: coerce(fields[key], value) for key, value in values.items()}
-    return Parsed(_build(config_type, fields, typed), origins, tuple(overridden))
+    typed: dict[str, Any] = {}
+    for key, value in values.items():
+        try:
+            typed[key] = coerce(fields[key], value)
+        except ValueError as error:
+            raise error if origins[key] == "flag" else ValueError(f"{origins[key]}: {error}") from None
+    config = _build(config_type, fields, typed)
+    if isinstance(config, TrainConfig):
+        refuse_typed_for_nothing(config, origins)
+    return Parsed(config, origins, tuple(overridden))
 
 
-def _split(argv: Sequence[str], positional: str = "") -> dict[str, str]:
-    """Name → text of each `--name=value` or `--name value`, by fire; a bare `--name` is "True", `--noname` "False".
+def _split(argv: Sequence[str], positional: str = "") -> dict[str, list[str]]:
+    """Name → texts of each `--name=value` or `--name value`, by fire; a bare `--name` is "True", `--noname` "False".
 
     Arguments that are no flags make up the list named `positional`, if there is one.
     """
-    caught: dict[str, str] = {}
+    caught: dict[str, list[str]] = {}
+    strays: list[str] = []
 
     @fire.decorators.SetParseFn(str)  # type: ignore[untyped-decorator]
     def catch(*stray: str, **named: str) -> None:
-        if stray and positional:
-            caught[positional] = ",".join(stray)
-        elif stray:
-            raise ValueError(f"argument ({stray[0]}) is not a flag; write --name=value")
+        strays.extend(stray)
         for name, text in named.items():
-            caught[name.replace("-", "_")] = text
+            caught.setdefault(name.replace("-", "_"), []).append(text)
 
-    if "--" in argv:
-        raise ValueError("argument (--) is not a flag; write --name=value")
-    fire.Fire(catch, command=list(argv), name="flags")
+    groups: list[list[str]] = [[]]  # fire gets one flag at a time: of one given twice it would keep the last
+    for argument in argv:
+        if re.match(r"--?[^\W\d]", argument):
+            groups.append([])
+        elif argument.startswith("--") or argument in ("-", "-="):
+            raise ValueError(f"argument ({shown(argument)}) is not a flag; write --name=value")
+        groups[-1].append(argument)
+    for group in filter(None, groups):
+        fire.Fire(catch, command=group, name="flags")
+    if strays and not positional:
+        raise ValueError(f"argument ({shown(strays[0])}) is not a flag; write --name=value")
+    if strays:
+        caught.setdefault(positional, []).append(",".join(strays))
     return caught
 
 
-def _known(key: str, fields: Mapping[str, Field], shown: str) -> None:
+def _agreed(key: str, texts: Sequence[str], fields: Mapping[str, Field]) -> str:
+    """The text of a flag that may be given more than once, always with one value."""
+    values = [coerce(fields[key], text) if key in fields else text for text in texts]
+    for text, value in zip(texts, values, strict=True):
+        if value != values[0]:
+            raise ValueError(f"--{key} ({shown(texts[0])}) is also given as ({shown(text)}); leave one of them out")
+    return texts[0]
+
+
+def _known(key: str, fields: Mapping[str, Field], quoted: str) -> None:
     if key not in fields:
-        near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(key[:100], fields, n=1, cutoff=0.5)
         hint = f"did you mean --{near[0]}?" if near else "--help lists all flags"
-        raise ValueError(f"{shown} is not a flag; {hint}")
+        raise ValueError(f"{shown(quoted)} is not a flag; {hint}")
 
 
 def _find_overlay(name: str, folder: str) -> Path:
     """The overlay's file: the path as given, in --config_dir, or one shipped with the package by its bare name."""
-    candidates = [Path(folder) / name] if folder else [Path(name)]
-    candidates += [path.with_suffix(".toml") for path in candidates] + [SHIPPED / f"{name}.toml"]
-    for path in candidates:
-        if path.is_file():
-            return path
+    for path in (Path(folder, name), Path(folder, f"{name}.toml"), SHIPPED / f"{name}.toml"):
+        try:
+            if path.is_file():
+                return path
+        except OSError as error:
+            raise ValueError(f"--config ({shown(name)}) cannot be read: {error.strerror}") from None
     shipped = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml")))
-    raise ValueError(f"--config ({name}) is not a file{f' in {folder}' if folder else ''}; shipped overlays: {shipped}")
+    where = f" in {shown(folder)}" if folder else ""
+    raise ValueError(f"--config ({shown(name)}) is not a file{where}; shipped overlays: {shipped}")
 
 
 def _read_overlay(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
     """Flat name → value of a TOML or JSON overlay; tables must be named after sections, `resolved` is passed over."""
     try:
         content = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--config ({path}) cannot be read: {error}") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"--config ({path}) cannot be read: {shown(str(error))}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config ({path}) must hold flags by name, not a {type(content).__name__}")
     flat: dict[str, Any] = {}
     sections = {spec.section for spec in fields.values()}
     for key, value in content.items():
         if key == "resolved" and isinstance(value, dict):
             continue
         if not isinstance(value, dict):
-            flat[key.replace("-", "_")] = value
+            _put_once(flat, key.replace("-", "_"), value, path)
         elif key in sections:
             for name, inner in value.items():
                 name = name.replace("-", "_")
@@ -185,12 +196,18 @@ def _read_overlay(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
                     raise ValueError(
                         f"{path}: [{key}] {name} belongs to the table [{fields[name].section}]; move it there"
                     )
-                flat[name] = inner
+                _put_once(flat, name, inner, path)
         else:
             raise ValueError(f"{path}: the table [{key}] is not a section; sections: {', '.join(sorted(sections))}")
     for name in flat:
         _known(name, fields, f"{path}: {name}")
     return flat
+
+
+def _put_once(flat: dict[str, Any], name: str, value: Any, path: Path) -> None:
+    if name in flat and flat[name] != value:
+        raise ValueError(f"{path}: {name} ({flat[name]}) is also given as ({value}); leave one of them out")
+    flat[name] = value
 
 
 def _build(config_type: type[C], fields: Mapping[str, Field], values: Mapping[str, Any]) -> C:
@@ -200,79 +217,8 @@ def _build(config_type: type[C], fields: Mapping[str, Field], values: Mapping[st
     return config_type(**parts, **{key: value for key, value in values.items() if not fields[key].section})
 
 
-def coerce(field: Field, value: Any) -> Any:
-    """`value` (text of a flag, or a value of TOML or JSON) as the field's declared type.
-
-    Raises:
-        ValueError: it does not fit the type, the choices or the range.
-    """
-    kind, optional = _unwrap(field.type)
-    cleared = isinstance(value, str) and value.lower() in ("", "none", "null") and value.lower() not in field.choices
-    if optional and (value is None or cleared):  # where none is a choice, as in --sharding_strategy=none, it is meant
-        return None
-    if typing.get_origin(kind) is tuple:
-        items = [part for part in value.strip("[]() ").split(",") if part] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            items = [items]
-        result: Any = tuple(_scalar(field, typing.get_args(kind)[0], item) for item in items)
-    else:
-        result = _scalar(field, kind, value)
-    return result
-
-
-def _unwrap(declared: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None is allowed."""
-    if typing.get_origin(declared) in (types.UnionType, typing.Union):
-        inner = [part for part in typing.get_args(declared) if part is not type(None)]
-        return inner[0], True
-    return declared, False
-
-
-def _scalar(field: Field, kind: Any, value: Any) -> Any:
-    text = str(value).strip() if not isinstance(value, bool) else str(value).lower()
-    shown = f"--{field.name} ({text})"
-    if kind is bool:
-        if text.lower() not in _WORDS:
-            raise ValueError(f"{shown} must be a boolean; write true or false")
-        return _WORDS[text.lower()]
-    if kind is str:
-        if field.choices and text.lower() not in field.choices:
-            near = difflib.get_close_matches(text.lower(), field.choices, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{shown} must be one of {', '.join(field.choices)}{hint}")
-        return text.lower() if field.choices else text
-    number = _integer(text) if kind is int else _float(text)
-    if number is None:
-        example = "an integer such as 4096, 5_000_000, 2M or 4Ki" if kind is int else "a number such as 0.1 or 3e-4"
-        raise ValueError(f"{shown} must be {example}")
-    for bound, broken, rule in ((field.minimum, "<", "at least"), (field.maximum, ">", "at most")):
-        if bound is not None and (number < bound if broken == "<" else number > bound):
-            raise ValueError(f"{shown} must be {rule} {bound:g}")
-    return number
-
-
-def _integer(text: str) -> int | None:
-    """An exact integer from 4096, 5_000_000, 4k, 2M, 1.5B, 4Ki or 1e6; None for anything else."""
-    match = re.fullmatch(r"([+-]?[\d_]+(?:\.\d+)?(?:[eE][+-]?\d+)?)(ki|mi|gi|[kmbt]?)", text, re.IGNORECASE)
-    if match is None or not re.search(r"\d", text):
-        return None
-    try:
-        number = Fraction(match[1].replace("_", "")) * _SUFFIXES[match[2].lower()]
-    except ValueError:
-        return None
-    return int(number) if number.denominator == 1 else None
-
-
-def _float(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if abs(number) < float("inf") else None
-
-
 def _type_name(declared: Any) -> str:
-    kind, optional = _unwrap(declared)
+    kind, optional = unwrap(declared)
     name = f"{typing.get_args(kind)[0].__name__},…" if typing.get_origin(kind) is tuple else kind.__name__
     return name + (" or none" if optional else "")
 
@@ -330,13 +276,12 @@ def markdown(config_type: type[Any]) -> str:
                 continue
             if advanced:
                 lines.append("\nAdvanced: keep the default unless you know why.\n")
-            lines += ["| flag | type | default | on resume | meaning |", "|---|---|---|---|---|"]
+            lines += ["| flag | type | default | on resume | in the name | meaning |", "|---|---|---|---|---|---|"]
             for spec in rows:
                 choices = f" One of {', '.join(f'`{choice}`' for choice in spec.choices)}." if spec.choices else ""
                 default = f"`{_shown_default(spec.default)}`"
-                lines.append(
-                    f"| `--{spec.name}` | {_type_name(spec.type)} | {default} | {spec.resume} | {spec.help}.{choices} |"
-                )
+                cells = [f"`--{spec.name}`", _type_name(spec.type), default, spec.resume, "yes" if spec.in_name else ""]
+                lines.append(f"| {' | '.join([*cells, spec.help])}.{choices} |")
     return "\n".join(lines) + "\n"
 
 
@@ -354,7 +299,10 @@ Integers may be written `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`; bo
 value. What is not known is an error that names the nearest flag; nothing is ignored. Checks run before any work, in this order: flags, world and mesh, data, memory.
 
 The column "on resume" says what another value does to a run that goes on from a checkpoint: `free`, it trains the same; `announced`, it takes effect from there on and is
-logged; `refused`, it ends the launch with one line. For the model's flags it is the model they come to that must be the checkpoint's."""
+logged; `refused`, it ends the launch with one line. For the model's flags it is the model they come to that must be the checkpoint's.
+
+"In the name" are the flags that the default run name is made of. Another value of one of them names another run, unless `--run_name` or `--output_dir` is given; any
+other flag may change from launch to launch and the run goes on."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""One writer per folder: a lock that dies with its owner, wherever it runs. Standard library only."""
+"""One writer per folder: a lock that dies with its owner, wherever it runs. Standard library only.
+
+A run locks its folder and its folder of checkpoints, under the paths that links and `..` lead to.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -38,6 +42,7 @@ class FolderLock:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     owner = path.read_text().strip() or "another process"
+                    self.release()
                     raise ValueError(
                         f"folder ({self._folder}) must have one writer, and {owner} is writing there; "
                         "stop it, or choose another --run_name"
@@ -62,3 +67,19 @@ class FolderLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+_held: list[FolderLock] = []  # until the process ends
+
+
+def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
+    """Makes and locks the folders until the process ends. What exists is locked first: a refused launch makes nothing.
+
+    Raises:
+        ValueError: another process holds one of them.
+        OSError: one cannot be made.
+    """
+    resolved = dict.fromkeys(folder.resolve() for folder in folders)
+    for folder in sorted(resolved, key=lambda folder: not folder.exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        _held.append(FolderLock(folder).take(patience_s))

@@ -34,6 +34,7 @@ class BadSteps:
 
     limit: int
     describe: Callable[[int], str]
+    keep_name: str
     in_a_row: int = 0
     total: int = 0
     _pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
@@ -74,7 +75,8 @@ class BadSteps:
         )
         log.warning(text)
         if self.limit and self.in_a_row >= self.limit:
-            raise TooManyBadSteps(f"{text} Look at the data, lower --learning_rate, or pass over it with --skip_steps")
+            advice = "Look at the data, pass over it with --skip_steps, or lower --learning_rate"
+            raise TooManyBadSteps(f"{text} {advice} with {self.keep_name}")
 
 
 @dataclass
@@ -132,10 +134,10 @@ class Watchdog:
             if silent > self._timeout_s:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._path, "a") as file:
-                    file.write(f"\nno step for {silent:.0f} s\n")
+                    file.write(f"\nno step for {silent:.0f} s, and no save that moves\n")
                     file.flush()
                     faulthandler.dump_traceback(file)
-                reason = f"no step for {silent:.0f} s (--collective_timeout_s); stacks of all threads: {self._path}"
+                reason = f"no step for {silent:.0f} s, and no save that moves (--collective_timeout_s); stacks of all threads: {self._path}"
                 log.error(reason)
                 self._on_hang(reason)
                 os._exit(1)

@@ -1,7 +1,8 @@
 """The checks before any work: what the flags mean on this machine, in this world, with this data. No collective, no process group.
 
-Order: flags (done by parsing) → world and mesh → data → checkpoint → memory → folders to write; the first failure is raised. Every rank reads the same files and so
-comes to the same answer. Together with `main_training.py` this is the only module that sees the whole configuration.
+Order: flags (done by parsing) → world and mesh → data → memory → folders to write; the first failure is raised. Every
+rank reads the same files and so comes to the same answer. Nothing is written. What depends on the checkpoint is checked
+by `start_from`, once rank 0 holds the lock and has chosen it (claim.py).
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ import torch
 
 from fms_fsdp import runtime
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.checkpoint.retention import parse_schedule
-from fms_fsdp.config import BatchPlan, TrainConfig, resolve_batch
+from fms_fsdp.checkpoint.retention import check_keep_best, parse_schedule
+from fms_fsdp.config import BatchPlan, TrainConfig, keep_global_batch, resolve_batch
 from fms_fsdp.data.custom import load_builder
-from fms_fsdp.data.held_out import HeldOut, open_held_out
+from fms_fsdp.data.held_out import HeldOut, close_held_out, open_held_out
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.flags import Parsed
+from fms_fsdp.machine_checks import check_machine
 from fms_fsdp.mesh import Layout, resolve_layout
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.parallel.compile import check_compile
 from fms_fsdp.parallel.memory import check_memory, estimate_memory
-from fms_fsdp.resume import Start, check_model, differences, find_start, schedule_jump
+from fms_fsdp.resume import Start, check_model, differences, schedule_jump
 
 # tracker → the package it needs, and what pip installs it by
 _TRACKER_PACKAGES = {
@@ -39,7 +41,6 @@ _TRACKER_PACKAGES = {
     "aim": ("aim", "aim"),
     "codecarbon": ("codecarbon", "codecarbon"),
 }
-BATCH_FLAGS = ("batch_size", "grad_accum_steps", "global_batch_size")
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     """
     cfg = parsed.config
     resolve_model(cfg.model, seq_length=cfg.data.seq_length)
-    parse_schedule(cfg.checkpoint.checkpoint_schedule, cfg.checkpoint.checkpoint_interval)
+    schedule = parse_schedule(cfg.checkpoint.checkpoint_schedule, cfg.checkpoint.checkpoint_interval)
+    check_keep_best(cfg.checkpoint.keep_best, schedule, cfg.eval.eval_interval)
     _check_trackers(cfg.log.trackers)
     device = runtime.pick_device(world)
     layout = resolve_layout(
@@ -122,39 +124,60 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     )
     if cfg.parallel.use_torch_compile:
         check_compile(device)
-    if cfg.profiler.memory_snapshot and device.type != "cuda":
-        raise ValueError("--memory_snapshot (True) needs a GPU, whose allocator it records; leave it out")
+    check_machine(parsed, device, layout)
     batch = resolve_batch(cfg.training, layout.dp_size)
-    mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device)
+    mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device, cfg.keep_name)
     corpus = _open_data(cfg)
     vocab_size = corpus.vocab_size if corpus is not None else None
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
-    rows = cfg.eval.eval_steps * batch.global_batch_size
-    held_out = open_held_out(cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size, max_rows=rows)
-    found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, Start(None, False, ""), 0, held_out)
-    found = start_from(parsed, found, find_start(cfg))
+    fresh = Start(None, False, "")
+    found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, fresh, 0)
+    found = start_from(parsed, replace(found, held_out=_open_held_out(cfg, found)), fresh)
     holder = torch.device("cpu") if cfg.parallel.cpu_offload else device
-    estimate = estimate_memory(model, layout, mixed_precision=mixed_precision)
-    check_memory(estimate, holder, world.local_world_size)
-    _make_writable("--output_dir", Path(cfg.output_dir))
-    _make_writable("--ckpt_save_path", Path(cfg.ckpt_save_path))
-    _check_disk(Path(cfg.ckpt_save_path), 12 * num_params(model))
+    estimate = estimate_memory(model, layout, mixed_precision=mixed_precision, batch=batch)
+    check_memory(estimate, holder, world.local_world_size, cfg.model.model_variant)
+    given = {"profiler_dir": cfg.profiler.profiler_dir, "tensorboard_dir": cfg.log.tensorboard_dir}
+    for flag, folder in {"output_dir": cfg.output_dir, **given}.items():
+        if folder:
+            _check_writable(f"--{flag}", Path(folder))
+    root = _check_writable("--ckpt_save_path", Path(cfg.ckpt_save_path))
+    if cfg.checkpoint.save_last or cfg.checkpoint.checkpoint_interval or cfg.checkpoint.checkpoint_schedule:
+        _check_disk(root, 12 * num_params(model))
     return found
 
 
 def start_from(parsed: Parsed[TrainConfig], found: Preflight, begin: Start) -> Preflight:
-    """`found` with that start, and the number of steps that follows from it.
+    """`found` with that start, and the batch and the number of steps that follow from it.
 
     Raises:
         ValueError: the checkpoint is of another model or batch, or already past the end.
     """
-    training, batch = parsed.config.training, found.batch
+    cfg, checkpoint = parsed.config, begin.checkpoint
     found = replace(found, begin=begin)
-    num_steps = training.steps_at(batch.global_batch_size, found.model.max_seq_len, found.start, found.tokens_at_start)
-    parsed.config.optim.warmup(num_steps)
-    if begin.checkpoint is not None:
-        check_model(found.model, begin.checkpoint)
-        _check_continuation(parsed, found, begin.checkpoint, num_steps)
+    if checkpoint is not None:
+        check_model(found.model, checkpoint)
+    if checkpoint is not None and begin.continues:
+        saved = checkpoint.state["resolved"]["batch"]
+        batch = keep_global_batch(
+            cfg.training,
+            found.layout.dp_size,
+            total=saved["global_batch_size"],
+            usual_rows=saved["batch_size"],
+            keep_name=cfg.keep_name,
+        )
+        if batch.global_batch_size != found.batch.global_batch_size and found.held_out:
+            close_held_out(found.held_out)
+            found = replace(found, held_out=_open_held_out(cfg, replace(found, batch=batch)))
+        found = replace(found, batch=batch)
+    rows = found.batch.global_batch_size
+    num_steps = cfg.training.steps_at(rows, found.model.max_seq_len, found.start, found.tokens_at_start)
+    cfg.optim.warmup(num_steps)
+    if num_steps < found.start:
+        assert checkpoint is not None
+        raise ValueError(
+            f"--num_steps ({num_steps}) must not lie below the newest checkpoint (step {found.start} in "
+            f"{checkpoint.folder.parent}); raise it or choose another --run_name"
+        )
     return replace(found, num_steps=num_steps)
 
 
@@ -162,6 +185,13 @@ def announce(cfg: TrainConfig, found: Preflight) -> None:
     """Logs what the run starts from, and what this launch changes in it."""
     runtime.log.info(found.begin.why)
     if found.continues:
+        assert found.checkpoint is not None
+        saved = found.checkpoint.state["resolved"]["batch"]
+        batch = asdict(found.batch) | {"global_batch_size": found.batch.global_batch_size}
+        if batch != saved and batch["global_batch_size"] == saved["global_batch_size"]:
+            shape = "{batch_size} rows x {dp_size} ranks x {grad_accum_steps} micro-steps"
+            text = "batch: %s, before %s: the global batch stays %d rows"
+            runtime.log.info(text, shape.format(**batch), shape.format(**saved), batch["global_batch_size"])
         for line in differences(cfg, found.resolved(), found.begin):
             runtime.log.info(line)
         if jump := schedule_jump(cfg, found.num_steps, found.begin):
@@ -186,15 +216,25 @@ def _check_disk(folder: Path, needed: int) -> None:
         )
 
 
-def _make_writable(flag: str, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{flag} ({folder}) must be a folder that can be made: {error.strerror}; choose another"
-        ) from None
-    if not os.access(folder, os.W_OK):
+def _check_writable(flag: str, folder: Path) -> Path:
+    """The folder, or its nearest parent that exists, where this process may make and write files.
+
+    Raises:
+        ValueError: it may not.
+    """
+    nearest = folder.absolute()
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ValueError(f"{flag} ({folder}) must be a folder that can be made: {nearest} is no folder; choose another")
+    if not os.access(nearest, os.W_OK | os.X_OK) or os.statvfs(nearest).f_blocks == 0:  # as in /proc
         raise ValueError(f"{flag} ({folder}) must be writable; choose another or change its permissions")
+    return nearest
+
+
+def _open_held_out(cfg: TrainConfig, found: Preflight) -> tuple[HeldOut, ...]:
+    rows = cfg.eval.eval_steps * found.batch.global_batch_size
+    return open_held_out(cfg.eval, cfg.data, found.corpus, vocab_size=found.model.vocab_size, max_rows=rows)
 
 
 def _open_data(cfg: TrainConfig) -> Any:
@@ -206,20 +246,6 @@ def _open_data(cfg: TrainConfig) -> Any:
     from fms_fsdp.data.manifest import open_corpus  # pyarrow: only where there are shards to read
 
     return open_corpus(cfg.data)
-
-
-def _check_continuation(parsed: Parsed[TrainConfig], found: Preflight, checkpoint: Checkpoint, num_steps: int) -> None:
-    if found.continues and num_steps < checkpoint.step:
-        raise ValueError(
-            f"--num_steps ({num_steps}) must not lie below the newest checkpoint (step {checkpoint.step} in {checkpoint.folder.parent}); "
-            f"raise it or choose another --run_name"
-        )
-    rows = checkpoint.state["resolved"]["batch"]["global_batch_size"]
-    if found.continues and rows != found.batch.global_batch_size and not any(f in parsed.origins for f in BATCH_FLAGS):
-        raise ValueError(
-            f"--global_batch_size ({found.batch.global_batch_size}) must stay that of the checkpoint ({rows}) unless a batch flag is given; "
-            f"add --global_batch_size={rows} to keep it"
-        )
 
 
 def open_stream(cfg: TrainConfig, found: Preflight) -> Any:
@@ -243,7 +269,11 @@ def open_stream(cfg: TrainConfig, found: Preflight) -> Any:
     if found.begin.fresh_data:
         stream.begin_after(found.start)
     elif found.checkpoint is not None and found.continues:
-        for change in stream.load_state_dict(found.checkpoint.state["data"], found.start) or ():
+        try:
+            changes = stream.load_state_dict(found.checkpoint.state["data"], found.start) or ()
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(f"{error}; for other data choose another --run_name") from error
+        for change in changes:
             runtime.log.info("from step %d on, %s", found.start + 1, change)
     last_step = getattr(stream, "last_step", None)
     if last_step is not None and found.num_steps > last_step:

@@ -7,26 +7,31 @@ import logging
 import os
 import platform
 import random
+import re
 import shutil
 import subprocess
 import sys
 import time
 import uuid
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from fms_fsdp.config import ParallelConfig, TrainingConfig
+from fms_fsdp.config.values import shown
 
+T = TypeVar("T")
 log = logging.getLogger("fms_fsdp")
+_OF_ONE_RANK = "fms_fsdp.data."  # loggers whose warnings concern one rank's rows
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,28 @@ class World:
 
     @staticmethod
     def from_env() -> World:
-        def read(name: str, default: int) -> int:
-            return int(os.environ.get(name, default))
+        size = _from_environment("WORLD_SIZE", 1, range(1, 10**6))
+        if size > 1 and (missing := {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
+            raise ValueError(f"WORLD_SIZE ({size}) needs {min(missing)} too; start with torchrun, or unset it")
+        if size > 1:
+            _from_environment("MASTER_PORT", 0, range(2**16))
+        local_size = _from_environment("LOCAL_WORLD_SIZE", size, range(1, size + 1))
+        local_rank = _from_environment("LOCAL_RANK", 0, range(local_size))
+        return World(_from_environment("RANK", 0, range(size)), local_rank, size, local_size)
 
-        size = read("WORLD_SIZE", 1)
-        return World(read("RANK", 0), read("LOCAL_RANK", 0), size, read("LOCAL_WORLD_SIZE", size))
+
+def _from_environment(name: str, default: int, valid: range) -> int:
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) not in valid:
+        rule = f"must be a whole number from {valid.start} to {valid.stop - 1}, as torchrun sets it"
+        raise ValueError(f"{name} ({shown(text)}) {rule}; unset it, or start with torchrun")
+    return int(text)
+
+
+def job_end() -> float | None:
+    """When the SLURM job ends, in seconds since 1970; None where SLURM does not say it as a number."""
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]+)?", text) else None
 
 
 def pick_device(world: World) -> torch.device:
@@ -72,7 +94,7 @@ def cpu_has_bf16() -> bool:
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(features))
 
 
-def resolve_mixed_precision(section: ParallelConfig, device: torch.device) -> bool:
+def resolve_mixed_precision(section: ParallelConfig, device: torch.device, keep_name: str = "") -> bool:
     """Whether to compute in bf16: as asked, else wherever the hardware does so natively; logs what was chosen and why.
 
     Raises:
@@ -82,7 +104,8 @@ def resolve_mixed_precision(section: ParallelConfig, device: torch.device) -> bo
     if device.type == "cuda":
         if wanted is not False and not torch.cuda.is_bf16_supported(including_emulation=False):
             name = torch.cuda.get_device_name(device)
-            raise ValueError(f"--mixed_precision (True) needs bf16, which {name} lacks; add --mixed_precision=False")
+            remedy = f"add --mixed_precision=False {keep_name}".rstrip()
+            raise ValueError(f"--mixed_precision (True) needs bf16, which {name} lacks; {remedy}")
         return wanted is not False
     native = cpu_has_bf16()
     if wanted and not native:
@@ -170,20 +193,31 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def agree_on(value: int) -> int:
-    """Rank 0's value on every rank (collective: every rank)."""
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, the only one that calls it, on every rank (collective: every rank)."""
     if not dist.is_initialized():
-        return value
-    tensor = torch.tensor([value])
-    dist.broadcast(tensor, src=0)
-    return int(tensor.item())
+        return make()
+    box = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return cast(T, box[0])
 
 
-def max_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The element-wise maximum over all ranks, in place (collective: every rank)."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor
+class HostCopy:
+    """Numbers of a device on their way to the host: `read` waits for the work queued before the copy, not for later work."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._event = values, None
+        if values.device.type == "cuda":
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> Any:
+        """The numbers, nested as the tensor is."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
 
 
 def process_age_s() -> float:
@@ -239,14 +273,15 @@ class Console(logging.StreamHandler[TextIO]):
 
 
 def set_up_log(world: World) -> None:
-    """Rank 0 prints plain lines; other ranks only print what went wrong, with their rank."""
+    """Rank 0 prints plain lines; the others, with their rank, what went wrong and what they alone know of their data."""
     handler = Console(sys.stdout)
     prefix = "" if world.rank == 0 else f"[rank {world.rank}] "
     handler.setFormatter(logging.Formatter(prefix + "%(message)s"))
-    handler.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
     log.handlers[:] = [handler]
     log.propagate = False
-    log.setLevel(handler.level)
+    log.setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
+    if world.rank > 0:
+        handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name.startswith(_OF_ONE_RANK))
 
 
 def show_progress(text: str) -> None:

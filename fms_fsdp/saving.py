@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 
 from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
-from fms_fsdp.checkpoint.folders import clean_up, complete_steps, delete, read_state, set_aside
+from fms_fsdp.checkpoint.folders import clean_up, delete, named_steps, read_state, set_aside, size_problems
+from fms_fsdp.checkpoint.progress import SaveProgress, estimate_save_s
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import TrainConfig, as_dict
+from fms_fsdp.models.flops import num_params
 from fms_fsdp.preflight import Preflight
 from fms_fsdp.runtime import log
 from fms_fsdp.status import Launch, RunFailed
@@ -28,7 +31,8 @@ class Counter(Protocol):
 class Saver:
     """The loop's `save` hook. A save that fails (a full disk) is told and counted; the run goes on, the last good checkpoint stands.
 
-    `validation_loss` is what the next checkpoint, and that one alone, records, and what `--keep_best` compares.
+    `alive()` tells the watchdog, while this rank waits for a save, that one moves. `evaluated`: the last step that was, and its validation
+    loss, which the checkpoint of that step records and `--keep_best` compares.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Saver:
         reporter: Counter,
         launch: Launch,
         attempt: int,
+        alive: Callable[[], None],
     ) -> None:
         section = cfg.checkpoint
         self._cfg, self._found, self._stream, self._reporter, self._launch = cfg, found, stream, reporter, launch
@@ -49,24 +54,38 @@ class Saver:
         self._schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
         self._keep = KeepPolicy(section.keep_last_n, section.keep_every, section.keep_best, section.keep_steps)
         self._is_main = found.world.rank == 0
-        self.validation_loss: float | None = None
+        self.evaluated: tuple[int, float] | None = None
         self._newest = found.start
+        self._written: set[int] = set()
         self._pending_step = 0
         if self._is_main:
             for folder in found.begin.superseded:
                 set_aside(folder, "superseded")
             for folder in clean_up(self._root):
                 log.info("removed %s, left by an interrupted save", folder)
+        self._progress = SaveProgress(alive, min(5.0, cfg.parallel.collective_timeout_s / 4))
         self._checkpointer = Checkpointer(
-            self._root, attempt=attempt, in_background=section.async_checkpoint, committed=self._committed
+            self._root,
+            attempt=attempt,
+            in_background=section.async_checkpoint,
+            committed=self._committed,
+            progress=self._progress,
         )
         due = self._schedule.next_after(found.start)
         if due is not None and due < found.num_steps:  # the last step is saved on the spot
             self._checkpointer.reserve(model, optimizer)
 
-    def save_s(self) -> float:
-        """Seconds that the last checkpoint took, from the copy to the commit."""
-        return self._checkpointer.save_s
+    def expected_s(self, step: int) -> float:
+        """Seconds that saving may take if the launch ends with the step after `step`; another save may be under way then.
+
+        By the last save, else by that of the checkpoint this launch began with, else by a measured write.
+        """
+        if self._checkpointer.save_s is None:
+            loaded, world = self._found.checkpoint, self._found.world
+            num_bytes = 12 * num_params(self._found.model) * world.local_world_size // world.world_size
+            known = loaded.state.get("save_s") if loaded is not None else None
+            self._checkpointer.save_s = known or estimate_save_s(self._root, num_bytes)
+        return self._checkpointer.save_s * (2 if self._checkpointer.is_busy or self._schedule.is_due(step) else 1)
 
     def save(self, step: int, now: bool) -> None:
         """After `step`: saves if one is due, or `now` (collective: every rank).
@@ -81,12 +100,11 @@ class Saver:
         self._settle()
         state = {
             "tokens_seen": self._reporter.tokens_seen(step),
-            "validation_loss": self.validation_loss,
+            "validation_loss": self.evaluated[1] if self.evaluated and self.evaluated[0] == step else None,
             "data": self._stream.state_dict(),
             "config": as_dict(self._cfg),
             "resolved": self._found.resolved(),
         }
-        self.validation_loss = None
         try:
             self._pending_step = step
             self._checkpointer.save(step, self._model, self._optimizer, state, now=now or last)
@@ -118,19 +136,25 @@ class Saver:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _committed(self, step: int) -> None:
-        """On rank 0, in the thread that wrote."""
+        """On rank 0, in the thread that wrote, while the others wait for the end of the save."""
         self._newest = step
-        log.info("saved %s (%.1f s)", self._root / f"step_{step}", self.save_s())
-        losses = {}
-        steps = complete_steps(self._root)
-        if self._keep.best:
-            states = {found: read_state(self._root / f"step_{found}") for found in steps}
-            losses = {
-                found: loss for found, state in states.items() if (loss := state.get("validation_loss")) is not None
-            }
-        for old in self._keep.to_delete(steps, losses):
+        self._written.add(step)
+        log.info("saved %s (%.1f s)", self._root / f"step_{step}", self._checkpointer.save_s)
+        for old in to_delete(self._root, self._keep, self._found.start, self._written):
             try:
-                delete(self._root / f"step_{old}")
+                with self._progress.operation():
+                    delete(self._root / f"step_{old}")
                 log.info("deleted %s", self._root / f"step_{old}")
             except OSError as error:
                 log.warning("step_%d could not be deleted: %s", old, error)
+
+
+def to_delete(root: Path, policy: KeepPolicy, start: int, written: Collection[int]) -> list[int]:
+    """Steps in `root` that need not be kept. What counts is what this launch loaded (`start`) and has `written`, and what is older, by size.
+
+    What lies between and was not written by this launch was passed over: it keeps nothing from being kept, and is not deleted.
+    """
+    steps = [step for step in named_steps(root) if step <= start or step in written]
+    steps = [step for step in steps if not size_problems(root / f"step_{step}")]
+    losses = {step: read_state(root / f"step_{step}").get("validation_loss") for step in steps if policy.best}
+    return policy.to_delete(steps, {step: loss for step, loss in losses.items() if loss is not None})

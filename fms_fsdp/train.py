@@ -10,7 +10,7 @@ is read back from it except on report steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from fms_fsdp.config import BatchPlan
-from fms_fsdp.data.batch import Batch
+from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.mesh import Layout
 from fms_fsdp.optim.optimizers import set_learning_rate, step_if_finite
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
@@ -35,11 +35,13 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step's outcome, still on the device: this rank's loss sum, all ranks' label count, the gradient norm before clipping."""
+    """One step's outcome, still on the device: this rank's loss sum, all ranks' label count, the gradient norm before
+    clipping, and the sums over ranks of what each asked for before the step."""
 
     loss_sum: torch.Tensor
     num_labels: torch.Tensor
     grad_norm: torch.Tensor
+    requests: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What happens around steps; every rank calls each at every step, `alive` before it and the others after it, in this order;
-    `evaluate` before the first step too."""
+    """What happens around steps; every rank calls each at every step, `alive` and `requests` before it and the others
+    after it, in this order; `evaluate` before the first step too."""
 
     alive: Callable[[], None]
+    requests: Callable[[int], list[int]]
     check: Callable[[int, torch.Tensor], None]
     report: Callable[[int, Batch, StepResult], None]
     profiler_step: Callable[[], None]
-    should_stop: Callable[[int], bool]
+    should_stop: Callable[[int, torch.Tensor], bool]
     evaluate: Callable[[int], None]
     save: Callable[[int, bool], None]
 
@@ -85,13 +88,13 @@ def train(recipe: Recipe, stream: Stream, hooks: Hooks, start: int, num_steps: i
             with record_function("data"):
                 batch = stream.next_batch()
         except (ValueError, FileNotFoundError) as error:
-            raise BadInput(str(error), on_one_rank=True) from error
+            raise BadInput(str(error), on_one_rank=True, data_step=step) from error
         recipe.mark("data")
-        result = train_step(recipe, batch, step)
+        result = train_step(recipe, batch, step, hooks.requests(step))
         hooks.check(step, result.grad_norm)
         hooks.report(step, batch, result)
         hooks.profiler_step()
-        stop = step < num_steps and hooks.should_stop(step)
+        stop = hooks.should_stop(step, result.requests) and step < num_steps
         recipe.mark("hooks")
         hooks.evaluate(step)
         hooks.save(step, stop)
@@ -101,12 +104,16 @@ def train(recipe: Recipe, stream: Stream, hooks: Hooks, start: int, num_steps: i
     return num_steps
 
 
-def train_step(recipe: Recipe, batch: Batch, step: int) -> StepResult:
-    """One optimizer step over this rank's rows of the global batch (collective: every rank)."""
+def train_step(recipe: Recipe, batch: Batch, step: int, requests: Sequence[int] = ()) -> StepResult:
+    """One optimizer step over this rank's rows of the global batch (collective: every rank).
+
+    `requests` are added up over ranks beside the number of labels, in one message.
+    """
     accum = recipe.batch.grad_accum_steps
     parameters = [parameter for parameter in recipe.model.parameters() if parameter.requires_grad]
-    num_labels = (batch.labels_BS != -100).sum().to(recipe.device, non_blocking=True)
-    num_labels = sum_over_ranks(num_labels).clamp(min=1)
+    own_labels = int((batch.labels_BS != IGNORED_LABEL).sum())
+    sums = sum_over_ranks(torch.tensor([own_labels, *requests]).to(recipe.device, non_blocking=True))
+    num_labels = sums[0].clamp(min=1)
     loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
     for micro_step, micro in enumerate(micro_batches(recipe, batch)):
         set_gradient_sync(recipe.model, last_micro_step=micro_step == accum - 1, layout=recipe.layout)
@@ -122,7 +129,7 @@ def train_step(recipe: Recipe, batch: Batch, step: int) -> StepResult:
         step_if_finite(recipe.optimizer, grad_norm)
         recipe.optimizer.zero_grad(set_to_none=True)
     recipe.mark("optimizer")
-    return StepResult(loss_sum, num_labels, grad_norm)
+    return StepResult(loss_sum, num_labels, grad_norm, sums[1:])
 
 
 def micro_batches(recipe: Recipe, batch: Batch) -> Iterator[tuple[torch.Tensor | None, ...]]:

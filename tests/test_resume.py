@@ -60,7 +60,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole: Path
 
 
 def test_no_sound_checkpoint_is_an_error_and_not_a_fresh_start(copy: Path) -> None:
-    for folder in (copy / "checkpoints").iterdir():
+    for folder in (copy / "checkpoints").glob("step_*"):
         (folder / "files.json").unlink()
     result = run(*argv(copy, "--num_steps=9"))
     assert result.returncode == 2 and "must be sound; none is" in result.stderr and result.stderr.count("\n") == 1
@@ -124,7 +124,7 @@ REFUSED = {
     "--tie_embeddings=true": "--tie_embeddings (True) must be that of the checkpoint",
     "--norm=layernorm": "--norm (layernorm) must be that of the checkpoint",
     "--pos_emb=learned": "--pos_emb (learned) must be that of the checkpoint",
-    "--seed=7": "seed (7) is 2023 in the checkpoint's data state",
+    "--seed=7": "--seed (7) is 2023 in the checkpoint's data state",
 }
 ON_SHARDS_ONLY = {"sep_token", "packing"}  # tests/data/test_history.py
 
@@ -138,13 +138,15 @@ def test_refused_flags_are_refused(
     whole: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fms_fsdp.flags import parse_with_origins
-    from fms_fsdp.preflight import open_stream, preflight
+    from fms_fsdp.preflight import open_stream, preflight, start_from
+    from fms_fsdp.resume import find_start
     from fms_fsdp.runtime import World
 
     for flag, message in REFUSED.items():
         with pytest.raises(ValueError) as caught:
             parsed = parse_with_origins(TrainConfig, [*argv(whole, "--num_steps=9"), flag])
-            open_stream(parsed.config, preflight(parsed, World(0, 0, 1, 1)))
+            plan = preflight(parsed, World(0, 0, 1, 1))
+            open_stream(parsed.config, start_from(parsed, plan, find_start(parsed.config)))
         assert message in str(caught.value), (flag, str(caught.value))
 
 
@@ -171,8 +173,7 @@ def test_limits_end_a_launch_and_not_the_run(whole: Path, tmp_path: Path) -> Non
 
 def test_exit_step_counts_the_steps_of_the_run(tmp_path: Path) -> None:
     common = [*TINY, f"--output_dir={tmp_path}", "--checkpoint_interval=0", "--num_steps=5"]
-    # the third launch begins at the exit step, and passes it
-    for flag, step in (("--exit_interval=2", 2), ("--exit_step=3", 3), ("--exit_step=3", 5)):
+    for flag, step in (("--exit_interval=2", 2), ("--exit_step=3", 3), ("--exit_step=3", 3), ("--exit_step=6", 5)):
         assert run(*common, flag).returncode == (0 if step == 5 else 75)
         assert status(tmp_path)["step"] == step
 
@@ -235,9 +236,9 @@ def test_a_rank_that_hangs_leaves_its_stacks(tmp_path: Path) -> None:
     script.write_text(
         "import os, sys, time\nsys.path.insert(0, os.getcwd())\nimport main_training, fms_fsdp.train as train\n"
         "step = train.train_step\n"
-        "def hang(recipe, batch, number):\n"
+        "def hang(recipe, batch, number, requests):\n"
         "    if number == 3 and os.environ['RANK'] == '1':\n        time.sleep(1000)\n"
-        "    return step(recipe, batch, number)\n"
+        "    return step(recipe, batch, number, requests)\n"
         "train.train_step = hang\nos._exit(main_training.main(sys.argv[1:]))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
@@ -281,7 +282,7 @@ def test_a_signal_to_torchrun_ends_with_a_checkpoint(tmp_path: Path, number: sig
     command = [*torchrun, "main_training.py", *argv(tmp_path, "--num_steps=100000", "--checkpoint_interval=0")]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < deadline:
+    while not ((tmp_path / "metrics.jsonl").exists() and metrics(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(number)
     process.wait(timeout=60)

@@ -46,7 +46,13 @@ def test_a_run_leaves_everything_in_its_folder(whole: Path) -> None:
         "tensorboard",
     }
     assert status(whole) == {"status": "finished", "step": 8, "reason": "finished 8 steps"}
-    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6", "step_8"]
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [
+        ".lock",
+        "step_2",
+        "step_4",
+        "step_6",
+        "step_8",
+    ]
     records = metrics(whole)
     assert list(records) == list(range(1, 9))
     assert all(name in records[1] for name in FIELDS)
@@ -125,18 +131,22 @@ def test_load_path_continues_and_load_model_only_starts_afresh(whole: Path, tmp_
 def test_a_checkpoint_that_does_not_fit_is_refused(whole: Path, argv: list[str], message: str) -> None:
     before = (whole / "status.json").read_text()
     result = run(*TINY, *argv, f"--output_dir={whole}")
-    (whole / "status.json").write_text(before)
+    assert (whole / "status.json").read_text() == before
     assert result.returncode == 2 and result.stderr.startswith("error: ") and message in result.stderr
     assert result.stderr.count("\n") == 1
 
 
-def test_another_global_batch_is_refused_unless_asked_for(tmp_path: Path) -> None:
+def test_a_smaller_batch_size_does_not_change_the_global_batch_of_a_run(tmp_path: Path) -> None:
     argv = [*TINY, f"--output_dir={tmp_path}"]
     trained(*argv, "--num_steps=1", "--batch_size=16")
-    refused = run(*argv, "--num_steps=2")
-    assert refused.returncode == 2 and "must stay that of the checkpoint (16)" in refused.stderr
-    trained(*argv, "--num_steps=2", "--batch_size=2")
-    assert status(tmp_path)["step"] == 2
+    output = trained(*argv, "--num_steps=2", "--batch_size=5")
+    assert (
+        "batch: 4 rows x 1 ranks x 4 micro-steps, before 16 rows x 1 ranks x 1 micro-steps: the global batch" in output
+    )
+    refused = run(*argv, "--num_steps=3", "--batch_size=5", "--grad_accum_steps=3")
+    assert refused.returncode == 2 and "must keep the run's global batch (16 rows)" in refused.stderr
+    trained(*argv, "--num_steps=3", "--global_batch_size=2")
+    assert [record["batch_rows"] for record in metrics(tmp_path).values()] == [16, 16, 2]
 
 
 @pytest.mark.parametrize(
@@ -156,8 +166,9 @@ def test_bad_input_is_one_line_and_exit_status_2(tmp_path: Path, argv: list[str]
     output = [] if any("--output_dir" in item for item in argv) else [f"--output_dir={tmp_path / 'run'}"]
     result = run(*argv, "--num_steps=1", *output)
     assert result.returncode == 2, result.stderr
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("status.json cannot")]
+    lines = result.stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_sigterm_saves_and_asks_to_be_resumed(tmp_path: Path) -> None:

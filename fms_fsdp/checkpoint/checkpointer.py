@@ -1,6 +1,6 @@
 """Saving and loading a run's state through torch.distributed.checkpoint, in the background and exactly.
 
-    save:  tensors ─copy to host─→ │ background thread: plan, write, sum, fsync ─→ commit (rename) ─→ delete what need not be kept
+    save:  tensors ─copy to host─→ │ thread: plan, write, sum, fsync ─→ commit (rename) ─→ delete what need not be kept
     load:  files ─┬─ DCP reads what this rank needs, whatever the sharding was
                   └─ checksums, each file by one rank ─→ agreed: sound or DamagedCheckpoint
 
@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,20 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._state_dict_utils import _copy_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files
+from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files, read_state
+from fms_fsdp.checkpoint.progress import SaveProgress
 from fms_fsdp.checkpoint.storage import CheckpointReader, CheckpointWriter
 from fms_fsdp.models.init import clean_name
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import model_from_dict
+from fms_fsdp.status import RunFailed
 
 Tensors = dict[str, torch.Tensor]
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+_ENDLESS = timedelta(days=30)
 
 # DCP warns that it works in a single process even when told so (torch 2.11 to 2.13); said to all threads, as saves have their own
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -52,20 +62,37 @@ class Checkpointer:
     """Writes the checkpoints of one launch into `root`; all methods are collective.
 
     `in_background`: `save` returns once the tensors are copied to host memory; at most one save is in flight. `committed(step)` is called on
-    rank 0, in the thread that wrote, when `root/step_<step>` is complete.
+    rank 0, in the thread that wrote, when `root/step_<step>` is complete; the save ends, on every rank, when it returns. `progress` knows
+    whether a save moves; the group's own timeout ends none.
     """
 
-    def __init__(self, root: Path, *, attempt: int, in_background: bool, committed: Callable[[int], None]) -> None:
-        self._root, self._attempt, self._committed = root, attempt, committed
+    def __init__(
+        self,
+        root: Path,
+        *,
+        attempt: int,
+        in_background: bool,
+        committed: Callable[[int], None],
+        progress: SaveProgress | None = None,
+    ) -> None:
+        self._root, self._attempt, self._committed, self._in_background = root, attempt, committed, in_background
+        self._progress = progress or SaveProgress()
         self._host: Tensors | None = None
         self._in_flight: Future[None] | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if in_background else None
-        self._group = dist.new_group(backend="gloo") if in_background and dist.is_initialized() else None
-        self.save_s = 0.0  # the last save, from the call to its commit
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        if torch.cuda.is_available():  # a new thread would wait for the copies of the first GPU
+            self._pool.submit(torch.cuda.set_device, torch.cuda.current_device())
+        self._group = dist.new_group(backend="gloo", timeout=_ENDLESS) if dist.is_initialized() else None
+        self.save_s: float | None = None  # the last save, from the call to its commit
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._in_flight is not None and not self._in_flight.done()
 
     def reserve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Begins to allocate the host memory of the copies: at the first save that would hold up the loop for several times the copy."""
-        if self._pool is not None:
+        if self._in_background:
             self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizer))
 
     def save(
@@ -79,11 +106,12 @@ class Checkpointer:
         self.wait()
         begin = time.perf_counter()
         tensors = collect_tensors(model, optimizer)
+        wait = now or not self._in_background
         state = {"step": step, **state}
-        if now or self._pool is None:
-            self._write(step, tensors, state, begin)
-            return
-        self._in_flight = self._pool.submit(self._write, step, self._copy_to_host(tensors), state, begin)
+        held = tensors if wait else self._copy_to_host(tensors)
+        self._in_flight = self._pool.submit(self._write, step, held, state, begin)
+        if wait:
+            self.wait()
 
     def wait(self) -> None:
         """Returns when no save is in flight.
@@ -93,7 +121,7 @@ class Checkpointer:
         """
         if self._in_flight is not None:
             future, self._in_flight = self._in_flight, None
-            future.result()
+            self._progress.wait(future)
 
     def close(self) -> None:
         """Completes what is in flight and ends the thread.
@@ -104,8 +132,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._pool is not None:
-                self._pool.shutdown()
+            self._pool.shutdown(wait=False)  # the thread is idle, unless the wait was interrupted
 
     def _allocate(self, tensors: Tensors) -> None:
         self._host = {name: _on_host(tensor) for name, tensor in tensors.items()}
@@ -121,18 +148,17 @@ class Checkpointer:
         return copied
 
     def _write(self, step: int, tensors: Tensors, state: dict[str, Any], begin: float) -> None:
-        partial = self._root / f"step_{step}.partial-{self._attempt}"
-        writer = CheckpointWriter(partial, self._root / f"step_{step}", state, needed_bytes=_global_bytes(tensors))
+        def commit() -> None:
+            self.save_s = time.perf_counter() - begin
+            self._committed(step)
+
+        partial, final = self._root / f"step_{step}.partial-{self._attempt}", self._root / f"step_{step}"
+        writer = CheckpointWriter(partial, final, state, _global_bytes(tensors), self._progress, begin, commit)
         try:
-            partial.mkdir(
-                parents=True, exist_ok=True
-            )  # by whichever rank comes first; the attempt makes the name its own
             dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized())
         except (CheckpointException, OSError) as error:
             raise SaveFailed(_first_line(error)) from error
         self.save_s = time.perf_counter() - begin
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            self._committed(step)
 
 
 def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
@@ -151,27 +177,100 @@ def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.o
     """Fills the model, and the optimizer if given, in place from any sharding into any other (collective: every rank).
 
     Raises:
-        DamagedCheckpoint: some file is missing, cut or changed; model and optimizer are then in no usable state.
+        DamagedCheckpoint: some file is missing, cut, changed or no tensors; model and optimizer are then in no usable state.
+        RunFailed: some file cannot be read on some rank, which is no damage.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = sorted(read_files(checkpoint.folder).items())[rank::world_size]
-    failure: BaseException | None = None
+    folder, found = checkpoint.folder, _Findings()
+    with found.noting(folder):
+        reader, files = CheckpointReader(folder), sorted(read_files(folder).items())
+    found.raise_alike(folder)
+    failure: CheckpointException | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
-        checks = [pool.submit(file_problem, checkpoint.folder / name, size, crc) for name, (size, crc) in mine]
+        checks = [pool.submit(file_problem, folder / name, size, crc) for name, (size, crc) in files[rank::world_size]]
         try:
-            reader = CheckpointReader(checkpoint.folder)
             dcp.load(collect_tensors(model, optimizer), storage_reader=reader, no_dist=world_size == 1)
         except CheckpointException as error:
             failure = error
-        found = [text for check in checks if (text := check.result())]
-    if world_size > 1:
-        everyone: list[list[str]] = [[] for _ in range(world_size)]
-        dist.all_gather_object(everyone, found)
-        found = [text for texts in everyone for text in texts]
-    if found:
-        raise DamagedCheckpoint(checkpoint.folder, "; ".join(found)) from failure
-    if failure is not None:
+        for check in checks:
+            with found.noting(folder):
+                found.damage += [text for text in [check.result()] if text]
+    found.raise_alike(folder)
+    if failure is None:
+        return
+    rank, (inner, _) = min(failure.failures.items())
+    if isinstance(inner, OSError):
+        raise RunFailed(
+            f"{folder} cannot be read by rank {rank}: {inner}; mend the storage and start again"
+        ) from failure
+    if not isinstance(inner, Exception) or isinstance(
+        inner, MemoryError | torch.OutOfMemoryError | torch.AcceleratorError
+    ):
         raise failure
+    reason = f"its files are what was written, but hold no tensors of this model ({type(inner).__name__})"
+    raise DamagedCheckpoint(folder, reason) from failure
+
+
+@dataclass
+class _Findings:
+    """What is wrong with the files of a checkpoint: `damage`, and what was `unreadable`; each rank finds its own."""
+
+    damage: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            self.damage.append(str(error))
+        except OSError as error:
+            self.unreadable.append(f"{error.filename or folder}: {error.strerror}")
+
+    def raise_alike(self, folder: Path) -> None:
+        """Raises what any rank has found, on every rank (collective: every rank)."""
+        everyone = [self]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            everyone = everyone * dist.get_world_size()
+            dist.all_gather_object(everyone, self)
+        if damage := [text for each in everyone for text in each.damage]:
+            raise DamagedCheckpoint(folder, "; ".join(damage))
+        if unreadable := [text for each in everyone for text in each.unreadable]:
+            raise RunFailed(f"checkpoint file {unreadable[0]}; it is not damaged: mend the storage and start again")
+
+
+def content_problems(folder: Path) -> list[str]:
+    """Why a checkpoint whose files are what was written cannot be loaded all the same; [] if it can. Reads it a tensor at a time.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    try:
+        reader = CheckpointReader(folder)
+        saved = reader.metadata.state_dict_metadata
+        config = model_from_dict(read_state(folder)["resolved"]["model"])
+        if config.num_layers > len(saved):
+            raise ValueError(f"{config.num_layers} layers in {len(saved)} tensors")
+        with torch.device("meta"):
+            weights = collect_tensors(Llama(config), None)
+        sizes = {name: tensor.size() for name, tensor in weights.items()}
+        for name, size in list(sizes.items()):
+            name = name.removeprefix("model.")
+            sizes |= {f"optimizer.{name}.{key}": size if key != "step" else torch.Size() for key in ADAMW_STATE}
+        for name, size in sizes.items():
+            entry = saved.get(name)
+            if not isinstance(entry, TensorStorageMetadata) or entry.size != size:
+                raise ValueError(f"no {name} of {tuple(size)}")
+            tensor = torch.empty(size, dtype=entry.properties.dtype)
+            dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        _, (inner, _) = min(error.failures.items())
+        if isinstance(inner, OSError):
+            raise inner from error
+        return [f"{name} cannot be loaded ({type(inner).__name__})"]
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        return [f"it cannot be loaded: {error}"]
+    return []
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

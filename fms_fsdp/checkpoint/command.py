@@ -1,9 +1,8 @@
-"""`python -m fms_fsdp ckpt list|verify|prune`: look at, check and thin out the checkpoints of a run, without torch."""
+"""`python -m fms_fsdp ckpt list|verify|prune`: look at, check and thin out the checkpoints of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 from fms_fsdp.checkpoint.folders import (
     complete_steps,
     delete,
-    file_problem,
     leftovers,
     named_steps,
     problems,
@@ -35,7 +33,7 @@ class ListConfig:
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Every byte of every checkpoint against the checksums."""
+    """Every byte of every checkpoint against the checksums, and every tensor as a run would load it."""
 
     path: str = flag("", "a run folder, a folder of checkpoints or one checkpoint")
 
@@ -56,7 +54,7 @@ class PruneConfig:
 
 def run_list(config: ListConfig) -> None:
     for folder in _folders(config.path):
-        wrong = problems(folder)
+        wrong = _problems(folder)
         state = read_state(folder)
         loss = state.get("validation_loss")
         print(
@@ -71,16 +69,9 @@ def run_verify(config: VerifyConfig) -> None:
     """Raises ValueError if any file is not what was written."""
     bad = []
     for folder in _folders(config.path):
-        wrong = problems(folder)
-        if not wrong:
-            files = sorted(read_files(folder).items())
-            with ThreadPoolExecutor(4) as pool:
-                checks = pool.map(lambda item, folder=folder: file_problem(folder / item[0], *item[1]), files)
-            wrong = [text for text in checks if text]
-        print(
-            f"{folder.name:<16} {'; '.join(wrong) or f'sound: {len(files) + 1} files, {tree_bytes(folder) / _GIB:.3f} GiB'}",
-            flush=True,
-        )
+        wrong = _problems(folder, deep=True)
+        sound = "" if wrong else f"sound: {len(read_files(folder)) + 1} files, {tree_bytes(folder) / _GIB:.3f} GiB"
+        print(f"{folder.name:<16} {'; '.join(wrong) or sound}", flush=True)
         bad += [folder] if wrong else []
     if bad:
         raise ValueError(
@@ -90,11 +81,17 @@ def run_verify(config: VerifyConfig) -> None:
 
 
 def run_prune(config: PruneConfig) -> None:
-    """Deletes by the policy among sound checkpoints; damaged ones never count as kept, and go with the leftovers."""
+    """Deletes by the policy among sound checkpoints; damaged ones never count as kept, and go with the leftovers.
+
+    The newest that is kept is read to its last byte before anything is deleted.
+    """
     root = _root(config.path)
     complete, named = complete_steps(root), named_steps(root)
     losses = {s: loss for s in complete if (loss := read_state(root / f"step_{s}").get("validation_loss")) is not None}
     policy = KeepPolicy(config.keep_last_n, config.keep_every, config.keep_best, config.keep_steps)
+    while policy.to_delete(complete, losses) and (wrong := _problems(root / f"step_{complete[-1]}", deep=True)):
+        print(f"step_{complete[-1]} does not count: {wrong[0]}")
+        del complete[-1]
     doomed = set(policy.to_delete(complete, losses)) | {
         s for s in named if config.after is not None and s > config.after
     }
@@ -103,8 +100,7 @@ def run_prune(config: PruneConfig) -> None:
     folders = [root / f"step_{step}" for step in sorted(doomed)]
     folders += [folder for folder, _ in leftovers(root)] if config.leftovers else []
     freed = sum(tree_bytes(folder) for folder in folders)
-    owned = root.parent if (root.parent / "config.json").is_file() else root  # where the run holds its lock
-    with FolderLock(owned) if config.yes else nullcontext():
+    with FolderLock(root) if config.yes else nullcontext():
         for folder in folders:
             print(f"{'deleted' if config.yes else 'would delete'} {folder}")
             if config.yes:
@@ -113,6 +109,19 @@ def run_prune(config: PruneConfig) -> None:
     print(
         f"{freed / _GIB:.3f} GiB in {len(folders)} folders, {kept} checkpoints kept{'' if config.yes else '; add --yes to delete'}"
     )
+
+
+def _problems(folder: Path, *, deep: bool = False) -> list[str]:
+    """Why a run would not start from the checkpoint; `deep` reads it as the run does."""
+    try:
+        wrong = problems(folder, deep=deep)
+        if deep and not wrong:
+            from fms_fsdp.checkpoint.checkpointer import content_problems  # torch: not for a list
+
+            wrong = content_problems(folder)
+        return wrong
+    except OSError as error:
+        return [f"{Path(error.filename or folder).name} cannot be read: {error.strerror}"]
 
 
 def _root(path: str) -> Path:

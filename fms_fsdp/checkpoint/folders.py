@@ -7,7 +7,8 @@
     step_<N>.deleted/             on its way out
 
 A complete folder holds `files.json`: size and checksum of every other file, and a CRC-32 of that list. It is written last. `problems` is the one
-definition of complete, used by save, load and clean-up: without a deep look the sizes count, and the content of what is small.
+definition of complete, used by save, load and clean-up: without a deep look the sizes count, and the content of what is small. A file that is missing,
+of another size or content, or no regular file is damage; one that cannot be read is not: that raises OSError with its name.
 """
 
 from __future__ import annotations
@@ -16,18 +17,33 @@ import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fms_fsdp.models.variants import LlamaConfig, model_from_dict
+
 FILES, STATE, METADATA = "files.json", "train_state.json", ".metadata"
 _PAGE = 4096
-_STEP = re.compile(r"step_(\d+)")
-_ANY = re.compile(r"step_(\d+)(?:\.(partial|damaged|superseded|deleted)(?:-\d+)?)?")
+_STEP = re.compile(r"step_(0|[1-9][0-9]*)")
+_ANY = re.compile(r"step_([0-9]+)(?:\.(partial|damaged|superseded|deleted)(?:-\d+)?)?")
+_FILE_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]{1,200}")  # a bare name, as DCP and we write them
+_LARGEST_JSON = 256 << 20
+# what a run needs of train_state.json
+_STATE_SHAPE: dict[str, Any] = {
+    "step": int,
+    "tokens_seen": int,
+    "data": dict,
+    "config": {"optim": dict},
+    "resolved": {"model": dict, "batch": {"batch_size": int, "global_batch_size": int}, "num_steps": int},
+}
 
 
 @dataclass(frozen=True)
@@ -86,54 +102,134 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
     """{name: (bytes, checksum)} of files.json.
 
     Raises:
-        ValueError, OSError: it is missing or not, to the last byte, what was written.
+        ValueError: it is missing or not, to the last byte, what was written, or names what is no bare file name.
+        OSError: it cannot be read.
     """
-    text = (folder / FILES).read_text()
+    text, content = _read_json(folder / FILES)
     try:
-        files = {name: (int(size), int(value, 16)) for name, (size, value) in json.loads(text)["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+        files = {name: (int(size), int(value, 16)) for name, (size, value) in content["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         files = {}
-    if render_files(files) != text:
+    if render_files(files) != text or not all(map(_FILE_NAME.fullmatch, files)):
         raise ValueError(f"{FILES} is damaged")
     return files
 
 
 def file_problem(path: Path, size: int, expected: int | None) -> str:
-    """What is wrong with a file that must have `size` bytes and, unless None, this checksum; empty if nothing is."""
+    """What is wrong with a file that must have `size` bytes and, unless None, this checksum; empty if nothing is.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
-        actual = path.stat().st_size
-        if actual != size:
-            return f"{path.name} has {actual:,} bytes and must have {size:,}"
-        return (
-            f"{path.name} is damaged: its checksum is wrong"
-            if expected is not None and checksum(path) != expected
-            else ""
-        )
-    except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
+        with open_regular(path) as file:
+            actual = os.fstat(file.fileno()).st_size
+            if actual != size:
+                return f"{path.name} has {actual:,} bytes and must have {size:,}"
+            if expected is not None and _checksum(file) != expected:
+                return f"{path.name} is damaged: its checksum is wrong"
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def checksum(path: Path) -> int:
     """The checksum of a file's content."""
+    with open_regular(path) as file:
+        return _checksum(file)
+
+
+def _checksum(file: FileIO) -> int:
     total, buffer = Checksum(), bytearray(4 << 20)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            total.update(memoryview(buffer)[:count])
+    while count := file.readinto(buffer):
+        total.update(memoryview(buffer)[:count])
     return total.value
 
 
+def open_regular(path: Path) -> FileIO:
+    """Opens a file to be read, without ever waiting for what is none: a FIFO, a device. Links are followed.
+
+    Raises:
+        ValueError: it is missing or no regular file.
+        OSError: it cannot be read; the error names it.
+    """
+    try:
+        if stat.S_ISREG(path.stat().st_mode):
+            return FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path.name} is missing") from None
+    raise ValueError(f"{path.name} is no regular file")
+
+
+def _read_json(path: Path) -> tuple[str, Any]:
+    """Text and content of a file. Raises: ValueError, OSError as `open_regular`; ValueError: it is no JSON."""
+    with open_regular(path) as file:
+        raw = file.read(_LARGEST_JSON)
+    try:
+        text = raw.decode()
+        return text, json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path.name} is damaged") from None
+
+
+def size_problems(folder: Path) -> list[str]:
+    """Why `folder` is not a complete checkpoint by the names and sizes of its files; [] if it is."""
+    try:
+        return [
+            text for name, (size, _) in read_files(folder).items() if (text := file_problem(folder / name, size, None))
+        ]
+    except (OSError, ValueError) as error:
+        return [str(error)]
+
+
 def problems(folder: Path, *, deep: bool = False) -> list[str]:
-    """Why `folder` is not a complete checkpoint, a line each; [] if it is. `deep` reads every byte."""
+    """Why `folder` is not a complete checkpoint, a line each; [] if it is. `deep` reads every byte.
+
+    Raises:
+        OSError: a file cannot be read, which is no damage.
+    """
+    small = (STATE, METADATA)
     try:
         files = read_files(folder)
-    except (OSError, ValueError) as error:
-        return [f"{FILES} is missing" if isinstance(error, FileNotFoundError) else str(error)]
-    small = (STATE, METADATA)
-    found = [
-        file_problem(folder / name, size, crc if deep or name in small else None) for name, (size, crc) in files.items()
-    ]
-    found += [f"{name} is missing" for name in small if name not in files]
-    return [text for text in found if text]
+        found = [f"{name} is missing" for name in small if name not in files]
+        with ThreadPoolExecutor(4 if deep else 1) as pool:
+            checks = [
+                pool.submit(file_problem, folder / name, size, crc if deep or name in small else None)
+                for name, (size, crc) in files.items()
+            ]
+            found += [text for check in checks if (text := check.result())]
+        return found or [text for text in [_state_problem(folder)] if text]
+    except ValueError as error:
+        return [str(error)]
+
+
+def _state_problem(folder: Path) -> str:
+    """What `train_state.json` lacks of what a run needs, or has of another type; empty if nothing."""
+    _, state = _read_json(folder / STATE)
+    if text := _mismatch(state, _STATE_SHAPE, STATE):
+        return text
+    if folder.name != f"step_{state['step']}":
+        return f"{STATE} is of step {state['step']}"
+    numbers = [state.get("save_s"), state.get("validation_loss"), *state["config"]["optim"].values()]
+    if not all(value is None or type(value) in (int, float) for value in numbers):
+        return f"{STATE} has text where a number must be"
+    try:
+        model = asdict(model_from_dict(state["resolved"]["model"]))
+    except (TypeError, ValueError):
+        return f"{STATE} describes no model"
+    known = asdict(LlamaConfig(1, 1, 1, 1, 1))
+    wrong = [name for name, value in model.items() if type(value) is not type(known[name]) and name != "rope_scaling"]
+    return f"{STATE} has a model whose {wrong[0]} is {model[wrong[0]]!r}" if wrong else ""
+
+
+def _mismatch(value: Any, shape: Any, name: str) -> str:
+    if not isinstance(shape, dict):
+        right = type(value) is shape and (shape is not int or value >= 0)
+        return "" if right else f"{name} must be a {shape.__name__}"
+    if not isinstance(value, dict):
+        return f"{name} must be a dict"
+    texts = (_mismatch(value.get(key), inner, f"{name}: {key}") for key, inner in shape.items())
+    return next((text for text in texts if text), "")
 
 
 def complete_steps(root: Path) -> list[int]:
@@ -163,6 +259,7 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
 
     Raises:
         ValueError: there are checkpoints, but none that can be used.
+        OSError: one that would be used cannot be read.
     """
     if _STEP.fullmatch(path.name) and (step is not None or path.is_dir()):
         candidates = [path]
@@ -172,7 +269,7 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
     for folder in candidates:
         wrong = ["damaged"] if folder in skip else problems(folder)
         if not wrong:
-            return Checkpoint(folder, json.loads((folder / STATE).read_text()), passed_over)
+            return Checkpoint(folder, read_state(folder), passed_over)
         passed_over[folder] = wrong[0]
     if passed_over:
         listing = "; ".join(f"{folder.name}: {reason}" for folder, reason in passed_over.items())
@@ -185,7 +282,7 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
 def read_state(folder: Path) -> dict[str, Any]:
     """The content of train_state.json, or {} where it cannot be read."""
     try:
-        content = json.loads((folder / STATE).read_text())
+        _, content = _read_json(folder / STATE)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

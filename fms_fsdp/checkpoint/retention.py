@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,26 @@ class SaveSchedule:
                 return due
         return None
 
+    def meets(self, interval: int) -> bool:
+        """Whether some step that is due is a multiple of `interval`."""
+        for start, stop, every in self.ranges:
+            common = math.gcd(every, interval)
+            if start % common == 0:
+                period = interval // common
+                count = -(start // common) * pow(every // common, -1, period) % period or period
+                if stop is None or start + count * every <= stop:
+                    return True
+        return False
+
+
+def check_keep_best(keep_best: int, schedule: SaveSchedule, eval_interval: int) -> None:
+    """Raises ValueError if no checkpoint but the last would have a validation loss to be ranked by."""
+    if keep_best and not schedule.meets(eval_interval):
+        raise ValueError(
+            f"--keep_best ({keep_best}) ranks checkpoints whose own step is evaluated, and none is before the last: "
+            f"let --checkpoint_interval or --checkpoint_schedule meet --eval_interval ({eval_interval})"
+        )
+
 
 def parse_schedule(text: str, interval: int) -> SaveSchedule:
     """The schedule of `--checkpoint_schedule`, or of `--checkpoint_interval` where it is empty (0: none).
@@ -44,7 +65,7 @@ def parse_schedule(text: str, interval: int) -> SaveSchedule:
     start = 0
     parts = text.split(",")
     for index, part in enumerate(parts):
-        match = re.fullmatch(r"\s*(\d+)(?:@(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,15})(?:@(\d{1,15}))?\s*", part)
         every, stop = (int(match[1]), int(match[2]) if match[2] else None) if match else (0, None)
         if every < 1 or (stop is None and index < len(parts) - 1) or (stop is not None and stop <= start):
             raise ValueError(

@@ -9,23 +9,38 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import operator
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, Checksum, render_files, set_aside
+from fms_fsdp.checkpoint.folders import (
+    FILES,
+    METADATA,
+    STATE,
+    Checksum,
+    open_regular,
+    read_files,
+    render_files,
+    set_aside,
+)
+from fms_fsdp.checkpoint.progress import SaveProgress
+
+_PIECE = 16 << 20  # bytes of a large tensor that are written at a time
 
 _METADATA_CLASSES = {
     "BytesStorageMetadata",
@@ -40,12 +55,25 @@ _METADATA_CLASSES = {
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes `final` through the folder `partial`; `train_state` goes with it. `needed_bytes` must be free before anything is written."""
+    """Writes `final` through the folder `partial`; `train_state` goes with it. `needed_bytes` must be free before anything is written.
 
-    def __init__(self, partial: Path, final: Path, train_state: dict[str, Any], needed_bytes: int) -> None:
+    `begin`: when the save began, by `time.perf_counter`. `committed()` is called on the coordinator while the others still wait.
+    """
+
+    def __init__(
+        self,
+        partial: Path,
+        final: Path,
+        train_state: dict[str, Any],
+        needed_bytes: int,
+        progress: SaveProgress,
+        begin: float,
+        committed: Callable[[], None],
+    ) -> None:
         super().__init__(partial, single_file_per_rank=True, sync_files=False)
-        self._summing = self.fs = _SummingFileSystem()
+        self._summing = self.fs = _SummingFileSystem(progress)
         self._final, self._train_state, self._needed = final, train_state, needed_bytes
+        self._progress, self._begin, self._committed = progress, begin, committed
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, before any rank writes: refuses a disk that is too small."""
@@ -71,16 +99,26 @@ class CheckpointWriter(FileSystemWriter):
             files |= written.files
         files[METADATA] = self._summing.files[f"{METADATA}.tmp"]
         folder = Path(self.path)
+        self._train_state["save_s"] = round(time.perf_counter() - self._begin, 3)
         with self.fs.create_stream(folder / STATE, "wb") as stream:
             stream.write(json.dumps(self._train_state, indent=1).encode())
         files[STATE] = self._summing.files[STATE]
         with self.fs.create_stream(folder / FILES, "wb") as stream:
             stream.write(render_files(files).encode())
-        _sync_folder(folder)
+        self._sync_folder(folder)
         if self._final.exists():
             set_aside(self._final, "damaged")
         os.rename(folder, self._final)
-        _sync_folder(self._final.parent)
+        self._sync_folder(self._final.parent)
+        self._committed()
+
+    def _sync_folder(self, folder: Path) -> None:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            with self._progress.operation():
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 class _Results(list[WriteResult]):
@@ -92,12 +130,13 @@ class _Results(list[WriteResult]):
 class _SummingFileSystem(FileSystem):
     """Local files whose size and checksum are known when they are closed, and which are on disk then."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: SaveProgress) -> None:
         self.files: dict[str, tuple[int, int]] = {}
+        self._progress = progress
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        stream = _SummingFile(Path(path), self.files)
+        stream = _SummingFile(Path(path), self.files, self._progress)
         try:
             yield stream
         finally:
@@ -107,20 +146,26 @@ class _SummingFileSystem(FileSystem):
 class _SummingFile(io.BufferedWriter):
     """A new file, summed as it is written front to back; closing it forces it to disk and enters it in `files`."""
 
-    def __init__(self, path: Path, files: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, path: Path, files: dict[str, tuple[int, int]], progress: SaveProgress) -> None:
         super().__init__(io.FileIO(path, "w"))
-        self._name, self._files, self._checksum = path.name, files, Checksum()
+        self._name, self._files, self._checksum, self._progress = path.name, files, Checksum(), progress
 
     def write(self, data: Any) -> int:
-        self._checksum.update(data)
-        return super().write(data)
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            self._checksum.update(piece)
+            super().write(piece)
+            self._progress.moved()
+        return len(view)
 
     def close(self) -> None:
         if self.closed:
             return
         try:
             self.flush()
-            os.fsync(self.fileno())
+            with self._progress.operation():
+                os.fsync(self.fileno())
             self._files[self._name] = self.tell(), self._checksum.value
         finally:
             self.raw.close()  # not super().close(): on a full disk that would try, and fail, once more
@@ -137,25 +182,56 @@ def _without_zip_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class CheckpointReader(FileSystemReader):
-    """DCP's reader of files; `.metadata` may name nothing but DCP's own classes."""
+    """DCP's reader of files; `.metadata` may name nothing but DCP's own classes, and places within the files.
+
+    Raises:
+        ValueError: there is no such `.metadata`.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.metadata = _read_metadata(folder)
+        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / METADATA, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        assert isinstance(metadata, Metadata), type(metadata)
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return self.metadata
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    with open_regular(folder / METADATA) as file:
+        content = io.BytesIO(file.read())
+    sizes = {name: size for name, (size, _) in read_files(folder).items()}
+    try:
+        metadata = _MetadataUnpickler(content).load()
+        problem = "" if _is_whole(metadata, sizes) else "it describes no whole tensors in these files"
+    except Exception as error:  # noqa: BLE001 - a pickle of anything may raise anything
+        problem = " ".join(str(error).split()) or type(error).__name__
+    if problem:
+        raise ValueError(f"{METADATA} is damaged: {problem}")
+    return cast(Metadata, metadata)
+
+
+def _is_whole(metadata: Any, sizes: dict[str, int]) -> bool:
+    """Whether this is metadata of tensors alone, all chunks of each at known places within the files of these sizes."""
+    if not isinstance(metadata, Metadata):
+        return False
+    for info in metadata.storage_data.values():
+        end = info.offset + info.length
+        if not 0 <= info.offset <= end <= sizes[info.relative_path] or getattr(info, "transform_descriptors", None):
+            return False
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            return False
+        for chunk in entry.chunks:
+            ends = [start + length for start, length in zip(chunk.offsets, chunk.sizes, strict=True)]
+            inside = min(chunk.offsets, default=0) >= 0 and all(map(operator.le, ends, entry.size))
+            if not inside or MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
+                return False
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+            return False
+    return True
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -17,7 +17,15 @@ from fms_fsdp.config.training import (
     TrainingConfig,
     parse_selective_checkpointing,
 )
-from fms_fsdp.config.whole import BatchPlan, TrainConfig, as_dict, from_dict, non_defaults, resolve_batch
+from fms_fsdp.config.whole import (
+    BatchPlan,
+    TrainConfig,
+    as_dict,
+    from_dict,
+    keep_global_batch,
+    non_defaults,
+    resolve_batch,
+)
 
 __all__ = [
     "BatchPlan",
@@ -34,6 +42,7 @@ __all__ = [
     "as_dict",
     "flag",
     "from_dict",
+    "keep_global_batch",
     "non_defaults",
     "parse_selective_checkpointing",
     "resolve_batch",

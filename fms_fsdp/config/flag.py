@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import Field, field
 from typing import Any
+
+from fms_fsdp.config.values import shown
 
 
 def flag(
@@ -13,18 +15,49 @@ def flag(
     choices: tuple[str, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     advanced: bool = False,
     resume: str = "",
+    in_name: bool | None = None,
 ) -> Any:
     """A dataclass field with its documentation: what `--help` prints and what a value must satisfy.
 
     `resume`: what another value does to a run that goes on from a checkpoint: "free", it trains the same; "announced", it takes effect from there
-    on and is logged; "refused"; "" is the section's own `RESUME`.
+    on and is logged; "refused"; "" is the section's own `RESUME`. `in_name`: whether the default run name depends on it; None: where it is not free.
     """
-    metadata = dict(help=help, choices=choices, minimum=minimum, maximum=maximum, advanced=advanced, resume=resume)
+    metadata = dict(help=help, choices=choices, minimum=minimum, maximum=maximum, above=above, below=below)
+    metadata |= dict(advanced=advanced, resume=resume, in_name=in_name)
     if isinstance(default, list | dict):
         raise TypeError("a flag's default must be immutable")
     return field(default=default, metadata=metadata)
+
+
+def divisors(total: int, most: int) -> list[int]:
+    """The divisors of `total` up to `most`, for messages."""
+    return [number for number in range(1, min(total, most) + 1) if total % number == 0]
+
+
+def resume_rule(spec: Field[Any], section: type[Any]) -> str:
+    rule: str = spec.metadata["resume"] or getattr(section, "RESUME", "")
+    return rule
+
+
+def is_in_name(spec: Field[Any], section: type[Any]) -> bool:
+    said: bool | None = spec.metadata["in_name"]
+    return resume_rule(spec, section) in ("announced", "refused") if said is None else said
+
+
+def check_bare_name(flag: str, name: str) -> None:
+    """Raises ValueError where `name` would not be one folder's name."""
+    if "/" in name or name in (".", "..") or len(name) > 200:
+        raise ValueError(f"{flag} ({shown(name)}) must be a bare name, without '/', of at most 200 characters")
+
+
+def check_source_name(flag: str, name: str) -> None:
+    """Raises ValueError where `name` would not lie in the folder it is looked for in."""
+    if name.startswith("/") or ".." in name.split("/"):
+        raise ValueError(f"{flag} ({shown(name)}) must be a subfolder's name, relative and without '..'")
 
 
 def joined(values: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fms_fsdp.config.flag import flag
+from fms_fsdp.config.flag import check_source_name, flag
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,10 @@ class EvalConfig:
         0, "steps between evaluations on held-out data, the last step is evaluated too; 0 is off", minimum=0
     )
     eval_steps: int = flag(
-        10, "global batches of each held-out source in an evaluation, always the same; at most one epoch", minimum=1
+        10,
+        "global batches of each held-out source in an evaluation, always the same; at most one epoch",
+        minimum=1,
+        maximum=10**6,
     )
     eval_at_start: bool = flag(False, "evaluate before the first step of every launch too")
     eval_data_path: str = flag(
@@ -27,6 +30,10 @@ class EvalConfig:
     )
     eval_datasets: tuple[str, ...] = flag((), "held-out sources, subfolders there (default: all of them)")
     eval_test: bool = flag(False, "evaluate test/ in data_path once, after the last step")
+
+    def __post_init__(self) -> None:
+        for name in self.eval_datasets:
+            check_source_name("--eval_datasets", name)
 
 
 @dataclass(frozen=True)
@@ -38,11 +45,17 @@ class CheckpointConfig:
     ckpt_save_path: str = flag(
         "", "folder of checkpoints (default: checkpoints/ in the run folder); a complete one there is resumed"
     )
-    ckpt_load_path: str = flag("", "checkpoint root or step folder to start from when ckpt_save_path holds none")
-    resuming_dataset: bool = flag(
-        True, "data go on where the run of ckpt_load_path stood; off: step and optimizer go on, this run's data begin"
+    ckpt_load_path: str = flag(
+        "", "checkpoint root or step folder to start from when ckpt_save_path holds none", in_name=True
     )
-    load_model_only: bool = flag(False, "take only the weights of ckpt_load_path: fresh optimizer, step 0, fresh data")
+    resuming_dataset: bool = flag(
+        True,
+        "data go on where the run of ckpt_load_path stood; off: step and optimizer go on, this run's data begin",
+        in_name=True,
+    )
+    load_model_only: bool = flag(
+        False, "take only the weights of ckpt_load_path: fresh optimizer, step 0, fresh data", in_name=True
+    )
     resume: str = flag(
         "auto",
         "go on from the newest sound checkpoint if there is one, insist on one, or insist on a fresh start",
@@ -85,7 +98,7 @@ class LogConfig:
     RESUME: ClassVar[str] = "free"
 
     output_dir: str = flag("", "the run folder (default: runs/<run_name>)")
-    run_name: str = flag("", "name of the run (default: the variant and a hash of what is trained)")
+    run_name: str = flag("", "name of the run (default: the variant and a hash of the flags that are in the name)")
     report_interval: int = flag(10, "steps between reports; the first and the last step always report", minimum=1)
     log_param_norm: bool = flag(False, "report the norm of all parameters")
     log_num_zeros: bool = flag(False, "report how many entries of the gradient are zero", advanced=True)

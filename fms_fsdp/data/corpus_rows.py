@@ -63,7 +63,7 @@ class CorpusRows:
     ) -> None:
         self._section, self._corpus, self._seed, self._pin_memory = section, corpus, seed, pin_memory
         self.global_batch_size = global_batch_size
-        self.num_masked_rows = 0
+        self._masked: Counter[int] = Counter()  # rows of this rank by step
         self._quotas = slot_quotas({source.name: source.weight for source in corpus.sources})
         self._files = corpus.files.clone()
         self.storage = getattr(
@@ -111,6 +111,7 @@ class CorpusRows:
         start, stop = rows_of_rank(self._history.batch(step)[0], dp_rank, dp_size)
         batch = empty_batch(stop - start, self._history.seq_length(step), pin_memory=self._pin_memory)
         columns = [tensor.numpy() for tensor in batch]
+        self._masked.pop(step, None)  # a step that is read again counts once
         for i, place in enumerate(self.places(step, start, stop)):
             out = Row(*(column[i] for column in columns))
             try:
@@ -251,12 +252,16 @@ class CorpusRows:
         where = f"{place.source} row {place.n}, step {step}"
         if self._section.on_missing != "mask" or isinstance(error, TokenError):
             raise type(error)(f"{error} [{where}]") from error
-        self.num_masked_rows += 1
-        logger.warning("row masked: %s [%s]; %d so far on this rank", error, where, self.num_masked_rows)
+        self._masked[step] += 1
+        logger.warning("row masked: %s [%s]", error, where)
         out.tokens.fill(self._corpus.sep_token)
         out.labels.fill(IGNORED_LABEL)
         out.positions[:] = np.arange(len(out.positions))
         out.document_ids.fill(0)
+
+    def num_masked_rows(self, step: int) -> int:
+        """Returns how many rows of this rank were masked up to `step`."""
+        return sum(count for masked, count in self._masked.items() if masked <= step)
 
     def reader(self, name: str) -> SourceReader:
         """Returns what reads a source. Raises: ValueError if it is not among those opened."""
@@ -353,7 +358,7 @@ class CorpusRows:
         for name in ("state_version", "order_version", "seed", "packing", "sep_token"):
             if state.get(name) != mine[name]:
                 raise ValueError(
-                    f"{name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
+                    f"{name if name.endswith('version') else '--' + name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
                     "value, or take its weights alone with --load_model_only"
                 )
         size, before = self._section.seq_length, state["history"][-1]["seq_length"]

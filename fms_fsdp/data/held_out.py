@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,6 +74,12 @@ def open_held_out(
         held_out = replace(data, data_path=root, datasets=names, weights=())
         found += _open(group, held_out, data.data_path, trained, vocab_size, max_rows)
     return tuple(found)
+
+
+def close_held_out(sources: Iterable[HeldOut]) -> None:
+    """Closes the files of the sources."""
+    for source in sources:
+        source.stream.close()
 
 
 def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:

@@ -46,6 +46,9 @@ class RowProducer(Protocol):
     def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
         """Returns {source: {"epoch": float, "tokens": int}} after `step`."""
 
+    def num_masked_rows(self, step: int) -> int:
+        """Returns how many rows of this rank could not be read up to `step`."""
+
     def close(self) -> None:
         """Releases what is open."""
 
@@ -100,6 +103,11 @@ class TokenStream:
     def consumption(self) -> dict[str, dict[str, float | int]]:
         """Returns {source: {"epoch": epochs gone through, "tokens": tokens trained on}} after `step`."""
         return self.rows.consumption(self.step)
+
+    @property
+    def num_masked_rows(self) -> int:
+        """Rows of this rank that could not be read and were masked, in this launch, up to `step`."""
+        return self.rows.num_masked_rows(self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what, with `step`, resumes the stream: JSON values of a few KB, the same on every rank."""

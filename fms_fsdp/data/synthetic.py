@@ -80,7 +80,7 @@ class SyntheticRows:
         for name in ("synthetic", "seed"):
             if state.get(name) != mine[name]:
                 raise ValueError(
-                    f"{name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
+                    f"{'--seed' if name == 'seed' else name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
                     "data flags, or take its weights alone with --load_model_only"
                 )
         self._changes = [(after, batch, length) for after, batch, length in state["history"]]
@@ -95,6 +95,9 @@ class SyntheticRows:
         ends = [after for after, *_ in self._changes[1:]] + [step]
         tokens = sum((end - after) * batch * s for (after, batch, s), end in zip(self._changes, ends, strict=True))
         return {"synthetic": {"epoch": 0.0, "tokens": tokens}}
+
+    def num_masked_rows(self, step: int) -> int:
+        return 0
 
     def documents(self, step: int, limit: int) -> list[str]:
         return []

@@ -134,17 +134,19 @@ class Interval:
         self._skipped = self._skipped + ~done
         self._steps += 1
 
-    def read(self, result: Result, energy_j: float, extra: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    def read(
+        self, result: Result, energy_j: float, masked_rows: int, extra: Mapping[str, torch.Tensor]
+    ) -> dict[str, float]:
         """The metrics of the step and of the interval by name, and starts anew (collective: every rank; waits for the device).
 
-        `energy_j` is summed over ranks; `extra` are scalars alike on all ranks.
+        `energy_j` and `masked_rows` are summed over ranks; `extra` are scalars alike on all ranks.
         """
         device = self._zero.device
-        energy = torch.tensor(energy_j, dtype=torch.float64).to(device, non_blocking=True)
-        sums = sum_over_ranks(torch.stack([result.loss_sum.double(), self._loss, energy]))
+        own = torch.tensor([energy_j, masked_rows], dtype=torch.float64).to(device, non_blocking=True)
+        sums = sum_over_ranks(torch.cat([torch.stack([result.loss_sum.double(), self._loss]), own]))
         alike = (result.num_labels, result.grad_norm, self._labels, self._norms, self._largest, self._skipped)
         rest = torch.stack([value.to(device, torch.float64) for value in (*alike, *extra.values())])
-        loss, losses, joules, labels, norm, all_labels, norms, largest, skipped, *others = torch.cat(
+        loss, losses, joules, masked, labels, norm, all_labels, norms, largest, skipped, *others = torch.cat(
             [sums, rest]
         ).tolist()
         done = self._steps - skipped
@@ -157,6 +159,7 @@ class Interval:
             "grad_norm_mean": norms / done if done else math.nan,
             "grad_norm_max": largest if done else math.nan,
             "skipped_steps": int(skipped),
+            "masked_rows": int(masked),
             "energy_j": joules,
             **{name: int(value) if name == "grad_zeros" else value for name, value in zip(extra, others, strict=True)},
         }
@@ -197,12 +200,13 @@ def report_line(record: Mapping[str, Any], num_steps: int) -> str:
     left = timedelta(seconds=round(record["eta_s"]))
     width = len(str(num_steps))
     sources = [name[6:] for name in record if name.startswith("epoch/") and record[name] > 0]
+    masked = f" · {record['masked_rows']} rows masked" if record.get("masked_rows") else ""
     used = ", ".join(f"{name} {record[f'epoch/{name}']:.3g} ep {_short(record[f'tokens/{name}'])}" for name in sources)
     return (
         f"step {record['step']:>{width}}/{num_steps} · loss {record['loss']:.4f} · lr {record['lr']:.2e} · grad norm {record['grad_norm']:.3f}"
         f" · {_short(record['tokens_seen'])} tokens · {record['tokens_per_sec_per_device']:,.0f} tok/s/device{mfu}"
         f" · step {record['step_time_ms']:.0f} ms (data {record['data_wait_ms']:.1f}) · {record['peak_mem_gib']:.2f} GiB"
-        f" · {left} left, till {record['finish_at']}{' · ' if used else ''}{used}"
+        f" · {left} left, till {record['finish_at']}{masked}{' · ' if used else ''}{used}"
     )
 
 

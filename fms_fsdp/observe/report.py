@@ -58,8 +58,8 @@ class Utilization:
 class Reporter:
     """Writes a record for the first, the last and every `report_interval`-th step.
 
-    `fingerprint(batch)` is this rank's share of the global batch's fingerprint, summed modulo 2^64 over ranks. `consumption()` gives epochs and tokens
-    by source, as of the step just done. `norms` are the parameters whose norm is reported, none of them if it is not.
+    `fingerprint(batch)` is this rank's share of the global batch's fingerprint, summed modulo 2^64 over ranks. `stream` knows epochs and tokens
+    by source and the rows it masked, as of the step just done. `norms` are the parameters whose norm is reported, none of them if it is not.
     """
 
     file: MetricsFile | None
@@ -76,7 +76,7 @@ class Reporter:
     utilization: Utilization
     learning_rate: Callable[[int], float]
     fingerprint: Callable[[Batch], int]
-    consumption: Callable[[], dict[str, dict[str, Any]]]
+    stream: Any
     phases: Phases
     spikes: SpikeDetector
     norms: Sequence[torch.Tensor]
@@ -111,11 +111,12 @@ class Reporter:
         extra = {"param_norm": parameter_norm(self.norms)} if self.norms else {}
         if self.zeros is not None:
             extra["grad_zeros"] = self.zeros
-        values = self.interval.read(result, self.meter.read_j(), extra)
+        masked_rows = getattr(self.stream, "num_masked_rows", 0)
+        values = self.interval.read(result, self.meter.read_j(), masked_rows, extra)
         self.clock.mark("device")
         record = self._record(step, values, self.clock.read())
         record["data_fingerprint"] = self.global_fingerprint(batch)
-        for source, used in self.consumption().items():
+        for source, used in getattr(self.stream, "consumption", dict)().items():
             record |= {f"epoch/{source}": used["epoch"], f"tokens/{source}": used["tokens"]}
         if self.file is not None:
             self.file.write(record)
@@ -212,7 +213,7 @@ def build_reporter(
     attempt: int,
     phases: Phases,
     learning_rate: Callable[[int], float],
-    consumption: Callable[[], dict[str, dict[str, Any]]],
+    stream: Any,
 ) -> Reporter:
     """The reporter of a run; it writes on rank 0 alone."""
     folder, parameters = Path(cfg.output_dir), list(model.parameters())
@@ -237,7 +238,7 @@ def build_reporter(
         fingerprint=partial(
             fingerprint, first_row=found.world.rank * found.batch.global_batch_size // found.batch.dp_size
         ),
-        consumption=consumption,
+        stream=stream,
         phases=phases,
         spikes=SpikeDetector(cfg.training.spike_threshold),
         norms=parameters if cfg.log.log_param_norm else [],

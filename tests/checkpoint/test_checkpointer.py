@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,33 @@ from fms_fsdp.checkpoint.folders import (
     read_files,
 )
 from fms_fsdp.config import OptimConfig
+from fms_fsdp.models.init import init_weights
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.optimizers import build_optimizer
 from tests.distributed.launch import run_ranks
 
-STATE_VALUES: dict[str, Any] = {"tokens_seen": 96, "data": {}, "config": {}, "resolved": {}}
+RESOLVED = {"batch": {"batch_size": 1, "global_batch_size": 1}, "num_steps": 9}
+
+
+def shape(width: int = 8) -> LlamaConfig:
+    return LlamaConfig(1, width, width, 1, 1, 16, max_seq_len=4)
+
+
+STATE_VALUES: dict[str, Any] = {
+    "tokens_seen": 96,
+    "data": {},
+    "config": {"optim": {}},
+    "resolved": RESOLVED | {"model": asdict(shape())},
+}
 
 
 def made(seed: int, width: int = 8) -> tuple[nn.Module, torch.optim.AdamW]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    model = Llama(shape(width))
+    init_weights(model, seed)
     optimizer = build_optimizer(OptimConfig(), model)
-    model(torch.randn(4, width)).sum().backward()
+    tokens = torch.arange(4)[None] + seed
+    model(tokens, tokens.roll(-1, 1))[0].backward()
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
@@ -244,7 +261,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_full_disk_fails_the_save_and_leaves_the_last_one(small_disk: Path, in_background: bool) -> None:
-    model, optimizer = made(0, width=300)  # 2.1 MB a checkpoint
+    model, optimizer = made(0, width=158)  # 2.2 MB a checkpoint
     checkpointer = Checkpointer(small_disk, attempt=1, in_background=in_background, committed=lambda step: None)
     checkpointer.save(1, model, optimizer, STATE_VALUES, now=True)
     with pytest.raises(SaveFailed, match="are needed and .* are free"):
@@ -256,7 +273,7 @@ def test_a_full_disk_fails_the_save_and_leaves_the_last_one(small_disk: Path, in
 
 def test_a_disk_that_fills_up_while_writing_fails_the_save(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone else's file takes the room between the look at the disk and the write."""
-    model, optimizer = made(0, width=300)
+    model, optimizer = made(0, width=158)
     checkpointer = Checkpointer(small_disk, attempt=1, in_background=False, committed=lambda step: None)
     checkpointer.save(1, model, optimizer, STATE_VALUES, now=True)
     monkeypatch.setattr("fms_fsdp.checkpoint.checkpointer._global_bytes", lambda tensors: 0)

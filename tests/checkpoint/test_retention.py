@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
+from fms_fsdp.checkpoint.retention import KeepPolicy, check_keep_best, parse_schedule
 
 
 def test_one_schedule_does_what_took_three_scripts() -> None:
@@ -28,6 +28,24 @@ def test_a_schedule_may_end_and_an_interval_of_zero_is_never() -> None:
 def test_a_schedule_that_does_not_parse_is_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"--checkpoint_schedule \(.*must be INTERVAL@LAST_STEP"):
         parse_schedule(text, 1000)
+
+
+@pytest.mark.parametrize("text", ["5@10", "3@9,7", "10@100,18@1000,1500", "4@6,6@30", "1@1,9@20"])
+def test_keep_best_with_intervals_that_never_meet_is_refused(text: str) -> None:
+    schedule = parse_schedule(text, 0)
+    for interval in range(1, 40):
+        meets = any(schedule.is_due(step) for step in range(interval, 20_000, interval))
+        assert schedule.meets(interval) == meets, interval
+        check_keep_best(0, schedule, interval)
+        if not meets:
+            with pytest.raises(ValueError, match=r"--keep_best \(2\) .* meet --eval_interval \("):
+                check_keep_best(2, schedule, interval)
+
+
+def test_keep_best_of_a_run_that_saves_its_last_step_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--keep_best \(1\)"):
+        check_keep_best(1, parse_schedule("", 0), 10)
+    check_keep_best(1, parse_schedule("", 15), 10)
 
 
 STEPS = [100, 200, 300, 400, 500, 600]

@@ -28,7 +28,7 @@ def read_on_rank() -> dict[str, float]:
     for loss_sum, labels, norm in zip(LOSS_SUMS[rank], LABELS, NORMS, strict=True):
         last = Step(torch.tensor(loss_sum), torch.tensor(labels), torch.tensor(norm))
         interval.add(last)
-    return interval.read(last, 10.0 * (rank + 1), {})
+    return interval.read(last, 10.0 * (rank + 1), rank, {})
 
 
 def test_the_mean_loss_weighs_every_label_of_every_rank_alike() -> None:
@@ -36,3 +36,4 @@ def test_the_mean_loss_weighs_every_label_of_every_rank_alike() -> None:
     assert first == second
     assert first["loss_mean"] == (6 + 2 + 1 + 9) / (4 + 8) and first["loss"] == 200 / 16
     assert first["grad_norm_max"] == 1.5 and first["skipped_steps"] == 1 and first["energy_j"] == 30.0
+    assert first["masked_rows"] == 1

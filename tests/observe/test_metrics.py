@@ -71,7 +71,7 @@ def test_an_interval_is_the_mean_over_labels_and_steps_without_skipped_ones() ->
     interval = Interval(CPU)
     for taken in steps:
         interval.add(taken)
-    values = interval.read(steps[-1], 2.5, {"param_norm": torch.tensor(7.0)})
+    values = interval.read(steps[-1], 2.5, 3, {"param_norm": torch.tensor(7.0)})
     assert values == {
         "loss": 2.0,
         "loss_mean": (30 + 8 + 12) / (10 + 4 + 6),
@@ -80,18 +80,19 @@ def test_an_interval_is_the_mean_over_labels_and_steps_without_skipped_ones() ->
         "grad_norm_mean": 3.0,
         "grad_norm_max": 5.0,
         "skipped_steps": 2,
+        "masked_rows": 3,
         "energy_j": 2.5,
         "param_norm": 7.0,
     }
     interval.add(steps[0])
-    again = interval.read(steps[0], 0.0, {})
+    again = interval.read(steps[0], 0.0, 0, {})
     assert (again["loss_mean"], again["grad_norm_max"], again["skipped_steps"]) == (3.0, 1.0, 0)
 
 
 def test_an_interval_of_skipped_steps_alone_has_no_means() -> None:
     interval = Interval(CPU)
     interval.add(step(math.inf, 3, math.nan))
-    values = interval.read(step(math.inf, 3, math.nan), 0.0, {})
+    values = interval.read(step(math.inf, 3, math.nan), 0.0, 0, {})
     assert math.isnan(values["loss_mean"]) and math.isnan(values["grad_norm_max"]) and values["skipped_steps"] == 1
 
 

@@ -75,7 +75,6 @@ def test_how_a_job_ends(
     assert asked(repo) == requests
     folder = repo / ("runs/job-5" if settings else "runs/job-7")
     assert (folder / "slurm_job").read_text() == ("5\n" if settings else "7\n")
-    assert "train.slurm: job 7, attempt 0" in (folder / "console.txt").read_text()
     call = json.loads((repo / "called.json").read_text())
     assert call["env"]["SLURM_JOB_END_TIME"] == "4000000000"
 
@@ -108,6 +107,28 @@ def test_a_stop_by_the_users_file_is_no_requeue(repo: Path, submit: Callable[...
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 75 and "stopped on request" in output
     assert asked(repo) == []
+
+
+def test_outside_of_slurm_it_says_so(repo: Path) -> None:
+    for settings in (
+        {},
+        {"SLURM_SUBMIT_DIR": str(repo)},
+        {"SLURM_JOB_ID": "7"},
+        {"SLURM_SUBMIT_DIR": "/no", "SLURM_JOB_ID": "7"},
+    ):
+        ended = subprocess.run(
+            ["bash", repo / "scripts/train.slurm"], env=environment(**settings), capture_output=True, text=True
+        )
+        assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and ended.stderr.startswith("train.slurm: SLURM_")
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"step": null}', '{"step": 01}', '{"step": "x[$(touch ran)]"}'])
+def test_a_damaged_status_stops_no_chain(repo: Path, submit: Callable[..., subprocess.Popen[str]], text: str) -> None:
+    (repo / "runs/job-7").mkdir(parents=True)
+    (repo / "runs/job-7/status.json").write_text(text)
+    job = submit(PLAN="resume_me:75")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 75 and "requeued, to go on from step 3" in output, output
 
 
 def test_bad_input_ends_before_any_work(repo: Path, submit: Callable[..., subprocess.Popen[str]]) -> None:

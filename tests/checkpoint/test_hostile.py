@@ -1,0 +1,188 @@
+"""Checkpoints that somebody forged or filled with what is no file: passed over by a run, named by `ckpt verify`, waited for by nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from fms_fsdp.__main__ import main as command
+from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
+from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, checksum, open_checkpoint, render_files
+from fms_fsdp.status import RunFailed
+from tests.checkpoint.test_checkpointer import made, saved
+
+PART = "__0_0.distcp"
+
+
+def sign(folder: Path) -> None:
+    """Makes files.json say what lies there."""
+    names = [path.name for path in folder.iterdir() if path.name != FILES]
+    (folder / FILES).write_text(
+        render_files({name: ((folder / name).stat().st_size, checksum(folder / name)) for name in names})
+    )
+
+
+def rewrite_state(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        state = json.loads((folder / STATE).read_text())
+        change(state)
+        (folder / STATE).write_text(json.dumps(state))
+        sign(folder)
+
+    return damage
+
+
+def rewrite_metadata(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        metadata = FileSystemReader(folder).read_metadata()
+        change(metadata)
+        (folder / METADATA).write_bytes(pickle.dumps(metadata))
+        sign(folder)
+
+    return damage
+
+
+def replace(name: str, content: bytes, signed: bool = True) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+        if signed:
+            sign(folder)
+
+    return damage
+
+
+def fifo(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def link(name: str, target: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return damage
+
+
+def list_also(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        files = {path.name: (path.stat().st_size, checksum(path)) for path in folder.iterdir() if path.name != FILES}
+        (folder / FILES).write_text(render_files(files | {name: (0, 0)}))
+
+    return damage
+
+
+def drop_tensor(metadata: Any) -> None:
+    del metadata.state_dict_metadata["model.head.norm.weight"]
+
+
+def shrink_tensor(metadata: Any) -> None:
+    """Part of a weight: what is not in the file would be left as it was."""
+    entry = next(entry for entry in metadata.state_dict_metadata.values() if entry.size == torch.Size([8, 8]))
+    entry.chunks[0].sizes = torch.Size([4, 8])
+
+
+def move_out(metadata: Any) -> None:
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../secret"
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a FIFO as files.json": fifo(FILES),
+    "a FIFO as train_state.json": fifo(STATE),
+    "a FIFO as .metadata": fifo(METADATA),
+    "a FIFO as a part": fifo(PART),
+    "files.json nested deep": replace(FILES, b"[" * 100_000, signed=False),
+    "train_state.json nested deep": replace(STATE, b'{"a":' * 100_000),
+    "files.json of bytes": replace(FILES, b"\xff\xfe\x00", signed=False),
+    "files.json lists /dev/zero": list_also("/dev/zero"),
+    "files.json lists a file outside": list_also("../../secret"),
+    "files.json lists a folder": list_also(".."),
+    "files.json is a link to /dev/zero": link(FILES, "/dev/zero"),
+    "a part is a link to /dev/zero": link(PART, "/dev/zero"),
+    "no tokens_seen": rewrite_state(lambda state: state.pop("tokens_seen")),
+    "no resolved": rewrite_state(lambda state: state.pop("resolved")),
+    "no model": rewrite_state(lambda state: state["resolved"].pop("model")),
+    "a model that lacks a field": rewrite_state(lambda state: state["resolved"]["model"].pop("num_layers")),
+    "a model of text": rewrite_state(lambda state: state["resolved"]["model"].update(hidden_size="8")),
+    "a model of 10^12 layers": rewrite_state(lambda state: state["resolved"]["model"].update(num_layers=10**12)),
+    "a learning rate of text": rewrite_state(lambda state: state["config"]["optim"].update(learning_rate="x")),
+    "another step": rewrite_state(lambda state: state.update(step=3)),
+    "a step of text": rewrite_state(lambda state: state.update(step="2")),
+    "a state that is a list": replace(STATE, b"[]"),
+    ".metadata of another class": replace(METADATA, pickle.dumps({"a": 1})),
+    ".metadata that is no pickle": replace(METADATA, b"hello"),
+    ".metadata without a tensor": rewrite_metadata(drop_tensor),
+    ".metadata with part of a tensor": rewrite_metadata(shrink_tensor),
+    ".metadata that leads outside": rewrite_metadata(move_out),
+    "a part that is no tensors": lambda folder: replace(PART, b"x" * (folder / PART).stat().st_size)(folder),
+}
+
+
+def step_loaded(root: Path) -> int:
+    """The step that a run ends up with: as it does, it looks for an older one when one turns out to be damaged."""
+    skip: list[Path] = []
+    while (found := open_checkpoint(root, skip=skip)) is not None:
+        model, optimizer = made(0)
+        if found.step == 2 and "num_layers" in str(found.state) and found.state["resolved"]["model"]["num_layers"] > 1:
+            return 1  # the run would say that it is of another model
+        try:
+            load_checkpoint(found, model, optimizer)
+            return found.step
+        except DamagedCheckpoint as error:
+            skip.append(error.folder)
+    return 0
+
+
+@pytest.mark.parametrize("name", [None, *DAMAGES])
+def test_a_forged_checkpoint_is_passed_over_and_verify_agrees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str | None
+) -> None:
+    saved(tmp_path / "run", 1, 2)
+    (tmp_path / "secret").write_text("")
+    if name is not None:
+        DAMAGES[name](tmp_path / "run" / "step_2")
+    begin = time.monotonic()
+    assert step_loaded(tmp_path / "run") == (2 if name is None else 1)
+    assert command(["ckpt", "verify", f"--path={tmp_path / 'run'}"]) == (0 if name is None else 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("step_1           sound") and lines[1].startswith("step_2")
+    assert command(["ckpt", "list", f"--path={tmp_path / 'run'}"]) == 0
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("name", [FILES, STATE, METADATA, PART])
+def test_a_file_that_cannot_be_read_is_named_and_is_no_damage(tmp_path: Path, name: str) -> None:
+    """A link that leads to itself: neither missing nor of another size, and no read of it succeeds."""
+    saved(tmp_path, 1, 2)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint is not None and checkpoint.step == 2
+    link(name, name)(tmp_path / "step_2")
+    with pytest.raises(OSError, match=name):
+        open_checkpoint(tmp_path)
+    if name != STATE:  # which is not read again
+        with pytest.raises(RunFailed, match=f"{name}: Too many levels of symbolic links"):
+            load_checkpoint(checkpoint, *made(0))
+    assert command(["ckpt", "verify", f"--path={tmp_path}"]) == 2
+
+
+def test_prune_keeps_the_newest_that_is_sound_to_the_last_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path, 1, 2, 3)
+    replace(PART, b"x" * (tmp_path / "step_3" / PART).stat().st_size, signed=False)(tmp_path / "step_3")
+    assert command(["ckpt", "prune", f"--path={tmp_path}", "--keep_last_n=1", "--yes"]) == 0
+    assert f"step_3 does not count: {PART} is damaged" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_2", "step_3"]

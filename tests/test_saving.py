@@ -1,0 +1,66 @@
+"""What is kept of the checkpoints of a launch, what they record, and what a save is expected to take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fms_fsdp.checkpoint.folders import complete_steps, problems
+from fms_fsdp.checkpoint.retention import KeepPolicy
+from fms_fsdp.saving import to_delete
+from tests.checkpoint.test_checkpointer import saved
+from tests.cli import TINY, run, trained
+
+
+def flip(path: Path, place: int) -> None:
+    """Changes one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_checkpoint_that_was_passed_over_counts_for_nothing(tmp_path: Path) -> None:
+    """Step 30 is damaged in a way that sizes do not tell; the launch went on from 20, and wrote 25."""
+    saved(tmp_path, 10, 20, 25, 30)
+    flip(tmp_path / "step_30" / "__0_0.distcp", 3000)
+    assert complete_steps(tmp_path) == [10, 20, 25, 30] and problems(tmp_path / "step_30", deep=True)
+    assert to_delete(tmp_path, KeepPolicy(last=1), 20, {25}) == [10, 20]
+    assert to_delete(tmp_path, KeepPolicy(last=2), 20, {25}) == [10]
+    with open(tmp_path / "step_20" / "__0_0.distcp", "ab") as file:
+        file.write(b"x")  # sizes tell: what is damaged keeps its place to nobody, and stays
+    assert to_delete(tmp_path, KeepPolicy(last=2), 20, {25}) == []
+    assert to_delete(tmp_path, KeepPolicy(last=1), 20, {25}) == [10]
+    (tmp_path / "step_25" / "__0_0.distcp").unlink()
+    assert to_delete(tmp_path, KeepPolicy(last=1), 20, {25}) == []
+
+
+@pytest.mark.slow
+def test_retention_never_leaves_a_damaged_checkpoint_alone(tmp_path: Path) -> None:
+    argv = [*TINY, "--checkpoint_interval=2", "--trackers=none", f"--output_dir={tmp_path}"]
+    trained(*argv, "--num_steps=6")
+    root = tmp_path / "checkpoints"
+    flip(root / "step_6" / "__0_0.distcp", 100_000)
+    assert run(*argv, "--num_steps=9", "--keep_last_n=1", "--exit_step=5").returncode == 75
+    assert (
+        not problems(root / "step_5", deep=True) and not (root / "step_2").exists() and not (root / "step_4").exists()
+    )
+
+
+def test_a_checkpoint_records_the_validation_loss_of_its_own_step_or_none(tmp_path: Path) -> None:
+    argv = [*TINY, "--eval_interval=3", "--eval_steps=1", "--checkpoint_schedule=3@3,2", "--trackers=none"]
+    trained(*argv, "--num_steps=8", "--eval_at_start=True", f"--output_dir={tmp_path}")
+    states = [
+        json.loads((tmp_path / "checkpoints" / f"step_{step}" / "train_state.json").read_text())
+        for step in (3, 5, 7, 8)
+    ]
+    found = [
+        json.loads(line).get("eval/loss")
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+        if "eval/loss" in line
+    ]
+    assert all(0 < state["save_s"] < 60 for state in states)
+    # evaluated at 0, 3, 6 and, though 8 is no multiple of 3, at the end
+    assert len(found) == 4
+    assert [state["validation_loss"] for state in states] == [found[1], None, None, found[3]]
