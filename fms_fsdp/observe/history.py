@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fms_fsdp.recorded import recorded_sections
+
 Record = dict[str, Any]
 
 
@@ -98,8 +100,7 @@ def differences(configs: dict[str, Record]) -> list[tuple[str, list[str]]]:
     flat = [
         {
             key: json.dumps(value)
-            for name, section in config.items()
-            if name != "resolved"
+            for section in recorded_sections(config, config.get("resolved", {})).values()
             for key, value in section.items()
         }
         for config in configs.values()
