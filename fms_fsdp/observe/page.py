@@ -122,6 +122,8 @@ def _facts(run: RunHistory) -> dict[str, str]:
             facts[label] = format(values[len(values) // 2], text)
     if run.seconds > 0:
         facts["tokens a day, start-ups and saves included"] = f"{86400 * last['tokens_seen'] / run.seconds:,.0f}"
+    if last.get("masked_rows"):
+        facts["rows masked in the last launch"] = f"{last['masked_rows']:,}"
     if "energy_kwh" in last:
         facts["energy of the last launch"] = f"{last['energy_kwh']:.3f} kWh"
     if resolved:
