@@ -140,10 +140,7 @@ def schedule_jump(cfg: TrainConfig, num_steps: int, start: Start) -> str:
     old, new = (f"{schedule(step):.3e}" for schedule in (before, build_schedule(cfg.optim, num_steps)))
     if old == new:
         return ""
-    return (
-        f"learning rate of step {step}: {old} -> {new} "
-        f"(num_steps {state['resolved']['num_steps']} -> {num_steps})"
-    )
+    return f"learning rate of step {step}: {old} -> {new} (num_steps {state['resolved']['num_steps']} -> {num_steps})"
 
 
 def _plain(value: Any) -> Any:
