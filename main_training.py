@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.cpu_threads import set_thread_waiting
 from fms_fsdp.flags import Parsed, describe, parse_with_origins
 from fms_fsdp.status import FINISHED, RESUME_ME, Launch, RunFailed, checking_input
 from fms_fsdp.stop_signal import StopSignal
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """One launch; returns its exit status: 0 finished, 1 failed, 2 bad input, 75 stopped early."""
-    # before torch is imported: CPU threads that spin while they wait starve each other on a busy machine
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_thread_waiting()  # before torch is imported
     with Launch() as launch:
         signals = StopSignal(launch)
         with checking_input():

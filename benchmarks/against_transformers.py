@@ -11,11 +11,13 @@ what is multiplied, so no embedding lookup and half of the causal attention; `sh
 
     python benchmarks/against_transformers.py                      # fp32 and bf16, eager and compiled; a few minutes
     python benchmarks/against_transformers.py --precision=fp32 --mode=eager --rounds=3
+    python benchmarks/against_transformers.py --model_variant=hidden256   # another shape; hidden768 too
 
 A round's ratio compares neighbours in time; the reported one is the median over rounds. Run it on a quiet machine. `--peak_memory_at=32000` runs each contestant
 in a process of its own at that vocabulary, too, and compares the most memory each had resident.
 """
 
+# ruff: noqa: E402 - the threads' environment is set before torch is imported
 from __future__ import annotations
 
 import argparse
@@ -23,7 +25,6 @@ import contextlib
 import datetime
 import itertools
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -34,7 +35,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as main_training.py does; for both contestants
+from fms_fsdp.cpu_threads import set_thread_waiting
+
+set_thread_waiting()  # as main_training.py does, before torch is imported; for both contestants
 
 import torch
 
@@ -46,6 +49,15 @@ from fms_fsdp.observe.metrics import memory
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
 
+# shapes beside the variants: overrides of `quickstart`, rows of 512 tokens a step
+SHAPES = {
+    "hidden256": (dict(hidden_size=256, num_layers=8, num_attention_heads=4, num_kv_heads=2, ffn_hidden_size=704), 4),
+    "hidden768": (
+        dict(hidden_size=768, num_layers=12, num_attention_heads=12, num_kv_heads=12, ffn_hidden_size=2048),
+        2,
+    ),
+}
+VOCABULARIES = {"hidden256": 8192, "hidden768": 32_000}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -230,7 +242,7 @@ def versions() -> dict[str, str]:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_variant", default="quickstart")
+    parser.add_argument("--model_variant", default="quickstart", help=f"a variant, or one of {', '.join(SHAPES)}")
     parser.add_argument("--vocab_size", type=int, default=None)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--seq_length", type=int, default=128)
@@ -249,9 +261,13 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    config = resolve_model(
-        ModelConfig(model_variant=args.model_variant, vocab_size=args.vocab_size), seq_length=args.seq_length
-    )
+    variant: str = args.model_variant
+    overrides: dict[str, Any] = {}
+    if variant in SHAPES:
+        (overrides, args.batch_size), args.seq_length, variant = SHAPES[variant], 512, "quickstart"
+        args.vocab_size = args.vocab_size or VOCABULARIES[args.model_variant]
+    model = ModelConfig(model_variant=variant, vocab_size=args.vocab_size, **overrides)
+    config = resolve_model(model, seq_length=args.seq_length)
     now = datetime.datetime.now(datetime.UTC)
     result = {
         "benchmark": "train: ours against transformers' Llama (fp32 weights, autocast for bf16, sdpa attention)",
@@ -281,7 +297,8 @@ def main() -> None:
     result["peak_mem_gib"] = round(memory(torch.device("cpu"))["peak_mem_gib"], 3)
     if args.peak_memory_at:
         result["peak_memory"] = peak_memory(args)
-    path = Path(args.output or Path(__file__).parent / "results" / "against_transformers.json")
+    suffix = f"_{args.model_variant}" if args.model_variant in SHAPES else ""
+    path = Path(args.output or Path(__file__).parent / "results" / f"against_transformers{suffix}.json")
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {path}")
 

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,9 @@ from typing import Any, Generic, TypeVar
 import fire
 
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.effects import refuse_typed_for_nothing
 from fms_fsdp.config.flag import is_in_name, resume_rule
-from fms_fsdp.config.values import Field, coerce, unwrap
+from fms_fsdp.config.values import Field, coerce, one_line, shown, unwrap
 
 C = TypeVar("C")
 
@@ -68,12 +70,20 @@ def parse_flags(config_type: type[C], argv: Sequence[str], usage: str = "python 
 
 def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py") -> Parsed[C]:
     """Like `parse_flags`, with the origin of every value that is not a default, and what one overlay took from another."""
+    try:
+        return _parse(config_type, argv, usage)
+    except ValueError as error:
+        raise ValueError(one_line(str(error))) from error
+
+
+def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     fields = declared_fields(config_type)
-    given = _split(argv, getattr(config_type, "POSITIONAL", ""))
-    if given.keys() & {"help", "h"}:
-        if int(os.environ.get("RANK", "0")) == 0:
+    texts = _split(argv, getattr(config_type, "POSITIONAL", ""))
+    if texts.keys() & {"help", "h"}:
+        if os.environ.get("RANK", "0") == "0":
             print(help_text(config_type, usage))
         raise SystemExit(0)
+    given = {key: _agreed(key, values, fields) for key, values in texts.items()}
     overlays = given.pop("config", "")
     folder = given.pop("config_dir", "")
     if folder and not overlays:
@@ -81,7 +91,7 @@ def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = "
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     overridden: list[str] = []
-    for name in [part for part in overlays.split(",") if part]:
+    for name in overlays.split(",") if overlays else ():
         path = _find_overlay(name, folder)
         for key, value in _read_overlay(path, fields).items():
             if key in values:
@@ -92,63 +102,92 @@ def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = "
         if key in values:
             overridden.append(f"{key}: the flag replaces {origins[key]}")
         values[key], origins[key] = text, "flag"
-    typed = {key: coerce(fields[key], value) for key, value in values.items()}
-    return Parsed(_build(config_type, fields, typed), origins, tuple(overridden))
+    typed: dict[str, Any] = {}
+    for key, value in values.items():
+        try:
+            typed[key] = coerce(fields[key], value)
+        except ValueError as error:
+            raise error if origins[key] == "flag" else ValueError(f"{origins[key]}: {error}") from None
+    config = _build(config_type, fields, typed)
+    if isinstance(config, TrainConfig):
+        refuse_typed_for_nothing(config, origins)
+    return Parsed(config, origins, tuple(overridden))
 
 
-def _split(argv: Sequence[str], positional: str = "") -> dict[str, str]:
-    """Name → text of each `--name=value` or `--name value`, by fire; a bare `--name` is "True", `--noname` "False".
+def _split(argv: Sequence[str], positional: str = "") -> dict[str, list[str]]:
+    """Name → texts of each `--name=value` or `--name value`, by fire; a bare `--name` is "True", `--noname` "False".
 
     Arguments that are no flags make up the list named `positional`, if there is one.
     """
-    caught: dict[str, str] = {}
+    caught: dict[str, list[str]] = {}
+    strays: list[str] = []
 
     @fire.decorators.SetParseFn(str)  # type: ignore[untyped-decorator]
     def catch(*stray: str, **named: str) -> None:
-        if stray and positional:
-            caught[positional] = ",".join(stray)
-        elif stray:
-            raise ValueError(f"argument ({stray[0]}) is not a flag; write --name=value")
+        strays.extend(stray)
         for name, text in named.items():
-            caught[name.replace("-", "_")] = text
+            caught.setdefault(name.replace("-", "_"), []).append(text)
 
-    if "--" in argv:
-        raise ValueError("argument (--) is not a flag; write --name=value")
-    fire.Fire(catch, command=list(argv), name="flags")
+    groups: list[list[str]] = [[]]  # fire gets one flag at a time: of one given twice it would keep the last
+    for argument in argv:
+        if re.match(r"--?[^\W\d]", argument):
+            groups.append([])
+        elif argument.startswith("--") or argument in ("-", "-="):
+            raise ValueError(f"argument ({shown(argument)}) is not a flag; write --name=value")
+        groups[-1].append(argument)
+    for group in filter(None, groups):
+        fire.Fire(catch, command=group, name="flags")
+    if strays and not positional:
+        raise ValueError(f"argument ({shown(strays[0])}) is not a flag; write --name=value")
+    if strays:
+        caught.setdefault(positional, []).append(",".join(strays))
     return caught
 
 
-def _known(key: str, fields: Mapping[str, Field], shown: str) -> None:
+def _agreed(key: str, texts: Sequence[str], fields: Mapping[str, Field]) -> str:
+    """The text of a flag that may be given more than once, always with one value."""
+    values = [coerce(fields[key], text) if key in fields else text for text in texts]
+    for text, value in zip(texts, values, strict=True):
+        if value != values[0]:
+            raise ValueError(f"--{key} ({shown(texts[0])}) is also given as ({shown(text)}); leave one of them out")
+    return texts[0]
+
+
+def _known(key: str, fields: Mapping[str, Field], quoted: str) -> None:
     if key not in fields:
-        near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(key[:100], fields, n=1, cutoff=0.5)
         hint = f"did you mean --{near[0]}?" if near else "--help lists all flags"
-        raise ValueError(f"{shown} is not a flag; {hint}")
+        raise ValueError(f"{shown(quoted)} is not a flag; {hint}")
 
 
 def _find_overlay(name: str, folder: str) -> Path:
     """The overlay's file: the path as given, in --config_dir, or one shipped with the package by its bare name."""
-    candidates = [Path(folder) / name] if folder else [Path(name)]
-    candidates += [path.with_suffix(".toml") for path in candidates] + [SHIPPED / f"{name}.toml"]
-    for path in candidates:
-        if path.is_file():
-            return path
+    for path in (Path(folder, name), Path(folder, f"{name}.toml"), SHIPPED / f"{name}.toml"):
+        try:
+            if path.is_file():
+                return path
+        except OSError as error:
+            raise ValueError(f"--config ({shown(name)}) cannot be read: {error.strerror}") from None
     shipped = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml")))
-    raise ValueError(f"--config ({name}) is not a file{f' in {folder}' if folder else ''}; shipped overlays: {shipped}")
+    where = f" in {shown(folder)}" if folder else ""
+    raise ValueError(f"--config ({shown(name)}) is not a file{where}; shipped overlays: {shipped}")
 
 
 def _read_overlay(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
     """Flat name → value of a TOML or JSON overlay; tables must be named after sections, `resolved` is passed over."""
     try:
         content = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--config ({path}) cannot be read: {error}") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"--config ({path}) cannot be read: {shown(str(error))}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config ({path}) must hold flags by name, not a {type(content).__name__}")
     flat: dict[str, Any] = {}
     sections = {spec.section for spec in fields.values()}
     for key, value in content.items():
         if key == "resolved" and isinstance(value, dict):
             continue
         if not isinstance(value, dict):
-            flat[key.replace("-", "_")] = value
+            _put_once(flat, key.replace("-", "_"), value, path)
         elif key in sections:
             for name, inner in value.items():
                 name = name.replace("-", "_")
@@ -157,12 +196,18 @@ def _read_overlay(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
                     raise ValueError(
                         f"{path}: [{key}] {name} belongs to the table [{fields[name].section}]; move it there"
                     )
-                flat[name] = inner
+                _put_once(flat, name, inner, path)
         else:
             raise ValueError(f"{path}: the table [{key}] is not a section; sections: {', '.join(sorted(sections))}")
     for name in flat:
         _known(name, fields, f"{path}: {name}")
     return flat
+
+
+def _put_once(flat: dict[str, Any], name: str, value: Any, path: Path) -> None:
+    if name in flat and flat[name] != value:
+        raise ValueError(f"{path}: {name} ({flat[name]}) is also given as ({value}); leave one of them out")
+    flat[name] = value
 
 
 def _build(config_type: type[C], fields: Mapping[str, Field], values: Mapping[str, Any]) -> C:

@@ -8,7 +8,6 @@ which the step adds up anyway. The launch then saves after that step and ends as
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fms_fsdp.config import TrainingConfig
-from fms_fsdp.runtime import HostCopy, process_age_s
+from fms_fsdp.runtime import HostCopy, job_end, process_age_s
 from fms_fsdp.stop_signal import StopSignal
 
 STOP_FILE = "STOP"
@@ -129,6 +128,6 @@ class Limits:
         left = math.inf
         if self.section.exit_duration_in_mins:
             left = 60 * self.section.exit_duration_in_mins - process_age_s()
-        if job_end := os.environ.get("SLURM_JOB_END_TIME", ""):
-            left = min(left, float(job_end) - time.time())
+        if (end := job_end()) is not None:
+            left = min(left, end - time.time())
         return left

@@ -40,11 +40,6 @@ def resolve_layout(section: ParallelConfig, *, variant: str, world_size: int, lo
     strategy = (section.sharding_strategy or default).lower()
     if strategy not in _STRATEGIES:
         raise ValueError(f"--sharding_strategy ({section.sharding_strategy}) must be one of: {', '.join(_STRATEGIES)}")
-    if section.hsdp_shard_size is not None and strategy != "hsdp":
-        raise ValueError(
-            f"--hsdp_shard_size ({section.hsdp_shard_size}) has no meaning under --sharding_strategy={strategy}; "
-            "leave it out or use hsdp"
-        )
     if strategy == "none":
         if world_size > 1:
             raise ValueError(

@@ -26,6 +26,7 @@ from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.held_out import HeldOut, close_held_out, open_held_out
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.flags import Parsed
+from fms_fsdp.machine_checks import check_machine
 from fms_fsdp.mesh import Layout, resolve_layout
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
@@ -123,8 +124,7 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     )
     if cfg.parallel.use_torch_compile:
         check_compile(device)
-    if cfg.profiler.memory_snapshot and device.type != "cuda":
-        raise ValueError("--memory_snapshot (True) needs a GPU, whose allocator it records; leave it out")
+    check_machine(parsed, device, layout)
     batch = resolve_batch(cfg.training, layout.dp_size)
     mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device, cfg.keep_name)
     corpus = _open_data(cfg)
@@ -134,9 +134,12 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, fresh, 0)
     found = start_from(parsed, replace(found, held_out=_open_held_out(cfg, found)), fresh)
     holder = torch.device("cpu") if cfg.parallel.cpu_offload else device
-    estimate = estimate_memory(model, layout, mixed_precision=mixed_precision)
-    check_memory(estimate, holder, world.local_world_size)
-    _check_writable("--output_dir", Path(cfg.output_dir))
+    estimate = estimate_memory(model, layout, mixed_precision=mixed_precision, batch=batch)
+    check_memory(estimate, holder, world.local_world_size, cfg.model.model_variant)
+    given = {"profiler_dir": cfg.profiler.profiler_dir, "tensorboard_dir": cfg.log.tensorboard_dir}
+    for flag, folder in {"output_dir": cfg.output_dir, **given}.items():
+        if folder:
+            _check_writable(f"--{flag}", Path(folder))
     root = _check_writable("--ckpt_save_path", Path(cfg.ckpt_save_path))
     if cfg.checkpoint.save_last or cfg.checkpoint.checkpoint_interval or cfg.checkpoint.checkpoint_schedule:
         _check_disk(root, 12 * num_params(model))
@@ -224,7 +227,7 @@ def _check_writable(flag: str, folder: Path) -> Path:
         nearest = nearest.parent
     if not nearest.is_dir():
         raise ValueError(f"{flag} ({folder}) must be a folder that can be made: {nearest} is no folder; choose another")
-    if not os.access(nearest, os.W_OK | os.X_OK):
+    if not os.access(nearest, os.W_OK | os.X_OK) or os.statvfs(nearest).f_blocks == 0:  # as in /proc
         raise ValueError(f"{flag} ({folder}) must be writable; choose another or change its permissions")
     return nearest
 

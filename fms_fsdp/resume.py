@@ -13,6 +13,7 @@ from fms_fsdp.flags import declared_fields
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.schedules import build_schedule
 
+_DECIDE_FRESH_DATA = ("seed", "data_path", "sep_token", "logical_shards", "packing")
 _FREE_IN_THE_MODEL = ("attn_impl", "init_std", "max_seq_len")
 
 
@@ -110,7 +111,8 @@ def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> lis
     for name, spec in declared_fields(TrainConfig).items():
         old, new = before.get(spec.section, {}).get(name, spec.default), now[spec.section][name]
         if _plain(old) != _plain(new):
-            changed[spec.resume].append(f"--{name} {_shown(old)} -> {_shown(new)}")
+            takes_effect = name in _DECIDE_FRESH_DATA and (start.fresh_data or cfg.data.dataset_builder)
+            changed["announced" if takes_effect else spec.resume].append(f"--{name} {_shown(old)} -> {_shown(new)}")
     lines = []
     if changed["announced"]:
         lines.append(f"from step {start.checkpoint.step + 1} on: {', '.join(changed['announced'])}")
@@ -135,13 +137,10 @@ def schedule_jump(cfg: TrainConfig, num_steps: int, start: Start) -> str:
         name: value for name, value in state["config"]["optim"].items() if name in OptimConfig.__dataclass_fields__
     }
     before = build_schedule(OptimConfig(**known), state["resolved"]["num_steps"])
-    rates = [before(step), build_schedule(cfg.optim, num_steps)(step)]
-    if rates[0] == rates[1]:
+    old, new = (f"{schedule(step):.3e}" for schedule in (before, build_schedule(cfg.optim, num_steps)))
+    if old == new:
         return ""
-    return (
-        f"learning rate of step {step}: {rates[0]:.3e} -> {rates[1]:.3e} "
-        f"(num_steps {state['resolved']['num_steps']} -> {num_steps})"
-    )
+    return f"learning rate of step {step}: {old} -> {new} (num_steps {state['resolved']['num_steps']} -> {num_steps})"
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from fms_fsdp.config import ParallelConfig, TrainingConfig
+from fms_fsdp.config.values import shown
 
 T = TypeVar("T")
 log = logging.getLogger("fms_fsdp")
@@ -43,11 +45,28 @@ class World:
 
     @staticmethod
     def from_env() -> World:
-        def read(name: str, default: int) -> int:
-            return int(os.environ.get(name, default))
+        size = _from_environment("WORLD_SIZE", 1, range(1, 10**6))
+        if size > 1 and (missing := {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
+            raise ValueError(f"WORLD_SIZE ({size}) needs {min(missing)} too; start with torchrun, or unset it")
+        if size > 1:
+            _from_environment("MASTER_PORT", 0, range(2**16))
+        local_size = _from_environment("LOCAL_WORLD_SIZE", size, range(1, size + 1))
+        local_rank = _from_environment("LOCAL_RANK", 0, range(local_size))
+        return World(_from_environment("RANK", 0, range(size)), local_rank, size, local_size)
 
-        size = read("WORLD_SIZE", 1)
-        return World(read("RANK", 0), read("LOCAL_RANK", 0), size, read("LOCAL_WORLD_SIZE", size))
+
+def _from_environment(name: str, default: int, valid: range) -> int:
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) not in valid:
+        rule = f"must be a whole number from {valid.start} to {valid.stop - 1}, as torchrun sets it"
+        raise ValueError(f"{name} ({shown(text)}) {rule}; unset it, or start with torchrun")
+    return int(text)
+
+
+def job_end() -> float | None:
+    """When the SLURM job ends, in seconds since 1970; None where SLURM does not say it as a number."""
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]+)?", text) else None
 
 
 def pick_device(world: World) -> torch.device:

@@ -14,6 +14,18 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 give_up() { say "error: $*"; exit 1; }
 
+# Sets the variable named $1 to the whole number that it holds, or to $2 where it is empty; anything but a number from $3 to $4 ends the script
+# here. What comes from outside is checked before any arithmetic, which would run the commands in it.
+check_number() {
+    local text="${!1:-$2}"
+    [[ -n "$text" ]] || return 0
+    if [[ ! "$text" =~ ^[0-9]{1,9}$ ]] || ((10#$text < $3 || 10#$text > $4)); then
+        say "error: $1 ($(printf '%.100q' "$text")) must be a whole number from $3 to $4; unset it or mend it"
+        exit 2
+    fi
+    printf -v "$1" '%d' "$((10#$text))"
+}
+
 # Whether the Python given meets pyproject.toml and the extras; silent and well under a second.
 satisfies() {
     local python="$1"

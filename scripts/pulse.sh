@@ -24,10 +24,17 @@ while (($#)); do
     esac
 done
 [[ -d "$folder" ]] || usage "RUN_FOLDER ($folder) must be the folder of a run"
-[[ "$minutes" =~ ^[0-9]+$ ]] || usage "--stalled-after-min ($minutes) must be a whole number of minutes"
+[[ "$minutes" =~ ^[0-9]{1,9}$ ]] || usage "--stalled-after-min ($(printf '%.100q' "$minutes")) must be a whole number of minutes"
+minutes="$((10#$minutes))"
 [[ -n "$job" || ! -f "$folder/slurm_job" ]] || job="$(<"$folder/slurm_job")"
 
-told() { sed -n "s/.*\"$1\": \"\{0,1\}\([^\",}]*\).*/\1/p" "$folder/status.json" 2>/dev/null | tail -n 1 || true; }
+# The value of a key of status.json: a number, or a text up to the quote that ends it; escapes are read, control characters left out.
+told() {
+    local found
+    found="$(sed -nE "s/.*\"$1\": (\"(([^\"\\]|\\\\.)*)\"|([0-9]+)).*/\2\4/p" "$folder/status.json" 2>/dev/null | tail -n 1)" || true
+    found="$(sed -E 's:(\\\\)|\\(["/]):\1\2:g' <<<"$found")" # printf reads the other escapes
+    printf '%b' "$found" | LC_ALL=C tr -d '\000-\037\177'
+}
 
 # Sets BODY: running, waiting or gone; and WHY.
 find_process() {

@@ -42,11 +42,13 @@ TRAIN_ARGS=(
 # RUN_NAME         name of the run where no flag and no file of --config names it
 # PREPARE_ONLY=1   make environment and data, print the run folder, and end: on a login node, when the others have no internet
 
-given() { # whether the user passed flag $1, as --name, --name=..., with - or _
+given() { # whether the user passed flag $1, as --name, -name or --name=..., with - or _
     local flag
     for flag in "${USER_ARGS[@]}"; do
         flag="${flag%%=*}"
-        [[ "${flag//-/_}" == "__$1" ]] && return 0
+        [[ "$flag" == -* ]] || continue
+        flag="${flag#-}" flag="${flag#-}"
+        [[ "${flag//-/_}" == "$1" ]] && return 0
     done
     return 1
 }
@@ -72,12 +74,15 @@ import sys
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.flags import parse_flags
 
+name, by = os.environ.get("RUN_NAME"), "--run_name"
 try:
     config = parse_flags(TrainConfig, sys.argv[1:])
-    unnamed = not (config.log.run_name or config.log.output_dir)
-    print("runs/" + os.environ["RUN_NAME"] if unnamed and os.environ.get("RUN_NAME") else config.output_dir)
+    if name and not (config.log.run_name or config.log.output_dir):
+        by = "RUN_NAME"
+        config = parse_flags(TrainConfig, [*sys.argv[1:], f"--run_name={name}"])
+    print(config.output_dir)
 except ValueError as error:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {str(error).replace('--run_name', by)}", file=sys.stderr)
     sys.exit(2)
 PYTHON_CODE
 }
@@ -124,8 +129,15 @@ choose_launch() {
     LAUNCH+=(main_training.py)
 }
 
-# Without SLURM several nodes are named by three variables; a missing one ends the script before any work.
-check_nodes() {
+# Numbers of the environment that are none end the script before any work. Without SLURM several nodes are named by three variables, so does a
+# missing one.
+check_environment() {
+    local name
+    for name in NNODES NPROC_PER_NODE SLURM_STEP_NUM_NODES; do check_number "$name" "" 1 999999; done
+    for name in SLURM_GPUS_ON_NODE SLURM_JOB_ID SLURM_PROCID; do check_number "$name" "" 0 999999999; done
+    check_number MAX_RESTARTS "" 0 999999
+    check_number MASTER_PORT "" 1 65535
+    [[ -n "${SLURM_PROCID:-}" ]] || check_number NODE_RANK "" 0 "$((${NNODES:-1} - 1))"
     if ((${NNODES:-1} > 1)) && [[ -z "${SLURM_JOB_ID:-}" && ( -z "${NODE_RANK:-}" || -z "${MASTER_ADDR:-}" ) ]]; then
         say "error: NNODES ($NNODES) needs NODE_RANK, this node's number from 0, and MASTER_ADDR, the first node's name; set both"
         exit 2
@@ -218,9 +230,15 @@ if losses:
     first, last = min(losses), max(losses)
     print(f"loss {losses[first]:.3f} at step {first}, {losses[last]:.3f} at step {last}")
 PYTHON_CODE
-    local python="${PYTHON#"$ROOT"/}" argument longer=(bash scripts/train.sh)
+    local python="${PYTHON#"$ROOT"/}" argument length="" longer=(bash scripts/train.sh)
     for argument in "${USER_ARGS[@]}"; do
-        [[ "$argument" == --num[_-]steps=* ]] || longer+=("$argument")
+        [[ "$argument" == -* ]] || { [[ -n "$length" ]] || longer+=("$(printf '%q' "$argument")"); continue; }
+        length=""
+        case "$argument" in
+            *num[_-]steps | *num[_-]tokens | *num[_-]samples) length=yes ;; # its value is the next argument
+            *num[_-]steps=* | *num[_-]tokens=* | *num[_-]samples=*) ;;
+            *) longer+=("$(printf '%q' "$argument")") ;;
+        esac
     done
     cat <<TEXT
 made    $RUN_DIR/metrics.jsonl      loss, speed and memory, one JSON object a line
@@ -234,13 +252,17 @@ yours   $python -m fms_fsdp prepare --input=web=FOLDER --output=data/web --token
 TEXT
 }
 
-# Takes out of args the defaults that contradict what the user gave.
+# Takes out of args the defaults that the user gave, or that contradict or mean nothing beside what the user gave.
 drop_defaults() {
-    local kept=() argument
+    local kept=() argument name
     for argument in "${args[@]}"; do
-        case "$argument" in
-            --num_steps=*) if given num_tokens || given num_samples; then continue; fi ;;
-            --batch_size=*) if given global_batch_size; then continue; fi ;;
+        name="${argument%%=*}"
+        if given "${name#--}"; then continue; fi
+        case "$name" in
+            --num_steps) if given num_tokens || given num_samples; then continue; fi ;;
+            --batch_size) if given global_batch_size; then continue; fi ;;
+            --weights) if given datasets; then continue; fi ;;
+            --checkpoint_interval) if given checkpoint_schedule; then continue; fi ;;
         esac
         kept+=("$argument")
     done
@@ -249,6 +271,7 @@ drop_defaults() {
 
 main() {
     USER_ARGS=("$@")
+    check_environment
     # shellcheck disable=SC2119 # no extras: the flags of this script are not meant
     use_environment
     case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" main_training.py --help ;; esac
@@ -260,9 +283,8 @@ main() {
     fi
     drop_defaults
     args+=("$@")
-    check_nodes
     RUN_DIR="$(find_run_folder "${args[@]}")" || exit 2
-    [[ -z "${RUN_NAME:-}" ]] || args+=(--output_dir="$RUN_DIR")
+    [[ -z "${RUN_NAME:-}" ]] || given output_dir || args+=(--output_dir="$RUN_DIR")
     if [[ -z "$own_data" && ! -f "$DATA_DIR/meta/counts.csv" ]]; then
         under_lock prepare_data >&2
     fi

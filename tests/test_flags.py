@@ -52,7 +52,7 @@ def parse(*argv: str) -> TrainConfig:
         ("--datasets=a-b,lang=en/dataset=cc", "data", "datasets", ("a-b", "lang=en/dataset=cc")),
         ("--run_name=1e5", "log", "run_name", "1e5"),
         ("--run_name=007", "log", "run_name", "007"),
-        ("--selective_checkpointing=1/3", "parallel", "selective_checkpointing", "1/3"),
+        ("--skip_steps=1:3", "data", "skip_steps", "1:3"),
     ],
 )
 def test_a_flag_is_read_by_the_type_of_its_field(argument: str, section: str, name: str, value: Any) -> None:

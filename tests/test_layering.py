@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 # from the bottom; a module may import its own package and whatever stands on an earlier line
 LAYERS = [
     ["config", "safe_names"],
-    ["status", "flags", "folder_lock"],
+    ["cpu_threads", "status", "flags", "folder_lock"],
     ["stop_signal"],
     ["runtime"],
     ["guards", "limits"],
@@ -22,7 +22,7 @@ LAYERS = [
     ["mesh"],
     ["parallel"],
     ["optim", "checkpoint"],
-    ["resume"],
+    ["resume", "machine_checks"],
     ["preflight"],
     ["claim"],
     ["evaluate", "observe", "saving"],

@@ -65,7 +65,7 @@ def parse_schedule(text: str, interval: int) -> SaveSchedule:
     start = 0
     parts = text.split(",")
     for index, part in enumerate(parts):
-        match = re.fullmatch(r"\s*(\d+)(?:@(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,15})(?:@(\d{1,15}))?\s*", part)
         every, stop = (int(match[1]), int(match[2]) if match[2] else None) if match else (0, None)
         if every < 1 or (stop is None and index < len(parts) - 1) or (stop is not None and stop <= start):
             raise ValueError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import Field, field
 from typing import Any
 
+from fms_fsdp.config.values import shown
+
 
 def flag(
     default: Any,
@@ -44,6 +46,18 @@ def resume_rule(spec: Field[Any], section: type[Any]) -> str:
 def is_in_name(spec: Field[Any], section: type[Any]) -> bool:
     said: bool | None = spec.metadata["in_name"]
     return resume_rule(spec, section) in ("announced", "refused") if said is None else said
+
+
+def check_bare_name(flag: str, name: str) -> None:
+    """Raises ValueError where `name` would not be one folder's name."""
+    if "/" in name or name in (".", "..") or len(name) > 200:
+        raise ValueError(f"{flag} ({shown(name)}) must be a bare name, without '/', of at most 200 characters")
+
+
+def check_source_name(flag: str, name: str) -> None:
+    """Raises ValueError where `name` would not lie in the folder it is looked for in."""
+    if name.startswith("/") or ".." in name.split("/"):
+        raise ValueError(f"{flag} ({shown(name)}) must be a subfolder's name, relative and without '..'")
 
 
 def joined(values: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fms_fsdp.config.flag import flag
+from fms_fsdp.config.flag import check_source_name, flag
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,10 @@ class EvalConfig:
         0, "steps between evaluations on held-out data, the last step is evaluated too; 0 is off", minimum=0
     )
     eval_steps: int = flag(
-        10, "global batches of each held-out source in an evaluation, always the same; at most one epoch", minimum=1
+        10,
+        "global batches of each held-out source in an evaluation, always the same; at most one epoch",
+        minimum=1,
+        maximum=10**6,
     )
     eval_at_start: bool = flag(False, "evaluate before the first step of every launch too")
     eval_data_path: str = flag(
@@ -27,6 +30,10 @@ class EvalConfig:
     )
     eval_datasets: tuple[str, ...] = flag((), "held-out sources, subfolders there (default: all of them)")
     eval_test: bool = flag(False, "evaluate test/ in data_path once, after the last step")
+
+    def __post_init__(self) -> None:
+        for name in self.eval_datasets:
+            check_source_name("--eval_datasets", name)
 
 
 @dataclass(frozen=True)

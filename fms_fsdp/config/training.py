@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from fms_fsdp.config.flag import flag, joined
+from fms_fsdp.config.flag import check_source_name, flag, joined
+from fms_fsdp.config.values import exact_number, shown
 
 
 def parse_selective_checkpointing(text: str) -> Fraction:
@@ -15,17 +17,16 @@ def parse_selective_checkpointing(text: str) -> Fraction:
     Raises:
         ValueError: not such a share. A bare integer k above 1 (fms-fsdp's spelling of "every k-th") is refused with ours.
     """
-    try:
-        share = Fraction(1, int(text[6:])) if text.startswith("every:") else Fraction(text)
-    except (ValueError, ZeroDivisionError):
+    above, _, below = (f"1/{text[6:]}" if text.startswith("every:") else text).partition("/")
+    parts = [exact_number(above), exact_number(below or "1")]
+    if None in parts or not parts[1]:
+        raise ValueError(f"--selective_checkpointing ({shown(text)}) must be a share such as 1, 1/2, 0.33 or every:k")
+    share = Fraction(parts[0] or 0) / parts[1]
+    if 1 < share <= 1000 and share.denominator == 1:
         raise ValueError(
-            f"--selective_checkpointing ({text}) must be a share such as 1, 1/2, 0.33 or every:k"
-        ) from None
-    if share > 1 and share.denominator == 1:
-        raise ValueError(
-            f"--selective_checkpointing ({text}) must not exceed 1; for every {share}th block write 1/{share} or every:{share}"
+            f"--selective_checkpointing ({text}) must not exceed 1; for one block in {share} write 1/{share} or every:{share}"
         )
-    if not 0 < share <= 1:
+    if not Fraction(1, 10**6) <= share <= 1:
         remedy = "; to checkpoint none use --fsdp_activation_checkpointing=False" if share == 0 else ""
         raise ValueError(f"--selective_checkpointing ({text}) must lie above 0 and at most at 1{remedy}")
     return share
@@ -113,7 +114,7 @@ class DataConfig:
         resume="free",
     )
     max_epochs: float | None = flag(
-        None, "refuse a run that would read any source more often than this", minimum=0, resume="free"
+        None, "refuse a run that would read any source more often than this", above=0, maximum=1e6, resume="free"
     )
     dataset_builder: str = flag("", "module:function that builds your own stream (see docs/data.md)", advanced=True)
     data_kwargs: tuple[str, ...] = flag((), "key=value,… handed to dataset_builder", advanced=True)
@@ -137,6 +138,16 @@ class DataConfig:
             below = 1 << (self.logical_shards.bit_length() - 1)
             nearest = below if self.logical_shards - below <= 2 * below - self.logical_shards else 2 * below
             raise ValueError(f"--logical_shards ({self.logical_shards}) must be a power of two; nearest: {nearest}")
+        for name in self.datasets:
+            check_source_name("--datasets", name)
+        for item in filter(None, self.skip_steps.replace(" ", "").split(",")):
+            match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", item)
+            if match is None or not 1 <= int(match[1]) < int(match[2]):
+                raise ValueError(
+                    f"--skip_steps ({item}) must be a:b with 1 <= a < b, the steps a to b - 1; write 100:120"
+                )
+        if self.dataset_builder and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", self.dataset_builder):
+            raise ValueError(f"--dataset_builder ({self.dataset_builder}) must be importable as module:function")
         for item in self.data_kwargs:
             if "=" not in item:
                 raise ValueError(f"--data_kwargs ({item}) must be written key=value; several are joined by commas")
@@ -187,7 +198,11 @@ class ParallelConfig:
         advanced=True,
     )
     collective_timeout_s: int = flag(
-        600, "seconds after which a collective that does not finish is an error", minimum=1, advanced=True
+        600,
+        "seconds after which a collective that does not finish is an error",
+        minimum=1,
+        maximum=10**8,
+        advanced=True,
     )
     matmul_precision: str = flag(
         "high",
@@ -211,9 +226,9 @@ class OptimConfig:
         None, "steps of linear warm-up (default: 5 % of num_steps, at most 2000)", minimum=0
     )
     min_lr_ratio: float = flag(0.1, "share of the peak at the end of the cosine", minimum=0, maximum=1)
-    adam_beta1: float = flag(0.9, "decay of the first moment", minimum=0, maximum=1)
-    adam_beta2: float = flag(0.95, "decay of the second moment", minimum=0, maximum=1)
-    adam_eps: float = flag(1e-8, "added to the root of the second moment", minimum=0, advanced=True)
+    adam_beta1: float = flag(0.9, "decay of the first moment", minimum=0, below=1)
+    adam_beta2: float = flag(0.95, "decay of the second moment", minimum=0, below=1)
+    adam_eps: float = flag(1e-8, "added to the root of the second moment", minimum=0, maximum=1, advanced=True)
     weight_decay: float = flag(0.1, "decoupled weight decay of matrices; norms have none", minimum=0)
     grad_clip: float = flag(1.0, "largest global norm of the gradient; 0 does not clip", minimum=0)
 
@@ -238,7 +253,7 @@ class TrainingConfig:
 
     RESUME: ClassVar[str] = "announced"
 
-    seed: int = flag(2023, "seed of weights and data order", minimum=0, resume="refused")
+    seed: int = flag(2023, "seed of weights and data order", minimum=0, maximum=2**63 - 1, resume="refused")
     num_steps: int | None = flag(
         None, "optimizer steps in total, those before a resume included (default: 1000)", minimum=1, in_name=False
     )
@@ -280,7 +295,7 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = flag(
         None,
         "end this launch in time to be done, checkpoint included, so many minutes after its start",
-        minimum=0,
+        above=0,
         resume="free",
     )
     exit_margin_s: float | None = flag(

@@ -88,7 +88,7 @@ def unwrap(declared: Any) -> tuple[Any, bool]:
 
 def _scalar(field: Field, kind: Any, value: Any) -> Any:
     if not isinstance(value, str | bool | int | float):
-        raise ValueError(f"--{field.name} ({shown(str(value))}) must be one value of type {kind.__name__}")
+        raise ValueError(f"--{field.name} must be one value of type {kind.__name__}, not a {type(value).__name__}")
     text = str(value).strip() if not isinstance(value, bool) else str(value).lower()
     quoted = f"--{field.name} ({shown(text)})"
     if kind is bool:
@@ -109,7 +109,7 @@ def _scalar(field: Field, kind: Any, value: Any) -> Any:
         (-most, operator.lt, "at least"),
     ):
         if bound is not None and broken(number, bound):
-            raise ValueError(f"{quoted} must be {rule} {bound:g}")
+            raise ValueError(f"{quoted} must be {rule} {bound:{',' if isinstance(bound, int) else 'g'}}")
     return number
 
 

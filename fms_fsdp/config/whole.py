@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.config.flag import is_in_name, joined
+from fms_fsdp.config.flag import check_bare_name, divisors, is_in_name, joined
 from fms_fsdp.config.surroundings import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
 from fms_fsdp.config.training import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainingConfig
 
@@ -40,8 +40,8 @@ class TrainConfig:
             )
         if self.checkpoint.load_model_only and not self.checkpoint.ckpt_load_path:
             raise ValueError("--load_model_only (True) needs the weights' place; add --ckpt_load_path=FOLDER")
-        if "/" in self.log.run_name:
-            raise ValueError(f"--run_name ({self.log.run_name}) must not contain '/'; use --output_dir for a path")
+        check_bare_name("--run_name", self.log.run_name)
+        check_bare_name("--model_variant", self.model.model_variant)
 
     @cached_property
     def run_name(self) -> str:
@@ -113,7 +113,7 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
     if total is None:
         return BatchPlan(rows or 2, accum or 1, dp_size)
     if total % dp_size:
-        valid = [size for size in range(1, total + 1) if total % size == 0]
+        valid = divisors(total, max(4096, 2 * dp_size))
         raise ValueError(
             f"--global_batch_size ({total}) must be divisible by the data-parallel size ({dp_size}); "
             f"valid sizes: {joined(valid)}"

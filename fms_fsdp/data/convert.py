@@ -3,7 +3,7 @@
     .idx + .bin   Megatron-LM: int64 lengths and pointers of sequences, documents as ranges of them
     .ds + .index  datatrove: ids of 2 or 4 bytes, and where each document ends
     .parquet      a column of lists of ids
-    .arrow        Arrow IPC files with such a column, compressed or not: fms-fsdp's layout too
+    .arrow        Arrow IPC files or streams with such a column, compressed or not: fms-fsdp's layout too
 
 An end-of-document id at the end of a document is dropped, as shards leave it to the reader: so sources with and without it may be mixed. One file
 is one slice; what was interrupted goes on like `prepare`.
@@ -22,8 +22,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fms_fsdp.config import flag
-from fms_fsdp.data.documents import InputFile, Part, Slice, find_files
+from fms_fsdp.data.documents import Part, Slice
 from fms_fsdp.data.encode import SplitWriters, Stats
+from fms_fsdp.data.input_files import InputFile, find_files
 from fms_fsdp.data.output_folder import (
     SourcePlan,
     check_plans,
@@ -40,6 +41,7 @@ from fms_fsdp.data.workers import available_cores, count_progress, run_jobs
 
 _PATTERNS = ("*.idx", "*.ds", "*.parquet", "*.arrow")
 _COLUMNS = ("tokens", "input_ids")
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
@@ -153,7 +155,8 @@ def _job(config: ConvertConfig, info: ShardInfo, plan: SourcePlan, entry: Slice)
 def _plan(name: str, paths: Sequence[str], output: Path) -> SourcePlan:
     found: list[InputFile] = []
     for path in paths:
-        found += find_files(path, () if os.path.isfile(os.path.expanduser(path)) else _PATTERNS)
+        is_file = os.path.isfile(os.path.expanduser(path))
+        found += find_files(path, () if is_file else _PATTERNS, output=output)
     files = unique_files(found)
     parts = [Part(file.path, "tokens", 0, file.size, file.size) for file in files]
     return SourcePlan(name, files, tuple(Slice(i, (part,)) for i, part in enumerate(parts)), output)
@@ -252,10 +255,17 @@ def _table(path: str, column: str) -> Iterator[Tokens]:
             for batch in table.iter_batches(batch_size=1024, columns=[name]):
                 yield from _lists(batch.column(0))
     else:
-        with pa.memory_map(path) as source, pa.ipc.open_file(source) as reader:
+        with pa.memory_map(path) as source:
+            is_file = source.read(6) == b"ARROW1"  # else a stream, as the package datasets writes
+            source.seek(max(0, source.size() - 8))
+            if not is_file and source.read() != _END_OF_STREAM:
+                raise ValueError("is neither an Arrow file nor a whole Arrow stream")
+            source.seek(0)
+            reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
             name = _column(reader.schema, column)
-            for i in range(reader.num_record_batches):
-                yield from _lists(reader.get_batch(i).column(name))
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                yield from _lists(batch.column(name))
 
 
 def _column(schema: pa.Schema, wanted: str) -> str:

@@ -1,6 +1,6 @@
 """Documents out of files: text, source code, JSON lines and Parquet.
 
-    file | folder | glob ── find_files ── [InputFile] ── plan_slices ── [Slice] ── read_part ── Document | Problem …
+    [InputFile] ── plan_slices ── [Slice] ── read_part ── Document | Problem …
 
 A slice is a fixed piece of the input, the unit of parallel work: it depends on the files and `slice_bytes` alone, never on the number of
 processes. A plain JSON-lines file is cut at line boundaries, Parquet at row groups; compressed and text files stay whole. Text is verbatim:
@@ -9,22 +9,20 @@ line ends, tabs and spaces are kept; only a UTF-8 byte order mark at the start o
 
 from __future__ import annotations
 
-import fnmatch
-import glob
 import gzip
 import io
 import json
 import os
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple
 
+from fms_fsdp.data.input_files import InputFile
+
 DOCUMENT_LIMIT = 64 << 20  # bytes; tokenizers need some 50 times the size of a document
 _EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}  # rough bytes of text per byte on disk, to balance slices
-_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson.gz", ".ndjson.zst")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -41,17 +39,6 @@ class Problem(NamedTuple):
     reason: str
     where: str
     malformed: bool
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """A file to read; `name` is relative to the folder it was found in."""
-
-    path: str
-    name: str
-    size: int
-    mtime_ns: int
-    kind: str  # jsonl | parquet | text
 
 
 @dataclass(frozen=True)
@@ -88,68 +75,6 @@ class TextFormat:
     @property
     def keys(self) -> list[str]:
         return self.text_key.split(",")
-
-
-def file_kind(path: str) -> str:
-    """`jsonl`, `parquet` or `text`, from the name alone."""
-    lower = path.lower()
-    return "jsonl" if lower.endswith(_JSON_LINES) else "parquet" if lower.endswith(".parquet") else "text"
-
-
-def find_files(path: str, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[InputFile]:
-    """The files that `path` (file, folder or glob with `**`) names, in byte order of their relative names.
-
-    Hidden files and folders and `__pycache__` are passed over, links are followed. The patterns match relative names, `*` crosses `/`.
-
-    Raises:
-        FileNotFoundError: nothing is there, or nothing is left of it.
-    """
-    path = os.path.expanduser(path)
-    if os.path.isfile(path):
-        root, names = os.path.split(path)[0], [os.path.basename(path)]
-    elif os.path.isdir(path):
-        root, names = path, _walk(path)
-    else:
-        root = os.path.dirname(re.split(r"[*?[]", path)[0])
-        if not glob.has_magic(path) or not os.path.isdir(root or "."):
-            raise FileNotFoundError(f"--input ({path}) does not exist; give a file, a folder or a quoted glob")
-        whole = re.compile(
-            _glob_pattern(path[len(root) :].lstrip("/")) + "(?:/.*)?"
-        )  # a matched folder gives its files
-        names = [name for name in _walk(root or ".") if whole.fullmatch(name)]
-    if include:
-        names = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in include)]
-    names = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)]
-    if not names:
-        raise FileNotFoundError(f"--input ({path}) holds no files to read; check the folder, --include and --exclude")
-    files = []
-    for name in sorted(set(names), key=os.fsencode):
-        full = os.path.join(root, name)
-        stat = os.stat(full)
-        files.append(InputFile(full, name, stat.st_size, stat.st_mtime_ns, file_kind(name)))
-    return files
-
-
-def _glob_pattern(text: str) -> str:
-    """The regular expression of a glob: `*` and `?` stay within a folder, `**/` crosses any number of them."""
-    pieces = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    found = re.findall(r"\*\*/|\*\*|[*?]|\[[^]]+\]|.", text, re.DOTALL)
-    return "".join(pieces.get(piece) or (piece if len(piece) > 1 else re.escape(piece)) for piece in found)
-
-
-def _walk(root: str) -> list[str]:
-    names, seen = [], {os.path.realpath(root)}
-    for folder, subfolders, files in os.walk(root, followlinks=True):
-        kept = []
-        for sub in subfolders:
-            real = os.path.realpath(os.path.join(folder, sub))
-            if not sub.startswith(".") and sub != "__pycache__" and real not in seen:
-                seen.add(real)
-                kept.append(sub)
-        subfolders[:] = sorted(kept)
-        full = [os.path.join(folder, name) for name in files if not name.startswith(".")]
-        names += [os.path.relpath(name, root) for name in full if os.path.isfile(name)]
-    return names
 
 
 def plan_slices(
@@ -329,7 +254,7 @@ def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
             yield Problem("binary file", part.path, False)
             return
         if form.text_separator:
-            pieces = _pieces(head, stream, form.text_separator.encode())
+            pieces: Iterator[bytes | None] = _pieces(head, stream, form.text_separator.encode())
         else:
             body = head + stream.read(DOCUMENT_LIMIT)
             if len(body) > DOCUMENT_LIMIT:
@@ -339,6 +264,9 @@ def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
                 )
             pieces = iter([body])
         for number, data in enumerate(pieces, start=1):
+            if data is None:
+                yield Problem(f"longer than {DOCUMENT_LIMIT >> 20} MiB", f"{part.path}: document {number}", True)
+                continue
             if number == 1 and data.startswith(_BOM):
                 data = data[len(_BOM) :]
             try:
@@ -348,15 +276,54 @@ def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
                 yield Problem("not UTF-8", where, False)
 
 
-def _pieces(head: bytes, stream: IO[bytes], separator: bytes) -> Iterator[bytes]:
-    """What lies between the separators; separators and empty pieces are dropped."""
-    rest = head
-    while True:
-        *whole, rest = rest.split(separator)
-        yield from (piece for piece in whole if piece)
-        chunk = stream.read(1 << 20)
-        if not chunk:
-            break
+def _pieces(head: bytes, stream: IO[bytes], separator: bytes) -> Iterator[bytes | None]:
+    """What lies between the separators, None where it is too long; separators and empty pieces are dropped."""
+    rest, too_long, chunk = bytearray(), False, head
+    while chunk:
+        searched = max(0, len(rest) - len(separator) + 1)  # no separator begins before
         rest += chunk
-    if rest:
-        yield rest
+        first, *more = rest[searched:].split(separator)
+        if more:
+            for piece in (rest[:searched] + first, *more[:-1]):
+                if too_long or len(piece) > DOCUMENT_LIMIT:
+                    yield None
+                elif piece:
+                    yield bytes(piece)
+                too_long = False
+            rest = more[-1]
+        if len(rest) > DOCUMENT_LIMIT:
+            too_long = True
+            del rest[: len(rest) - len(separator) + 1]
+        chunk = stream.read(1 << 20)
+    if too_long:
+        yield None
+    elif rest:
+        yield bytes(rest)
+
+
+def json_arrays(files: Sequence[InputFile], form: TextFormat) -> list[str]:
+    """Returns the .json files that hold objects without a text, in an array or one a line: each will be one document.
+
+    Raises: ValueError for one that holds records with a text.
+    """
+    found = []
+    for file in files:
+        if not file.path.lower().endswith(".json") or file.size > DOCUMENT_LIMIT:
+            continue
+        with open(file.path, "rb") as stream:
+            body = stream.read().removeprefix(_BOM).strip()
+        is_array = body.startswith(b"[")
+        try:
+            records = json.loads(body) if is_array else [json.loads(line) for line in body.splitlines()]
+        except (ValueError, RecursionError):
+            continue
+        if len(records) < (1 if is_array else 2) or not all(isinstance(record, dict) for record in records):
+            continue
+        if any(isinstance(_document([r.get(key) for key in form.keys], form.keys), str) for r in records):
+            found.append(file.path)
+            continue
+        remedy = "write it as JSON lines, one record a line, to" if is_array else "rename it to"
+        raise ValueError(
+            f"--input ({file.path}) holds {len(records)} JSON records, not text; {remedy} NAME.jsonl, or --exclude it"
+        )
+    return found

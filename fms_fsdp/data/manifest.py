@@ -30,6 +30,7 @@ from fms_fsdp.data.counts import META, Counts, read_counts
 from fms_fsdp.data.files import Files, LocalFiles
 from fms_fsdp.data.mixture import NUM_SLOTS
 from fms_fsdp.data.permute import I64
+from fms_fsdp.data.tapes import MAX_ROWS, MAX_TOKENS
 from fms_fsdp.safe_names import has_control_character, shown_name
 
 SUFFIX = ".arrow"
@@ -147,6 +148,11 @@ def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards
     if not weights:
         sources = _weighted_by_tokens(sources)
     for source in sources:
+        most = min(MAX_TOKENS, MAX_ROWS * section.seq_length) - 1
+        if float(source.tokens.sum(dtype=float)) + float(source.docs.sum(dtype=float)) > most:
+            raise ValueError(
+                f"source ({source.name}) must have at most {most:,} tokens; divide it into several sources"
+            )
         if source.num_tokens < section.seq_length:
             raise ValueError(
                 f"source ({source.name}) has {source.num_tokens} tokens, fewer than one sequence of seq_length "

@@ -17,13 +17,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.data.documents import InputFile, Slice
+from fms_fsdp.data.documents import Slice
 from fms_fsdp.data.encode import SPLITS, Stats
+from fms_fsdp.data.input_files import InputFile
 from fms_fsdp.data.shard_writer import write_counts, write_json
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.safe_names import safe_name
@@ -57,7 +58,8 @@ class SourcePlan:
         return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
 
     def finished(self) -> dict[int, dict[str, Any]]:
-        """The journal's slices whose shards are all there. A published source that lost one counts as not begun."""
+        """The journal's slices whose shards are all there. A source that lost one after a part of it was published counts as
+        not begun."""
         results = {}
         for entry in self.slices:
             path = self.journal / f"slice-{entry.index:05d}.json"
@@ -65,11 +67,13 @@ class SourcePlan:
                 result = _read_entry(path)
                 if all(self._has(shard) for shard in result["shards"]):
                     results[entry.index] = result
-        return results if self.partial.is_dir() or len(results) == len(self.slices) else {}
+        splits = {shard["split"] for result in results.values() for shard in result["shards"]}
+        is_waiting = all((self.partial / split).is_dir() for split in splits)
+        return results if is_waiting or len(results) == len(self.slices) else {}
 
     def _has(self, shard: dict[str, Any]) -> bool:
-        folder = self.partial / shard["split"] if self.partial.is_dir() else self.final(shard["split"])
-        path = folder / shard["file"]
+        folder = self.partial / shard["split"]
+        path = (folder if folder.is_dir() else self.final(shard["split"])) / shard["file"]  # else: published already
         return path.is_file() and bool(path.stat().st_size == shard["bytes"])
 
 
@@ -168,28 +172,32 @@ def finish(
                 f"--input: source {name} has no documents left to train on; {stats[name].reasons() or 'no records'}"
             )
     for plan in plans:
-        _publish(plan)
+        _publish(plan, {shard["split"] for result in results[plan.name].values() for shard in result["shards"]})
+    with suppress(OSError):
+        (output / ".partial").rmdir()  # if nothing else is under way in it
     _write_counts(output)
     return stats
 
 
-def _publish(plan: SourcePlan) -> None:
-    """Moves the finished folders of a source to their places, the old ones of an overwritten source out of the way first."""
+def _publish(plan: SourcePlan, splits: set[str]) -> None:
+    """Moves the finished folders of a source, those of `splits`, to their places, the old ones of an overwritten source out
+    of the way first. Goes on where an earlier call was stopped: a folder that is not there any more is published."""
     for pattern in ("hashes-*.npy", "duplicates-*.npy"):
         for path in plan.journal.glob(pattern):
             path.unlink()
     if not plan.partial.is_dir():
         return
     for split in SPLITS:
-        made, final = plan.partial / split, plan.final(split)
+        made, final, old = plan.partial / split, plan.final(split), plan.partial / f"old-{split}"
+        if split in splits and not made.is_dir():
+            continue
         if final.exists():
-            final.rename(plan.partial / f"old-{split}")
-        if made.is_dir() and any(made.glob("*.arrow")):
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        if split in splits:
             final.parent.mkdir(parents=True, exist_ok=True)
             made.rename(final)
     shutil.rmtree(plan.partial)
-    if not any(plan.partial.parent.iterdir()):
-        plan.partial.parent.rmdir()
 
 
 def _read_entry(path: Path) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fms_fsdp.config import flag
-from fms_fsdp.data.documents import Document, Slice, TextFormat, find_files, plan_slices, read_part
+from fms_fsdp.data.documents import Document, Slice, TextFormat, json_arrays, plan_slices, read_part
 from fms_fsdp.data.encode import SliceJob, Stats, encode_slice, hash_slice, mark_duplicates, too_many_bad
+from fms_fsdp.data.input_files import find_files
 from fms_fsdp.data.output_folder import (
     SourcePlan,
     check_plans,
@@ -104,8 +105,10 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
 
 
 def _plan(config: PrepareConfig, name: str, paths: Sequence[str], output: Path) -> SourcePlan:
-    found = [file for path in paths for file in find_files(path, config.include, config.exclude)]
+    found = [file for path in paths for file in find_files(path, config.include, config.exclude, output)]
     files = unique_files(found)
+    if arrays := json_arrays(files, config.form):
+        note(f"{len(arrays)} .json files hold objects without {config.text_key}, each is read as text: {arrays[0]} …")
     slices = plan_slices(files, config.shard_tokens * _BYTES_PER_TOKEN, config.form, config.limit_docs)
     return SourcePlan(name, files, tuple(slices), output)
 

@@ -29,6 +29,7 @@ MIN_ROWS_PER_BLOCK = 4
 MIN_WINDOWS_PER_TAPE = 8
 TAIL, REST = -1, -2  # in the place of a tape: the tail rows, one after the other; the tokens that no row holds
 
+MAX_TOKENS, MAX_ROWS = 1 << 49, 1 << 46  # of a source: as far as `locate` counts exactly
 _ROTATION, _BLOCKS, _TAIL, _PIECES = range(1, 5)  # words of the keys drawn here
 
 
@@ -113,8 +114,11 @@ def locate(
     m = x - k lies on the tape bit_reverse(m mod L), at its row m // L.
     """
     epoch, x = np.divmod(n, num_rows)
-    tails = x * num_tail_rows // num_rows
-    is_tail = (x + 1) * num_tail_rows // num_rows > tails
+    high, low = np.divmod(num_tail_rows, 1 << 16)  # x * n_tail would not fit 64 bits; exact for N < 2^46, n_tail < 2^31
+    tails, rest = np.divmod(x * high, num_rows)
+    more, rest = np.divmod((rest << 16) + x * low, num_rows)
+    tails = (tails << 16) + more
+    is_tail = rest + num_tail_rows >= num_rows
     turn, lane = np.divmod(x - tails, num_tapes)
     tape = bit_reverse(lane, np.frexp(num_tapes)[1] - 1)
     window, row = np.divmod(turn, rows_per_window)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fms_fsdp.config import ModelConfig
+from fms_fsdp.config.flag import divisors
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,10 @@ def resolve_model(section: ModelConfig, *, seq_length: int, data_vocab_size: int
 def _check_shape(config: LlamaConfig) -> None:
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_kv_heads
     if hidden % heads:
-        valid = ", ".join(str(n) for n in range(1, min(hidden, 256) + 1) if hidden % n == 0)
+        valid = ", ".join(map(str, divisors(hidden, 1024)))
         raise ValueError(f"--num_attention_heads ({heads}) must divide hidden_size ({hidden}); valid: {valid}")
     if heads % kv_heads:
-        valid = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        valid = ", ".join(map(str, divisors(heads, 1024)))
         raise ValueError(f"--num_kv_heads ({kv_heads}) must divide num_attention_heads ({heads}); valid: {valid}")
     if config.pos_emb == "rope" and config.head_dim % 2:
         raise ValueError(

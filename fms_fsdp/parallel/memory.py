@@ -1,9 +1,9 @@
 """Will it fit: the bytes a rank needs for certain, against the bytes it has.
 
-    needed    = (parameters + gradients + two AdamW moments, all fp32) / dp_shard + the largest unit FSDP gathers
+    needed    = (parameters + gradients + two AdamW moments, all fp32) / dp_shard + the largest unit FSDP gathers + rows
     available = the GPU's memory, or min(cgroup limit, free RAM) / processes on this machine
 
-Activations are left out: a run refused here could not take its first step with an empty batch.
+Of the activations only the input of one block counts: a run refused here could not take its first step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fms_fsdp.config import ParallelConfig, parse_selective_checkpointing
+from fms_fsdp.config import BatchPlan, ParallelConfig, parse_selective_checkpointing
 from fms_fsdp.mesh import Layout
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
@@ -27,19 +27,25 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank: `state` is its share of weights, gradients and moments, `unit` the largest unsharded unit (weights and gradients)."""
+    """Bytes of one rank: `state` is its share of weights, gradients and moments, `unit` the largest unsharded unit (weights and gradients).
+
+    `rows`: the table of positions, the rows of a step and what a block takes in of those of a micro-step.
+    """
 
     state: int
     unit: int
     dp_shard: int
+    rows: int = 0
 
     @property
     def total(self) -> int:
-        return self.state + self.unit
+        return self.state + self.unit + self.rows
 
 
-def estimate_memory(config: LlamaConfig, layout: Layout, *, mixed_precision: bool = False) -> MemoryEstimate:
-    """What a rank needs before any activation. Nothing is gathered under `none`, but mixed precision holds bf16 copies of the weights."""
+def estimate_memory(
+    config: LlamaConfig, layout: Layout, *, mixed_precision: bool = False, batch: BatchPlan | None = None
+) -> MemoryEstimate:
+    """What a rank needs for certain. Nothing is gathered under `none`, but mixed precision holds bf16 copies of the weights."""
     weight_bytes = 2 if mixed_precision else 4
     if layout.strategy == "none":
         unit = weight_bytes * num_params(config) if mixed_precision else 0
@@ -47,7 +53,12 @@ def estimate_memory(config: LlamaConfig, layout: Layout, *, mixed_precision: boo
         units = num_params_by_unit(config)
         whole_ends = units["embed"] + units["head"] if config.tie_embeddings else 0  # a tied embedding is in the root
         unit = weight_bytes * max(*units.values(), whole_ends)
-    return MemoryEstimate(-(-_STATE_BYTES * num_params(config) // layout.dp_shard), unit, layout.dp_shard)
+    rows = 0
+    if batch is not None:
+        positions = 8 * config.head_dim * config.max_seq_len if config.pos_emb == "rope" else 0
+        a_row = 32 * batch.grad_accum_steps + weight_bytes * config.hidden_size  # four int64 columns of the stream
+        rows = positions + batch.batch_size * config.max_seq_len * a_row
+    return MemoryEstimate(-(-_STATE_BYTES * num_params(config) // layout.dp_shard), unit, layout.dp_shard, rows)
 
 
 def available_memory(device: torch.device, local_world_size: int) -> int:
@@ -58,18 +69,23 @@ def available_memory(device: torch.device, local_world_size: int) -> int:
     return min(limits, default=2**62) // local_world_size
 
 
-def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_size: int) -> None:
+def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_size: int, variant: str) -> None:
     """Raises ValueError, one line with both figures and a remedy, where a rank cannot hold its part."""
     available = available_memory(device, local_world_size)
     if estimate.total <= available:
         return
-    room = available - estimate.unit
+    if estimate.rows > estimate.state + estimate.unit:
+        raise ValueError(
+            f"--seq_length and --batch_size ({estimate.rows / _GIB:.1f} GiB of rows and positions per rank) must fit the "
+            f"{available / _GIB:.1f} GiB available to it; lower one of them"
+        )
+    room = available - estimate.unit - estimate.rows
     all_state = estimate.state * estimate.dp_shard
-    remedy = "choose a smaller --model_variant or fewer --num_layers"
+    remedy = "choose a smaller model (--model_variant, --num_layers, --hidden_size, --ffn_hidden_size, --vocab_size)"
     if room > 0:
         remedy = f"shard over at least {-(-all_state // room)} such devices (--sharding_strategy=fsdp), or {remedy}"
     raise ValueError(
-        f"memory ({estimate.total / _GIB:.1f} GiB per rank: {estimate.state / _GIB:.1f} of weights, gradients and optimizer state, "
+        f"--model_variant ({variant}: {estimate.total / _GIB:.1f} GiB per rank, {estimate.state / _GIB:.1f} of weights, gradients and optimizer state, "
         f"{estimate.unit / _GIB:.1f} unsharded) must fit the {available / _GIB:.1f} GiB available to it; {remedy}"
     )
 
@@ -132,7 +148,8 @@ def _advice(
         yield f"--sharding_strategy=fsdp saves about {saved / _GIB:.1f} GiB of weights and optimizer state"
     yield f"twice the devices under fsdp save about {state / 2 / _GIB:.1f} GiB"
     if torch.cuda.is_available() and not section.cpu_offload:
-        yield f"--cpu_offload=True moves about {state / _GIB:.1f} GiB to host memory"
+        sharded = " --sharding_strategy=fsdp" if layout.strategy == "none" else ""
+        yield f"--cpu_offload=True{sharded} moves about {state / _GIB:.1f} GiB to host memory"
 
 
 def _free_ram() -> int | None:

@@ -21,6 +21,12 @@ from fms_fsdp.parallel.compile import apply_compile
 from fms_fsdp.parallel.fsdp import apply_fsdp
 
 
+def check_attention(attn_impl: str, device: torch.device) -> None:
+    """Raises ValueError for a backend of attention that the device lacks."""
+    if device.type == "cpu" and attn_impl == "efficient":
+        raise ValueError("--attn_impl (efficient) exists on GPU only; choose one of: auto, flash, math")
+
+
 def parallelize(
     config: LlamaConfig,
     section: ParallelConfig,
@@ -35,8 +41,7 @@ def parallelize(
 
     Under `none` no process group is needed. `low_cpu_fsdp` builds on the meta device, so no rank ever holds a whole sharded model.
     """
-    if device.type == "cpu" and config.attn_impl == "efficient":
-        raise ValueError("--attn_impl (efficient) exists on GPU only; choose one of: auto, flash, math")
+    check_attention(config.attn_impl, device)
     with torch.device("meta" if section.low_cpu_fsdp else "cpu"):
         model = Llama(config)
     model.compute_dtype = torch.bfloat16 if mixed_precision else torch.float32

@@ -57,3 +57,11 @@ def test_counts_below_zero_are_refused(tmp_path: Path) -> None:
     write_counts(tmp_path, [("a/x.arrow", 3, -5)])
     with pytest.raises(ValueError, match=r"counts\*.csv gives shard a/x.arrow a count below 0 \(-5\); correct it"):
         read_counts(LocalFiles(str(tmp_path)), ["meta/counts.csv", "a/x.arrow"])
+
+
+@pytest.mark.parametrize("tokens", [1 << 49, 1 << 62, (1 << 63) - 1])
+def test_a_source_too_large_to_be_counted_is_refused(tmp_path: Path, tokens: int) -> None:
+    files = write_corpus(tmp_path, {"a": [400] * 4})
+    write_counts(tmp_path, [(f"a/shard-{i:05d}.arrow", 1, tokens) for i in range(4)])
+    with pytest.raises(ValueError, match=r"source \(a\) must have at most [\d,]+ tokens; divide it into several"):
+        files.corpus(seq_length=16, on_missing="mask")

@@ -18,7 +18,7 @@ import pytest
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data import encode
-from fms_fsdp.data.documents import find_files
+from fms_fsdp.data.input_files import find_files
 from fms_fsdp.data.manifest import open_corpus
 from fms_fsdp.data.prepare import PrepareConfig, describe, prepare
 from fms_fsdp.data.tokenizer import load_tokenizer

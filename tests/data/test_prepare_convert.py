@@ -155,3 +155,20 @@ def test_what_the_ids_mean_must_be_said(tmp_path: Path) -> None:
         ConvertConfig("x=y", "out", vocab_size=10)
     with pytest.raises(ValueError, match=r"--eos_id \(10\) must lie below"):
         run(tmp_path, "x=y", vocab_size=10, eos_id=10)
+
+
+def test_an_arrow_stream_is_read_like_a_file_and_a_cut_one_is_refused(tmp_path: Path) -> None:
+    documents = random_documents(3)
+    table = pa.table({"input_ids": pa.array(documents, pa.list_(pa.int32()))})
+    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+    run(tmp_path / "out", f"x={tmp_path / 'x.arrow'}")
+    kept = [row[:-1] if row and row[-1] == EOS else row for row in documents]
+    assert rows(tmp_path / "out" / "x") == [row for row in kept if row]
+    whole = (tmp_path / "x.arrow").read_bytes()
+    for kept_bytes in (len(whole) - 8, len(whole) // 2, 3, 0):
+        (tmp_path / "x.arrow").write_bytes(whole[:kept_bytes])
+        with pytest.raises(
+            ValueError, match=r"--input \(.*x.arrow\): is neither an Arrow file nor a whole Arrow stream"
+        ):
+            run(tmp_path / "out2", f"x={tmp_path / 'x.arrow'}", overwrite=True)

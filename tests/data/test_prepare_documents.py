@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import random
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from fms_fsdp.data import documents
-from fms_fsdp.data.documents import Document, Problem, TextFormat, find_files, plan_slices, read_part
+from fms_fsdp.data.documents import Document, Problem, TextFormat, json_arrays, plan_slices, read_part
+from fms_fsdp.data.input_files import find_files
 
 FORM = TextFormat()
 
@@ -184,3 +187,74 @@ def test_huge_text_file_asks_for_a_separator(tmp_path: Path, monkeypatch: pytest
     assert len(texts(read_all(tmp_path, form=TextFormat(text_separator="\n")))) == 6000
     path = write_lines(tmp_path / "y.jsonl", ["a" * 9_000, "b" * 11_000])
     assert [isinstance(record, Problem) for record in read_all(path)] == [False, True]
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 3000])
+def test_a_piece_between_separators_beyond_the_limit_is_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(documents, "DOCUMENT_LIMIT", 10_000)
+    values = ["a" * 9_000, "b" * 10_001, "c", "d" * 500_000, "SE" * 4_000, "e" * 10_000, "f" * 40_000]
+    stream = io.BytesIO("SEP".join(values).encode())
+    monkeypatch.setattr(stream, "read", lambda size, read=stream.read: read(min(size, chunk)))
+    found = [
+        None if piece is None else piece.decode() for piece in documents._pieces(stream.read(8192), stream, b"SEP")
+    ]
+    assert found == [value if len(value) <= 10_000 else None for value in values]
+    (tmp_path / "x.txt").write_text("SEP".join(values))
+    records = read_all(tmp_path / "x.txt", form=TextFormat(text_separator="SEP"))
+    assert texts(records) == [value for value in values if len(value) <= 10_000]
+    assert [r for r in records if isinstance(r, Problem)] == [
+        Problem("longer than 0 MiB", f"{tmp_path / 'x.txt'}: document {number}", True) for number in (2, 4, 7)
+    ]
+
+
+def test_a_file_without_the_separator_is_read_in_linear_time_and_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every byte is searched once, and no more than the limit is held: counted, not timed."""
+    monkeypatch.setattr(documents, "DOCUMENT_LIMIT", 1 << 20)
+    chunks, largest = [b"a" * (1 << 16)] * 400, 0
+
+    class Stream:
+        def read(self, size: int) -> bytes:
+            nonlocal largest
+            largest = max(largest, tracemalloc.get_traced_memory()[0])
+            return chunks.pop() if chunks else b""
+
+    tracemalloc.start()
+    try:
+        assert list(documents._pieces(b"", Stream(), b"SEPARATOR")) == []  # type: ignore[arg-type]
+        chunks[:] = [b"a" * (1 << 16)] * 400
+        assert list(documents._pieces(b"a", Stream(), b"SEPARATOR")) == [None]  # type: ignore[arg-type]
+    finally:
+        tracemalloc.stop()
+    assert largest < 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('[{"text": "a"}, {"text": "b"}]', r"holds 2 JSON records, not text; write it as JSON lines"),
+        ('\ufeff [\n  {"id": 1, "text": "a"}\n]\n', r"holds 1 JSON records, not text; write it as JSON lines"),
+        ('{"text": "a"}\n{"text": "b"}\n', r"holds 2 JSON records, not text; rename it to NAME.jsonl"),
+    ],
+)
+def test_a_json_file_of_records_is_refused_instead_of_read_as_one_document(
+    tmp_path: Path, text: str, rule: str
+) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"--input \(.*x.json\) {rule}.*, or --exclude it"):
+        json_arrays(find_files(str(tmp_path)), FORM)
+
+
+def test_json_files_that_are_no_records_stay_text_and_arrays_are_told(tmp_path: Path) -> None:
+    contents = {"a": "{}", "b": "[1, 2]", "c": '["text"]', "d": '{"text": "a"}', "e": "[" * 100_000, "f": "", "g": "[]"}
+    for name, text in contents.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    assert json_arrays(find_files(str(tmp_path)), FORM) == []
+    (tmp_path / "z.json").write_text('[{"content": "a"}]')
+    assert json_arrays(find_files(str(tmp_path)), FORM) == [str(tmp_path / "z.json")]
+    with pytest.raises(ValueError, match="z.json"):
+        json_arrays(find_files(str(tmp_path)), TextFormat(text_key="content"))
+    assert len(texts(read_all(tmp_path))) == 8

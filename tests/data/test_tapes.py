@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from fms_fsdp.data.permute import permute
-from fms_fsdp.data.tapes import REST, TAIL, Tapes, fit_geometry, locate, sequence_number
+from fms_fsdp.data.tapes import MAX_ROWS, MAX_TOKENS, REST, TAIL, Tapes, fit_geometry, locate, sequence_number
 
 
 def tapes_of(num_tokens: int, seq_length: int, share: float = 1.0, shards: int = 1024, seed: int = 1) -> Tapes:
@@ -112,3 +112,30 @@ def test_find_is_the_inverse_of_window_blocks_and_tail_start(num_tokens: int) ->
                 assert any((at - start) % num_tokens + stretch.length <= size for start in starts)
             assert skip == length
         assert placed == g.num_rows * 64
+
+
+@pytest.mark.parametrize("num_tokens", [39 * 10**12, 45 * 10**12, MAX_TOKENS - 1])
+@pytest.mark.parametrize("seq_length", [16, 128, 1500, 1 << 16, 1 << 20])
+def test_rows_of_the_largest_sources_are_located_exactly(num_tokens: int, seq_length: int) -> None:
+    """Against Python's integers, which have no limit; x * num_tail_rows passes 2^63 from 40 T tokens on at 128 a row."""
+    g = fit_geometry(num_tokens // seq_length, seq_length, 1.0, 1024)
+    rng = np.random.default_rng(0)
+    x = np.concatenate([np.arange(50), rng.integers(0, g.num_rows, 300), np.arange(g.num_rows - 50, g.num_rows)])
+    slots = locate(x + 3 * g.num_rows, *g.columns)
+    tails = [n * g.num_tail_rows // g.num_rows for n in x.tolist()]
+    is_tail = [(n + 1) * g.num_tail_rows // g.num_rows > k for n, k in zip(x.tolist(), tails, strict=True)]
+    assert (slots.tape == TAIL).tolist() == is_tail
+    assert slots.window[slots.tape == TAIL].tolist() == [k for k, tail in zip(tails, is_tail, strict=True) if tail]
+    assert [sequence_number(g, *slot) for slot in np.stack(slots).T.tolist()] == (x + 3 * g.num_rows).tolist()
+
+
+def test_the_largest_number_of_rows_is_located_exactly() -> None:
+    num_rows, num_tails = MAX_ROWS - 1, (1 << 31) - 1
+    x = np.array([0, 1, num_rows // 2, num_rows - 2, num_rows - 1])
+    found = locate(x, num_rows, num_tails, 1024, 2048)
+    tails = [n * num_tails // num_rows for n in x.tolist()]
+    expected = [(n - k) // 1024 // 2048 for n, k in zip(x.tolist(), tails, strict=True)]
+    assert found.window[found.tape != TAIL].tolist() == [
+        window for window, tape in zip(expected, found.tape.tolist(), strict=True) if tape != TAIL
+    ]
+    assert found.tape[-1] == TAIL and found.window[-1] == num_tails - 1

@@ -31,12 +31,12 @@ def test_a_model_that_cannot_fit_is_refused_with_both_figures(monkeypatch: pytes
     monkeypatch.setattr(memory, "_free_ram", lambda: 64 * 2**30)
     monkeypatch.setattr(memory, "_cgroup_limit", lambda: 32 * 2**30)
     with pytest.raises(
-        ValueError, match=r"memory \(1027.8 GiB per rank: .*\) must fit the 16.0 GiB .* at least 65 "
+        ValueError, match=r"--model_variant \(70b: 1027.8 GiB per rank, .*\) must fit the 16.0 GiB .* at least 65 "
     ) as error:
-        check_memory(estimate_memory(VARIANTS["70b"], Layout("none", 1, 1)), CPU, 2)
+        check_memory(estimate_memory(VARIANTS["70b"], Layout("none", 1, 1)), CPU, 2, "70b")
     assert "\n" not in str(error.value)
-    check_memory(estimate_memory(replace(VARIANTS["7b"], num_layers=1), Layout("none", 1, 1)), CPU, 2)
-    check_memory(estimate_memory(VARIANTS["7b"], Layout("fsdp", 1, 16)), CPU, 2)
+    check_memory(estimate_memory(replace(VARIANTS["7b"], num_layers=1), Layout("none", 1, 1)), CPU, 2, "7b")
+    check_memory(estimate_memory(VARIANTS["7b"], Layout("fsdp", 1, 16)), CPU, 2, "7b")
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ def test_strategies_fill_the_world_in_any_case() -> None:
             r"--hsdp_shard_size \(3\) must divide the world size \(8 = replicas x hsdp_shard_size\); valid sizes: 1, 2, 4, 8",
         ),
         (dict(sharding_strategy="hsdp", local=5), r"--hsdp_shard_size \(5\), the devices of a node, must divide"),
-        (dict(sharding_strategy="fsdp", hsdp_shard_size=2), r"--hsdp_shard_size \(2\) has no meaning under .*fsdp"),
     ],
 )
 def test_an_impossible_layout_names_its_factors(flags: dict[str, object], message: str) -> None:

@@ -37,7 +37,7 @@ def step(model: Llama, length: int = 24) -> tuple[torch.Tensor, list[torch.Tenso
 def test_checkpointed_blocks_are_evenly_spaced(num_blocks: int, text: str) -> None:
     share = parse_selective_checkpointing(text)
     chosen = select_blocks(num_blocks, share)
-    assert sum(chosen) == int(num_blocks * share)
+    assert sum(chosen) == max(1, int(num_blocks * share))
     places = [i for i, one in enumerate(chosen) if one]
     gaps = {b - a for a, b in zip(places, places[1:], strict=False)}
     assert not gaps or max(gaps) - min(gaps) <= 1

@@ -111,9 +111,32 @@ def test_the_alert_gets_the_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("out of memory, try --batch_size=1, or less", "out of memory, try --batch_size=1, or less"),
+        ('shard "a, b" {bad}', 'shard "a, b" {bad}'),
+        ("C:\\new \\ end", "C:\\new \\ end"),
+        ("one\ntwo\x1b[31m", "onetwo[31m"),
+    ],
+)
+def test_a_reason_is_told_to_its_end(folder: Path, reason: str, shown: str) -> None:
+    (folder / "status.json").write_text(json.dumps({"status": "failed", "step": 20, "reason": reason}) + "\n")
+    assert pulse(folder) == (3, f"GONE no process writes there; status failed: {shown}")
+
+
+def test_minutes_with_a_zero_in_front_are_no_alarm(folder: Path) -> None:
+    with FolderLock(folder):
+        age(folder, 7)
+        for minutes, code in (("08", 0), ("008", 0), ("07", 1), ("0", 1)):
+            assert pulse(folder, "--stalled-after-min", minutes)[0] == code
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--stalled-after-min", "soon"], "--stalled-after-min (soon) must be a whole number"),
+        (["--stalled-after-min", "x[$(echo 1 >&2)]"], "must be a whole number"),
+        (["--stalled-after-min", "9" * 30], "must be a whole number"),
         (["--job"], "--job needs a value"),
         (["--jobs", "3"], "--jobs is not a flag"),
         (["elsewhere"], "RUN_FOLDER (elsewhere) must be the folder of a run"),

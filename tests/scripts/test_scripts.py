@@ -44,7 +44,7 @@ def test_defaults_then_the_users_flags(repo: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     argv = called(repo)["argv"]
     assert argv[0] == "--model_variant=quickstart" and argv[-2:] == ["--num-steps=50", "--run_name=mine"]
-    assert "--seq_length=128" in argv and "--data_path=data/quickstart" in argv and "--num_steps=900" in argv
+    assert "--seq_length=128" in argv and "--data_path=data/quickstart" in argv and "--num_steps=900" not in argv
     console = (repo / "runs/mine/console.txt").read_text()
     for word in ("said on stdout", "said on stderr"):
         assert word in console and word in ended.stdout
@@ -79,6 +79,58 @@ def test_a_default_that_contradicts_the_users_flag_is_dropped(repo: Path, flag: 
     argv = called(repo)["argv"]
     assert flag in argv and dropped not in [argument.split("=")[0] for argument in argv]
     assert train(repo, "--num_tokens=1M", "--num_steps=5").returncode == 2  # the user's own contradiction stays
+
+
+@pytest.mark.parametrize(
+    ("given", "dropped"),
+    [
+        (["--batch_size=4"], "--batch_size"),
+        (["--batch-size=4"], "--batch_size"),
+        (["--batch_size", "4"], "--batch_size"),
+        (["-batch-size", "4"], "--batch_size"),
+        (["--datasets=stdlib"], "--weights"),
+        (["--checkpoint-schedule", "5"], "--checkpoint_interval"),
+        (["--output_dir", "runs/mine"], "--output_dir"),
+        (["--output-dir=runs/mine"], "--output_dir"),
+    ],
+)
+def test_a_flag_of_the_users_in_any_spelling_is_given_once(repo: Path, given: list[str], dropped: str) -> None:
+    """Given twice with two values it would be refused."""
+    ended = train(repo, *given, RUN_NAME="job-7")
+    assert ended.returncode == 0, ended.stderr
+    argv = [str(word) for word in called(repo)["argv"]]
+    assert argv[-len(given) - ("output" not in dropped) :][: len(given)] == given
+    names = [word.lstrip("-").replace("-", "_").partition("=")[0] for word in argv if word.startswith("-")]
+    assert len(set(names)) == len(names)
+    assert (dropped[2:] in names) == (given[0].lstrip("-").replace("-", "_").startswith(dropped[2:]))
+
+
+def test_the_hint_for_a_longer_run_names_its_length_once(repo: Path) -> None:
+    ended = train(repo, "--num-steps", "5", "--run_name=my run")
+    assert "longer  bash scripts/train.sh --run_name=my\\ run --num_steps=3000" in ended.stdout
+
+
+@pytest.mark.parametrize("name", ["NNODES", "NODE_RANK", "NPROC_PER_NODE", "MAX_RESTARTS", "MASTER_PORT", "SLURM_STEP_NUM_NODES",
+                                  "SLURM_GPUS_ON_NODE"])  # fmt: skip
+@pytest.mark.parametrize("text", ["x[$(touch ran)]", "abc", "-1", "08x", "9" * 30, "1\n2", "1.5"])
+def test_a_number_of_the_environment_is_checked_before_any_arithmetic(repo: Path, name: str, text: str) -> None:
+    ended = train(repo, "--num_steps=3", **{name: text})
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert ended.stderr.startswith(f"train.sh: error: {name} (") and "must be a whole number from" in ended.stderr
+    assert not (repo / "ran").exists() and not (repo / "called.json").exists() and not (repo / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["../../x", "..", "a\nb", "\x1b[31m"])
+def test_a_run_name_of_the_environment_is_a_bare_name(repo: Path, name: str) -> None:
+    ended = train(repo, RUN_NAME=name)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and ended.stderr.startswith("error: RUN_NAME (")
+    assert not (repo / "called.json").exists() and not (repo / "runs").exists() and not (repo.parent / "x").exists()
+
+
+def test_zero_processes_are_refused_and_zeros_in_front_are_not_octal(repo: Path) -> None:
+    ended = train(repo, NPROC_PER_NODE="0")
+    assert ended.returncode == 2 and "NPROC_PER_NODE (0) must be a whole number from 1" in ended.stderr
+    assert train(repo, NPROC_PER_NODE="01", MAX_RESTARTS="00").returncode == 0
 
 
 @pytest.mark.parametrize(

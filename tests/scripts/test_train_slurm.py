@@ -109,6 +109,28 @@ def test_a_stop_by_the_users_file_is_no_requeue(repo: Path, submit: Callable[...
     assert asked(repo) == []
 
 
+def test_outside_of_slurm_it_says_so(repo: Path) -> None:
+    for settings in (
+        {},
+        {"SLURM_SUBMIT_DIR": str(repo)},
+        {"SLURM_JOB_ID": "7"},
+        {"SLURM_SUBMIT_DIR": "/no", "SLURM_JOB_ID": "7"},
+    ):
+        ended = subprocess.run(
+            ["bash", repo / "scripts/train.slurm"], env=environment(**settings), capture_output=True, text=True
+        )
+        assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and ended.stderr.startswith("train.slurm: SLURM_")
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"step": null}', '{"step": 01}', '{"step": "x[$(touch ran)]"}'])
+def test_a_damaged_status_stops_no_chain(repo: Path, submit: Callable[..., subprocess.Popen[str]], text: str) -> None:
+    (repo / "runs/job-7").mkdir(parents=True)
+    (repo / "runs/job-7/status.json").write_text(text)
+    job = submit(PLAN="resume_me:75")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 75 and "requeued, to go on from step 3" in output, output
+
+
 def test_bad_input_ends_before_any_work(repo: Path, submit: Callable[..., subprocess.Popen[str]]) -> None:
     job = submit("--num_step=5")
     output, _ = job.communicate(timeout=60)

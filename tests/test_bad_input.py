@@ -1,0 +1,266 @@
+"""What cannot be used is refused in one line that names it, at once, with nothing written; what has no effect is refused or told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fms_fsdp.config import TrainConfig, as_dict
+from fms_fsdp.flags import SHIPPED, parse_flags, parse_with_origins
+from fms_fsdp.preflight import Preflight, preflight
+from fms_fsdp.runtime import World, set_up_log
+
+TINY = ("--model_variant=tiny", "--use_dummy_dataset=True", "--seq_length=128", "--batch_size=2", "--trackers=none")
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working folder, which a refused flag leaves empty."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    yield folder
+
+
+def plan(*argv: str, ranks: int = 1) -> Preflight:
+    """What a launch finds in front of its first collective; a flag given here replaces that of TINY."""
+    given = {argument.partition("=")[0] for argument in argv}
+    flags = [flag for flag in TINY if flag.partition("=")[0] not in given]
+    world = World(0, 0, ranks, ranks)
+    set_up_log(world)
+    return preflight(parse_with_origins(TrainConfig, [*flags, *argv]), world)
+
+
+def refusal(*argv: str, ranks: int = 1) -> str:
+    begin = time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        plan(*argv, ranks=ranks)
+    assert time.monotonic() - begin < 1
+    text = str(caught.value)
+    assert "\n" not in text and text.isprintable() and not list(Path().iterdir())
+    return text
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ("--num_steps=1e999999999", "--num_steps (1e999999999) must be at most 1,000,000,000,000,000"),
+        ("--num_steps=1e-999999999", "--num_steps (1e-999999999) must be an integer"),
+        ("--num_steps=-1e999999999", "--num_steps (-1e999999999) must be at least"),
+        ("--keep_last_n=1 --keep_steps=1e999999999", "--keep_steps (1e999999999) must be at most"),
+        ("--fsdp_activation_checkpointing=True --selective_checkpointing=1e-999999999", "--selective_checkpointing (1e-9999"),
+        ("--fsdp_activation_checkpointing=True --selective_checkpointing=every:1e999999999", "--selective_checkpointing (every"),
+        ("--num_attention_heads=1e12 --hidden_size=2e12 --num_kv_heads=7", "--num_kv_heads (7) must divide"),
+        ("--num_attention_heads=7 --hidden_size=1e15", "--num_attention_heads (7) must divide hidden_size"),
+        ("--num_steps=" + "9" * 1_000_000, "--num_steps (9999"),
+        ("--learning_rate=" + "9" * 1_000_000, "--learning_rate (9999"),
+    ],
+)  # fmt: skip
+def test_a_number_of_any_size_is_refused_without_a_hang(argv: str, named: str) -> None:
+    text = refusal(*argv.split())
+    assert text.startswith(named) and len(text) < 600
+
+
+def test_a_huge_global_batch_is_refused_without_a_hang() -> None:
+    text = refusal("--global_batch_size=999999999999999", "--batch_size=none", ranks=2)
+    assert text.startswith("--global_batch_size (999999999999999) must be divisible by the data-parallel size (2)")
+    assert "valid sizes: 1,3,9" in text
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.toml"])
+def test_a_huge_number_in_a_file_is_refused_with_the_file(empty: Path, name: str) -> None:
+    (empty.parent / name).write_text(
+        '{"num_steps": "1e999999999"}' if name == "a.json" else "num_steps = '1e999999999'"
+    )
+    assert refusal(f"--config={empty.parent / name}").startswith(
+        f"{empty.parent / name}: --num_steps (1e999999999) must"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ("--adam_beta1=1", "--adam_beta1 (1) must be below 1"),
+        ("--adam_beta2=1.0", "--adam_beta2 (1.0) must be below 1"),
+        ("--adam_eps=1e300", "--adam_eps (1e300) must be at most 1"),
+        (f"--seed={2**64}", f"--seed ({2**64}) must be at most"),
+        ("--num_steps=1e30", "--num_steps (1e30) must be at most"),
+        ("--num_tokens=1e40", "--num_tokens (1e40) must be at most"),
+        ("--max_epochs=1e308", "--max_epochs (1e308) must be at most"),
+        ("--eval_steps=1e30", "--eval_steps (1e30) must be at most"),
+        ("--seq_length=1e9", "--seq_length and --batch_size (774.9 GiB"),
+        ("--batch_size=1e15", "--seq_length and --batch_size ("),
+        ("--num_layers=1e15", "--model_variant (tiny: "),
+        ("--collective_timeout_s=1e30", "--collective_timeout_s (1e30) must be at most"),
+        ("--checkpoint_schedule=5@" + "9" * 5000, "--checkpoint_schedule (5@99"),
+        ("--dataset_builder=.a:b", "--dataset_builder (.a:b) must be importable"),
+        ("--dataset_builder=a:b.c", "--dataset_builder (a:b.c) must be importable"),
+        ("--attn_impl=efficient", "--attn_impl (efficient) exists on GPU only"),
+        ("--dist_backend=nccl", "--dist_backend (nccl) needs a GPU"),
+        ("--cpu_offload=True", "--cpu_offload (True) needs a sharded model; add --sharding_strategy=fsdp"),
+        ("--profiler_dir=/proc/x", "--profiler_dir (/proc/x) must be writable"),
+        ("--output_dir=/proc/x", "--output_dir (/proc/x) must be writable"),
+        ("--exit_duration_in_mins=0", "--exit_duration_in_mins (0) must be above 0"),
+        ("--datasets=,,", "--datasets (,,) must have no empty part"),
+        ("--init_std=0", "--init_std (0) must be above 0"),
+        (f"--logical_shards={2**200}", f"--logical_shards ({2**200}) must be at most"),
+        ("--skip_steps=abc", "--skip_steps (abc) must be a:b"),
+        ("--config=/", "--config (/) is not a file"),
+        ("--config=.", "--config (.) is not a file"),
+        ("--config=,", "--config () is not a file"),
+        ("---", "argument (---) is not a flag"),
+        ("-", "argument (-) is not a flag"),
+        ("--run_name=..", "--run_name (..) must be a bare name"),
+        ("--run_name=a/b", "--run_name (a/b) must be a bare name"),
+        ("--run_name=" + "a" * 300, "--run_name (aaa"),
+        ("--datasets=../..", "--datasets (../..) must be a subfolder's name"),
+        ("--datasets=/etc", "--datasets (/etc) must be a subfolder's name"),
+        ("--eval_datasets=a,b/../c", "--eval_datasets (b/../c) must be a subfolder's name"),
+        ("--model_variant=../../x", "--model_variant (../../x) must be a bare name"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_refused_before_any_work(argv: str, named: str) -> None:
+    assert refusal(*argv.split()).startswith(named)
+
+
+@pytest.mark.parametrize("text", ["a\nerror: forged", "a\0b", "\x1b[2Ja", "a\u2028b", "\udcff"])
+@pytest.mark.parametrize(
+    "flag", ["--run_name", "--output_dir", "--datasets", "--model_variant", "--config", "--no\tsuch"]
+)
+def test_a_name_cannot_forge_a_line(flag: str, text: str) -> None:
+    assert refusal(f"{flag}={text}").startswith(flag.split("\t")[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.json", "[1,2]", "must hold flags by name, not a list"),
+        ("a.json", '"x"', "must hold flags by name, not a str"),
+        ("a.json", "null", "must hold flags by name, not a NoneType"),
+        ("a.json", "[" * 100_000, "cannot be read"),
+        ("a.json", '{"a":' * 100_000, "cannot be read"),
+        ("a.toml", "a = " + "[" * 100_000, "cannot be read"),
+        ("a.json", '{"run_name": null}', "--run_name must be one value of type str, not a NoneType"),
+        ("a.json", '{"run_name": ["a"]}', "--run_name must be one value of type str, not a list"),
+        ("a.json", '{"keep_steps": [[1]]}', "--keep_steps must be one value of type int, not a list"),
+        ("a.json", '{"num_steps": 1, "training": {"num_steps": 2}}', "num_steps (1) is also given as (2)"),
+        ("a.json", '{"num_steps": %s}' % ("9" * 5000), "cannot be read"),
+        ("a.toml", "num_steps = 1\nnum-steps = 2", "num_steps (1) is also given as (2)"),
+        ("a.toml", "num_steps = nan", "--num_steps (nan) must be an integer"),
+        ("a.toml", "run_name = 2026-01-01", "--run_name must be one value of type str, not a date"),
+    ],
+)
+def test_a_file_of_flags_that_cannot_be_read_is_named(empty: Path, name: str, text: str, words: str) -> None:
+    path = empty.parent / name
+    path.write_text(text)
+    refused = refusal(f"--config={path}")
+    assert str(path) in refused and words in refused and len(refused) < 600
+
+
+def test_a_flag_given_twice_must_say_the_same() -> None:
+    for argv in ("--num_steps=5 --num_steps=6", "--num-steps 5 --num_steps=6", "--seed=5 --num_steps=5 --seed=6"):
+        assert " (5) is also given as (6); leave one of them out" in refusal(*argv.split())
+    assert "--use_profiler (True) is also given as (False)" in refusal("--use_profiler", "--nouse_profiler")
+    assert "--config (bench) is also given as (profile)" in refusal("--config=bench", "--config=profile")
+    assert plan("--num_steps=1000", "--num-steps", "1k").num_steps == 1000
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--selective_checkpointing=1/2",
+        "--selective_checkpointing=1/2 --fsdp_activation_checkpointing=False",
+        "--reduce_dtype=bf16 --sharding_strategy=none",
+        "--reshard_after_forward=False --sharding_strategy=ddp",
+        "--fsdp_prefetch=2 --sharding_strategy=none",
+        "--hsdp_shard_size=2 --sharding_strategy=fsdp",
+        "--skip_steps=5:7",
+        "--max_epochs=2",
+        "--data_path=elsewhere",
+        "--eval_steps=3",
+        "--data_kwargs=a=b",
+        "--resuming_dataset=False",
+        "--checkpoint_interval=7 --checkpoint_schedule=5",
+    ],
+)
+def test_a_typed_flag_that_other_flags_leave_without_effect_is_refused(argv: str) -> None:
+    flag, _, value = argv.split()[0].partition("=")
+    value = {"--max_epochs": "2.0"}.get(flag, value)
+    assert refusal(*argv.split()).startswith(f"{flag} ({value}) has no effect without ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "note"),
+    [
+        ("--reduce_dtype=bf16", "--reduce_dtype (bf16) has no effect without --sharding_strategy"),  # one rank
+        ("--fsdp_prefetch=2", "--fsdp_prefetch (2) has no effect"),
+        ("--selective_checkpointing=1", "--selective_checkpointing has no effect"),  # its default
+        ("--max_epochs=none", "--max_epochs has no effect"),
+        ("--matmul_precision=highest", "--matmul_precision (highest) has no effect without a GPU"),
+        ("--config=../site.toml", "--selective_checkpointing (1/2) has no effect"),  # from a file
+        ("--config=../site.toml", "--skip_steps (5:7) has no effect"),
+    ],
+)
+def test_a_flag_without_effect_for_other_reasons_is_told_in_one_line(
+    empty: Path, capfd: pytest.CaptureFixture[str], argv: str, note: str
+) -> None:
+    (empty.parent / "site.toml").write_text("selective_checkpointing = '1/2'\nskip_steps = '5:7'\n")
+    plan(argv)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(f"note: {note}")]
+    assert len(lines) == 1
+
+
+def test_every_pair_of_shipped_overlays_and_the_config_of_every_run_still_load(empty: Path) -> None:
+    names = sorted(path.stem for path in SHIPPED.glob("*.toml"))
+    for pair in itertools.permutations(names, 2):
+        config = parse_flags(TrainConfig, [f"--config={','.join(pair)}", "--ckpt_load_path=there", "--num_steps=5000"])
+        path = empty.parent / "config.json"
+        path.write_text(json.dumps(as_dict(config)))
+        assert parse_flags(TrainConfig, [f"--config={path}"]) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE (abc) must be a whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE (0) must be a whole number from 1"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE (2) needs MASTER_ADDR too"),
+        ({"RANK": "abc"}, "RANK (abc) must be a whole number from 0 to 0"),
+        ({"RANK": "1"}, "RANK (1) must be a whole number from 0 to 0"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK (-1) must be"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE (0) must be"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT (x) must be"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE (999"),
+    ],
+)
+def test_a_wrong_environment_is_named(changes: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError) as caught:
+        World.from_env()
+    assert str(caught.value).startswith(words) and len(str(caught.value)) < 400
+
+
+def test_a_job_end_that_is_no_time_counts_as_not_set(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fms_fsdp.runtime import job_end
+
+    for text, end in (("Unknown", None), ("", None), ("nan", None), ("1e9", None), ("4000000000", 4e9)):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", text)
+        assert job_end() == end
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "Unknown")
+    plan()
+    assert "note: SLURM_JOB_END_TIME (Unknown) is no time and counts as not set" in capfd.readouterr().out
+
+
+def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(empty: Path) -> None:
+    (empty.parent / "run" / "metrics.jsonl").mkdir(parents=True)
+    assert "must hold metrics.jsonl as a file" in refusal(f"--output_dir={empty.parent / 'run'}")
