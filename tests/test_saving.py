@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from fms_fsdp.checkpoint.folders import complete_steps, problems
 from fms_fsdp.checkpoint.retention import KeepPolicy
 from fms_fsdp.saving import to_delete
 from tests.checkpoint.test_checkpointer import saved
-from tests.cli import TINY, run, trained
+from tests.cli import TINY, run, status, trained
 
 
 def flip(path: Path, place: int) -> None:
@@ -64,3 +65,16 @@ def test_a_checkpoint_records_the_validation_loss_of_its_own_step_or_none(tmp_pa
     # evaluated at 0, 3, 6 and, though 8 is no multiple of 3, at the end
     assert len(found) == 4
     assert [state["validation_loss"] for state in states] == [found[1], None, None, found[3]]
+
+
+def test_a_full_disk_under_the_run_folder_saves_where_there_is_room(tmp_path: Path, small_disk: Path) -> None:
+    """metrics.jsonl, log.txt and TensorBoard's events meet it; the run says it in one line, fails, and has lost nothing."""
+    argv = [*TINY, "--num_steps=100000", "--checkpoint_interval=0", f"--ckpt_save_path={tmp_path}"]
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 48 * 1024))
+    result = run(*argv, f"--output_dir={small_disk / 'run'}")
+    assert result.returncode == 1 and "Traceback" not in result.stdout + result.stderr, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"failed: {small_disk}/run/metrics.jsonl cannot be written: No space left on device; make")
+    ended = status(small_disk / "run")
+    assert ended["status"] == "failed" and "metrics.jsonl" in ended["reason"]
+    assert complete_steps(tmp_path) == [ended["step"]] and not problems(tmp_path / f"step_{ended['step']}", deep=True)
