@@ -18,14 +18,18 @@ COMMANDS = {
         "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards",
     ),
     "inspect plan": (
-        "fms_fsdp.data.inspect_plan",
+        "fms_fsdp.tools.inspect.plan",
         "PlanConfig",
         "tokens and epochs of each source by step N, a picture",
     ),
-    "inspect step": ("fms_fsdp.data.inspect", "StepConfig", "files, documents and tokens in the rows of any step"),
-    "inspect find": ("fms_fsdp.data.inspect_find", "FindConfig", "when a document was or will be seen"),
+    "inspect step": (
+        "fms_fsdp.tools.inspect.step",
+        "StepConfig",
+        "files, documents and tokens in the rows of any step",
+    ),
+    "inspect find": ("fms_fsdp.tools.inspect.find", "FindConfig", "when a document was or will be seen"),
     "inspect verify": (
-        "fms_fsdp.data.inspect_verify",
+        "fms_fsdp.tools.inspect.verify",
         "VerifyConfig",
         "every shard against the counts, to its last token",
     ),

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
-from fms_fsdp.config import EvalConfig, ParallelConfig, TrainConfig, flag, from_dict
+from fms_fsdp.config import EvalConfig, ParallelConfig, TrainConfig, flag
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.held_out import HeldOut, open_held_out
 from fms_fsdp.mesh import build_mesh, resolve_layout
@@ -30,6 +30,7 @@ from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.fsdp import reshard
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.preflight import Preflight
+from fms_fsdp.recorded import recorded_config
 from fms_fsdp.runtime import World, log, pick_device, set_up_log, start, stop, sum_over_ranks
 from fms_fsdp.status import BadInput, RunFailed
 
@@ -252,7 +253,7 @@ def _open(config: EvaluateConfig) -> Checkpoint:
 
 def _run_config(config: EvaluateConfig, checkpoint: Checkpoint) -> TrainConfig:
     """The run's configuration, with evaluation on and the flags given here in their places."""
-    cfg = from_dict(checkpoint.state["config"])
+    cfg = recorded_config(checkpoint.state["config"], checkpoint.state["resolved"])
     given: dict[str, Any] = {name: getattr(config, name) for name in ("eval_data_path", "eval_datasets", "eval_steps")}
     section = replace(cfg.eval, **{name: value for name, value in given.items() if value}, eval_at_start=True)
     data = replace(cfg.data, data_path=config.data_path or cfg.data.data_path)

@@ -32,6 +32,7 @@ from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.parallel.compile import check_compile
 from fms_fsdp.parallel.memory import check_memory, estimate_memory
+from fms_fsdp.recorded import working_folder
 from fms_fsdp.resume import Start, check_model, differences, schedule_jump
 
 # tracker → the package it needs, and what pip installs it by
@@ -87,6 +88,7 @@ class Preflight:
             "mixed_precision": self.mixed_precision,
             "num_steps": self.num_steps,
             "versions": runtime.versions(),
+            "working_dir": working_folder(),
         }
 
     def summary(self) -> str:

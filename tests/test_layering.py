@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 # from the bottom; a module may import its own package and whatever stands on an earlier line
 LAYERS = [
     ["config", "safe_names"],
-    ["cpu_threads", "status", "flags", "folder_lock"],
+    ["cpu_threads", "status", "flags", "folder_lock", "recorded"],
     ["stop_signal"],
     ["runtime"],
     ["guards", "limits"],
@@ -27,6 +27,7 @@ LAYERS = [
     ["claim"],
     ["evaluate", "observe", "saving"],
     ["train"],
+    ["tools"],
     ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -206,6 +206,10 @@ class History:
         self.segments.append(segment)
 
     def _segment(self, step: int) -> Segment:
+        if step <= self.segments[0].after:
+            raise ValueError(
+                f"step ({step}) must lie after step {self.segments[0].after}, where the data of the run begin"
+            )
         return next(segment for segment in reversed(self.segments) if segment.after < step)
 
     def _first(self, step: int) -> int:

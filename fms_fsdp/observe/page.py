@@ -57,8 +57,10 @@ def _render(runs: Sequence[RunHistory], smoothing: float, png_of: Path | None) -
         raise ValueError("report needs matplotlib, which is not installed; pip install 'fms_fsdp[track]'") from None
     from fms_fsdp.observe.charts import draw
 
+    with matplotlib.rc_context({"text.parse_math": False}):  # names may hold any sign
+        figures = draw(runs, smoothing)
     drawings = {}
-    for name, figure in draw(runs, smoothing).items():
+    for name, figure in figures.items():
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
             text = io.StringIO()
             figure.savefig(text, format="svg", metadata={"Date": None})
@@ -122,6 +124,8 @@ def _facts(run: RunHistory) -> dict[str, str]:
             facts[label] = format(values[len(values) // 2], text)
     if run.seconds > 0:
         facts["tokens a day, start-ups and saves included"] = f"{86400 * last['tokens_seen'] / run.seconds:,.0f}"
+    if last.get("masked_rows"):
+        facts["rows masked in the last launch"] = f"{last['masked_rows']:,}"
     if "energy_kwh" in last:
         facts["energy of the last launch"] = f"{last['energy_kwh']:.3f} kWh"
     if resolved:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fms_fsdp.data.permute import bit_reverse, derive_key, hash64, mix64, mix64_int, permute, unpermute
+from fms_fsdp.data.permute import bit_reverse, derive_key, mix64, mix64_int, permute, unpermute
 
 
 def test_permutation_is_a_bijection_for_every_n_up_to_5000() -> None:
@@ -42,7 +42,6 @@ def test_mixing_agrees_between_arrays_and_integers_and_with_the_published_genera
 def test_keys_depend_on_the_order_of_their_parts() -> None:
     assert derive_key(1, 2) != derive_key(2, 1) != derive_key(2, 1, 0)
     assert derive_key(-1) == derive_key(2**64 - 1)
-    assert hash64("lang=en/dataset=web") == 0x6C4E70C4D9B6B0A1 or hash64("a") != hash64("b")
 
 
 @pytest.mark.parametrize("bits", [0, 1, 5, 10])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fms_fsdp.data.inspect import InspectConfig, inspected, row_record, step_fingerprint
+from fms_fsdp.tools.inspect.step import InspectConfig, inspected, row_record, step_fingerprint
 from tests.cli import metrics, trained
 from tests.data.corpora import SEP, Files, write_corpus
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +78,30 @@ def test_how_a_job_ends(
     assert (folder / "slurm_job").read_text() == ("5\n" if settings else "7\n")
     call = json.loads((repo / "called.json").read_text())
     assert call["env"]["SLURM_JOB_END_TIME"] == "4000000000"
+
+
+def test_a_job_at_its_exit_step_is_not_requeued(repo: Path, submit: Callable[..., subprocess.Popen[str]]) -> None:
+    for _ in range(2):  # the second one makes no step
+        job = submit(PLAN="resume_me:75", REASON="--exit_step (3) is reached, at step 3; start it again to go on")
+        output, _ = job.communicate(timeout=60)
+        assert job.returncode == 75 and "stopped at --exit_step" in output, output
+    assert asked(repo) == []
+
+
+def test_a_stop_does_not_reach_the_launch_of_another_job(
+    repo: Path, submit: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """The folder is another launch's: this job's launch was refused, or has not yet taken it."""
+    job = submit(PLAN="stop_file")
+    wait_for(repo / "waiting")
+    folder = repo / "runs/job-7"
+    (folder / "slurm_job").write_text("6\n")
+    job.send_signal(signal.SIGTERM)
+    time.sleep(4)
+    assert not (folder / "STOP").exists()
+    (folder / "slurm_job").write_text("7\n")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 75, output
 
 
 def test_a_job_that_made_no_step_ends_the_chain(repo: Path, submit: Callable[..., subprocess.Popen[str]]) -> None:

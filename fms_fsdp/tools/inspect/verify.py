@@ -22,8 +22,8 @@ import numpy.typing as npt
 from fms_fsdp.config import flag
 from fms_fsdp.data.arrow_shard import Documents, Shard, ShardError
 from fms_fsdp.data.files import Files
-from fms_fsdp.data.inspect import InspectConfig, data_section, inspected, read_run
 from fms_fsdp.data.manifest import Corpus, Source, check_shard, open_corpus
+from fms_fsdp.tools.inspect.step import InspectConfig, data_section, inspected, read_run
 
 SLICE_TOKENS = 1 << 20
 SHOWN_PROBLEMS = 5  # of one shard
@@ -161,7 +161,7 @@ def _check_ends(
 def main(config: VerifyConfig) -> None:
     """The command `inspect verify`. Raises: ValueError with the number of problems, after a line for each."""
     run = read_run(Path(config.run)) if config.run else None
-    section = data_section(config, run.data if run else {})
+    section = data_section(config, run.data if run else None)
     corpus = open_corpus(dataclasses.replace(section, seq_length=1, on_missing="mask"), check_shards=False)
     vocab_size = config.vocab_size or (run.vocab_size if run else None) or corpus.vocab_size
     num_shards, num_bad, num_problems = sum(len(source.paths) for source in corpus.sources), 0, 0
@@ -185,6 +185,6 @@ def main(config: VerifyConfig) -> None:
     counters = getattr(corpus.files, "counters", None)
     if counters is not None:
         print(f"storage: {counters}")
-    if run and run.state:
+    if run and run.checkpoint:
         with inspected(config):
             print(f"they are those of the run's checkpoint of step {run.step}")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fms_fsdp.data.inspect import Inspected
 from fms_fsdp.data.permute import I64
+from fms_fsdp.tools.inspect.step import Inspected
 
 STEP_RANGES = 120
 SAMPLED_SHARDS = 8  # of a source

@@ -14,11 +14,11 @@ import numpy as np
 from fms_fsdp.config import flag
 from fms_fsdp.data.batch import IGNORED_LABEL, empty_batch
 from fms_fsdp.data.history import Segment
-from fms_fsdp.data.inspect import InspectConfig, Inspected, inspected
 from fms_fsdp.data.manifest import Source
 from fms_fsdp.data.mixture import NUM_SLOTS
 from fms_fsdp.data.pieces import Row
 from fms_fsdp.data.tapes import Geometry
+from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected
 
 MANY_EPOCHS = 4  # Source: Muennighoff et al., "Scaling data-constrained language models" (2023)
 _SHOWN_ENDS = 4
@@ -240,7 +240,7 @@ def main(config: PlanConfig) -> None:
         for line in warnings_of(plans, num_steps):
             print(f"warning: {line}")
         if config.plot:
-            from fms_fsdp.data.inspect_plot import draw
+            from fms_fsdp.tools.inspect.plot import draw
 
             draw(data, num_steps, config.plot)
             print(f"picture in {config.plot}")

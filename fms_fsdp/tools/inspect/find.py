@@ -19,9 +19,9 @@ import numpy as np
 
 from fms_fsdp.config import flag
 from fms_fsdp.data.corpus_rows import Place
-from fms_fsdp.data.inspect import InspectConfig, Inspected, inspected
 from fms_fsdp.data.manifest import Source, nearest
 from fms_fsdp.data.tapes import REST
+from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,24 @@ the flags of the run folder, or with those given here.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import DataConfig, TrainingConfig, flag
 from fms_fsdp.data.arrow_shard import ShardError
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.corpus_rows import CorpusRows, Place
 from fms_fsdp.data.manifest import Corpus, open_corpus
 from fms_fsdp.data.tapes import TAIL
+from fms_fsdp.recorded import recorded_config
+from fms_fsdp.resume import Start, find_start
 
 ANY_VOCABULARY = 1 << 32
 _DATA_FLAGS = ("data_path", "datasets", "weights", "seq_length", "packing", "logical_shards", "sep_token", "skip_steps")
@@ -78,13 +80,22 @@ class Inspected:
 class Run:
     """What a run folder says."""
 
-    data: dict[str, Any]
+    data: DataConfig
     seed: int
     batch: int
     vocab_size: int | None
     num_steps: int | None
-    state: dict[str, Any] | None
-    step: int
+    start: Start | None  # None: it has trained no step
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint whose data go on."""
+        return self.start.checkpoint if self.start and not self.start.fresh_data else None
+
+    @property
+    def step(self) -> int:
+        """The last step trained on."""
+        return self.start.checkpoint.step if self.start and self.start.checkpoint else 0
 
 
 @contextmanager
@@ -94,7 +105,7 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
     Raises: ValueError, FileNotFoundError: bad flags, no such run, data other than the run's.
     """
     run = read_run(Path(config.run)) if config.run else None
-    section = data_section(config, run.data if run else {})
+    section = data_section(config, run.data if run else None)
     batch = config.global_batch_size or (run.batch if run else 0)
     if not batch:
         raise ValueError(
@@ -113,64 +124,50 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
     )
     try:
         corpora, changes = [corpus], list[str]()
-        if run and run.state:
-            changes = rows.load(run.state, run.step)
-            corpora += _open_dropped(rows, section, corpus, run.state)
+        if run and run.checkpoint:
+            state = run.checkpoint.state["data"]
+            changes = rows.load(state, run.step)
+            corpora += _open_dropped(rows, section, corpus, state)
+        elif run:
+            rows.begin_after(run.step)
         num_steps = run.num_steps if run else None
         yield Inspected(rows, tuple(corpora), section, vocab_size, run.step if run else 0, num_steps, tuple(changes))
     finally:
         rows.close()
 
 
-def data_section(config: InspectConfig, of_run: dict[str, Any]) -> DataConfig:
+def data_section(config: InspectConfig, of_run: DataConfig | None) -> DataConfig:
     """Returns the run's data flags with those given on the command line in their place."""
-    known = {spec.name for spec in dataclasses.fields(DataConfig)}
-    values: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in of_run.items() if name in known
-    }
-    if values.get("use_dummy_dataset") or values.get("dataset_builder"):
-        kind = "synthetic tokens" if values["use_dummy_dataset"] else "a dataset_builder of its own"
+    section = of_run or DataConfig()
+    if section.use_dummy_dataset or section.dataset_builder:
+        kind = "synthetic tokens" if section.use_dummy_dataset else "a dataset_builder of its own"
         raise ValueError(f"run ({config.run}) trained on {kind}, which inspect cannot follow; inspect a run on shards")
     given = {name: getattr(config, name) for name in _DATA_FLAGS}
     given = {name: value for name, value in given.items() if value not in (None, "", ())}
-    if "datasets" in given and "weights" not in given:
-        values.pop("weights", None)
-    return DataConfig(**values | given)
+    if "datasets" in given:
+        given.setdefault("weights", ())
+    return replace(section, **given)
 
 
 def read_run(folder: Path) -> Run:
-    """Reads the newest launch's flags, and the data state of the checkpoint that the run would go on from."""
+    """Reads the newest launch's flags, and the checkpoint that the run would go on from.
+
+    Raises: ValueError, FileNotFoundError: no such run, or training would refuse its checkpoints.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"run ({folder}) must be a run folder with config.json; look under runs/")
     try:
-        config = json.loads(path.read_text())
-        resolved, checkpoints = config["resolved"], config["checkpoint"]
-        state = _newest_state(Path(checkpoints["ckpt_save_path"] or folder / "checkpoints"))
-        if state is None and checkpoints["ckpt_load_path"] and not checkpoints["load_model_only"]:
-            state = _newest_state(Path(checkpoints["ckpt_load_path"]))
-        return Run(
-            data=config["data"],
-            seed=config["training"]["seed"],
-            batch=resolved["batch"]["global_batch_size"],
-            vocab_size=resolved["model"]["vocab_size"],
-            num_steps=resolved.get("num_steps"),
-            state=state["data"] if state else None,
-            step=int(state["step"]) if state else 0,
-        )
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"run ({folder}) has a config.json or checkpoint that cannot be read: {error!r}") from None
-
-
-def _newest_state(root: Path) -> dict[str, Any] | None:
-    """Returns train_state.json of a step folder, or of the newest complete one below `root`; None without one."""
-    found = [root, *root.glob("step_*")]
-    complete = [path for path in found if re.fullmatch(r"step_\d+", path.name) and (path / ".metadata").is_file()]
-    files = [path / "train_state.json" for path in complete if (path / "train_state.json").is_file()]
-    if not files:
-        return None
-    state: dict[str, Any] = json.loads(max(files, key=lambda file: int(file.parent.name[5:])).read_text())
-    return state
+        content = json.loads(path.read_text())
+        cfg, resolved = recorded_config(content, content["resolved"]), content["resolved"]
+        batch, vocab_size = resolved["batch"]["global_batch_size"], resolved["model"]["vocab_size"]
+        num_steps = resolved.get("num_steps")
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"run ({folder}) has a config.json that cannot be read: {error!r}") from None
+    kept = replace(cfg.checkpoint, resume="auto")
+    begin = find_start(replace(cfg, checkpoint=kept, log=replace(cfg.log, output_dir=str(folder))))
+    start = begin if begin.continues else None
+    return Run(cfg.data, cfg.training.seed, batch, vocab_size, num_steps, start)
 
 
 def _open_dropped(rows: CorpusRows, section: DataConfig, corpus: Corpus, state: dict[str, Any]) -> list[Corpus]:
@@ -178,7 +175,7 @@ def _open_dropped(rows: CorpusRows, section: DataConfig, corpus: Corpus, state: 
     opened = []
     for name in sorted(set(state["manifest"]) - {source.name for source in corpus.sources}):
         try:
-            dropped = open_corpus(dataclasses.replace(section, datasets=(name,), weights=()), corpus.files.clone())
+            dropped = open_corpus(replace(section, datasets=(name,), weights=()), corpus.files.clone())
         except FileNotFoundError:
             continue  # its steps can still be placed, its documents not be named
         if dropped.sources[0].digest != state["manifest"][name][0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,21 @@ import numpy as np
 import pytest
 
 from fms_fsdp.__main__ import main as command
+from fms_fsdp.checkpoint.folders import checksum, render_files
 from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, TrainingConfig, as_dict
 from fms_fsdp.data.batch import fingerprint
-from fms_fsdp.data.inspect import InspectConfig, Inspected, inspected, row_record, step_fingerprint
-from fms_fsdp.data.inspect_find import Seen, find_document, find_file
-from fms_fsdp.data.inspect_plan import describe_plan, ignored_share, plan_sources
-from fms_fsdp.data.inspect_plot import document_lengths, mixture_over_time
-from fms_fsdp.data.inspect_verify import verify_corpus
 from fms_fsdp.data.stream import TokenStream
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.recorded import recorded_config
+from fms_fsdp.resume import find_start
+from fms_fsdp.tools.inspect.find import Seen, find_document, find_file
+from fms_fsdp.tools.inspect.plan import describe_plan, ignored_share, plan_sources
+from fms_fsdp.tools.inspect.plot import document_lengths, mixture_over_time
+from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected, row_record, step_fingerprint
+from fms_fsdp.tools.inspect.verify import verify_corpus
 from tests.data.corpora import SEP, VOCAB, Files, write_corpus, write_counts, write_lists
 
+NUM_STEPS = 900  # of a run
 SIZES = {"a": [6000, 3000], "b": [3000], "c": [1500]}
 Item = tuple[int, int, int, int, int]  # step, row, at, start, stop
 
@@ -86,12 +91,26 @@ def write_run(folder: Path, files: Files, stream: TokenStream, step: int, **data
     section = files.section(**{"seq_length": 32, **data})
     config = TrainConfig(data=section, training=TrainingConfig(seed=1), checkpoint=CheckpointConfig())
     batch = stream.rows.global_batch_size
-    resolved = {"batch": {"global_batch_size": batch}, "model": {"vocab_size": VOCAB}}
+    sizes = {"batch_size": batch, "global_batch_size": batch}
+    resolved = {
+        "batch": sizes,
+        "model": asdict(LlamaConfig(1, 8, 8, 1, 1, VOCAB)),
+        "num_steps": NUM_STEPS,
+    }
     checkpoint = folder / "checkpoints" / f"step_{step}"
     checkpoint.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**as_dict(config), "resolved": resolved}))
-    (checkpoint / "train_state.json").write_text(json.dumps({"step": step, "data": stream.state_dict()}))
+    state = {
+        "step": step,
+        "tokens_seen": 0,
+        "data": stream.state_dict(),
+        "config": as_dict(config),
+        "resolved": resolved,
+    }
+    (checkpoint / "train_state.json").write_text(json.dumps(state))
     (checkpoint / ".metadata").touch()
+    files_ = {path.name: (path.stat().st_size, checksum(path)) for path in checkpoint.iterdir()}
+    (checkpoint / "files.json").write_text(render_files(files_))
     return folder
 
 
@@ -115,8 +134,27 @@ def run(files: Files, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
 def test_a_run_folder_gives_the_fingerprints_of_every_step_of_its_history(run: tuple[Path, list[int]]) -> None:
     folder, prints = run
     with inspected(InspectConfig(run=str(folder))) as data:
-        assert data.step == 60 and data.num_steps == TrainingConfig().num_steps
+        assert data.step == 60 and data.num_steps == NUM_STEPS
         assert [step_fingerprint(data, step) for step in range(1, 61)] == [f"{value:016x}" for value in prints]
+
+
+def test_inspect_takes_the_checkpoint_that_training_would_take(run: tuple[Path, list[int]], tmp_path: Path) -> None:
+    """Damaged ones are passed over; where none is sound it is refused with the words of the run."""
+    folder, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    shutil.copytree(run[0], folder)
+    with open(root / "step_60" / "train_state.json", "a") as file:
+        file.write(" ")
+    with inspected(InspectConfig(run=str(folder))) as data:
+        assert data.step == 40
+    for step in (20, 40, 60):
+        (root / f"step_{step}" / "files.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    cfg = recorded_config(config, {**config["resolved"], "working_dir": "/"})
+    with pytest.raises(ValueError, match="must be sound; none is") as refused:
+        find_start(replace(cfg, log=replace(cfg.log, output_dir=str(folder))))
+    with pytest.raises(ValueError) as told, inspected(InspectConfig(run=str(folder))):
+        pass
+    assert str(told.value) == str(refused.value)
 
 
 def test_find_agrees_with_step_through_a_runs_changes(files: Files, run: tuple[Path, list[int]]) -> None:
