@@ -55,7 +55,7 @@ class PruneConfig:
 def run_list(config: ListConfig) -> None:
     for folder in _folders(config.path):
         wrong = _problems(folder)
-        state = read_state(folder)
+        state = {} if wrong else read_state(folder)
         loss = state.get("validation_loss")
         print(
             f"{folder.name:<16} {tree_bytes(folder) / _GIB:9.3f} GiB  tokens {state.get('tokens_seen', 0):>16,}  "

@@ -31,18 +31,27 @@ import numpy as np
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
 from fms_fsdp.safe_names import open_regular, safe_name
 
+Shape = Any  # see _STATE_SHAPE
+Number = "number"
 FILES, STATE, METADATA = "files.json", "train_state.json", ".metadata"
 _PAGE = 4096
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _ANY = re.compile(r"step_([0-9]+)(?:\.(partial|damaged|superseded|deleted)(?:-\d+)?)?")
 _LARGEST_JSON = 256 << 20
-# what a run needs of train_state.json
-_STATE_SHAPE: dict[str, Any] = {
+# what a run needs of train_state.json: a type, a list or a table of one shape, a row of given shapes, or a table of given names
+_STATE_SHAPE: Shape = {
     "step": int,
     "tokens_seen": int,
     "data": dict,
-    "config": {"optim": dict},
+    "config": {"": dict, "optim": {"": Number}},
     "resolved": {"model": dict, "batch": {"batch_size": int, "global_batch_size": int}, "num_steps": int},
+}
+_SYNTHETIC_SHAPE: Shape = {"history": [(int, int, int)]}
+_CORPUS_SHAPE: Shape = {
+    "history": [{"step": int, "batch": int, "seq_length": int, "weights": {"": Number}}],
+    "skipped": [[int]],
+    "manifest": {"": (str, int, int, object)},
+    "fit": {"": {"": [int]}},
 }
 
 
@@ -210,9 +219,15 @@ def _state_problem(folder: Path) -> str:
         return text
     if folder.name != f"step_{state['step']}":
         return f"{STATE} is of step {state['step']}"
-    numbers = [state.get("save_s"), state.get("validation_loss"), *state["config"]["optim"].values()]
-    if not all(value is None or type(value) in (int, float) for value in numbers):
-        return f"{STATE} has text where a number must be"
+    versions = {"versions": {"": str}} if "versions" in state["resolved"] else {}
+    data = state["data"]  # of our own streams; a user's stream knows its own
+    data_shape = _SYNTHETIC_SHAPE if "synthetic" in data else _CORPUS_SHAPE if data.get("state_version") == 2 else {}
+    numbers: Shape = {name: Number for name in ("save_s", "validation_loss") if name in state}
+    for part, shape in ((state["resolved"], versions), (state, numbers), (data, data_shape)):
+        if text := _mismatch(part, shape, STATE):
+            return text
+    if data_shape and not data["history"]:
+        return f"{STATE} has no history of the data"
     try:
         model = asdict(model_from_dict(state["resolved"]["model"]))
     except (TypeError, ValueError):
@@ -222,13 +237,23 @@ def _state_problem(folder: Path) -> str:
     return f"{STATE} has a model whose {wrong[0]} is {model[wrong[0]]!r}" if wrong else ""
 
 
-def _mismatch(value: Any, shape: Any, name: str) -> str:
-    if not isinstance(shape, dict):
-        right = type(value) is shape and (shape is not int or value >= 0)
-        return "" if right else f"{name} must be a {shape.__name__}"
-    if not isinstance(value, dict):
-        return f"{name} must be a dict"
-    texts = (_mismatch(value.get(key), inner, f"{name}: {key}") for key, inner in shape.items())
+def _mismatch(value: Any, shape: Shape, name: str) -> str:
+    """Where `value` is not of that shape, in words; empty if it is. No whole number may need more than 64 bits."""
+    inner: Iterable[tuple[str, Any, Shape]] = ()
+    if isinstance(shape, dict) and isinstance(value, dict):
+        named = [(key, value.get(key), part) for key, part in shape.items() if key]
+        inner = named + [(key, item, shape[""]) for key, item in value.items() if "" in shape and key not in shape]
+    elif isinstance(shape, list) and isinstance(value, list):
+        inner = [(str(place), item, shape[0]) for place, item in enumerate(value)]
+    elif isinstance(shape, tuple) and isinstance(value, list) and len(value) == len(shape):
+        inner = [(str(place), item, part) for place, (item, part) in enumerate(zip(value, shape, strict=True))]
+    elif shape is Number:
+        return "" if value is None or type(value) in (bool, int, float) else f"{name} must be a number"
+    elif shape is int:
+        return "" if type(value) is int and 0 <= value < 2**63 else f"{name} must be a whole number"
+    elif not isinstance(shape, type) or not isinstance(value, shape):
+        return f"{name} is of the wrong type"
+    texts = (_mismatch(item, part, f"{name}: {key}") for key, item, part in inner)
     return next((text for text in texts if text), "")
 
 

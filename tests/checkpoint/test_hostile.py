@@ -99,6 +99,7 @@ def move_out(metadata: Any) -> None:
         info.relative_path = "../../secret"
 
 
+CORPUS = {"state_version": 2, "history": [], "skipped": [], "manifest": {}, "fit": {}}
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "a FIFO as files.json": fifo(FILES),
     "a FIFO as train_state.json": fifo(STATE),
@@ -119,6 +120,14 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a model of text": rewrite_state(lambda state: state["resolved"]["model"].update(hidden_size="8")),
     "a model of 10^12 layers": rewrite_state(lambda state: state["resolved"]["model"].update(num_layers=10**12)),
     "a learning rate of text": rewrite_state(lambda state: state["config"]["optim"].update(learning_rate="x")),
+    "a section of the configuration that is a number": rewrite_state(lambda state: state["config"].update(log=5)),
+    "versions in a list": rewrite_state(lambda state: state["resolved"].update(versions=[1])),
+    "tokens of 400 digits": rewrite_state(lambda state: state.update(tokens_seen=10**400)),
+    "a loss of text": rewrite_state(lambda state: state.update(validation_loss="low")),
+    "a history that is a number": rewrite_state(lambda state: state.update(data={"synthetic": 256, "history": 5})),
+    "a history that is empty": rewrite_state(lambda state: state.update(data={"synthetic": 256, "history": []})),
+    "a corpus without a manifest": rewrite_state(lambda state: state.update(data=CORPUS | {"manifest": None})),
+    "a corpus of weights in a list": rewrite_state(lambda state: state.update(data=CORPUS | {"history": [5]})),
     "another step": rewrite_state(lambda state: state.update(step=3)),
     "a step of text": rewrite_state(lambda state: state.update(step="2")),
     "a state that is a list": replace(STATE, b"[]"),
