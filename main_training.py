@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.cpu_threads import set_thread_waiting
 from fms_fsdp.flags import Parsed, describe, parse_with_origins
-from fms_fsdp.status import FINISHED, RESUME_ME, Launch, checking_input
+from fms_fsdp.status import FINISHED, RESUME_ME, Launch, RunFailed, checking_input
 from fms_fsdp.stop_signal import StopSignal
 
 if TYPE_CHECKING:
@@ -144,7 +144,16 @@ def loop(
         per_step = (reporter.rows_per_step, reporter.tokens_per_step)
         spent, eval_interval = reporter.clock.totals, cfg.eval.eval_interval
         limits = Limits(
-            cfg.training, folder, rank, found.start, *per_step, signals, saver.expected_s, spent, eval_interval
+            cfg.training,
+            folder,
+            rank,
+            found.start,
+            *per_step,
+            signals,
+            saver.expected_s,
+            spent,
+            eval_interval,
+            reporter.problem,
         )
         bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name)
         evaluator = Evaluator(cfg.eval, mask, found, model, reporter, saver, watchdog.feed, mark)
@@ -166,6 +175,8 @@ def loop(
         if not limits.before_first_step():
             launch.step = train(recipe, stream, hooks, found.start, found.num_steps)
         bad_steps.flush()
+        if problem := reporter.problem():
+            raise RunFailed(f"{problem}; make room and start it again: it goes on from the newest checkpoint")
     return limits
 
 

@@ -27,6 +27,7 @@ class Limits:
     """The limits of one launch, and `reason`: in words, why it ends.
 
     `save_s(step)`: seconds that saving may take if the launch ends after the step that follows. `spent`: seconds of this launch by part.
+    `problem()`: on rank 0, why its records cannot be written.
     """
 
     section: TrainingConfig
@@ -39,6 +40,7 @@ class Limits:
     save_s: Callable[[int], float]
     spent: Mapping[str, float]
     eval_interval: int
+    problem: Callable[[], str]
     reason: str = ""
     _step_began: float = field(default_factory=time.monotonic)
     _slowest_step_s: float = 0.0
@@ -49,10 +51,10 @@ class Limits:
     _is_late: bool = False
 
     def requests(self, step: int) -> list[int]:
-        """What this rank asks for before `step`: a stop by signal, by the file, by the clock; each 0 or 1."""
+        """What this rank asks for before `step`: a stop by signal, the file, the clock, or as it cannot report; each 0 or 1."""
         now = time.monotonic()
         self._measure(step, now)
-        asked = [int(bool(self.signals.name)), 0, 0]
+        asked = [int(bool(self.signals.name)), 0, 0, int(bool(self.problem()))]
         if self.rank == 0:
             if now - self._file_checked >= 1.0:
                 self._file_checked = now
@@ -80,7 +82,7 @@ class Limits:
         self._is_late = requests.device.type == "cuda"
         before, self._heard = self._heard, HostCopy(requests)
         heard = before if self._is_late else self._heard
-        self.reason = self._limit_reached(step) or self._request_heard(heard.read() if heard else [0, 0, 0])
+        self.reason = self._limit_reached(step) or self._request_heard(heard.read() if heard else [0, 0, 0, 0])
         return bool(self.reason)
 
     def before_first_step(self) -> bool:
@@ -102,7 +104,9 @@ class Limits:
         return ""
 
     def _request_heard(self, requests: list[int]) -> str:
-        by_signal, by_file, by_clock = requests
+        by_signal, by_file, by_clock, by_problem = requests
+        if by_problem:
+            return self.problem() or "rank 0 cannot write its records"
         if by_signal:
             return f"stopped by {self.signals.name or 'a signal to another rank'}"
         if by_file:

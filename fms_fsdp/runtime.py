@@ -294,6 +294,7 @@ def show_progress(text: str) -> None:
 def log_to_file(path: Path) -> None:
     """Also appends this rank's lines to `path`, with the time."""
     handler = logging.FileHandler(path)
+    handler.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk, which metrics.jsonl tells
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from fms_fsdp.limits import Limits
 def limits(folder: Path, spent: dict[str, float], eval_interval: int = 0, **flags: float) -> Limits:
     section = TrainingConfig(**flags)  # type: ignore[arg-type]
     signals = SimpleNamespace(name="", can_save=False)  # a real one would take the signals of the tests' own process
-    return Limits(section, folder, 0, 0, 1, 1, signals, lambda step: 20.0, spent, eval_interval)  # type: ignore[arg-type]
+    rest: Any = (signals, lambda step: 20.0, spent, eval_interval, str)
+    return Limits(section, folder, 0, 0, 1, 1, *rest)
 
 
 def stepped(ends: Limits, spent: dict[str, float], step: int, **parts: float) -> bool:

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers
-from fms_fsdp.config import ModelConfig, TrainConfig
-from fms_fsdp.flags import declared_fields
+from fms_fsdp.config import ModelConfig, TrainConfig, as_dict
+from fms_fsdp.flags import declared_fields, parse_flags
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.resume import check_model
+from fms_fsdp.resume import Start, check_model, differences, schedule_jump
 from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained
 
 
@@ -303,3 +303,33 @@ def test_rotary_positions_take_another_length_and_learned_ones_do_not(tmp_path: 
             continue
         with pytest.raises(ValueError, match=r"--seq_length \(128\) must be that of the checkpoint .* \(64\)"):
             check_model(longer, checkpoint)
+
+
+def start_of(cfg: TrainConfig, *, num_steps: int = 1000, fresh_data: bool = False) -> Start:
+    resolved = {"world_size": 1, "device": "cpu", "mixed_precision": False, "versions": {}, "num_steps": num_steps}
+    state = {"step": 600, "config": as_dict(cfg), "resolved": resolved}
+    return Start(Checkpoint(Path("step_600"), state), True, "", fresh_data=fresh_data)
+
+
+def test_a_seed_of_fresh_data_is_said_to_take_effect() -> None:
+    """With --resuming_dataset=False the data of the checkpoint do not go on: what decides their order is new."""
+    before, now = (parse_flags(TrainConfig, ["--data_path=a", f"--seed={seed}"]) for seed in (1, 2))
+    for fresh_data, words in ((True, "from step 601 on: "), (False, "changed, without effect on what is trained: ")):
+        start = start_of(before, fresh_data=fresh_data)
+        assert differences(now, start.checkpoint.state["resolved"], start) == [f"{words}--seed 1 -> 2"]
+    moved = parse_flags(TrainConfig, ["--data_path=b", "--seed=1", "--logical_shards=8", "--max_epochs=3"])
+    start = start_of(before, fresh_data=True)
+    assert differences(moved, start.checkpoint.state["resolved"], start) == [
+        "from step 601 on: --data_path a -> b, --logical_shards 1024 -> 8",
+        "changed, without effect on what is trained: --max_epochs None -> 3.0",
+    ]
+
+
+def test_a_learning_rate_that_reads_the_same_is_not_announced() -> None:
+    cfg = parse_flags(TrainConfig, ["--warmup_steps=10"])
+    assert schedule_jump(cfg, 1000, start_of(cfg)) == ""
+    assert schedule_jump(cfg, 1_000_001, start_of(cfg, num_steps=1_000_000)) == ""
+    assert (
+        schedule_jump(cfg, 2000, start_of(cfg))
+        == "learning rate of step 601: 1.245e-04 -> 2.454e-04 (num_steps 1000 -> 2000)"
+    )

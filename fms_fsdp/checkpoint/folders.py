@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
+from fms_fsdp.safe_names import open_regular, safe_name
 
 FILES, STATE, METADATA = "files.json", "train_state.json", ".metadata"
 _PAGE = 4096
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _ANY = re.compile(r"step_([0-9]+)(?:\.(partial|damaged|superseded|deleted)(?:-\d+)?)?")
-_FILE_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]{1,200}")  # a bare name, as DCP and we write them
 _LARGEST_JSON = 256 << 20
 # what a run needs of train_state.json
 _STATE_SHAPE: dict[str, Any] = {
@@ -110,9 +110,9 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
         files = {name: (int(size), int(value, 16)) for name, (size, value) in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         files = {}
-    if render_files(files) != text or not all(map(_FILE_NAME.fullmatch, files)):
+    if render_files(files) != text:
         raise ValueError(f"{FILES} is damaged")
-    return files
+    return {safe_name(name, FILES): entry for name, entry in files.items()}
 
 
 def file_problem(path: Path, size: int, expected: int | None) -> str:
@@ -122,7 +122,7 @@ def file_problem(path: Path, size: int, expected: int | None) -> str:
         OSError: it cannot be read.
     """
     try:
-        with open_regular(path) as file:
+        with open_file(path) as file:
             actual = os.fstat(file.fileno()).st_size
             if actual != size:
                 return f"{path.name} has {actual:,} bytes and must have {size:,}"
@@ -135,7 +135,7 @@ def file_problem(path: Path, size: int, expected: int | None) -> str:
 
 def checksum(path: Path) -> int:
     """The checksum of a file's content."""
-    with open_regular(path) as file:
+    with open_file(path) as file:
         return _checksum(file)
 
 
@@ -146,7 +146,7 @@ def _checksum(file: FileIO) -> int:
     return total.value
 
 
-def open_regular(path: Path) -> FileIO:
+def open_file(path: Path) -> FileIO:
     """Opens a file to be read, without ever waiting for what is none: a FIFO, a device. Links are followed.
 
     Raises:
@@ -155,15 +155,15 @@ def open_regular(path: Path) -> FileIO:
     """
     try:
         if stat.S_ISREG(path.stat().st_mode):
-            return FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+            return FileIO(open_regular(path))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path.name} is missing") from None
     raise ValueError(f"{path.name} is no regular file")
 
 
 def _read_json(path: Path) -> tuple[str, Any]:
-    """Text and content of a file. Raises: ValueError, OSError as `open_regular`; ValueError: it is no JSON."""
-    with open_regular(path) as file:
+    """Text and content of a file. Raises: ValueError, OSError as `open_file`; ValueError: it is no JSON."""
+    with open_file(path) as file:
         raw = file.read(_LARGEST_JSON)
     try:
         text = raw.decode()

@@ -33,7 +33,7 @@ from fms_fsdp.checkpoint.folders import (
     METADATA,
     STATE,
     Checksum,
-    open_regular,
+    open_file,
     read_files,
     render_files,
     set_aside,
@@ -200,7 +200,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def _read_metadata(folder: Path) -> Metadata:
-    with open_regular(folder / METADATA) as file:
+    with open_file(folder / METADATA) as file:
         content = io.BytesIO(file.read())
     sizes = {name: size for name, (size, _) in read_files(folder).items()}
     try:

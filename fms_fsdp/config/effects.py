@@ -51,7 +51,7 @@ def refuse_typed_for_nothing(config: TrainConfig, origins: Mapping[str, str]) ->
     for idle in without_effect(config, config.parallel.sharding_strategy):
         typed = all(origins.get(name, "flag") == "flag" for name in (idle.name, *idle.because))
         if idle.name in changed and typed:
-            raise ValueError(f"--{idle.name} ({_shown(changed[idle.name])}) has no effect without {idle.needs}")
+            raise ValueError(f"--{idle.name} ({joined(changed[idle.name])}) has no effect without {idle.needs}")
 
 
 def notes(config: TrainConfig, origins: Mapping[str, str], strategy: str) -> Iterator[str]:
@@ -59,9 +59,5 @@ def notes(config: TrainConfig, origins: Mapping[str, str], strategy: str) -> Ite
     changed = non_defaults(config)
     for idle in without_effect(config, strategy):
         if idle.name in changed or origins.get(idle.name) == "flag":
-            value = f" ({_shown(changed[idle.name])})" if idle.name in changed else ""
+            value = f" ({joined(changed[idle.name])})" if idle.name in changed else ""
             yield f"note: --{idle.name}{value} has no effect without {idle.needs}"
-
-
-def _shown(value: object) -> str:
-    return joined(value) if isinstance(value, tuple) else str(value)

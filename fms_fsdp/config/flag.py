@@ -54,11 +54,20 @@ def check_bare_name(flag: str, name: str) -> None:
         raise ValueError(f"{flag} ({shown(name)}) must be a bare name, without '/', of at most 200 characters")
 
 
+def check_path(flag: str, path: str) -> None:
+    """Raises ValueError where no file system could hold it."""
+    if any(len(part.encode()) > 255 for part in path.split("/")):
+        raise ValueError(f"{flag} ({shown(path)}) must have no name longer than 255 bytes; shorten it")
+
+
 def check_source_name(flag: str, name: str) -> None:
     """Raises ValueError where `name` would not lie in the folder it is looked for in."""
+    check_path(flag, name)
     if name.startswith("/") or ".." in name.split("/"):
         raise ValueError(f"{flag} ({shown(name)}) must be a subfolder's name, relative and without '..'")
 
 
 def joined(values: Any) -> str:
-    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    """A value, or the values of a list, as messages quote them."""
+    items = values if isinstance(values, list | tuple) else [values]
+    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in items)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fms_fsdp.config.flag import check_source_name, flag
+from fms_fsdp.config.flag import check_path, check_source_name, flag, joined
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class EvalConfig:
     eval_test: bool = flag(False, "evaluate test/ in data_path once, after the last step")
 
     def __post_init__(self) -> None:
+        check_path("--eval_data_path", self.eval_data_path)
         for name in self.eval_datasets:
             check_source_name("--eval_datasets", name)
 
@@ -85,8 +86,13 @@ class CheckpointConfig:
     keep_steps: tuple[int, ...] = flag((), "beside keep_last_n keep these steps for ever", minimum=1)
 
     def __post_init__(self) -> None:
-        if not self.keep_last_n and (self.keep_every or self.keep_best or self.keep_steps):
-            raise ValueError("--keep_last_n (0) keeps every checkpoint; set it, or leave out the other --keep_ flags")
+        check_path("--ckpt_save_path", self.ckpt_save_path)
+        check_path("--ckpt_load_path", self.ckpt_load_path)
+        given = [name for name in ("keep_every", "keep_best", "keep_steps") if getattr(self, name)]
+        if given and not self.keep_last_n:
+            raise ValueError(
+                f"--{given[0]} ({joined(getattr(self, given[0]))}) has no effect where --keep_last_n (0) keeps every checkpoint; set that"
+            )
         if self.resume_step is not None and self.resume == "never":
             raise ValueError(f"--resume_step ({self.resume_step}) needs a checkpoint; leave out --resume=never")
 
@@ -116,6 +122,8 @@ class LogConfig:
     tensorboard_dir: str = flag("", "folder of TensorBoard's files (default: tensorboard/ in the run folder)")
 
     def __post_init__(self) -> None:
+        check_path("--output_dir", self.output_dir)
+        check_path("--tensorboard_dir", self.tensorboard_dir)
         if "none" in self.trackers and len(self.trackers) > 1:
             raise ValueError(f"--trackers ({','.join(self.trackers)}) must not name others beside none; leave one out")
 
@@ -139,3 +147,6 @@ class ProfilerConfig:
         False,
         "record the GPU allocator's history in the profiler's steps; a snapshot is always left when memory runs out",
     )
+
+    def __post_init__(self) -> None:
+        check_path("--profiler_dir", self.profiler_dir)

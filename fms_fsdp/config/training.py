@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from fms_fsdp.config.flag import check_source_name, flag, joined
+from fms_fsdp.config.flag import check_path, check_source_name, flag, joined
 from fms_fsdp.config.values import exact_number, shown
 
 
@@ -120,6 +120,9 @@ class DataConfig:
     data_kwargs: tuple[str, ...] = flag((), "key=value,… handed to dataset_builder", advanced=True)
 
     def __post_init__(self) -> None:
+        check_path("--data_path", self.data_path)
+        for name in self.datasets:
+            check_source_name("--datasets", name)
         if len(set(self.datasets)) != len(self.datasets):
             twice = sorted({name for name in self.datasets if self.datasets.count(name) > 1})
             raise ValueError(
@@ -138,8 +141,6 @@ class DataConfig:
             below = 1 << (self.logical_shards.bit_length() - 1)
             nearest = below if self.logical_shards - below <= 2 * below - self.logical_shards else 2 * below
             raise ValueError(f"--logical_shards ({self.logical_shards}) must be a power of two; nearest: {nearest}")
-        for name in self.datasets:
-            check_source_name("--datasets", name)
         for item in filter(None, self.skip_steps.replace(" ", "").split(",")):
             match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", item)
             if match is None or not 1 <= int(match[1]) < int(match[2]):

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 LARGEST = {int: 10**15, float: 1e30}  # of a number whose flag says nothing else
-_LONGEST_NUMBER, _LONGEST_SHOWN = 64, 200  # characters
+_LONGEST_NUMBER, _LONGEST_TEXT, _LONGEST_SHOWN = 64, 1024, 200  # characters
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _WORDS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
@@ -116,6 +116,8 @@ def _scalar(field: Field, kind: Any, value: Any) -> Any:
 def _text(field: Field, text: str, quoted: str) -> str:
     if not text.isprintable():
         raise ValueError(f"{quoted} must hold no control characters; leave them out")
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten it")
     if not field.choices:
         return text
     if text.lower() not in field.choices:

@@ -154,6 +154,6 @@ def _check_shape(config: LlamaConfig) -> None:
         raise ValueError(f"--num_kv_heads ({kv_heads}) must divide num_attention_heads ({heads}); valid: {valid}")
     if config.pos_emb == "rope" and config.head_dim % 2:
         raise ValueError(
-            f"--num_attention_heads ({heads}) must leave an even head size for rotary embeddings, "
+            f"--num_attention_heads ({heads}) must leave an even head size of hidden_size ({hidden}) for rotary embeddings, "
             f"not {config.head_dim} = {hidden} / {heads}; change it or use --pos_emb=learned"
         )

@@ -108,7 +108,7 @@ def _times(run: RunHistory) -> Any:
     reports = [record for record in run.reports.values() if "forward_backward_ms" in record]
     parts = {key: np.array([float(record.get(key) or 0) for record in reports]) for key in TIMES}
     named = sum(parts[key] for key in TIMES[:3])
-    parts["other"] = np.maximum(0.0, np.array([record["step_time_ms"] for record in reports]) - named)
+    parts["other"] = np.maximum(0.0, np.array([float(record.get("step_time_ms") or 0) for record in reports]) - named)
     stride = -(-len(reports) // MOST_POINTS) or 1
     columns = [parts[key][::stride] for key in TIMES]
     axes.stackplot([record["step"] for record in reports][::stride], *columns, labels=TIMES, linewidth=0)

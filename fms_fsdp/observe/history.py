@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fms_fsdp.recorded import recorded_sections
+from fms_fsdp.status import read_status
 
 Record = dict[str, Any]
+_OF_A_LAUNCH = re.compile(r"config\.([1-9][0-9]{0,8})\.json")
 
 
 @dataclass
@@ -53,15 +56,22 @@ class RunHistory:
         return list(dict.fromkeys(key for record in records for key in record if key.startswith(prefix)))
 
     def add(self, record: Record) -> None:
-        """Takes in the next line of metrics.jsonl."""
+        """Takes in the next line of metrics.jsonl.
+
+        Raises:
+            ValueError, KeyError, TypeError, OverflowError: it is no record of a step.
+        """
         step, attempt, now = int(record["step"]), int(record.get("attempt", 1)), record.get("time")
-        if now is not None:
+        if isinstance(now, int | float):
             first, last = self.spans.get(attempt, (now, now))
             self.spans[attempt] = min(first, now), max(last, now)
         if "event" in record:
             self.events.append(record)
             return
         found = self.reports if "loss" in record else self.validations
+        record = {key: value for key, value in record.items() if value is None or _number(value)} | {"step": step}
+        if found is self.reports:
+            record = {"loss": None} | record | {"tokens_seen": int(record["tokens_seen"])}
         for kind in (self.reports, self.validations):
             newest = next(reversed(kind), 0)
             if newest > step or (kind is found and newest == step):
@@ -84,14 +94,16 @@ def read_run(folder: Path) -> RunHistory:
     for number, line in enumerate(lines[:-1], 1):
         try:
             run.add(json.loads(line))
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}:{number} must be a record with a step; remove the line") from None
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            rule = "must be a record with a step, and a report with tokens_seen too"
+            raise ValueError(f"{path}:{number} {rule}; remove the line") from None
     if not run.reports:
         raise ValueError(f"run ({folder}) must have reported, and {path.name} holds no report yet; wait for its first")
-    files = [folder / "config.json", *sorted(folder.glob("config.*.json"), key=lambda file: int(file.suffixes[-2][1:]))]
-    run.configs = {file.name: json.loads(file.read_text()) for file in files if file.is_file()}
-    if (folder / "status.json").is_file():
-        run.status = json.loads((folder / "status.json").read_text())
+    numbers = sorted(int(match[1]) for file in folder.iterdir() if (match := _OF_A_LAUNCH.fullmatch(file.name)))
+    for name in ("config.json", *(f"config.{number}.json" for number in numbers)):
+        if content := read_status(folder / name):
+            run.configs[name] = {key: section for key, section in content.items() if isinstance(section, dict)}
+    run.status = read_status(folder / "status.json")
     return run
 
 

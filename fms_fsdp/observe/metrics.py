@@ -12,6 +12,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +39,10 @@ class Result(Protocol):
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one flat JSON object a line, append only; a line torn by a crash is cut off at the start."""
+    """`metrics.jsonl`: one flat JSON object a line, append only; a line torn by a crash is cut off at the start.
+
+    What keeps it from being written, a full disk for instance, stands in `problem`: the run then saves and ends.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,15 +52,21 @@ class MetricsFile:
             if whole < len(content):
                 with open(path, "r+b") as torn:
                     torn.truncate(whole)
-        self._file = open(path, "a")  # noqa: SIM115 - lives as long as the run
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        self.problem = ""
 
     def write(self, record: Record) -> None:
-        """Appends a record; what is not finite becomes null."""
-        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
-        self._file.flush()
+        """Appends a record, unless there is a `problem`; what is not finite becomes null."""
+        line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
+        try:
+            while line and not self.problem:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self.problem = f"{self._file.name} cannot be written: {error.strerror}"
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
 
 class Clock:

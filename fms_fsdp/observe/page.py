@@ -57,8 +57,10 @@ def _render(runs: Sequence[RunHistory], smoothing: float, png_of: Path | None) -
         raise ValueError("report needs matplotlib, which is not installed; pip install 'fms_fsdp[track]'") from None
     from fms_fsdp.observe.charts import draw
 
+    with matplotlib.rc_context({"text.parse_math": False}):  # names may hold any sign
+        figures = draw(runs, smoothing)
     drawings = {}
-    for name, figure in draw(runs, smoothing).items():
+    for name, figure in figures.items():
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
             text = io.StringIO()
             figure.savefig(text, format="svg", metadata={"Date": None})

@@ -96,6 +96,10 @@ class Reporter:
         """Tokens trained on by the end of `step`, over all launches of the run."""
         return self.tokens_at_start + (step - self.start) * self.tokens_per_step
 
+    def problem(self) -> str:
+        """Why the records cannot be written; empty if they can, and on ranks that write none."""
+        return self.file.problem if self.file is not None else ""
+
     def is_due(self, step: int) -> bool:
         return step in (1, self.start + 1, self.num_steps) or step % self.report_interval == 0
 

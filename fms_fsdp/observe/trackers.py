@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import queue
+import socket
 import threading
 import time
 import uuid
@@ -128,17 +129,26 @@ class TensorBoard:
     """Every scalar over steps under its name, and over tokens under `by_tokens/`."""
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        place = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        # not SummaryWriter: its own thread prints a traceback where the disk is full
+        self._file = open(folder / f"events.out.tfevents.{place}", "wb", buffering=0)  # noqa: SIM115
+        self._writer = RecordWriter(self._file)
+        self._writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def write(self, record: Record) -> None:
-        for name, value in scalars(record):
-            self._writer.add_scalar(name, value, record["step"])  # type: ignore[no-untyped-call]
-            self._writer.add_scalar(f"by_tokens/{name}", value, record["tokens_seen"])  # type: ignore[no-untyped-call]
+        for prefix, step in (("", record["step"]), ("by_tokens/", record["tokens_seen"])):
+            values = [self._summary.Value(tag=prefix + name, simple_value=value) for name, value in scalars(record)]
+            event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+            self._writer.write(event.SerializeToString())
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._file.close()
 
 
 class Wandb:

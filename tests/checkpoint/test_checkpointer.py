@@ -6,9 +6,7 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -245,18 +243,6 @@ def test_loading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: 
     with pytest.raises(BaseException, match="asks for posix.system|UnpicklingError"):
         load_checkpoint(checkpoint, *made(0))
     assert not (tmp_path / "exploded").exists()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True)
-    if mount.returncode:
-        pytest.skip(f"needs the right to mount a tmpfs: {mount.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -20,9 +20,15 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     return h_BSD, weight_VD, labels_BS
 
 
-@pytest.fixture(params=[1 << 30, 64 * 501 * 4], ids=["one chunk", "uneven chunks"])
+@pytest.fixture(params=["one chunk", "uneven chunks", "spans of one chunk", "spans of two chunks"])
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", request.param)
+    """201 rows: at once; in chunks of 101; in spans too, whose products are added up, a few rows of the weight at a time."""
+    chunk = 1 << 30 if request.param == "one chunk" else 64 * 501 * 4
+    monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", chunk)
+    if "spans" in request.param:
+        monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 32)
+        monkeypatch.setattr(loss_module, "_SPAN_BYTES", 4 * 501 * (32 if "one" in request.param else 64))
+        monkeypatch.setitem(loss_module._SLICE_BYTES, "cpu", 4 * 24 * 100)
 
 
 @pytest.mark.usefixtures("chunked")
@@ -78,3 +84,29 @@ def test_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
     assert rows * 128256 * 4 < 64 << 20
     assert chunk_rows(100, 512, "cpu") == 100
     assert chunk_rows(1000, 12000, "cpu") == 167  # six even chunks, not five of 174 and a rest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_added_up_and_none_replaces_another(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loss_module._SLICE_BYTES, "cpu", 4 * 3 * 2)  # two rows at a time
+    torch.manual_seed(0)
+    pairs = [(torch.randn(5, 4, dtype=dtype), torch.randn(4, 3, dtype=dtype)) for _ in range(3)]
+    total = None
+    for left, right in pairs:
+        total = loss_module._add_product(total, left, right)
+    assert total is not None and total.dtype == torch.float32
+    expected = sum((left @ right).float() for left, right in pairs)
+    torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.usefixtures("chunked")
+def test_rows_that_are_masked_leave_no_trace_whatever_they_hold() -> None:
+    """Of infinite size they would spoil the weight's gradient, unless they are dropped."""
+    h, weight, labels = inputs()
+    linear_cross_entropy(h, weight, labels)[0].backward()
+    expected = weight.grad
+    weight.grad = None
+    loud = h.detach().clone()
+    loud[labels == -100] *= 1e4
+    linear_cross_entropy(loud.requires_grad_(), weight, labels)[0].backward()
+    torch.testing.assert_close(weight.grad, expected)

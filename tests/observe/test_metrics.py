@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,24 @@ def test_a_torn_last_line_is_cut_at_the_start(tmp_path: Path) -> None:
     file.write({"step": 2, "loss": float("nan")})
     file.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 2, "loss": None}]
+
+
+def test_a_file_that_cannot_be_written_is_a_problem_and_no_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.write({"step": 1})
+    room = path.stat().st_size + 5
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+    try:
+        for step in (2, 3):
+            file.write({"step": step})
+        assert file.problem == f"{path} cannot be written: File too large"
+        file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    MetricsFile(path).close()  # cuts the torn line off
+    assert path.read_text() == '{"step": 1}\n'
 
 
 def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:

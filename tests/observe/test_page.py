@@ -105,8 +105,41 @@ def test_a_line_still_being_written_is_left_out_and_a_broken_one_is_named(tmp_pa
     assert list(read_run(folder).reports) == [1]
     with open(folder / "metrics.jsonl", "a") as file:
         file.write("\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2 must be a record with a step; remove the line"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2 must be a record with a step, .*; remove the line"):
         read_run(folder)
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 2, "loss": 1.0}', '{"step": 1e999, "loss": 1}', "[2]", "null", '{"step": "x"}']
+)
+def test_a_record_without_its_fields_is_named(tmp_path: Path, line: str) -> None:
+    folder = make_run(tmp_path / "run", [report(1, 1, 3.0)])
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2 must be a record with a step"):
+        read_run(folder)
+
+
+def test_a_page_is_made_of_any_name_and_of_sparse_records(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sparse: list[dict[str, Any]] = [
+        {"step": 1, "loss": 1.0, "tokens_seen": 5},
+        {
+            "step": 2,
+            "loss": "x",
+            "tokens_seen": 9,
+            "forward_backward_ms": 1.0,
+            "mfu": [1],
+            r"tokens/$\frac{$": 3,
+            "time": "x",
+        },
+        {"step": 3, r"eval/$\frac{$/loss": 2.0},
+    ]
+    folder = make_run(tmp_path / r"$\frac{$", sparse)
+    (folder / "status.json").write_text('{"status": "running", "step": null}')
+    (folder / "config.old.json").write_text("{}")
+    (folder / "config.json").write_text("[1]")
+    assert main(["report", str(folder)]) == 0, capfd.readouterr().err
+    assert r"$\frac{$" in (folder / "report.html").read_text()
 
 
 def test_smoothing_is_the_weighted_mean_of_what_went_before() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fms_fsdp.config import OptimConfig
-from fms_fsdp.optim.optimizers import build_optimizer, set_learning_rate
+from fms_fsdp.optim.optimizers import build_optimizer, set_learning_rate, step_if_finite
 from fms_fsdp.optim.schedules import cosine_with_warmup
 
 
@@ -68,3 +68,29 @@ def test_ready_made_state_changes_no_step() -> None:
     assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
     kept = {key: value.dtype for key, value in mine.state[ours.weight].items()}
     assert kept == {key: value.dtype for key, value in reference.state[theirs.weight].items()}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_step_that_is_not_finite_changes_no_bit_and_the_next_one_does(bad: float) -> None:
+    """Weights, moments and step counts; the gradient itself need not show it: another rank's may be the bad one."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = build_optimizer(OptimConfig(), model)
+
+    def everything() -> list[torch.Tensor]:
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        return [tensor.detach().clone() for tensor in [*model.parameters(), *moments]]
+
+    def step(norm: float) -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        step_if_finite(optimizer, torch.tensor(norm))
+        optimizer.zero_grad()
+
+    step(1.0)
+    before = everything()
+    for _ in range(2):
+        step(bad)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    step(0.0)  # finite, and no reason to skip
+    assert not any(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    assert {state["step"].item() for state in optimizer.state.values()} == {2}

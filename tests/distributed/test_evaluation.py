@@ -1,0 +1,35 @@
+"""An evaluation of a sharded model leaves it as it was: sharded."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig
+from fms_fsdp.data.held_out import open_held_out
+from fms_fsdp.evaluate import Forward, evaluate
+from fms_fsdp.mesh import build_mesh, resolve_layout
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.runtime import World
+from tests.distributed.launch import run_ranks
+
+
+def evaluated() -> tuple[list[str], bool, float]:
+    """Names of parameters that are whole after an evaluation, the mode the model is left in, and the loss."""
+    import torch.distributed as dist
+
+    section, cpu = ParallelConfig(sharding_strategy="fsdp", reshard_after_forward=False), torch.device("cpu")
+    layout = resolve_layout(section, variant="", world_size=2, local_world_size=2)
+    config = LlamaConfig(2, 32, 32, 2, 1, 64, max_seq_len=16)
+    model = parallelize(config, section, layout, build_mesh(layout, "cpu"), device=cpu, mixed_precision=False, seed=1)
+    data = DataConfig(use_dummy_dataset=True, seq_length=16)
+    sources = open_held_out(EvalConfig(eval_interval=1), data, None, vocab_size=64, max_rows=5)
+    values = evaluate(Forward(model, 2, False, cpu, World(dist.get_rank(), dist.get_rank(), 2, 2)), sources)
+    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    return whole, model.training, values["eval/loss"]
+
+
+def test_weights_are_sharded_again_after_an_evaluation() -> None:
+    first, second = run_ranks(evaluated, 2)
+    assert first == second and first[:2] == ([], True) and 3 < first[2] < 6
