@@ -172,9 +172,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_corpus(folder / "data", given.files)
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
         for rank in (0, 13):
             command = [sys.executable, __file__, f"--rank={rank}", f"--folder={folder}", f"--steps={given.steps}"]
-            subprocess.run([*command, f"--world_size={given.world_size}"], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [*command, f"--world_size={given.world_size}"], check=True, stdout=subprocess.DEVNULL, env=environment
+            )
             ranks[f"rank {rank}"] = json.loads((folder / f"counts{rank}.json").read_text())
     for rank_name, phases in ranks.items():
         for phase, counts in phases.items():

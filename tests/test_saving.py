@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from fms_fsdp.checkpoint.folders import complete_steps, problems
+from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, problems
 from fms_fsdp.checkpoint.retention import KeepPolicy
-from fms_fsdp.saving import to_delete
-from tests.checkpoint.test_checkpointer import saved
+from fms_fsdp.config import BatchPlan, CheckpointConfig, TrainConfig
+from fms_fsdp.mesh import Layout
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.preflight import Preflight
+from fms_fsdp.resume import Start
+from fms_fsdp.runtime import World
+from fms_fsdp.saving import Saver, to_delete
+from tests.checkpoint.test_checkpointer import made, saved, shape
 from tests.cli import TINY, run, status, trained
 
 
@@ -78,3 +87,22 @@ def test_a_full_disk_under_the_run_folder_saves_where_there_is_room(tmp_path: Pa
     ended = status(small_disk / "run")
     assert ended["status"] == "failed" and "metrics.jsonl" in ended["reason"]
     assert complete_steps(tmp_path) == [ended["step"]] and not problems(tmp_path / f"step_{ended['step']}", deep=True)
+
+
+@pytest.mark.parametrize("known", [25.0, None])
+def test_the_time_of_a_save_is_known_before_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: float | None
+) -> None:
+    """By the checkpoint that the launch goes on from; where that tells none, by a measured write. Two saves may be under way."""
+    monkeypatch.setattr("fms_fsdp.saving.estimate_save_s", lambda root, num_bytes: num_bytes / 1e6)
+    section = CheckpointConfig(ckpt_save_path=str(tmp_path), checkpoint_interval=5)
+    cfg, config = TrainConfig(checkpoint=section), shape()
+    begin = Start(Checkpoint(tmp_path / "step_4", {"step": 4, "tokens_seen": 4, "save_s": known}), True, "")
+    world, layout = World(0, 0, 8, 2), Layout("fsdp", 1, 8)
+    found = Preflight(world, torch.device("cpu"), layout, BatchPlan(1, 1, 8), None, config, False, begin, 10)
+    model, optimizer = made(0)
+    rest: Any = (SimpleNamespace(), SimpleNamespace(), SimpleNamespace(), 1, lambda: None)
+    saver = Saver(cfg, found, model, optimizer, *rest)
+    saver.close()  # the host memory is there
+    one = 25.0 if known else 12 * num_params(config) / 4 / 1e6  # the two ranks of a node write a quarter
+    assert [saver.expected_s(step) for step in (4, 5, 6)] == pytest.approx([one, 2 * one, one])

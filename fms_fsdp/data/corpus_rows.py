@@ -17,10 +17,11 @@ import numpy as np
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.arrow_shard import ShardError, TokenError
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
+from fms_fsdp.data.content_marks import changed_shard
 from fms_fsdp.data.course import Course
 from fms_fsdp.data.history import History, Segment
 from fms_fsdp.data.lru import Lru
-from fms_fsdp.data.manifest import Corpus, changed_shard, content_marks
+from fms_fsdp.data.manifest import Corpus
 from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.packing import Cuts, pack_bestfit, pack_concat
 from fms_fsdp.data.permute import F64, I64, ORDER_VERSION, permute
@@ -66,19 +67,16 @@ class CorpusRows:
         self._masked: Counter[int] = Counter()  # rows of this rank by step
         self._quotas = slot_quotas({source.name: source.weight for source in corpus.sources})
         self._files = corpus.files.clone()
-        self.storage = getattr(
-            self._files, "counters", None
-        )  # of an object store: requests, retries, bytes, seconds waited
+        self.storage = getattr(self._files, "counters", None)  # of an object store: reads asked and waited for
         self._shards: ShardCache = Lru(SHARD_CACHE_BYTES)
         self._vocab_size = vocab_size
         self._readers: dict[str, SourceReader] = {}
         self.open_sources(corpus)
         self._known: dict[str, list[Any]] = {  # of the shards: digest, number, tokens, content
-            s.name: [s.digest, len(s.paths), s.num_tokens, content_marks(self._files, s)] for s in corpus.sources
+            s.name: [s.digest, len(s.paths), s.num_tokens, corpus.marks_of(s)] for s in corpus.sources
         }
-        self._fit: dict[
-            str, dict[str, list[int]]
-        ] = {}  # by seq_length and source: tapes, blocks a window, tokens a block
+        # by seq_length and source: tapes, blocks a window, tokens a block
+        self._fit: dict[str, dict[str, list[int]]] = {}
         self._plan: tuple[int, tuple[str, ...], I64] | None = None
         self._listed: tuple[Place, Pieces] | None = None
         self.begin_after(0)
@@ -308,9 +306,8 @@ class CorpusRows:
         self._plan = None
         self._listed = None
         tapes = sum(max(fits[name][0] for fits in self._fit.values() if name in fits) for name in self._quotas)
-        self._windows: Lru[tuple[str, int, int, int], Window] = Lru(
-            WINDOW_CACHE_BYTES + WINDOW_CACHE_BYTES_PER_TAPE * tapes
-        )
+        room = WINDOW_CACHE_BYTES + WINDOW_CACHE_BYTES_PER_TAPE * tapes
+        self._windows: Lru[tuple[str, int, int, int], Window] = Lru(room)
         self.last_step: int | None = None
         limit = self._section.max_epochs
         if limit is not None:
@@ -390,9 +387,8 @@ class CorpusRows:
     def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
         """Returns by source, dropped ones too, the epochs gone through and the tokens trained on by the end of `step`."""
         tokens: Counter[str] = Counter()
-        lengths = [segment for segment in self._history.lengths() if segment.after < step] or self._history.lengths()[
-            :1
-        ]
+        known = self._history.lengths()
+        lengths = [segment for segment in known if segment.after < step] or known[:1]
         for segment, end in zip(lengths, [*(s.after for s in lengths[1:]), step], strict=True):
             before = self._history.consumed(segment.after)
             for name, rows in self._history.consumed(end).items():

@@ -28,6 +28,9 @@ class Files(Protocol):
     def walk(self, folder: str) -> Iterator[str]:
         """Yields the path of every file below `folder`, following links, in no particular order."""
 
+    def known_sizes(self) -> dict[str, int] | None:
+        """Returns the sizes of all files by path, where one listing at the start told them; None where each is asked for."""
+
     def size(self, path: str) -> int:
         """Returns the size of a file in bytes."""
 
@@ -73,6 +76,9 @@ class LocalFiles:
                 real = os.path.realpath(entry.path)
                 if real not in parents:  # a link to a folder above would never end
                     yield from self._walk(path, (*parents, real))
+
+    def known_sizes(self) -> None:
+        return None
 
     def size(self, path: str) -> int:
         return os.fstat(self._descriptor(path)).st_size

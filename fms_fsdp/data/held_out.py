@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from fms_fsdp.data.stream import TokenStream, build_stream
 
 if TYPE_CHECKING:
     from fms_fsdp.data.files import Files
-    from fms_fsdp.data.manifest import Corpus
+    from fms_fsdp.data.manifest import Corpus, Listing
 
 SEED = 0x6576616C  # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
 
@@ -54,32 +54,67 @@ class HeldOut:
         return batch
 
 
-def open_held_out(
-    section: EvalConfig, data: DataConfig, trained: Corpus | None, *, vocab_size: int, max_rows: int
-) -> tuple[HeldOut, ...]:
-    """The held-out sources that the flags name, () if nothing is to be evaluated; at most `max_rows` of each.
+@dataclass(frozen=True, eq=False)
+class HeldOutListing:
+    """What one rank has found out about the held-out sources of a group, for the others. Can be pickled."""
+
+    group: str
+    data: DataConfig
+    listing: Listing
+    token_bytes: I64 | None
+
+
+def scan_held_out(
+    section: EvalConfig, data: DataConfig, trained: Corpus | None, *, vocab_size: int
+) -> tuple[HeldOutListing, ...]:
+    """The held-out corpora that the flags name: for one rank, which sends them to the others; () for synthetic tokens.
 
     Raises:
         ValueError, FileNotFoundError: there are none, or they are trained on, or of a larger vocabulary.
     """
-    groups = ["eval"] * bool(section.eval_interval or section.eval_at_start) + ["test"] * section.eval_test
+    if data.use_dummy_dataset and not section.eval_data_path:
+        return ()
+    found = []
+    for group in _groups(section):
+        root, names = _root(section, data) if group == "eval" else (_join(data.data_path, "test"), ())
+        held_out = replace(data, data_path=root, datasets=names, weights=())
+        found.append(_scan(group, held_out, data.data_path, trained, vocab_size))
+    return tuple(found)
+
+
+def open_held_out(
+    section: EvalConfig,
+    data: DataConfig,
+    trained: Corpus | None,
+    *,
+    vocab_size: int,
+    max_rows: int,
+    scanned: tuple[HeldOutListing, ...] | None = None,
+) -> tuple[HeldOut, ...]:
+    """The held-out sources that the flags name, () if nothing is to be evaluated; at most `max_rows` of each. With what
+    another rank has `scanned` no file or folder is looked at.
+
+    Raises:
+        ValueError, FileNotFoundError: there are none, or they are trained on, or of a larger vocabulary.
+    """
     if data.use_dummy_dataset and not section.eval_data_path:
         return tuple(
             HeldOut(group, "synthetic", max_rows, _stream(data, None, SEED + (group == "test"), vocab_size), None)
-            for group in groups
+            for group in _groups(section)
         )
-    found: list[HeldOut] = []
-    for group in groups:
-        root, names = _root(section, data) if group == "eval" else (_join(data.data_path, "test"), ())
-        held_out = replace(data, data_path=root, datasets=names, weights=())
-        found += _open(group, held_out, data.data_path, trained, vocab_size, max_rows)
-    return tuple(found)
+    if scanned is None:
+        scanned = scan_held_out(section, data, trained, vocab_size=vocab_size)
+    return tuple(source for each in scanned for source in _open(each, vocab_size, max_rows))
 
 
 def close_held_out(sources: Iterable[HeldOut]) -> None:
     """Closes the files of the sources."""
     for source in sources:
         source.stream.close()
+
+
+def _groups(section: EvalConfig) -> list[str]:
+    return ["eval"] * bool(section.eval_interval or section.eval_at_start) + ["test"] * section.eval_test
 
 
 def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
@@ -109,10 +144,8 @@ def _join(data_path: str, folder: str) -> str:
     return f"{path.rstrip('/')}/{folder}{mark}{options}"
 
 
-def _open(
-    group: str, data: DataConfig, data_path: str, trained: Corpus | None, vocab_size: int, max_rows: int
-) -> list[HeldOut]:
-    from fms_fsdp.data.manifest import open_corpus
+def _scan(group: str, data: DataConfig, data_path: str, trained: Corpus | None, vocab_size: int) -> HeldOutListing:
+    from fms_fsdp.data.manifest import list_corpus, open_corpus
 
     data = replace(data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None)
     try:
@@ -132,16 +165,18 @@ def _open(
             "prepare both with one tokenizer"
         )
     table = _token_bytes(corpus, (data.data_path, data_path), vocab_size)
-    return [
-        HeldOut(
-            group,
-            source.name,
-            min(max_rows, source.num_tokens // data.seq_length),
-            _stream(data, replace(corpus, sources=(source,)), SEED, vocab_size),
-            table,
-        )
-        for source in corpus.sources
-    ]
+    no_marks = {source.name: "" for source in corpus.sources}  # rows that are never resumed need none
+    return HeldOutListing(group, data, list_corpus(corpus, no_marks), table)
+
+
+def _open(scanned: HeldOutListing, vocab_size: int, max_rows: int) -> Iterator[HeldOut]:
+    from fms_fsdp.data.manifest import open_corpus
+
+    corpus = open_corpus(scanned.data, listing=scanned.listing)
+    for source in corpus.sources:
+        num_rows = min(max_rows, source.num_tokens // scanned.data.seq_length)
+        stream = _stream(scanned.data, replace(corpus, sources=(source,)), SEED, vocab_size)
+        yield HeldOut(scanned.group, source.name, num_rows, stream, scanned.token_bytes)
 
 
 def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int) -> TokenStream:

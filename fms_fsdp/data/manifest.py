@@ -11,33 +11,32 @@ are counted from their own metadata. A source is named by its folder; its shards
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import os
 import posixpath
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.arrow_shard import CONVERT, Shard, ShardError, TokenError
+from fms_fsdp.data.content_marks import content_marks
 from fms_fsdp.data.counts import META, Counts, read_counts
 from fms_fsdp.data.files import Files, LocalFiles
 from fms_fsdp.data.mixture import NUM_SLOTS
 from fms_fsdp.data.permute import I64
+from fms_fsdp.data.separator import delimiter_of, find_sep_token
 from fms_fsdp.data.tapes import MAX_ROWS, MAX_TOKENS
 from fms_fsdp.safe_names import has_control_character, shown_name
 
 SUFFIX = ".arrow"
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".json", ".txt", ".gz", ".zst")
 OPENED_AT_START = 256  # a corpus of at most so many shards has them all checked before training
-_SAMPLED_DOCUMENTS = 16
-_SAMPLED_SHARDS, _SAMPLED_BYTES = 16, 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,40 +70,6 @@ class Source:
         return digest.hexdigest()
 
 
-def content_marks(files: Files, source: Source) -> str:
-    """Returns two hex digits for each of up to 16 shards spread over the source, a hash of size and the 4 KiB in the middle.
-
-    They tell of shards written anew with other tokens but the same names and counts; "--" stands for one that cannot be read.
-    """
-    sampled = [source.paths[i] for i in _sampled_shards(len(source.paths))]
-    marks = []
-    for path in sampled:
-        with contextlib.suppress(OSError):
-            files.prefetch(path, np.array([files.size(path) // 2]), np.array([_SAMPLED_BYTES]))
-    for path in sampled:
-        try:
-            size = files.size(path)
-            sample = files.pread(path, _SAMPLED_BYTES, size // 2)
-            marks.append(hashlib.blake2b(sample + size.to_bytes(8, "little"), digest_size=1).hexdigest())
-        except OSError:
-            marks.append("--")
-    files.close()
-    return "".join(marks)
-
-
-def changed_shard(source: Source, before: str, now: str) -> str | None:
-    """Returns the first shard whose marks differ, those that could not be read left out; None if there is none."""
-    for i, file in enumerate(_sampled_shards(len(source.paths))):
-        a, b = before[2 * i : 2 * i + 2], now[2 * i : 2 * i + 2]
-        if a != b and "--" not in (a, b):
-            return source.paths[file]
-    return None
-
-
-def _sampled_shards(count: int) -> list[int]:
-    return sorted({i * (count - 1) // (_SAMPLED_SHARDS - 1) for i in range(_SAMPLED_SHARDS)})
-
-
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """The sources of a run, sorted by name. `vocab_size` is that of the shards' tokenizer, None where they do not say."""
@@ -114,20 +79,60 @@ class Corpus:
     vocab_size: int | None
     sep_token: int
     discovered: bool  # the sources are those found, not those named
+    marks: Mapping[str, str] = field(default_factory=dict)  # content marks by source, as far as they are known
+
+    def marks_of(self, source: Source) -> str:
+        """Returns the source's content marks, read if they are not known."""
+        known = self.marks.get(source.name)
+        return content_marks(self.files, source) if known is None else known
 
     def source(self, name: str) -> Source | None:
         """Returns the source of that name, or None."""
         return next((source for source in self.sources if source.name == name), None)
 
 
-def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards: bool = True) -> Corpus:
-    """Returns the corpus that the flags describe, after all checks that need no reading of tokens.
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """What one rank has found out about a corpus, for the others: all of `Corpus` but the access to its files. Can be pickled."""
+
+    sources: tuple[Source, ...]
+    vocab_size: int | None
+    sep_token: int
+    discovered: bool
+    marks: Mapping[str, str]
+    sizes: dict[str, int] | None  # of the files of an object store
+
+
+def scan_corpus(section: DataConfig) -> Listing:
+    """Returns what `open_corpus` and a stream look up at the start: for one rank, which sends it to the others.
+
+    Raises: ValueError, FileNotFoundError with one line.
+    """
+    corpus = open_corpus(section)
+    return list_corpus(corpus, {source.name: corpus.marks_of(source) for source in corpus.sources})
+
+
+def list_corpus(corpus: Corpus, marks: Mapping[str, str]) -> Listing:
+    """Returns the listing of an open corpus."""
+    return Listing(
+        corpus.sources, corpus.vocab_size, corpus.sep_token, corpus.discovered, marks, corpus.files.known_sizes()
+    )
+
+
+def open_corpus(
+    section: DataConfig, files: Files | None = None, *, check_shards: bool = True, listing: Listing | None = None
+) -> Corpus:
+    """Returns the corpus that the flags describe, after all checks that need no reading of tokens. With the `listing` of
+    another rank no file or folder is looked at.
 
     Without `datasets`, every folder that holds shards is a source; without `weights`, sources are weighted by their tokens (and
     by at least 1/65,536, so that a tiny one is not refused). `check_shards` compares the shards opened with their counts.
 
     Raises: ValueError, FileNotFoundError with one line.
     """
+    if listing is not None:
+        known = listing.sources, listing.vocab_size, listing.sep_token, listing.discovered, listing.marks
+        return Corpus(open_root(section.data_path, listing), *known)
     files = files or open_root(section.data_path)
     shards = _find_shards(files)
     names = _source_names(section, files.root, shards)
@@ -137,7 +142,7 @@ def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards
     for name in names:
         _check_listing(files, name, listed[name], _shards_of(name, missing), section.on_missing == "mask")
     opened = _open_some(files, listed, counts, section.on_missing == "mask")
-    sep_token = _sep_token(section, files.root, names, listed, opened)
+    sep_token = find_sep_token(section, files.root, names, listed, opened)
     weights = dict(zip(_clean(section.datasets), section.weights, strict=True)) if section.weights else {}
     sources = []
     for name in sorted(names):
@@ -200,23 +205,6 @@ def check_shard(
         )
 
 
-def delimiter_of(shard: Shard, sep_token: int) -> int:
-    """Returns 1 if the stream must end the shard's documents with a separator, 0 if they end with it already.
-
-    The shard's `has_eos` decides; without it, its first documents.
-
-    Raises: ShardError if some of these end with the separator and some do not.
-    """
-    if "has_eos" in shard.metadata:
-        return 0 if shard.metadata["has_eos"] == "true" else 1
-    ends = {int(document[-1]) == sep_token for document in shard.first_documents(_SAMPLED_DOCUMENTS) if len(document)}
-    if len(ends) > 1:
-        raise ShardError(
-            f"shard ({shard.path}) holds documents with and without a trailing separator ({sep_token}); {CONVERT}"
-        )
-    return 0 if ends == {True} else 1
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
     """Returns "; nearest: x" for the name most like `name`, or a list of what there is."""
     known = sorted(names)
@@ -224,7 +212,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"nearest: {close[0]}" if close else f"found: {', '.join(known[:8]) or 'none'}{', …' * (len(known) > 8)}"
 
 
-def open_root(data_path: str) -> Files:
+def open_root(data_path: str, listing: Listing | None = None) -> Files:
     """Returns access to the folder or object store that --data_path names. Raises: ValueError, FileNotFoundError."""
     if not data_path:
         raise ValueError(
@@ -233,9 +221,9 @@ def open_root(data_path: str) -> Files:
     if "://" in data_path:
         from fms_fsdp.data.remote_files import RemoteFiles
 
-        return RemoteFiles(data_path)
+        return RemoteFiles(data_path, sizes=listing.sizes if listing else None)
     root = os.path.abspath(os.path.expanduser(data_path))
-    if not os.path.isdir(root):
+    if listing is None and not os.path.isdir(root):
         remedy = "make it with `python -m fms_fsdp prepare --input=... --output=...`, or --use_dummy_dataset"
         raise FileNotFoundError(f"--data_path ({data_path}) is not a folder; {remedy}")
     return LocalFiles(root)
@@ -336,47 +324,6 @@ def _open_some(files: Files, listed: dict[str, list[str]], counts: Counts, may_m
     with ThreadPoolExecutor(files.num_threads, thread_name_prefix="counts") as pool:
         found = list((pool.map if files.num_threads > 1 else map)(try_open, every))
     return {path: shard for path, shard in zip(every, found, strict=True) if shard is not None}
-
-
-def _sep_token(
-    section: DataConfig, root: str, names: tuple[str, ...], listed: dict[str, list[str]], opened: dict[str, Shard]
-) -> int:
-    """Returns the separator: the flag, else the one that all shards name."""
-    said = {int(shard.metadata["sep_token"]): path for path, shard in opened.items() if shard.metadata.get("sep_token")}
-    stored = {
-        int(s.metadata["sep_token"]): p
-        for p, s in opened.items()
-        if s.metadata.get("has_eos") == "true" and s.metadata.get("sep_token")
-    }
-    if section.sep_token is not None:
-        for token, path in stored.items():
-            if token != section.sep_token:
-                raise ValueError(
-                    f"sep_token ({section.sep_token}) is {token} in shard {path}, whose documents end with it; leave the flag out"
-                )
-        return section.sep_token
-    if len(said) > 1:
-        (a, path_a), (b, path_b) = list(said.items())[:2]
-        raise ValueError(
-            f"sep_token is {a} in shard {path_a} but {b} in {path_b}; set --sep_token, or prepare both with one tokenizer"
-        )
-    if said:
-        return next(iter(said))
-    for name in names:
-        for path in listed[name]:
-            if path in opened:
-                ends = {
-                    int(document[-1]) for document in opened[path].first_documents(_SAMPLED_DOCUMENTS) if len(document)
-                }
-                hint = (
-                    f"its first documents all end with {ends.pop()}"
-                    if len(ends) == 1
-                    else "its documents end with none"
-                )
-                raise ValueError(
-                    f"sep_token is not said by shard {path}; set --sep_token to the id that ends a document ({hint})"
-                )
-    raise FileNotFoundError(f"--data_path ({root}) holds no readable shard; restore one")
 
 
 def _vocab_size(opened: dict[str, Shard]) -> int | None:

@@ -70,11 +70,13 @@ class RemoteFiles:
         data_path: str,
         *,
         filesystem: tuple[Any, str] | None = None,
+        sizes: dict[str, int] | None = None,
         cache_bytes: int | None = None,
         max_tries: int = 8,
         backoff_s: float = 0.25,
     ) -> None:
-        """Lists the files. `filesystem` is (pyarrow FileSystem, path in it), by default what the URI says.
+        """Lists the files, unless their `sizes` are given. `filesystem` is (pyarrow FileSystem, path in it), by default what
+        the URI says.
 
         Raises: ValueError, FileNotFoundError, PermissionError, OSError with one line.
         """
@@ -86,7 +88,7 @@ class RemoteFiles:
         self._in_flight: dict[Page, Request] = {}
         with start_errors(data_path):
             self._filesystem, self._folder = filesystem or open_filesystem(data_path)
-            self._sizes = self._retried(self.root, self._list, min(max_tries, START_TRIES))
+            self._sizes = sizes or self._retried(self.root, self._list, min(max_tries, START_TRIES))
         with tempfile.TemporaryFile(buffering=0) as file:
             self._cache = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._cache)
@@ -100,6 +102,9 @@ class RemoteFiles:
     def walk(self, folder: str) -> Iterator[str]:
         prefix = f"{folder}/" if folder else ""
         return (path for path in self._sizes if path.startswith(prefix))
+
+    def known_sizes(self) -> dict[str, int]:
+        return self._sizes
 
     def size(self, path: str) -> int:
         if path not in self._sizes:
