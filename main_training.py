@@ -1,6 +1,6 @@
 """Trains a Llama: the whole flow, once.
 
-flags → config → preflight (world, mesh, data, memory; nothing written) → process group
+flags → config → machine (devices, mesh, batch) → process group → checks of data, model, memory; nothing written yet
       → claim (rank 0 locks the folders and chooses the checkpoint) → data stream → model (meta → AC → compile → FSDP → init)
       → optimizer → load → loop → reports, checkpoints, traces
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fms_fsdp.limits import Limits
     from fms_fsdp.models.llama import Llama
     from fms_fsdp.observe.report import Reporter
-    from fms_fsdp.preflight import Preflight
+    from fms_fsdp.preflight import Machine, Preflight
     from fms_fsdp.runtime import Phases
 
 
@@ -41,32 +41,33 @@ def main(argv: list[str]) -> int:
         with checking_input():
             parsed = parse_with_origins(TrainConfig, argv)
             from fms_fsdp import runtime  # torch: not before the flags are known to be good
-            from fms_fsdp.preflight import preflight
+            from fms_fsdp.preflight import find_machine
 
             phases = runtime.Phases()
             phases.done("launch")
             world = runtime.World.from_env()
             runtime.set_up_log(world)
-            plan = preflight(parsed, world)
+            machine = find_machine(parsed, world)
             phases.done("checks")
-        run(parsed, plan, launch, signals, phases)
+        run(parsed, machine, launch, signals, phases)
         runtime.stop()
     return launch.exit_status
 
 
-def run(parsed: Parsed[TrainConfig], plan: Preflight, launch: Launch, signals: StopSignal, phases: Phases) -> None:
+def run(parsed: Parsed[TrainConfig], machine: Machine, launch: Launch, signals: StopSignal, phases: Phases) -> None:
     """Claims the run folder, builds everything and trains (collective: every rank); `launch` knows how it ended."""
     from fms_fsdp import runtime
     from fms_fsdp.claim import claim, look_at_suspect, record_launch
     from fms_fsdp.observe.report import build_reporter
     from fms_fsdp.optim.schedules import build_schedule
-    from fms_fsdp.preflight import announce, open_stream
+    from fms_fsdp.preflight import announce, check_data, open_stream
 
     cfg, folder = parsed.config, Path(parsed.config.output_dir)
-    runtime.start(cfg.parallel, cfg.training, plan.world, plan.device, group=plan.layout.strategy != "none")
+    grouped = machine.layout.strategy != "none"
+    runtime.start(cfg.parallel, cfg.training, machine.world, machine.device, group=grouped)
     phases.done("group")
     with checking_input():
-        taken = claim(parsed, plan)
+        taken = claim(parsed, check_data(parsed, machine))
         found = taken.found
         stream = open_stream(cfg, found)
     launch.step = found.start

@@ -66,7 +66,7 @@ class Tape:
 
 
 def simulate(world_size: int, rank: int, data: Path, steps: int, folder: Path) -> dict[str, dict[str, int]]:
-    """Runs one rank in this process; returns counts by phase ("start", "steps") and operation."""
+    """Runs one rank in this process; returns counts by operation before the first rows are read ("start") and from then on."""
     counts: dict[str, Counter[str]] = {"start": Counter(), "steps": Counter()}
     phase = ["start"]
     count_file_operations(data, lambda name: counts[phase[0]].update([name]))
@@ -80,17 +80,17 @@ def simulate(world_size: int, rank: int, data: Path, steps: int, folder: Path) -
     dist.init_process_group = lambda *_, **__: begin("fake", store=FakeStore(), rank=rank, world_size=world_size)
     dist.new_group = lambda *_, **__: begin_group(backend="fake")
     count_collectives(dist, Tape(folder / "tape"), lambda name: counts[phase[0]].update([name]))
-    import fms_fsdp.train
     import main_training
+    from fms_fsdp.data import corpus_rows
 
-    trainer: Any = fms_fsdp.train
-    step = trainer.train_step
+    rows: Any = corpus_rows.CorpusRows
+    read = rows.batch
 
-    def first_step(*arguments: Any) -> Any:
+    def first_rows(*arguments: Any) -> Any:
         phase[0] = "steps"
-        return step(*arguments)
+        return read(*arguments)
 
-    trainer.train_step = first_step
+    rows.batch = first_rows
     flags = ["--model_variant=tiny", f"--seq_length={SEQ_LENGTH}", "--batch_size=1", f"--num_steps={steps}"]
     flags += [f"--data_path={data}", f"--sep_token={SEP}", f"--vocab_size={VOCAB}", "--trackers=none"]
     flags += ["--save_last=False", "--checkpoint_interval=0", "--report_interval=1000", "--collective_timeout_s=60"]
@@ -172,9 +172,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_corpus(folder / "data", given.files)
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
         for rank in (0, 13):
             command = [sys.executable, __file__, f"--rank={rank}", f"--folder={folder}", f"--steps={given.steps}"]
-            subprocess.run([*command, f"--world_size={given.world_size}"], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [*command, f"--world_size={given.world_size}"], check=True, stdout=subprocess.DEVNULL, env=environment
+            )
             ranks[f"rank {rank}"] = json.loads((folder / f"counts{rank}.json").read_text())
     for rank_name, phases in ranks.items():
         for phase, counts in phases.items():

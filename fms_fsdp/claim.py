@@ -14,10 +14,10 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,10 +28,9 @@ from fms_fsdp.folder_lock import lock_folders
 from fms_fsdp.limits import STOP_FILE
 from fms_fsdp.preflight import Preflight, start_from
 from fms_fsdp.resume import Start, find_start
-from fms_fsdp.runtime import World, from_rank_0, log, log_to_file, process_age_s, sum_over_ranks
+from fms_fsdp.runtime import World, agreed, log, log_to_file, process_age_s, sum_over_ranks
 from fms_fsdp.status import BadInput, Launch, read_status, write_atomically
 
-T = TypeVar("T")
 _SENTINEL = ".shared"
 
 
@@ -55,6 +54,8 @@ def claim(parsed: Parsed[TrainConfig], plan: Preflight) -> Claim:
     folder, root = Path(cfg.output_dir), Path(cfg.ckpt_save_path)
 
     def take() -> tuple[Start, dict[str, Any]]:
+        if not folder.exists() and not root.exists():  # a new run is checked before its folder is made
+            start_from(parsed, plan, find_start(cfg))
         lock_folders([folder, root])
         begin = find_start(cfg)
         _set_aside_own(cfg, begin.checkpoint.passed_over if begin.checkpoint else ())
@@ -115,32 +116,13 @@ def record_launch(launch: Launch, cfg: TrainConfig, taken: Claim) -> None:
         _remove_old_request(folder / STOP_FILE)
         log_to_file(folder / "log.txt")
         launch.claim(folder)
+        log.info("run folder %s (attempt %d)", folder, taken.attempt)
 
     agreed(write)
     if rank > 0:
         launch.claim(folder)
         if cfg.log.log_all_ranks:
             log_to_file(folder / f"log.rank{rank}.txt")
-    log.info("run folder %s (attempt %d)", folder, taken.attempt)
-
-
-def agreed(on_rank_0: Callable[[], T]) -> T:
-    """What the function returns on rank 0, or the error it raises there, on every rank (collective: every rank).
-
-    Raises:
-        ValueError: rank 0 met a ValueError or OSError; the text is the same everywhere.
-    """
-
-    def attempt() -> tuple[T | None, str]:
-        try:
-            return on_rank_0(), ""
-        except (ValueError, OSError) as error:
-            return None, str(error) or type(error).__name__
-
-    value, problem = from_rank_0(attempt)
-    if problem:
-        raise ValueError(problem)
-    return value  # type: ignore[return-value]
 
 
 def _last_attempt(folder: Path) -> int:

@@ -76,10 +76,14 @@ def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
     """Makes and locks the folders until the process ends. What exists is locked first: a refused launch makes nothing.
 
     Raises:
-        ValueError: another process holds one of them.
-        OSError: one cannot be made.
+        ValueError: another process holds one of them, or one cannot be made.
     """
     resolved = dict.fromkeys(folder.resolve() for folder in folders)
     for folder in sorted(resolved, key=lambda folder: not folder.exists()):
-        folder.mkdir(parents=True, exist_ok=True)
-        _held.append(FolderLock(folder).take(patience_s))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _held.append(FolderLock(folder).take(patience_s))
+        except OSError as error:
+            raise ValueError(
+                f"folder ({folder}) must be one that can be made and written: {error.strerror}; choose another --output_dir"
+            ) from error

@@ -1,8 +1,9 @@
-"""The checks before any work: what the flags mean on this machine, in this world, with this data. No collective, no process group.
+"""The checks before any work: what the flags mean on this machine, in this world, with this data. Nothing is written.
 
-Order: flags (done by parsing) → world and mesh → data → memory → folders to write; the first failure is raised. Every
-rank reads the same files and so comes to the same answer. Nothing is written. What depends on the checkpoint is checked
-by `start_from`, once rank 0 holds the lock and has chosen it (claim.py).
+    flags (done by parsing) → `find_machine`: devices, mesh, batch → process group → `check_data`: data, model, memory, folders
+
+The first failure is raised, alike on every rank. Rank 0 alone looks at the folders of data, once, and tells the others.
+What depends on the checkpoint is checked by `start_from`, once rank 0 holds the lock and has chosen it (claim.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.checkpoint.retention import check_keep_best, parse_schedule
 from fms_fsdp.config import BatchPlan, TrainConfig, keep_global_batch, resolve_batch
 from fms_fsdp.data.custom import load_builder
-from fms_fsdp.data.held_out import HeldOut, close_held_out, open_held_out
+from fms_fsdp.data.held_out import HeldOut, HeldOutListing, close_held_out, open_held_out, scan_held_out
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.flags import Parsed
 from fms_fsdp.machine_checks import check_machine
@@ -45,6 +46,17 @@ _TRACKER_PACKAGES = {
 
 
 @dataclass(frozen=True)
+class Machine:
+    """Where a run runs: what follows from the flags and the hardware."""
+
+    world: runtime.World
+    device: torch.device
+    layout: Layout
+    batch: BatchPlan
+    mixed_precision: bool
+
+
+@dataclass(frozen=True)
 class Preflight:
     """What the checks found, alike on every rank. `corpus` is None for synthetic data and streams of the user's own."""
 
@@ -58,6 +70,7 @@ class Preflight:
     begin: Start
     num_steps: int
     held_out: tuple[HeldOut, ...] = ()
+    held_out_listings: tuple[HeldOutListing, ...] = ()
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -107,10 +120,19 @@ class Preflight:
 
 
 def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
-    """Everything that can be known to be wrong before the first collective.
+    """All checks at once, for a process on its own.
 
     Raises:
         ValueError, OSError: the first check that fails, as one line.
+    """
+    return check_data(parsed, find_machine(parsed, world))
+
+
+def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
+    """Devices, mesh and batch; reads no data.
+
+    Raises:
+        ValueError: the first check that fails, as one line.
     """
     cfg = parsed.config
     resolve_model(cfg.model, seq_length=cfg.data.seq_length)
@@ -129,11 +151,23 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     check_machine(parsed, device, layout)
     batch = resolve_batch(cfg.training, layout.dp_size)
     mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device, cfg.keep_name)
+    return Machine(world, device, layout, batch, mixed_precision)
+
+
+def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Preflight:
+    """Data, model, memory and folders (collective: every rank; rank 0 lists the data for all).
+
+    Raises:
+        ValueError, OSError: the first check that fails, as one line.
+    """
+    cfg, world, device, layout, batch = parsed.config, machine.world, machine.device, machine.layout, machine.batch
     corpus = _open_data(cfg)
     vocab_size = corpus.vocab_size if corpus is not None else None
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
-    fresh = Start(None, False, "")
+    scan = partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
+    fresh, mixed_precision = Start(None, False, ""), machine.mixed_precision
     found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, fresh, 0)
+    found = replace(found, held_out_listings=runtime.agreed(scan))
     found = start_from(parsed, replace(found, held_out=_open_held_out(cfg, found)), fresh)
     holder = torch.device("cpu") if cfg.parallel.cpu_offload else device
     estimate = estimate_memory(model, layout, mixed_precision=mixed_precision, batch=batch)
@@ -142,9 +176,9 @@ def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
     for flag, folder in {"output_dir": cfg.output_dir, **given}.items():
         if folder:
             _check_writable(f"--{flag}", Path(folder))
-    root = _check_writable("--ckpt_save_path", Path(cfg.ckpt_save_path))
+    _check_writable("--ckpt_save_path", Path(cfg.ckpt_save_path))
     if cfg.checkpoint.save_last or cfg.checkpoint.checkpoint_interval or cfg.checkpoint.checkpoint_schedule:
-        _check_disk(root, 12 * num_params(model))
+        _check_disk(Path(cfg.ckpt_save_path), 12 * num_params(model))
     return found
 
 
@@ -210,7 +244,7 @@ def _check_trackers(names: tuple[str, ...]) -> None:
 
 
 def _check_disk(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(_nearest(folder)).free
     if free < needed:
         raise ValueError(
             f"--ckpt_save_path ({folder}) must have room for one checkpoint: {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; "
@@ -218,25 +252,33 @@ def _check_disk(folder: Path, needed: int) -> None:
         )
 
 
-def _check_writable(flag: str, folder: Path) -> Path:
-    """The folder, or its nearest parent that exists, where this process may make and write files.
-
-    Raises:
-        ValueError: it may not.
-    """
-    nearest = folder.absolute()
-    while not os.path.lexists(nearest):
-        nearest = nearest.parent
+def _check_writable(flag: str, folder: Path) -> None:
+    """Raises ValueError where this process may not make the folder, or write in it."""
+    nearest = _nearest(folder)
     if not nearest.is_dir():
         raise ValueError(f"{flag} ({folder}) must be a folder that can be made: {nearest} is no folder; choose another")
     if not os.access(nearest, os.W_OK | os.X_OK) or os.statvfs(nearest).f_blocks == 0:  # as in /proc
         raise ValueError(f"{flag} ({folder}) must be writable; choose another or change its permissions")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    nearest = folder.absolute()
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
     return nearest
 
 
 def _open_held_out(cfg: TrainConfig, found: Preflight) -> tuple[HeldOut, ...]:
     rows = cfg.eval.eval_steps * found.batch.global_batch_size
-    return open_held_out(cfg.eval, cfg.data, found.corpus, vocab_size=found.model.vocab_size, max_rows=rows)
+    return open_held_out(
+        cfg.eval,
+        cfg.data,
+        found.corpus,
+        vocab_size=found.model.vocab_size,
+        max_rows=rows,
+        scanned=found.held_out_listings,
+    )
 
 
 def _open_data(cfg: TrainConfig) -> Any:
@@ -245,9 +287,9 @@ def _open_data(cfg: TrainConfig) -> Any:
         return None
     if cfg.data.use_dummy_dataset:
         return None
-    from fms_fsdp.data.manifest import open_corpus  # pyarrow: only where there are shards to read
+    from fms_fsdp.data.manifest import open_corpus, scan_corpus  # pyarrow: only where there are shards to read
 
-    return open_corpus(cfg.data)
+    return open_corpus(cfg.data, listing=runtime.agreed(partial(scan_corpus, cfg.data)))
 
 
 def open_stream(cfg: TrainConfig, found: Preflight) -> Any:

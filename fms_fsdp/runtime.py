@@ -193,12 +193,24 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, the only one that calls it, on every rank (collective: every rank)."""
+def agreed(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, the only one that calls it, or the error it raises there, on every rank (collective).
+
+    Raises:
+        ValueError, OSError: rank 0 met it; the others raise a ValueError of the same text.
+    """
     if not dist.is_initialized():
         return make()
-    box = [make() if dist.get_rank() == 0 else None]
+    box: list[Any] = [None, ""]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except (ValueError, OSError) as error:
+            failure, box[1] = error, str(error) or type(error).__name__
     dist.broadcast_object_list(box, src=0)
+    if box[1]:
+        raise failure or ValueError(box[1])
     return cast(T, box[0])
 
 

@@ -6,11 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 TINY = ("--model_variant=tiny", "--use_dummy_dataset=True", "--seq_length=64", "--report_interval=1")
+
+
+def last_of_each(argv: Iterable[str]) -> list[str]:
+    """The flags of which a later one replaces an earlier one of its name: a flag must not be given twice."""
+    return list({argument.partition("=")[0]: argument for argument in argv}.values())
 
 
 def run(
@@ -23,7 +29,12 @@ def run(
         command = [*command, *torchrun, "main_training.py"]
     settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
     return subprocess.run(
-        [*command, *argv], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=240
+        [*command, *last_of_each(argv)],
+        cwd=ROOT,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 

@@ -14,6 +14,7 @@ from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.flags import SHIPPED, parse_flags, parse_with_origins
 from fms_fsdp.preflight import Preflight, preflight
 from fms_fsdp.runtime import World, set_up_log
+from tests.cli import run
 
 TINY = ("--model_variant=tiny", "--use_dummy_dataset=True", "--seq_length=128", "--batch_size=2", "--trackers=none")
 
@@ -264,3 +265,19 @@ def test_a_job_end_that_is_no_time_counts_as_not_set(
 def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(empty: Path) -> None:
     (empty.parent / "run" / "metrics.jsonl").mkdir(parents=True)
     assert "must hold metrics.jsonl as a file" in refusal(f"--output_dir={empty.parent / 'run'}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "words"),
+    [
+        ((), {"RANK": "abc"}, "RANK (abc) must be a whole number"),
+        (("--output_dir=/proc/x",), {}, "--output_dir (/proc/x) must be writable"),
+        (("--attn_impl=efficient",), {}, "--attn_impl (efficient) exists on GPU only"),
+    ],
+)
+def test_the_command_ends_with_2_and_one_line(
+    tmp_path: Path, flags: tuple[str, ...], variables: dict[str, str], words: str
+) -> None:
+    ended = run(*TINY, "--num_steps=1", *(flags or (f"--output_dir={tmp_path / 'run'}",)), **variables)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert ended.stderr.startswith(f"error: {words}") and not (tmp_path / "run").exists()

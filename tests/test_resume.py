@@ -20,7 +20,7 @@ from fms_fsdp.config import ModelConfig, TrainConfig, as_dict
 from fms_fsdp.flags import declared_fields, parse_flags
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.resume import Start, check_model, differences, schedule_jump
-from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained
+from tests.cli import ROOT, TINY, events, last_of_each, losses, metrics, run, status, trained
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_refused_flags_are_refused(
 
     for flag, message in REFUSED.items():
         with pytest.raises(ValueError) as caught:
-            parsed = parse_with_origins(TrainConfig, [*argv(whole, "--num_steps=9"), flag])
+            parsed = parse_with_origins(TrainConfig, last_of_each(argv(whole, "--num_steps=9", flag)))
             plan = preflight(parsed, World(0, 0, 1, 1))
             open_stream(parsed.config, start_from(parsed, plan, find_start(parsed.config)))
         assert message in str(caught.value), (flag, str(caught.value))

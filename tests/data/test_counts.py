@@ -30,7 +30,7 @@ def test_a_source_whose_name_comes_twice_in_the_path_gets_no_phantom_shard(tmp_p
     with files.stream(6, seq_length=16, on_missing="mask") as stream:
         for _ in range(30):
             stream.next_batch()
-        assert stream.rows.num_masked_rows == 0  # type: ignore[attr-defined]
+        assert stream.num_masked_rows == 0
 
 
 @pytest.mark.parametrize("root", ["", "/", "/data/", "/data/a/", "data/a/corpus/", "/a/a/a/", "/b/old root/a/"])
