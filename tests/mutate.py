@@ -181,7 +181,8 @@ def by_distance(fault: Fault) -> list[tuple[int, str]]:
 
 
 def copy_tree(target: Path) -> Path:
-    """A copy of the working tree without what git ignores."""
+    """A copy of the working tree without what git ignores, in place of what a stopped run left."""
+    shutil.rmtree(target, ignore_errors=True)
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -256,7 +257,7 @@ def judge(fault: Fault, clean: Path, faulty: Path, sound: set[str], broken: set[
         path.write_text(original)
 
 
-def verdicts(faults: list[Fault], work: Path, log: Path) -> Iterator[tuple[Fault, str]]:
+def verdicts(faults: list[Fault], log: Path) -> Iterator[tuple[Fault, str]]:
     """Each fault with what noticed it, as far as `log` knows from there."""
     lines = log.read_text().splitlines() if log.exists() else []
     known = {json.dumps(entry["fault"]): entry["noticed"] for entry in map(json.loads, lines)}
@@ -265,9 +266,7 @@ def verdicts(faults: list[Fault], work: Path, log: Path) -> Iterator[tuple[Fault
     for fault in faults:
         key = json.dumps(asdict(fault))
         if key not in known:
-            trees = trees or [
-                copy_tree(Path(tempfile.mkdtemp(prefix=name, dir=work))) for name in ("clean-", "faulty-")
-            ]
+            trees = trees or [copy_tree(log.with_suffix(f".{name}")) for name in ("clean", "faulty")]
             known[key] = judge(fault, trees[0], trees[1], sound, broken)
             with open(log, "a") as file:
                 file.write(json.dumps({"fault": asdict(fault), "noticed": known[key]}) + "\n")
@@ -290,7 +289,7 @@ def main() -> None:
     log = given.work / f"seed{given.seed}.jsonl"
     faults = chosen(given.sample, given.seed)
     killed = 0
-    for count, (fault, noticed) in enumerate(verdicts(faults, given.work, log), 1):
+    for count, (fault, noticed) in enumerate(verdicts(faults, log), 1):
         killed += bool(noticed)
         change = f"{fault.before.splitlines()[0]} → {fault.after.splitlines()[0] if fault.after else 'nothing'}"
         verdict = f"killed by {noticed}" if noticed else "SURVIVED"
