@@ -262,14 +262,14 @@ def _table(path: str, column: str) -> Iterator[Tokens]:
                 raise ValueError("is neither an Arrow file nor a whole Arrow stream")
             source.seek(0)
             reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-            name = _column(reader.schema, column)
+            name = _column(reader.schema, column, plain=True)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             for batch in batches:
                 yield from _lists(batch.column(name))
 
 
-def _column(schema: pa.Schema, wanted: str) -> str:
-    """The name of the column of ids.
+def _column(schema: pa.Schema, wanted: str, *, plain: bool = False) -> str:
+    """The name of the column of ids: lists of integers, or with `plain` integers, a record batch a document.
 
     Raises:
         ValueError: no such column, or not lists of integers.
@@ -280,6 +280,8 @@ def _column(schema: pa.Schema, wanted: str) -> str:
             f"has no column {wanted or ' or '.join(_COLUMNS)}, only {', '.join(schema.names)}; see --column"
         )
     kind = schema.field(name).type
+    if plain and pa.types.is_integer(kind):
+        return name
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
         raise ValueError(
             f"column {name} holds {kind}, not lists of integers; for text use `python -m fms_fsdp prepare`"
@@ -288,8 +290,12 @@ def _column(schema: pa.Schema, wanted: str) -> str:
 
 
 def _lists(array: pa.Array) -> Iterator[Tokens]:
-    if array.null_count or array.flatten().null_count:
+    is_document = pa.types.is_integer(array.type)
+    if array.null_count or (not is_document and array.flatten().null_count):
         raise ValueError("holds nulls among its ids")
+    if is_document:
+        yield array.to_numpy()
+        return
     offsets = array.offsets.to_numpy()
     values = array.values.to_numpy()
     for start, stop in zip(offsets, offsets[1:], strict=False):

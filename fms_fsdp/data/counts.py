@@ -46,8 +46,10 @@ def read_counts(files: Files, paths: Collection[str]) -> Counts:
 
 def _placed(rows: Counts, known: frozenset[str]) -> Counts:
     """Returns the rows by the paths that shards have, or would have, below this corpus's own root."""
-    if rows.keys() <= known:
-        return rows
+    for start in _starts(next(iter(rows), "")):  # nearly always one root places all
+        root = next(iter(rows), "")[:start]
+        if all(path.startswith(root) and path[start:] in known for path in rows):
+            return {path[start:]: row for path, row in rows.items()}
     votes = Counter(path[:start] for path in rows for start in _starts(path) if path[start:] in known)
     ranks = {root: rank for rank, root in enumerate(sorted(votes, key=lambda root: (-votes[root], len(root))))}
     counts: Counts = {}

@@ -13,6 +13,7 @@ import pytest
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.convert import ConvertConfig, convert
 from fms_fsdp.data.manifest import open_corpus
+from tests.data.corpora import write_scalars
 
 EOS = 7
 
@@ -172,3 +173,10 @@ def test_an_arrow_stream_is_read_like_a_file_and_a_cut_one_is_refused(tmp_path: 
             ValueError, match=r"--input \(.*x.arrow\): is neither an Arrow file nor a whole Arrow stream"
         ):
             run(tmp_path / "out2", f"x={tmp_path / 'x.arrow'}", overwrite=True)
+
+
+def test_compressed_shards_of_a_record_batch_a_document_are_converted_as_the_reader_advises(tmp_path: Path) -> None:
+    documents = random_documents(4)
+    write_scalars(tmp_path / "x" / "a.arrow", [np.array(row) for row in documents], compression="zstd")
+    run(tmp_path / "out", f"x={tmp_path / 'x'}")
+    assert rows(tmp_path / "out" / "x") == documents
