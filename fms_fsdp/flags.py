@@ -296,7 +296,8 @@ by their bare name: `bench`, `profile`, `continue` (finished weights, other data
 for the site: `--config=model.toml,site.toml`.
 
 Integers may be written `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`; booleans `true`/`false`, `yes`/`no`, `1`/`0` in any case; lists `a,b`. `none` clears an optional
-value. What is not known is an error that names the nearest flag; nothing is ignored. Checks run before any work, in this order: flags, world and mesh, data, memory.
+value. What is not known is an error that names the nearest flag; nothing is ignored. A flag that is given twice must say the same both times. One that is
+typed has to have an effect: if other flags of the command leave it none, it is refused; if a file, the machine or the number of ranks does, a line of the log says so. Checks run before any work, in this order: flags, world and mesh, data, memory.
 
 The column "on resume" says what another value does to a run that goes on from a checkpoint: `free`, it trains the same; `announced`, it takes effect from there on and is
 logged; `refused`, it ends the launch with one line. For the model's flags it is the model they come to that must be the checkpoint's.

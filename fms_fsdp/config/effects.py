@@ -1,4 +1,4 @@
-"""Flags that act on something which other flags leave out: what is typed for nothing is refused, what a file brings is told."""
+"""Flags that act on what other flags leave out: one that is typed for nothing is refused, one from a file is told."""
 
 from __future__ import annotations
 
@@ -24,21 +24,36 @@ def without_effect(config: TrainConfig, strategy: str | None) -> Iterator[Idle]:
     own_eval = bool(evaluation.eval_data_path)
     shards = "token shards; leave out --use_dummy_dataset"
     rows = (
-        (not config.parallel.fsdp_activation_checkpointing, "selective_checkpointing", "fsdp_activation_checkpointing", "--fsdp_activation_checkpointing=True"),
-        (strategy == "none", "reduce_dtype", "sharding_strategy", "--sharding_strategy=fsdp, hsdp or ddp"),
-        (strategy in ("none", "ddp"), "reshard_after_forward fsdp_prefetch", "sharding_strategy", "--sharding_strategy=fsdp or hsdp"),
-        (strategy not in (None, "hsdp"), "hsdp_shard_size", "sharding_strategy", "--sharding_strategy=hsdp"),
-        (synthetic, "datasets weights skip_steps max_epochs", "use_dummy_dataset", shards),
-        (synthetic and not own_eval, "data_path sep_token logical_shards packing on_missing eval_datasets", "use_dummy_dataset", shards),
-        (not data.dataset_builder, "data_kwargs", "dataset_builder", "--dataset_builder"),
-        (not (evaluates or evaluation.eval_test), "eval_steps", "eval_interval eval_at_start eval_test", "--eval_interval"),
-        (not evaluates, "eval_data_path eval_datasets", "eval_interval eval_at_start", "--eval_interval"),
-        (not load.ckpt_load_path, "resuming_dataset", "ckpt_load_path", "--ckpt_load_path"),
-        (load.load_model_only, "resuming_dataset", "load_model_only", "the optimizer and the step; leave out --load_model_only"),
-        (bool(load.checkpoint_schedule), "checkpoint_interval", "checkpoint_schedule", "its own steps; leave out --checkpoint_schedule"),
-        (config.model.pos_emb == "learned", "rope_theta", "pos_emb", "--pos_emb=rope"),
-        ("tensorboard" not in config.log.trackers, "tensorboard_dir", "trackers", "--trackers=tensorboard"),
-        ("wandb" not in config.log.trackers, "tracker_entity", "trackers", "--trackers=wandb"),
+        (not config.parallel.fsdp_activation_checkpointing,
+            "selective_checkpointing", "fsdp_activation_checkpointing", "--fsdp_activation_checkpointing=True"),
+        (strategy == "none",
+            "reduce_dtype", "sharding_strategy", "--sharding_strategy=fsdp, hsdp or ddp"),
+        (strategy in ("none", "ddp"),
+            "reshard_after_forward fsdp_prefetch", "sharding_strategy", "--sharding_strategy=fsdp or hsdp"),
+        (strategy not in (None, "hsdp"),
+            "hsdp_shard_size", "sharding_strategy", "--sharding_strategy=hsdp"),
+        (synthetic,
+            "datasets weights skip_steps max_epochs", "use_dummy_dataset", shards),
+        (synthetic and not own_eval,
+            "data_path sep_token logical_shards packing on_missing eval_datasets", "use_dummy_dataset", shards),
+        (not data.dataset_builder,
+            "data_kwargs", "dataset_builder", "--dataset_builder"),
+        (not (evaluates or evaluation.eval_test),
+            "eval_steps", "eval_interval eval_at_start eval_test", "--eval_interval"),
+        (not evaluates,
+            "eval_data_path eval_datasets", "eval_interval eval_at_start", "--eval_interval"),
+        (not load.ckpt_load_path,
+            "resuming_dataset", "ckpt_load_path", "--ckpt_load_path"),
+        (load.load_model_only,
+            "resuming_dataset", "load_model_only", "the optimizer and the step; leave out --load_model_only"),
+        (load.checkpoint_schedule,
+            "checkpoint_interval", "checkpoint_schedule", "its own steps; leave out --checkpoint_schedule"),
+        (config.model.pos_emb == "learned",
+            "rope_theta", "pos_emb", "--pos_emb=rope"),
+        ("tensorboard" not in config.log.trackers,
+            "tensorboard_dir", "trackers", "--trackers=tensorboard"),
+        ("wandb" not in config.log.trackers,
+            "tracker_entity", "trackers", "--trackers=wandb"),
     )  # fmt: skip
     for is_idle, names, because, needs in rows:
         for name in names.split() if is_idle else ():

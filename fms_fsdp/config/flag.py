@@ -24,7 +24,8 @@ def flag(
     """A dataclass field with its documentation: what `--help` prints and what a value must satisfy.
 
     `resume`: what another value does to a run that goes on from a checkpoint: "free", it trains the same; "announced", it takes effect from there
-    on and is logged; "refused"; "" is the section's own `RESUME`. `in_name`: whether the default run name depends on it; None: where it is not free.
+    on and is logged; "refused"; "" is the section's own `RESUME`. `in_name`: whether the default run name depends on it;
+    None: it does unless it is free.
     """
     metadata = dict(help=help, choices=choices, minimum=minimum, maximum=maximum, above=above, below=below)
     metadata |= dict(advanced=advanced, resume=resume, in_name=in_name)

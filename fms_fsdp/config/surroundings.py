@@ -91,7 +91,8 @@ class CheckpointConfig:
         given = [name for name in ("keep_every", "keep_best", "keep_steps") if getattr(self, name)]
         if given and not self.keep_last_n:
             raise ValueError(
-                f"--{given[0]} ({joined(getattr(self, given[0]))}) has no effect where --keep_last_n (0) keeps every checkpoint; set that"
+                f"--{given[0]} ({joined(getattr(self, given[0]))}) has no effect where --keep_last_n (0) keeps every "
+                f"checkpoint; set that"
             )
         if self.resume_step is not None and self.resume == "never":
             raise ValueError(f"--resume_step ({self.resume_step}) needs a checkpoint; leave out --resume=never")

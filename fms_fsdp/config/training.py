@@ -24,7 +24,8 @@ def parse_selective_checkpointing(text: str) -> Fraction:
     share = Fraction(parts[0] or 0) / parts[1]
     if 1 < share <= 1000 and share.denominator == 1:
         raise ValueError(
-            f"--selective_checkpointing ({text}) must not exceed 1; for one block in {share} write 1/{share} or every:{share}"
+            f"--selective_checkpointing ({text}) must not exceed 1; for one block in {share} write 1/{share} "
+            f"or every:{share}"
         )
     if not Fraction(1, 10**6) <= share <= 1:
         remedy = "; to checkpoint none use --fsdp_activation_checkpointing=False" if share == 0 else ""

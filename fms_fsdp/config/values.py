@@ -1,6 +1,8 @@
-"""Text of a flag, or a value of TOML or JSON → a value of the declared type; every number has a limit that is checked before any arithmetic.
+"""Text of a flag, or a value of TOML or JSON → a value of the declared type.
 
-1e6 · 5_000_000 · 2M · 4Ki → int        3e-4 → float        yes · off → bool        a,b → tuple        none → None, where that is allowed
+    int: 1e6, 5_000_000, 2M, 4Ki      float: 3e-4      bool: yes, off      tuple: a,b      None: none, where it is allowed
+
+Every number has a limit, which is checked before any arithmetic.
 """
 
 from __future__ import annotations

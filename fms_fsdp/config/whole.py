@@ -145,7 +145,7 @@ def keep_global_batch(
     if section.global_batch_size is not None:
         return resolve_batch(section, dp_size)
     if total % dp_size:
-        valid = [size for size in range(1, min(total, 65536) + 1) if total % size == 0]
+        valid = divisors(total, 65536)
         raise ValueError(
             f"number of data-parallel ranks ({dp_size}) must divide the run's global batch ({total} rows); "
             f"valid numbers: {joined(valid)}; or choose another batch with --global_batch_size=ROWS {keep_name}"
