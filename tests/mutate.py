@@ -232,13 +232,16 @@ def first_failure(tree: Path, tests: list[str], skipped: set[str], timeout_s: fl
     return names[0] if names else f"pytest: {output[-300:]}"
 
 
-def judge(fault: Fault, clean: Path, faulty: Path, sound: set[str], broken: set[str]) -> str:
-    """What noticed the fault, "" if nothing did. `sound`, `broken`: tests known to pass, or fail, without any."""
+def judge(fault: Fault, clean: Path, faulty: Path, sound: set[str], broken: set[str], reach: int) -> str:
+    """What noticed the fault, "" if nothing did. `sound`, `broken`: tests known to pass, or fail, without any.
+
+    `reach`: tests more imports away than this are left out.
+    """
     path = faulty / fault.path
     original = path.read_text()
     path.write_text(original[: fault.start] + fault.after + original[fault.stop :])
     try:
-        tests = by_distance(fault)
+        tests = [(distance, name) for distance, name in by_distance(fault) if distance <= reach]
         near = [name for distance, name in tests if distance <= 1]
         far = [name for distance, name in tests if distance > 1]
         for group, timeout_s in ((near, NEAR_TIMEOUT_S), (far, ALL_TIMEOUT_S)):
@@ -257,7 +260,7 @@ def judge(fault: Fault, clean: Path, faulty: Path, sound: set[str], broken: set[
         path.write_text(original)
 
 
-def verdicts(faults: list[Fault], log: Path) -> Iterator[tuple[Fault, str]]:
+def verdicts(faults: list[Fault], log: Path, reach: int) -> Iterator[tuple[Fault, str]]:
     """Each fault with what noticed it, as far as `log` knows from there."""
     lines = log.read_text().splitlines() if log.exists() else []
     known = {json.dumps(entry["fault"]): entry["noticed"] for entry in map(json.loads, lines)}
@@ -267,7 +270,7 @@ def verdicts(faults: list[Fault], log: Path) -> Iterator[tuple[Fault, str]]:
         key = json.dumps(asdict(fault))
         if key not in known:
             trees = trees or [copy_tree(log.with_suffix(f".{name}")) for name in ("clean", "faulty")]
-            known[key] = judge(fault, trees[0], trees[1], sound, broken)
+            known[key] = judge(fault, trees[0], trees[1], sound, broken, reach)
             with open(log, "a") as file:
                 file.write(json.dumps({"fault": asdict(fault), "noticed": known[key]}) + "\n")
         yield fault, known[key]
@@ -284,12 +287,15 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "mutants", help="copies and verdicts"
     )
+    parser.add_argument(
+        "--reach", type=int, default=99, help="leave out tests more imports away; 1 is quick, and misses some"
+    )
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    log = given.work / f"seed{given.seed}.jsonl"
+    log = given.work / f"seed{given.seed}_reach{given.reach}.jsonl"
     faults = chosen(given.sample, given.seed)
     killed = 0
-    for count, (fault, noticed) in enumerate(verdicts(faults, log), 1):
+    for count, (fault, noticed) in enumerate(verdicts(faults, log, given.reach), 1):
         killed += bool(noticed)
         change = f"{fault.before.splitlines()[0]} → {fault.after.splitlines()[0] if fault.after else 'nothing'}"
         verdict = f"killed by {noticed}" if noticed else "SURVIVED"
