@@ -38,7 +38,7 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 
 
 def argv(folder: Path, *more: str) -> list[str]:
-    return [*TINY, "--checkpoint_interval=2", f"--output_dir={folder}", *more]
+    return last_of_each([*TINY, "--checkpoint_interval=2", f"--output_dir={folder}", *more])
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole: Path, copy: Path) -> None:

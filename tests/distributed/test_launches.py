@@ -72,7 +72,8 @@ def test_ranks_whose_torchrun_is_killed_save_and_free_the_folder(tmp_path: Path,
     agent.wait(60)
     assert wait_for(lambda: status(tmp_path)["status"] == "resume_me", 60)
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in orphans), 60)
-    assert "the end of torchrun's agent" in status(tmp_path)["reason"]
+    reason = status(tmp_path)["reason"]  # rank 0 may hear of it from the other rank first
+    assert "the end of torchrun's agent" in reason or "a signal to another rank" in reason
     with FolderLock(tmp_path):
         assert (tmp_path / "checkpoints" / f"step_{status(tmp_path)['step']}").is_dir()
 
