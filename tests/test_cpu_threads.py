@@ -26,7 +26,7 @@ def test_threads_spin_only_where_each_has_a_core(
     monkeypatch.setattr(os, "environ", dict(given))
     set_thread_waiting()
     chosen = {name: text for name, text in os.environ.items() if name not in given}
-    assert chosen == ({"GOMP_SPINCOUNT": "20000"} if spins else {"OMP_WAIT_POLICY": "PASSIVE"})
+    assert chosen == ({"GOMP_SPINCOUNT": "3000"} if spins else {"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 @pytest.mark.parametrize("given", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
