@@ -13,7 +13,6 @@ of another size or content, or no regular file is damage; one that cannot be rea
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -168,9 +167,6 @@ def open_file(path: Path) -> FileIO:
             return FileIO(open_regular(path))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path.name} is missing") from None
-    except OSError as error:
-        if error.errno != errno.ELOOP:  # a link to itself
-            raise
     raise ValueError(f"{path.name} is no regular file")
 
 

@@ -60,14 +60,6 @@ def replace(name: str, content: bytes, signed: bool = True) -> Callable[[Path], 
     return damage
 
 
-def link_to_itself(name: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).symlink_to(folder / name)
-
-    return damage
-
-
 def fifo(name: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         (folder / name).unlink()
@@ -109,7 +101,6 @@ def move_out(metadata: Any) -> None:
 
 CORPUS = {"state_version": 2, "history": [], "skipped": [], "manifest": {}, "fit": {}}
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "a link to itself as .metadata": link_to_itself(METADATA),
     "a FIFO as files.json": fifo(FILES),
     "a FIFO as train_state.json": fifo(STATE),
     "a FIFO as .metadata": fifo(METADATA),
