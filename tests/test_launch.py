@@ -16,7 +16,7 @@ import pytest
 from fms_fsdp.checkpoint.folders import problems
 from fms_fsdp.config import TrainingConfig, keep_global_batch
 from fms_fsdp.folder_lock import FolderLock, lock_folders
-from tests.cli import ROOT, TINY, losses, metrics, run, status, trained
+from tests.cli import ROOT, TINY, run, status, trained
 
 LONG = (*TINY, "--num_steps=100000", "--trackers=none")
 
@@ -81,6 +81,7 @@ def test_the_last_sound_checkpoint_outlives_a_damaged_newer_one(tmp_path: Path) 
     assert problems(root / "step_4", deep=True) == []
 
 
+@pytest.mark.slow
 def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_afresh(tmp_path: Path) -> None:
     argv = [*TINY, f"--output_dir={tmp_path}"]
     trained(*argv, "--num_steps=1")
@@ -115,7 +116,13 @@ def test_ranks_that_do_not_divide_the_global_batch_are_refused() -> None:
         keep_global_batch(TrainingConfig(), 3, total=16, usual_rows=8)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)),
+    ],
+)
 def test_a_signal_while_the_ranks_still_look_for_each_other_ends_the_launch_at_once(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -139,6 +146,7 @@ def test_hangup_saves_as_sigterm_does(tmp_path: Path) -> None:
     assert "SIGHUP" in ended["reason"] and (tmp_path / "checkpoints" / f"step_{ended['step']}").is_dir()
 
 
+@pytest.mark.slow
 def test_nohup_goes_on_after_a_hangup(tmp_path: Path) -> None:
     command = ["nohup", sys.executable, "main_training.py", *LONG, f"--output_dir={tmp_path}"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -150,6 +158,7 @@ def test_nohup_goes_on_after_a_hangup(tmp_path: Path) -> None:
     assert process.wait(60) == 75 and "SIGTERM" in status(tmp_path)["reason"]
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_does_not_stop_the_save(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     process = start(
@@ -165,6 +174,7 @@ def test_a_terminal_that_is_closed_does_not_stop_the_save(tmp_path: Path) -> Non
     assert ended["status"] == "resume_me" and (tmp_path / "checkpoints" / f"step_{ended['step']}").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_outlives_the_shell_that_started_it(tmp_path: Path) -> None:
     script = f"{sys.executable} main_training.py {' '.join(LONG)} --output_dir={tmp_path} >/dev/null 2>&1 & echo $!"
     pid = int(subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
@@ -183,12 +193,3 @@ def test_a_stop_file_dated_ahead_of_the_clock_stops_no_later_launch(tmp_path: Pa
     os.utime(stop, (ahead, ahead))
     trained(*TINY, "--num_steps=3", f"--output_dir={tmp_path}")
     assert status(tmp_path)["status"] == "finished" and not stop.exists()
-
-
-def test_a_launch_at_its_exit_step_ends_before_it_makes_a_step(tmp_path: Path) -> None:
-    argv = [*TINY, "--num_steps=9", f"--output_dir={tmp_path}"]
-    assert run(*argv, "--exit_step=3").returncode == 75
-    for exit_step in (3, 2):
-        assert run(*argv, f"--exit_step={exit_step}").returncode == 75
-        assert status(tmp_path)["step"] == 3 and f"--exit_step ({exit_step}) is reached" in status(tmp_path)["reason"]
-    assert len(losses(tmp_path)) == 3 and list(metrics(tmp_path)) == [1, 2, 3]

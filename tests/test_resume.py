@@ -173,7 +173,7 @@ def test_limits_end_a_launch_and_not_the_run(whole: Path, tmp_path: Path) -> Non
 
 def test_exit_step_counts_the_steps_of_the_run(tmp_path: Path) -> None:
     common = [*TINY, f"--output_dir={tmp_path}", "--checkpoint_interval=0", "--num_steps=5"]
-    for flag, step in (("--exit_interval=2", 2), ("--exit_step=3", 3), ("--exit_step=3", 3), ("--exit_step=6", 5)):
+    for flag, step in (("--exit_interval=2", 2), ("--exit_step=3", 3), ("--exit_step=2", 3), ("--exit_step=6", 5)):
         assert run(*common, flag).returncode == (0 if step == 5 else 75)
         assert status(tmp_path)["step"] == step
 
