@@ -77,7 +77,7 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
     if estimate.rows > estimate.state + estimate.unit:
         raise ValueError(
             f"--seq_length and the batch ({estimate.rows / _GIB:.1f} GiB of rows and positions per rank) must fit the "
-            f"{available / _GIB:.1f} GiB available to it; lower one of --seq_length, --batch_size, --grad_accum_steps, --global_batch_size"
+            f"{available / _GIB:.1f} GiB of memory available to it; lower one of --seq_length, --batch_size, --grad_accum_steps, --global_batch_size"
         )
     room = available - estimate.unit - estimate.rows
     all_state = estimate.state * estimate.dp_shard
@@ -87,7 +87,7 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
     raise ValueError(
         f"--model_variant ({variant}: {estimate.total / _GIB:.1f} GiB per rank, {estimate.state / _GIB:.1f} of weights, "
         f"gradients and optimizer state, "
-        f"{estimate.unit / _GIB:.1f} unsharded) must fit the {available / _GIB:.1f} GiB available to it; {remedy}"
+        f"{estimate.unit / _GIB:.1f} unsharded) must fit the {available / _GIB:.1f} GiB of memory available to it; {remedy}"
     )
 
 
