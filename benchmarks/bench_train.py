@@ -75,7 +75,10 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"case": case, "problem": f"no end after {own['timeout_s']} s"}
     except (OSError, ValueError):
-        return {"case": case, "problem": (done.stderr.strip().splitlines() or ["no status.json"])[-1][:300]}
+        return {
+            "case": case,
+            "problem": (done.stderr.strip().splitlines() or ["no status.json"])[-1][:300].removeprefix("error: "),
+        }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result: dict[str, Any] = {"case": case, "command": " ".join(["python", *command[1:]])}
@@ -126,7 +129,10 @@ def table(results: list[dict[str, Any]]) -> str:
     for result in results:
         cells = [result["case"].get(name, "") for name in varied]
         if "problem" in result:
-            lines.append("| " + " | ".join([*cells, result["problem"].partition(":")[0][:60], *[""] * 5]) + " |")
+            word = result["problem"].partition(":")[0][:60]
+            if word != "left out" and "memory" in result["problem"]:
+                word = "out of memory"
+            lines.append("| " + " | ".join([*cells, word, *[""] * 5]) + " |")
             continue
         rate = result["tokens_per_sec_per_device"]
         key = (result["case"].get("model_variant", ""), result["case"].get("seq_length", ""))
