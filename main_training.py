@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fms_fsdp.observe.report import Reporter
     from fms_fsdp.preflight import Machine, Preflight
     from fms_fsdp.runtime import Phases
+    from fms_fsdp.saving import Saver
 
 
 def main(argv: list[str]) -> int:
@@ -121,7 +122,6 @@ def loop(
     """Trains to the end, or to a limit, with everything that watches over it (collective: every rank); returns the limits, which know why."""
     from fms_fsdp.evaluate import Evaluator
     from fms_fsdp.guards import BadSteps, Watchdog
-    from fms_fsdp.limits import Limits
     from fms_fsdp.observe.culprit import describe_data
     from fms_fsdp.observe.profiler import profiling
     from fms_fsdp.parallel.memory import explaining_out_of_memory
@@ -142,20 +142,7 @@ def loop(
         closing.callback(watchdog.close)
         saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt, watchdog.feed)
         closing.callback(saver.close)
-        per_step = (reporter.rows_per_step, reporter.tokens_per_step)
-        spent, eval_interval = reporter.clock.totals, cfg.eval.eval_interval
-        limits = Limits(
-            cfg.training,
-            folder,
-            rank,
-            found.start,
-            *per_step,
-            signals,
-            saver.expected_s,
-            spent,
-            eval_interval,
-            reporter.problem,
-        )
+        limits = build_limits(cfg, found, signals, saver, reporter)
         bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name)
         evaluator = Evaluator(cfg.eval, mask, found, model, reporter, saver, watchdog.feed, mark)
         closing.callback(evaluator.close)
@@ -179,6 +166,25 @@ def loop(
         if problem := reporter.problem():
             raise RunFailed(f"{problem}; make room and start it again: it goes on from the newest checkpoint")
     return limits
+
+
+def build_limits(cfg: TrainConfig, found: Preflight, signals: StopSignal, saver: Saver, reporter: Reporter) -> Limits:
+    """The limits of this launch."""
+    from fms_fsdp.limits import Limits
+
+    return Limits(
+        cfg.training,
+        Path(cfg.output_dir),
+        found.world.rank,
+        found.start,
+        reporter.rows_per_step,
+        reporter.tokens_per_step,
+        signals,
+        saver.expected_s,
+        reporter.clock.totals,
+        cfg.eval.eval_interval,
+        reporter.problem,
+    )
 
 
 def build(cfg: TrainConfig, found: Preflight) -> tuple[Llama, torch.optim.AdamW]:

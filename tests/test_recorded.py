@@ -22,8 +22,8 @@ from tests.cli import ROOT, metrics
 @pytest.mark.parametrize(
     ("typed", "joined"),
     [
-        ("data/tokens", "/work/data/tokens"),
-        ("../tokens", "/work/../tokens"),
+        ("data/tokens", "/home/me/data/tokens"),
+        ("../tokens", "/home/me/../tokens"),
         ("/abs/tokens", "/abs/tokens"),
         ("s3://bucket/tokens?region=x", "s3://bucket/tokens?region=x"),
         ("~/tokens", "~/tokens"),
@@ -32,7 +32,7 @@ from tests.cli import ROOT, metrics
 )
 def test_relative_paths_are_joined_to_the_runs_working_folder(typed: str, joined: str) -> None:
     config = as_dict(TrainConfig(data=DataConfig(data_path=typed), checkpoint=CheckpointConfig(ckpt_load_path=typed)))
-    for start, expected in (("/work", joined), ("", typed)):
+    for start, expected in (("/home/me", joined), ("", typed)):
         cfg = recorded_config(config, {"working_dir": start})
         assert (cfg.data.data_path, cfg.checkpoint.ckpt_load_path) == (expected, expected)
     assert recorded_config(config, {}).data.data_path == typed  # of an earlier version

@@ -159,10 +159,9 @@ def _segment_text(segment: Segment) -> str:
     return f"from step {segment.after + 1:,} on: {segment.batch} rows of {segment.seq_length:,} tokens a step; {shares}"
 
 
-def describe_plan(data: Inspected, plans: Sequence[SourcePlan], num_steps: int) -> str:
-    """Returns the plan as two tables: what is read of each source, and how."""
-    used = sum(plan.used for plan in plans)
-    what = [
+def _used_cells(plans: Sequence[SourcePlan], used: int, num_steps: int) -> list[tuple[str, ...]]:
+    """What is read of each source, a row each; `used` are the tokens of all."""
+    return [
         (
             plan.name,
             f"{plan.weight:.4f}" if plan.weight else "dropped",
@@ -176,6 +175,12 @@ def describe_plan(data: Inspected, plans: Sequence[SourcePlan], num_steps: int) 
         )
         for plan in plans
     ]
+
+
+def describe_plan(data: Inspected, plans: Sequence[SourcePlan], num_steps: int) -> str:
+    """Returns the plan as two tables: what is read of each source, and how."""
+    used = sum(plan.used for plan in plans)
+    what = _used_cells(plans, used, num_steps)
     how = [
         (
             plan.name,
