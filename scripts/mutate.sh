@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Puts small faults into a copy of the code, one at a time, and looks which of them the quick tests notice. Goes on where it was stopped.
 #
-#   bash scripts/mutate.sh --sample=60 --seed=1 [--reach=1] [--work=FOLDER]
+#   bash scripts/mutate.sh --sample=60 --seed=1 [--budget_s=300] [--work=FOLDER]
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

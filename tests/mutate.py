@@ -2,8 +2,8 @@
 
     bash scripts/mutate.sh --sample=60 --seed=1
 
-    every place where a fault can be put ─ seed ─▶ sample ─▶ copy with the fault ─▶ the tests nearest to it, then all others
-                                                             └ the test that fails must pass without the fault
+    every place where a fault can be put ─ seed ─▶ sample ─▶ copy with the fault ─▶ the tests that run its line, nearest first
+    quick suite under `coverage`, once ─▶ line → tests                              └ the test that fails must pass without it
 
 The checkout is read, never written. Each verdict is a line of a file in `--work`, so a run that was stopped goes on where it
 was. A survivor either changes no behaviour, which a person must judge, or shows a test that is missing.
@@ -27,8 +27,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from coverage import Coverage, CoverageData
+
+from tests.test_layering import imported
+
 ROOT = Path(__file__).parent.parent
-NEAR_TIMEOUT_S, ALL_TIMEOUT_S = 600, 2400
+HANG_S = 120
+PYTEST = ["-m", "pytest", "-v", "-m", "not slow", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "in": "not in"}
 ARITHMETIC = {"+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "//", "&": "|", "|": "&", "<<": ">>", "**": "*"}
 QUIET = re.compile(
@@ -152,32 +157,72 @@ def chosen(sample: int, seed: int) -> list[Fault]:
     return turns[:sample]
 
 
-def imports(path: Path) -> set[Path]:
-    """Files of this repository that a file imports, inside functions too."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Constant) and node.value == "main_training.py":
-            names.add("main_training")  # it is run, not imported
-    files = [ROOT / f"{name.replace('.', '/')}.py" for name in names]
-    return {file for file in files if file.is_file()}
-
-
-def by_distance(fault: Fault) -> list[tuple[int, str]]:
-    """Test files with the number of imports between each and the fault, the nearest first; those of the fault's own name at 0."""
+def distances(fault: Fault) -> dict[str, int]:
+    """Test files with the number of imports between each and the fault; 0 for those of the fault's own name, 99 for none."""
     known: dict[Path, set[Path]] = {}
-    found = []
+    found = {}
     for test in sorted((ROOT / "tests").rglob("test_*.py")):
         reached, edge, distance = {test}, {test}, 0
         while edge and ROOT / fault.path not in reached:
             edge = set().union(*(known.setdefault(file, imports(file)) for file in edge)) - reached
             reached, distance = reached | edge, distance + 1
-        distance = distance if edge else 99
-        found.append((0 if test.stem == f"test_{Path(fault.path).stem}" else distance, str(test.relative_to(ROOT))))
-    return sorted(found)
+        own = test.stem == f"test_{Path(fault.path).stem}"
+        found[str(test.relative_to(ROOT))] = 0 if own else distance if edge else 99
+    return found
+
+
+def imports(path: Path) -> set[Path]:
+    """Files of this repository that a file imports, or runs as a command."""
+    names = imported(path)
+    if "main_training.py" in path.read_text():
+        names.add("main_training")
+    files = [ROOT / f"{name.replace('.', '/')}.py" for name in names]
+    return {file for file in files if file.is_file()}
+
+
+class Covered:
+    """Which tests run a line of the code: of every process that a test starts, too."""
+
+    def __init__(self, work: Path) -> None:
+        data, config = work / "coverage.db", work / "coverage.ini"
+        if not data.exists():
+            tree = copy_tree(work / "covered")
+            config.write_text(f"""[run]
+source = {tree / "fms_fsdp"}
+include = {tree}/fms_fsdp/*
+parallel = true
+sigterm = true
+patch = _exit
+data_file = {work}/parts/c
+context = ${{PYTEST_CURRENT_TEST-none}}
+""")
+            shutil.rmtree(work / "parts", ignore_errors=True)
+            (work / "parts").mkdir()
+            more = {"COVERAGE_PROCESS_START": str(config), "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+            tests = [*PYTEST, "-p", "tests.mutate", "tests"]
+            print("the quick suite under coverage, once …", flush=True)
+            subprocess.run([sys.executable, *tests], cwd=tree, env=os.environ | more, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [sys.executable, "-m", "coverage", "combine", f"--rcfile={config}", f"--data-file={data}"]
+                + [str(work / "parts")],
+                check=True,
+            )
+            shutil.rmtree(tree)
+        self._data = CoverageData(str(data))
+        self._data.read()
+
+    def tests(self, fault: Fault) -> list[str]:
+        """Names of the tests that ran a line, with their cases left out; whole files where a fixture ran it."""
+        files = [name for name in self._data.measured_files() if name.endswith(f"/{fault.path}")]
+        contexts = {context for name in files for context in self._data.contexts_by_lineno(name).get(fault.line, [])}
+        found = {re.sub(r"\[.*| \((?:setup|call|teardown)\)", "", part) for c in contexts for part in c.split("|")}
+        return sorted(name for name in found if name.startswith("tests/"))
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Tells coverage which test begins: this module is a plugin of the run that finds out what tests run."""
+    if coverage := Coverage.current():
+        coverage.switch_context(nodeid)
 
 
 def copy_tree(target: Path) -> Path:
@@ -193,84 +238,74 @@ def copy_tree(target: Path) -> Path:
     return target
 
 
-def first_failure(tree: Path, tests: list[str], skipped: set[str], timeout_s: float) -> str:
-    """The first test that fails in `tree`, "timeout", or "" where all pass."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-m",
-        "not slow",
-        "--tb=no",
-        "-rfE",
-        "-p",
-        "no:cacheprovider",
-    ]
-    process = subprocess.Popen(
-        [*command, *(f"--deselect={name}" for name in sorted(skipped)), *tests],
-        cwd=tree,
-        env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def first_failure(tree: Path, tests: list[str], skipped: set[str], budget_s: float) -> str:
+    """The first test that fails in `tree`; "hang" where one makes no end; "" where all pass, or the budget is used up."""
+    command = [sys.executable, *PYTEST, "-x", *(f"--deselect={name}" for name in sorted(skipped)), *tests]
+    output = tree.with_suffix(".log")
+    with open(output, "w") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        process.wait(timeout=budget_s)
     except subprocess.TimeoutExpired:
-        return "timeout"
+        while process.poll() is None:  # the test that is under way may end, or hang
+            time.sleep(1)
+            if time.time() - output.stat().st_mtime > HANG_S:
+                return "hang"
+            if time.time() - output.stat().st_mtime < 1:
+                return ""
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)  # with whatever a test left behind
         except ProcessLookupError:
             pass
+        process.wait()
     if process.returncode in (0, 5):  # 5: no test was left
         return ""
-    names = re.findall(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::[^\n]*?)?)(?= - |$)", output, re.MULTILINE)
-    return names[0] if names else f"pytest: {output[-300:]}"
+    text = output.read_text(errors="replace")
+    names = re.findall(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::[^\n]*?)?)(?= - |$)", text, re.MULTILINE)
+    return names[0] if names else f"pytest: {text[-300:]}"
 
 
-def judge(fault: Fault, clean: Path, faulty: Path, sound: set[str], broken: set[str], reach: int) -> str:
-    """What noticed the fault, "" if nothing did. `sound`, `broken`: tests known to pass, or fail, without any.
-
-    `reach`: tests more imports away than this are left out.
-    """
-    path = faulty / fault.path
+def judge(fault: Fault, clean: Path, faulty: Path, covered: Covered, sound: set[str], budget_s: float) -> str:
+    """What noticed the fault within the budget, "" if nothing did. `sound`: tests known to pass without any fault."""
+    path, broken, begin = faulty / fault.path, set[str](), time.monotonic()
     original = path.read_text()
     path.write_text(original[: fault.start] + fault.after + original[fault.stop :])
+    far = distances(fault)
+    own = [name for name, distance in far.items() if distance == 0]
+    tests = sorted(covered.tests(fault), key=lambda name: far.get(name.partition("::")[0], 99)) + own
     try:
-        tests = [(distance, name) for distance, name in by_distance(fault) if distance <= reach]
-        near = [name for distance, name in tests if distance <= 1]
-        far = [name for distance, name in tests if distance > 1]
-        for group, timeout_s in ((near, NEAR_TIMEOUT_S), (far, ALL_TIMEOUT_S)):
-            while group:
-                noticed = first_failure(faulty, group, broken, timeout_s)
-                if not noticed or not noticed.startswith("tests/") or noticed in sound:
-                    break
-                if not first_failure(clean, [noticed], set(), timeout_s):
-                    sound.add(noticed)
-                    break
-                broken.add(noticed)  # it fails without the fault too
-            if group and noticed:
+        while tests and (left_s := budget_s - (time.monotonic() - begin)) > 0:
+            noticed = first_failure(faulty, tests, broken, left_s)
+            if not noticed.startswith("tests/") or noticed in sound:
                 return noticed
+            if not first_failure(clean, [noticed], set(), budget_s):
+                sound.add(noticed)
+                return noticed
+            broken.add(noticed)  # it fails without the fault too
         return ""
     finally:
         path.write_text(original)
 
 
-def verdicts(faults: list[Fault], log: Path, reach: int) -> Iterator[tuple[Fault, str]]:
+def verdicts(faults: list[Fault], log: Path, budget_s: float) -> Iterator[tuple[Fault, str]]:
     """Each fault with what noticed it, as far as `log` knows from there."""
     lines = log.read_text().splitlines() if log.exists() else []
     known = {json.dumps(entry["fault"]): entry["noticed"] for entry in map(json.loads, lines)}
     trees: list[Path] = []
-    sound, broken = set[str](), set[str]()
+    covered, sound = Covered(log.parent), set[str]()
     for fault in faults:
         key = json.dumps(asdict(fault))
         if key not in known:
             trees = trees or [copy_tree(log.with_suffix(f".{name}")) for name in ("clean", "faulty")]
-            known[key] = judge(fault, trees[0], trees[1], sound, broken, reach)
+            known[key] = judge(fault, *trees, covered, sound, budget_s)
             with open(log, "a") as file:
                 file.write(json.dumps({"fault": asdict(fault), "noticed": known[key]}) + "\n")
         yield fault, known[key]
@@ -287,15 +322,13 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "mutants", help="copies and verdicts"
     )
-    parser.add_argument(
-        "--reach", type=int, default=99, help="leave out tests more imports away; 1 is quick, and misses some"
-    )
+    parser.add_argument("--budget_s", type=float, default=300, help="seconds of tests that a fault has to survive")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    log = given.work / f"seed{given.seed}_reach{given.reach}.jsonl"
+    log = given.work / f"seed{given.seed}.jsonl"
     faults = chosen(given.sample, given.seed)
     killed = 0
-    for count, (fault, noticed) in enumerate(verdicts(faults, log, given.reach), 1):
+    for count, (fault, noticed) in enumerate(verdicts(faults, log, given.budget_s), 1):
         killed += bool(noticed)
         change = f"{fault.before.splitlines()[0]} → {fault.after.splitlines()[0] if fault.after else 'nothing'}"
         verdict = f"killed by {noticed}" if noticed else "SURVIVED"
