@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.cpu_threads import set_thread_waiting
+from fms_fsdp.errors import RunFailed, checking_input
 from fms_fsdp.flags import Parsed, describe, parse_with_origins
-from fms_fsdp.status import FINISHED, RESUME_ME, Launch, RunFailed, checking_input
-from fms_fsdp.stop_signal import StopSignal
+from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
+from fms_fsdp.run.stop_signal import StopSignal
 
 if TYPE_CHECKING:
     import torch
 
-    from fms_fsdp.limits import Limits
     from fms_fsdp.models.llama import Llama
     from fms_fsdp.observe.report import Reporter
-    from fms_fsdp.preflight import Machine, Preflight
+    from fms_fsdp.run.limits import Limits
+    from fms_fsdp.run.plan import Machine, Preflight
     from fms_fsdp.runtime import Phases
     from fms_fsdp.saving import Saver
 
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
         with checking_input():
             parsed = parse_with_origins(TrainConfig, argv)
             from fms_fsdp import runtime  # torch: not before the flags are known to be good
-            from fms_fsdp.preflight import find_machine
+            from fms_fsdp.run.plan import find_machine
 
             phases = runtime.Phases()
             phases.done("launch")
@@ -55,13 +56,15 @@ def main(argv: list[str]) -> int:
     return launch.exit_status
 
 
-def run(parsed: Parsed[TrainConfig], machine: Machine, launch: Launch, signals: StopSignal, phases: Phases) -> None:
+def run(
+    parsed: Parsed[TrainConfig], machine: Machine, launch: Launch, signals: StopSignal, phases: Phases
+) -> None:
     """Claims the run folder, builds everything and trains (collective: every rank); `launch` knows how it ended."""
     from fms_fsdp import runtime
-    from fms_fsdp.claim import claim, look_at_suspect, record_launch
     from fms_fsdp.observe.report import build_reporter
     from fms_fsdp.optim.schedules import build_schedule
-    from fms_fsdp.preflight import announce, check_data, open_stream
+    from fms_fsdp.run.claim import claim, look_at_suspect, record_launch
+    from fms_fsdp.run.plan import announce, check_data, open_stream
 
     cfg, folder = parsed.config, Path(parsed.config.output_dir)
     grouped = machine.layout.strategy != "none"
@@ -74,7 +77,9 @@ def run(parsed: Parsed[TrainConfig], machine: Machine, launch: Launch, signals: 
     launch.step = found.start
     if found.start == found.num_steps:
         launch.claim(folder)
-        launch.reason = f"already finished at step {found.start}; raise --num_steps or choose another --run_name"
+        launch.reason = (
+            f"already finished at step {found.start}; raise --num_steps or choose another --run_name"
+        )
         launch.outcome = FINISHED
         runtime.log.info(launch.reason)
         return
@@ -103,7 +108,9 @@ def run(parsed: Parsed[TrainConfig], machine: Machine, launch: Launch, signals: 
     done = launch.step == found.num_steps
     launch.outcome = FINISHED if done else RESUME_ME
     launch.reason = (
-        f"finished {launch.step} steps" if done else f"{limits.reason}, at step {launch.step}; start it again to go on"
+        f"finished {launch.step} steps"
+        if done
+        else f"{limits.reason}, at step {launch.step}; start it again to go on"
     )
     runtime.log.info("%s: %s", launch.reason, folder)
 
@@ -121,10 +128,10 @@ def loop(
 ) -> Limits:
     """Trains to the end, or to a limit, with everything that watches over it (collective: every rank); returns the limits, which know why."""
     from fms_fsdp.evaluate import Evaluator
-    from fms_fsdp.guards import BadSteps, Watchdog
     from fms_fsdp.observe.culprit import describe_data
     from fms_fsdp.observe.profiler import profiling
-    from fms_fsdp.parallel.memory import explaining_out_of_memory
+    from fms_fsdp.predict.memory import explaining_out_of_memory
+    from fms_fsdp.run.health import BadSteps, Watchdog
     from fms_fsdp.saving import Saver
     from fms_fsdp.train import Hooks, Recipe, train
 
@@ -135,7 +142,9 @@ def loop(
     advice = explaining_out_of_memory(
         cfg.parallel, found.model, found.layout, batch.batch_size, found.mixed_precision, cfg.keep_name
     )
-    with ExitStack() as closing:  # from the last to the first; one that fails does not keep the others from closing
+    with (
+        ExitStack() as closing
+    ):  # from the last to the first; one that fails does not keep the others from closing
         closing.callback(reporter.close)
         closing.callback(stream.close)
         watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
@@ -143,7 +152,9 @@ def loop(
         saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt, watchdog.feed)
         closing.callback(saver.close)
         limits = build_limits(cfg, found, signals, saver, reporter)
-        bad_steps = BadSteps(cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name)
+        bad_steps = BadSteps(
+            cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name
+        )
         evaluator = Evaluator(cfg.eval, mask, found, model, reporter, saver, watchdog.feed, mark)
         closing.callback(evaluator.close)
         closing.push(lambda kind, error, trace: launch.tell(error))
@@ -168,9 +179,11 @@ def loop(
     return limits
 
 
-def build_limits(cfg: TrainConfig, found: Preflight, signals: StopSignal, saver: Saver, reporter: Reporter) -> Limits:
+def build_limits(
+    cfg: TrainConfig, found: Preflight, signals: StopSignal, saver: Saver, reporter: Reporter
+) -> Limits:
     """The limits of this launch."""
-    from fms_fsdp.limits import Limits
+    from fms_fsdp.run.limits import Limits
 
     return Limits(
         cfg.training,
@@ -210,8 +223,8 @@ def restore(
 ) -> tuple[Preflight, Any]:
     """Loads the checkpoint that `found` names, or, where its files turn out to be damaged, the newest sound one before it (collective: every rank)."""
     from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
-    from fms_fsdp.claim import choose_again
-    from fms_fsdp.preflight import announce, open_stream
+    from fms_fsdp.run.claim import choose_again
+    from fms_fsdp.run.plan import announce, open_stream
     from fms_fsdp.runtime import log
 
     damaged: list[Path] = []
@@ -233,5 +246,7 @@ def restore(
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     if status in (1, 2) or any(thread.name.startswith("tracker ") for thread in threading.enumerate()):
-        os._exit(status)  # peers may hang in a collective, or a tracker in its client: clean-up would wait for them
+        os._exit(
+            status
+        )  # peers may hang in a collective, or a tracker in its client: clean-up would wait for them
     sys.exit(status)

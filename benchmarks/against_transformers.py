@@ -51,7 +51,10 @@ from fms_fsdp.parallel.parallelize import parallelize
 
 # shapes beside the variants: overrides of `quickstart`, rows of 512 tokens a step
 SHAPES = {
-    "hidden256": (dict(hidden_size=256, num_layers=8, num_attention_heads=4, num_kv_heads=2, ffn_hidden_size=704), 4),
+    "hidden256": (
+        dict(hidden_size=256, num_layers=8, num_attention_heads=4, num_kv_heads=2, ffn_hidden_size=704),
+        4,
+    ),
     "hidden768": (
         dict(hidden_size=768, num_layers=12, num_attention_heads=12, num_kv_heads=12, ffn_hidden_size=2048),
         2,
@@ -73,7 +76,9 @@ def our_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
         mixed_precision=precision == "bf16",
         seed=0,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     parameters = list(model.parameters())
 
     def step(tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -112,7 +117,9 @@ def reference_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
     )
     model: Any = transformers.LlamaForCausalLM(shape)
     assert sum(p.numel() for p in model.parameters()) == num_params(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     parameters = list(model.parameters())
     forward = torch.compile(model) if compiled else model
 
@@ -147,10 +154,14 @@ def matmul_flops(config: LlamaConfig, rows: int, dtype: torch.dtype) -> float:
         (hidden, config.ffn_hidden_size, 2),
         (config.ffn_hidden_size, hidden, 1),
     ]
-    counted = [(*shape[:2], shape[2] * config.num_layers) for shape in shapes] + [(hidden, config.vocab_size, 1)]
+    counted = [(*shape[:2], shape[2] * config.num_layers) for shape in shapes] + [
+        (hidden, config.vocab_size, 1)
+    ]
     flops = seconds = 0.0
     for num_in, num_out, count in counted:
-        x, weight, dy = (torch.randn(s, dtype=dtype) for s in ((rows, num_in), (num_out, num_in), (rows, num_out)))
+        x, weight, dy = (
+            torch.randn(s, dtype=dtype) for s in ((rows, num_in), (num_out, num_in), (rows, num_out))
+        )
         products = ((x, weight.T), (dy, weight), (dy.T, x))
         best = float("inf")
         for _ in range(3):
@@ -162,7 +173,9 @@ def matmul_flops(config: LlamaConfig, rows: int, dtype: torch.dtype) -> float:
     return flops / seconds
 
 
-def bench_case(config: LlamaConfig, precision: str, compiled: bool, args: argparse.Namespace) -> dict[str, Any]:
+def bench_case(
+    config: LlamaConfig, precision: str, compiled: bool, args: argparse.Namespace
+) -> dict[str, Any]:
     """Raw rounds of one precision and mode, and their medians."""
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
@@ -173,7 +186,9 @@ def bench_case(config: LlamaConfig, precision: str, compiled: bool, args: argpar
     makers = {"ours": our_step, "reference": reference_step}
     contestants = {name: makers[name](config, precision, compiled) for name in args.contestants.split(",")}
     begin = time.perf_counter()
-    losses = {name: [step(batches[0]).item() for _ in range(args.warmup)] for name, step in contestants.items()}
+    losses = {
+        name: [step(batches[0]).item() for _ in range(args.warmup)] for name, step in contestants.items()
+    }
     case: dict[str, Any] = {"precision": precision, "mode": "compiled" if compiled else "eager"}
     case |= {"warmup_s": round(time.perf_counter() - begin, 1), "warmup_losses": losses}
     if not args.rounds:
@@ -207,7 +222,9 @@ def peak_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"mode": mode, "precision": precision, "vocab_size": args.peak_memory_at}
         for name in args.contestants.split(","):
             with tempfile.NamedTemporaryFile(suffix=".json") as file:
-                flags = [f"--{key}={getattr(args, key)}" for key in ("model_variant", "batch_size", "seq_length")]
+                flags = [
+                    f"--{key}={getattr(args, key)}" for key in ("model_variant", "batch_size", "seq_length")
+                ]
                 flags += [
                     f"--mode={mode}",
                     f"--precision={precision}",
@@ -230,26 +247,40 @@ def hardware() -> dict[str, Any]:
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     names = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
     flags = sorted({flag for flag in text.split() if flag.startswith(("avx512_bf16", "amx_", "avx2"))})
-    return {"cpu": names[0] if names else platform.processor(), "threads": torch.get_num_threads(), "features": flags}
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "features": flags,
+    }
 
 
 def versions() -> dict[str, str]:
     """Python and the packages that matter."""
     import transformers
 
-    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_variant", default="quickstart", help=f"a variant, or one of {', '.join(SHAPES)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model_variant", default="quickstart", help=f"a variant, or one of {', '.join(SHAPES)}"
+    )
     parser.add_argument("--vocab_size", type=int, default=None)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--seq_length", type=int, default=128)
     parser.add_argument("--precision", default="fp32,bf16")
     parser.add_argument("--mode", default="eager,compiled")
     parser.add_argument("--rounds", type=int, default=5, help="0: nothing but the warm-up")
-    parser.add_argument("--warmup", type=int, default=3, help="optimizer steps of each contestant before the rounds")
+    parser.add_argument(
+        "--warmup", type=int, default=3, help="optimizer steps of each contestant before the rounds"
+    )
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each contestant in a round")
     parser.add_argument("--contestants", default="ours,reference", help="one alone to see its peak memory")
     parser.add_argument("--peak_memory_at", type=int, default=0, help="vocabulary; 0 leaves memory out")

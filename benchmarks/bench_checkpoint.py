@@ -78,7 +78,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     from fms_fsdp.checkpoint.folders import open_checkpoint
     from fms_fsdp.config import TrainConfig
     from fms_fsdp.flags import parse_with_origins
-    from fms_fsdp.preflight import preflight
+    from fms_fsdp.run.plan import preflight
 
     flags = [
         f"--model_variant={variant}",
@@ -125,7 +125,10 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
         rows.append(row)
     checkpointer.close()
     if world.rank == 0:
-        result = summary(rows[1:], size * world.world_size) | {"first_stall_s": rows[0]["stall_s"], "rounds": rows}
+        result = summary(rows[1:], size * world.world_size) | {
+            "first_stall_s": rows[0]["stall_s"],
+            "rounds": rows,
+        }
         (folder / "result.json").write_text(json.dumps(result))
     os._exit(0)
 
@@ -183,7 +186,9 @@ def start_by_phase(folder: Path, variant: str, ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variant", default="194m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)

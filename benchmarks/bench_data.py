@@ -32,8 +32,8 @@ import torch
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import empty_batch
-from fms_fsdp.data.files import LocalFiles
-from fms_fsdp.data.manifest import open_corpus
+from fms_fsdp.data.shards.files import LocalFiles
+from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.data.stream import TokenStream, build_stream
 
 SEQ_LENGTH, ROWS, VOCAB, SEP = 4096, 2, 50_000, 0
@@ -115,7 +115,9 @@ class ReferenceFiles(LocalFiles):
         super().__init__(str(shard.parent))
         self._shard, self._num_tokens = shard.name, num_tokens
         per_source = REFERENCE_FILES // REFERENCE_SOURCES
-        self._names = [f"source-{i // per_source:02d}/shard-{i % per_source:05d}.arrow" for i in range(REFERENCE_FILES)]
+        self._names = [
+            f"source-{i // per_source:02d}/shard-{i % per_source:05d}.arrow" for i in range(REFERENCE_FILES)
+        ]
         table = io.StringIO()
         csv.writer(table).writerows([("dataset/filename", "documents", "tokens")])
         csv.writer(table).writerows((name, REFERENCE_DOCS, num_tokens) for name in self._names)
@@ -150,13 +152,20 @@ def resident_mib() -> float:
 def section_of(root: str, packing: str = "concat") -> DataConfig:
     weights = tuple(weight for _, weight in SOURCES.values())
     return DataConfig(
-        data_path=root, datasets=tuple(SOURCES), weights=weights, seq_length=SEQ_LENGTH, sep_token=SEP, packing=packing
+        data_path=root,
+        datasets=tuple(SOURCES),
+        weights=weights,
+        seq_length=SEQ_LENGTH,
+        sep_token=SEP,
+        packing=packing,
     )
 
 
 def open_stream(section: DataConfig, batch: int = ROWS) -> TokenStream:
     corpus = open_corpus(section)
-    return build_stream(section, corpus, seed=1, vocab_size=VOCAB, global_batch_size=batch, dp_rank=0, dp_size=1)
+    return build_stream(
+        section, corpus, seed=1, vocab_size=VOCAB, global_batch_size=batch, dp_rank=0, dp_size=1
+    )
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -168,7 +177,7 @@ def seconds(work: Callable[[], Any]) -> float:
 def warm_up_imports() -> None:
     import pyarrow.ipc  # noqa: F401
 
-    import fms_fsdp.data.corpus_rows  # noqa: F401
+    import fms_fsdp.data.rows  # noqa: F401
 
     torch.empty(1)
 
@@ -188,7 +197,9 @@ def measure_speed(root: str, steps: int, packing: str) -> dict[str, float]:
     for step in range(1, steps, 4):
         masked += int((stream.batch_at(step).labels_BS == -100).sum())
     target = empty_batch(ROWS, SEQ_LENGTH)
-    copy_s = min(seconds(lambda: [a.copy_(b) for a, b in zip(target, batch, strict=True)]) for _ in range(2000))
+    copy_s = min(
+        seconds(lambda: [a.copy_(b) for a, b in zip(target, batch, strict=True)]) for _ in range(2000)
+    )
     tokens = steps * ROWS * SEQ_LENGTH
     rate = tokens / min(passes[1:])
     stream.close()
@@ -287,13 +298,17 @@ def drop_from_page_cache(root: Path) -> None:
 
 def in_a_process(measurement: str, root: Path, steps: int, packing: str = "concat") -> dict[str, float]:
     command = [sys.executable, __file__, f"--measure={measurement}", f"--data={root}", f"--steps={steps}"]
-    output = subprocess.run([*command, f"--packing={packing}"], check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        [*command, f"--packing={packing}"], check=True, capture_output=True, text=True
+    ).stdout
     result: dict[str, float] = json.loads(output.splitlines()[-1])
     return result
 
 
 def hardware() -> dict[str, Any]:
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    model = next(
+        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), ""
+    )
     return {
         "cpu": model,
         "cores": os.cpu_count(),
@@ -325,7 +340,9 @@ def run(data: Path, num_tokens: int, steps: int) -> dict[str, Any]:
     if not (root / "reference.json").exists():
         rng = np.random.default_rng(1)
         lengths = document_lengths(rng, REFERENCE_DOCS, 14_680_000)
-        write_shard(root / "reference.arrow", lengths, rng.integers(1, VOCAB, size=int(lengths.sum())), "lists")
+        write_shard(
+            root / "reference.arrow", lengths, rng.integers(1, VOCAB, size=int(lengths.sum())), "lists"
+        )
         (root / "reference.json").write_text(str(int(lengths.sum())))
     result["reference_scale"] = in_a_process("reference", root, steps)
     print("reference_scale", json.dumps(result["reference_scale"], indent=1), flush=True)
@@ -333,7 +350,9 @@ def run(data: Path, num_tokens: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="/tmp/bench_data", help="folder for the corpora, about 2 GB")
     parser.add_argument("--tokens", type=float, default=300e6)
     parser.add_argument("--steps", type=int, default=2000)

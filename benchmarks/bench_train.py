@@ -53,7 +53,10 @@ def parse(argv: list[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
 def cases(swept: dict[str, list[str]]) -> list[Case]:
     """All combinations; the batch size changes fastest."""
     names = sorted(swept, key=lambda name: name == "batch_size")
-    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(swept[name] for name in names))]
+    return [
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*(swept[name] for name in names))
+    ]
 
 
 def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
@@ -69,7 +72,9 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
     command = [*launch, "main_training.py", *flags]
     begin = time.perf_counter()
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=float(own["timeout_s"]))
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=float(own["timeout_s"])
+        )
         status = json.loads((folder / "status.json").read_text())
         reports = read_reports(folder)
     except subprocess.TimeoutExpired:
@@ -77,7 +82,9 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
     except (OSError, ValueError):
         return {
             "case": case,
-            "problem": (done.stderr.strip().splitlines() or ["no status.json"])[-1][:300].removeprefix("error: "),
+            "problem": (done.stderr.strip().splitlines() or ["no status.json"])[-1][:300].removeprefix(
+                "error: "
+            ),
         }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -85,7 +92,14 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
     result |= {"wall_s": round(time.perf_counter() - begin, 1), "reports": reports}
     if done.returncode or not reports:
         return result | {"problem": status["reason"] or f"exit status {done.returncode}"}
-    for name in ("tokens_per_sec_per_device", "tflops_per_device", "mfu", "hfu", "step_time_ms", "peak_mem_gib"):
+    for name in (
+        "tokens_per_sec_per_device",
+        "tflops_per_device",
+        "mfu",
+        "hfu",
+        "step_time_ms",
+        "peak_mem_gib",
+    ):
         values = [report[name] for report in reports if report.get(name) is not None]
         if values:
             result[name] = max(values) if name == "peak_mem_gib" else statistics.median(values)
@@ -106,7 +120,9 @@ def compare(case: Case) -> dict[str, Any]:
             for name in ("model_variant", "batch_size", "seq_length", "vocab_size")
             if name in case
         ]
-        flags += [f"--mode={'compiled' if case.get('use_torch_compile', 'false').lower() == 'true' else 'eager'}"]
+        flags += [
+            f"--mode={'compiled' if case.get('use_torch_compile', 'false').lower() == 'true' else 'eager'}"
+        ]
         if "mixed_precision" in case:
             flags += [f"--precision={'bf16' if case['mixed_precision'].lower() == 'true' else 'fp32'}"]
         command = [sys.executable, "benchmarks/against_transformers.py", *flags, f"--output={file.name}"]
@@ -137,7 +153,9 @@ def table(results: list[dict[str, Any]]) -> str:
         rate = result["tokens_per_sec_per_device"]
         key = (result["case"].get("model_variant", ""), result["case"].get("seq_length", ""))
         shown = [f"{rate:,.0f}{' *' if rate == best[key] else ''}"]
-        shown += [f"{result[name]:.3g}" if name in result else "" for name in ("tflops_per_device", "mfu", "hfu")]
+        shown += [
+            f"{result[name]:.3g}" if name in result else "" for name in ("tflops_per_device", "mfu", "hfu")
+        ]
         shown += [f"{result['step_time_ms']:.0f}", f"{result['peak_mem_gib']:.2f}"]
         lines.append("| " + " | ".join([*cells, *shown]) + " |")
     return "\n".join(lines)
@@ -162,9 +180,16 @@ def main() -> None:
             result["reference"] = compare(case)
         results.append(result)
         told = result.get("problem") or f"{result['tokens_per_sec_per_device']:,.0f} tokens/s/device"
-        print(f"{' '.join(f'{name}={value}' for name, value in case.items())}: {told}", file=sys.stderr, flush=True)
+        print(
+            f"{' '.join(f'{name}={value}' for name, value in case.items())}: {told}",
+            file=sys.stderr,
+            flush=True,
+        )
         for row in result.get("reference", {}).get("cases", []):
-            print(f"  against transformers, {row['precision']} {row['mode']}: {row['ratio']:.2f}", file=sys.stderr)
+            print(
+                f"  against transformers, {row['precision']} {row['mode']}: {row['ratio']:.2f}",
+                file=sys.stderr,
+            )
     import torch
 
     from fms_fsdp.runtime import versions
@@ -172,11 +197,17 @@ def main() -> None:
     record = {
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "hardware": {"machine": platform.machine(), "cores": os.cpu_count(), "gpus": torch.cuda.device_count()},
+        "hardware": {
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "gpus": torch.cuda.device_count(),
+        },
         "versions": versions(),
         "results": results,
     }
-    output = Path(own["output"] or ROOT / "benchmarks" / "results" / f"train_{time.strftime('%Y-%m-%d_%H%M%S')}.json")
+    output = Path(
+        own["output"] or ROOT / "benchmarks" / "results" / f"train_{time.strftime('%Y-%m-%d_%H%M%S')}.json"
+    )
     output.write_text(json.dumps(record, indent=1) + "\n")
     print(table(results))
     print(f"written: {output}", file=sys.stderr)

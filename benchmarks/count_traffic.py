@@ -77,11 +77,13 @@ def simulate(world_size: int, rank: int, data: Path, steps: int, folder: Path) -
 
     dist: Any = torch.distributed  # some of its functions, and one of ours, are replaced by counting ones
     begin, begin_group = dist.init_process_group, dist.new_group
-    dist.init_process_group = lambda *_, **__: begin("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group = lambda *_, **__: begin(
+        "fake", store=FakeStore(), rank=rank, world_size=world_size
+    )
     dist.new_group = lambda *_, **__: begin_group(backend="fake")
     count_collectives(dist, Tape(folder / "tape"), lambda name: counts[phase[0]].update([name]))
     import main_training
-    from fms_fsdp.data import corpus_rows
+    from fms_fsdp.data import rows as corpus_rows
 
     rows: Any = corpus_rows.CorpusRows
     read = rows.batch
@@ -93,7 +95,12 @@ def simulate(world_size: int, rank: int, data: Path, steps: int, folder: Path) -
     rows.batch = first_rows
     flags = ["--model_variant=tiny", f"--seq_length={SEQ_LENGTH}", "--batch_size=1", f"--num_steps={steps}"]
     flags += [f"--data_path={data}", f"--sep_token={SEP}", f"--vocab_size={VOCAB}", "--trackers=none"]
-    flags += ["--save_last=False", "--checkpoint_interval=0", "--report_interval=1000", "--collective_timeout_s=60"]
+    flags += [
+        "--save_last=False",
+        "--checkpoint_interval=0",
+        "--report_interval=1000",
+        "--collective_timeout_s=60",
+    ]
     status = main_training.main([*flags, f"--output_dir={folder / f'run{rank}'}"])
     assert status == 0, status
     return {name: dict(sorted(found.items())) for name, found in counts.items()}
@@ -156,7 +163,9 @@ def count_collectives(dist: Any, tape: Tape, note: Callable[[str], None]) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world_size", type=int, default=1024)
     parser.add_argument("--files", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=10)
@@ -174,16 +183,27 @@ def main() -> None:
         make_corpus(folder / "data", given.files)
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
         for rank in (0, 13):
-            command = [sys.executable, __file__, f"--rank={rank}", f"--folder={folder}", f"--steps={given.steps}"]
+            command = [
+                sys.executable,
+                __file__,
+                f"--rank={rank}",
+                f"--folder={folder}",
+                f"--steps={given.steps}",
+            ]
             subprocess.run(
-                [*command, f"--world_size={given.world_size}"], check=True, stdout=subprocess.DEVNULL, env=environment
+                [*command, f"--world_size={given.world_size}"],
+                check=True,
+                stdout=subprocess.DEVNULL,
+                env=environment,
             )
             ranks[f"rank {rank}"] = json.loads((folder / f"counts{rank}.json").read_text())
     for rank_name, phases in ranks.items():
         for phase, counts in phases.items():
             print(f"{rank_name}, {phase}: {', '.join(f'{count} x {what}' for what, count in counts.items())}")
     shape = {"world_size": given.world_size, "files": given.files, "steps": given.steps}
-    given.output.write_text(json.dumps({"command": " ".join(sys.argv), **shape, "counts": ranks}, indent=1) + "\n")
+    given.output.write_text(
+        json.dumps({"command": " ".join(sys.argv), **shape, "counts": ranks}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

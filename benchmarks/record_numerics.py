@@ -20,7 +20,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLAGS = ["--model_variant=tiny", "--use_dummy_dataset=True", "--seq_length=64", "--global_batch_size=8"]
-FLAGS += ["--num_steps=20", "--report_interval=1", "--trackers=none", "--checkpoint_interval=0", "--save_last=False"]
+FLAGS += [
+    "--num_steps=20",
+    "--report_interval=1",
+    "--trackers=none",
+    "--checkpoint_interval=0",
+    "--save_last=False",
+]
 PRECISIONS = {"fp32": "--mixed_precision=False", "bf16": "--mixed_precision=True"}
 SHARDINGS = {  # name → ranks, flags
     "none": (1, []),
@@ -42,9 +48,18 @@ MODES = {
 
 def record(ranks: int, flags: list[str]) -> list[str]:
     """Losses and gradient norms of a run, by step, as hexadecimal floats."""
-    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    launcher = (
+        [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    )
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *launcher, "main_training.py", *FLAGS, *flags, f"--output_dir={folder}/run"]
+        command = [
+            sys.executable,
+            *launcher,
+            "main_training.py",
+            *FLAGS,
+            *flags,
+            f"--output_dir={folder}/run",
+        ]
         settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         result = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
         if result.returncode:
@@ -63,7 +78,9 @@ def difference(before: list[str], after: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--shardings", default=",".join(SHARDINGS))
@@ -74,7 +91,9 @@ def main() -> None:
         name = f"{precision}, {sharding}, {mode}"
         found[name] = record(ranks, [PRECISIONS[precision], *flags, *MODES[mode]])
         before = json.loads(given.against.read_text()) if given.against else {}
-        print(f"{name:36} {difference(before[name], found[name]) if name in before else 'recorded'}", flush=True)
+        print(
+            f"{name:36} {difference(before[name], found[name]) if name in before else 'recorded'}", flush=True
+        )
         given.output.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -11,9 +11,13 @@ from collections.abc import Sequence
 
 # command, of one word or two → (module, its dataclass of flags, what it does); the module's `main(config)` runs it and is imported only then
 COMMANDS = {
-    "prepare": ("fms_fsdp.data.prepare", "PrepareConfig", "text, source code, JSON lines, Parquet → token shards"),
+    "prepare": (
+        "fms_fsdp.tools.prepare.prepare",
+        "PrepareConfig",
+        "text, source code, JSON lines, Parquet → token shards",
+    ),
     "convert": (
-        "fms_fsdp.data.convert",
+        "fms_fsdp.tools.prepare.convert",
         "ConvertConfig",
         "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards",
     ),
@@ -33,13 +37,17 @@ COMMANDS = {
         "VerifyConfig",
         "every shard against the counts, to its last token",
     ),
-    "trace": ("fms_fsdp.observe.trace", "TraceConfig", "where the time of a profiler trace went, as a table"),
+    "trace": ("fms_fsdp.tools.trace", "TraceConfig", "where the time of a profiler trace went, as a table"),
     "evaluate": ("fms_fsdp.evaluate", "EvaluateConfig", "loss, perplexity and bits per byte of a checkpoint"),
-    "ckpt list": ("fms_fsdp.checkpoint.command", "ListConfig", "the checkpoints of a run: size, tokens, health"),
-    "ckpt verify": ("fms_fsdp.checkpoint.command", "VerifyConfig", "every byte against its checksum"),
-    "ckpt prune": ("fms_fsdp.checkpoint.command", "PruneConfig", "delete what need not be kept; a dry run by default"),
-    "estimate": ("fms_fsdp.observe.estimate", "EstimateConfig", "how long a training will take, as a range"),
-    "report": ("fms_fsdp.observe.page", "ReportConfig", "a page of curves and tables from run folders"),
+    "ckpt list": ("fms_fsdp.tools.ckpt", "ListConfig", "the checkpoints of a run: size, tokens, health"),
+    "ckpt verify": ("fms_fsdp.tools.ckpt", "VerifyConfig", "every byte against its checksum"),
+    "ckpt prune": (
+        "fms_fsdp.tools.ckpt",
+        "PruneConfig",
+        "delete what need not be kept; a dry run by default",
+    ),
+    "estimate": ("fms_fsdp.tools.estimate", "EstimateConfig", "how long a training will take, as a range"),
+    "report": ("fms_fsdp.tools.report.page", "ReportConfig", "a page of curves and tables from run folders"),
 }
 
 
@@ -49,9 +57,13 @@ def main(argv: Sequence[str]) -> int:
     num_words = 2 if any(name.startswith(f"{group} ") for name in COMMANDS) else 1
     command = " ".join(argv[:num_words])
     if command not in COMMANDS:
-        listed = [name for name in COMMANDS if num_words == 2 and name.startswith(f"{group} ")] or list(COMMANDS)
+        listed = [name for name in COMMANDS if num_words == 2 and name.startswith(f"{group} ")] or list(
+            COMMANDS
+        )
         listing = "\n".join(f"  {name:<15} {COMMANDS[name][2]}" for name in listed)
-        print(f"usage: python -m fms_fsdp COMMAND [--flag=value …]   (COMMAND --help lists its flags)\n{listing}")
+        print(
+            f"usage: python -m fms_fsdp COMMAND [--flag=value …]   (COMMAND --help lists its flags)\n{listing}"
+        )
         if argv and argv[-1] in ("-h", "--help", "help"):
             return 0
         if len(argv) < num_words:
@@ -62,7 +74,9 @@ def main(argv: Sequence[str]) -> int:
 
     module = importlib.import_module(COMMANDS[command][0])
     try:
-        config = parse_flags(getattr(module, COMMANDS[command][1]), argv[num_words:], f"python -m fms_fsdp {command}")
+        config = parse_flags(
+            getattr(module, COMMANDS[command][1]), argv[num_words:], f"python -m fms_fsdp {command}"
+        )
         module.main(config)
     except (ValueError, OSError) as error:
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -25,14 +25,14 @@ from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
 from fms_fsdp.config import EvalConfig, ParallelConfig, TrainConfig, flag
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.held_out import HeldOut, open_held_out
+from fms_fsdp.errors import BadInput, RunFailed
 from fms_fsdp.mesh import build_mesh, resolve_layout
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.fsdp import reshard
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.preflight import Preflight
-from fms_fsdp.recorded import recorded_config
+from fms_fsdp.run.plan import Preflight
+from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.runtime import World, log, pick_device, set_up_log, start, stop, sum_over_ranks
-from fms_fsdp.status import BadInput, RunFailed
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,9 @@ class Evaluator:
     ) -> None:
         self._section, self._found, self._recorder, self._saver = section, found, recorder, saver
         self._mark = mark
-        self._forward = Forward(model, found.batch.batch_size, document_mask, found.device, found.world, alive)
+        self._forward = Forward(
+            model, found.batch.batch_size, document_mask, found.device, found.world, alive
+        )
 
     def evaluate(self, step: int) -> None:
         """Evaluates what is due after `step`; before the first step of a launch, that is `--eval_at_start` (collective: every rank)."""
@@ -195,7 +197,9 @@ class EvaluateConfig:
     eval_data_path: str = flag(
         "", "folder of held-out token shards (default: the run's, else validation/ in data_path)"
     )
-    eval_datasets: tuple[str, ...] = flag((), "held-out sources, subfolders there (default: the run's, else all)")
+    eval_datasets: tuple[str, ...] = flag(
+        (), "held-out sources, subfolders there (default: the run's, else all)"
+    )
     eval_steps: int | None = flag(None, "global batches of each source (default: the run's)", minimum=1)
     eval_test: bool = flag(False, "evaluate test/ in data_path too")
     json: bool = flag(False, "print one JSON object")
@@ -214,7 +218,9 @@ def main(config: EvaluateConfig) -> None:
     parallel = ParallelConfig(
         collective_timeout_s=cfg.parallel.collective_timeout_s, dist_backend=cfg.parallel.dist_backend
     )
-    layout = resolve_layout(parallel, variant="", world_size=world.world_size, local_world_size=world.local_world_size)
+    layout = resolve_layout(
+        parallel, variant="", world_size=world.world_size, local_world_size=world.local_world_size
+    )
     start(parallel, cfg.training, world, device, group=layout.strategy != "none")
     model = parallelize(
         model_config,
@@ -254,7 +260,9 @@ def _open(config: EvaluateConfig) -> Checkpoint:
 def _run_config(config: EvaluateConfig, checkpoint: Checkpoint) -> TrainConfig:
     """The run's configuration, with evaluation on and the flags given here in their places."""
     cfg = recorded_config(checkpoint.state["config"], checkpoint.state["resolved"])
-    given: dict[str, Any] = {name: getattr(config, name) for name in ("eval_data_path", "eval_datasets", "eval_steps")}
+    given: dict[str, Any] = {
+        name: getattr(config, name) for name in ("eval_data_path", "eval_datasets", "eval_steps")
+    }
     section = replace(cfg.eval, **{name: value for name, value in given.items() if value}, eval_at_start=True)
     data = replace(cfg.data, data_path=config.data_path or cfg.data.data_path)
     return replace(cfg, eval=replace(section, eval_test=config.eval_test), data=data)
@@ -269,8 +277,12 @@ def _table(checkpoint: Checkpoint, values: dict[str, float], sources: Sequence[H
     lines.append(f"{'source':<24}{'rows':>8}{'loss':>10}{'perplexity':>13}{'bits/byte':>11}")
     rows = {f"{source.group}/{source.name}": source.num_rows for source in sources}
     for name in (key.removesuffix("/loss") for key in values if key.endswith("/loss")):
-        num_rows = rows.get(name) or sum(count for other, count in rows.items() if other.startswith(name + "/"))
+        num_rows = rows.get(name) or sum(
+            count for other, count in rows.items() if other.startswith(name + "/")
+        )
         bits = values.get(f"{name}/bits_per_byte")
         shown = "—" if bits is None else f"{bits:.4f}"
-        lines.append(f"{name:<24}{num_rows:>8}{values[f'{name}/loss']:>10.4f}{values[f'{name}/ppl']:>13.2f}{shown:>11}")
+        lines.append(
+            f"{name:<24}{num_rows:>8}{values[f'{name}/loss']:>10.4f}{values[f'{name}/ppl']:>13.2f}{shown:>11}"
+        )
     return "\n".join(lines)

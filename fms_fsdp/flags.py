@@ -68,7 +68,9 @@ def parse_flags(config_type: type[C], argv: Sequence[str], usage: str = "python 
     return parse_with_origins(config_type, argv, usage).config
 
 
-def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py") -> Parsed[C]:
+def parse_with_origins(
+    config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py"
+) -> Parsed[C]:
     """Like `parse_flags`, with the origin of every value that is not a default, and what one overlay took from another."""
     try:
         return _parse(config_type, argv, usage)
@@ -149,7 +151,9 @@ def _agreed(key: str, texts: Sequence[str], fields: Mapping[str, Field]) -> str:
     values = [coerce(fields[key], text) if key in fields else text for text in texts]
     for text, value in zip(texts, values, strict=True):
         if value != values[0]:
-            raise ValueError(f"--{key} ({shown(texts[0])}) is also given as ({shown(text)}); leave one of them out")
+            raise ValueError(
+                f"--{key} ({shown(texts[0])}) is also given as ({shown(text)}); leave one of them out"
+            )
     return texts[0]
 
 
@@ -198,7 +202,9 @@ def _read_overlay(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
                     )
                 _put_once(flat, name, inner, path)
         else:
-            raise ValueError(f"{path}: the table [{key}] is not a section; sections: {', '.join(sorted(sections))}")
+            raise ValueError(
+                f"{path}: the table [{key}] is not a section; sections: {', '.join(sorted(sections))}"
+            )
     for name in flat:
         _known(name, fields, f"{path}: {name}")
     return flat
@@ -225,7 +231,9 @@ def _type_name(declared: Any) -> str:
 
 def _shown_default(value: Any) -> str:
     return (
-        ",".join(map(str, value)) or "empty" if isinstance(value, tuple) else ("empty" if value == "" else str(value))
+        ",".join(map(str, value)) or "empty"
+        if isinstance(value, tuple)
+        else ("empty" if value == "" else str(value))
     )
 
 
@@ -258,7 +266,9 @@ def help_text(config_type: type[Any], usage: str) -> str:
             section = spec.section
             lines.append(f"\n{section}")
         choices = f" [{'|'.join(spec.choices)}]" if spec.choices else ""
-        lines.append(f"  --{spec.name} ({_type_name(spec.type)}, default {_shown_default(spec.default)}){choices}")
+        lines.append(
+            f"  --{spec.name} ({_type_name(spec.type)}, default {_shown_default(spec.default)}){choices}"
+        )
         lines.append(f"      {spec.help}{' (advanced)' if spec.advanced else ''}")
     return "\n".join(lines)
 
@@ -276,11 +286,22 @@ def markdown(config_type: type[Any]) -> str:
                 continue
             if advanced:
                 lines.append("\nAdvanced: keep the default unless you know why.\n")
-            lines += ["| flag | type | default | on resume | in the name | meaning |", "|---|---|---|---|---|---|"]
+            lines += [
+                "| flag | type | default | on resume | in the name | meaning |",
+                "|---|---|---|---|---|---|",
+            ]
             for spec in rows:
-                choices = f" One of {', '.join(f'`{choice}`' for choice in spec.choices)}." if spec.choices else ""
+                choices = (
+                    f" One of {', '.join(f'`{choice}`' for choice in spec.choices)}." if spec.choices else ""
+                )
                 default = f"`{_shown_default(spec.default)}`"
-                cells = [f"`--{spec.name}`", _type_name(spec.type), default, spec.resume, "yes" if spec.in_name else ""]
+                cells = [
+                    f"`--{spec.name}`",
+                    _type_name(spec.type),
+                    default,
+                    spec.resume,
+                    "yes" if spec.in_name else "",
+                ]
                 lines.append(f"| {' | '.join([*cells, spec.help])}.{choices} |")
     return "\n".join(lines) + "\n"
 

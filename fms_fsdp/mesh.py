@@ -14,7 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fms_fsdp.config import ParallelConfig
 
 _STRATEGIES = ("fsdp", "hsdp", "ddp", "none")
-_PREFER_HSDP = ("7b", "13b", "llama2_7b", "llama2_13b")  # they fit the GPUs of one node, and HSDP communicates less
+_PREFER_HSDP = (
+    "7b",
+    "13b",
+    "llama2_7b",
+    "llama2_13b",
+)  # they fit the GPUs of one node, and HSDP communicates less
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
 
-def resolve_layout(section: ParallelConfig, *, variant: str, world_size: int, local_world_size: int) -> Layout:
+def resolve_layout(
+    section: ParallelConfig, *, variant: str, world_size: int, local_world_size: int
+) -> Layout:
     """The layout of a run. Default strategy: none on one device, hsdp for 7b and 13b, else fsdp.
 
     Raises:
@@ -39,7 +46,9 @@ def resolve_layout(section: ParallelConfig, *, variant: str, world_size: int, lo
     default = "none" if world_size == 1 else "hsdp" if variant.lower() in _PREFER_HSDP else "fsdp"
     strategy = (section.sharding_strategy or default).lower()
     if strategy not in _STRATEGIES:
-        raise ValueError(f"--sharding_strategy ({section.sharding_strategy}) must be one of: {', '.join(_STRATEGIES)}")
+        raise ValueError(
+            f"--sharding_strategy ({section.sharding_strategy}) must be one of: {', '.join(_STRATEGIES)}"
+        )
     if strategy == "none":
         if world_size > 1:
             raise ValueError(

@@ -47,7 +47,9 @@ class World:
     def from_env() -> World:
         size = _from_environment("WORLD_SIZE", 1, range(1, 10**6))
         if size > 1 and (missing := {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
-            raise ValueError(f"WORLD_SIZE ({size}) needs {min(missing)} too; start with torchrun, or unset it")
+            raise ValueError(
+                f"WORLD_SIZE ({size}) needs {min(missing)} too; start with torchrun, or unset it"
+            )
         if size > 1:
             _from_environment("MASTER_PORT", 0, range(2**16))
         local_size = _from_environment("LOCAL_WORLD_SIZE", size, range(1, size + 1))
@@ -90,7 +92,9 @@ def cpu_has_bf16() -> bool:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-    features = next((line.split() for line in text.splitlines() if line.lower().startswith(("flags", "features"))), [])
+    features = next(
+        (line.split() for line in text.splitlines() if line.lower().startswith(("flags", "features"))), []
+    )
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(features))
 
 
@@ -235,7 +239,9 @@ class HostCopy:
 def process_age_s() -> float:
     """Seconds since this process was started, by the kernel's account; 0 where there is none."""
     try:
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
+            "SC_CLK_TCK"
+        )
         return float(Path("/proc/uptime").read_text().split()[0]) - started
     except (OSError, ValueError, IndexError):
         return 0.0
@@ -293,7 +299,9 @@ def set_up_log(world: World) -> None:
     log.propagate = False
     log.setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
     if world.rank > 0:
-        handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name.startswith(_OF_ONE_RANK))
+        handler.addFilter(
+            lambda record: record.levelno >= logging.ERROR or record.name.startswith(_OF_ONE_RANK)
+        )
 
 
 def show_progress(text: str) -> None:
@@ -326,7 +334,9 @@ def _git_state() -> dict[str, str]:
     """The commit this code is at, and a hash of what differs from it; {} outside of a repository."""
     try:
         command = ["git", "-C", str(Path(__file__).parent)]
-        commit = subprocess.run([*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        commit = subprocess.run(
+            [*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        )
         diff = subprocess.run([*command, "diff", "HEAD"], capture_output=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}

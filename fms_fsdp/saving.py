@@ -15,10 +15,11 @@ from fms_fsdp.checkpoint.folders import clean_up, delete, named_steps, read_stat
 from fms_fsdp.checkpoint.progress import SaveProgress, estimate_save_s
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import TrainConfig, as_dict
+from fms_fsdp.errors import RunFailed
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.preflight import Preflight
+from fms_fsdp.run.plan import Preflight
+from fms_fsdp.run.status import Launch
 from fms_fsdp.runtime import log
-from fms_fsdp.status import Launch, RunFailed
 
 
 class Counter(Protocol):
@@ -48,11 +49,19 @@ class Saver:
         alive: Callable[[], None],
     ) -> None:
         section = cfg.checkpoint
-        self._cfg, self._found, self._stream, self._reporter, self._launch = cfg, found, stream, reporter, launch
+        self._cfg, self._found, self._stream, self._reporter, self._launch = (
+            cfg,
+            found,
+            stream,
+            reporter,
+            launch,
+        )
         self._model, self._optimizer = model, optimizer
         self._root = Path(cfg.ckpt_save_path)
         self._schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
-        self._keep = KeepPolicy(section.keep_last_n, section.keep_every, section.keep_best, section.keep_steps)
+        self._keep = KeepPolicy(
+            section.keep_last_n, section.keep_every, section.keep_best, section.keep_steps
+        )
         self._is_main = found.world.rank == 0
         self.evaluated: tuple[int, float] | None = None
         self._newest = found.start
@@ -85,7 +94,9 @@ class Saver:
             num_bytes = 12 * num_params(self._found.model) * world.local_world_size // world.world_size
             known = loaded.state.get("save_s") if loaded is not None else None
             self._checkpointer.save_s = known or estimate_save_s(self._root, num_bytes)
-        return self._checkpointer.save_s * (2 if self._checkpointer.is_busy or self._schedule.is_due(step) else 1)
+        return self._checkpointer.save_s * (
+            2 if self._checkpointer.is_busy or self._schedule.is_due(step) else 1
+        )
 
     def save(self, step: int, now: bool) -> None:
         """After `step`: saves if one is due, or `now` (collective: every rank).
@@ -129,7 +140,9 @@ class Saver:
 
     def _failed(self, error: SaveFailed) -> None:
         step = self._pending_step
-        log.error("checkpoint of step %d was not written: %s; the newest is of step %d", step, error, self._newest)
+        log.error(
+            "checkpoint of step %d was not written: %s; the newest is of step %d", step, error, self._newest
+        )
         self._reporter.event("save_failed", step, reason=str(error))
         if self._is_main:
             for folder in self._root.glob(f"step_{step}.partial-*"):

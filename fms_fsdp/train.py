@@ -20,11 +20,11 @@ from torch.profiler import record_function
 
 from fms_fsdp.config import BatchPlan
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.errors import BadInput
 from fms_fsdp.mesh import Layout
 from fms_fsdp.optim.optimizers import set_learning_rate, step_if_finite
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
 from fms_fsdp.runtime import sum_over_ranks
-from fms_fsdp.status import BadInput
 
 
 class Stream(Protocol):
@@ -134,10 +134,14 @@ def train_step(recipe: Recipe, batch: Batch, step: int, requests: Sequence[int] 
 
 def micro_batches(recipe: Recipe, batch: Batch) -> Iterator[tuple[torch.Tensor | None, ...]]:
     """The model's arguments for each micro-step: consecutive slices of the rank's rows, on the device."""
-    positions, documents = (batch.positions_BS, batch.document_ids_BS) if recipe.document_mask else (None, None)
+    positions, documents = (
+        (batch.positions_BS, batch.document_ids_BS) if recipe.document_mask else (None, None)
+    )
     columns = (batch.tokens_BS, batch.labels_BS, positions, documents)
     moved = [
-        None if column is None else column.to(recipe.device, non_blocking=True).chunk(recipe.batch.grad_accum_steps)
+        None
+        if column is None
+        else column.to(recipe.device, non_blocking=True).chunk(recipe.batch.grad_accum_steps)
         for column in columns
     ]
     for micro_step in range(recipe.batch.grad_accum_steps):

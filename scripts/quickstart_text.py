@@ -76,7 +76,9 @@ def prose(stdlib: Path, site: Path | None) -> Iterator[str]:
 
 def collect(stdlib: Path, site: Path | None, target: Path) -> None:
     """Writes the prose, each text once; of what is more than PROSE_BYTES, a sample by hash."""
-    texts = {hashlib.sha256(text.encode()).digest(): text for text in prose(stdlib, site) if len(text) >= MIN_BYTES}
+    texts = {
+        hashlib.sha256(text.encode()).digest(): text for text in prose(stdlib, site) if len(text) >= MIN_BYTES
+    }
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_suffix(".tmp")
     size = 0

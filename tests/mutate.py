@@ -34,8 +34,28 @@ from tests.test_layering import imported
 ROOT = Path(__file__).parent.parent
 HANG_S = 120
 PYTEST = ["-m", "pytest", "-v", "-m", "not slow", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
-COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "in": "not in"}
-ARITHMETIC = {"+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "//", "&": "|", "|": "&", "<<": ">>", "**": "*"}
+COMPARISONS = {
+    "<": "<=",
+    "<=": "<",
+    ">": ">=",
+    ">=": ">",
+    "==": "!=",
+    "!=": "==",
+    "is": "is not",
+    "in": "not in",
+}
+ARITHMETIC = {
+    "+": "-",
+    "-": "+",
+    "*": "+",
+    "/": "*",
+    "//": "*",
+    "%": "//",
+    "&": "|",
+    "|": "&",
+    "<<": ">>",
+    "**": "*",
+}
 QUIET = re.compile(
     r"(runtime\.)?(log|warnings)\.|print\(|show_progress\(|self\._print\("
 )  # what is said, not what is done
@@ -74,7 +94,9 @@ class Places(ast.NodeVisitor):
     def _add(self, node: ast.expr | ast.stmt, kind: str, start: int, stop: int, after: str) -> None:
         self.found.append(Fault(self.path, node.lineno, kind, start, stop, self.text[start:stop], after))
 
-    def _between(self, node: ast.expr, left: ast.expr, right: ast.expr, kind: str, table: dict[str, str]) -> None:
+    def _between(
+        self, node: ast.expr, left: ast.expr, right: ast.expr, kind: str, table: dict[str, str]
+    ) -> None:
         start, stop = self._span(left)[1], self._span(right)[0]
         match = re.fullmatch(r"([\s)]*)(\S+(?: in| not)?)([\s(]*)", self.text[start:stop])
         if match and match[2] in table:
@@ -198,10 +220,16 @@ context = ${{PYTEST_CURRENT_TEST-none}}
 """)
             shutil.rmtree(work / "parts", ignore_errors=True)
             (work / "parts").mkdir()
-            more = {"COVERAGE_PROCESS_START": str(config), "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+            more = {
+                "COVERAGE_PROCESS_START": str(config),
+                "PYTHONPATH": str(tree),
+                "PYTHONDONTWRITEBYTECODE": "1",
+            }
             tests = [*PYTEST, "-p", "tests.mutate", "tests"]
             print("the quick suite under coverage, once …", flush=True)
-            subprocess.run([sys.executable, *tests], cwd=tree, env=os.environ | more, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [sys.executable, *tests], cwd=tree, env=os.environ | more, stdout=subprocess.DEVNULL
+            )
             subprocess.run(
                 [sys.executable, "-m", "coverage", "combine", f"--rcfile={config}", f"--data-file={data}"]
                 + [str(work / "parts")],
@@ -214,8 +242,12 @@ context = ${{PYTEST_CURRENT_TEST-none}}
     def tests(self, fault: Fault) -> list[str]:
         """Names of the tests that ran a line, with their cases left out; whole files where a fixture ran it."""
         files = [name for name in self._data.measured_files() if name.endswith(f"/{fault.path}")]
-        contexts = {context for name in files for context in self._data.contexts_by_lineno(name).get(fault.line, [])}
-        found = {re.sub(r"\[.*| \((?:setup|call|teardown)\)", "", part) for c in contexts for part in c.split("|")}
+        contexts = {
+            context for name in files for context in self._data.contexts_by_lineno(name).get(fault.line, [])
+        }
+        found = {
+            re.sub(r"\[.*| \((?:setup|call|teardown)\)", "", part) for c in contexts for part in c.split("|")
+        }
         return sorted(name for name in found if name.startswith("tests/"))
 
 
@@ -246,7 +278,8 @@ def first_failure(tree: Path, tests: list[str], skipped: set[str], budget_s: flo
         process = subprocess.Popen(
             command,
             cwd=tree,
-            env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"},
+            env=os.environ
+            | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -322,7 +355,9 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "mutants", help="copies and verdicts"
     )
-    parser.add_argument("--budget_s", type=float, default=300, help="seconds of tests that a fault has to survive")
+    parser.add_argument(
+        "--budget_s", type=float, default=300, help="seconds of tests that a fault has to survive"
+    )
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     log = given.work / f"seed{given.seed}.jsonl"
@@ -330,7 +365,9 @@ def main() -> None:
     killed = 0
     for count, (fault, noticed) in enumerate(verdicts(faults, log, given.budget_s), 1):
         killed += bool(noticed)
-        change = f"{fault.before.splitlines()[0]} → {fault.after.splitlines()[0] if fault.after else 'nothing'}"
+        change = (
+            f"{fault.before.splitlines()[0]} → {fault.after.splitlines()[0] if fault.after else 'nothing'}"
+        )
         verdict = f"killed by {noticed}" if noticed else "SURVIVED"
         print(
             f"{time.strftime('%H:%M')} {count}/{len(faults)} {fault.path}:{fault.line} {fault.kind}: {change}: {verdict}",

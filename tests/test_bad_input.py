@@ -12,11 +12,17 @@ import pytest
 
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.flags import SHIPPED, parse_flags, parse_with_origins
-from fms_fsdp.preflight import Preflight, preflight
+from fms_fsdp.run.plan import Preflight, preflight
 from fms_fsdp.runtime import World, set_up_log
 from tests.cli import run
 
-TINY = ("--model_variant=tiny", "--use_dummy_dataset=True", "--seq_length=128", "--batch_size=2", "--trackers=none")
+TINY = (
+    "--model_variant=tiny",
+    "--use_dummy_dataset=True",
+    "--seq_length=128",
+    "--batch_size=2",
+    "--trackers=none",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +75,9 @@ def test_a_number_of_any_size_is_refused_without_a_hang(argv: str, named: str) -
 
 def test_a_huge_global_batch_is_refused_without_a_hang() -> None:
     text = refusal("--global_batch_size=999999999999999", "--batch_size=none", ranks=2)
-    assert text.startswith("--global_batch_size (999999999999999) must be divisible by the data-parallel size (2)")
+    assert text.startswith(
+        "--global_batch_size (999999999999999) must be divisible by the data-parallel size (2)"
+    )
     assert "valid sizes: 1,3,9" in text
 
 
@@ -164,7 +172,11 @@ def test_a_file_of_flags_that_cannot_be_read_is_named(empty: Path, name: str, te
 
 
 def test_a_flag_given_twice_must_say_the_same() -> None:
-    for argv in ("--num_steps=5 --num_steps=6", "--num-steps 5 --num_steps=6", "--seed=5 --num_steps=5 --seed=6"):
+    for argv in (
+        "--num_steps=5 --num_steps=6",
+        "--num-steps 5 --num_steps=6",
+        "--seed=5 --num_steps=5 --seed=6",
+    ):
         assert " (5) is also given as (6); leave one of them out" in refusal(*argv.split())
     assert "--use_profiler (True) is also given as (False)" in refusal("--use_profiler", "--nouse_profiler")
     assert "--config (bench) is also given as (profile)" in refusal("--config=bench", "--config=profile")
@@ -198,7 +210,10 @@ def test_a_typed_flag_that_other_flags_leave_without_effect_is_refused(argv: str
 @pytest.mark.parametrize(
     ("argv", "note"),
     [
-        ("--reduce_dtype=bf16", "--reduce_dtype (bf16) has no effect without --sharding_strategy"),  # one rank
+        (
+            "--reduce_dtype=bf16",
+            "--reduce_dtype (bf16) has no effect without --sharding_strategy",
+        ),  # one rank
         ("--fsdp_prefetch=2", "--fsdp_prefetch (2) has no effect"),
         ("--selective_checkpointing=1", "--selective_checkpointing has no effect"),  # its default
         ("--max_epochs=none", "--max_epochs has no effect"),
@@ -219,7 +234,9 @@ def test_a_flag_without_effect_for_other_reasons_is_told_in_one_line(
 def test_every_pair_of_shipped_overlays_and_the_config_of_every_run_still_load(empty: Path) -> None:
     names = sorted(path.stem for path in SHIPPED.glob("*.toml"))
     for pair in itertools.permutations(names, 2):
-        config = parse_flags(TrainConfig, [f"--config={','.join(pair)}", "--ckpt_load_path=there", "--num_steps=5000"])
+        config = parse_flags(
+            TrainConfig, [f"--config={','.join(pair)}", "--ckpt_load_path=there", "--num_steps=5000"]
+        )
         path = empty.parent / "config.json"
         path.write_text(json.dumps(as_dict(config)))
         assert parse_flags(TrainConfig, [f"--config={path}"]) == config
@@ -239,7 +256,9 @@ def test_every_pair_of_shipped_overlays_and_the_config_of_every_run_still_load(e
         ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE (999"),
     ],
 )
-def test_a_wrong_environment_is_named(changes: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_environment_is_named(
+    changes: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in changes.items():

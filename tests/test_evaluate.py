@@ -18,12 +18,12 @@ from fms_fsdp.checkpoint.checkpointer import load_checkpoint
 from fms_fsdp.checkpoint.folders import complete_steps, open_checkpoint
 from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig
 from fms_fsdp.data.held_out import HeldOut, open_held_out
-from fms_fsdp.data.manifest import open_corpus
-from fms_fsdp.data.prepare import PrepareConfig, prepare
+from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.data.tokenizer import ByteTokenizer
 from fms_fsdp.mesh import Layout
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from tests.cli import ROOT, metrics, run, trained
 
 SEQ = 32
@@ -37,7 +37,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     library = Path(sysconfig.get_path("stdlib"))
     inputs = f"docs={library}/json,code={library}/email"
-    options: dict[str, Any] = {"tokenizer": "byte", "text_separator": r"\n\n", "num_workers": 1, "split": (88, 8, 4)}
+    options: dict[str, Any] = {
+        "tokenizer": "byte",
+        "text_separator": r"\n\n",
+        "num_workers": 1,
+        "split": (88, 8, 4),
+    }
     prepare(PrepareConfig(input=inputs, output=str(folder), include=("*.py",), limit_docs=400, **options))
     return folder
 
@@ -83,9 +88,13 @@ def held_out(corpus: Path, max_rows: int = 12, **changes: Any) -> tuple[HeldOut,
 def test_a_run_records_what_it_evaluates_and_learns(whole: Path) -> None:
     found = evaluations(whole)
     assert list(found) == [0, 2, 4]
-    names = {f"eval/{source}/{what}" for source in ("code", "docs") for what in ("loss", "ppl", "bits_per_byte")}
+    names = {
+        f"eval/{source}/{what}" for source in ("code", "docs") for what in ("loss", "ppl", "bits_per_byte")
+    }
     assert set(found[0]) == names | {"eval/loss", "eval/ppl"}
-    assert {name for name in found[4] if name.startswith("test/")} == {n.replace("eval", "test") for n in set(found[0])}
+    assert {name for name in found[4] if name.startswith("test/")} == {
+        n.replace("eval", "test") for n in set(found[0])
+    }
     assert found[0]["eval/loss"] == pytest.approx(math.log(258), rel=0.05)
     assert found[0]["eval/loss"] > found[2]["eval/loss"] > found[4]["eval/loss"]
     for values in found.values():
@@ -94,7 +103,9 @@ def test_a_run_records_what_it_evaluates_and_learns(whole: Path) -> None:
     states = [json.loads((whole / f"checkpoints/step_{s}/train_state.json").read_text()) for s in (2, 4)]
     assert [state["validation_loss"] for state in states] == [found[2]["eval/loss"], found[4]["eval/loss"]]
     spent = {step: record["eval_ms"] for step, record in metrics(whole).items()}
-    assert spent[1] > 0 and spent[3] > 0 and spent[2] == spent[4] == 0  # the last one comes after the last report
+    assert (
+        spent[1] > 0 and spent[3] > 0 and spent[2] == spent[4] == 0
+    )  # the last one comes after the last report
     assert "held out: eval/code 12 rows, eval/docs 12 rows, test/code" in (whole / "log.txt").read_text()
 
 
@@ -131,9 +142,13 @@ def test_the_numbers_are_those_of_a_slow_reference(corpus: Path, whole: Path) ->
             kept = batch.labels_BS[batch.labels_BS != -100]
             with torch.no_grad():
                 logits = model(batch.tokens_BS)
-            loss += F.cross_entropy(logits.double().flatten(0, 1), batch.labels_BS.flatten(), reduction="sum").item()
+            loss += F.cross_entropy(
+                logits.double().flatten(0, 1), batch.labels_BS.flatten(), reduction="sum"
+            ).item()
             count += len(kept)
-            num_bytes += sum(len(ByteTokenizer().decode([i]).encode("latin-1", "replace")) for i in kept.tolist())
+            num_bytes += sum(
+                len(ByteTokenizer().decode([i]).encode("latin-1", "replace")) for i in kept.tolist()
+            )
         assert recorded[f"eval/{source.name}/loss"] == pytest.approx(loss / count, rel=1e-6)
         bits = loss / math.log(2) / num_bytes
         assert recorded[f"eval/{source.name}/bits_per_byte"] == pytest.approx(bits, rel=1e-6)
@@ -150,7 +165,9 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_validation(
 
 
 @pytest.mark.slow
-def test_sharded_training_is_the_same_with_and_without_validation(corpus: Path, whole: Path, tmp_path: Path) -> None:
+def test_sharded_training_is_the_same_with_and_without_validation(
+    corpus: Path, whole: Path, tmp_path: Path
+) -> None:
     """At two ranks also the numbers at the start are those of one, to the last bit, and a checkpoint saved after an evaluation is whole."""
     argv = (*flags(corpus), "--num_steps=4", "--checkpoint_interval=2", "--batch_size=2")
     trained(*argv, f"--output_dir={tmp_path / 'without'}", nproc=2)
@@ -165,13 +182,23 @@ def test_sharded_training_is_the_same_with_and_without_validation(corpus: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nproc", "strategy"), [(2, "ddp"), (4, "fsdp"), (4, "hsdp")])
-def test_validation_is_equal_at_every_world_size(corpus: Path, tmp_path: Path, nproc: int, strategy: str) -> None:
+def test_validation_is_equal_at_every_world_size(
+    corpus: Path, tmp_path: Path, nproc: int, strategy: str
+) -> None:
     """The rows divide over neither groups nor ranks: the last group is filled up with masked rows, and some ranks compute nothing else."""
     assert any(source.num_rows % 8 not in (0, 7) for source in held_out(corpus, max_rows=800))
-    argv = (*flags(corpus, batch=8), "--eval_interval=2", "--eval_at_start=True", "--eval_steps=100", "--num_steps=2")
+    argv = (
+        *flags(corpus, batch=8),
+        "--eval_interval=2",
+        "--eval_at_start=True",
+        "--eval_steps=100",
+        "--num_steps=2",
+    )
     argv = (*argv, "--batch_size=2", "--checkpoint_interval=0")
     shards = ("--hsdp_shard_size=2",) if strategy == "hsdp" else ()
-    trained(*argv, f"--sharding_strategy={strategy}", *shards, f"--output_dir={tmp_path / 'many'}", nproc=nproc)
+    trained(
+        *argv, f"--sharding_strategy={strategy}", *shards, f"--output_dir={tmp_path / 'many'}", nproc=nproc
+    )
     trained(*argv, f"--output_dir={tmp_path / 'one'}")
     many, one = evaluations(tmp_path / "many"), evaluations(tmp_path / "one")
     assert many[0] == one[0]
@@ -187,8 +214,21 @@ def test_validation_is_bit_equal_before_and_after_a_resume(corpus: Path, whole: 
 
 
 def test_keep_best_keeps_the_checkpoint_of_the_lowest_validation_loss(corpus: Path, tmp_path: Path) -> None:
-    keep = ("--checkpoint_interval=1", "--keep_last_n=1", "--keep_best=1", "--learning_rate=0.5", "--warmup_steps=0")
-    argv = (*flags(corpus), "--eval_interval=1", "--eval_steps=1", "--num_steps=5", *keep, "--async_checkpoint=False")
+    keep = (
+        "--checkpoint_interval=1",
+        "--keep_last_n=1",
+        "--keep_best=1",
+        "--learning_rate=0.5",
+        "--warmup_steps=0",
+    )
+    argv = (
+        *flags(corpus),
+        "--eval_interval=1",
+        "--eval_steps=1",
+        "--num_steps=5",
+        *keep,
+        "--async_checkpoint=False",
+    )
     trained(*argv, f"--output_dir={tmp_path}")
     losses = {step: values["eval/loss"] for step, values in evaluations(tmp_path).items()}
     best = min(losses, key=lambda step: losses[step])
@@ -198,13 +238,23 @@ def test_keep_best_keeps_the_checkpoint_of_the_lowest_validation_loss(corpus: Pa
 
 def test_offline_gives_the_numbers_of_the_run(whole: Path) -> None:
     for step in (2, 4):
-        told = offline(f"--path={whole}", f"--step={step}", "--json=True", *(["--eval_test"] if step == 4 else []))
+        told = offline(
+            f"--path={whole}", f"--step={step}", "--json=True", *(["--eval_test"] if step == 4 else [])
+        )
         assert told.returncode == 0, told.stderr
-        assert json.loads(told.stdout) == {"step": step, "tokens_seen": step * 4 * SEQ, **evaluations(whole)[step]}
+        assert json.loads(told.stdout) == {
+            "step": step,
+            "tokens_seen": step * 4 * SEQ,
+            **evaluations(whole)[step],
+        }
 
 
 def test_offline_prints_a_table_of_any_source(corpus: Path, whole: Path) -> None:
-    argv = (f"--path={whole / 'checkpoints' / 'step_4'}", f"--eval_data_path={corpus}", "--eval_datasets=docs")
+    argv = (
+        f"--path={whole / 'checkpoints' / 'step_4'}",
+        f"--eval_data_path={corpus}",
+        "--eval_datasets=docs",
+    )
     told = offline(*argv, "--eval_steps=1")
     assert told.returncode == 0, told.stderr
     lines = [line.split() for line in told.stdout.splitlines()]
@@ -235,13 +285,17 @@ def test_rows_do_not_depend_on_grouping_and_none_comes_twice(corpus: Path) -> No
         if column is not together.labels_BS:
             assert torch.equal(column[: source.num_rows], torch.cat(parts))
     assert (together.labels_BS[source.num_rows :] == -100).all()
-    assert torch.equal(together.labels_BS[: source.num_rows], torch.cat([batch.labels_BS for batch in one_by_one]))
+    assert torch.equal(
+        together.labels_BS[: source.num_rows], torch.cat([batch.labels_BS for batch in one_by_one])
+    )
     assert len({batch.tokens_BS.numpy().tobytes() for batch in one_by_one}) > 0.9 * source.num_rows
 
 
 def test_synthetic_rows_are_other_than_those_trained_on() -> None:
     data = DataConfig(use_dummy_dataset=True, seq_length=SEQ)
-    sources = open_held_out(EvalConfig(eval_interval=1, eval_test=True), data, None, vocab_size=512, max_rows=5)
+    sources = open_held_out(
+        EvalConfig(eval_interval=1, eval_test=True), data, None, vocab_size=512, max_rows=5
+    )
     assert [(source.group, source.name, source.num_rows) for source in sources] == [
         ("eval", "synthetic", 5),
         ("test", "synthetic", 5),
@@ -282,7 +336,9 @@ def test_bad_held_out_data_is_refused(corpus: Path, changes: dict[str, Any], mes
 def test_data_without_a_split_is_refused_until_a_source_is_held_out(corpus: Path, tmp_path: Path) -> None:
     for name in ("docs", "code", "meta"):
         (tmp_path / name).symlink_to(corpus / name)
-    with pytest.raises(ValueError, match=r"--eval_interval \(1\) needs held-out data, and data_path has no folder"):
+    with pytest.raises(
+        ValueError, match=r"--eval_interval \(1\) needs held-out data, and data_path has no folder"
+    ):
         held_out(tmp_path)
     data = DataConfig(data_path=str(tmp_path), datasets=("code",), seq_length=SEQ)
     section = EvalConfig(eval_interval=1, eval_datasets=("docs",))
@@ -298,7 +354,10 @@ def test_a_vocabulary_beyond_the_models_is_refused(corpus: Path) -> None:
 
 def test_keep_best_without_validation_is_refused() -> None:
     result = run(*FLAGS, "--use_dummy_dataset=True", "--keep_last_n=1", "--keep_best=1")
-    assert result.returncode == 2 and "--keep_best (1) compares validation losses; set --eval_interval" in result.stderr
+    assert (
+        result.returncode == 2
+        and "--keep_best (1) compares validation losses; set --eval_interval" in result.stderr
+    )
 
 
 def test_an_object_store_is_evaluated_like_a_folder(corpus: Path) -> None:

@@ -17,7 +17,15 @@ from fms_fsdp.config import (
     parse_selective_checkpointing,
     resolve_batch,
 )
-from fms_fsdp.flags import SHIPPED, declared_fields, describe, help_text, markdown, parse_flags, parse_with_origins
+from fms_fsdp.flags import (
+    SHIPPED,
+    declared_fields,
+    describe,
+    help_text,
+    markdown,
+    parse_flags,
+    parse_with_origins,
+)
 from fms_fsdp.models.variants import resolve_model
 
 ROOT = Path(__file__).parent.parent
@@ -93,9 +101,15 @@ def test_a_wrong_flag_is_one_line_with_the_remedy(argv: list[str], message: str)
 
 
 def test_overlays_apply_from_left_to_right_and_flags_win(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text("# comments stay\nseq-length = 64\nnum_steps = 7\n[optim]\nlearning_rate = 1e-3\n")
-    (tmp_path / "b.json").write_text(json.dumps({"training": {"num_steps": 8}, "resolved": {"world_size": 4}}))
-    parsed = parse_with_origins(TrainConfig, ["--config=a,b.json", f"--config_dir={tmp_path}", "--learning_rate=2e-3"])
+    (tmp_path / "a.toml").write_text(
+        "# comments stay\nseq-length = 64\nnum_steps = 7\n[optim]\nlearning_rate = 1e-3\n"
+    )
+    (tmp_path / "b.json").write_text(
+        json.dumps({"training": {"num_steps": 8}, "resolved": {"world_size": 4}})
+    )
+    parsed = parse_with_origins(
+        TrainConfig, ["--config=a,b.json", f"--config_dir={tmp_path}", "--learning_rate=2e-3"]
+    )
     assert parsed.config.data.seq_length == 64
     assert parsed.config.training.num_steps == 8
     assert parsed.config.optim.learning_rate == 2e-3
@@ -139,7 +153,9 @@ def test_every_shipped_use_can_be_laid_over_a_model() -> None:
     uses = sorted(path.stem for path in SHIPPED.glob("*.toml") if not path.stem.startswith("gpt3_"))
     assert uses == ["bench", "continue", "pretrain_7b", "profile"]
     for use in uses:
-        parsed = parse_with_origins(TrainConfig, [f"--config={use}", "--model_variant=13b", "--ckpt_load_path=there"])
+        parsed = parse_with_origins(
+            TrainConfig, [f"--config={use}", "--model_variant=13b", "--ckpt_load_path=there"]
+        )
         assert len(parsed.origins) > 3 and parsed.config.model.model_variant == "13b"
 
 
@@ -166,7 +182,10 @@ def test_help_prints_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_run_name_depends_on_what_is_trained_alone() -> None:
     name = parse("--model_variant=tiny").run_name
     assert name.startswith("tiny-") and len(name) == len("tiny-") + 8
-    assert name == parse("--model_variant=tiny", "--num_steps=5", "--report_interval=3", "--output_dir=x").run_name
+    assert (
+        name
+        == parse("--model_variant=tiny", "--num_steps=5", "--report_interval=3", "--output_dir=x").run_name
+    )
     assert name != parse("--model_variant=tiny", "--learning_rate=1").run_name
 
 
@@ -183,8 +202,12 @@ def test_the_run_name_depends_on_what_is_trained_alone() -> None:
         (4, 2, 32, (4, 2)),
     ],
 )
-def test_two_batch_sizes_give_the_third(rows: int | None, accum: int | None, total: int | None, expected: Any) -> None:
-    plan = resolve_batch(TrainingConfig(batch_size=rows, grad_accum_steps=accum, global_batch_size=total), dp_size=4)
+def test_two_batch_sizes_give_the_third(
+    rows: int | None, accum: int | None, total: int | None, expected: Any
+) -> None:
+    plan = resolve_batch(
+        TrainingConfig(batch_size=rows, grad_accum_steps=accum, global_batch_size=total), dp_size=4
+    )
     assert (plan.batch_size, plan.grad_accum_steps) == expected
     assert plan.global_batch_size == (total or expected[0] * expected[1] * 4)
 
@@ -198,9 +221,13 @@ def test_two_batch_sizes_give_the_third(rows: int | None, accum: int | None, tot
         (None, 3, 32, "give two of the three"),
     ],
 )
-def test_batch_sizes_that_contradict_are_refused(rows: int | None, accum: int | None, total: int, message: str) -> None:
+def test_batch_sizes_that_contradict_are_refused(
+    rows: int | None, accum: int | None, total: int, message: str
+) -> None:
     with pytest.raises(ValueError) as caught:
-        resolve_batch(TrainingConfig(batch_size=rows, grad_accum_steps=accum, global_batch_size=total), dp_size=4)
+        resolve_batch(
+            TrainingConfig(batch_size=rows, grad_accum_steps=accum, global_batch_size=total), dp_size=4
+        )
     assert message in str(caught.value)
 
 
@@ -211,7 +238,7 @@ def test_selective_checkpointing_is_a_share_of_blocks() -> None:
 
 
 def test_arguments_without_a_name_make_up_the_list_that_wants_them() -> None:
-    from fms_fsdp.observe.page import ReportConfig
+    from fms_fsdp.tools.report.page import ReportConfig
 
     config = parse_flags(ReportConfig, ["runs/a", "runs/b", "--smoothing=0.5"])
     assert (config.runs, config.smoothing) == (("runs/a", "runs/b"), 0.5)

@@ -16,13 +16,27 @@ import pytest
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.flags import SHIPPED, declared_fields, parse_with_origins
-from fms_fsdp.preflight import preflight
+from fms_fsdp.run.plan import preflight
 from fms_fsdp.runtime import World, set_up_log
 from tests.cli import ROOT
 
-BASE = {"model_variant": "tiny", "use_dummy_dataset": "True", "seq_length": "64", "trackers": "none", "num_steps": "1"}
+BASE = {
+    "model_variant": "tiny",
+    "use_dummy_dataset": "True",
+    "seq_length": "64",
+    "trackers": "none",
+    "num_steps": "1",
+}
 FIELDS = declared_fields(TrainConfig)
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_END_TIME")
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_END_TIME",
+)
 GOOD = {
     "int": ["0", "1", "2", "3", "4", "8", "16", "4Ki", "1e3", "1_000"],
     "float": ["0", "0.1", "0.5", "1", "1e-8", "3e-4", "2"],
@@ -75,7 +89,19 @@ def content_of(rng: random.Random, flags: dict[str, str], is_json: bool) -> str:
     kind = rng.random()
     if kind < 0.15:
         return rng.choice(
-            ["[1,2]", '"x"', "null", "", "[" * 50_000, '{"a":' * 50_000, "\0", "a = = b", "{}", "[model]", "[x]\na=1"]
+            [
+                "[1,2]",
+                '"x"',
+                "null",
+                "",
+                "[" * 50_000,
+                '{"a":' * 50_000,
+                "\0",
+                "a = = b",
+                "{}",
+                "[model]",
+                "[x]\na=1",
+            ]
         )
     values = {name: rng.choice([text, [text], {text: 1}, None, 1e400, True]) for name, text in flags.items()}
     texts = {name: text.encode("utf-8", "replace").decode() for name, text in flags.items()}
@@ -156,9 +182,15 @@ def test_the_command_does_what_the_plan_says(folder: Path) -> None:
         case = make_case(rng, folder)
         case.ranks = 1
         kind = "refused" if case.plan() else "accepted"
-        given = [flag for flag in case.flags if flag.partition("=")[0].strip("-").replace("-", "_") in case.names]
+        given = [
+            flag for flag in case.flags if flag.partition("=")[0].strip("-").replace("-", "_") in case.names
+        ]
         is_small = all(len(flag.partition("=")[2]) < 3 for flag in given)
-        if not left[kind] or (kind == "accepted" and not is_small) or any("\0" in flag for flag in case.flags):
+        if (
+            not left[kind]
+            or (kind == "accepted" and not is_small)
+            or any("\0" in flag for flag in case.flags)
+        ):
             continue
         if case.variables or "collective_timeout_s" in case.names:
             continue  # read by `World.from_env` alone; too short for a busy machine
@@ -168,8 +200,12 @@ def test_the_command_does_what_the_plan_says(folder: Path) -> None:
         command = [sys.executable, str(ROOT / "main_training.py"), *case.flags]
         ended = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=240)
         shown = f"{[flag[:100] for flag in case.flags]} -> {ended.returncode} {ended.stderr[-1000:]}"
-        if kind == "accepted" and ended.returncode != 2:  # some need a checkpoint, which the plan does not look for
+        if (
+            kind == "accepted" and ended.returncode != 2
+        ):  # some need a checkpoint, which the plan does not look for
             assert ended.returncode == 0 and any(here.iterdir()), shown
         else:
-            assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and ended.stderr.startswith("error: "), shown
+            assert (
+                ended.returncode == 2 and ended.stderr.count("\n") == 1 and ended.stderr.startswith("error: ")
+            ), shown
             assert not any(here.iterdir()), shown

@@ -12,20 +12,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # from the bottom; a module may import its own package and whatever stands on an earlier line
 LAYERS = [
-    ["config", "safe_names"],
-    ["cpu_threads", "status", "flags", "folder_lock", "recorded"],
-    ["stop_signal"],
+    ["config", "safe_names", "errors", "atomic", "cpu_threads"],
+    ["flags"],
     ["runtime"],
-    ["guards", "limits"],
-    ["data"],
-    ["models"],
     ["mesh"],
-    ["parallel"],
-    ["optim", "checkpoint"],
-    ["resume", "machine_checks"],
-    ["preflight"],
-    ["claim"],
-    ["evaluate", "observe", "saving"],
+    ["models", "data"],
+    ["predict"],
+    ["parallel", "optim", "checkpoint"],
+    ["run"],
+    ["observe", "evaluate", "saving"],
     ["train"],
     ["tools"],
     ["__main__"],
@@ -80,14 +75,20 @@ def test_no_star_imports_and_no_junk_drawers() -> None:
 
 def test_dummy_data_and_the_whole_loop_need_neither_pyarrow_nor_sentencepiece() -> None:
     code = (
-        "import sys, main_training, fms_fsdp.preflight, fms_fsdp.train, fms_fsdp.data.stream, fms_fsdp.observe.report\n"
+        "import sys, main_training, fms_fsdp.run.plan, fms_fsdp.train, fms_fsdp.data.stream, fms_fsdp.observe.report\n"
         "print([name for name in ('pyarrow', 'sentencepiece', 'transformers') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
 def test_a_mistyped_flag_is_answered_before_torch_is_imported() -> None:
-    code = "import sys, main_training; main_training.main(['--model_varient=7b']); print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import sys, main_training; main_training.main(['--model_varient=7b']); print('torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "False" and "--model_variant" in result.stderr

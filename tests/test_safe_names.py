@@ -15,7 +15,22 @@ def test_plain_names_are_given_back(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "a/../x", "a/..", "/etc/passwd", "a\0b", "a\nb", "a\x1b[2J", "\ud800", "a\u2028", 3]
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "a/../x",
+        "a/..",
+        "/etc/passwd",
+        "a\0b",
+        "a\nb",
+        "a\x1b[2J",
+        "\ud800",
+        "a\u2028",
+        3,
+    ],
 )
 @pytest.mark.parametrize("folders", [False, True])
 def test_names_that_lead_out_of_the_folder_or_break_a_line_are_refused(name: object, folders: bool) -> None:

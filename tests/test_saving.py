@@ -16,8 +16,8 @@ from fms_fsdp.checkpoint.retention import KeepPolicy
 from fms_fsdp.config import BatchPlan, CheckpointConfig, TrainConfig
 from fms_fsdp.mesh import Layout
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.preflight import Preflight
-from fms_fsdp.resume import Start
+from fms_fsdp.run.plan import Preflight
+from fms_fsdp.run.resume import Start
 from fms_fsdp.runtime import World
 from fms_fsdp.saving import Saver, to_delete
 from tests.checkpoint.test_checkpointer import made, saved, shape
@@ -54,7 +54,9 @@ def test_retention_never_leaves_a_damaged_checkpoint_alone(tmp_path: Path) -> No
     flip(root / "step_6" / "__0_0.distcp", 100_000)
     assert run(*argv, "--num_steps=9", "--keep_last_n=1", "--exit_step=5").returncode == 75
     assert (
-        not problems(root / "step_5", deep=True) and not (root / "step_2").exists() and not (root / "step_4").exists()
+        not problems(root / "step_5", deep=True)
+        and not (root / "step_2").exists()
+        and not (root / "step_4").exists()
     )
 
 
@@ -83,10 +85,14 @@ def test_a_full_disk_under_the_run_folder_saves_where_there_is_room(tmp_path: Pa
     result = run(*argv, f"--output_dir={small_disk / 'run'}")
     assert result.returncode == 1 and "Traceback" not in result.stdout + result.stderr, result.stderr
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"failed: {small_disk}/run/metrics.jsonl cannot be written: No space left on device; make")
+    assert line.startswith(
+        f"failed: {small_disk}/run/metrics.jsonl cannot be written: No space left on device; make"
+    )
     ended = status(small_disk / "run")
     assert ended["status"] == "failed" and "metrics.jsonl" in ended["reason"]
-    assert complete_steps(tmp_path) == [ended["step"]] and not problems(tmp_path / f"step_{ended['step']}", deep=True)
+    assert complete_steps(tmp_path) == [ended["step"]] and not problems(
+        tmp_path / f"step_{ended['step']}", deep=True
+    )
 
 
 @pytest.mark.parametrize("known", [25.0, None])

@@ -36,4 +36,9 @@ def test_a_global_batch_without_a_label_has_loss_and_norm_zero_and_is_no_skipped
     interval = Interval(CPU)
     interval.add(result)
     values = interval.read(result, 0.0, 0, {})
-    assert (values["loss"], values["loss_mean"], values["grad_norm_mean"], values["skipped_steps"]) == (0, 0, 0, 0)
+    assert (values["loss"], values["loss_mean"], values["grad_norm_mean"], values["skipped_steps"]) == (
+        0,
+        0,
+        0,
+        0,
+    )

@@ -71,7 +71,9 @@ def test_a_report_tells_the_mean_of_its_interval_and_where_the_time_went(whole: 
     for first, last in ((1, 1), (2, 4), (5, 8)):  # all steps have the same number of labels
         between = [every[step] for step in range(first, last + 1)]
         assert some[last]["loss"] == every[last]["loss"]
-        assert some[last]["loss_mean"] == pytest.approx(sum(record["loss"] for record in between) / len(between))
+        assert some[last]["loss_mean"] == pytest.approx(
+            sum(record["loss"] for record in between) / len(between)
+        )
         assert some[last]["grad_norm_max"] == max(record["grad_norm"] for record in between)
     record = some[8]
     assert record["perplexity"] == pytest.approx(math.exp(record["loss"])) and record["samples_seen"] == 16
@@ -90,7 +92,9 @@ def test_a_finished_run_says_so_and_does_nothing(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [2, 6])
-def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(whole: Path, tmp_path: Path, step: int) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
+    whole: Path, tmp_path: Path, step: int
+) -> None:
     shutil.copytree(whole / "checkpoints" / f"step_{step}", tmp_path / "checkpoints" / f"step_{step}")
     trained(*TINY, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={tmp_path}")
     kept = ("loss", "lr", "grad_norm", "tokens_seen", "data_fingerprint")
@@ -141,7 +145,8 @@ def test_a_smaller_batch_size_does_not_change_the_global_batch_of_a_run(tmp_path
     trained(*argv, "--num_steps=1", "--batch_size=16")
     output = trained(*argv, "--num_steps=2", "--batch_size=5")
     assert (
-        "batch: 4 rows x 1 ranks x 4 micro-steps, before 16 rows x 1 ranks x 1 micro-steps: the global batch" in output
+        "batch: 4 rows x 1 ranks x 4 micro-steps, before 16 rows x 1 ranks x 1 micro-steps: the global batch"
+        in output
     )
     refused = run(*argv, "--num_steps=3", "--batch_size=5", "--grad_accum_steps=3")
     assert refused.returncode == 2 and "must keep the run's global batch (16 rows)" in refused.stderr
@@ -156,8 +161,14 @@ def test_a_smaller_batch_size_does_not_change_the_global_batch_of_a_run(tmp_path
         (["--model_variant=7c", "--use_dummy_dataset=True"], "7b"),
         (["--model_variant=7b", "--sharding_strategy=hsdp"], "--data_path"),
         (["--model_variant=tiny", "--data_path=/no/such/folder"], "/no/such/folder"),
-        (["--model_variant=tiny", "--use_dummy_dataset=True", "--num_attention_heads=7"], "num_attention_heads (7)"),
-        (["--model_variant=tiny", "--use_dummy_dataset=True", "--ckpt_load_path=/none"], "--ckpt_load_path (/none)"),
+        (
+            ["--model_variant=tiny", "--use_dummy_dataset=True", "--num_attention_heads=7"],
+            "num_attention_heads (7)",
+        ),
+        (
+            ["--model_variant=tiny", "--use_dummy_dataset=True", "--ckpt_load_path=/none"],
+            "--ckpt_load_path (/none)",
+        ),
         (["--model_variant=tiny", "--use_dummy_dataset=True", "--output_dir=/proc/nowhere"], "/proc/nowhere"),
         (["--model_variant=tiny", "--dataset_builder=no.such:thing"], "--dataset_builder (no.such:thing)"),
     ],
@@ -173,9 +184,14 @@ def test_bad_input_is_one_line_and_exit_status_2(tmp_path: Path, argv: list[str]
 
 def test_sigterm_saves_and_asks_to_be_resumed(tmp_path: Path) -> None:
     argv = [*TINY, "--num_steps=100000", f"--output_dir={tmp_path}"]
-    process = subprocess.Popen([sys.executable, "main_training.py", *argv], cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "main_training.py", *argv], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 60
-    while not (tmp_path / "metrics.jsonl").exists() or len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 3:
+    while (
+        not (tmp_path / "metrics.jsonl").exists()
+        or len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 3
+    ):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     assert status(tmp_path)["status"] == "running"

@@ -33,10 +33,10 @@ from torch.distributed.tensor import DTensor
 from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files, read_state
 from fms_fsdp.checkpoint.progress import SaveProgress
 from fms_fsdp.checkpoint.storage import CheckpointReader, CheckpointWriter
+from fms_fsdp.errors import RunFailed
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import model_from_dict
-from fms_fsdp.status import RunFailed
 
 Tensors = dict[str, torch.Tensor]
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -75,7 +75,12 @@ class Checkpointer:
         committed: Callable[[int], None],
         progress: SaveProgress | None = None,
     ) -> None:
-        self._root, self._attempt, self._committed, self._in_background = root, attempt, committed, in_background
+        self._root, self._attempt, self._committed, self._in_background = (
+            root,
+            attempt,
+            committed,
+            in_background,
+        )
         self._progress = progress or SaveProgress()
         self._host: Tensors | None = None
         self._in_flight: Future[None] | None = None
@@ -96,7 +101,13 @@ class Checkpointer:
             self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizer))
 
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, now: bool
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        *,
+        now: bool,
     ) -> None:
         """Starts a checkpoint of `step`, or with `now` completes it.
 
@@ -153,9 +164,13 @@ class Checkpointer:
             self._committed(step)
 
         partial, final = self._root / f"step_{step}.partial-{self._attempt}", self._root / f"step_{step}"
-        writer = CheckpointWriter(partial, final, state, _global_bytes(tensors), self._progress, begin, commit)
+        writer = CheckpointWriter(
+            partial, final, state, _global_bytes(tensors), self._progress, begin, commit
+        )
         try:
-            dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized())
+            dcp.save(
+                tensors, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized()
+            )
         except (CheckpointException, OSError) as error:
             raise SaveFailed(_first_line(error)) from error
         self.save_s = time.perf_counter() - begin
@@ -173,7 +188,9 @@ def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     return found
 
 
-def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def load_checkpoint(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
     """Fills the model, and the optimizer if given, in place from any sharding into any other (collective: every rank).
 
     Raises:
@@ -187,7 +204,10 @@ def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.o
     found.raise_alike(folder)
     failure: CheckpointException | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
-        checks = [pool.submit(file_problem, folder / name, size, crc) for name, (size, crc) in files[rank::world_size]]
+        checks = [
+            pool.submit(file_problem, folder / name, size, crc)
+            for name, (size, crc) in files[rank::world_size]
+        ]
         try:
             dcp.load(collect_tensors(model, optimizer), storage_reader=reader, no_dist=world_size == 1)
         except CheckpointException as error:
@@ -236,7 +256,9 @@ class _Findings:
         if damage := [text for each in everyone for text in each.damage]:
             raise DamagedCheckpoint(folder, "; ".join(damage))
         if unreadable := [text for each in everyone for text in each.unreadable]:
-            raise RunFailed(f"checkpoint file {unreadable[0]}; it is not damaged: mend the storage and start again")
+            raise RunFailed(
+                f"checkpoint file {unreadable[0]}; it is not damaged: mend the storage and start again"
+            )
 
 
 def content_problems(folder: Path) -> list[str]:
@@ -256,7 +278,9 @@ def content_problems(folder: Path) -> list[str]:
         sizes = {name: tensor.size() for name, tensor in weights.items()}
         for name, size in list(sizes.items()):
             name = name.removeprefix("model.")
-            sizes |= {f"optimizer.{name}.{key}": size if key != "step" else torch.Size() for key in ADAMW_STATE}
+            sizes |= {
+                f"optimizer.{name}.{key}": size if key != "step" else torch.Size() for key in ADAMW_STATE
+            }
         for name, size in sizes.items():
             entry = saved.get(name)
             if not isinstance(entry, TensorStorageMetadata) or entry.size != size:
@@ -279,7 +303,9 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         local = _on_host(tensor.to_local())
         return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pin).fill_(0)  # filled: zeros alone touch no memory
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pin).fill_(
+        0
+    )  # filled: zeros alone touch no memory
 
 
 def _global_bytes(tensors: Tensors) -> int:

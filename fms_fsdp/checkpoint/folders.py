@@ -104,7 +104,10 @@ class Checksum:
 def render_files(files: dict[str, tuple[int, int]]) -> str:
     """The text of files.json for {name: (bytes, checksum)}."""
     listing = {name: [size, f"{value:08x}"] for name, (size, value) in sorted(files.items())}
-    return json.dumps({"files": listing, "crc32": f"{zlib.crc32(json.dumps(listing).encode()):08x}"}, indent=1) + "\n"
+    return (
+        json.dumps({"files": listing, "crc32": f"{zlib.crc32(json.dumps(listing).encode()):08x}"}, indent=1)
+        + "\n"
+    )
 
 
 def read_files(folder: Path) -> dict[str, tuple[int, int]]:
@@ -185,7 +188,9 @@ def size_problems(folder: Path) -> list[str]:
     """Why `folder` is not a complete checkpoint by the names and sizes of its files; [] if it is."""
     try:
         return [
-            text for name, (size, _) in read_files(folder).items() if (text := file_problem(folder / name, size, None))
+            text
+            for name, (size, _) in read_files(folder).items()
+            if (text := file_problem(folder / name, size, None))
         ]
     except (OSError, ValueError) as error:
         return [str(error)]
@@ -221,7 +226,9 @@ def _state_problem(folder: Path) -> str:
         return f"{STATE} is of step {state['step']}"
     versions = {"versions": {"": str}} if "versions" in state["resolved"] else {}
     data = state["data"]  # of our own streams; a user's stream knows its own
-    data_shape = _SYNTHETIC_SHAPE if "synthetic" in data else _CORPUS_SHAPE if data.get("state_version") == 2 else {}
+    data_shape = (
+        _SYNTHETIC_SHAPE if "synthetic" in data else _CORPUS_SHAPE if data.get("state_version") == 2 else {}
+    )
     numbers: Shape = {name: Number for name in ("save_s", "validation_loss") if name in state}
     for part, shape in ((state["resolved"], versions), (state, numbers), (data, data_shape)):
         if text := _mismatch(part, shape, STATE):
@@ -233,7 +240,11 @@ def _state_problem(folder: Path) -> str:
     except (TypeError, ValueError):
         return f"{STATE} describes no model"
     known = asdict(LlamaConfig(1, 1, 1, 1, 1))
-    wrong = [name for name, value in model.items() if type(value) is not type(known[name]) and name != "rope_scaling"]
+    wrong = [
+        name
+        for name, value in model.items()
+        if type(value) is not type(known[name]) and name != "rope_scaling"
+    ]
     return f"{STATE} has a model whose {wrong[0]} is {model[wrong[0]]!r}" if wrong else ""
 
 
@@ -242,11 +253,15 @@ def _mismatch(value: Any, shape: Shape, name: str) -> str:
     inner: Iterable[tuple[str, Any, Shape]] = ()
     if isinstance(shape, dict) and isinstance(value, dict):
         named = [(key, value.get(key), part) for key, part in shape.items() if key]
-        inner = named + [(key, item, shape[""]) for key, item in value.items() if "" in shape and key not in shape]
+        inner = named + [
+            (key, item, shape[""]) for key, item in value.items() if "" in shape and key not in shape
+        ]
     elif isinstance(shape, list) and isinstance(value, list):
         inner = [(str(place), item, shape[0]) for place, item in enumerate(value)]
     elif isinstance(shape, tuple) and isinstance(value, list) and len(value) == len(shape):
-        inner = [(str(place), item, part) for place, (item, part) in enumerate(zip(value, shape, strict=True))]
+        inner = [
+            (str(place), item, part) for place, (item, part) in enumerate(zip(value, shape, strict=True))
+        ]
     elif shape is Number:
         return "" if value is None or type(value) in (bool, int, float) else f"{name} must be a number"
     elif shape is int:
@@ -289,7 +304,9 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
     if _STEP.fullmatch(path.name) and (step is not None or path.is_dir()):
         candidates = [path]
     else:
-        candidates = [path / f"step_{found}" for found in reversed(named_steps(path)) if step in (None, found)]
+        candidates = [
+            path / f"step_{found}" for found in reversed(named_steps(path)) if step in (None, found)
+        ]
     passed_over: dict[Path, str] = {}
     for folder in candidates:
         wrong = ["damaged"] if folder in skip else problems(folder)

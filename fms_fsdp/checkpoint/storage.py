@@ -219,7 +219,9 @@ def _is_whole(metadata: Any, sizes: dict[str, int]) -> bool:
         return False
     for info in metadata.storage_data.values():
         end = info.offset + info.length
-        if not 0 <= info.offset <= end <= sizes[info.relative_path] or getattr(info, "transform_descriptors", None):
+        if not 0 <= info.offset <= end <= sizes[info.relative_path] or getattr(
+            info, "transform_descriptors", None
+        ):
             return False
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -238,11 +240,16 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         allowed = (
             (module == "torch.distributed.checkpoint.metadata" and name in _METADATA_CLASSES)
-            or (module == "torch.distributed.checkpoint.filesystem" and name in ("_StorageInfo", "_StoragePrefix"))
+            or (
+                module == "torch.distributed.checkpoint.filesystem"
+                and name in ("_StorageInfo", "_StoragePrefix")
+            )
             or (module in ("pathlib", "pathlib._local") and name == "PosixPath")
             or (module == "torch.serialization" and name == "_get_layout")
             or (module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)))
         )
         if not allowed:
-            raise pickle.UnpicklingError(f"{METADATA} asks for {module}.{name}, which no checkpoint of ours holds")
+            raise pickle.UnpicklingError(
+                f"{METADATA} asks for {module}.{name}, which no checkpoint of ours holds"
+            )
         return super().find_class(module, name)

@@ -66,7 +66,9 @@ def refuse_typed_for_nothing(config: TrainConfig, origins: Mapping[str, str]) ->
     for idle in without_effect(config, config.parallel.sharding_strategy):
         typed = all(origins.get(name, "flag") == "flag" for name in (idle.name, *idle.because))
         if idle.name in changed and typed:
-            raise ValueError(f"--{idle.name} ({joined(changed[idle.name])}) has no effect without {idle.needs}")
+            raise ValueError(
+                f"--{idle.name} ({joined(changed[idle.name])}) has no effect without {idle.needs}"
+            )
 
 
 def notes(config: TrainConfig, origins: Mapping[str, str], strategy: str) -> Iterator[str]:

@@ -52,7 +52,9 @@ def is_in_name(spec: Field[Any], section: type[Any]) -> bool:
 def check_bare_name(flag: str, name: str) -> None:
     """Raises ValueError where `name` would not be one folder's name."""
     if "/" in name or name in (".", "..") or len(name) > 200:
-        raise ValueError(f"{flag} ({shown(name)}) must be a bare name, without '/', of at most 200 characters")
+        raise ValueError(
+            f"{flag} ({shown(name)}) must be a bare name, without '/', of at most 200 characters"
+        )
 
 
 def check_path(flag: str, path: str) -> None:

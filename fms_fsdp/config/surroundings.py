@@ -95,7 +95,9 @@ class CheckpointConfig:
                 f"checkpoint; set that"
             )
         if self.resume_step is not None and self.resume == "never":
-            raise ValueError(f"--resume_step ({self.resume_step}) needs a checkpoint; leave out --resume=never")
+            raise ValueError(
+                f"--resume_step ({self.resume_step}) needs a checkpoint; leave out --resume=never"
+            )
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,17 @@ class LogConfig:
     RESUME: ClassVar[str] = "free"
 
     output_dir: str = flag("", "the run folder (default: runs/<run_name>)")
-    run_name: str = flag("", "name of the run (default: the variant and a hash of the flags that are in the name)")
-    report_interval: int = flag(10, "steps between reports; the first and the last step always report", minimum=1)
+    run_name: str = flag(
+        "", "name of the run (default: the variant and a hash of the flags that are in the name)"
+    )
+    report_interval: int = flag(
+        10, "steps between reports; the first and the last step always report", minimum=1
+    )
     log_param_norm: bool = flag(False, "report the norm of all parameters")
     log_num_zeros: bool = flag(False, "report how many entries of the gradient are zero", advanced=True)
-    log_all_ranks: bool = flag(False, "every rank appends its lines to log.rank<N>.txt, not rank 0 alone to log.txt")
+    log_all_ranks: bool = flag(
+        False, "every rank appends its lines to log.rank<N>.txt, not rank 0 alone to log.txt"
+    )
     trackers: tuple[str, ...] = flag(
         ("tensorboard",),
         "who is told beside metrics.jsonl; none of them can stop a run (see docs/metrics.md)",
@@ -126,7 +134,9 @@ class LogConfig:
         check_path("--output_dir", self.output_dir)
         check_path("--tensorboard_dir", self.tensorboard_dir)
         if "none" in self.trackers and len(self.trackers) > 1:
-            raise ValueError(f"--trackers ({','.join(self.trackers)}) must not name others beside none; leave one out")
+            raise ValueError(
+                f"--trackers ({','.join(self.trackers)}) must not name others beside none; leave one out"
+            )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ def parse_selective_checkpointing(text: str) -> Fraction:
     above, _, below = (f"1/{text[6:]}" if text.startswith("every:") else text).partition("/")
     parts = [exact_number(above), exact_number(below or "1")]
     if None in parts or not parts[1]:
-        raise ValueError(f"--selective_checkpointing ({shown(text)}) must be a share such as 1, 1/2, 0.33 or every:k")
+        raise ValueError(
+            f"--selective_checkpointing ({shown(text)}) must be a share such as 1, 1/2, 0.33 or every:k"
+        )
     share = Fraction(parts[0] or 0) / parts[1]
     if 1 < share <= 1000 and share.denominator == 1:
         raise ValueError(
@@ -51,10 +53,16 @@ class ModelConfig:
     num_kv_heads: int | None = flag(
         None, "key/value heads; must divide num_attention_heads (default: the variant's)", minimum=1
     )
-    rope_theta: float | None = flag(None, "base of the rotary frequencies (default: the variant's)", minimum=1)
+    rope_theta: float | None = flag(
+        None, "base of the rotary frequencies (default: the variant's)", minimum=1
+    )
     norm_eps: float | None = flag(None, "epsilon inside the norms (default: the variant's)", minimum=0)
-    vocab_size: int | None = flag(None, "rows of the embedding (default: the data's, else the variant's)", minimum=2)
-    tie_embeddings: bool | None = flag(None, "share the embedding with the output head (default: the variant's)")
+    vocab_size: int | None = flag(
+        None, "rows of the embedding (default: the data's, else the variant's)", minimum=2
+    )
+    tie_embeddings: bool | None = flag(
+        None, "share the embedding with the output head (default: the variant's)"
+    )
     init_std: float | None = flag(
         None,
         "standard deviation of initial weights (default: the variant's)",
@@ -80,15 +88,26 @@ class DataConfig:
 
     RESUME: ClassVar[str] = "announced"
 
-    use_dummy_dataset: bool = flag(False, "train on synthetic tokens: no files, no cost, for tests and benchmarks")
-    data_path: str = flag(
-        "", "folder with one subfolder of token shards per source (see `python -m fms_fsdp prepare`)", resume="free"
+    use_dummy_dataset: bool = flag(
+        False, "train on synthetic tokens: no files, no cost, for tests and benchmarks"
     )
-    datasets: tuple[str, ...] = flag((), "sources to train on, subfolders of data_path (default: all of them)")
-    weights: tuple[float, ...] = flag((), "share of tokens of each dataset, in their order (default: by their size)")
+    data_path: str = flag(
+        "",
+        "folder with one subfolder of token shards per source (see `python -m fms_fsdp prepare`)",
+        resume="free",
+    )
+    datasets: tuple[str, ...] = flag(
+        (), "sources to train on, subfolders of data_path (default: all of them)"
+    )
+    weights: tuple[float, ...] = flag(
+        (), "share of tokens of each dataset, in their order (default: by their size)"
+    )
     seq_length: int = flag(4096, "tokens in a row: the context length trained on", minimum=1)
     sep_token: int | None = flag(
-        None, "token id that ends every document (default: the one the shards name)", minimum=0, resume="refused"
+        None,
+        "token id that ends every document (default: the one the shards name)",
+        minimum=0,
+        resume="refused",
     )
     logical_shards: int = flag(
         1024,
@@ -106,7 +125,9 @@ class DataConfig:
         resume="refused",
     )
     document_mask: bool = flag(False, "attention stays within a document and positions restart with it")
-    skip_steps: str = flag("", "a:b passes over the rows planned for steps a to b-1, after a loss spike", in_name=False)
+    skip_steps: str = flag(
+        "", "a:b passes over the rows planned for steps a to b-1, after a loss spike", in_name=False
+    )
     on_missing: str = flag(
         "error",
         "a shard that cannot be read stops the run, or its rows are masked",
@@ -115,9 +136,15 @@ class DataConfig:
         resume="free",
     )
     max_epochs: float | None = flag(
-        None, "refuse a run that would read any source more often than this", above=0, maximum=1e6, resume="free"
+        None,
+        "refuse a run that would read any source more often than this",
+        above=0,
+        maximum=1e6,
+        resume="free",
     )
-    dataset_builder: str = flag("", "module:function that builds your own stream (see docs/data.md)", advanced=True)
+    dataset_builder: str = flag(
+        "", "module:function that builds your own stream (see docs/data.md)", advanced=True
+    )
     data_kwargs: tuple[str, ...] = flag((), "key=value,… handed to dataset_builder", advanced=True)
 
     def __post_init__(self) -> None:
@@ -141,18 +168,26 @@ class DataConfig:
         if self.logical_shards & (self.logical_shards - 1):
             below = 1 << (self.logical_shards.bit_length() - 1)
             nearest = below if self.logical_shards - below <= 2 * below - self.logical_shards else 2 * below
-            raise ValueError(f"--logical_shards ({self.logical_shards}) must be a power of two; nearest: {nearest}")
+            raise ValueError(
+                f"--logical_shards ({self.logical_shards}) must be a power of two; nearest: {nearest}"
+            )
         for item in filter(None, self.skip_steps.replace(" ", "").split(",")):
             match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", item)
             if match is None or not 1 <= int(match[1]) < int(match[2]):
                 raise ValueError(
                     f"--skip_steps ({item}) must be a:b with 1 <= a < b, the steps a to b - 1; write 100:120"
                 )
-        if self.dataset_builder and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", self.dataset_builder):
-            raise ValueError(f"--dataset_builder ({self.dataset_builder}) must be importable as module:function")
+        if self.dataset_builder and not re.fullmatch(
+            r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", self.dataset_builder
+        ):
+            raise ValueError(
+                f"--dataset_builder ({self.dataset_builder}) must be importable as module:function"
+            )
         for item in self.data_kwargs:
             if "=" not in item:
-                raise ValueError(f"--data_kwargs ({item}) must be written key=value; several are joined by commas")
+                raise ValueError(
+                    f"--data_kwargs ({item}) must be written key=value; several are joined by commas"
+                )
 
 
 @dataclass(frozen=True)
@@ -176,9 +211,15 @@ class ParallelConfig:
         resume="announced",
     )
     reduce_dtype: str = flag(
-        "fp32", "precision of gradient reductions", choices=("fp32", "bf16"), advanced=True, resume="announced"
+        "fp32",
+        "precision of gradient reductions",
+        choices=("fp32", "bf16"),
+        advanced=True,
+        resume="announced",
     )
-    fsdp_activation_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")
+    fsdp_activation_checkpointing: bool = flag(
+        False, "recompute activations in the backward pass to save memory"
+    )
     selective_checkpointing: str = flag(
         "1", "share of blocks that recompute, evenly spaced: 1, 1/2, 0.33 or every:k", advanced=True
     )
@@ -191,8 +232,12 @@ class ParallelConfig:
         "free gathered weights after the forward pass (ZeRO-3); False keeps them (ZeRO-2)",
         advanced=True,
     )
-    fsdp_prefetch: int = flag(0, "blocks gathered ahead of use beyond FSDP's own prefetch", minimum=0, advanced=True)
-    cpu_offload: bool = flag(False, "keep sharded weights, gradients and optimizer state in host memory", advanced=True)
+    fsdp_prefetch: int = flag(
+        0, "blocks gathered ahead of use beyond FSDP's own prefetch", minimum=0, advanced=True
+    )
+    cpu_offload: bool = flag(
+        False, "keep sharded weights, gradients and optimizer state in host memory", advanced=True
+    )
     dist_backend: str = flag(
         "auto",
         "process group backend; auto is nccl on GPU, gloo on CPU",
@@ -230,7 +275,9 @@ class OptimConfig:
     min_lr_ratio: float = flag(0.1, "share of the peak at the end of the cosine", minimum=0, maximum=1)
     adam_beta1: float = flag(0.9, "decay of the first moment", minimum=0, below=1)
     adam_beta2: float = flag(0.95, "decay of the second moment", minimum=0, below=1)
-    adam_eps: float = flag(1e-8, "added to the root of the second moment", minimum=0, maximum=1, advanced=True)
+    adam_eps: float = flag(
+        1e-8, "added to the root of the second moment", minimum=0, maximum=1, advanced=True
+    )
     weight_decay: float = flag(0.1, "decoupled weight decay of matrices; norms have none", minimum=0)
     grad_clip: float = flag(1.0, "largest global norm of the gradient; 0 does not clip", minimum=0)
 
@@ -257,20 +304,31 @@ class TrainingConfig:
 
     seed: int = flag(2023, "seed of weights and data order", minimum=0, maximum=2**63 - 1, resume="refused")
     num_steps: int | None = flag(
-        None, "optimizer steps in total, those before a resume included (default: 1000)", minimum=1, in_name=False
+        None,
+        "optimizer steps in total, those before a resume included (default: 1000)",
+        minimum=1,
+        in_name=False,
     )
-    num_tokens: int | None = flag(None, "length of the run in tokens instead, such as 300B", minimum=1, in_name=False)
+    num_tokens: int | None = flag(
+        None, "length of the run in tokens instead, such as 300B", minimum=1, in_name=False
+    )
     num_samples: int | None = flag(
         None, "length of the run in rows of seq_length tokens instead", minimum=1, in_name=False
     )
     batch_size: int | None = flag(
-        None, "rows per data-parallel rank and micro-step (default: 2, or from the other two)", minimum=1, in_name=True
+        None,
+        "rows per data-parallel rank and micro-step (default: 2, or from the other two)",
+        minimum=1,
+        in_name=True,
     )
     grad_accum_steps: int | None = flag(
         None, "micro-steps per optimizer step (default: 1, or from the other two)", minimum=1, in_name=True
     )
     global_batch_size: int | None = flag(
-        None, "rows per optimizer step = batch_size x data-parallel size x grad_accum_steps", minimum=1, in_name=True
+        None,
+        "rows per optimizer step = batch_size x data-parallel size x grad_accum_steps",
+        minimum=1,
+        in_name=True,
     )
     deterministic: bool = flag(
         False, "use only deterministic kernels (slower; CPU runs always repeat bit for bit)", advanced=True
@@ -289,11 +347,20 @@ class TrainingConfig:
         resume="free",
     )
     exit_interval: int | None = flag(
-        None, "end this launch after so many steps of its own; the same command goes on", minimum=1, resume="free"
+        None,
+        "end this launch after so many steps of its own; the same command goes on",
+        minimum=1,
+        resume="free",
     )
-    exit_tokens: int | None = flag(None, "end this launch after so many tokens of its own", minimum=1, resume="free")
-    exit_samples: int | None = flag(None, "end this launch after so many rows of its own", minimum=1, resume="free")
-    exit_step: int | None = flag(None, "end the launch that reaches this step of the run", minimum=1, resume="free")
+    exit_tokens: int | None = flag(
+        None, "end this launch after so many tokens of its own", minimum=1, resume="free"
+    )
+    exit_samples: int | None = flag(
+        None, "end this launch after so many rows of its own", minimum=1, resume="free"
+    )
+    exit_step: int | None = flag(
+        None, "end the launch that reaches this step of the run", minimum=1, resume="free"
+    )
     exit_duration_in_mins: float | None = flag(
         None,
         "end this launch in time to be done, checkpoint included, so many minutes after its start",
@@ -309,7 +376,9 @@ class TrainingConfig:
     )
 
     def __post_init__(self) -> None:
-        given = [name for name in ("num_steps", "num_tokens", "num_samples") if getattr(self, name) is not None]
+        given = [
+            name for name in ("num_steps", "num_tokens", "num_samples") if getattr(self, name) is not None
+        ]
         if len(given) > 1:
             raise ValueError(
                 f"--{given[1]} ({getattr(self, given[1])}) must not be given beside --{given[0]}; choose one of them"

@@ -64,8 +64,14 @@ def coerce(field: Field, value: Any) -> Any:
         ValueError: it does not fit the type, the choices or the range.
     """
     kind, optional = unwrap(field.type)
-    cleared = isinstance(value, str) and value.lower() in ("", "none", "null") and value.lower() not in field.choices
-    if optional and (value is None or cleared):  # where none is a choice, as in --sharding_strategy=none, it is meant
+    cleared = (
+        isinstance(value, str)
+        and value.lower() in ("", "none", "null")
+        and value.lower() not in field.choices
+    )
+    if optional and (
+        value is None or cleared
+    ):  # where none is a choice, as in --sharding_strategy=none, it is meant
         return None
     if typing.get_origin(kind) is not tuple:
         return _scalar(field, kind, value)
@@ -90,7 +96,9 @@ def unwrap(declared: Any) -> tuple[Any, bool]:
 
 def _scalar(field: Field, kind: Any, value: Any) -> Any:
     if not isinstance(value, str | bool | int | float):
-        raise ValueError(f"--{field.name} must be one value of type {kind.__name__}, not a {type(value).__name__}")
+        raise ValueError(
+            f"--{field.name} must be one value of type {kind.__name__}, not a {type(value).__name__}"
+        )
     text = str(value).strip() if not isinstance(value, bool) else str(value).lower()
     quoted = f"--{field.name} ({shown(text)})"
     if kind is bool:

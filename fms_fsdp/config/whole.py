@@ -73,7 +73,9 @@ class TrainConfig:
     def _told_earlier(self) -> dict[str, Any]:
         """What went into the name when four sections did as a whole. New flags must stay out of it."""
         content = dataclasses.asdict(self)
-        content = {section: content[section] for section in ("model", "data", "parallel", "optim", "training")}
+        content = {
+            section: content[section] for section in ("model", "data", "parallel", "optim", "training")
+        }
         del content["data"]["skip_steps"]
         names = ("seed", "batch_size", "grad_accum_steps", "global_batch_size", "deterministic")
         content["training"] = {name: content["training"][name] for name in names}
@@ -176,7 +178,9 @@ def from_dict(content: Mapping[str, Any]) -> TrainConfig:
     for section in dataclasses.fields(TrainConfig):
         given, kind = content.get(section.name, {}), type(getattr(TrainConfig(), section.name))
         values = {spec.name: given[spec.name] for spec in dataclasses.fields(kind) if spec.name in given}
-        sections[section.name] = kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+        sections[section.name] = kind(
+            **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        )
     return TrainConfig(**sections)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fms_fsdp.data.permute import GOLDEN, MASK, mix64
+from fms_fsdp.data.order.permute import GOLDEN, MASK, mix64
 
 IGNORED_LABEL = -100
 
@@ -36,7 +36,9 @@ def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[in
     Raises: ValueError, naming the sizes that divide the batch.
     """
     if global_batch_size % dp_size:
-        valid = ", ".join(str(size) for size in range(1, global_batch_size + 1) if global_batch_size % size == 0)
+        valid = ", ".join(
+            str(size) for size in range(1, global_batch_size + 1) if global_batch_size % size == 0
+        )
         raise ValueError(
             f"global_batch_size ({global_batch_size}) must be divisible by the data-parallel size ({dp_size}); "
             f"valid sizes: {valid}"

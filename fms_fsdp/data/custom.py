@@ -23,6 +23,8 @@ def load_builder(section: DataConfig) -> Callable[..., Any]:
     try:
         build = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--dataset_builder ({name}) must be importable as module:function: {error}") from None
+        raise ValueError(
+            f"--dataset_builder ({name}) must be importable as module:function: {error}"
+        ) from None
     kwargs = dict(item.split("=", 1) for item in section.data_kwargs)
     return lambda *args, **settings: build(*args, **settings, **kwargs)

@@ -21,14 +21,16 @@ import torch
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
-from fms_fsdp.data.permute import I64
+from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.stream import TokenStream, build_stream
 
 if TYPE_CHECKING:
-    from fms_fsdp.data.files import Files
-    from fms_fsdp.data.manifest import Corpus, Listing
+    from fms_fsdp.data.shards.files import Files
+    from fms_fsdp.data.shards.manifest import Corpus, Listing
 
-SEED = 0x6576616C  # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
+SEED = (
+    0x6576616C  # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
+)
 
 _DESCRIBED = "meta/tokenizer.json"
 _LARGEST_FILE = 1 << 28  # bytes of a tokenizer
@@ -99,7 +101,9 @@ def open_held_out(
     """
     if data.use_dummy_dataset and not section.eval_data_path:
         return tuple(
-            HeldOut(group, "synthetic", max_rows, _stream(data, None, SEED + (group == "test"), vocab_size), None)
+            HeldOut(
+                group, "synthetic", max_rows, _stream(data, None, SEED + (group == "test"), vocab_size), None
+            )
             for group in _groups(section)
         )
     if scanned is None:
@@ -131,7 +135,7 @@ def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
 
 
 def _has_files(data_path: str, folder: str) -> bool:
-    from fms_fsdp.data.manifest import open_root
+    from fms_fsdp.data.shards.manifest import open_root
 
     files = open_root(data_path) if data_path else None
     with suppress(FileNotFoundError):
@@ -144,8 +148,10 @@ def _join(data_path: str, folder: str) -> str:
     return f"{path.rstrip('/')}/{folder}{mark}{options}"
 
 
-def _scan(group: str, data: DataConfig, data_path: str, trained: Corpus | None, vocab_size: int) -> HeldOutListing:
-    from fms_fsdp.data.manifest import list_corpus, open_corpus
+def _scan(
+    group: str, data: DataConfig, data_path: str, trained: Corpus | None, vocab_size: int
+) -> HeldOutListing:
+    from fms_fsdp.data.shards.manifest import list_corpus, open_corpus
 
     data = replace(data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None)
     try:
@@ -170,7 +176,7 @@ def _scan(group: str, data: DataConfig, data_path: str, trained: Corpus | None, 
 
 
 def _open(scanned: HeldOutListing, vocab_size: int, max_rows: int) -> Iterator[HeldOut]:
-    from fms_fsdp.data.manifest import open_corpus
+    from fms_fsdp.data.shards.manifest import open_corpus
 
     corpus = open_corpus(scanned.data, listing=scanned.listing)
     for source in corpus.sources:
@@ -181,13 +187,15 @@ def _open(scanned: HeldOutListing, vocab_size: int, max_rows: int) -> Iterator[H
 
 def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int) -> TokenStream:
     """A stream whose step i + 1 is row i."""
-    return build_stream(data, corpus, seed=seed, vocab_size=vocab_size, global_batch_size=1, dp_rank=0, dp_size=1)
+    return build_stream(
+        data, corpus, seed=seed, vocab_size=vocab_size, global_batch_size=1, dp_rank=0, dp_size=1
+    )
 
 
 def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -> I64 | None:
     """Bytes by token id, from the tokenizer that `prepare` left in one of the folders; None where it is not that of the shards."""
-    from fms_fsdp.data.arrow_shard import Shard
-    from fms_fsdp.data.manifest import open_root
+    from fms_fsdp.data.shards.manifest import open_root
+    from fms_fsdp.data.shards.shard import Shard
     from fms_fsdp.data.tokenizer import KEPT_AS, load_tokenizer, parse_description
 
     digest = Shard(corpus.files, corpus.sources[0].paths[0], delimiter=0).metadata.get("tokenizer_digest")

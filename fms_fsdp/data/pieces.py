@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fms_fsdp.data.arrow_shard import Shard, ShardError, TokenError
 from fms_fsdp.data.batch import IGNORED_LABEL
-from fms_fsdp.data.files import Files
-from fms_fsdp.data.lru import Lru
-from fms_fsdp.data.manifest import Corpus, Source, check_shard
-from fms_fsdp.data.packing import Cuts
-from fms_fsdp.data.permute import I64
+from fms_fsdp.data.order.packing import Cuts
+from fms_fsdp.data.order.permute import I64
+from fms_fsdp.data.shards.files import Files
+from fms_fsdp.data.shards.lru import Lru
+from fms_fsdp.data.shards.manifest import Corpus, Source, check_shard
+from fms_fsdp.data.shards.shard import Shard, ShardError, TokenError
 
 ShardCache = Lru[tuple[str, int], Shard]
 
@@ -85,7 +85,14 @@ class SourceReader:
     """Reads one source of a corpus. Caches what it opened, within fixed bytes."""
 
     def __init__(
-        self, corpus: Corpus, source: Source, files: Files, shards: ShardCache, *, vocab_size: int, document_mask: bool
+        self,
+        corpus: Corpus,
+        source: Source,
+        files: Files,
+        shards: ShardCache,
+        *,
+        vocab_size: int,
+        document_mask: bool,
     ) -> None:
         self._files, self.source, self._sep = files, source, corpus.sep_token
         self._vocab_size, self._document_mask = vocab_size, document_mask
@@ -216,7 +223,9 @@ class SourceReader:
         path, dtype = window.files[window.file[piece]]
         return int(self._read(path, dtype, int(window.address[piece]), 1)[0])
 
-    def _read(self, path: str, dtype: np.dtype[np.unsignedinteger[npt.NBitBase]], address: int, count: int) -> I64:
+    def _read(
+        self, path: str, dtype: np.dtype[np.unsignedinteger[npt.NBitBase]], address: int, count: int
+    ) -> I64:
         size = count * dtype.itemsize
         try:
             data = self._files.pread(path, size, address)

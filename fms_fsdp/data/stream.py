@@ -19,7 +19,7 @@ from fms_fsdp.data.batch import Batch, rows_of_rank
 from fms_fsdp.data.synthetic import SyntheticRows
 
 if TYPE_CHECKING:
-    from fms_fsdp.data.manifest import Corpus
+    from fms_fsdp.data.shards.manifest import Corpus
 
 
 class RowProducer(Protocol):
@@ -190,7 +190,7 @@ def build_stream(
             pin_memory=pin_memory,
         )
     else:
-        from fms_fsdp.data.corpus_rows import CorpusRows
+        from fms_fsdp.data.rows import CorpusRows
 
         if corpus.sep_token >= vocab_size:
             raise ValueError(

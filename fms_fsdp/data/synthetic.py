@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fms_fsdp.data.batch import Batch, empty_batch, rows_of_rank
-from fms_fsdp.data.permute import I64, ORDER_VERSION, U64, derive_key, mix64
+from fms_fsdp.data.order.permute import I64, ORDER_VERSION, U64, derive_key, mix64
 
 _FACTOR, _SUMMAND, _CELL, _MAX_ALPHABET = 5, 3, 32, 256
 _ROWS = 0x726F7773  # the word of the keys drawn here
@@ -54,7 +54,9 @@ class SyntheticRows:
     def _tokens(self, step: int, start: int, stop: int, length: int) -> I64:
         """Returns S + 1 tokens a row. Each cell of 32 draws a place and a token; the rule runs from the last one drawn."""
         num_cells = length // _CELL + 2  # one before the row
-        row_keys: U64 = mix64(np.arange(start, stop, dtype=np.uint64) ^ np.uint64(derive_key(self._seed, _ROWS, step)))
+        row_keys: U64 = mix64(
+            np.arange(start, stop, dtype=np.uint64) ^ np.uint64(derive_key(self._seed, _ROWS, step))
+        )
         cells: U64 = np.arange(num_cells, dtype=np.uint64)
         draws = mix64(row_keys[:, None] + cells)
         place = (draws % np.uint64(_CELL)).astype(np.int64)
@@ -93,7 +95,9 @@ class SyntheticRows:
 
     def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
         ends = [after for after, *_ in self._changes[1:]] + [step]
-        tokens = sum((end - after) * batch * s for (after, batch, s), end in zip(self._changes, ends, strict=True))
+        tokens = sum(
+            (end - after) * batch * s for (after, batch, s), end in zip(self._changes, ends, strict=True)
+        )
         return {"synthetic": {"epoch": 0.0, "tokens": tokens}}
 
     def num_masked_rows(self, step: int) -> int:

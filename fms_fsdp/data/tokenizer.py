@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,14 +21,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fms_fsdp.data.shard_writer import write_atomically, write_json
+from fms_fsdp.atomic import write_atomically, write_json
 from fms_fsdp.safe_names import safe_name, shown_name
 
 Tokens = npt.NDArray[Any]
 _END_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-_SENTENCE_CHARS = 2048  # pieces of a document that sentencepiece trains on
 KEPT_AS = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
-_TRAINING_THREADS = 4  # fixed: part of what makes the trained model a function of its input
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,9 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """The UTF-8 bytes as ids 0–255; 256 begins and 257 ends a document."""
 
-    vocabulary = Vocabulary("byte", 258, 257, hashlib.sha256(b"utf-8 bytes, bos 256, eos 257").hexdigest(), "")
+    vocabulary = Vocabulary(
+        "byte", 258, 257, hashlib.sha256(b"utf-8 bytes, bos 256, eos 257").hexdigest(), ""
+    )
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
@@ -129,12 +128,17 @@ class SentencePieceTokenizer:
 
     def token_bytes(self) -> Tokens:
         model = self._processor
-        silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in range(model.vocab_size())]
+        silent = [
+            model.is_control(i) or model.is_unknown(i) or model.is_unused(i)
+            for i in range(model.vocab_size())
+        ]
         pieces = (model.id_to_piece(i) for i in range(model.vocab_size()))
-        return np.array([0 if none else _piece_bytes(piece) for piece, none in zip(pieces, silent, strict=True)])
+        return np.array(
+            [0 if none else _piece_bytes(piece) for piece, none in zip(pieces, silent, strict=True)]
+        )
 
     def save(self, folder: Path) -> None:
-        write_atomically(folder / self.vocabulary.file_name, self._model)
+        write_atomically(folder / self.vocabulary.file_name, self._model, sync=True)
 
 
 class HuggingFaceTokenizer:
@@ -145,7 +149,9 @@ class HuggingFaceTokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise ValueError(f"--tokenizer ({path}) needs the package tokenizers; pip install 'fms_fsdp[hf]'") from None
+            raise ValueError(
+                f"--tokenizer ({path}) needs the package tokenizers; pip install 'fms_fsdp[hf]'"
+            ) from None
         try:
             if path.name == "vocab.json":
                 merges = str(path.with_name("merges.txt"))
@@ -154,7 +160,9 @@ class HuggingFaceTokenizer:
                 self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exceptions
             raise ValueError(f"--tokenizer ({path}) cannot be read: {error}") from error
-        self._tokenizer.encode_special_tokens = True  # a document that spells <|endoftext|> holds text, not the token
+        self._tokenizer.encode_special_tokens = (
+            True  # a document that spells <|endoftext|> holds text, not the token
+        )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         known = map(self._tokenizer.token_to_id, self._end_names(path, eos_token))
@@ -183,7 +191,9 @@ class HuggingFaceTokenizer:
 
     def token_bytes(self) -> Tokens:
         content = json.loads(self._tokenizer.to_str())
-        by_bytes = "ByteLevel" in json.dumps([content["pre_tokenizer"], content["decoder"]])  # a character is a byte
+        by_bytes = "ByteLevel" in json.dumps(
+            [content["pre_tokenizer"], content["decoder"]]
+        )  # a character is a byte
         table = np.zeros(self.vocabulary.size, dtype=np.int64)
         for piece, i in self._tokenizer.get_vocab(with_added_tokens=False).items():
             table[i] = len(piece) if by_bytes else _piece_bytes(piece)
@@ -192,8 +202,11 @@ class HuggingFaceTokenizer:
         return table
 
     def save(self, folder: Path) -> None:
-        write_atomically(folder / self.vocabulary.file_name, self._tokenizer.to_str())
-        write_json(folder / "tokenizer_config.json", {"eos_token": self._tokenizer.id_to_token(self.vocabulary.eos_id)})
+        write_atomically(folder / self.vocabulary.file_name, self._tokenizer.to_str(), sync=True)
+        write_json(
+            folder / "tokenizer_config.json",
+            {"eos_token": self._tokenizer.id_to_token(self.vocabulary.eos_id)},
+        )
 
 
 def _piece_bytes(piece: str) -> int:
@@ -224,64 +237,9 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
             raise FileNotFoundError(f"--tokenizer ({name}) holds none of {', '.join(names)}")
         path = found[0]
     if not path.is_file():
-        raise FileNotFoundError(f"--tokenizer ({name}) does not exist; give byte, a model file, or --train_tokenizer")
+        raise FileNotFoundError(
+            f"--tokenizer ({name}) does not exist; give byte, a model file, or --train_tokenizer"
+        )
     if path.suffix == ".json":
         return HuggingFaceTokenizer(path, eos_token)
     return SentencePieceTokenizer(path.read_bytes(), name, eos_token)
-
-
-def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
-    """A sentencepiece model (`bpe` or `unigram`) of the texts, which the caller bounds; the same texts give the same bytes.
-
-    Ids: 0 unknown, 1 begin, 2 end, then 256 bytes that spell what the vocabulary lacks. Pieces may span line ends and runs of spaces, which source
-    code is full of; digits stand alone.
-
-    Raises:
-        ValueError: too little text for the vocabulary, or too many characters.
-    """
-    import sentencepiece
-
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(texts),
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type=model_type,
-            byte_fallback=True,
-            character_coverage=0.9999,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
-            max_sentence_length=16 * _SENTENCE_CHARS,
-            num_threads=_TRAINING_THREADS,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            minloglevel=3,
-        )
-    except RuntimeError as error:
-        most, least = (re.search(form, str(error)) for form in (r"value <= (\d+)", r"required_chars\. \d+ vs (\d+)"))
-        if least:
-            problem = f"is too low for this text, whose characters take {least[1]}; raise it"
-        elif most:
-            problem = f"is too high for this text: at most {most[1]}; lower it or give more"
-        else:
-            problem = f"must fit the text: {str(error).strip().splitlines()[-1]}; change it or give other text"
-        raise ValueError(f"--vocab_size ({vocab_size}) {problem}") from error
-    return model.getvalue()
-
-
-def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Pieces of bounded length, cut before a line end where there is one: sentencepiece drops line ends at the end of a piece."""
-    for text in texts:
-        start = 0
-        while start < len(text):
-            stop = start + _SENTENCE_CHARS
-            if stop < len(text) and (line_end := text.rfind("\n", start + 1, stop)) > 0:
-                stop = line_end
-            yield text[start:stop]
-            start = stop

@@ -76,7 +76,9 @@ def _local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, int, slice]:
         return parameter.detach(), 0, slice(None)  # detached: no_grad does not reach the pool's threads
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     local = parameter.to_local().detach()
     assert tuple(local.shape) == tuple(shape), (local.shape, shape)
     return local, offset[0], slice(offset[1], offset[1] + shape[1])

@@ -127,7 +127,9 @@ class Attention(nn.Module):
         projected_BSD: torch.Tensor = self.o_proj(out_BHSK.transpose(1, 2).reshape(x_BSD.shape))
         return projected_BSD
 
-    def attend(self, q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Any) -> torch.Tensor:
+    def attend(
+        self, q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Any
+    ) -> torch.Tensor:
         """softmax(q k^T / sqrt(K)) v; `mask` is None (causal), the ids of documents (B S), or flex_attention's BlockMask."""
         if mask is not None and not isinstance(mask, torch.Tensor):
             return _flex_attention()(q_BHSK, k_BGSK, v_BGSK, block_mask=mask, enable_gqa=self.grouped)
@@ -231,7 +233,9 @@ class Embed(nn.Module):
     def forward(self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> torch.Tensor:
         x_BSD = F.embedding(tokens_BS, self.weight)
         if self.positions is not None:
-            learned = self.positions[: tokens_BS.shape[1]] if positions_BS is None else self.positions[positions_BS]
+            learned = (
+                self.positions[: tokens_BS.shape[1]] if positions_BS is None else self.positions[positions_BS]
+            )
             x_BSD = x_BSD + learned
         return x_BSD
 

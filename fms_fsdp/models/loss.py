@@ -75,7 +75,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logp_P1[chunk] = softmax_(dlogits_PV[chunk], index_P[chunk].unsqueeze(1))
             loss -= (logp_P1 * valid_P1).sum()
             # p - 1 at the label, exact near p = 1; not scatter_, which copies all of a bf16 tensor (torch 2.13 on CPUs)
-            dlogits_PV[torch.arange(len(h_PD), device=h_ND.device), index_P] = logp_P1.expm1().squeeze(1).to(h_ND.dtype)
+            dlogits_PV[torch.arange(len(h_PD), device=h_ND.device), index_P] = (
+                logp_P1.expm1().squeeze(1).to(h_ND.dtype)
+            )
             if dh_ND is not None:  # masked rows are dropped here and in h, not in the much larger dlogits
                 torch.mul(dlogits_PV @ head_VD, valid_P1, out=dh_ND[part])
             if need_weight:
@@ -87,7 +89,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         (dloss,) = grads
         dh_ND, dweight_VD = ctx.saved_tensors
         return (
@@ -98,10 +102,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def _add_product(total_VD: torch.Tensor | None, left_VP: torch.Tensor, right_PD: torch.Tensor) -> torch.Tensor:
+def _add_product(
+    total_VD: torch.Tensor | None, left_VP: torch.Tensor, right_PD: torch.Tensor
+) -> torch.Tensor:
     """total + left @ right in fp32, slice by slice where the product has another dtype: neither it nor its fp32 copy exists as a whole."""
     if total_VD is None:
-        total_VD = torch.zeros(left_VP.shape[0], right_PD.shape[1], dtype=torch.float32, device=left_VP.device)
+        total_VD = torch.zeros(
+            left_VP.shape[0], right_PD.shape[1], dtype=torch.float32, device=left_VP.device
+        )
     if left_VP.dtype == torch.float32:
         return total_VD.addmm_(left_VP, right_PD)
     rows = max(1, _SLICE_BYTES.get(left_VP.device.type, 256 << 20) // (4 * right_PD.shape[1]))
@@ -119,7 +127,10 @@ def linear_cross_entropy(
     """
     labels_N = labels_BS.reshape(-1)
     if not torch.is_grad_enabled():
-        h_BSD, weight_VD = h_BSD.detach(), weight_VD.detach()  # else the gradients would be computed all the same
+        h_BSD, weight_VD = (
+            h_BSD.detach(),
+            weight_VD.detach(),
+        )  # else the gradients would be computed all the same
     loss_sum: torch.Tensor = _LinearCrossEntropy.apply(
         h_BSD.reshape(-1, h_BSD.shape[-1]), weight_VD, labels_N, compiled
     )  # type: ignore[no-untyped-call]

@@ -59,7 +59,15 @@ class LlamaConfig:
 def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, tied_and_scaled: bool = False) -> LlamaConfig:
     scaling = RopeScaling(factor=32.0) if tied_and_scaled else None
     return LlamaConfig(
-        layers, hidden, ffn, heads, 8, 128256, rope_theta=5e5, rope_scaling=scaling, tie_embeddings=tied_and_scaled
+        layers,
+        hidden,
+        ffn,
+        heads,
+        8,
+        128256,
+        rope_theta=5e5,
+        rope_scaling=scaling,
+        tie_embeddings=tied_and_scaled,
     )
 
 
@@ -115,14 +123,20 @@ def canonical_variant(name: str) -> str:
     raise ValueError(f"--model_variant ({name}) is not known; {hint}choose one of: {', '.join(VARIANTS)}")
 
 
-def resolve_model(section: ModelConfig, *, seq_length: int, data_vocab_size: int | None = None) -> LlamaConfig:
+def resolve_model(
+    section: ModelConfig, *, seq_length: int, data_vocab_size: int | None = None
+) -> LlamaConfig:
     """The model of a run: the variant, its overrides, the data's vocabulary where none is given, `seq_length` positions.
 
     Raises:
         ValueError: unknown variant, a shape that does not divide, or a vocabulary smaller than the data's.
     """
     variant = VARIANTS[canonical_variant(section.model_variant)]
-    if section.vocab_size is not None and data_vocab_size is not None and section.vocab_size < data_vocab_size:
+    if (
+        section.vocab_size is not None
+        and data_vocab_size is not None
+        and section.vocab_size < data_vocab_size
+    ):
         raise ValueError(
             f"--vocab_size ({section.vocab_size}) must not be below the data's vocabulary ({data_vocab_size}); "
             f"leave it out or raise it to {data_vocab_size}"
@@ -130,7 +144,9 @@ def resolve_model(section: ModelConfig, *, seq_length: int, data_vocab_size: int
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_kv_heads rope_theta norm_eps tie_embeddings init_std"
     given = {name: value for name in names.split() if (value := getattr(section, name)) is not None}
     if "num_attention_heads" in given and variant.num_kv_heads == variant.num_attention_heads:
-        given.setdefault("num_kv_heads", given["num_attention_heads"])  # a multi-head variant stays multi-head
+        given.setdefault(
+            "num_kv_heads", given["num_attention_heads"]
+        )  # a multi-head variant stays multi-head
     config = replace(
         variant,
         **given,
@@ -148,10 +164,14 @@ def _check_shape(config: LlamaConfig) -> None:
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_kv_heads
     if hidden % heads:
         valid = ", ".join(map(str, divisors(hidden, 1024)))
-        raise ValueError(f"--num_attention_heads ({heads}) must divide hidden_size ({hidden}); valid: {valid}")
+        raise ValueError(
+            f"--num_attention_heads ({heads}) must divide hidden_size ({hidden}); valid: {valid}"
+        )
     if heads % kv_heads:
         valid = ", ".join(map(str, divisors(heads, 1024)))
-        raise ValueError(f"--num_kv_heads ({kv_heads}) must divide num_attention_heads ({heads}); valid: {valid}")
+        raise ValueError(
+            f"--num_kv_heads ({kv_heads}) must divide num_attention_heads ({heads}); valid: {valid}"
+        )
     if config.pos_emb == "rope" and config.head_dim % 2:
         raise ValueError(
             f"--num_attention_heads ({heads}) must leave an even head size of hidden_size ({hidden}) for rotary embeddings, "

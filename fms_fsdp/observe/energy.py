@@ -58,7 +58,11 @@ def _gpu(device: torch.device) -> Counter | None:
 
 def _packages(powercap: Path) -> list[Counter]:
     """A counter of joules for each CPU package of the node (`intel-rapl:N`; AMD's are found there too)."""
-    return [_Package(folder).read_j for folder in sorted(powercap.glob("intel-rapl:*")) if folder.name.count(":") == 1]
+    return [
+        _Package(folder).read_j
+        for folder in sorted(powercap.glob("intel-rapl:*"))
+        if folder.name.count(":") == 1
+    ]
 
 
 class _Package:

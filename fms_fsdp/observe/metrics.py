@@ -171,7 +171,10 @@ class Interval:
             "skipped_steps": int(skipped),
             "masked_rows": int(masked),
             "energy_j": joules,
-            **{name: int(value) if name == "grad_zeros" else value for name, value in zip(extra, others, strict=True)},
+            **{
+                name: int(value) if name == "grad_zeros" else value
+                for name, value in zip(extra, others, strict=True)
+            },
         }
 
 
@@ -211,7 +214,9 @@ def report_line(record: Mapping[str, Any], num_steps: int) -> str:
     width = len(str(num_steps))
     sources = [name[6:] for name in record if name.startswith("epoch/") and record[name] > 0]
     masked = f" · {record['masked_rows']} rows masked" if record.get("masked_rows") else ""
-    used = ", ".join(f"{name} {record[f'epoch/{name}']:.3g} ep {_short(record[f'tokens/{name}'])}" for name in sources)
+    used = ", ".join(
+        f"{name} {record[f'epoch/{name}']:.3g} ep {_short(record[f'tokens/{name}'])}" for name in sources
+    )
     return (
         f"step {record['step']:>{width}}/{num_steps} · loss {record['loss']:.4f} · lr {record['lr']:.2e} · grad norm {record['grad_norm']:.3f}"
         f" · {_short(record['tokens_seen'])} tokens · {record['tokens_per_sec_per_device']:,.0f} tok/s/device{mfu}"

@@ -21,7 +21,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from fms_fsdp.config import ProfilerConfig
-from fms_fsdp.observe.trace import summarize
 from fms_fsdp.runtime import log, process_age_s
 
 PROFILE_FILE = "PROFILE"
@@ -92,8 +91,11 @@ class StepProfiler:
         if section.memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
         self._open = profile(
-            activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else []),
-            schedule=schedule(wait=0, warmup=section.profiler_warmup, active=section.profiler_active, repeat=1),
+            activities=[ProfilerActivity.CPU]
+            + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else []),
+            schedule=schedule(
+                wait=0, warmup=section.profiler_warmup, active=section.profiler_active, repeat=1
+            ),
             on_trace_ready=self._write,
             record_shapes=section.profiler_shapes,
             with_stack=section.profiler_stacks,
@@ -105,8 +107,15 @@ class StepProfiler:
         known = set(self._folder.glob("*.json"))
         tensorboard_trace_handler(str(self._folder), worker_name=f"rank{self._rank}")(window)
         for path in set(self._folder.glob(f"rank{self._rank}.*.json")) - known:
-            path.with_name(path.name.partition(".pt.trace")[0] + ".summary.txt").write_text(summarize(path))
+            path.with_name(path.name.partition(".pt.trace")[0] + ".summary.txt").write_text(
+                self._table(window)
+            )
             log.info("trace %s", path)
+
+    def _table(self, window: profile) -> str:
+        """The operators that took most time, by torch's own account."""
+        key = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        return str(window.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=70))
 
 
 def dump_memory(folder: Path, rank: int) -> None:
@@ -117,7 +126,9 @@ def dump_memory(folder: Path, rank: int) -> None:
 
 
 @contextmanager
-def profiling(section: ProfilerConfig, run_folder: Path, device: torch.device, rank: int) -> Iterator[StepProfiler]:
+def profiling(
+    section: ProfilerConfig, run_folder: Path, device: torch.device, rank: int
+) -> Iterator[StepProfiler]:
     """The profiler of this rank; when memory runs out it leaves a snapshot of the allocator."""
     profiler = StepProfiler(section, run_folder, device, rank)
     profiler.start()

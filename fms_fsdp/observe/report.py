@@ -15,7 +15,6 @@ import torch
 
 from fms_fsdp.config import TrainConfig, as_dict, parse_selective_checkpointing
 from fms_fsdp.data.batch import Batch, fingerprint
-from fms_fsdp.guards import SpikeDetector
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
 from fms_fsdp.observe.energy import EnergyMeter, find_meter
 from fms_fsdp.observe.metrics import (
@@ -29,10 +28,11 @@ from fms_fsdp.observe.metrics import (
     parameter_norm,
     report_line,
 )
-from fms_fsdp.observe.peak import peak_flops
 from fms_fsdp.observe.trackers import Background, RunInfo, build_trackers
 from fms_fsdp.parallel.activation import select_blocks
-from fms_fsdp.preflight import Preflight
+from fms_fsdp.predict.hardware import peak_flops
+from fms_fsdp.run.health import SpikeDetector
+from fms_fsdp.run.plan import Preflight
 from fms_fsdp.runtime import Phases, log, show_progress, sum_over_ranks
 
 
@@ -130,7 +130,9 @@ class Reporter:
         if step == self.start + 1:
             self.phases.done("first step")
             log.info(self.phases.text())
-            self.event("start", step, **{f"{name.replace(' ', '_')}_s": s for name, s in self.phases.seconds.items()})
+            self.event(
+                "start", step, **{f"{name.replace(' ', '_')}_s": s for name, s in self.phases.seconds.items()}
+            )
         if self.spikes.is_spike(record["loss"]):
             log.warning(
                 "step %d: the loss is a spike; its data: python -m fms_fsdp inspect step --step=%d; to pass over such data, go back "
@@ -252,7 +254,9 @@ def build_reporter(
         step=found.start,
     )
     if cfg.log.log_num_zeros:
-        optimizer.register_step_pre_hook(lambda *_: reporter.count_zeros(parameters, found.layout.dp_replicate))
+        optimizer.register_step_pre_hook(
+            lambda *_: reporter.count_zeros(parameters, found.layout.dp_replicate)
+        )
     return reporter
 
 

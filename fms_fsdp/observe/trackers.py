@@ -64,14 +64,22 @@ def build_trackers(section: LogConfig, run: RunInfo) -> list[Background]:
         "aim": lambda: Aim(section, run),
         "codecarbon": lambda: CodeCarbon(section, run),
     }
-    return [Background(name, adapters[name], section.tracker_metrics) for name in section.trackers if name != "none"]
+    return [
+        Background(name, adapters[name], section.tracker_metrics)
+        for name in section.trackers
+        if name != "none"
+    ]
 
 
 class Background:
     """An adapter in a thread of its own; `patterns` name the scalars it gets, none means all."""
 
     def __init__(
-        self, name: str, make: Callable[[], Tracker], patterns: tuple[str, ...] = (), patience_s: float | None = None
+        self,
+        name: str,
+        make: Callable[[], Tracker],
+        patterns: tuple[str, ...] = (),
+        patience_s: float | None = None,
     ) -> None:
         self._name, self._make, self._patterns = name, make, patterns
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
@@ -86,7 +94,9 @@ class Background:
         """Hands a record over; waits for nothing."""
         if self._patterns:
             wanted = (*_POSITIONS, *self._patterns)
-            record = {name: record[name] for name in record if any(fnmatchcase(name, pattern) for pattern in wanted)}
+            record = {
+                name: record[name] for name in record if any(fnmatchcase(name, pattern) for pattern in wanted)
+            }
         try:
             if not self._off:
                 self._queue.put_nowait(record)
@@ -101,7 +111,9 @@ class Background:
                 self._queue.put_nowait(None)
             self._thread.join(0.1)
         if self._thread.is_alive():
-            log.warning("tracker %s did not end within %.0f s and is left behind", self._name, self._patience_s)
+            log.warning(
+                "tracker %s did not end within %.0f s and is left behind", self._name, self._patience_s
+            )
         if self.dropped:
             log.warning("tracker %s was too slow: %d records were not written", self._name, self.dropped)
 
@@ -143,7 +155,9 @@ class TensorBoard:
 
     def write(self, record: Record) -> None:
         for prefix, step in (("", record["step"]), ("by_tokens/", record["tokens_seen"])):
-            values = [self._summary.Value(tag=prefix + name, simple_value=value) for name, value in scalars(record)]
+            values = [
+                self._summary.Value(tag=prefix + name, simple_value=value) for name, value in scalars(record)
+            ]
             event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
             self._writer.write(event.SerializeToString())
 
@@ -167,7 +181,9 @@ class Wandb:
             config=run.config,
             settings=wandb.Settings(console="off", quiet=True),
         )
-        self._run.define_metric("*", step_metric="step")  # its own counter refuses the replayed steps of a resume
+        self._run.define_metric(
+            "*", step_metric="step"
+        )  # its own counter refuses the replayed steps of a resume
 
     def write(self, record: Record) -> None:
         self._run.log(dict(scalars(record)) | {name: record[name] for name in ("step", "tokens_seen")})
@@ -183,7 +199,9 @@ class MLflow:
         from mlflow.tracking import MlflowClient
 
         uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "mlruns").absolute().as_uri()
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow 3 wants to be told that files are meant
+        os.environ.setdefault(
+            "MLFLOW_ALLOW_FILE_STORE", "true"
+        )  # mlflow 3 wants to be told that files are meant
         self._client: Any = MlflowClient(uri)
         self._id = run.tracker_id("mlflow", lambda: self._new(section, run))
         self._client.update_run(self._id, status="RUNNING")
@@ -202,7 +220,9 @@ class MLflow:
 
         stamp = int(1000 * time.time())
         values = [*scalars(record), ("tokens_seen", record["tokens_seen"])]
-        self._client.log_batch(self._id, [Metric(name, value, stamp, record["step"]) for name, value in values])
+        self._client.log_batch(
+            self._id, [Metric(name, value, stamp, record["step"]) for name, value in values]
+        )
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

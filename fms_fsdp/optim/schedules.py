@@ -24,7 +24,9 @@ def build_schedule(section: OptimConfig, num_steps: int) -> Callable[[int], floa
     )
 
 
-def cosine_with_warmup(step: int, *, peak: float, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
+def cosine_with_warmup(
+    step: int, *, peak: float, warmup_steps: int, num_steps: int, min_ratio: float
+) -> float:
     """The learning rate of 1-based `step`: linear to `peak` at `warmup_steps`, a half cosine to `min_ratio * peak` at `num_steps`, then flat.
 
     Source: Loshchilov and Hutter, "SGDR", https://arxiv.org/abs/1608.03983 (one period, no restart).

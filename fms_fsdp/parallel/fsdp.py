@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import ParallelConfig
@@ -28,7 +34,9 @@ def precision_policy(section: ParallelConfig, mixed_precision: bool) -> MixedPre
     """bf16 weights for compute and gradients reduced in `reduce_dtype`; inputs are not cast, so the rotary table stays fp32."""
     reduce_dtype = torch.bfloat16 if section.reduce_dtype == "bf16" else torch.float32
     return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if mixed_precision else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        param_dtype=torch.bfloat16 if mixed_precision else None,
+        reduce_dtype=reduce_dtype,
+        cast_forward_inputs=False,
     )
 
 
@@ -37,14 +45,20 @@ def apply_fsdp(
 ) -> None:
     """Shards the model in place, unit by unit. Collective: every rank."""
     policy = precision_policy(section, mixed_precision)
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if section.cpu_offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if section.cpu_offload else OffloadPolicy()
+    )
     reshard = section.reshard_after_forward and layout.dp_shard > 1
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     if not model.config.tie_embeddings:
-        fully_shard(model.embed, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+        fully_shard(
+            model.embed, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard
+        )
         cast(FSDPModule, model.embed).set_unshard_in_backward(False)  # a lookup's gradient needs no weight
-        fully_shard(model.head, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+        fully_shard(
+            model.head, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False
+        )
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     _set_prefetch(cast("list[FSDPModule]", list(model.blocks)), section.fsdp_prefetch)
 

@@ -102,7 +102,10 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     before = values(model, optimizer)
     told: list[tuple[int, list[int]]] = []
     checkpointer = Checkpointer(
-        tmp_path, attempt=1, in_background=True, committed=lambda step: told.append((step, complete_steps(tmp_path)))
+        tmp_path,
+        attempt=1,
+        in_background=True,
+        committed=lambda step: told.append((step, complete_steps(tmp_path))),
     )
     for step in (1, 2):  # the second reuses the first one's host memory
         checkpointer.save(step, model, optimizer, STATE_VALUES, now=False)
@@ -135,7 +138,9 @@ def test_damage_to_any_file_is_noticed(tmp_path: Path, damage: str) -> None:
         else:
             if damage == "flip":
                 content[len(content) // 2] ^= 4
-            path.write_bytes(content[:-3] if damage == "cut" else content + b"x" if damage == "lengthen" else content)
+            path.write_bytes(
+                content[:-3] if damage == "cut" else content + b"x" if damage == "lengthen" else content
+            )
         wrong = problems(folder, deep=True)
         assert wrong and (name in wrong[0] or name == FILES), (name, wrong)
         shutil.copytree(tmp_path / "step_1", tmp_path / "case" / "step_1")
@@ -212,14 +217,22 @@ def test_a_damaged_folder_of_the_same_step_is_set_aside(tmp_path: Path) -> None:
     saved(tmp_path, 4)
     (tmp_path / "step_4" / STATE).unlink()
     saved(tmp_path, 4)
-    assert complete_steps(tmp_path) == [4] and leftovers(tmp_path) == [(tmp_path / "step_4.damaged-1", "damaged")]
+    assert complete_steps(tmp_path) == [4] and leftovers(tmp_path) == [
+        (tmp_path / "step_4.damaged-1", "damaged")
+    ]
 
 
-def test_a_half_deleted_checkpoint_is_never_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_deleted_checkpoint_is_never_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(tmp_path, 1)
-    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors=False: None)  # killed right after the rename
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda folder, ignore_errors=False: None
+    )  # killed right after the rename
     delete(tmp_path / "step_1")
-    assert complete_steps(tmp_path) == [] and leftovers(tmp_path) == [(tmp_path / "step_1.deleted", "deleted")]
+    assert complete_steps(tmp_path) == [] and leftovers(tmp_path) == [
+        (tmp_path / "step_1.deleted", "deleted")
+    ]
 
 
 class Bomb:
@@ -248,7 +261,9 @@ def test_loading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_full_disk_fails_the_save_and_leaves_the_last_one(small_disk: Path, in_background: bool) -> None:
     model, optimizer = made(0, width=158)  # 2.2 MB a checkpoint
-    checkpointer = Checkpointer(small_disk, attempt=1, in_background=in_background, committed=lambda step: None)
+    checkpointer = Checkpointer(
+        small_disk, attempt=1, in_background=in_background, committed=lambda step: None
+    )
     checkpointer.save(1, model, optimizer, STATE_VALUES, now=True)
     with pytest.raises(SaveFailed, match="are needed and .* are free"):
         checkpointer.save(2, model, optimizer, STATE_VALUES, now=False)
@@ -257,7 +272,9 @@ def test_a_full_disk_fails_the_save_and_leaves_the_last_one(small_disk: Path, in
     assert complete_steps(small_disk) == [1] and not problems(small_disk / "step_1", deep=True)
 
 
-def test_a_disk_that_fills_up_while_writing_fails_the_save(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_while_writing_fails_the_save(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Someone else's file takes the room between the look at the disk and the write."""
     model, optimizer = made(0, width=158)
     checkpointer = Checkpointer(small_disk, attempt=1, in_background=False, committed=lambda step: None)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from fms_fsdp.__main__ import main as command
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, checksum, open_checkpoint, render_files
-from fms_fsdp.status import RunFailed
+from fms_fsdp.errors import RunFailed
 from tests.checkpoint.test_checkpointer import made, saved
 
 PART = "__0_0.distcp"
@@ -78,7 +78,11 @@ def link(name: str, target: str) -> Callable[[Path], None]:
 
 def list_also(name: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
-        files = {path.name: (path.stat().st_size, checksum(path)) for path in folder.iterdir() if path.name != FILES}
+        files = {
+            path.name: (path.stat().st_size, checksum(path))
+            for path in folder.iterdir()
+            if path.name != FILES
+        }
         (folder / FILES).write_text(render_files(files | {name: (0, 0)}))
 
     return damage
@@ -118,16 +122,30 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "no model": rewrite_state(lambda state: state["resolved"].pop("model")),
     "a model that lacks a field": rewrite_state(lambda state: state["resolved"]["model"].pop("num_layers")),
     "a model of text": rewrite_state(lambda state: state["resolved"]["model"].update(hidden_size="8")),
-    "a model of 10^12 layers": rewrite_state(lambda state: state["resolved"]["model"].update(num_layers=10**12)),
-    "a learning rate of text": rewrite_state(lambda state: state["config"]["optim"].update(learning_rate="x")),
-    "a section of the configuration that is a number": rewrite_state(lambda state: state["config"].update(log=5)),
+    "a model of 10^12 layers": rewrite_state(
+        lambda state: state["resolved"]["model"].update(num_layers=10**12)
+    ),
+    "a learning rate of text": rewrite_state(
+        lambda state: state["config"]["optim"].update(learning_rate="x")
+    ),
+    "a section of the configuration that is a number": rewrite_state(
+        lambda state: state["config"].update(log=5)
+    ),
     "versions in a list": rewrite_state(lambda state: state["resolved"].update(versions=[1])),
     "tokens of 400 digits": rewrite_state(lambda state: state.update(tokens_seen=10**400)),
     "a loss of text": rewrite_state(lambda state: state.update(validation_loss="low")),
-    "a history that is a number": rewrite_state(lambda state: state.update(data={"synthetic": 256, "history": 5})),
-    "a history that is empty": rewrite_state(lambda state: state.update(data={"synthetic": 256, "history": []})),
-    "a corpus without a manifest": rewrite_state(lambda state: state.update(data=CORPUS | {"manifest": None})),
-    "a corpus of weights in a list": rewrite_state(lambda state: state.update(data=CORPUS | {"history": [5]})),
+    "a history that is a number": rewrite_state(
+        lambda state: state.update(data={"synthetic": 256, "history": 5})
+    ),
+    "a history that is empty": rewrite_state(
+        lambda state: state.update(data={"synthetic": 256, "history": []})
+    ),
+    "a corpus without a manifest": rewrite_state(
+        lambda state: state.update(data=CORPUS | {"manifest": None})
+    ),
+    "a corpus of weights in a list": rewrite_state(
+        lambda state: state.update(data=CORPUS | {"history": [5]})
+    ),
     "another step": rewrite_state(lambda state: state.update(step=3)),
     "a step of text": rewrite_state(lambda state: state.update(step="2")),
     "a state that is a list": replace(STATE, b"[]"),
@@ -145,7 +163,11 @@ def step_loaded(root: Path) -> int:
     skip: list[Path] = []
     while (found := open_checkpoint(root, skip=skip)) is not None:
         model, optimizer = made(0)
-        if found.step == 2 and "num_layers" in str(found.state) and found.state["resolved"]["model"]["num_layers"] > 1:
+        if (
+            found.step == 2
+            and "num_layers" in str(found.state)
+            and found.state["resolved"]["model"]["num_layers"] > 1
+        ):
             return 1  # the run would say that it is of another model
         try:
             load_checkpoint(found, model, optimizer)

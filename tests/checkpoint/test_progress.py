@@ -16,7 +16,7 @@ from fms_fsdp.checkpoint import progress, storage
 from fms_fsdp.checkpoint.checkpointer import Checkpointer
 from fms_fsdp.checkpoint.folders import Checksum, complete_steps
 from fms_fsdp.checkpoint.progress import SaveProgress, estimate_save_s
-from fms_fsdp.guards import Watchdog
+from fms_fsdp.run.health import Watchdog
 from tests.checkpoint.test_checkpointer import STATE_VALUES, made
 from tests.distributed.launch import run_ranks
 

@@ -24,7 +24,9 @@ def test_a_schedule_may_end_and_an_interval_of_zero_is_never() -> None:
     assert parse_schedule("5@10", 3).next_after(10) is None and parse_schedule("", 0).next_after(0) is None
 
 
-@pytest.mark.parametrize("text", ["10@", "@100", "ten", "0@100", "10@100,5@100", "10,5", "10@100,,5", "10@-1"])
+@pytest.mark.parametrize(
+    "text", ["10@", "@100", "ten", "0@100", "10@100,5@100", "10,5", "10@100,,5", "10@-1"]
+)
 def test_a_schedule_that_does_not_parse_is_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"--checkpoint_schedule \(.*must be INTERVAL@LAST_STEP"):
         parse_schedule(text, 1000)

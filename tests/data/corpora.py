@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from fms_fsdp.config import DataConfig
-from fms_fsdp.data.manifest import Corpus, open_corpus
-from fms_fsdp.data.permute import mix64, mix64_int
+from fms_fsdp.data.order.permute import mix64, mix64_int
+from fms_fsdp.data.shards.manifest import Corpus, open_corpus
 from fms_fsdp.data.stream import TokenStream, build_stream
 
 SEP = 3
@@ -68,14 +68,27 @@ def random_documents(rng: np.random.Generator, num_tokens: int, mean: float = 40
 
 
 def write_lists(
-    path: Path, documents: Documents, *, dtype: str = "uint16", chunk: int = 7, large: bool = True, **metadata: str
+    path: Path,
+    documents: Documents,
+    *,
+    dtype: str = "uint16",
+    chunk: int = 7,
+    large: bool = True,
+    **metadata: str,
 ) -> None:
     """Writes the preferred layout: a list per document, `chunk` documents to a record batch."""
     value = pa.field("item", getattr(pa, dtype)(), nullable=False)
     kind = pa.large_list(value) if large else pa.list_(value)
     tokens = sum(map(len, documents))
-    facts = {"n_docs": str(len(documents)), "n_tokens": str(tokens), "vocab_size": str(VOCAB), "sep_token": str(SEP)}
-    schema = pa.schema([pa.field("tokens", kind, nullable=False)], metadata={**facts, "has_eos": "false", **metadata})
+    facts = {
+        "n_docs": str(len(documents)),
+        "n_tokens": str(tokens),
+        "vocab_size": str(VOCAB),
+        "sep_token": str(SEP),
+    }
+    schema = pa.schema(
+        [pa.field("tokens", kind, nullable=False)], metadata={**facts, "has_eos": "false", **metadata}
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for start in range(0, len(documents), chunk):
@@ -83,14 +96,18 @@ def write_lists(
             writer.write_batch(pa.record_batch([rows], schema=schema))
 
 
-def write_scalars(path: Path, documents: Documents, *, dtype: str = "uint32", compression: str | None = None) -> None:
+def write_scalars(
+    path: Path, documents: Documents, *, dtype: str = "uint32", compression: str | None = None
+) -> None:
     """Writes the fms-fsdp layout: a record batch per document."""
     schema = pa.schema([pa.field("tokens", getattr(pa, dtype)())])
     path.parent.mkdir(parents=True, exist_ok=True)
     options = pa.ipc.IpcWriteOptions(compression=compression)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=options) as writer:
         for document in documents:
-            writer.write_batch(pa.record_batch([pa.array(document, type=schema.field(0).type)], schema=schema))
+            writer.write_batch(
+                pa.record_batch([pa.array(document, type=schema.field(0).type)], schema=schema)
+            )
 
 
 def write_counts(root: Path, rows: list[tuple[str, int, int]], name: str = "counts.csv") -> None:
@@ -131,7 +148,9 @@ def write_corpus(
     for source, shards in sizes.items():
         files.documents[source] = []
         for i, num_tokens in enumerate(shards):
-            plain = fixed_documents(len(rows), num_tokens) if fixed else random_documents(rng, num_tokens, mean)
+            plain = (
+                fixed_documents(len(rows), num_tokens) if fixed else random_documents(rng, num_tokens, mean)
+            )
             seen = [with_separator(document) for document in plain]
             on_disk = seen if stored else plain
             path = root / source / f"shard-{i:05d}.arrow"

@@ -14,7 +14,13 @@ class Counting:
     """Rows that count upward from a number that depends on step and row."""
 
     def __init__(self, seq_length: int, vocab_size: int, rows: range, stride: int) -> None:
-        self.seq_length, self.vocab_size, self.rows, self.stride, self.step = seq_length, vocab_size, rows, stride, 0
+        self.seq_length, self.vocab_size, self.rows, self.stride, self.step = (
+            seq_length,
+            vocab_size,
+            rows,
+            stride,
+            0,
+        )
 
     def next_batch(self) -> Batch:
         self.step += 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from fms_fsdp.data.batch import Batch
-from fms_fsdp.data.corpus_rows import CorpusRows, Place
+from fms_fsdp.data.rows import CorpusRows, Place
 from fms_fsdp.data.stream import TokenStream
 from tests.data.corpora import Files
 
-Used = dict[tuple[str, int], np.ndarray]  # how often each token of a source came in an epoch, by (source, epoch)
+Used = dict[
+    tuple[str, int], np.ndarray
+]  # how often each token of a source came in an epoch, by (source, epoch)
 
 
 def rows_of(stream: TokenStream) -> CorpusRows:

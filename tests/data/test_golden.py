@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.data.batch import fingerprint
-from fms_fsdp.data.permute import ORDER_VERSION
+from fms_fsdp.data.order.permute import ORDER_VERSION
 from tests.data.corpora import Files, write_corpus
 from tests.data.test_synthetic import stream as synthetic_stream
 

@@ -11,7 +11,7 @@ from tests.data.corpora import Files, write_corpus
 
 MEASURE = """
 import resource, sys
-from fms_fsdp.data.manifest import open_corpus
+from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.config import DataConfig
 import pyarrow.ipc
@@ -30,7 +30,9 @@ print(resident() - before, len(os.listdir("/proc/self/fd")))
 
 def growth(files: Files, steps: int) -> tuple[float, int]:
     """Returns MiB gained after the first batch, and the number of open files, of a run in a process of its own."""
-    out = subprocess.run([sys.executable, "-c", MEASURE, str(files.root), str(steps)], capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(files.root), str(steps)], capture_output=True, text=True
+    )
     assert out.returncode == 0, out.stderr
     mebibytes, open_files = out.stdout.split()
     return float(mebibytes), int(open_files)

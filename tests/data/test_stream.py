@@ -125,14 +125,20 @@ def test_state_is_the_same_on_every_rank_small_and_json(tmp_path: Path) -> None:
 
 
 def test_order_of_flags_changes_nothing(files: Files) -> None:
-    a = files.stream(6, seq_length=32, datasets=("web", "lang=en/dataset=code", "tiny"), weights=(0.5, 0.3, 0.2))
-    b = files.stream(6, seq_length=32, datasets=("tiny", "web/", "./lang=en/dataset=code"), weights=(2.0, 5.0, 3.0))
+    a = files.stream(
+        6, seq_length=32, datasets=("web", "lang=en/dataset=code", "tiny"), weights=(0.5, 0.3, 0.2)
+    )
+    b = files.stream(
+        6, seq_length=32, datasets=("tiny", "web/", "./lang=en/dataset=code"), weights=(2.0, 5.0, 3.0)
+    )
     assert a.state_dict() == b.state_dict()
     assert same(a.batch_at(7), b.batch_at(7))
 
 
 def test_weights_are_shares_of_tokens(files: Files) -> None:
-    with files.stream(10, seq_length=16, datasets=("web", "lang=en/dataset=code"), weights=(3.0, 1.0)) as stream:
+    with files.stream(
+        10, seq_length=16, datasets=("web", "lang=en/dataset=code"), weights=(3.0, 1.0)
+    ) as stream:
         run(stream, 40)
         tokens = {name: entry["tokens"] for name, entry in stream.consumption().items()}
     assert sum(tokens.values()) == 40 * 10 * 16
@@ -166,7 +172,7 @@ def test_documents_of_a_window_follow_one_another_as_in_a_random_shuffle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Serial test: from which of the window's 16 blocks neighbours come, 16 x 16 cells; chi^2 / dof of a random order is 1."""
-    monkeypatch.setattr("fms_fsdp.data.tapes.BLOCK_TOKENS", 4096)
+    monkeypatch.setattr("fms_fsdp.data.order.tapes.BLOCK_TOKENS", 4096)
     files = write_corpus(tmp_path, {"web": [600_000]}, mean=12)
     stream = files.stream(1, seq_length=64, logical_shards=1)
     block_tokens = stream.state_dict()["fit"]["64"]["web"][2]
@@ -197,7 +203,9 @@ def test_layouts_and_stored_separators_give_the_same_batches(tmp_path: Path) -> 
 def test_counts_file_changes_nothing(tmp_path: Path) -> None:
     with_counts = write_corpus(tmp_path / "a", SIZES)
     without = write_corpus(tmp_path / "b", SIZES, counts=False)
-    assert same(with_counts.stream(4, seq_length=64).batch_at(5), without.stream(4, seq_length=64).batch_at(5))
+    assert same(
+        with_counts.stream(4, seq_length=64).batch_at(5), without.stream(4, seq_length=64).batch_at(5)
+    )
 
 
 def test_seeds_differ(files: Files) -> None:
@@ -213,7 +221,9 @@ def test_batches_are_int64_and_int32(files: Files) -> None:
 
 
 def test_max_epochs_ends_the_run_at_a_step_known_beforehand(files: Files) -> None:
-    with files.stream(4, seq_length=64, datasets=("web", "tiny"), weights=(1.0, 1.0), max_epochs=2.0) as stream:
+    with files.stream(
+        4, seq_length=64, datasets=("web", "tiny"), weights=(1.0, 1.0), max_epochs=2.0
+    ) as stream:
         last = stream.last_step
         assert last is not None and last == 2 * (files.num_tokens("tiny") // 64) * 2 // 4
         run(stream, last)
@@ -225,7 +235,9 @@ def test_data_may_begin_after_any_step(files: Files) -> None:
     """Steps 8, 9, … are then what 1, 2, … would have been, and a resume from one of them keeps that."""
     plain, late = files.stream(4, seq_length=32), files.stream(4, seq_length=32)
     late.begin_after(7)
-    assert [same(late.next_batch(), plain.batch_at(step)) for step in range(1, 6)] == [True] * 5 and late.step == 12
+    assert [same(late.next_batch(), plain.batch_at(step)) for step in range(1, 6)] == [
+        True
+    ] * 5 and late.step == 12
     again = files.stream(4, seq_length=32)
     again.load_state_dict(late.state_dict(), 12)
     assert [same(again.next_batch(), plain.batch_at(step)) for step in range(6, 9)] == [True] * 3

@@ -61,7 +61,9 @@ def test_resume_continues_also_with_another_batch() -> None:
         assert smaller.consumption() == {"synthetic": {"epoch": 0.0, "tokens": (2 * 8 + 4) * 100}}
     with stream(seq_length=64) as shorter:
         assert shorter.load_state_dict(state, 2) == ["seq_length: 100 -> 64 tokens"]
-        assert torch.equal(shorter.batch_at(2).tokens_BS, expected[1]) and shorter.next_batch().tokens_BS.shape == (
+        assert torch.equal(
+            shorter.batch_at(2).tokens_BS, expected[1]
+        ) and shorter.next_batch().tokens_BS.shape == (
             8,
             64,
         )

@@ -54,4 +54,6 @@ def test_logged_fingerprints_and_tokens_are_those_that_inspect_tells(tmp_path: P
     whole = used["b", 0]
     assert ("b", 1) in used and whole.sum() == len(whole) // SEQ * SEQ, "all of the first epoch but the rest"
     assert sum(int(counts.sum()) for counts in used.values()) == (7 * 8 + 6 * 12 + 11 * 12) * SEQ
-    assert sum(int(v) for key, v in logged[35].items() if key.startswith("tokens/")) == logged[35]["tokens_seen"]
+    assert (
+        sum(int(v) for key, v in logged[35].items() if key.startswith("tokens/")) == logged[35]["tokens_seen"]
+    )

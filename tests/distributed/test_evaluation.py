@@ -22,7 +22,9 @@ def evaluated() -> tuple[list[str], bool, float]:
     section, cpu = ParallelConfig(sharding_strategy="fsdp", reshard_after_forward=False), torch.device("cpu")
     layout = resolve_layout(section, variant="", world_size=2, local_world_size=2)
     config = LlamaConfig(2, 32, 32, 2, 1, 64, max_seq_len=16)
-    model = parallelize(config, section, layout, build_mesh(layout, "cpu"), device=cpu, mixed_precision=False, seed=1)
+    model = parallelize(
+        config, section, layout, build_mesh(layout, "cpu"), device=cpu, mixed_precision=False, seed=1
+    )
     data = DataConfig(use_dummy_dataset=True, seq_length=16)
     sources = open_held_out(EvalConfig(eval_interval=1), data, None, vocab_size=64, max_rows=5)
     values = evaluate(Forward(model, 2, False, cpu, World(dist.get_rank(), dist.get_rank(), 2, 2)), sources)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.folder_lock import FolderLock
+from fms_fsdp.run.lock import FolderLock
 from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained
 from tests.data.corpora import SEP, write_corpus, write_lists
 from tests.distributed.test_recovery import ENVIRONMENT, TORCHRUN, wait_for, workers
@@ -28,7 +28,9 @@ def count_lines(file: Path) -> int:
 def test_a_launch_that_begins_while_another_ends_goes_on_where_that_one_ended(tmp_path: Path) -> None:
     """Its ranks all begin at the last checkpoint of the other, whichever they would have found a moment earlier."""
     argv = [*TINY, "--checkpoint_interval=5", "--min_lr_ratio=1", "--warmup_steps=1", "--trackers=none"]
-    first, other = ([*LAUNCH, *argv, f"--output_dir={tmp_path / 'run'}", f"--num_steps={n}"] for n in (300, 400))
+    first, other = (
+        [*LAUNCH, *argv, f"--output_dir={tmp_path / 'run'}", f"--num_steps={n}"] for n in (300, 400)
+    )
     process = subprocess.Popen(first, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     assert wait_for(lambda: count_lines(tmp_path / "run" / "metrics.jsonl") > 150, 90)
     result = subprocess.run(other, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
@@ -45,7 +47,12 @@ def test_a_refused_launch_through_train_sh_leaves_the_folder_to_the_byte(tmp_pat
     folder = tmp_path / "run"
     trained(*TINY, "--num_steps=1", f"--output_dir={folder}")
     (folder / "console.txt").write_text("of the running launch\n")
-    flags = [*TINY, f"--output_dir={folder}", "--num_steps=2", *(["--num_layers=3"] if fault == "flag" else [])]
+    flags = [
+        *TINY,
+        f"--output_dir={folder}",
+        "--num_steps=2",
+        *(["--num_layers=3"] if fault == "flag" else []),
+    ]
     settings = ENVIRONMENT | {"NPROC_PER_NODE": "2", "SLURM_JOB_ID": "17"}
     settings = {name: text for name, text in settings.items() if name != "LAUNCH_OUTCOME"}
     lock = FolderLock(folder)
@@ -58,14 +65,22 @@ def test_a_refused_launch_through_train_sh_leaves_the_folder_to_the_byte(tmp_pat
     words = "--num_layers (3) must be that" if fault == "flag" else "must have one writer, and process"
     assert result.returncode == 2 and words in result.stderr + result.stdout
     after = content(folder)
-    assert {**after, ".lock": b"", "checkpoints/.lock": b""} == {**before, ".lock": b"", "checkpoints/.lock": b""}
+    assert {**after, ".lock": b"", "checkpoints/.lock": b""} == {
+        **before,
+        ".lock": b"",
+        "checkpoints/.lock": b"",
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
-def test_ranks_whose_torchrun_is_killed_save_and_free_the_folder(tmp_path: Path, number: signal.Signals) -> None:
+def test_ranks_whose_torchrun_is_killed_save_and_free_the_folder(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     command = [*LAUNCH, *TINY, "--num_steps=100000", "--trackers=none", f"--output_dir={tmp_path}"]
-    agent = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    agent = subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     assert wait_for(lambda: count_lines(tmp_path / "metrics.jsonl") > 3, 90)
     orphans = workers(agent.pid)
     agent.send_signal(number)
@@ -80,7 +95,13 @@ def test_ranks_whose_torchrun_is_killed_save_and_free_the_folder(tmp_path: Path,
 
 @pytest.mark.slow
 def test_one_of_two_torchruns_is_killed_and_all_ranks_stop(tmp_path: Path) -> None:
-    launch = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:29643"]
+    launch = [
+        *TORCHRUN,
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:29643",
+    ]
     launch += ["--rdzv_id=half", "main_training.py", *TINY, "--num_steps=100000", f"--output_dir={tmp_path}"]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     agents = [subprocess.Popen(launch, cwd=ROOT, env=ENVIRONMENT, **silent) for _ in range(2)]  # type: ignore[call-overload]
@@ -105,7 +126,9 @@ def test_the_rank_that_runs_out_of_memory_tells_what_would_help(tmp_path: Path) 
     assert result.returncode == 1
     assert "[rank 1] failed: out of memory (CUDA out of memory." in result.stderr
     ended = status(tmp_path)
-    assert ended["status"] == "failed" and "--fsdp_activation_checkpointing=True saves about" in ended["reason"]
+    assert (
+        ended["status"] == "failed" and "--fsdp_activation_checkpointing=True saves about" in ended["reason"]
+    )
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
@@ -116,7 +139,8 @@ def test_rows_masked_on_any_rank_are_counted_and_told(tmp_path: Path) -> None:
     argv = [flag for flag in argv if "dummy" not in flag] + ["--vocab_size=5000", f"--sep_token={SEP}"]
     (data / "web" / "shard-00003.arrow").unlink()
     one, two = (
-        run(*argv, f"--output_dir={tmp_path / str(nproc)}", nproc=nproc, MKL_NUM_THREADS="1") for nproc in (0, 2)
+        run(*argv, f"--output_dir={tmp_path / str(nproc)}", nproc=nproc, MKL_NUM_THREADS="1")
+        for nproc in (0, 2)
     )
     assert one.returncode == two.returncode == 0, two.stderr
     counts = [[record["masked_rows"] for record in metrics(tmp_path / name).values()] for name in ("0", "2")]
@@ -131,7 +155,9 @@ def test_wrong_tokens_end_every_attempt_at_once_and_are_told_once(tmp_path: Path
     files = write_corpus(data, {"web": [200] * 40})
     argv = [flag for flag in TINY if "dummy" not in flag] + [f"--data_path={data}", "--batch_size=2"]
     argv += ["--num_steps=25", "--vocab_size=5000", f"--sep_token={SEP}", "--checkpoint_interval=2"]
-    documents = [document[:-1] for document in files.documents["web"][5]]  # as they are on disk, without separators
+    documents = [
+        document[:-1] for document in files.documents["web"][5]
+    ]  # as they are on disk, without separators
     documents[0][0] = 6000
     write_lists(data / "web" / "shard-00005.arrow", documents)
     result = run(*argv, f"--output_dir={tmp_path / 'run'}", nproc=2, torchrun=("--max-restarts=2",))

@@ -23,7 +23,9 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 def workers(torchrun: int) -> list[int]:
     """Process ids of torchrun's workers."""
-    found = subprocess.run(["pgrep", "-P", str(torchrun), "-f", "main_training.py"], capture_output=True, text=True)
+    found = subprocess.run(
+        ["pgrep", "-P", str(torchrun), "-f", "main_training.py"], capture_output=True, text=True
+    )
     return [int(text) for text in found.stdout.split()]
 
 
@@ -72,7 +74,11 @@ def test_a_run_killed_twenty_times_equals_the_undisturbed_one(tmp_path: Path) ->
     launch = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=60", "main_training.py"]
     with open(tmp_path / "output.txt", "w") as output:
         process = subprocess.Popen(
-            [*launch, *flags, f"--output_dir={disturbed}"], cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output
+            [*launch, *flags, f"--output_dir={disturbed}"],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdout=output,
+            stderr=output,
         )
         rng, killed = random.Random(0), 0
         try:
@@ -101,7 +107,13 @@ def test_workers_on_two_nodes_meet_again_after_one_is_killed(tmp_path: Path) -> 
     agents = []
     with open(tmp_path / "output.txt", "w") as output:
         for _ in range(2):
-            launch = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_backend=c10d"]
+            launch = [
+                *TORCHRUN,
+                "--nnodes=2",
+                "--nproc_per_node=1",
+                "--max-restarts=3",
+                "--rdzv_backend=c10d",
+            ]
             launch += ["--rdzv_endpoint=localhost:29641", "--rdzv_id=two", "main_training.py", *flags]
             agents.append(subprocess.Popen(launch, cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output))
         try:
@@ -116,14 +128,18 @@ def test_workers_on_two_nodes_meet_again_after_one_is_killed(tmp_path: Path) -> 
             for agent in agents:
                 agent.kill()
     assert codes == [0, 0], (tmp_path / "output.txt").read_text()[-3000:]
-    assert status(tmp_path / "run")["status"] == "finished" and sorted(metrics(tmp_path / "run")) == list(range(1, 61))
+    assert status(tmp_path / "run")["status"] == "finished" and sorted(metrics(tmp_path / "run")) == list(
+        range(1, 61)
+    )
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps on four ranks, saved, then four more."""
     folder = tmp_path_factory.mktemp("four")
-    trained(*TINY, "--num_steps=8", "--checkpoint_interval=4", "--batch_size=2", f"--output_dir={folder}", nproc=4)
+    trained(
+        *TINY, "--num_steps=8", "--checkpoint_interval=4", "--batch_size=2", f"--output_dir={folder}", nproc=4
+    )
     return folder
 
 
@@ -148,7 +164,9 @@ def test_a_checkpoint_of_four_ranks_goes_on_in_any_world(
     assert [here[step]["data_fingerprint"] for step in range(5, 9)] == [
         there[step]["data_fingerprint"] for step in range(5, 9)
     ]
-    assert losses(tmp_path) == pytest.approx(losses(four)[4:], rel=2e-3)  # bf16; fp32 to 1e-6 in test_sharded_training
+    assert losses(tmp_path) == pytest.approx(
+        losses(four)[4:], rel=2e-3
+    )  # bf16; fp32 to 1e-6 in test_sharded_training
 
 
 @pytest.mark.slow
@@ -174,7 +192,9 @@ def test_a_save_slower_than_the_grace_period_leaves_the_last_one(tmp_path: Path)
         )
         records = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
         file = tmp_path / "run" / "metrics.jsonl"
-        assert wait_for(lambda file=file, records=records: len(file.read_text().splitlines()) > records + 2, 60)
+        assert wait_for(
+            lambda file=file, records=records: len(file.read_text().splitlines()) > records + 2, 60
+        )
         time.sleep(0.5)
         threading.Timer(0.0, process.send_signal, (signal.SIGTERM,)).start()
         process.wait(timeout=60)
@@ -196,7 +216,13 @@ def test_a_run_folder_that_nodes_do_not_share_is_refused(tmp_path: Path) -> None
             "--rdzv_backend=c10d",
             "--rdzv_endpoint=localhost:29642",
         ]
-        launch += ["--rdzv_id=blind", str(ROOT / "main_training.py"), *TINY, "--num_steps=2", "--output_dir=run"]
+        launch += [
+            "--rdzv_id=blind",
+            str(ROOT / "main_training.py"),
+            *TINY,
+            "--num_steps=2",
+            "--output_dir=run",
+        ]
         agents.append(
             subprocess.Popen(
                 launch,

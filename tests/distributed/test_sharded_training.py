@@ -66,7 +66,9 @@ COMPILED = {
 
 
 def config(tied: bool) -> LlamaConfig:
-    return LlamaConfig(3, 64, 160, 4, 2, 131, tie_embeddings=tied, max_seq_len=SEQ)  # 131 rows divide over no world
+    return LlamaConfig(
+        3, 64, 160, 4, 2, 131, tie_embeddings=tied, max_seq_len=SEQ
+    )  # 131 rows divide over no world
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -107,7 +109,9 @@ def train(one: Case, rank: int, world_size: int) -> tuple[str, list[float], list
     )
     assert model.rope.dtype == torch.float32
     digest = weights_digest(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     losses, norms = [], []
     rows = ROWS // world_size
     for tokens, labels in batches():
@@ -156,7 +160,9 @@ def check(one: Case, ranks: list[tuple[str, list[float], list[float]]]) -> None:
         assert (rank_losses, rank_norms) == ranks[0][1:]  # alike on all ranks
 
 
-@pytest.mark.parametrize("world_size, name", [(world, name) for world, cases in QUICK.items() for name in cases])
+@pytest.mark.parametrize(
+    "world_size, name", [(world, name) for world, cases in QUICK.items() for name in cases]
+)
 def test_sharded_equals_single(world_size: int, name: str) -> None:
     check(QUICK[world_size][name], [results[name] for results in sharded(world_size)])
 
@@ -176,7 +182,13 @@ def init_digest(cases: dict[str, Case]) -> dict[str, str]:
         layout = resolve_layout(one.section, variant="tiny", world_size=world, local_world_size=world)
         cpu = torch.device("cpu")
         model = parallelize(
-            config(one.tied), one.section, layout, build_mesh(layout, "cpu"), device=cpu, mixed_precision=False, seed=5
+            config(one.tied),
+            one.section,
+            layout,
+            build_mesh(layout, "cpu"),
+            device=cpu,
+            mixed_precision=False,
+            seed=5,
         )
         digests[name] = weights_digest(model)
     return digests

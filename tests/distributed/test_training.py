@@ -25,10 +25,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (2, ["--sharding_strategy=fsdp"]),
         pytest.param(2, ["--sharding_strategy=ddp", "--batch_size=4"], marks=pytest.mark.slow),
-        pytest.param(4, ["--sharding_strategy=hsdp", "--hsdp_shard_size=2", "--batch_size=1"], marks=pytest.mark.slow),
+        pytest.param(
+            4, ["--sharding_strategy=hsdp", "--hsdp_shard_size=2", "--batch_size=1"], marks=pytest.mark.slow
+        ),
     ],
 )
-def test_losses_and_data_are_those_of_one_process(alone: Path, tmp_path: Path, nproc: int, argv: list[str]) -> None:
+def test_losses_and_data_are_those_of_one_process(
+    alone: Path, tmp_path: Path, nproc: int, argv: list[str]
+) -> None:
     trained(*FP32, *argv, *WATCHED, f"--output_dir={tmp_path}", nproc=nproc)
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
     for step, record in metrics(alone).items():
@@ -57,7 +61,9 @@ def test_a_resume_on_two_ranks_is_exact_to_the_last_bit(tmp_path: Path) -> None:
 
     argv = [*FP32, "--sharding_strategy=fsdp"]
     trained(*argv, f"--output_dir={tmp_path / 'whole'}", nproc=2)
-    shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_3", tmp_path / "again" / "checkpoints" / "step_3")
+    shutil.copytree(
+        tmp_path / "whole" / "checkpoints" / "step_3", tmp_path / "again" / "checkpoints" / "step_3"
+    )
     trained(*argv, f"--output_dir={tmp_path / 'again'}", nproc=2)
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")[3:]
 

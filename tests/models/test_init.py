@@ -49,7 +49,9 @@ def test_seed_name_and_row_block_each_change_the_values() -> None:
         init_weights(model, seed)
     embed = models[0].embed.weight
     assert not torch.equal(embed, models[1].embed.weight)
-    assert not torch.equal(models[0].blocks[0].attention.q_proj.weight, models[0].blocks[1].attention.q_proj.weight)
+    assert not torch.equal(
+        models[0].blocks[0].attention.q_proj.weight, models[0].blocks[1].attention.q_proj.weight
+    )
     assert not torch.equal(embed[:256], embed[256:512])
 
 
@@ -63,5 +65,6 @@ def test_weights_do_not_depend_on_the_number_of_layers_or_the_position_table() -
 
 def test_wrapper_prefixes_do_not_change_a_name() -> None:
     assert (
-        clean_name("blocks.1._checkpoint_wrapped_module.attention.q_proj.weight") == "blocks.1.attention.q_proj.weight"
+        clean_name("blocks.1._checkpoint_wrapped_module.attention.q_proj.weight")
+        == "blocks.1.attention.q_proj.weight"
     )

@@ -130,7 +130,9 @@ def test_masked_documents_equal_separate_documents(config: LlamaConfig) -> None:
     apart = torch.cat([model(part) for part in tokens.split(lengths, 1)], 1)
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
     loss_together, _ = model(tokens, labels, positions, ids)
-    loss_apart = sum(model(*parts)[0] for parts in zip(tokens.split(lengths, 1), labels.split(lengths, 1), strict=True))
+    loss_apart = sum(
+        model(*parts)[0] for parts in zip(tokens.split(lengths, 1), labels.split(lengths, 1), strict=True)
+    )
     torch.testing.assert_close(loss_together, loss_apart, rtol=1e-5, atol=0)
     assert not torch.allclose(together, model(tokens), atol=1e-3)  # the mask does something
 
@@ -148,7 +150,9 @@ def test_attention_document_by_document_is_attention_under_the_mask(compiled: bo
     attend = torch.compile(attention.attend, backend="eager") if compiled else attention.attend
     out = attend(q, k, v, document_mask(ids))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.square().sum(), (q, k, v)), wanted, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_default_positions_and_one_document_change_nothing() -> None:
@@ -157,7 +161,9 @@ def test_default_positions_and_one_document_change_nothing() -> None:
     positions = torch.arange(BASE.max_seq_len, dtype=torch.int32).expand_as(tokens)
     plain = model(tokens)
     assert torch.equal(model(tokens, positions_BS=positions), plain)
-    masked = model(tokens, positions_BS=positions, document_ids_BS=torch.zeros_like(tokens, dtype=torch.int32))
+    masked = model(
+        tokens, positions_BS=positions, document_ids_BS=torch.zeros_like(tokens, dtype=torch.int32)
+    )
     torch.testing.assert_close(masked, plain, rtol=1e-5, atol=1e-6)
 
 
@@ -182,7 +188,8 @@ def test_fp32_weights_compute_in_bf16_without_autocast() -> None:
     loss_sum.backward()
     assert loss_sum.dtype == torch.float32 and model.rope.dtype == torch.float32
     assert all(
-        p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters()
+        p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32
+        for p in model.parameters()
     )
     torch.testing.assert_close(loss_sum, exact, rtol=2e-3, atol=0)
 
@@ -199,7 +206,9 @@ def test_rotary_table_depends_on_relative_position_only() -> None:
     model = build(BASE)
     tokens, _ = labelled(BASE)
     shifted = torch.arange(8, 8 + 40, dtype=torch.int32).expand(2, 40)
-    torch.testing.assert_close(model(tokens[:, :40], positions_BS=shifted), model(tokens[:, :40]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model(tokens[:, :40], positions_BS=shifted), model(tokens[:, :40]), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -221,6 +230,8 @@ def test_short_attention_is_attention(groups: int) -> None:
     exact = outcome(fused, torch.float32)
     for mine, true in zip(outcome(short_attention, torch.float32), exact, strict=True):
         torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
-    rounded = zip(outcome(short_attention, torch.bfloat16), outcome(fused, torch.bfloat16), exact, strict=True)
+    rounded = zip(
+        outcome(short_attention, torch.bfloat16), outcome(fused, torch.bfloat16), exact, strict=True
+    )
     for mine, theirs, true in rounded:
         assert (mine - true).norm() < 1.5 * (theirs - true).norm() + 1e-3

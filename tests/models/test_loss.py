@@ -38,7 +38,9 @@ def test_loss_and_gradients_equal_plain_cross_entropy() -> None:
     (3.0 * loss_sum).backward()
     ours = h.grad, weight.grad
     h.grad = weight.grad = None
-    expected = F.cross_entropy((h @ weight.T).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    expected = F.cross_entropy(
+        (h @ weight.T).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
     (3.0 * expected).backward()
     assert loss_sum.dtype == torch.float32 and loss_sum.ndim == 0
     assert num_labels.dtype == torch.int64 and num_labels.item() == (labels != -100).sum().item()
@@ -87,7 +89,9 @@ def test_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_added_up_and_none_replaces_another(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_added_up_and_none_replaces_another(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(loss_module._SLICE_BYTES, "cpu", 4 * 3 * 2)  # two rows at a time
     torch.manual_seed(0)
     pairs = [(torch.randn(5, 4, dtype=dtype), torch.randn(4, 3, dtype=dtype)) for _ in range(3)]

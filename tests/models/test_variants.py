@@ -34,7 +34,9 @@ PUBLISHED = {
     "194m": 194_008_064,
 }
 EXTRA = {
-    "learned layernorm": LlamaConfig(2, 64, 96, 4, 2, 100, pos_emb="learned", norm="layernorm", max_seq_len=33),
+    "learned layernorm": LlamaConfig(
+        2, 64, 96, 4, 2, 100, pos_emb="learned", norm="layernorm", max_seq_len=33
+    ),
     "tied layernorm": LlamaConfig(2, 64, 96, 4, 1, 100, norm="layernorm", tie_embeddings=True),
 }
 
@@ -76,7 +78,9 @@ def test_flops_equal_torchs_counter(name: str) -> None:
 @pytest.mark.parametrize("config", EXTRA.values(), ids=EXTRA)
 def test_matmul_flops_leave_the_lookup_out(config: LlamaConfig) -> None:
     tables = [
-        p for name, p in on_meta(config).embed.named_parameters() if not (config.tie_embeddings and p.shape[0] == 100)
+        p
+        for name, p in on_meta(config).embed.named_parameters()
+        if not (config.tie_embeddings and p.shape[0] == 100)
     ]
     looked_up = sum(table.numel() for table in tables)
     assert flops_per_token(config, 32) - matmul_flops_per_token(config, 32) == 6 * looked_up
@@ -95,7 +99,9 @@ def test_recomputed_flops_equal_torchs_counter(name: str, share: str) -> None:
             model(torch.zeros(2, seq, dtype=torch.long, device="meta")).sum().backward()
         counts.append(counter.get_total_flops() / (2 * seq))
     num_blocks = sum(select_blocks(config.num_layers, Fraction(share)))
-    expected = recomputed_flops_per_token(config, seq, num_blocks) - num_blocks * 2 * 2 * config.hidden_size  # norms
+    expected = (
+        recomputed_flops_per_token(config, seq, num_blocks) - num_blocks * 2 * 2 * config.hidden_size
+    )  # norms
     assert counts[1] - counts[0] == expected
 
 
@@ -108,7 +114,9 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
     assert heads.num_kv_heads == 64 and heads.head_dim == 64
     assert resolve_model(ModelConfig(model_variant="LLAMA2_7b"), seq_length=4096) == VARIANTS["7b"]
     assert (
-        resolve_model(ModelConfig(model_variant="llama3.2_1b", tie_embeddings=False), seq_length=8).tie_embeddings
+        resolve_model(
+            ModelConfig(model_variant="llama3.2_1b", tie_embeddings=False), seq_length=8
+        ).tie_embeddings
         is False
     )
 
@@ -116,14 +124,23 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (dict(model_variant="7bb"), r"--model_variant \(7bb\) is not known; did you mean 7b\? choose one of: 7b, 13b"),
+        (
+            dict(model_variant="7bb"),
+            r"--model_variant \(7bb\) is not known; did you mean 7b\? choose one of: 7b, 13b",
+        ),
         (dict(model_variant="zzz"), r"--model_variant \(zzz\) is not known; choose one of"),
         (
             dict(num_attention_heads=33),
             r"--num_attention_heads \(33\) must divide hidden_size \(4096\); valid: 1, 2, 4",
         ),
-        (dict(num_kv_heads=5), r"--num_kv_heads \(5\) must divide num_attention_heads \(32\); valid: 1, 2, 4"),
-        (dict(vocab_size=100), r"--vocab_size \(100\) must not be below the data's vocabulary \(512\); .* 512"),
+        (
+            dict(num_kv_heads=5),
+            r"--num_kv_heads \(5\) must divide num_attention_heads \(32\); valid: 1, 2, 4",
+        ),
+        (
+            dict(vocab_size=100),
+            r"--vocab_size \(100\) must not be below the data's vocabulary \(512\); .* 512",
+        ),
         (dict(hidden_size=32), r"must leave an even head size .* not 1 = 32 / 32"),
     ],
 )

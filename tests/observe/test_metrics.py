@@ -15,9 +15,17 @@ import pytest
 import torch
 
 from fms_fsdp.observe.energy import EnergyMeter, find_meter
-from fms_fsdp.observe.metrics import Clock, Interval, MetricsFile, count_zeros, memory, parameter_norm, report_line
-from fms_fsdp.observe.peak import measure_matmul_flops
+from fms_fsdp.observe.metrics import (
+    Clock,
+    Interval,
+    MetricsFile,
+    count_zeros,
+    memory,
+    parameter_norm,
+    report_line,
+)
 from fms_fsdp.observe.report import Utilization
+from fms_fsdp.predict.hardware import measure_matmul_flops
 from fms_fsdp.runtime import Console
 
 CPU = torch.device("cpu")
@@ -56,7 +64,10 @@ def test_a_torn_last_line_is_cut_at_the_start(tmp_path: Path) -> None:
     file = MetricsFile(path)
     file.write({"step": 2, "loss": float("nan")})
     file.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 2, "loss": None}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1},
+        {"step": 2, "loss": None},
+    ]
 
 
 def test_a_file_that_cannot_be_written_is_a_problem_and_no_traceback(tmp_path: Path) -> None:
@@ -112,7 +123,11 @@ def test_an_interval_of_skipped_steps_alone_has_no_means() -> None:
     interval = Interval(CPU)
     interval.add(step(math.inf, 3, math.nan))
     values = interval.read(step(math.inf, 3, math.nan), 0.0, 0, {})
-    assert math.isnan(values["loss_mean"]) and math.isnan(values["grad_norm_max"]) and values["skipped_steps"] == 1
+    assert (
+        math.isnan(values["loss_mean"])
+        and math.isnan(values["grad_norm_max"])
+        and values["skipped_steps"] == 1
+    )
 
 
 def test_norm_and_zeros_equal_those_of_one_flat_vector() -> None:
@@ -145,7 +160,9 @@ def test_the_clock_splits_time_into_parts_and_starts_anew() -> None:
     assert times["eval_ms"] >= 20 and times["checkpoint_ms"] >= 15 and times["logging_ms"] == 0
     parts = times["data_wait_ms"] + times["forward_backward_ms"] + times["optimizer_ms"]
     assert times["step_time_ms"] == pytest.approx(parts)
-    assert 2 * (times["step_time_ms"] + times["eval_ms"] + times["checkpoint_ms"]) == pytest.approx(passed_ms, rel=0.05)
+    assert 2 * (times["step_time_ms"] + times["eval_ms"] + times["checkpoint_ms"]) == pytest.approx(
+        passed_ms, rel=0.05
+    )
     assert clock.read()["step_time_ms"] == 0 and clock.totals["data"] >= 0.04
 
 
@@ -161,7 +178,9 @@ def test_the_report_line_reads_like_a_sentence() -> None:
         "0:00:40 left, till 2030-01-02 03:04",
     ):
         assert part in line, line
-    assert "mfu" not in report_line({key: value for key, value in RECORD.items() if key != "mfu"}, num_steps=100)
+    assert "mfu" not in report_line(
+        {key: value for key, value in RECORD.items() if key != "mfu"}, num_steps=100
+    )
 
 
 class Terminal(io.StringIO):

@@ -18,7 +18,9 @@ from tests.cli import TINY, trained
 
 
 def get(port: int, page: str) -> Any:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/plugin/pytorch_profiler/{page}", timeout=20) as answer:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{port}/data/plugin/pytorch_profiler/{page}", timeout=20
+    ) as answer:
         return json.loads(answer.read())
 
 
@@ -36,7 +38,9 @@ def test_tensorboard_shows_the_trace(tmp_path: Path) -> None:
         f"--port={port}",
         "--host=127.0.0.1",
     ]
-    server = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         runs: dict[str, Any] = {}
         for _ in range(120):

@@ -14,8 +14,8 @@ from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.observe import report
 from fms_fsdp.optim.optimizers import build_optimizer
-from fms_fsdp.preflight import Preflight
-from fms_fsdp.resume import Start
+from fms_fsdp.run.plan import Preflight
+from fms_fsdp.run.resume import Start
 from fms_fsdp.runtime import Phases, World
 
 TIMES = {"step_time_ms": 500.0, "eval_ms": 0.0, "checkpoint_ms": 0.0, "logging_ms": 0.0}

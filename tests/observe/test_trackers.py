@@ -147,7 +147,9 @@ def test_tensorboard_gets_every_number_over_steps_and_over_tokens(tmp_path: Path
 
 def test_none_means_none() -> None:
     assert build_trackers(LogConfig(trackers=("none",)), RunInfo("name", Path("."), {})) == []
-    with pytest.raises(ValueError, match=r"--trackers \(none,wandb\) must not name others beside none; leave one out"):
+    with pytest.raises(
+        ValueError, match=r"--trackers \(none,wandb\) must not name others beside none; leave one out"
+    ):
         LogConfig(trackers=("none", "wandb"))
 
 
@@ -157,7 +159,9 @@ def test_a_tracker_that_is_not_installed_ends_the_launch_with_one_line(tmp_path:
     except ImportError:
         result = run(*TINY, "--trackers=aim", f"--output_dir={tmp_path}")
         assert result.returncode == 2
-        assert "--trackers (aim) needs the package aim, which is not installed; pip install aim" in result.stderr
+        assert (
+            "--trackers (aim) needs the package aim, which is not installed; pip install aim" in result.stderr
+        )
     else:
         pytest.skip("aim is installed")
 
@@ -166,14 +170,25 @@ def test_a_tracker_that_is_not_installed_ends_the_launch_with_one_line(tmp_path:
 def test_wandb_and_mlflow_keep_one_run_over_two_launches(tmp_path: Path) -> None:
     for package in ("wandb", "mlflow"):
         pytest.importorskip(package)
-    argv = [*TINY, "--trackers=wandb,mlflow", "--checkpoint_interval=2", f"--output_dir={tmp_path}", "--num_steps=4"]
+    argv = [
+        *TINY,
+        "--trackers=wandb,mlflow",
+        "--checkpoint_interval=2",
+        f"--output_dir={tmp_path}",
+        "--num_steps=4",
+    ]
     results = [run(*argv, *more, WANDB_MODE="offline") for more in (["--exit_interval=2"], [])]
     outputs = [result.stdout + result.stderr for result in results]
     assert [result.returncode for result in results] == [75, 0], outputs
     assert not any("switched off" in output or "left behind" in output for output in outputs)
     kept = (tmp_path / "wandb.id").read_text()
-    assert [folder.name.rpartition("-")[2] for folder in sorted(tmp_path.glob("wandb/offline-run-*"))] == [kept, kept]
-    history = next(tmp_path.glob(f"mlruns/*/{(tmp_path / 'mlflow.id').read_text()}/metrics/train/loss")).read_text()
+    assert [folder.name.rpartition("-")[2] for folder in sorted(tmp_path.glob("wandb/offline-run-*"))] == [
+        kept,
+        kept,
+    ]
+    history = next(
+        tmp_path.glob(f"mlruns/*/{(tmp_path / 'mlflow.id').read_text()}/metrics/train/loss")
+    ).read_text()
     told = {int(line.split()[2]): float(line.split()[1]) for line in history.splitlines()}
     assert told == {step: pytest.approx(record["loss"]) for step, record in metrics(tmp_path).items()}
 
@@ -182,7 +197,9 @@ def test_wandb_and_mlflow_keep_one_run_over_two_launches(tmp_path: Path) -> None
 def test_a_run_outlives_a_tracker_that_cannot_log_in(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     argv = [*TINY, "--trackers=wandb,tensorboard", "--num_steps=3", f"--output_dir={tmp_path}"]
-    output = trained(*argv, WANDB_MODE="online", WANDB_API_KEY="", WANDB_CONFIG_DIR=str(tmp_path), HOME=str(tmp_path))
+    output = trained(
+        *argv, WANDB_MODE="online", WANDB_API_KEY="", WANDB_CONFIG_DIR=str(tmp_path), HOME=str(tmp_path)
+    )
     assert output.count("tracker wandb is switched off") == 1 and len(metrics(tmp_path)) == 3
 
 
@@ -214,7 +231,9 @@ def test_a_launch_ends_though_a_tracker_hangs_for_ever(tmp_path: Path) -> None:
         "runpy.run_path('main_training.py', run_name='__main__')\n"
     )
     argv = [*TINY, "--trackers=wandb", "--num_steps=2", f"--output_dir={tmp_path}"]
-    result = subprocess.run([sys.executable, str(script), *argv], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        [sys.executable, str(script), *argv], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     assert result.returncode == 0 and "tracker wandb did not end" in result.stdout, result.stderr
     assert status(tmp_path)["status"] == "finished" and len(metrics(tmp_path)) == 2
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["event"] == "end"

@@ -56,7 +56,10 @@ def test_ready_made_state_changes_no_step() -> None:
     theirs.load_state_dict(ours.state_dict())
     section = OptimConfig(weight_decay=0.1)
     mine = build_optimizer(section, ours)
-    groups = [{"params": [theirs.weight], "weight_decay": 0.1}, {"params": [theirs.bias], "weight_decay": 0.0}]
+    groups = [
+        {"params": [theirs.weight], "weight_decay": 0.1},
+        {"params": [theirs.bias], "weight_decay": 0.0},
+    ]
     reference = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
     for _ in range(3):
         x = torch.randn(5, 8)

@@ -22,7 +22,9 @@ CONFIG = LlamaConfig(3, 64, 96, 4, 2, 120, max_seq_len=24)
 
 def build(config: LlamaConfig = CONFIG, mixed_precision: bool = False, **flags: object) -> Llama:
     section = ParallelConfig(**flags)  # type: ignore[arg-type]
-    return parallelize(config, section, Layout("none", 1, 1), None, device=CPU, mixed_precision=mixed_precision, seed=1)
+    return parallelize(
+        config, section, Layout("none", 1, 1), None, device=CPU, mixed_precision=mixed_precision, seed=1
+    )
 
 
 def step(model: Llama, length: int = 24) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -76,7 +78,9 @@ def test_checkpointing_keeps_fewer_activations() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch 2.13's own compiler warns of deprecated calls it makes
 @pytest.mark.parametrize("mixed_precision", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_blocks_share_one_compilation_beside_that_of_the_loss_and_agree_with_eager(mixed_precision: bool) -> None:
+def test_blocks_share_one_compilation_beside_that_of_the_loss_and_agree_with_eager(
+    mixed_precision: bool,
+) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     loss, gradients = step(build(mixed_precision=mixed_precision))

@@ -17,7 +17,7 @@ STAND_IN = """
 import json, os, signal, sys, time
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.flags import parse_flags
-from fms_fsdp.status import Launch
+from fms_fsdp.run.status import Launch
 from pathlib import Path
 folder = Path(parse_flags(TrainConfig, sys.argv[1:]).output_dir)
 folder.mkdir(parents=True, exist_ok=True)

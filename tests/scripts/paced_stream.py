@@ -14,7 +14,10 @@ from fms_fsdp.data.stream import TokenStream, build_stream
 def build(section: DataConfig, **settings: Any) -> TokenStream:
     """The stream of --use_dummy_dataset, with a second before each batch until the job is requeued or the next of the array runs."""
     stream = build_stream(section, corpus=None, **settings)
-    first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and os.environ.get("SLURM_ARRAY_TASK_ID", "1") == "1"
+    first = (
+        os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+        and os.environ.get("SLURM_ARRAY_TASK_ID", "1") == "1"
+    )
     pause_s = 1.0 if first and "SLURM_JOB_ID" in os.environ else 0.0
     quick = stream.next_batch
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.folder_lock import FolderLock
+from fms_fsdp.run.lock import FolderLock
 from tests.cli import ROOT
 
 
@@ -26,14 +26,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 def tell(folder: Path, status: str) -> None:
-    (folder / "status.json").write_text(json.dumps({"status": status, "step": 20, "reason": "told so"}) + "\n")
+    (folder / "status.json").write_text(
+        json.dumps({"status": status, "step": 20, "reason": "told so"}) + "\n"
+    )
 
 
 def squeue(folder: Path, answer: str, code: int = 0) -> str:
     """A PATH on which squeue answers like this."""
     fake = folder.parent / "bin"
     fake.mkdir(exist_ok=True)
-    (fake / "squeue").write_text(f'#!/bin/bash\n[[ "$*" == *"-j 123"* ]] || exit 9\necho "{answer}"\nexit {code}\n')
+    (fake / "squeue").write_text(
+        f'#!/bin/bash\n[[ "$*" == *"-j 123"* ]] || exit 9\necho "{answer}"\nexit {code}\n'
+    )
     (fake / "squeue").chmod(0o755)
     return f"{fake}:{os.environ['PATH']}"
 
@@ -82,7 +86,9 @@ def test_without_slurm_the_lock_tells_who_lives(folder: Path) -> None:
         ("slurm_load_jobs error: Unable to contact slurm controller", 1, 1, 4, "UNKNOWN slurm_load_jobs error: Unable to contact slurm controller"),
     ],
 )  # fmt: skip
-def test_what_the_queue_says(folder: Path, answer: str, exit_status: int, minutes: int, code: int, line: str) -> None:
+def test_what_the_queue_says(
+    folder: Path, answer: str, exit_status: int, minutes: int, code: int, line: str
+) -> None:
     path = squeue(folder, answer, exit_status)
     age(folder, minutes)
     assert pulse(folder, "--job", "123", path=path) == (code, line)

@@ -44,7 +44,9 @@ def test_defaults_then_the_users_flags(repo: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     argv = called(repo)["argv"]
     assert argv[0] == "--model_variant=quickstart" and argv[-2:] == ["--num-steps=50", "--run_name=mine"]
-    assert "--seq_length=128" in argv and "--data_path=data/quickstart" in argv and "--num_steps=900" not in argv
+    assert (
+        "--seq_length=128" in argv and "--data_path=data/quickstart" in argv and "--num_steps=900" not in argv
+    )
     console = (repo / "runs/mine/console.txt").read_text()
     for word in ("said on stdout", "said on stderr"):
         assert word in console and word in ended.stdout
@@ -55,7 +57,11 @@ def test_defaults_then_the_users_flags(repo: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "missing", "present"),
     [
-        (["--use_dummy_dataset=True"], ["--data_path", "--datasets", "--weights"], ["--model_variant", "--num_steps"]),
+        (
+            ["--use_dummy_dataset=True"],
+            ["--data_path", "--datasets", "--weights"],
+            ["--model_variant", "--num_steps"],
+        ),
         (["--data-path", "elsewhere"], ["--datasets", "--weights"], ["--seq_length", "--data-path"]),
         (["--config=my.toml"], ["--data_path", "--num_steps", "--model_variant"], ["--config"]),
     ],
@@ -72,13 +78,19 @@ def test_data_of_the_users_own(repo: Path, flags: list[str], missing: list[str],
 
 @pytest.mark.parametrize(
     ("flag", "dropped"),
-    [("--num_tokens=1M", "--num_steps"), ("--num-samples=9", "--num_steps"), ("--global_batch_size=4", "--batch_size")],
+    [
+        ("--num_tokens=1M", "--num_steps"),
+        ("--num-samples=9", "--num_steps"),
+        ("--global_batch_size=4", "--batch_size"),
+    ],
 )
 def test_a_default_that_contradicts_the_users_flag_is_dropped(repo: Path, flag: str, dropped: str) -> None:
     assert train(repo, flag).returncode == 0
     argv = called(repo)["argv"]
     assert flag in argv and dropped not in [argument.split("=")[0] for argument in argv]
-    assert train(repo, "--num_tokens=1M", "--num_steps=5").returncode == 2  # the user's own contradiction stays
+    assert (
+        train(repo, "--num_tokens=1M", "--num_steps=5").returncode == 2
+    )  # the user's own contradiction stays
 
 
 @pytest.mark.parametrize(
@@ -94,7 +106,9 @@ def test_a_default_that_contradicts_the_users_flag_is_dropped(repo: Path, flag: 
         (["--output-dir=runs/mine"], "--output_dir"),
     ],
 )
-def test_a_flag_of_the_users_in_any_spelling_is_given_once(repo: Path, given: list[str], dropped: str) -> None:
+def test_a_flag_of_the_users_in_any_spelling_is_given_once(
+    repo: Path, given: list[str], dropped: str
+) -> None:
     """Given twice with two values it would be refused."""
     ended = train(repo, *given, RUN_NAME="job-7")
     assert ended.returncode == 0, ended.stderr
@@ -113,18 +127,31 @@ def test_the_hint_for_a_longer_run_names_its_length_once(repo: Path) -> None:
 @pytest.mark.parametrize("name", ["NNODES", "NODE_RANK", "NPROC_PER_NODE", "MAX_RESTARTS", "MASTER_PORT", "SLURM_STEP_NUM_NODES",
                                   "SLURM_GPUS_ON_NODE"])  # fmt: skip
 @pytest.mark.parametrize("text", ["x[$(touch ran)]", "abc", "-1", "08x", "9" * 30, "1\n2", "1.5"])
-def test_a_number_of_the_environment_is_checked_before_any_arithmetic(repo: Path, name: str, text: str) -> None:
+def test_a_number_of_the_environment_is_checked_before_any_arithmetic(
+    repo: Path, name: str, text: str
+) -> None:
     ended = train(repo, "--num_steps=3", **{name: text})
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert ended.stderr.startswith(f"train.sh: error: {name} (") and "must be a whole number from" in ended.stderr
-    assert not (repo / "ran").exists() and not (repo / "called.json").exists() and not (repo / "runs").exists()
+    assert (
+        ended.stderr.startswith(f"train.sh: error: {name} (")
+        and "must be a whole number from" in ended.stderr
+    )
+    assert (
+        not (repo / "ran").exists() and not (repo / "called.json").exists() and not (repo / "runs").exists()
+    )
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", "a\nb", "\x1b[31m"])
 def test_a_run_name_of_the_environment_is_a_bare_name(repo: Path, name: str) -> None:
     ended = train(repo, RUN_NAME=name)
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and ended.stderr.startswith("error: RUN_NAME (")
-    assert not (repo / "called.json").exists() and not (repo / "runs").exists() and not (repo.parent / "x").exists()
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and ended.stderr.startswith(
+        "error: RUN_NAME ("
+    )
+    assert (
+        not (repo / "called.json").exists()
+        and not (repo / "runs").exists()
+        and not (repo.parent / "x").exists()
+    )
 
 
 def test_zero_processes_are_refused_and_zeros_in_front_are_not_octal(repo: Path) -> None:
@@ -162,7 +189,9 @@ def test_a_mistyped_flag_ends_before_any_work(repo: Path) -> None:
     ended = train(repo, "--num_step=5")
     assert ended.returncode == 2
     assert ended.stderr.strip() == "error: --num_step is not a flag; did you mean --num_steps?"
-    assert not (repo / "data").exists() and not (repo / "runs").exists() and not (repo / "called.json").exists()
+    assert (
+        not (repo / "data").exists() and not (repo / "runs").exists() and not (repo / "called.json").exists()
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -211,7 +240,9 @@ def fake_programs(repo: Path) -> Path:
         f'exec "{sys.executable}" "$@"\n'
     )
     scontrol = folder / "scontrol"
-    scontrol.write_text('#!/bin/bash\n[[ "$*" == "show hostnames node[3-4]" ]] && printf "node3\\nnode4\\n"\n')
+    scontrol.write_text(
+        '#!/bin/bash\n[[ "$*" == "show hostnames node[3-4]" ]] && printf "node3\\nnode4\\n"\n'
+    )
     for path in (python, scontrol):
         path.chmod(0o755)
     return folder
@@ -223,7 +254,9 @@ def test_several_processes_go_through_torchrun(repo: Path) -> None:
     words = (repo / "torchrun.txt").read_text().split("\n")
     assert words[:4] == ["-m", "torch.distributed.run", "--nproc_per_node=4", "--max_restarts=0"]
     assert words[5:7] == ["--standalone", "main_training.py"]
-    assert train(repo, PYTHON=str(fake / "python"), MAX_RESTARTS="2").returncode == 0  # one process that shall restart
+    assert (
+        train(repo, PYTHON=str(fake / "python"), MAX_RESTARTS="2").returncode == 0
+    )  # one process that shall restart
     assert "--max_restarts=2" in (repo / "torchrun.txt").read_text()
 
 
@@ -270,7 +303,9 @@ def test_a_name_from_the_environment_is_the_weakest(repo: Path) -> None:
         assert (ended.returncode, ended.stdout) == (0, folder + "\n"), ended.stderr
         assert not (repo / "called.json").exists()
     assert train(repo, RUN_NAME="job-7").returncode == 0
-    assert called(repo)["argv"][-1] == "--output_dir=runs/job-7" and (repo / "runs/job-7/status.json").exists()
+    assert (
+        called(repo)["argv"][-1] == "--output_dir=runs/job-7" and (repo / "runs/job-7/status.json").exists()
+    )
 
 
 def test_a_site_file_is_read_first(repo: Path) -> None:
@@ -325,7 +360,9 @@ def test_the_environment_is_made_with_the_constraints(repo: Path, tmp_path: Path
     (fake / "python3").chmod(0o755)
     env = environment(LOG=str(tmp_path / "pip.txt"), PATH=f"{fake}:/usr/bin:/bin")
     del env["PYTHON"]
-    ended = subprocess.run(["bash", repo / "scripts/test.sh"], env=env, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        ["bash", repo / "scripts/test.sh"], env=env, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 1 and "pip could not install the packages" in ended.stderr
     words = (tmp_path / "pip.txt").read_text().splitlines()
     assert f"{repo}/constraints.txt" in words and f"{repo}[dev]" in words and "--no-input" in words
@@ -340,7 +377,9 @@ def test_two_nodes_without_a_scheduler_train(tmp_path: Path) -> None:
     nodes = [
         subprocess.Popen(
             ["bash", ROOT / "scripts/train.sh", *flags],
-            env=environment(NNODES="2", NODE_RANK=rank, MASTER_ADDR=socket.gethostname(), OMP_NUM_THREADS="1"),
+            env=environment(
+                NNODES="2", NODE_RANK=rank, MASTER_ADDR=socket.gethostname(), OMP_NUM_THREADS="1"
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -361,7 +400,10 @@ def test_quickstart_text_is_the_same_each_time(tmp_path: Path) -> None:
     for name in ("one", "two"):
         target = tmp_path / name / "prose.jsonl"
         ended = subprocess.run(
-            [sys.executable, ROOT / "scripts/quickstart_text.py", target], capture_output=True, text=True, check=True
+            [sys.executable, ROOT / "scripts/quickstart_text.py", target],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         made.append((ended.stdout.replace(str(target), "PROSE"), target.read_bytes()))
     assert made[0] == made[1]
@@ -373,7 +415,16 @@ def test_quickstart_text_is_the_same_each_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["train.sh", "train.slurm", "cron.slurm", "pulse.sh", "test.sh", "check.sh", "environment.sh", "../.ci/run"],
+    [
+        "train.sh",
+        "train.slurm",
+        "cron.slurm",
+        "pulse.sh",
+        "test.sh",
+        "check.sh",
+        "environment.sh",
+        "../.ci/run",
+    ],
 )
 def test_scripts_are_sound(script: str) -> None:
     path = ROOT / "scripts" / script
@@ -394,7 +445,9 @@ def test_constraints_pin_what_pyproject_names() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    )
     normal = {re.sub(r"[-_.]+", "-", name).lower() for name in pins}
     for requirement in named:
         name = re.match(r"[A-Za-z0-9_.-]+", requirement)

@@ -60,7 +60,9 @@ class Job:
     def __init__(self, *sbatch: str, nproc: int) -> None:
         settings = {"PYTHON": sys.executable, "NPROC_PER_NODE": str(nproc), "OMP_NUM_THREADS": "1"}
         command = ["sbatch", "--parsable", "--nodes=2", "--time=10", *sbatch, "scripts/train.slurm", *FLAGS]
-        ended = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(
+            command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60
+        )
         assert ended.returncode == 0, ended.stderr
         self.number = ended.stdout.strip()
         self.folder, self.output = ROOT / "runs" / f"job-{self.number}", ROOT / f"slurm-{self.number}.out"
@@ -76,7 +78,9 @@ class Job:
         deadline = time.monotonic() + timeout_s
         while not what():
             alive = self.states() or what()
-            assert alive and time.monotonic() < deadline, f"{self.states()}\n{self.output.read_text()[-3000:]}"
+            assert alive and time.monotonic() < deadline, (
+                f"{self.states()}\n{self.output.read_text()[-3000:]}"
+            )
             time.sleep(0.5)
 
     def has_reached(self, step: int) -> bool:
@@ -111,7 +115,9 @@ def pulse(job: Job) -> tuple[int, str]:
     return ended.returncode, ended.stdout.partition(f"{job.folder} ")[2]
 
 
-def test_a_time_limit_is_a_checkpoint_and_a_requeue(submit: Callable[..., Job], undisturbed: list[float]) -> None:
+def test_a_time_limit_is_a_checkpoint_and_a_requeue(
+    submit: Callable[..., Job], undisturbed: list[float]
+) -> None:
     """Two nodes of two ranks, a limit of a minute, steps of a second: a later job of the chain finishes."""
     job = submit("--time=1", "--signal=B:USR1@15")
     job.wait(lambda: job.has_reached(1))
@@ -125,7 +131,9 @@ def test_a_time_limit_is_a_checkpoint_and_a_requeue(submit: Callable[..., Job], 
     assert losses(job.folder) == undisturbed
     assert max(record["attempt"] for record in metrics(job.folder).values()) >= 2  # on a busy machine more
     output = job.output.read_text()
-    assert "requeued, to go on" in output and "resumed from step" in output and "the run is finished" in output
+    assert (
+        "requeued, to go on" in output and "resumed from step" in output and "the run is finished" in output
+    )
     assert "resumed from step" in (job.folder / "console.txt").read_text()
     assert pulse(job) == (0, "FINISHED step 50\n")
 
@@ -154,7 +162,9 @@ def test_a_lost_node_is_a_requeue(submit: Callable[..., Job], undisturbed: list[
     try:
         job.wait(lambda: job.states() == "PENDING")
     finally:  # it may have come back by itself, which this command then complains about
-        subprocess.run(["scontrol", "update", f"nodename={lost}", "state=resume"], capture_output=True, timeout=60)
+        subprocess.run(
+            ["scontrol", "update", f"nodename={lost}", "state=resume"], capture_output=True, timeout=60
+        )
     job.wait(job.is_over)
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]
     assert losses(job.folder) == undisturbed
@@ -166,7 +176,9 @@ def test_an_array_goes_on_and_ends_with_the_run(submit: Callable[..., Job], undi
     job = submit("--array=1-3%1")
     job.wait(lambda: job.has_reached(3))
     # the signal arrives, though scancel 22.05 ends with an error where tasks are pending
-    subprocess.run(["scancel", "--batch", "--signal=USR1", f"{job.number}_1"], capture_output=True, timeout=60)
+    subprocess.run(
+        ["scancel", "--batch", "--signal=USR1", f"{job.number}_1"], capture_output=True, timeout=60
+    )
     job.wait(job.is_over)
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]
     assert losses(job.folder) == undisturbed

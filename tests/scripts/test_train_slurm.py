@@ -80,9 +80,13 @@ def test_how_a_job_ends(
     assert call["env"]["SLURM_JOB_END_TIME"] == "4000000000"
 
 
-def test_a_job_at_its_exit_step_is_not_requeued(repo: Path, submit: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_job_at_its_exit_step_is_not_requeued(
+    repo: Path, submit: Callable[..., subprocess.Popen[str]]
+) -> None:
     for _ in range(2):  # the second one makes no step
-        job = submit(PLAN="resume_me:75", REASON="--exit_step (3) is reached, at step 3; start it again to go on")
+        job = submit(
+            PLAN="resume_me:75", REASON="--exit_step (3) is reached, at step 3; start it again to go on"
+        )
         output, _ = job.communicate(timeout=60)
         assert job.returncode == 75 and "stopped at --exit_step" in output, output
     assert asked(repo) == []
@@ -104,7 +108,9 @@ def test_a_stop_does_not_reach_the_launch_of_another_job(
     assert job.returncode == 75, output
 
 
-def test_a_job_that_made_no_step_ends_the_chain(repo: Path, submit: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_job_that_made_no_step_ends_the_chain(
+    repo: Path, submit: Callable[..., subprocess.Popen[str]]
+) -> None:
     for status, words in ((75, "requeued"), (1, "error: this job made no step; give it more --time")):
         job = submit(PLAN="resume_me:75")
         output, _ = job.communicate(timeout=60)
@@ -112,7 +118,9 @@ def test_a_job_that_made_no_step_ends_the_chain(repo: Path, submit: Callable[...
     assert asked(repo) == ["scontrol requeue 7"]
 
 
-@pytest.mark.parametrize(("number", "requests"), [(signal.SIGUSR1, ["scontrol requeue 7"]), (signal.SIGTERM, [])])
+@pytest.mark.parametrize(
+    ("number", "requests"), [(signal.SIGUSR1, ["scontrol requeue 7"]), (signal.SIGTERM, [])]
+)
 def test_a_signal_makes_the_stop_file(
     repo: Path, submit: Callable[..., subprocess.Popen[str]], number: signal.Signals, requests: list[str]
 ) -> None:
@@ -125,7 +133,9 @@ def test_a_signal_makes_the_stop_file(
     assert asked(repo) == requests, output
 
 
-def test_a_stop_by_the_users_file_is_no_requeue(repo: Path, submit: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_stop_by_the_users_file_is_no_requeue(
+    repo: Path, submit: Callable[..., subprocess.Popen[str]]
+) -> None:
     job = submit(PLAN="stop_file")
     wait_for(repo / "waiting")
     (repo / "runs/job-7/STOP").touch()
@@ -142,13 +152,20 @@ def test_outside_of_slurm_it_says_so(repo: Path) -> None:
         {"SLURM_SUBMIT_DIR": "/no", "SLURM_JOB_ID": "7"},
     ):
         ended = subprocess.run(
-            ["bash", repo / "scripts/train.slurm"], env=environment(**settings), capture_output=True, text=True
+            ["bash", repo / "scripts/train.slurm"],
+            env=environment(**settings),
+            capture_output=True,
+            text=True,
         )
-        assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and ended.stderr.startswith("train.slurm: SLURM_")
+        assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and ended.stderr.startswith(
+            "train.slurm: SLURM_"
+        )
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"step": null}', '{"step": 01}', '{"step": "x[$(touch ran)]"}'])
-def test_a_damaged_status_stops_no_chain(repo: Path, submit: Callable[..., subprocess.Popen[str]], text: str) -> None:
+def test_a_damaged_status_stops_no_chain(
+    repo: Path, submit: Callable[..., subprocess.Popen[str]], text: str
+) -> None:
     (repo / "runs/job-7").mkdir(parents=True)
     (repo / "runs/job-7/status.json").write_text(text)
     job = submit(PLAN="resume_me:75")

@@ -18,8 +18,8 @@ from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, TrainingC
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.recorded import recorded_config
-from fms_fsdp.resume import find_start
+from fms_fsdp.run.recorded import recorded_config
+from fms_fsdp.run.resume import find_start
 from fms_fsdp.tools.inspect.find import Seen, find_document, find_file
 from fms_fsdp.tools.inspect.plan import describe_plan, ignored_share, plan_sources
 from fms_fsdp.tools.inspect.plot import document_lengths, mixture_over_time
@@ -121,7 +121,11 @@ def run(files: Files, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
     launches = [("a,b", 4, "3:5"), ("a", 6, ""), ("a,c", 2, "43:50")]
     state: dict[str, Any] | None = None
     for i, (names, batch, skip) in enumerate(launches):
-        data = {"datasets": tuple(names.split(",")), "weights": (1.0, 2.0)[: len(names.split(","))], "skip_steps": skip}
+        data = {
+            "datasets": tuple(names.split(",")),
+            "weights": (1.0, 2.0)[: len(names.split(","))],
+            "skip_steps": skip,
+        }
         with files.stream(batch, seq_length=32, **data) as stream:
             if state is not None:
                 stream.load_state_dict(state, 20 * i)
@@ -131,14 +135,20 @@ def run(files: Files, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
     return folder, prints
 
 
-def test_a_run_folder_gives_the_fingerprints_of_every_step_of_its_history(run: tuple[Path, list[int]]) -> None:
+def test_a_run_folder_gives_the_fingerprints_of_every_step_of_its_history(
+    run: tuple[Path, list[int]],
+) -> None:
     folder, prints = run
     with inspected(InspectConfig(run=str(folder))) as data:
         assert data.step == 60 and data.num_steps == NUM_STEPS
-        assert [step_fingerprint(data, step) for step in range(1, 61)] == [f"{value:016x}" for value in prints]
+        assert [step_fingerprint(data, step) for step in range(1, 61)] == [
+            f"{value:016x}" for value in prints
+        ]
 
 
-def test_inspect_takes_the_checkpoint_that_training_would_take(run: tuple[Path, list[int]], tmp_path: Path) -> None:
+def test_inspect_takes_the_checkpoint_that_training_would_take(
+    run: tuple[Path, list[int]], tmp_path: Path
+) -> None:
     """Damaged ones are passed over; where none is sound it is refused with the words of the run."""
     folder, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
     shutil.copytree(run[0], folder)
@@ -175,13 +185,17 @@ def test_inspect_follows_changes_of_seq_length(files: Files, tmp_path: Path) -> 
             step = stream.step
     run = write_run(tmp_path, files, stream, step, seq_length=20)
     with inspected(InspectConfig(run=str(run))) as data:
-        assert [step_fingerprint(data, past) for past in range(1, step + 1)] == [f"{value:016x}" for value in prints]
+        assert [step_fingerprint(data, past) for past in range(1, step + 1)] == [
+            f"{value:016x}" for value in prints
+        ]
         fates = check_find_agrees(files, data, 200, 2)
         assert fates == {"seen", "rest"}
         plans = plan_sources(data, step, 4)
         assert sum(plan.used for plan in plans) == used
         text = describe_plan(data, plans, step)
-        assert "from step 41 on: 4 rows of 20 tokens" in text and "passed over by changes of seq_length" in text
+        assert (
+            "from step 41 on: 4 rows of 20 tokens" in text and "passed over by changes of seq_length" in text
+        )
     with inspected(InspectConfig(run=str(run), seq_length=10)) as data:
         assert data.changes[0] == "seq_length: 20 -> 10 tokens" and len(data.rows.places(56)) == 4
         assert step_fingerprint(data, 55) == f"{prints[-1]:016x}"
@@ -196,7 +210,13 @@ def test_flags_beside_a_run_folder_hold_from_its_checkpoint_on(run: tuple[Path, 
 
 
 def test_step_prints_each_row_and_the_fingerprint(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [f"--data_path={files.root}", "--seq_length=32", "--global_batch_size=4", "--seed=1", "--logical_shards=8"]
+    argv = [
+        f"--data_path={files.root}",
+        "--seq_length=32",
+        "--global_batch_size=4",
+        "--seed=1",
+        "--logical_shards=8",
+    ]
     assert command(["inspect", "step", *argv, "--step=9", "--json=True", "--rows=1:3"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [record["row"] for record in records] == [1, 2]
@@ -215,7 +235,13 @@ def test_step_prints_each_row_and_the_fingerprint(files: Files, capsys: pytest.C
 
 
 def test_find_prints_when_a_document_is_seen(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [f"--data_path={files.root}", "--seq_length=32", "--global_batch_size=4", "--source=a", "--document=3"]
+    argv = [
+        f"--data_path={files.root}",
+        "--seq_length=32",
+        "--global_batch_size=4",
+        "--source=a",
+        "--document=3",
+    ]
     assert command(["inspect", "find", *argv, "--file=shard-00001.arrow", "--num_steps=200", "--json"]) == 0
     seen = [Seen(**json.loads(line)) for line in capsys.readouterr().out.splitlines()]
     assert seen and all(item.step is None or item.step <= 200 for item in seen)
@@ -231,12 +257,17 @@ def test_find_prints_when_a_document_is_seen(files: Files, capsys: pytest.Captur
         ("step --step=1 --rows=3:9 --seq_length=32 --global_batch_size=4", "--rows (3:9) must be a:b"),
         ("step --step=1 --run=nowhere", "run (nowhere) must be a run folder"),
         ("find --source=aa --file=0 --document=0 --seq_length=32 --global_batch_size=4", "--source (aa)"),
-        ("find --source=a --file=shard-00007.arrow --document=0 --seq_length=32 --global_batch_size=4", "nearest: a/"),
+        (
+            "find --source=a --file=shard-00007.arrow --document=0 --seq_length=32 --global_batch_size=4",
+            "nearest: a/",
+        ),
         ("find --source=a --file=0 --document=100000 --seq_length=32 --global_batch_size=4", "must be below"),
         ("plan --seq_length=32 --global_batch_size=4", "--num_steps is missing"),
     ],
 )
-def test_bad_input_is_one_line(files: Files, argv: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    files: Files, argv: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command(["inspect", *argv.split(), f"--data_path={files.root}"]) == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
@@ -254,7 +285,9 @@ def test_plan_counts_what_the_steps_hold(run: tuple[Path, list[int]]) -> None:
     with inspected(InspectConfig(run=str(run[0]))) as data:
         plans = {plan.name: plan for plan in plan_sources(data, 60, 4)}
         rows = [place.source for step in range(1, 61) for place in data.rows.places(step)]
-        assert {name: plan.used for name, plan in plans.items()} == {name: 32 * rows.count(name) for name in "abc"}
+        assert {name: plan.used for name, plan in plans.items()} == {
+            name: 32 * rows.count(name) for name in "abc"
+        }
         assert plans["b"].weight == 0 and plans["c"].weight == pytest.approx(2 / 3, abs=1e-4)
         edges, shares = mixture_over_time(data, 60)
         assert {0, 20, 40, 60} <= set(edges.tolist()) and np.allclose(sum(shares.values()), 1)
@@ -265,7 +298,9 @@ def test_plan_counts_what_the_steps_hold(run: tuple[Path, list[int]]) -> None:
 def test_plan_names_the_step_at_which_an_epoch_ends(files: Files) -> None:
     with inspected(flags(files, seq_length=64)) as data:
         plan = next(plan for plan in plan_sources(data, 100, 0) if plan.name == "c")
-        last_epochs = [max(p.epoch for p in data.rows.places(step) if p.source == "c") for step in plan.ends[:1]]
+        last_epochs = [
+            max(p.epoch for p in data.rows.places(step) if p.source == "c") for step in plan.ends[:1]
+        ]
         assert last_epochs == [0]
         assert data.rows.history.position(plan.ends[0])["c"] >= plan.geometry.num_rows
         assert data.rows.history.position(plan.ends[0] - 1)["c"] < plan.geometry.num_rows
@@ -300,11 +335,16 @@ def test_a_picture_without_matplotlib_names_the_remedy(
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_a_run_on_synthetic_tokens_is_refused(files: Files, run: tuple[Path, list[int]], tmp_path: Path) -> None:
+def test_a_run_on_synthetic_tokens_is_refused(
+    files: Files, run: tuple[Path, list[int]], tmp_path: Path
+) -> None:
     content = json.loads((run[0] / "config.json").read_text())
     content["data"] = as_dict(TrainConfig(data=replace(DataConfig(), use_dummy_dataset=True)))["data"]
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="trained on synthetic tokens"), inspected(InspectConfig(run=str(tmp_path))):
+    with (
+        pytest.raises(ValueError, match="trained on synthetic tokens"),
+        inspected(InspectConfig(run=str(tmp_path))),
+    ):
         pass
 
 
@@ -322,7 +362,8 @@ class TestVerify:
         files = write_corpus(tmp_path, {"a": [900] * 6})
         good = files.documents["a"][0]
         rows = [
-            (f"a/shard-{i:05d}.arrow", len(s), sum(map(len, s)) - len(s)) for i, s in enumerate(files.documents["a"])
+            (f"a/shard-{i:05d}.arrow", len(s), sum(map(len, s)) - len(s))
+            for i, s in enumerate(files.documents["a"])
         ]
         rows[1] = (rows[1][0], rows[1][1] + 1, rows[1][2])  # the counts are wrong
         write_counts(tmp_path, rows)
@@ -337,7 +378,9 @@ class TestVerify:
         shown = capsys.readouterr()
         lines = sorted(shown.out.splitlines())
         assert len(lines) == 4 and "4 problems in 4 of 6 shards" in shown.err and good
-        assert "its counts file says" in lines[0] and "not a whole Arrow" in lines[1] and "missing" in lines[2]
+        assert (
+            "its counts file says" in lines[0] and "not a whole Arrow" in lines[1] and "missing" in lines[2]
+        )
         assert f"holds token {VOCAB + 17} in document {number}, beyond vocab_size ({VOCAB})" in lines[3]
 
     def test_a_stored_separator_that_is_missing_is_found(self, tmp_path: Path) -> None:
@@ -348,7 +391,9 @@ class TestVerify:
         [(_, problems)] = verify_corpus(files.corpus(seq_length=32), VOCAB)
         assert len(problems) == 1 and f"has document {len(documents) - 1} end with 7" in problems[0]
 
-    def test_a_whole_corpus_says_what_was_read(self, files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_whole_corpus_says_what_was_read(
+        self, files: Files, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert command(["inspect", "verify", f"--data_path={files.root}"]) == 0
         assert "4 shards of 3 sources are whole" in capsys.readouterr().out
 
@@ -358,7 +403,9 @@ class TestVerify:
         assert command(["inspect", "verify", f"--run={run[0]}"]) == 0
         assert "checkpoint of step 60" in capsys.readouterr().out
         shutil.copytree(files.root, tmp_path / "more")
-        shutil.copy(tmp_path / "more" / "a" / "shard-00000.arrow", tmp_path / "more" / "a" / "shard-00009.arrow")
+        shutil.copy(
+            tmp_path / "more" / "a" / "shard-00000.arrow", tmp_path / "more" / "a" / "shard-00009.arrow"
+        )
         assert command(["inspect", "verify", f"--run={run[0]}", f"--data_path={tmp_path / 'more'}"]) == 2
         assert "source (a) has changed since the checkpoint" in capsys.readouterr().err
 
@@ -366,4 +413,8 @@ class TestVerify:
 def test_a_shard_is_named_by_number_name_or_path(files: Files) -> None:
     source = files.corpus(seq_length=32).source("a")
     assert source is not None
-    assert [find_file(source, text) for text in ("1", "shard-00001.arrow", "a/shard-00001.arrow")] == [1, 1, 1]
+    assert [find_file(source, text) for text in ("1", "shard-00001.arrow", "a/shard-00001.arrow")] == [
+        1,
+        1,
+        1,
+    ]

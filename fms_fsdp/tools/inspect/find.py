@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from fms_fsdp.config import flag
-from fms_fsdp.data.corpus_rows import Place
-from fms_fsdp.data.manifest import Source, nearest
-from fms_fsdp.data.tapes import REST
+from fms_fsdp.data.order.tapes import REST
+from fms_fsdp.data.rows import Place
+from fms_fsdp.data.shards.manifest import Source, nearest
 from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected
 
 
@@ -31,8 +31,12 @@ class FindConfig(InspectConfig):
     source: str = flag("", "the source that holds the document")
     file: str = flag("", "its shard: a name such as shard-00000.arrow, or its number in the order of names")
     document: int | None = flag(None, "its number in the shard, from 0 on", minimum=0)
-    num_steps: int | None = flag(None, "list what is seen up to this step (default: the run's last)", minimum=1)
-    epochs: int | None = flag(None, "list this many epochs of the source (default without num_steps: 1)", minimum=1)
+    num_steps: int | None = flag(
+        None, "list what is seen up to this step (default: the run's last)", minimum=1
+    )
+    epochs: int | None = flag(
+        None, "list this many epochs of the source (default without num_steps: 1)", minimum=1
+    )
     json: bool = flag(False, "print one JSON object for each time and place")
 
 
@@ -53,7 +57,9 @@ class Seen:
     fate: str
 
 
-def find_document(data: Inspected, source: Source, file: int, document: int, num_epochs: int) -> Iterator[Seen]:
+def find_document(
+    data: Inspected, source: Source, file: int, document: int, num_epochs: int
+) -> Iterator[Seen]:
     """Yields where every token of a document goes in the first `num_epochs` epochs, epoch by epoch, in no order inside one.
 
     Raises: ShardError; IndexError for a document that is not there.
@@ -68,7 +74,9 @@ def find_document(data: Inspected, source: Source, file: int, document: int, num
             else:
                 windows.add((stretch.tape, stretch.window))
         for tape, window in sorted(windows):
-            yield from _in_window(data, source, (file, document), Place(source.name, 0, epoch, tape, window, 0))
+            yield from _in_window(
+                data, source, (file, document), Place(source.name, 0, epoch, tape, window, 0)
+            )
 
 
 def _in_window(data: Inspected, source: Source, document: tuple[int, int], place: Place) -> Iterator[Seen]:
@@ -107,7 +115,9 @@ def find_file(source: Source, text: str) -> int:
     if len(fitting) == 1:
         return fitting[0]
     hint = f"it fits {len(fitting)} shards" if fitting else nearest(f"{source.name}/{text}", source.paths)
-    raise ValueError(f"--file ({text}) must name one of the {len(source.paths)} shards of {source.name}; {hint}")
+    raise ValueError(
+        f"--file ({text}) must name one of the {len(source.paths)} shards of {source.name}; {hint}"
+    )
 
 
 def main(config: FindConfig) -> None:
@@ -118,7 +128,9 @@ def main(config: FindConfig) -> None:
     with inspected(config) as data:
         sources = {source.name: source for corpus in data.corpora for source in corpus.sources}
         if config.source not in sources:
-            raise ValueError(f"--source ({config.source}) is not one of this data; {nearest(config.source, sources)}")
+            raise ValueError(
+                f"--source ({config.source}) is not one of this data; {nearest(config.source, sources)}"
+            )
         source = sources[config.source]
         file = find_file(source, config.file)
         if config.document >= source.docs[file]:

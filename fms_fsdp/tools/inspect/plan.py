@@ -13,11 +13,11 @@ import numpy as np
 
 from fms_fsdp.config import flag
 from fms_fsdp.data.batch import IGNORED_LABEL, empty_batch
-from fms_fsdp.data.history import Segment
-from fms_fsdp.data.manifest import Source
-from fms_fsdp.data.mixture import NUM_SLOTS
+from fms_fsdp.data.order.history import Segment
+from fms_fsdp.data.order.mixture import NUM_SLOTS
+from fms_fsdp.data.order.tapes import Geometry
 from fms_fsdp.data.pieces import Row
-from fms_fsdp.data.tapes import Geometry
+from fms_fsdp.data.shards.manifest import Source
 from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected
 
 MANY_EPOCHS = 4  # Source: Muennighoff et al., "Scaling data-constrained language models" (2023)
@@ -29,8 +29,12 @@ class PlanConfig(InspectConfig):
     """How far to plan, and what to draw."""
 
     num_steps: int | None = flag(None, "plan up to this step (default: the run's last)", minimum=1)
-    sample_rows: int = flag(16, "rows of each source read to measure its -100 labels; 0 reads none", minimum=0)
-    plot: str = flag("", "FILE.png: draw the mixture over the steps and the lengths of documents (needs matplotlib)")
+    sample_rows: int = flag(
+        16, "rows of each source read to measure its -100 labels; 0 reads none", minimum=0
+    )
+    plot: str = flag(
+        "", "FILE.png: draw the mixture over the steps and the lengths of documents (needs matplotlib)"
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,11 @@ def _epoch_ends(data: Inspected, name: str, num_steps: int) -> tuple[int, ...]:
 def ignored_share(data: Inspected, name: str, num_rows: int) -> float:
     """Returns the share of -100 among the labels of `num_rows` rows spread over an epoch of the source, in its last length."""
     era = data.rows.course(name).eras[-1]
-    size, epoch_rows, first = era.tapes.geometry.seq_length, era.tapes.geometry.num_rows, era.first + era.num_begun
+    size, epoch_rows, first = (
+        era.tapes.geometry.seq_length,
+        era.tapes.geometry.num_rows,
+        era.first + era.num_begun,
+    )
     batch = empty_batch(1, size)
     out = Row(*(tensor[0].numpy() for tensor in batch))
     ignored = 0
@@ -209,7 +217,10 @@ def describe_plan(data: Inspected, plans: Sequence[SourcePlan], num_steps: int) 
                 for name in sorted(plan.name for plan in plans)
                 if (passed_over := data.rows.course(name).passed_over)
             ),
-            *(f"  the rows planned for steps {skip.a:,} to {skip.b - 1:,} are passed over" for skip in history.skipped),
+            *(
+                f"  the rows planned for steps {skip.a:,} to {skip.b - 1:,} are passed over"
+                for skip in history.skipped
+            ),
             "",
             _table(
                 (
@@ -227,7 +238,16 @@ def describe_plan(data: Inspected, plans: Sequence[SourcePlan], num_steps: int) 
             ),
             "",
             _table(
-                ("source", "shards", "rows an epoch", "tapes", "windows a tape", "blocks a window", "tail rows"), how
+                (
+                    "source",
+                    "shards",
+                    "rows an epoch",
+                    "tapes",
+                    "windows a tape",
+                    "blocks a window",
+                    "tail rows",
+                ),
+                how,
             ),
             f"windows open at a time, of all ranks together: {windows / 2**20:,.1f} MiB of the shards; --logical_shards lowers it",
         ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fms_fsdp.data.permute import I64
+from fms_fsdp.data.order.permute import I64
 from fms_fsdp.tools.inspect.step import Inspected
 
 STEP_RANGES = 120
@@ -15,7 +15,9 @@ SAMPLED_SHARDS = 8  # of a source
 SAMPLED_DOCUMENTS = 1 << 16  # of a shard
 
 
-def mixture_over_time(data: Inspected, num_steps: int) -> tuple[I64, dict[str, np.ndarray[Any, np.dtype[np.float64]]]]:
+def mixture_over_time(
+    data: Inspected, num_steps: int
+) -> tuple[I64, dict[str, np.ndarray[Any, np.dtype[np.float64]]]]:
     """Returns the edges of step ranges (R + 1 steps, range i is the steps after edge i up to edge i + 1), and each source's
     share of the tokens in each range. Edges meet every change of the mixture."""
     history = data.rows.history
@@ -53,7 +55,9 @@ def draw(data: Inspected, num_steps: int, path: str) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("--plot needs matplotlib, which is not installed; `pip install matplotlib`") from None
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed; `pip install matplotlib`"
+        ) from None
     edges, shares = mixture_over_time(data, num_steps)
     palette = matplotlib.colormaps["tab10" if len(shares) <= 10 else "tab20"]
     colors = {name: palette(i % palette.N) for i, name in enumerate(shares)}
@@ -83,12 +87,20 @@ def draw(data: Inspected, num_steps: int, path: str) -> None:
         if len(found):
             weights = np.full(len(found), 1 / len(found))
             right.hist(
-                np.maximum(found, 1), bins=bins, weights=weights, histtype="step", color=colors.get(name), label=name
+                np.maximum(found, 1),
+                bins=bins,
+                weights=weights,
+                histtype="step",
+                color=colors.get(name),
+                label=name,
             )
     right.axvline(data.section.seq_length, color="black", linewidth=0.8, linestyle=":", label="seq_length")
     sampled = sum(map(len, lengths.values()))
     right.set(
-        xscale="log", xlabel="tokens", ylabel="share of documents", title=f"Document lengths ({sampled:,} documents)"
+        xscale="log",
+        xlabel="tokens",
+        ylabel="share of documents",
+        title=f"Document lengths ({sampled:,} documents)",
     )
     right.legend(fontsize="small")
     Path(path).parent.mkdir(parents=True, exist_ok=True)

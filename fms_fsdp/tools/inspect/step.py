@@ -21,30 +21,45 @@ from typing import Any
 
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import DataConfig, TrainingConfig, flag
-from fms_fsdp.data.arrow_shard import ShardError
 from fms_fsdp.data.batch import fingerprint
-from fms_fsdp.data.corpus_rows import CorpusRows, Place
-from fms_fsdp.data.manifest import Corpus, open_corpus
-from fms_fsdp.data.tapes import TAIL
-from fms_fsdp.recorded import recorded_config
-from fms_fsdp.resume import Start, find_start
+from fms_fsdp.data.order.tapes import TAIL
+from fms_fsdp.data.rows import CorpusRows, Place
+from fms_fsdp.data.shards.manifest import Corpus, open_corpus
+from fms_fsdp.data.shards.shard import ShardError
+from fms_fsdp.run.recorded import recorded_config
+from fms_fsdp.run.resume import Start, find_start
 
 ANY_VOCABULARY = 1 << 32
-_DATA_FLAGS = ("data_path", "datasets", "weights", "seq_length", "packing", "logical_shards", "sep_token", "skip_steps")
+_DATA_FLAGS = (
+    "data_path",
+    "datasets",
+    "weights",
+    "seq_length",
+    "packing",
+    "logical_shards",
+    "sep_token",
+    "skip_steps",
+)
 
 
 @dataclass(frozen=True)
 class InspectConfig:
     """Which data: a run folder, or the flags that a run is given. Flags given beside a run folder replace its own."""
 
-    run: str = flag("", "a run folder: what its run has seen, and would see if it went on with the flags given here")
+    run: str = flag(
+        "", "a run folder: what its run has seen, and would see if it went on with the flags given here"
+    )
     data_path: str = flag("", "folder of the token shards")
     datasets: tuple[str, ...] = flag((), "sources, as in training")
     weights: tuple[float, ...] = flag((), "share of tokens of each dataset, as in training")
     seq_length: int | None = flag(None, "tokens in a row (default: the run's, else 4096)", minimum=1)
-    packing: str | None = flag(None, "as in training (default: the run's, else concat)", choices=("concat", "bestfit"))
+    packing: str | None = flag(
+        None, "as in training (default: the run's, else concat)", choices=("concat", "bestfit")
+    )
     logical_shards: int | None = flag(None, "as in training (default: the run's, else 1024)", minimum=1)
-    sep_token: int | None = flag(None, "as in training (default: the run's, else the one the shards name)", minimum=0)
+    sep_token: int | None = flag(
+        None, "as in training (default: the run's, else the one the shards name)", minimum=0
+    )
     skip_steps: str = flag("", "as in training: a:b passes over the rows planned for steps a to b-1")
     seed: int | None = flag(None, "as in training (default: the run's, else 2023)", minimum=0)
     global_batch_size: int | None = flag(
@@ -59,7 +74,9 @@ class StepConfig(InspectConfig):
     step: int | None = flag(None, "the step, from 1 on", minimum=1)
     rows: str = flag("", "a:b lists the rows a to b-1 of the step's global batch (default: all)")
     json: bool = flag(False, "print one JSON object a row")
-    fingerprint: bool = flag(True, "compute the data_fingerprint that metrics.jsonl logs; reads the whole batch")
+    fingerprint: bool = flag(
+        True, "compute the data_fingerprint that metrics.jsonl logs; reads the whole batch"
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +148,9 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
         elif run:
             rows.begin_after(run.step)
         num_steps = run.num_steps if run else None
-        yield Inspected(rows, tuple(corpora), section, vocab_size, run.step if run else 0, num_steps, tuple(changes))
+        yield Inspected(
+            rows, tuple(corpora), section, vocab_size, run.step if run else 0, num_steps, tuple(changes)
+        )
     finally:
         rows.close()
 
@@ -141,7 +160,9 @@ def data_section(config: InspectConfig, of_run: DataConfig | None) -> DataConfig
     section = of_run or DataConfig()
     if section.use_dummy_dataset or section.dataset_builder:
         kind = "synthetic tokens" if section.use_dummy_dataset else "a dataset_builder of its own"
-        raise ValueError(f"run ({config.run}) trained on {kind}, which inspect cannot follow; inspect a run on shards")
+        raise ValueError(
+            f"run ({config.run}) trained on {kind}, which inspect cannot follow; inspect a run on shards"
+        )
     given = {name: getattr(config, name) for name in _DATA_FLAGS}
     given = {name: value for name, value in given.items() if value not in (None, "", ())}
     if "datasets" in given:
@@ -170,7 +191,9 @@ def read_run(folder: Path) -> Run:
     return Run(cfg.data, cfg.training.seed, batch, vocab_size, num_steps, start)
 
 
-def _open_dropped(rows: CorpusRows, section: DataConfig, corpus: Corpus, state: dict[str, Any]) -> list[Corpus]:
+def _open_dropped(
+    rows: CorpusRows, section: DataConfig, corpus: Corpus, state: dict[str, Any]
+) -> list[Corpus]:
     """Opens the sources that earlier steps used and the flags no longer name, as far as they are still there."""
     opened = []
     for name in sorted(set(state["manifest"]) - {source.name for source in corpus.sources}):
@@ -193,7 +216,12 @@ def row_record(data: Inspected, place: Place, step: int, row: int) -> dict[str, 
     A piece is tokens [start, stop) of a document (its separator counted), at token `at` of the row.
     """
     record: dict[str, Any] = {"step": step, "row": row, "source": place.source, "epoch": place.epoch}
-    record |= {"sequence": place.n, "tape": place.tape, "window": place.window, "token_in_window": place.start}
+    record |= {
+        "sequence": place.n,
+        "tape": place.tape,
+        "window": place.window,
+        "token_in_window": place.start,
+    }
     if place.tape == TAIL:
         record |= {"tape": None, "window": None, "token_in_window": None}
     try:
@@ -237,7 +265,10 @@ def main(config: StepConfig) -> None:
         start, stop = parse_range("rows", config.rows, batch)
         mark = {"data_fingerprint": step_fingerprint(data, step)} if config.fingerprint else {}
         if not config.json:
-            print(f"step {step}: {batch} rows of {data.rows.history.seq_length(step)} tokens" + _when(data, step))
+            print(
+                f"step {step}: {batch} rows of {data.rows.history.seq_length(step)} tokens"
+                + _when(data, step)
+            )
         for row, place in enumerate(data.rows.places(step, start, stop), start):
             record = row_record(data, place, step, row)
             print(json.dumps(record | mark) if config.json else _describe_row(record))

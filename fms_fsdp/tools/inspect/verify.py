@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.config import flag
-from fms_fsdp.data.arrow_shard import Documents, Shard, ShardError
-from fms_fsdp.data.files import Files
-from fms_fsdp.data.manifest import Corpus, Source, check_shard, open_corpus
+from fms_fsdp.data.shards.files import Files
+from fms_fsdp.data.shards.manifest import Corpus, Source, check_shard, open_corpus
+from fms_fsdp.data.shards.shard import Documents, Shard, ShardError
 from fms_fsdp.tools.inspect.step import InspectConfig, data_section, inspected, read_run
 
 SLICE_TOKENS = 1 << 20
@@ -36,11 +36,15 @@ Tokens = npt.NDArray[np.unsignedinteger[npt.NBitBase]]
 class VerifyConfig(InspectConfig):
     """Which corpus to read, and how."""
 
-    vocab_size: int | None = flag(None, "token ids lie below it (default: the run's, else the shards')", minimum=1)
+    vocab_size: int | None = flag(
+        None, "token ids lie below it (default: the run's, else the shards')", minimum=1
+    )
     num_threads: int = flag(4, "shards read at a time", minimum=1)
 
 
-def verify_corpus(corpus: Corpus, vocab_size: int | None, num_threads: int = 4) -> Iterator[tuple[str, list[str]]]:
+def verify_corpus(
+    corpus: Corpus, vocab_size: int | None, num_threads: int = 4
+) -> Iterator[tuple[str, list[str]]]:
     """Yields (path, problems) of every shard as it is done: [] for a good one."""
     with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as pool:
         jobs = {
@@ -82,7 +86,9 @@ def _verify_shard(corpus: Corpus, source: Source, file: int, vocab_size: int | N
     return problems
 
 
-def _check_counts(corpus: Corpus, source: Source, file: int, shard: Shard, vocab_size: int | None) -> list[str]:
+def _check_counts(
+    corpus: Corpus, source: Source, file: int, shard: Shard, vocab_size: int | None
+) -> list[str]:
     """Returns how the shard's own counts differ from the counts file's."""
     try:
         check_shard(source, file, shard, sep_token=corpus.sep_token, vocab_size=vocab_size)
@@ -173,10 +179,14 @@ def main(config: VerifyConfig) -> None:
         if time.monotonic() - shown >= _PROGRESS_INTERVAL_S:
             shown = time.monotonic()
             left = (shown - start) / done * (num_shards - done)
-            print(f"{done} of {num_shards} shards, {num_bad} with problems, {left:.0f} s left", file=sys.stderr)
+            print(
+                f"{done} of {num_shards} shards, {num_bad} with problems, {left:.0f} s left", file=sys.stderr
+            )
     if num_bad:
         raise ValueError(f"{num_problems} problems in {num_bad} of {num_shards} shards; each is named above")
-    tokens, documents = (sum(int(getattr(s, name).sum()) for s in corpus.sources) for name in ("tokens", "docs"))
+    tokens, documents = (
+        sum(int(getattr(s, name).sum()) for s in corpus.sources) for name in ("tokens", "docs")
+    )
     bound = f"ids below {vocab_size}" if vocab_size else "ids not checked, as no --vocab_size is known"
     print(
         f"{num_shards} shards of {len(corpus.sources)} sources are whole: {documents:,} documents, {tokens:,} tokens, "

@@ -1,0 +1,33 @@
+"""Files that are there whole or not at all. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Replaces the file in one step: a reader sees the old content or the new, never a part. `sync`: it also outlives a power cut.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full; the old file stands.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Readable JSON, atomically and synced to disk."""
+    write_atomically(path, json.dumps(content, indent=1) + "\n", sync=True)

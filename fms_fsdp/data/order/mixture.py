@@ -1,0 +1,134 @@
+"""Which source the u-th sequence comes from: a tree of two-way splits in the proportions of the weights.
+
+Sources are the leaves of a Huffman tree over their quotas (weights in units of 1/65,536). Of the first i sequences that
+reach an inner node with child quotas a and b, floor((i * a + (a + b) // 2) / (a + b)) go to the first child, the others to
+the second. So both "which source" and "how many of it before" are closed forms in u, O(log sources), in integers alone.
+
+Invariant: every source's own sequences are numbered 0, 1, 2, ... without a gap, and after any number of sequences every
+source is near its share: a split errs by at most a half, and an error reaches a leaf shrunk by the leaf's share of the
+node. Weights are shares of tokens, exactly, because all sequences have the same length. Names decide every tie, so the order
+of the flags is immaterial.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fms_fsdp.data.order.permute import I64
+
+NUM_SLOTS = 1 << 16
+
+
+def slot_quotas(weights: Mapping[str, float]) -> dict[str, int]:
+    """Returns each source's number of slots, summing to NUM_SLOTS: largest remainders, ties by name.
+
+    Raises: ValueError for a weight that is not positive and finite, or below 1/65,536 of their sum.
+    """
+    for name, weight in weights.items():
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(
+                f"weights ({weight:g} for {name}) must be positive numbers; drop the source to leave it out"
+            )
+    total = math.fsum(weights.values())  # exactly rounded, so independent of the order
+    shares = {name: weights[name] / total * NUM_SLOTS for name in sorted(weights)}
+    for name, share in shares.items():
+        if share < 1:
+            raise ValueError(
+                f"weights ({weights[name]:g} for {name}) must be at least 1/{NUM_SLOTS} of their sum ({total:g}); "
+                f"raise it to {total / NUM_SLOTS:.3g} or drop the source"
+            )
+    quotas = {name: int(share) for name, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda name: (quotas[name] - shares[name], name))
+    for name in by_remainder[: NUM_SLOTS - sum(quotas.values())]:
+        quotas[name] += 1
+    assert sum(quotas.values()) == NUM_SLOTS, quotas
+    return quotas
+
+
+@dataclass(frozen=True)
+class _Split:
+    """An inner node: the quotas of its two children, and what they are (leaves are places in `Mixture.names`)."""
+
+    first_quota: int
+    quota: int
+    first: _Split | int
+    second: _Split | int
+
+    def to_first(self, i: I64) -> tuple[I64, I64]:
+        """Returns how many of the node's first i sequences go to its first child, and the division's remainder."""
+        return np.divmod(i * self.first_quota + self.quota // 2, self.quota)
+
+    def from_child(self, is_first: bool, i: int) -> int:
+        """Returns which of the node's sequences is the i-th of its first or of its second child: the inverse of `to_first`."""
+        if is_first:
+            return ((i + 1) * self.quota - 1 - self.quota // 2) // self.first_quota
+        return (i * self.quota + self.quota // 2) // (self.quota - self.first_quota)
+
+
+class Mixture:
+    """Maps u >= 0 to (source, number of this source's sequences before u), in closed form."""
+
+    def __init__(self, quotas: Mapping[str, int]) -> None:
+        self.names, self.quotas = tuple(sorted(quotas)), quotas
+        heap: list[tuple[int, int, _Split | int]] = [
+            (quotas[name], i, i) for i, name in enumerate(self.names)
+        ]
+        heapq.heapify(heap)
+        while len(heap) > 1:
+            quota_a, least_a, a = heapq.heappop(heap)
+            quota_b, least_b, b = heapq.heappop(heap)
+            quota = quota_a + quota_b
+            heapq.heappush(heap, (quota, min(least_a, least_b), _Split(quota_a, quota, a, b)))
+        self._root = heap[0][2]
+
+    def __call__(self, u: I64) -> tuple[I64, I64]:
+        """Returns (place in `names`, sequences of that source before u) for each u >= 0."""
+        source, number = np.empty_like(u), np.empty_like(u)
+        waiting: list[tuple[_Split | int, I64, I64]] = [(self._root, np.arange(len(u)), u)]
+        while waiting:
+            node, places, i = waiting.pop()
+            if isinstance(node, int):
+                source[places], number[places] = node, i
+                continue
+            before, remainder = node.to_first(i)
+            in_first = remainder >= node.quota - node.first_quota  # the next sequence raises `before`
+            first, second = np.flatnonzero(in_first), np.flatnonzero(~in_first)
+            for child, chosen, index in ((node.first, first, before), (node.second, second, i - before)):
+                if len(chosen):
+                    waiting.append((child, places[chosen], index[chosen]))
+        return source, number
+
+    def counts(self, u: int) -> dict[str, int]:
+        """Returns how many of the first u sequences each source supplies."""
+        counts: dict[str, int] = {}
+        waiting: list[tuple[_Split | int, int]] = [(self._root, u)]
+        while waiting:
+            node, i = waiting.pop()
+            if isinstance(node, int):
+                counts[self.names[node]] = i
+            else:
+                before = int(node.to_first(np.array(i))[0])
+                waiting += [(node.first, before), (node.second, i - before)]
+        return counts
+
+    def index(self, name: str, number: int) -> int:
+        """Returns the u whose sequence is the source's own `number`: the inverse of a call."""
+        u = number
+        for node, is_first in reversed(self._path(self._root, self.names.index(name)) or []):
+            u = node.from_child(is_first, u)
+        return u
+
+    def _path(self, node: _Split | int, leaf: int) -> list[tuple[_Split, bool]] | None:
+        """Returns the splits from `node` down to a leaf and the side taken at each, None if the leaf is not below it."""
+        if isinstance(node, int):
+            return [] if node == leaf else None
+        for is_first, child in ((True, node.first), (False, node.second)):
+            below = self._path(child, leaf)
+            if below is not None:
+                return [(node, is_first), *below]
+        return None

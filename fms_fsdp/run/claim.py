@@ -1,0 +1,176 @@
+"""The claim of a launch: rank 0 locks the folders, chooses and checks the checkpoint, and tells the others.
+
+    plan (every rank, nothing written) ─→ claim: lock → choose the start → broadcast → the same checks on every rank
+                                           → only now the folder is made and written to
+
+config.json (the latest launch) · config.<attempt>.json (each launch) · status.json · metrics.jsonl · log.txt · tensorboard/ ·
+checkpoints/ · profile_traces/ · stacks/ (of ranks that hung) · slurm_job · STOP (made by whoever wants the run to stop) ·
+.lock · .shared
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fms_fsdp.atomic import write_atomically
+from fms_fsdp.checkpoint.folders import set_aside
+from fms_fsdp.config import TrainConfig, as_dict
+from fms_fsdp.errors import BadInput
+from fms_fsdp.flags import Parsed
+from fms_fsdp.run.limits import STOP_FILE
+from fms_fsdp.run.lock import lock_folders
+from fms_fsdp.run.plan import Preflight, start_from
+from fms_fsdp.run.resume import Start, find_start
+from fms_fsdp.run.status import Launch, read_status
+from fms_fsdp.runtime import World, agreed, log, log_to_file, process_age_s, sum_over_ranks
+
+_SENTINEL = ".shared"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a launch holds: its number from 1, and the plan with its start. `suspect_step`: the last attempt ended
+    because the data of this step are wrong."""
+
+    attempt: int
+    found: Preflight
+    suspect_step: int | None
+
+
+def claim(parsed: Parsed[TrainConfig], plan: Preflight) -> Claim:
+    """Takes the folders for this run and chooses its start (collective: every rank). They stay locked until the process ends.
+
+    Raises:
+        ValueError, OSError: another run writes there, or the checkpoint does not fit; alike on every rank.
+    """
+    cfg, world = parsed.config, plan.world
+    folder, root = Path(cfg.output_dir), Path(cfg.ckpt_save_path)
+
+    def take() -> tuple[Start, dict[str, Any]]:
+        if not folder.exists() and not root.exists():  # a new run is checked before its folder is made
+            start_from(parsed, plan, find_start(cfg))
+        lock_folders([folder, root])
+        begin = find_start(cfg)
+        _set_aside_own(cfg, begin.checkpoint.passed_over if begin.checkpoint else ())
+        return begin, read_status(folder / "status.json")
+
+    begin, last = agreed(take)
+    found = start_from(parsed, plan, begin)
+    for shared in [folder] if root.is_relative_to(folder) else [folder, root]:
+        _check_shared(shared, world)
+    attempt = agreed(lambda: _last_attempt(folder) + 1)
+    return Claim(attempt, found, last.get("data_step"))
+
+
+def choose_again(parsed: Parsed[TrainConfig], found: Preflight, damaged: Sequence[Path]) -> Preflight:
+    """Sets the last of `damaged` aside and takes the newest start that is not among them (collective: every rank).
+
+    Raises:
+        ValueError: none is left.
+    """
+
+    def choose() -> Start:
+        _set_aside_own(parsed.config, damaged[-1:])
+        return find_start(parsed.config, damaged)
+
+    return start_from(parsed, found, agreed(choose))
+
+
+def look_at_suspect(stream: Any, taken: Claim) -> None:
+    """Reads the data that ended the last attempt, if this one comes to them too: if they are still wrong it ends here.
+
+    Raises:
+        BadInput: they are.
+    """
+    step = taken.suspect_step
+    if step is None or step <= taken.found.start or not hasattr(stream, "batch_at"):
+        return
+    try:
+        stream.batch_at(step)
+    except (ValueError, FileNotFoundError) as error:
+        raise BadInput(str(error), on_one_rank=True, data_step=step) from error
+
+
+def _set_aside_own(cfg: TrainConfig, damaged: Iterable[Path]) -> None:
+    """Only in the run's own folder of checkpoints, which it has locked."""
+    for folder in damaged:
+        if folder.resolve().parent == Path(cfg.ckpt_save_path).resolve() and folder.is_dir():
+            log.warning("set aside: %s", set_aside(folder, "damaged"))
+
+
+def record_launch(launch: Launch, cfg: TrainConfig, taken: Claim) -> None:
+    """Enters this launch in its folder (collective: every rank)."""
+    folder, rank = Path(cfg.output_dir), taken.found.world.rank
+
+    def write() -> None:
+        text = json.dumps({**as_dict(cfg), "resolved": taken.found.resolved()}, indent=1) + "\n"
+        for name in (f"config.{taken.attempt}.json", "config.json"):
+            write_atomically(folder / name, text)
+        _remove_old_request(folder / STOP_FILE)
+        log_to_file(folder / "log.txt")
+        launch.claim(folder)
+        log.info("run folder %s (attempt %d)", folder, taken.attempt)
+
+    agreed(write)
+    if rank > 0:
+        launch.claim(folder)
+        if cfg.log.log_all_ranks:
+            log_to_file(folder / f"log.rank{rank}.txt")
+
+
+def _last_attempt(folder: Path) -> int:
+    numbers = [re.fullmatch(r"config\.(\d+)\.json", path.name) for path in folder.iterdir()]
+    return max((int(match[1]) for match in numbers if match), default=0)
+
+
+def _remove_old_request(file: Path) -> None:
+    """A STOP older than this process asked an earlier launch; one dated ahead of the clock would ask every later one."""
+    now = time.time()
+    if file.exists() and not now - process_age_s() <= file.stat().st_mtime <= now + 1:
+        file.unlink(missing_ok=True)
+
+
+def _check_shared(root: Path, world: World, patience_s: float = 30.0) -> None:
+    """Every node sees the file that rank 0 writes; network file systems may take some seconds to show it.
+
+    Raises:
+        ValueError: some node does not.
+    """
+    if world.world_size <= world.local_world_size:
+        return
+
+    def write() -> str:
+        text = f"{uuid.uuid4().hex}\n"
+        write_atomically(root / _SENTINEL, text)
+        return text
+
+    text, blind = agreed(write), 0
+    if world.local_rank == 0:
+        deadline = time.monotonic() + patience_s
+        while not _reads(root / _SENTINEL, text):
+            if time.monotonic() > deadline:
+                blind = 1
+                break
+            time.sleep(0.2)
+    count = int(sum_over_ranks(torch.tensor([blind])).item())
+    if count:
+        raise ValueError(
+            f"folder ({root}) must be shared by all nodes, and {count} of them do not see what rank 0 writes there; "
+            "choose an --output_dir on a shared file system"
+        )
+
+
+def _reads(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except OSError:
+        return False

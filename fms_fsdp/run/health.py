@@ -1,0 +1,147 @@
+"""What watches a run from step to step: gradients that are not finite, loss spikes, and steps that never end.
+
+A step whose gradient is not finite changes nothing: the optimizer skips it on the device (see train.py). `BadSteps` counts such steps and ends the
+run when there are too many in a row; `SpikeDetector` only speaks; `Watchdog` ends a process that hangs, with its stacks on record.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fms_fsdp.errors import RunFailed
+from fms_fsdp.runtime import log
+
+
+class TooManyBadSteps(RunFailed):
+    """The gradient was not finite for more steps in a row than allowed; the last checkpoint stands."""
+
+
+@dataclass
+class BadSteps:
+    """Counts skipped steps. `describe(step)` names that step's data; it is called on every rank, for bad steps only.
+
+    On a GPU the verdict on a step is read while the next one runs, so that the host never waits for the device's newest work.
+    """
+
+    limit: int
+    describe: Callable[[int], str]
+    keep_name: str
+    in_a_row: int = 0
+    total: int = 0
+    _pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def check(self, step: int, grad_norm: torch.Tensor) -> None:
+        """Notes the gradient norm of `step`, the same on every rank (collective).
+
+        Raises:
+            TooManyBadSteps: `limit` steps in a row were skipped.
+        """
+        if grad_norm.device.type != "cuda":
+            self._count(step, grad_norm.item())
+            return
+        self.flush()
+        host = torch.empty((), dtype=grad_norm.dtype, pin_memory=True)
+        host.copy_(grad_norm, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._pending = step, host, event
+
+    def flush(self) -> None:
+        """Counts the step whose verdict is still on its way."""
+        if self._pending is not None:
+            (step, host, event), self._pending = self._pending, None
+            if event is not None:
+                event.synchronize()
+            self._count(step, host.item())
+
+    def _count(self, step: int, grad_norm: float) -> None:
+        if math.isfinite(grad_norm):
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        self.total += 1
+        text = (
+            f"step {step}: the gradient norm is {grad_norm}; the step changed nothing ({self.in_a_row} in a row, "
+            f"--max_bad_steps {self.limit}). {self.describe(step)}"
+        )
+        log.warning(text)
+        if self.limit and self.in_a_row >= self.limit:
+            advice = "Look at the data, pass over it with --skip_steps, or lower --learning_rate"
+            raise TooManyBadSteps(f"{text} {advice} with {self.keep_name}")
+
+
+@dataclass
+class SpikeDetector:
+    """Compares each reported loss with the recent ones: a spike lies `threshold` of their deviations above their mean.
+
+    Mean and deviation are exponential averages over about 50 reports, and do not take in the spikes themselves.
+    """
+
+    threshold: float
+    _mean: float = 0.0
+    _variance: float = 0.0
+    _count: int = 0
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether `loss` is one; also takes note of it. Never before the 20th report."""
+        if not math.isfinite(loss):
+            return False
+        deviation = max(math.sqrt(self._variance), 0.005 * abs(self._mean))
+        if self.threshold and self._count >= 20 and loss - self._mean > self.threshold * deviation:
+            return True
+        self._count += 1
+        weight = max(1 / self._count, 0.02)
+        difference = loss - self._mean
+        self._mean += weight * difference
+        self._variance = (1 - weight) * (self._variance + weight * difference * difference)
+        return False
+
+
+class Watchdog:
+    """A thread that ends this process when nothing was heard of it for `timeout_s`: stacks of all its threads go to `folder`, then exit status 1.
+
+    It stands beside the collectives' own timeout, which a rank that hangs outside of one never meets.
+    """
+
+    def __init__(self, timeout_s: float, folder: Path, rank: int, on_hang: Callable[[str], None]) -> None:
+        self._timeout_s, self._path, self._on_hang = timeout_s, folder / f"rank{rank}.txt", on_hang
+        self._heard = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def feed(self) -> None:
+        """Says that this rank is alive."""
+        self._heard = time.monotonic()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        pause_s = min(1.0, self._timeout_s / 10)
+        while not self._ended.wait(pause_s):
+            silent = time.monotonic() - self._heard
+            if silent > self._timeout_s:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with open(self._path, "a") as file:
+                    file.write(f"\nno step for {silent:.0f} s, and no save that moves\n")
+                    file.flush()
+                    faulthandler.dump_traceback(file)
+                reason = f"no step for {silent:.0f} s, and no save that moves (--collective_timeout_s); stacks of all threads: {self._path}"
+                log.error(reason)
+                self._on_hang(reason)
+                time.sleep(
+                    3 * pause_s
+                )  # torchrun ends the others as soon as one ends: they record their stacks first
+                os._exit(1)

@@ -1,0 +1,52 @@
+"""What flags and environment ask of this machine: what cannot be had is refused, what does nothing here is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from fms_fsdp import runtime
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.effects import notes
+from fms_fsdp.config.values import shown
+from fms_fsdp.flags import Parsed
+from fms_fsdp.mesh import Layout
+from fms_fsdp.parallel.parallelize import check_attention
+
+_FILES = ("metrics.jsonl", "status.json", "config.json", "log.txt")  # of a run folder, which a launch writes
+
+
+def check_machine(parsed: Parsed[TrainConfig], device: torch.device, layout: Layout) -> None:
+    """Logs a note for each flag that does nothing here.
+
+    Raises:
+        ValueError: a backend, a device or a place to write that cannot be had.
+    """
+    cfg = parsed.config
+    check_attention(cfg.model.attn_impl, device)
+    if cfg.parallel.dist_backend == "nccl" and device.type != "cuda":
+        raise ValueError("--dist_backend (nccl) needs a GPU; leave it out, or use gloo")
+    if cfg.profiler.memory_snapshot and device.type != "cuda":
+        raise ValueError("--memory_snapshot (True) needs a GPU, whose allocator it records; leave it out")
+    if cfg.parallel.cpu_offload and layout.strategy == "none":
+        raise ValueError(
+            "--cpu_offload (True) needs a sharded model; add --sharding_strategy=fsdp, which one process can use too"
+        )
+    for name in _FILES:
+        if (path := Path(cfg.output_dir, name)).exists() and not path.is_file():
+            raise ValueError(
+                f"--output_dir ({cfg.output_dir}) must hold {name} as a file; remove what is there"
+            )
+    for line in [*notes(cfg, parsed.origins, layout.strategy), *_notes_of_the_machine(cfg, device)]:
+        runtime.log.info(line)
+
+
+def _notes_of_the_machine(cfg: TrainConfig, device: torch.device) -> Iterator[str]:
+    if cfg.parallel.matmul_precision != "high" and device.type != "cuda":
+        yield f"note: --matmul_precision ({cfg.parallel.matmul_precision}) has no effect without a GPU"
+    job_end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if job_end and runtime.job_end() is None:
+        yield f"note: SLURM_JOB_END_TIME ({shown(job_end)}) is no time and counts as not set"

@@ -1,0 +1,343 @@
+"""The checks before any work: what the flags mean on this machine, in this world, with this data. Nothing is written.
+
+    flags (done by parsing) → `find_machine`: devices, mesh, batch → process group → `check_data`: data, model, memory, folders
+
+The first failure is raised, alike on every rank. Rank 0 alone looks at the folders of data, once, and tells the others.
+What depends on the checkpoint is checked by `start_from`, once rank 0 holds the lock and has chosen it (claim.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fms_fsdp import runtime
+from fms_fsdp.checkpoint.folders import Checkpoint
+from fms_fsdp.checkpoint.retention import check_keep_best, parse_schedule
+from fms_fsdp.config import BatchPlan, TrainConfig, keep_global_batch, resolve_batch
+from fms_fsdp.data.custom import load_builder
+from fms_fsdp.data.held_out import HeldOut, HeldOutListing, close_held_out, open_held_out, scan_held_out
+from fms_fsdp.data.stream import build_stream
+from fms_fsdp.flags import Parsed
+from fms_fsdp.mesh import Layout, resolve_layout
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.variants import LlamaConfig, resolve_model
+from fms_fsdp.parallel.compile import check_compile
+from fms_fsdp.predict.memory import check_memory, estimate_memory
+from fms_fsdp.run.machine import check_machine
+from fms_fsdp.run.recorded import working_folder
+from fms_fsdp.run.resume import Start, check_model, differences, schedule_jump
+
+# tracker → the package it needs, and what pip installs it by
+_TRACKER_PACKAGES = {
+    "wandb": ("wandb", "'fms_fsdp[track]'"),
+    "mlflow": ("mlflow", "'fms_fsdp[track]'"),
+    "aim": ("aim", "aim"),
+    "codecarbon": ("codecarbon", "codecarbon"),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run runs: what follows from the flags and the hardware."""
+
+    world: runtime.World
+    device: torch.device
+    layout: Layout
+    batch: BatchPlan
+    mixed_precision: bool
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What the checks found, alike on every rank. `corpus` is None for synthetic data and streams of the user's own."""
+
+    world: runtime.World
+    device: torch.device
+    layout: Layout
+    batch: BatchPlan
+    corpus: Any
+    model: LlamaConfig
+    mixed_precision: bool
+    begin: Start
+    num_steps: int
+    held_out: tuple[HeldOut, ...] = ()
+    held_out_listings: tuple[HeldOutListing, ...] = ()
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        return self.begin.checkpoint
+
+    @property
+    def continues(self) -> bool:
+        """Whether step, optimizer and data go on from the checkpoint."""
+        return self.checkpoint is not None and self.begin.continues
+
+    @property
+    def start(self) -> int:
+        """The last step already done."""
+        return self.checkpoint.step if self.checkpoint is not None and self.continues else 0
+
+    @property
+    def tokens_at_start(self) -> int:
+        return (
+            int(self.checkpoint.state["tokens_seen"]) if self.checkpoint is not None and self.continues else 0
+        )
+
+    def resolved(self) -> dict[str, Any]:
+        """What config.json and the log say beyond the flags."""
+        return {
+            "world_size": self.world.world_size,
+            "device": str(self.device.type),
+            "layout": asdict(self.layout),
+            "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
+            "model": asdict(self.model) | {"num_params": num_params(self.model)},
+            "mixed_precision": self.mixed_precision,
+            "num_steps": self.num_steps,
+            "versions": runtime.versions(),
+            "working_dir": working_folder(),
+        }
+
+    def summary(self) -> str:
+        """What a person wants to know before step 1."""
+        batch, model = self.batch, self.model
+        tokens = batch.global_batch_size * model.max_seq_len
+        held_out = ", ".join(
+            f"{source.group}/{source.name} {source.num_rows} rows" for source in self.held_out
+        )
+        return (
+            f"model: {num_params(model):,} parameters, {'bf16 compute, fp32 master weights' if self.mixed_precision else 'fp32'}\n"
+            f"world: {self.world.world_size} x {self.device.type}, {self.layout.strategy}: "
+            f"{self.layout.dp_replicate} replicas x {self.layout.dp_shard} shards\n"
+            f"batch: {batch.batch_size} rows x {batch.dp_size} ranks x {batch.grad_accum_steps} micro-steps = "
+            f"{batch.global_batch_size} rows = {tokens:,} tokens a step"
+            + (f"\nheld out: {held_out}" if held_out else "")
+        )
+
+
+def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
+    """All checks at once, for a process on its own.
+
+    Raises:
+        ValueError, OSError: the first check that fails, as one line.
+    """
+    return check_data(parsed, find_machine(parsed, world))
+
+
+def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
+    """Devices, mesh and batch; reads no data.
+
+    Raises:
+        ValueError: the first check that fails, as one line.
+    """
+    cfg = parsed.config
+    resolve_model(cfg.model, seq_length=cfg.data.seq_length)
+    schedule = parse_schedule(cfg.checkpoint.checkpoint_schedule, cfg.checkpoint.checkpoint_interval)
+    check_keep_best(cfg.checkpoint.keep_best, schedule, cfg.eval.eval_interval)
+    _check_trackers(cfg.log.trackers)
+    device = runtime.pick_device(world)
+    layout = resolve_layout(
+        cfg.parallel,
+        variant=cfg.model.model_variant,
+        world_size=world.world_size,
+        local_world_size=world.local_world_size,
+    )
+    if cfg.parallel.use_torch_compile:
+        check_compile(device)
+    check_machine(parsed, device, layout)
+    batch = resolve_batch(cfg.training, layout.dp_size)
+    mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device, cfg.keep_name)
+    return Machine(world, device, layout, batch, mixed_precision)
+
+
+def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Preflight:
+    """Data, model, memory and folders (collective: every rank; rank 0 lists the data for all).
+
+    Raises:
+        ValueError, OSError: the first check that fails, as one line.
+    """
+    cfg, world, device, layout, batch = (
+        parsed.config,
+        machine.world,
+        machine.device,
+        machine.layout,
+        machine.batch,
+    )
+    corpus = _open_data(cfg)
+    vocab_size = corpus.vocab_size if corpus is not None else None
+    model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
+    scan = partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
+    fresh, mixed_precision = Start(None, False, ""), machine.mixed_precision
+    found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, fresh, 0)
+    found = replace(found, held_out_listings=runtime.agreed(scan))
+    found = start_from(parsed, replace(found, held_out=_open_held_out(cfg, found)), fresh)
+    holder = torch.device("cpu") if cfg.parallel.cpu_offload else device
+    estimate = estimate_memory(model, layout, mixed_precision=mixed_precision, batch=batch)
+    check_memory(estimate, holder, world.local_world_size, cfg.model.model_variant)
+    given = {"profiler_dir": cfg.profiler.profiler_dir, "tensorboard_dir": cfg.log.tensorboard_dir}
+    for flag, folder in {"output_dir": cfg.output_dir, **given}.items():
+        if folder:
+            _check_writable(f"--{flag}", Path(folder))
+    _check_writable("--ckpt_save_path", Path(cfg.ckpt_save_path))
+    if cfg.checkpoint.save_last or cfg.checkpoint.checkpoint_interval or cfg.checkpoint.checkpoint_schedule:
+        _check_disk(Path(cfg.ckpt_save_path), 12 * num_params(model))
+    return found
+
+
+def start_from(parsed: Parsed[TrainConfig], found: Preflight, begin: Start) -> Preflight:
+    """`found` with that start, and the batch and the number of steps that follow from it.
+
+    Raises:
+        ValueError: the checkpoint is of another model or batch, or already past the end.
+    """
+    cfg, checkpoint = parsed.config, begin.checkpoint
+    found = replace(found, begin=begin)
+    if checkpoint is not None:
+        check_model(found.model, checkpoint)
+    if checkpoint is not None and begin.continues:
+        saved = checkpoint.state["resolved"]["batch"]
+        batch = keep_global_batch(
+            cfg.training,
+            found.layout.dp_size,
+            total=saved["global_batch_size"],
+            usual_rows=saved["batch_size"],
+            keep_name=cfg.keep_name,
+        )
+        if batch.global_batch_size != found.batch.global_batch_size and found.held_out:
+            close_held_out(found.held_out)
+            found = replace(found, held_out=_open_held_out(cfg, replace(found, batch=batch)))
+        found = replace(found, batch=batch)
+    rows = found.batch.global_batch_size
+    num_steps = cfg.training.steps_at(rows, found.model.max_seq_len, found.start, found.tokens_at_start)
+    cfg.optim.warmup(num_steps)
+    if num_steps < found.start:
+        assert checkpoint is not None
+        raise ValueError(
+            f"--num_steps ({num_steps}) must not lie below the newest checkpoint (step {found.start} in "
+            f"{checkpoint.folder.parent}); raise it or choose another --run_name"
+        )
+    return replace(found, num_steps=num_steps)
+
+
+def announce(cfg: TrainConfig, found: Preflight) -> None:
+    """Logs what the run starts from, and what this launch changes in it."""
+    runtime.log.info(found.begin.why)
+    if found.continues:
+        assert found.checkpoint is not None
+        saved = found.checkpoint.state["resolved"]["batch"]
+        batch = asdict(found.batch) | {"global_batch_size": found.batch.global_batch_size}
+        if batch != saved and batch["global_batch_size"] == saved["global_batch_size"]:
+            shape = "{batch_size} rows x {dp_size} ranks x {grad_accum_steps} micro-steps"
+            text = "batch: %s, before %s: the global batch stays %d rows"
+            runtime.log.info(text, shape.format(**batch), shape.format(**saved), batch["global_batch_size"])
+        for line in differences(cfg, found.resolved(), found.begin):
+            runtime.log.info(line)
+        if jump := schedule_jump(cfg, found.num_steps, found.begin):
+            runtime.log.warning(jump)
+
+
+def _check_trackers(names: tuple[str, ...]) -> None:
+    for name in set(names) & set(_TRACKER_PACKAGES):
+        package, wanted = _TRACKER_PACKAGES[name]
+        if find_spec(package) is None:
+            raise ValueError(
+                f"--trackers ({name}) needs the package {package}, which is not installed; pip install {wanted}"
+            )
+
+
+def _check_disk(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(_nearest(folder)).free
+    if free < needed:
+        raise ValueError(
+            f"--ckpt_save_path ({folder}) must have room for one checkpoint: {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; "
+            "free some or choose another folder"
+        )
+
+
+def _check_writable(flag: str, folder: Path) -> None:
+    """Raises ValueError where this process may not make the folder, or write in it."""
+    nearest = _nearest(folder)
+    if not nearest.is_dir():
+        raise ValueError(
+            f"{flag} ({folder}) must be a folder that can be made: {nearest} is no folder; choose another"
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK) or os.statvfs(nearest).f_blocks == 0:  # as in /proc
+        raise ValueError(f"{flag} ({folder}) must be writable; choose another or change its permissions")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    nearest = folder.absolute()
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    return nearest
+
+
+def _open_held_out(cfg: TrainConfig, found: Preflight) -> tuple[HeldOut, ...]:
+    rows = cfg.eval.eval_steps * found.batch.global_batch_size
+    return open_held_out(
+        cfg.eval,
+        cfg.data,
+        found.corpus,
+        vocab_size=found.model.vocab_size,
+        max_rows=rows,
+        scanned=found.held_out_listings,
+    )
+
+
+def _open_data(cfg: TrainConfig) -> Any:
+    if cfg.data.dataset_builder:
+        load_builder(cfg.data)
+        return None
+    if cfg.data.use_dummy_dataset:
+        return None
+    from fms_fsdp.data.shards.manifest import (
+        open_corpus,
+        scan_corpus,
+    )  # pyarrow: only where there are shards to read
+
+    return open_corpus(cfg.data, listing=runtime.agreed(partial(scan_corpus, cfg.data)))
+
+
+def open_stream(cfg: TrainConfig, found: Preflight) -> Any:
+    """This rank's rows, from the step after the checkpoint's; says what the flags change in a run that goes on.
+
+    Raises:
+        ValueError, OSError: the checkpoint's data state is of other data, or the batch or the length do not fit the data.
+    """
+    build: Callable[..., Any] = (
+        load_builder(cfg.data) if cfg.data.dataset_builder else partial(build_stream, corpus=found.corpus)
+    )
+    stream = build(
+        cfg.data,
+        seed=cfg.training.seed,
+        vocab_size=found.model.vocab_size,
+        global_batch_size=found.batch.global_batch_size,
+        dp_rank=found.world.rank,
+        dp_size=found.layout.dp_size,
+        pin_memory=found.device.type == "cuda",
+    )
+    if found.begin.fresh_data:
+        stream.begin_after(found.start)
+    elif found.checkpoint is not None and found.continues:
+        try:
+            changes = stream.load_state_dict(found.checkpoint.state["data"], found.start) or ()
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(f"{error}; for other data choose another --run_name") from error
+        for change in changes:
+            runtime.log.info("from step %d on, %s", found.start + 1, change)
+    last_step = getattr(stream, "last_step", None)
+    if last_step is not None and found.num_steps > last_step:
+        raise ValueError(
+            f"--num_steps ({found.num_steps}) must not exceed {last_step}, the last step that --max_epochs ({cfg.data.max_epochs:g}) "
+            f"leaves the shortest source; lower it or raise --max_epochs"
+        )
+    return stream

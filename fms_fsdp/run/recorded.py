@@ -1,0 +1,45 @@
+"""The configuration that a run recorded, read from wherever one stands now.
+
+Paths are recorded as they were typed, with the working folder of the launch beside them (`resolved.working_dir`). Readers join
+the two. Links are not resolved: what the user meant by a link may move. URIs, absolute paths and `~` stay as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fms_fsdp.config import TrainConfig, from_dict
+
+_PATHS = ("data_path", "eval_data_path", "ckpt_save_path", "ckpt_load_path", "output_dir")
+
+
+def working_folder() -> str:
+    """Returns the working folder as the user's shell names it, links and all."""
+    shell = os.environ.get("PWD", "")
+    return (
+        shell
+        if os.path.isabs(shell) and os.path.isdir(shell) and os.path.samefile(shell, ".")
+        else os.getcwd()
+    )
+
+
+def recorded_sections(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the sections of a recorded configuration with their paths joined to the run's working folder."""
+    start = resolved.get("working_dir", "")
+    return {
+        name: {key: _joined(start, value) if key in _PATHS else value for key, value in section.items()}
+        for name, section in config.items()
+        if name != "resolved" and isinstance(section, dict)
+    }
+
+
+def recorded_config(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> TrainConfig:
+    """Returns a recorded configuration with its paths joined to the run's working folder."""
+    return from_dict(recorded_sections(config, resolved))
+
+
+def _joined(start: str, path: Any) -> Any:
+    stays = not isinstance(path, str) or not path or "://" in path or path.startswith("~")
+    return path if stays else os.path.join(start, path)

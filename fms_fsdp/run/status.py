@@ -1,0 +1,201 @@
+"""How a launch ends: `status.json` in the run folder, the exit status, and what is printed for bad input.
+
+`with Launch() as launch:` around everything turns the outcome into all three. Standard library only: a mistyped flag
+is answered before torch is imported. Under torchrun, which hides its workers' exit statuses and restarts those that
+fail, an early stop ends with 0, and bad input is printed once: by rank 0, and by a restarted attempt only if it is news.
+
+A launch writes into the run folder only after `claim`: until then the folder may be another's. What a script must know
+of a launch, claimed or not, stands in the file that the environment variable LAUNCH_OUTCOME names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from fms_fsdp.atomic import write_atomically
+from fms_fsdp.errors import BadInput, RunFailed
+
+RUNNING, FINISHED, RESUME_ME, BAD_INPUT, FAILED = "running", "finished", "resume_me", "bad_input", "failed"
+EXIT_STATUS = {FINISHED: 0, FAILED: 1, BAD_INPUT: 2, RESUME_ME: 75}
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """The content of a status.json; {} where it is missing or no such file."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+class Launch:
+    """One launch of one rank: what it reached and how it ended.
+
+    Set `step` as steps are done, `outcome` to FINISHED or RESUME_ME; exceptions give the others.
+    """
+
+    def __init__(self) -> None:
+        self.rank = _from_environment("RANK")
+        self.restart = _from_environment("TORCHELASTIC_RESTART_COUNT")
+        self.speaks_for_node = _from_environment("LOCAL_RANK") == 0
+        self.folder: Path | None = None  # once it is claimed
+        self.step = 0
+        self.outcome = FAILED
+        self.reason = ""
+        self._told: BaseException | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """0 finished, 1 failed, 2 bad input, 75 stopped early (0 under torchrun, which would call it a failure)."""
+        if self.outcome == RESUME_ME and "TORCHELASTIC_RUN_ID" in os.environ:
+            return 0
+        return EXIT_STATUS[self.outcome]
+
+    def claim(self, folder: Path) -> None:
+        """From here on the run folder is this launch's: its lock is held. Rank 0 calls it first, then the others."""
+        self.folder = folder
+        if self.rank == 0:
+            self._write(folder / "status.json", self._content(RUNNING))
+            if job := os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID"):
+                with suppress(OSError):
+                    write_atomically(folder / "slurm_job", f"{job}\n")  # for the scripts
+        if self.speaks_for_node:
+            self._write_outcome(RUNNING)
+
+    def has_failed(self) -> bool:
+        """Whether some rank of this launch has entered a failure."""
+        return self.folder is not None and read_status(self.folder / "status.json").get("status") in (
+            FAILED,
+            BAD_INPUT,
+        )
+
+    def tell(self, error: BaseException | None) -> None:
+        """Enters and prints what ends this rank, once; before anything is closed, so that no peer's error comes first."""
+        if error is None or error is self._told or isinstance(error, SystemExit | GeneratorExit):
+            return
+        if self._told is not None:  # what failed while things were closed; the first reason stays
+            self._print(f"[rank {self.rank}] then {type(error).__name__}: {error}")
+            return
+        self._told = error
+        self.reason = " ".join(str(error).split())
+        if isinstance(error, BadInput):
+            self.outcome = BAD_INPUT
+            self._tell_bad_input(error)
+        elif isinstance(error, RunFailed):
+            self.outcome = FAILED
+            self._enter(FAILED, alone=True)
+            if self.rank == 0 or error.on_one_rank:
+                rank = f"[rank {self.rank}] " if error.on_one_rank else ""
+                self._print(f"{rank}failed: {error}")
+        else:
+            self.outcome, self.reason = FAILED, f"{type(error).__name__}: {error}".splitlines()[0]
+            self._enter(FAILED, alone=True)
+            self._print(f"[rank {self.rank}] " + "".join(traceback.format_exception(error)))
+
+    def fail(self, reason: str) -> None:
+        """Enters a failure of this rank."""
+        self.outcome, self.reason = FAILED, reason
+        self._enter(FAILED, alone=True)
+
+    def leave(self, outcome: str, reason: str) -> NoReturn:
+        """Ends the process at once, from any thread; nothing is closed or saved."""
+        self.outcome, self.reason = outcome, reason
+        self._enter(outcome, alone=True)
+        if self.rank == 0:
+            self._print(reason)
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(self.exit_status)
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, SystemExit | GeneratorExit):
+            return False
+        if error is not None:
+            self.tell(error)
+        else:
+            self._enter(self.outcome, alone=False)
+        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # a terminal that is gone is no failure of the run
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        return True
+
+    def _tell_bad_input(self, error: BadInput) -> None:
+        """All ranks find the same mistake at once: rank 0 speaks, the others give it the time to (torchrun kills all when one exits)."""
+        known = self._told_before(self.reason)
+        self._enter(BAD_INPUT, alone=error.on_one_rank, data_step=error.data_step)
+        if self.rank == 0 or error.on_one_rank:
+            if not known:
+                self._print(f"error: {self.reason}")
+        else:
+            time.sleep(5)
+
+    def _told_before(self, reason: str) -> bool:
+        """Whether the attempt before this one, of the same torchrun, ended for the same reason; notes it for the next."""
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+        if not file:
+            return False
+        attempts = Path(file).parents[2]
+        names = [attempts / f"attempt_{attempt}.bad_input" for attempt in (self.restart - 1, self.restart)]
+        with suppress(OSError):
+            if self.rank == 0 or not names[1].exists():
+                names[1].write_text(reason)
+            return names[0].read_text() == reason
+        return False
+
+    def _enter(self, status: str, *, alone: bool, data_step: int | None = None) -> None:
+        """Into status.json and the outcome file; `alone`: by this rank itself, not by rank 0 for all. The first end stays."""
+        content = self._content(status) | ({} if data_step is None else {"data_step": data_step})
+        if self.folder is not None and (alone or self.rank == 0):
+            path = self.folder / "status.json"
+            if read_status(path).get("status") == RUNNING:
+                self._write(path, content)
+        if alone or self.speaks_for_node:
+            self._write_outcome(status)
+
+    def _write_outcome(self, status: str) -> None:
+        name = os.environ.get("LAUNCH_OUTCOME", "")
+        before = read_status(Path(name)) if name else {}
+        if name and (before.get("attempt") != self.restart or before.get("status") == RUNNING):
+            claimed = self.folder is not None
+            self._write(Path(name), self._content(status) | {"attempt": self.restart, "claimed": claimed})
+
+    def _content(self, status: str) -> dict[str, Any]:
+        return {"status": status, "step": self.step, "reason": self.reason}
+
+    def _write(self, path: Path, content: dict[str, Any]) -> None:
+        """A folder that cannot be written is no second error; on a full disk the old file's own block still has room."""
+        text = json.dumps(content) + "\n"
+        try:
+            write_atomically(path, text)
+        except OSError as error:
+            try:
+                with open(path, "r+") as file:
+                    file.write(text)
+                    file.truncate()
+            except OSError:
+                self._print(f"{path.name} cannot be written: {error}")
+
+    def _print(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _from_environment(name: str) -> int:
+    """A number that torchrun sets; 0 where it is none: what it should be is checked with the other input."""
+    text = os.environ.get(name, "0")
+    return int(text) if text.isdecimal() and len(text) < 10 else 0

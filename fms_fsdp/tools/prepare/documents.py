@@ -1,0 +1,339 @@
+"""Documents out of files: text, source code, JSON lines and Parquet.
+
+    [InputFile] ── plan_slices ── [Slice] ── read_part ── Document | Problem …
+
+A slice is a fixed piece of the input, the unit of parallel work: it depends on the files and `slice_bytes` alone, never on the number of
+processes. A plain JSON-lines file is cut at line boundaries, Parquet at row groups; compressed and text files stay whole. Text is verbatim:
+line ends, tabs and spaces are kept; only a UTF-8 byte order mark at the start of a file is dropped, as it is not text.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import IO, Any, NamedTuple
+
+from fms_fsdp.tools.prepare.input_files import InputFile
+
+DOCUMENT_LIMIT = 64 << 20  # bytes; tokenizers need some 50 times the size of a document
+_EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}  # rough bytes of text per byte on disk, to balance slices
+_BOM = b"\xef\xbb\xbf"
+
+
+class Document(NamedTuple):
+    """One text and its UTF-8 bytes."""
+
+    text: str
+    data: bytes
+
+
+class Problem(NamedTuple):
+    """An input record that is no document. `malformed` ones count against --max_bad_lines, others are only reported."""
+
+    reason: str
+    where: str
+    malformed: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a file: bytes [start, stop) of plain JSON lines, row groups [start, stop) of Parquet, else all of it."""
+
+    path: str
+    kind: str
+    start: int
+    stop: int
+    num_bytes: int  # of text, roughly
+    limit: int | None = None  # records to read at most
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Consecutive parts of one source: what one process reads at a time."""
+
+    index: int
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """Where the text is inside a record: the JSON keys or Parquet columns, and what separates documents of a text file."""
+
+    text_key: str = "text"
+    text_separator: str = ""
+
+    @property
+    def keys(self) -> list[str]:
+        return self.text_key.split(",")
+
+
+def plan_slices(
+    files: Sequence[InputFile], slice_bytes: int, form: TextFormat, limit_docs: int | None = None
+) -> list[Slice]:
+    """The files cut and grouped into slices of about `slice_bytes` of text each, in their order.
+
+    `limit_docs` keeps the first that many records; they are counted by reading them.
+    """
+    slices: list[Slice] = []
+    parts: list[Part] = []
+    weight, left = 0, limit_docs
+    for part in (part for file in files for part in _cut(file, slice_bytes)):
+        if left is not None:
+            part = replace(part, limit=left)
+            left -= sum(1 for _ in read_part(part, form))
+        if parts and weight + part.num_bytes > slice_bytes:
+            slices.append(Slice(len(slices), tuple(parts)))
+            parts, weight = [], 0
+        parts.append(part)
+        weight += part.num_bytes
+        if left == 0:
+            break
+    return [*slices, Slice(len(slices), tuple(parts))]
+
+
+def _cut(file: InputFile, slice_bytes: int) -> Iterator[Part]:
+    size = file.size * _EXPANSION.get(os.path.splitext(file.path)[1].lower(), 1)
+    pieces = -(-size // slice_bytes) or 1
+    if file.kind == "parquet":
+        with _opened_parquet(file.path) as table:
+            end = table.metadata.num_row_groups
+    elif file.kind == "jsonl" and size == file.size:
+        end = size
+    else:
+        end, pieces = max(1, size), 1
+    edges = sorted({end * i // pieces for i in range(pieces + 1)})
+    for start, stop in zip(edges, edges[1:], strict=False):
+        yield Part(file.path, file.kind, start, stop, size * (stop - start) // end)
+
+
+def read_part(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+    """The records of a part in order, at most `part.limit` of them (problems count as records).
+
+    Raises:
+        ValueError: the file cannot be read at all, or a Parquet file has no such column.
+    """
+    readers = {"jsonl": _read_json_lines, "parquet": _read_parquet, "text": _read_text}
+    try:
+        for count, record in enumerate(readers[part.kind](part, form), start=1):
+            yield record
+            if count == part.limit:
+                return
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"--input ({part.path}) cannot be read: {error}; repair or exclude the file"
+        ) from error
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[IO[bytes]]:
+    """A buffered, decompressed byte stream."""
+    lower = path.lower()
+    if lower.endswith(".gz"):
+        with gzip.open(path, "rb") as stream:
+            yield stream  # type: ignore[misc]
+    elif lower.endswith(".zst"):
+        import pyarrow as pa
+
+        with pa.OSFile(path) as raw, pa.CompressedInputStream(raw, "zstd") as unpacked:
+            yield io.BufferedReader(unpacked, 1 << 20)
+    else:
+        with open(path, "rb", buffering=1 << 20) as plain:
+            yield plain
+
+
+def _read_json_lines(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+    with _opened(part.path) as stream:
+        seekable = not part.path.lower().endswith((".gz", ".zst"))
+        position = 0
+        if part.start:  # a line belongs to the part that holds its first byte
+            stream.seek(part.start - 1)
+            position = part.start - 1 + len(stream.readline())
+        first = position
+        for number, line in enumerate(stream, start=1):
+            if seekable and position >= part.stop:
+                return
+            length = len(line)
+            if position == 0:
+                line = line.removeprefix(_BOM)
+            position += length
+            if not line.strip():
+                yield Problem("blank line", "", False)
+                continue
+            record = _parse_line(line, form)
+            if isinstance(record, str):
+                yield Problem(record, f"{part.path}:{number + _lines_before(part.path, first)}", True)
+            else:
+                yield record
+
+
+def _lines_before(path: str, stop: int) -> int:
+    """Line ends in bytes [0, stop) of a plain file; only counted to name a bad line."""
+    count = 0
+    if stop:
+        with open(path, "rb") as stream:
+            while stop > 0 and (chunk := stream.read(min(stop, 1 << 20))):
+                count += chunk.count(b"\n")
+                stop -= len(chunk)
+    return count
+
+
+def _parse_line(line: bytes, form: TextFormat) -> Document | str:
+    """The document of a JSON line, or what is wrong with it."""
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    except (ValueError, RecursionError):
+        return "not JSON"
+    if not isinstance(record, dict):
+        return "not a JSON object"
+    return _document([record.get(key) for key in form.keys], form.keys)
+
+
+def _document(values: Sequence[Any], keys: Sequence[str]) -> Document | str:
+    for key, value in zip(keys, values, strict=True):
+        if not isinstance(value, str):
+            return f"key '{key}' is missing or empty" if value is None else f"key '{key}' is not a string"
+    text = "\n".join(values)
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        return "lone surrogate"
+    return Document(text, data) if len(data) <= DOCUMENT_LIMIT else f"longer than {DOCUMENT_LIMIT >> 20} MiB"
+
+
+@contextmanager
+def _opened_parquet(path: str) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(
+            f"--input ({path}) is not a readable Parquet file: {error}; repair or exclude it"
+        ) from error
+    with table:
+        yield table
+
+
+def _read_parquet(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+    with _opened_parquet(part.path) as table:
+        columns = table.schema_arrow.names
+        for key in form.keys:
+            if key not in columns:
+                shown = ", ".join(columns)
+                tokens = {"tokens", "input_ids"} & set(columns)
+                remedy = (
+                    "for token ids use `python -m fms_fsdp convert`" if tokens else "choose with --text_key"
+                )
+                raise ValueError(
+                    f"--text_key ({key}) is not a column of {part.path}, which has {shown}; {remedy}"
+                )
+        meta = table.metadata
+        row = sum(meta.row_group(group).num_rows for group in range(part.start))
+        groups = list(range(part.start, part.stop))
+        for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=form.keys):
+            values = [batch.column(key).to_pylist() for key in form.keys]
+            for record in zip(*values, strict=True):
+                row += 1
+                document = _document(record, form.keys)
+                if isinstance(document, str):
+                    yield Problem(document, f"{part.path}: row {row}", True)
+                else:
+                    yield document
+
+
+def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+    """One document per file, or what lies between the separators."""
+    with _opened(part.path) as stream:
+        head = stream.read(8192)
+        if b"\0" in head:
+            yield Problem("binary file", part.path, False)
+            return
+        if form.text_separator:
+            pieces: Iterator[bytes | None] = _pieces(head, stream, form.text_separator.encode())
+        else:
+            body = head + stream.read(DOCUMENT_LIMIT)
+            if len(body) > DOCUMENT_LIMIT:
+                raise ValueError(
+                    f"--input ({part.path}) is one document above {DOCUMENT_LIMIT >> 20} MiB; "
+                    "cut it with --text_separator or convert it to JSON lines"
+                )
+            pieces = iter([body])
+        for number, data in enumerate(pieces, start=1):
+            if data is None:
+                yield Problem(
+                    f"longer than {DOCUMENT_LIMIT >> 20} MiB", f"{part.path}: document {number}", True
+                )
+                continue
+            if number == 1 and data.startswith(_BOM):
+                data = data[len(_BOM) :]
+            try:
+                yield Document(data.decode(), data)
+            except UnicodeDecodeError:
+                where = f"{part.path}: document {number}" if form.text_separator else part.path
+                yield Problem("not UTF-8", where, False)
+
+
+def _pieces(head: bytes, stream: IO[bytes], separator: bytes) -> Iterator[bytes | None]:
+    """What lies between the separators, None where it is too long; separators and empty pieces are dropped."""
+    rest, too_long, chunk = bytearray(), False, head
+    while chunk:
+        searched = max(0, len(rest) - len(separator) + 1)  # no separator begins before
+        rest += chunk
+        first, *more = rest[searched:].split(separator)
+        if more:
+            for piece in (rest[:searched] + first, *more[:-1]):
+                if too_long or len(piece) > DOCUMENT_LIMIT:
+                    yield None
+                elif piece:
+                    yield bytes(piece)
+                too_long = False
+            rest = more[-1]
+        if len(rest) > DOCUMENT_LIMIT:
+            too_long = True
+            del rest[: len(rest) - len(separator) + 1]
+        chunk = stream.read(1 << 20)
+    if too_long:
+        yield None
+    elif rest:
+        yield bytes(rest)
+
+
+def json_arrays(files: Sequence[InputFile], form: TextFormat) -> list[str]:
+    """Returns the .json files that hold objects without a text, in an array or one a line: each will be one document.
+
+    Raises: ValueError for one that holds records with a text.
+    """
+    found = []
+    for file in files:
+        if not file.path.lower().endswith(".json") or file.size > DOCUMENT_LIMIT:
+            continue
+        with open(file.path, "rb") as stream:
+            body = stream.read().removeprefix(_BOM).strip()
+        is_array = body.startswith(b"[")
+        try:
+            records = json.loads(body) if is_array else [json.loads(line) for line in body.splitlines()]
+        except (ValueError, RecursionError):
+            continue
+        if len(records) < (1 if is_array else 2) or not all(isinstance(record, dict) for record in records):
+            continue
+        if any(isinstance(_document([r.get(key) for key in form.keys], form.keys), str) for r in records):
+            found.append(file.path)
+            continue
+        remedy = "write it as JSON lines, one record a line, to" if is_array else "rename it to"
+        raise ValueError(
+            f"--input ({file.path}) holds {len(records)} JSON records, not text; {remedy} NAME.jsonl, or --exclude it"
+        )
+    return found

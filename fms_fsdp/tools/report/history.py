@@ -1,0 +1,150 @@
+"""What a run folder says of a run: its reports, validations and events as lines of metrics.jsonl, its configurations, how it ended."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fms_fsdp.run.recorded import recorded_sections
+from fms_fsdp.run.status import read_status
+
+Record = dict[str, Any]
+_OF_A_LAUNCH = re.compile(r"config\.([1-9][0-9]{0,8})\.json")
+
+
+@dataclass
+class RunHistory:
+    """A run in order: step → its report, step → its validation, events; `seconds` of each launch, as far as its lines reach.
+
+    Steps that a later launch made again, or went back behind, are told by the later one alone.
+    """
+
+    name: str
+    reports: dict[int, Record] = field(default_factory=dict)
+    validations: dict[int, Record] = field(default_factory=dict)
+    events: list[Record] = field(default_factory=list)
+    spans: dict[int, tuple[float, float]] = field(default_factory=dict)
+    configs: dict[str, Record] = field(default_factory=dict)
+    status: Record = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all launches, from the start of the process where the launch says so."""
+        starting = (value for event in self.events if event["event"] == "start" for value in _seconds(event))
+        return sum(last - first for first, last in self.spans.values()) + sum(starting)
+
+    @property
+    def restarts(self) -> list[int]:
+        """The last step before each launch but the first."""
+        steps, reports = list(self.reports), list(self.reports.values())
+        return [
+            steps[i] - 1
+            for i in range(1, len(steps))
+            if reports[i].get("attempt") != reports[i - 1].get("attempt")
+        ]
+
+    def series(
+        self, key: str, x: str = "step", *, validation: bool = False
+    ) -> tuple[list[float], list[float]]:
+        """Places and values of a metric, where it has a number."""
+        records = (self.validations if validation else self.reports).values()
+        points = [(record[x], record[key]) for record in records if _number(record.get(key)) and x in record]
+        return [place for place, _ in points], [value for _, value in points]
+
+    def keys(self, prefix: str, *, validation: bool = False) -> list[str]:
+        """Names of metrics that begin so, in their order."""
+        records = (self.validations if validation else self.reports).values()
+        return list(dict.fromkeys(key for record in records for key in record if key.startswith(prefix)))
+
+    def add(self, record: Record) -> None:
+        """Takes in the next line of metrics.jsonl.
+
+        Raises:
+            ValueError, KeyError, TypeError, OverflowError: it is no record of a step.
+        """
+        step, attempt, now = int(record["step"]), int(record.get("attempt", 1)), record.get("time")
+        if isinstance(now, int | float):
+            first, last = self.spans.get(attempt, (now, now))
+            self.spans[attempt] = min(first, now), max(last, now)
+        if "event" in record:
+            self.events.append(record)
+            return
+        found = self.reports if "loss" in record else self.validations
+        record = {key: value for key, value in record.items() if value is None or _number(value)} | {
+            "step": step
+        }
+        if found is self.reports:
+            record = {"loss": None} | record | {"tokens_seen": int(record["tokens_seen"])}
+        for kind in (self.reports, self.validations):
+            newest = next(reversed(kind), 0)
+            if newest > step or (kind is found and newest == step):
+                for later in [
+                    number for number in kind if number > step or (kind is found and number == step)
+                ]:
+                    del kind[later]
+        found[step] = record
+
+
+def read_run(folder: Path) -> RunHistory:
+    """The history of the run in `folder`; a last line that is still being written is left out.
+
+    Raises:
+        ValueError: it is no run folder, or none that has reported yet.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(
+            f"run ({folder}) must be a run folder, and there is no metrics.jsonl in it; name --output_dir"
+        )
+    run = RunHistory(folder.resolve().name)
+    lines = path.read_text().split("\n")
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            run.add(json.loads(line))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            rule = "must be a record with a step, and a report with tokens_seen too"
+            raise ValueError(f"{path}:{number} {rule}; remove the line") from None
+    if not run.reports:
+        raise ValueError(
+            f"run ({folder}) must have reported, and {path.name} holds no report yet; wait for its first"
+        )
+    numbers = sorted(
+        int(match[1]) for file in folder.iterdir() if (match := _OF_A_LAUNCH.fullmatch(file.name))
+    )
+    for name in ("config.json", *(f"config.{number}.json" for number in numbers)):
+        if content := read_status(folder / name):
+            run.configs[name] = {
+                key: section for key, section in content.items() if isinstance(section, dict)
+            }
+    run.status = read_status(folder / "status.json")
+    return run
+
+
+def differences(configs: dict[str, Record]) -> list[tuple[str, list[str]]]:
+    """(flag, its value in each configuration) of every flag that is not the same in all; names, paths and derived values are left out."""
+    flat = [
+        {
+            key: json.dumps(value)
+            for section in recorded_sections(config, config.get("resolved", {})).values()
+            for key, value in section.items()
+        }
+        for config in configs.values()
+    ]
+    keys = dict.fromkeys(key for values in flat for key in values)
+    rows = [(key, [values.get(key, "–") for values in flat]) for key in keys]
+    return [
+        (key, values)
+        for key, values in rows
+        if len(set(values)) > 1 and key not in ("output_dir", "run_name")
+    ]
+
+
+def _seconds(event: Record) -> list[float]:
+    return [value for key, value in event.items() if key.endswith("_s") and _number(value)]
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

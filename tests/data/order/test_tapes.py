@@ -1,0 +1,156 @@
+import numpy as np
+import pytest
+
+from fms_fsdp.data.order.permute import permute
+from fms_fsdp.data.order.tapes import (
+    MAX_ROWS,
+    MAX_TOKENS,
+    REST,
+    TAIL,
+    Tapes,
+    fit_geometry,
+    locate,
+    sequence_number,
+)
+
+
+def tapes_of(
+    num_tokens: int, seq_length: int, share: float = 1.0, shards: int = 1024, seed: int = 1
+) -> Tapes:
+    return Tapes("web", num_tokens, fit_geometry(num_tokens // seq_length, seq_length, share, shards), seed)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 17, 127, 128, 129, 1000, 4097, 60001, 300_000])
+@pytest.mark.parametrize("seq_length", [16, 4096, 1 << 17, 1 << 20])
+def test_every_row_slot_occurs_exactly_once_an_epoch(num_rows: int, seq_length: int) -> None:
+    tapes = tapes_of(num_rows * seq_length + seq_length - 1, seq_length, shards=64)
+    g = tapes.geometry
+    slots = locate(np.arange(2 * num_rows, 3 * num_rows), *g.columns)
+    assert (slots.epoch == 2).all()
+    tail = slots.tape == TAIL
+    assert (np.sort(slots.window[tail]) == np.arange(g.num_tail_rows)).all()
+    place = (slots.window * g.num_tapes + slots.tape) * g.rows_per_window + slots.row
+    assert (np.sort(place[~tail]) == np.arange(g.num_main_rows)).all()
+    assert (
+        np.sort(permute(slots.window[tail], g.num_tail_rows, tapes.tail_key(2))) == np.arange(g.num_tail_rows)
+    ).all()
+
+
+@pytest.mark.parametrize("num_rows", [128, 1000, 4097, 60001, 3_000_000])
+def test_fit_gives_every_tape_eight_windows_and_a_short_tail(num_rows: int) -> None:
+    g = fit_geometry(num_rows, 4096, 0.7, 1024)
+    assert g.windows_per_tape >= 8
+    assert g.num_tapes & (g.num_tapes - 1) == 0
+    assert g.num_tail_rows < g.num_blocks <= num_rows / 4
+    assert 4 <= g.blocks_per_window <= 16
+
+
+def test_reference_scale_has_the_intended_cut() -> None:
+    g = fit_geometry(18_000_000, 4096, 0.05, 1024)
+    assert (g.num_tapes, g.blocks_per_window) == (32, 16)
+    assert 1 << 18 <= g.block_tokens < 1.02 * (1 << 18)
+
+
+def test_a_source_below_128_rows_is_all_tail() -> None:
+    assert fit_geometry(127, 4096, 1.0, 1024).num_tail_rows == 127
+    assert fit_geometry(128, 4096, 1.0, 1024).num_tail_rows == 0
+
+
+def test_tail_rows_are_spread_evenly_over_the_epoch() -> None:
+    tapes = tapes_of(1099 * 64, 64)
+    tail = locate(np.arange(1099), *tapes.geometry.columns).tape == TAIL
+    gaps = np.diff(np.flatnonzero(tail))
+    assert tail.sum() > 2 and gaps.max() - gaps.min() <= 1
+
+
+def test_blocks_of_an_epoch_are_disjoint_and_turned_by_another_offset_each_epoch() -> None:
+    tapes = tapes_of(1_000_003, 64, shards=4)
+    g = tapes.geometry
+    offsets = []
+    for epoch in range(3):
+        starts = [
+            start
+            for window in range(g.windows_per_tape)
+            for tape in range(g.num_tapes)
+            for start in tapes.window_blocks(epoch, tape, window)
+        ]
+        tails = [tapes.tail_start(epoch, row) for row in range(g.num_tail_rows)]
+        covered = np.zeros(tapes.num_tokens, dtype=int)
+        for start, length in [(s, g.block_tokens) for s in starts] + [(s, 64) for s in tails]:
+            np.add.at(covered, np.arange(start, start + length) % tapes.num_tokens, 1)
+        assert covered.max() == 1
+        assert (covered == 0).sum() < 64
+        offsets.append(min(starts))
+    assert len(set(offsets)) == 3
+
+
+def test_consecutive_rows_visit_all_tapes_before_any_twice() -> None:
+    tapes = tapes_of(1 << 26, 64, shards=64)
+    slots = locate(np.arange(tapes.geometry.num_tapes), *tapes.geometry.columns)
+    assert len(set(slots.tape[slots.tape != TAIL].tolist())) >= (slots.tape != TAIL).sum()
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 127, 128, 1000, 4097, 60001])
+def test_sequence_number_is_the_inverse_of_locate(num_rows: int) -> None:
+    g = tapes_of(num_rows * 64, 64, shards=64).geometry
+    n = np.arange(5 * num_rows, 6 * num_rows)[:: 1 + num_rows // 3000]
+    slots = np.stack(locate(n, *g.columns)).T.tolist()
+    assert [sequence_number(g, *slot) for slot in slots] == n.tolist()
+
+
+@pytest.mark.parametrize("num_tokens", [70, 127 * 64 + 5, 1_000_003])
+def test_find_is_the_inverse_of_window_blocks_and_tail_start(num_tokens: int) -> None:
+    tapes = tapes_of(num_tokens, 64, shards=4)
+    g = tapes.geometry
+    for epoch in range(2):
+        placed = 0
+        for begin in range(0, num_tokens, 9973):
+            skip = 0
+            length = min(9973, num_tokens - begin)
+            for stretch in tapes.find(epoch, begin, length):
+                assert stretch.skip == skip
+                at, skip = (begin + skip) % num_tokens, skip + stretch.length
+                if stretch.tape == REST:
+                    continue
+                placed += stretch.length
+                starts, size = [], g.block_tokens
+                at_tape = tapes.at(epoch, stretch.tape, stretch.window, 5)
+                assert tapes.chunk(epoch, stretch.tape, at_tape) == (stretch.window, 5)
+                if stretch.tape == TAIL:
+                    starts, size = [tapes.tail_start(epoch, stretch.window)], 64
+                else:
+                    starts = tapes.window_blocks(epoch, stretch.tape, stretch.window)
+                assert any((at - start) % num_tokens + stretch.length <= size for start in starts)
+            assert skip == length
+        assert placed == g.num_rows * 64
+
+
+@pytest.mark.parametrize("num_tokens", [39 * 10**12, 45 * 10**12, MAX_TOKENS - 1])
+@pytest.mark.parametrize("seq_length", [16, 128, 1500, 1 << 16, 1 << 20])
+def test_rows_of_the_largest_sources_are_located_exactly(num_tokens: int, seq_length: int) -> None:
+    """Against Python's integers, which have no limit; x * num_tail_rows passes 2^63 from 40 T tokens on at 128 a row."""
+    g = fit_geometry(num_tokens // seq_length, seq_length, 1.0, 1024)
+    rng = np.random.default_rng(0)
+    x = np.concatenate(
+        [np.arange(50), rng.integers(0, g.num_rows, 300), np.arange(g.num_rows - 50, g.num_rows)]
+    )
+    slots = locate(x + 3 * g.num_rows, *g.columns)
+    tails = [n * g.num_tail_rows // g.num_rows for n in x.tolist()]
+    is_tail = [(n + 1) * g.num_tail_rows // g.num_rows > k for n, k in zip(x.tolist(), tails, strict=True)]
+    assert (slots.tape == TAIL).tolist() == is_tail
+    assert slots.window[slots.tape == TAIL].tolist() == [
+        k for k, tail in zip(tails, is_tail, strict=True) if tail
+    ]
+    assert [sequence_number(g, *slot) for slot in np.stack(slots).T.tolist()] == (x + 3 * g.num_rows).tolist()
+
+
+def test_the_largest_number_of_rows_is_located_exactly() -> None:
+    num_rows, num_tails = MAX_ROWS - 1, (1 << 31) - 1
+    x = np.array([0, 1, num_rows // 2, num_rows - 2, num_rows - 1])
+    found = locate(x, num_rows, num_tails, 1024, 2048)
+    tails = [n * num_tails // num_rows for n in x.tolist()]
+    expected = [(n - k) // 1024 // 2048 for n, k in zip(x.tolist(), tails, strict=True)]
+    assert found.window[found.tape != TAIL].tolist() == [
+        window for window, tape in zip(expected, found.tape.tolist(), strict=True) if tape != TAIL
+    ]
+    assert found.tape[-1] == TAIL and found.window[-1] == num_tails - 1

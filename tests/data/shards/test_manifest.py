@@ -1,0 +1,285 @@
+"""Bad input: each refused at start-up where it can be seen there, with one line that says what, why and what to do."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from fms_fsdp.data.shards.manifest import open_corpus
+from tests.data.corpora import SEP, Files, write_corpus, write_counts, write_lists, write_scalars
+
+SIZES = {"web": [3000, 2000], "code": [1500]}
+DOCUMENTS = [np.arange(10, 40), np.arange(50, 90)]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return write_corpus(tmp_path, SIZES)
+
+
+def refused(files: Files, match: str, batch: int | None = None, **changes: Any) -> None:
+    settings = {"seq_length": 64, **changes}
+    with pytest.raises((ValueError, FileNotFoundError), match=match) as caught:
+        corpus = files.corpus(**settings)
+        if batch is not None:
+            files.stream(batch, **settings).batch_at(1)
+        assert corpus is not None
+    assert "\n" not in str(caught.value)
+
+
+def test_names_that_do_not_exist(files: Files, tmp_path: Path) -> None:
+    refused(files, r"datasets \(wbe\) is not a folder in .*; nearest: web", datasets=("wbe",))
+    refused(
+        Files(tmp_path / "nowhere"),
+        r"data_path \(.*nowhere\) is not a folder; make it with `python -m fms_fsdp prepare",
+    )
+    refused(files, r"data_path \(\) must name", data_path="")
+
+
+def test_names_given_twice_or_inside_one_another(files: Files) -> None:
+    refused(files, r"datasets \(web\) must be named once", datasets=("web", "./web"))
+    write_lists(files.root / "web" / "deep" / "a.arrow", DOCUMENTS)
+    refused(files, r"datasets \(web/deep\) lies inside web", datasets=("web", "web/deep"))
+    refused(files, r"datasets \(web/deep\) lies inside web")
+
+
+def test_folders_without_shards(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused(files, r"datasets \(empty\) holds no .arrow shards; make some with", datasets=("empty",))
+    (tmp_path / "text").mkdir()
+    pyarrow.parquet.write_table(pa.table({"text": ["a"]}), tmp_path / "text" / "part.parquet")
+    remedy = r"datasets \(text\) holds no .arrow shards; .*part.parquet is text: make shards of it with `python -m fms_fsdp prepare --input=... --output=...`"
+    refused(files, remedy, datasets=("text",))
+    refused(Files(tmp_path / "text"), r"data_path \(.*text\) holds no .arrow shards; part.parquet is text")
+
+
+def damage(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def test_shards_that_are_empty_truncated_missing_or_other_than_counted(files: Files) -> None:
+    path = files.root / "web" / "shard-00001.arrow"
+    whole = path.read_bytes()
+    damage(path, lambda data: b"")
+    refused(files, r"shard \(web/shard-00001.arrow\) is empty \(0 bytes\)")
+    damage(path, lambda data: whole[: len(whole) // 2])
+    refused(files, r"shard \(web/shard-00001.arrow\) is not a whole Arrow IPC file; it is truncated")
+    write_lists(path, DOCUMENTS)
+    refused(
+        files,
+        r"shard \(web/shard-00001.arrow\) holds 2 documents and 70 tokens, but its counts file says \d+ and \d+",
+    )
+    path.unlink()
+    refused(
+        files,
+        r"shard \(web/shard-00001.arrow\) is listed in meta/\*counts\*.csv but missing in .*; restore it",
+    )
+
+
+def test_a_corpus_too_small(files: Files) -> None:
+    refused(
+        files,
+        r"source \(code\) has \d+ tokens, fewer than one sequence of seq_length \(4096\)",
+        seq_length=4096,
+    )
+    refused(files, r"global_batch_size \(4000\) must be at most the \d+ sequences", batch=4000)
+
+
+def test_batches_that_cannot_be_shared_out(files: Files) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"global_batch_size \(12\) .* data-parallel size \(5\); valid sizes: 1, 2, 3, 4, 6, 12",
+    ):
+        files.stream(12, 0, 5, seq_length=64)
+
+
+def test_weights(files: Files) -> None:
+    refused(
+        files, r"weights .* must be at least 1/65536", batch=2, datasets=("web", "code"), weights=(1.0, 1e-9)
+    )
+    refused(files, "weights", batch=2, datasets=("web", "code"), weights=(1.0,))
+    refused(files, "weights", batch=2, datasets=("web", "code"), weights=(1.0, -1.0))
+
+
+def test_vocabularies_and_tokenizers(files: Files, tmp_path: Path) -> None:
+    assert files.corpus(seq_length=64).vocab_size == 5000
+    write_lists(tmp_path / "big" / "a.arrow", [np.arange(6000)], max_token_id="5999", tokenizer_digest="x")
+    refused(
+        files,
+        r"shard \(big/a.arrow\) holds token 5999, beyond vocab_size \(5000\)",
+        batch=2,
+        datasets=("big",),
+    )
+    write_lists(tmp_path / "other" / "a.arrow", DOCUMENTS * 10, tokenizer_digest="y")
+    refused(files, "are of two tokenizers", datasets=("big", "other"))
+
+
+def test_a_token_beyond_the_vocabulary_is_found_by_reading(files: Files, tmp_path: Path) -> None:
+    documents = [np.arange(100, 200), np.full(100, 5000)]
+    write_scalars(tmp_path / "big" / "a.arrow", documents)
+    refused(
+        files,
+        r"shard \(big/a.arrow\) holds token 5000 in document 1, beyond vocab_size \(5000\); .* \[big row \d, step 1\]",
+        batch=3,
+        datasets=("big",),
+    )
+    refused(
+        files, r"holds token 5000 in document 1", batch=3, datasets=("big",), on_missing="mask"
+    )  # never masked
+
+
+class TestSeparator:
+    def test_is_taken_from_the_shards(self, files: Files) -> None:
+        assert files.corpus(sep_token=None, seq_length=64).sep_token == SEP
+
+    def test_must_be_given_for_shards_that_do_not_say(self, tmp_path: Path) -> None:
+        files = write_corpus(tmp_path, {"web": [3000]}, layout="scalars", stored=True)
+        refused(
+            files,
+            rf"sep_token is not said by shard web/.*; set --sep_token .* \(its first documents all end with {SEP}\)",
+            sep_token=None,
+        )
+
+    def test_of_two_kinds_is_refused(self, files: Files, tmp_path: Path) -> None:
+        write_lists(tmp_path / "web" / "z.arrow", DOCUMENTS, sep_token="7")
+        refused(files, r"sep_token is 3 in shard .* but 7 in web/z.arrow", sep_token=None)
+        write_lists(tmp_path / "web" / "z.arrow", DOCUMENTS, sep_token="7", has_eos="true")
+        refused(files, r"sep_token \(3\) is 7 in shard web/z.arrow, whose documents end with it")
+
+    def test_stored_by_some_documents_only_is_refused(self, tmp_path: Path) -> None:
+        mixed = [np.append(document, SEP) if i % 2 else document for i, document in enumerate(DOCUMENTS * 20)]
+        write_scalars(tmp_path / "web" / "a.arrow", mixed)
+        refused(
+            Files(tmp_path),
+            rf"shard \(web/a.arrow\) holds documents with and without a trailing separator \({SEP}\)",
+        )
+
+    def test_stored_by_some_shards_only_is_refused(self, tmp_path: Path) -> None:
+        write_scalars(tmp_path / "web" / "a.arrow", DOCUMENTS)
+        write_scalars(tmp_path / "web" / "b.arrow", [np.append(document, SEP) for document in DOCUMENTS])
+        refused(
+            Files(tmp_path),
+            r"shard \(web/b.arrow\) holds documents with a trailing separator \(3\), the others .* without",
+        )
+
+    def test_beyond_the_vocabulary_is_refused(self, files: Files) -> None:
+        with pytest.raises(ValueError, match=r"sep_token \(5000\) must be below vocab_size \(5000\)"):
+            files.stream(2, seq_length=64, sep_token=5000)
+
+
+def test_malformed_counts_are_refused_with_their_line(files: Files) -> None:
+    write_counts(files.root, [("web/shard-00000.arrow", "many", 3)])  # type: ignore[list-item]
+    refused(files, r"counts file \(meta/counts.csv\) must hold .*: .* Row #2: .*'many'; correct or remove it")
+
+
+def test_counts_written_under_another_root_are_understood(tmp_path: Path) -> None:
+    files = write_corpus(
+        tmp_path, {"lang=en/dataset=web": [2000], "code": [500]}, counts=False, layout="scalars"
+    )
+    for source in files.documents:
+        (shard,) = files.documents[source]
+        (tmp_path / "meta").mkdir(exist_ok=True)
+        with open(tmp_path / "meta" / "my_counts_v1.csv", "a") as sink:
+            if source != "code":
+                sink.write("dataset/filename,documents,tokens\n")
+            row = f"/gpfs/old root/{source}/shard-00000.arrow,{len(shard)},{sum(map(len, shard)) - len(shard)}\n"
+            sink.write(row)
+    corpus = files.corpus(seq_length=64)
+    assert [source.name for source in corpus.sources] == ["code", "lang=en/dataset=web"]
+    damage(tmp_path / "meta" / "my_counts_v1.csv", lambda data: data.replace(b",", b",1", 4))
+    refused(files, "but its counts file says")
+
+
+def test_corpora_beyond_a_few_shards_open_only_the_first_of_each_source(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fms_fsdp.data.shards.manifest.OPENED_AT_START", 0)
+    damage(files.root / "web" / "shard-00001.arrow", lambda data: data[:100])
+    stream = files.stream(2, seq_length=64)  # start-up cannot see it
+    with pytest.raises(
+        ValueError, match=r"shard \(web/shard-00001.arrow\) is not a whole .* \[web row \d+, step \d+\]"
+    ):
+        for _ in range(60):
+            stream.next_batch()
+    assert stream.step < 60
+    stream.close()
+
+
+def test_a_shard_cut_off_while_it_is_read_is_named_with_document_and_step(files: Files) -> None:
+    path = files.root / "one" / "a.arrow"
+    write_lists(path, [np.arange(10, 200)] * 30, chunk=1000)
+    stream = files.stream(4, seq_length=64, datasets=("one",))
+    stream.batch_at(1)
+    os.truncate(path, path.stat().st_size * 6 // 10)
+    error = r"shard \(one/a.arrow\) ends \d+ bytes early, in document \d+; .* \[one row \d+, step \d+\]"
+    with pytest.raises(ValueError, match=error):
+        for step in range(2, 20):
+            stream.batch_at(step)
+    stream.close()
+
+
+class TestMasked:
+    """--on_missing=mask: rows that need an unreadable shard are emitted without labels, at every world size alike."""
+
+    def test_rows_of_a_missing_shard_are_masked_and_the_others_unchanged(self, tmp_path: Path) -> None:
+        files = write_corpus(tmp_path, {"web": [400] * 12})
+        whole = [files.stream(4, seq_length=64).batch_at(step) for step in range(1, 16)]
+        (tmp_path / "web" / "shard-00003.arrow").unlink()
+        masked = 0
+        with files.stream(4, seq_length=64, on_missing="mask") as stream:
+            for step in range(1, 16):
+                batch = stream.next_batch()
+                halves = [
+                    files.stream(4, rank, 2, seq_length=64, on_missing="mask").batch_at(step)
+                    for rank in range(2)
+                ]
+                assert (np.concatenate([half.labels_BS for half in halves]) == batch.labels_BS.numpy()).all()
+                for row in range(4):
+                    if (batch.labels_BS[row] == -100).all():
+                        masked += 1
+                    else:
+                        assert (batch.tokens_BS[row] == whole[step - 1].tokens_BS[row]).all()
+            assert 0 < masked < 40
+            assert stream.num_masked_rows == masked
+
+    def test_without_the_flag_the_run_stops(self, tmp_path: Path) -> None:
+        files = write_corpus(tmp_path, {"web": [400] * 12})
+        stream = files.stream(4, seq_length=64)
+        for shard in (tmp_path / "web").iterdir():
+            shard.unlink()
+        with pytest.raises(
+            FileNotFoundError, match=r"shard \(web/.*\) is missing in .* \[web row \d+, step 1\]"
+        ):
+            stream.next_batch()
+        stream.close()
+
+
+def test_symbolic_links_are_followed(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "linked").symlink_to(tmp_path / "web")
+    corpus = files.corpus(seq_length=64, datasets=("linked",))
+    assert corpus.sources[0].num_tokens == files.num_tokens("web")
+
+
+def test_digests_follow_names_order_and_counts_only(files: Files, tmp_path: Path) -> None:
+    before = {source.name: source.digest for source in files.corpus(seq_length=64).sources}
+    assert len(set(before.values())) == 2 and all(len(digest) == 16 for digest in before.values())
+    (tmp_path / "web" / "shard-00001.arrow").rename(tmp_path / "web" / "x.arrow")
+    after = {
+        source.name: source.digest
+        for source in open_corpus(files.section(seq_length=64, on_missing="mask")).sources
+    }
+    assert after["code"] == before["code"] and after["web"] != before["web"]
+
+
+def test_discovery_leaves_out_a_validation_root(files: Files, tmp_path: Path) -> None:
+    """`prepare --split` puts held-out sources into validation/, a data root of its own: never trained on unless named."""
+    write_corpus(tmp_path / "validation", SIZES)
+    write_counts(tmp_path / "validation", [])
+    assert [source.name for source in files.corpus(seq_length=64).sources] == ["code", "web"]
+    named = files.corpus(seq_length=64, datasets=("validation/web",))
+    assert [source.name for source in named.sources] == ["validation/web"]

@@ -1,0 +1,204 @@
+"""One launch: who may write in a run folder, what a signal does, and what a launch that was refused leaves behind."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fms_fsdp.checkpoint.folders import problems
+from fms_fsdp.config import TrainingConfig, keep_global_batch
+from fms_fsdp.run.lock import FolderLock, lock_folders
+from tests.cli import ROOT, TINY, run, status, trained
+
+LONG = (*TINY, "--num_steps=100000", "--trackers=none")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+    """In the middle of its tensors."""
+    file = next(checkpoint.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def start(*argv: str, **settings: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "main_training.py", *argv]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **settings)  # type: ignore[call-overload,no-any-return]
+
+
+def wait_for(condition: Callable[[], bool], patience_s: float = 90) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def has_steps(folder: Path, count: int = 2) -> Callable[[], bool]:
+    file = folder / "metrics.jsonl"
+    return lambda: file.exists() and file.read_bytes().count(b"\n") >= count
+
+
+def test_a_launch_that_the_lock_refuses_leaves_the_folder_of_the_running_one_as_it_is(tmp_path: Path) -> None:
+    trained(*TINY, "--num_steps=1", f"--output_dir={tmp_path}")
+    with FolderLock(tmp_path):
+        before = content(tmp_path)
+        result = run(*TINY, "--num_steps=2", f"--output_dir={tmp_path}")
+        assert result.returncode == 2 and "must have one writer, and process" in result.stderr
+        assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["a/checkpoints", "a/../a/checkpoints", "link"])
+def test_a_folder_of_checkpoints_has_one_writer_by_whatever_path(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "a" / "checkpoints"
+    root.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(root)
+    with FolderLock(root):
+        with pytest.raises(ValueError, match="must have one writer"):
+            lock_folders([tmp_path / "b", tmp_path / name], patience_s=0.0)
+        assert not (tmp_path / "b").exists()
+
+
+def test_the_last_sound_checkpoint_outlives_a_damaged_newer_one(tmp_path: Path) -> None:
+    argv = [*TINY, "--checkpoint_interval=1", f"--output_dir={tmp_path}"]
+    root = tmp_path / "checkpoints"
+    trained(*argv, "--num_steps=3")
+    flip_a_byte(root / "step_3")
+    output = trained(*argv, "--num_steps=4", "--keep_last_n=1")
+    assert "is damaged" in output and "resumed from step 2" in output
+    assert sorted(path.name for path in root.iterdir()) == [".lock", "step_3.damaged-1", "step_4"]
+    assert problems(root / "step_4", deep=True) == []
+
+
+@pytest.mark.slow
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_afresh(tmp_path: Path) -> None:
+    argv = [*TINY, f"--output_dir={tmp_path}"]
+    trained(*argv, "--num_steps=1")
+    flip_a_byte(tmp_path / "checkpoints" / "step_1")
+    for _ in range(2):  # the first launch sets it aside
+        result = run(*argv, "--num_steps=2")
+        assert result.returncode == 2 and "no sound one is there" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("rows", "accum", "dp_size", "plan"),
+    [
+        (8, None, 1, (8, 2)),
+        (8, None, 2, (8, 1)),
+        (8, None, 8, (2, 1)),
+        (5, None, 2, (4, 2)),
+        (None, None, 1, (8, 2)),
+        (None, 4, 2, (2, 4)),
+        (4, 2, 2, (4, 2)),
+    ],
+)
+def test_another_number_of_ranks_keeps_the_global_batch(
+    rows: int | None, accum: int | None, dp_size: int, plan: tuple[int, int]
+) -> None:
+    section = TrainingConfig(batch_size=rows, grad_accum_steps=accum)
+    kept = keep_global_batch(section, dp_size, total=16, usual_rows=8)
+    assert (kept.batch_size, kept.grad_accum_steps) == plan and kept.global_batch_size == 16
+
+
+def test_ranks_that_do_not_divide_the_global_batch_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"ranks \(3\) must divide the run's global batch \(16 rows\).*1,2,4,8,16"
+    ):
+        keep_global_batch(TrainingConfig(), 3, total=16, usual_rows=8)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(
+            pytest.param(number, marks=pytest.mark.slow)
+            for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+        ),
+    ],
+)
+def test_a_signal_while_the_ranks_still_look_for_each_other_ends_the_launch_at_once(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    rendezvous = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29655"}
+    command = [sys.executable, "main_training.py", *TINY, f"--output_dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | rendezvous, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: len(os.listdir(f"/proc/{process.pid}/task")) > 1)  # it listens
+    time.sleep(6 if number == signal.SIGTERM else 0)  # then it waits for the other rank
+    process.send_signal(number)
+    _, said = process.communicate(timeout=5)
+    assert process.returncode == 75 and "before the first step; nothing is saved" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_hangup_saves_as_sigterm_does(tmp_path: Path) -> None:
+    process = start(*LONG, f"--output_dir={tmp_path}", stdout=subprocess.DEVNULL)
+    wait_for(has_steps(tmp_path))
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 75
+    ended = status(tmp_path)
+    assert "SIGHUP" in ended["reason"] and (tmp_path / "checkpoints" / f"step_{ended['step']}").is_dir()
+
+
+@pytest.mark.slow
+def test_nohup_goes_on_after_a_hangup(tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, "main_training.py", *LONG, f"--output_dir={tmp_path}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(has_steps(tmp_path))
+    process.send_signal(signal.SIGHUP)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().count(b"\n")
+    wait_for(has_steps(tmp_path, lines + 20))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75 and "SIGTERM" in status(tmp_path)["reason"]
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_does_not_stop_the_save(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = start(
+        *LONG, f"--output_dir={tmp_path}", stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    wait_for(has_steps(tmp_path))
+    os.close(ours)  # without a controlling terminal no signal comes: all output fails from here on
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 75
+    ended = status(tmp_path)
+    assert ended["status"] == "resume_me" and (tmp_path / "checkpoints" / f"step_{ended['step']}").is_dir()
+
+
+@pytest.mark.slow
+def test_a_run_outlives_the_shell_that_started_it(tmp_path: Path) -> None:
+    script = f"{sys.executable} main_training.py {' '.join(LONG)} --output_dir={tmp_path} >/dev/null 2>&1 & echo $!"
+    pid = int(
+        subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )
+    try:
+        wait_for(has_steps(tmp_path, 30))
+        assert status(tmp_path)["status"] == "running"
+    finally:
+        os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: status(tmp_path)["status"] == "resume_me")
+
+
+def test_a_stop_file_dated_ahead_of_the_clock_stops_no_later_launch(tmp_path: Path) -> None:
+    stop = tmp_path / "STOP"
+    stop.touch()
+    ahead = time.time() + 10_000
+    os.utime(stop, (ahead, ahead))
+    trained(*TINY, "--num_steps=3", f"--output_dir={tmp_path}")
+    assert status(tmp_path)["status"] == "finished" and not stop.exists()

@@ -1,0 +1,91 @@
+"""What a run recorded is read from any folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, as_dict
+from fms_fsdp.run.recorded import recorded_config, working_folder
+from fms_fsdp.tools.inspect.step import InspectConfig, inspected, step_fingerprint
+from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
+from fms_fsdp.tools.report.history import differences
+from tests.cli import ROOT, metrics
+
+
+@pytest.mark.parametrize(
+    ("typed", "joined"),
+    [
+        ("data/tokens", "/home/me/data/tokens"),
+        ("../tokens", "/home/me/../tokens"),
+        ("/abs/tokens", "/abs/tokens"),
+        ("s3://bucket/tokens?region=x", "s3://bucket/tokens?region=x"),
+        ("~/tokens", "~/tokens"),
+        ("", ""),
+    ],
+)
+def test_relative_paths_are_joined_to_the_runs_working_folder(typed: str, joined: str) -> None:
+    config = as_dict(
+        TrainConfig(data=DataConfig(data_path=typed), checkpoint=CheckpointConfig(ckpt_load_path=typed))
+    )
+    for start, expected in (("/home/me", joined), ("", typed)):
+        cfg = recorded_config(config, {"working_dir": start})
+        assert (cfg.data.data_path, cfg.checkpoint.ckpt_load_path) == (expected, expected)
+    assert recorded_config(config, {}).data.data_path == typed  # of an earlier version
+
+
+def test_the_working_folder_is_the_one_that_the_shell_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "release-1").mkdir()
+    (tmp_path / "current").symlink_to(tmp_path / "release-1")
+    monkeypatch.chdir(tmp_path / "current")
+    monkeypatch.setenv("PWD", str(tmp_path / "current"))
+    assert working_folder() == str(tmp_path / "current")
+    for wrong in (str(tmp_path), "current", "", str(tmp_path / "none")):
+        monkeypatch.setenv("PWD", wrong)
+        assert working_folder() == os.getcwd() == str(tmp_path / "release-1")
+
+
+def test_a_run_on_a_relative_data_path_is_inspected_and_evaluated_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, other = tmp_path / "place", tmp_path / "other"
+    place.mkdir()
+    other.mkdir()
+    inputs = f"code={sysconfig.get_path('stdlib')}/json"
+    options = {"include": ("*.py",), "num_workers": 1, "text_separator": r"\n\n", "split": (80.0, 20.0)}
+    prepare(PrepareConfig(inputs, str(place / "tokens"), tokenizer="byte", **options))  # type: ignore[arg-type]
+    shape = ("--model_variant=tiny", "--seq_length=32", "--global_batch_size=2", "--num_steps=1")
+    flags = (*shape, "--data_path=tokens", "--ckpt_save_path=kept", "--output_dir=run")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def run(folder: Path, *argv: str) -> str:
+        command = [sys.executable, *argv]
+        told = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert told.returncode == 0, told.stderr
+        return told.stdout
+
+    run(place, f"{ROOT}/main_training.py", *flags)
+    monkeypatch.chdir(other)
+    with inspected(InspectConfig(run=str(place / "run"))) as data:
+        assert data.step == 1 and step_fingerprint(data, 1) == metrics(place / "run")[1]["data_fingerprint"]
+    told = json.loads(
+        run(other, "-m", "fms_fsdp", "evaluate", "--path=../place/kept", "--eval_steps=1", "--json=True")
+    )
+    assert told["step"] == 1 and told["eval/loss"] > 0
+
+
+def test_a_report_compares_the_paths_that_were_meant() -> None:
+    config = as_dict(TrainConfig(data=DataConfig(data_path="tokens")))
+    runs = {name: {**config, "resolved": {"working_dir": f"/{name}"}} for name in ("a", "b")}
+    assert differences(runs) == [("data_path", ['"/a/tokens"', '"/b/tokens"'])]
+    assert differences({name: {**config, "resolved": {"working_dir": "/a"}} for name in ("a", "b")}) == []

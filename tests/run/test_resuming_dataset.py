@@ -1,0 +1,56 @@
+"""--resuming_dataset: whether the data of a checkpoint from elsewhere go on, or begin afresh."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
+from tests.cli import metrics, trained
+
+FLAGS = ("--model_variant=tiny", "--seq_length=32", "--global_batch_size=4", "--report_interval=1")
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    folder = tmp_path_factory.mktemp("corpus")
+    inputs = f"code={sysconfig.get_path('stdlib')}/json"
+    prepare(PrepareConfig(inputs, str(folder), tokenizer="byte", include=("*.py",), num_workers=1))
+    return (*FLAGS, f"--data_path={folder}")
+
+
+@pytest.fixture(scope="module")
+def whole(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven steps without a stop, a checkpoint at the third."""
+    folder = tmp_path_factory.mktemp("whole")
+    trained(*flags, "--num_steps=7", "--checkpoint_interval=3", f"--output_dir={folder}")
+    return folder
+
+
+def fingerprints(folder: Path) -> dict[int, str]:
+    return {step: record["data_fingerprint"] for step, record in metrics(folder).items()}
+
+
+@pytest.mark.parametrize("resuming", [True, False])
+def test_the_data_of_a_loaded_checkpoint_go_on_or_begin_afresh(
+    flags: tuple[str, ...], whole: Path, tmp_path: Path, resuming: bool
+) -> None:
+    """Afresh: step 4 has the rows of step 1, also after the new run has been stopped and goes on from its own checkpoint."""
+    given = f"--ckpt_load_path={whole / 'checkpoints' / 'step_3'}"
+    command = (
+        *flags,
+        "--checkpoint_interval=1",
+        given,
+        f"--resuming_dataset={resuming}",
+        f"--output_dir={tmp_path}",
+    )
+    output = trained(*command, f"--num_steps={7 if resuming else 5}")
+    assert (", with fresh data" in output) != resuming
+    if not resuming:
+        trained(*command, "--num_steps=7")
+    expected = fingerprints(whole)
+    assert len(set(expected.values())) == 7
+    first = 4 if resuming else 1
+    assert fingerprints(tmp_path) == {4 + i: expected[first + i] for i in range(4)}

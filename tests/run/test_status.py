@@ -1,0 +1,130 @@
+"""How a launch ends: status.json, exit status, and who prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fms_fsdp.errors import BadInput, RunFailed, checking_input
+from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
+
+
+def status(folder: Path) -> dict[str, object]:
+    content: dict[str, object] = json.loads((folder / "status.json").read_text())
+    return content
+
+
+def test_finished(tmp_path: Path) -> None:
+    with Launch() as launch:
+        launch.claim(tmp_path)
+        assert status(tmp_path)["status"] == "running"
+        launch.step, launch.outcome, launch.reason = 7, FINISHED, "done"
+    assert launch.exit_status == 0
+    assert status(tmp_path) == {"status": "finished", "step": 7, "reason": "done"}
+
+
+def test_a_launch_without_a_claim_writes_nothing_but_its_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LAUNCH_OUTCOME", str(tmp_path / "outcome.json"))
+    with Launch():
+        raise BadInput("--x (1) must be 2")
+    assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
+    content = json.loads((tmp_path / "outcome.json").read_text())
+    assert content == {
+        "status": "bad_input",
+        "step": 0,
+        "reason": "--x (1) must be 2",
+        "attempt": 0,
+        "claimed": False,
+    }
+
+
+def test_the_first_failure_of_a_launch_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Launch()
+    first.claim(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    with Launch() as other:
+        other.claim(tmp_path)
+        raise RunFailed("out of memory", on_one_rank=True)
+    first.tell(RuntimeError("connection closed by peer"))
+    assert status(tmp_path) == {"status": "failed", "step": 0, "reason": "out of memory"}
+    assert first.has_failed()
+
+
+def test_a_close_that_fails_does_not_hide_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Launch() as launch:
+        launch.claim(tmp_path)
+        launch.tell(BadInput("--x (1) must be 2"))
+        raise OSError("the file is gone")
+    assert launch.exit_status == 2 and status(tmp_path)["reason"] == "--x (1) must be 2"
+    assert capsys.readouterr().err == "error: --x (1) must be 2\n[rank 0] then OSError: the file is gone\n"
+
+
+def test_stopped_early_is_75_but_0_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Launch() as launch:
+        launch.claim(tmp_path)
+        launch.outcome = RESUME_ME
+    assert launch.exit_status == 75
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert launch.exit_status == 0
+
+
+def test_bad_input_is_one_line_and_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Launch() as launch:
+        launch.claim(tmp_path)
+        with checking_input():
+            raise ValueError("--x (1) must\n be 2")
+    assert launch.exit_status == 2
+    assert capsys.readouterr().err == "error: --x (1) must be 2\n"
+    assert status(tmp_path)["status"] == "bad_input"
+
+
+def test_a_bug_of_ours_keeps_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Launch() as launch:
+        launch.claim(tmp_path)
+        raise KeyError("lost")
+    assert launch.exit_status == 1
+    assert "Traceback" in capsys.readouterr().err and status(tmp_path)["status"] == "failed"
+
+
+def test_an_unwritable_folder_is_the_users_to_mend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    with Launch() as launch, checking_input():
+        (tmp_path / "file" / "run").mkdir()
+    assert launch.exit_status == 2 and "error:" in capsys.readouterr().err
+
+
+def test_a_restart_repeats_bad_input_only_if_it_is_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(text: str) -> str:
+        with Launch():
+            raise BadInput(text)
+        return capsys.readouterr().err
+
+    for attempt, (text, told) in enumerate([("first", True), ("first", False), ("second", True)]):
+        monkeypatch.setenv(
+            "TORCHELASTIC_ERROR_FILE", str(tmp_path / f"attempt_{attempt}" / "0" / "error.json")
+        )
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        assert launch(text) == (f"error: {text}\n" if told else "")
+
+
+def test_a_rank_that_alone_meets_bad_data_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Launch().claim(tmp_path)
+    monkeypatch.setenv("RANK", "3")
+    with Launch() as launch:
+        launch.claim(tmp_path)
+        raise BadInput("shard x is truncated", on_one_rank=True)
+    assert capsys.readouterr().err == "error: shard x is truncated\n"
+    assert status(tmp_path)["status"] == "bad_input"

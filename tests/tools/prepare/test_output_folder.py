@@ -1,0 +1,137 @@
+"""The output of prepare: it goes on after a kill while it is published, and it never becomes input."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fms_fsdp.tools.prepare import prepare as module
+from fms_fsdp.tools.prepare.convert import ConvertConfig, convert
+from tests.tools.prepare import test_prepare
+from tests.tools.prepare.test_prepare import OPTIONS, contents, run, write_jsonl
+
+corpus = test_prepare.corpus
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+@pytest.mark.parametrize("before_it", [True, False])
+def test_an_overwriting_call_killed_at_any_change_on_disk_goes_on(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, before_it: bool
+) -> None:
+    """Killed before or after every rename and removal, from the first shard to the last counts file."""
+    inputs = corpus.partition(",")[0]
+    old, new = dict(split=(80.0, 15.0, 5.0), min_tokens=2), dict(split=(80.0, 20.0), overwrite=True)
+    run(tmp_path / "start", inputs, **old)
+    shutil.copytree(tmp_path / "start", tmp_path / "straight")
+    run(tmp_path / "straight", inputs, **new)
+    left = 0
+    real = {name: getattr(os, name) for name in ("rename", "replace", "unlink", "rmdir")}
+
+    def change(name: str) -> Callable[..., object]:
+        def killing(*args: object, **options: object) -> object:
+            nonlocal left
+            left -= 1
+            if left == 0 and before_it:
+                raise Killed
+            result = real[name](*args, **options)
+            if left == 0:
+                raise Killed
+            return result
+
+        return killing
+
+    monkeypatch.setattr(module, "run_jobs", lambda function, jobs, *_: ((job, function(job)) for job in jobs))
+    for point in itertools.count(1):
+        output = tmp_path / "out" / str(point)
+        shutil.copytree(tmp_path / "start", output)
+        left = point
+        with monkeypatch.context() as killing:
+            for name in real:
+                killing.setattr(os, name, change(name))
+            try:
+                run(output, inputs, **new)
+                break
+            except Killed:
+                pass
+        run(output, inputs, **new)
+        assert contents(output) == contents(tmp_path / "straight"), point
+        assert not (output / ".partial").exists()
+        shutil.rmtree(output)
+    assert point > 12
+
+
+def test_a_shard_lost_after_a_kill_in_publishing_makes_the_source_anew(tmp_path: Path, corpus: str) -> None:
+    inputs, output = corpus.partition(",")[0], tmp_path / "out"
+    run(tmp_path / "straight", inputs, **OPTIONS)
+    run(output, inputs, **OPTIONS)
+    (output / ".partial" / "web").mkdir(
+        parents=True
+    )  # as a kill leaves it: train/ is published, validation/ waits
+    (output / "validation" / "web").rename(output / ".partial" / "web" / "validation")
+    next((output / "web").glob("*.arrow")).unlink()
+    run(output, inputs, **OPTIONS)
+    assert contents(output) == contents(tmp_path / "straight")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place", "options"),
+    [
+        ("{root}", "tokens", {}),
+        ("{root}", "deep/er/tokens", {}),
+        ("{root}", ".", {}),
+        ("{root}/**/*", "tokens", {}),
+        ("{root}/tok*", "tokens", {}),
+        ("{root}/link", "tokens", {}),
+        ("{root}", "tokens", {"include": ("*.csv",)}),
+        ("{root}", "tokens", {"exclude": ("*.arrow",)}),
+    ],
+)
+def test_an_output_that_would_be_read_as_input_is_refused(
+    tmp_path: Path, pattern: str, place: str, options: dict[str, object]
+) -> None:
+    root = tmp_path / "data"
+    write_jsonl(root / "a.jsonl", ["text"])
+    write_jsonl(root / "tokens.d" / "b.jsonl", ["text"])
+    (root / "link").symlink_to(root)
+    before = sorted(root.rglob("*"))
+    with pytest.raises(
+        ValueError, match=r"--output \(.*\) must not lie where --input \(.*\) is read: .*; choose another"
+    ):
+        run(root / place, f"web={pattern.format(root=root)}", **options)
+    assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options"),
+    [
+        ("{root}/*.jsonl", {}),
+        ("{root}/a.jsonl", {}),
+        ("{root}", {"include": ("*.jsonl",)}),
+        ("{root}/raw", {}),
+    ],
+)
+def test_an_output_beside_the_files_that_are_read_is_accepted_again_and_again(
+    tmp_path: Path, pattern: str, options: dict[str, object]
+) -> None:
+    root = tmp_path / "data"
+    write_jsonl(root / "a.jsonl", ["text"])
+    write_jsonl(root / "raw" / "a.jsonl", ["text"])
+    for _ in range(2):
+        run(root / "tokens", f"web={pattern.format(root=root)}", **options)
+    run(root / ".tokens", f"web={root}/raw")  # hidden folders are not read
+
+
+def test_convert_refuses_to_read_what_it_writes(tmp_path: Path, corpus: str) -> None:
+    run(tmp_path / "data", corpus)
+    with pytest.raises(ValueError, match=r"--output \(.*\) must not lie where --input"):
+        convert(
+            ConvertConfig(f"again={tmp_path / 'data'}", str(tmp_path / "data" / "more"), tokenizer="byte")
+        )

@@ -1,0 +1,152 @@
+"""Tokenizers: what goes in comes out, training repeats itself, unfit files are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fms_fsdp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, load_tokenizer
+from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
+
+ODD_TEXTS = [
+    "",
+    " ",
+    " leading and trailing  ",
+    "\n\n\tif x:\r\n        y = 1  # tabs\tand   runs\n\n\n",
+    "\ttab first",
+    "\x00 control \x07\x1b",
+    "<s></s><unk><0x41> are text",
+    "é漢字 😀 \u00a0\u2028\ufeff \U0010ffff",
+    "0123456789" * 30,
+    "x" * 5000,
+]
+
+
+@pytest.fixture(scope="module")
+def source_code() -> list[str]:
+    """The sources of this package: real code with indentation."""
+    root = Path(__file__).resolve().parents[3] / "fms_fsdp"
+    return [path.read_text().replace("\u2581", "_") for path in sorted(root.rglob("*.py"))][:40]
+
+
+@pytest.fixture(scope="module")
+def model(source_code: list[str]) -> bytes:
+    return train_sentencepiece(source_code, 600, "bpe")
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_trained_models_round_trip_source_code_and_odd_text(model_type: str, source_code: list[str]) -> None:
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(source_code[:12], 500, model_type), "test")
+    texts = [*source_code, *ODD_TEXTS]
+    encoded = tokenizer.encode(texts)
+    assert [tokenizer.decode(ids) for ids in encoded] == texts
+    assert all(ids.max(initial=0) < tokenizer.vocabulary.size == 500 for ids in encoded)
+    assert not any(np.isin(ids, [0, 1, 2]).any() for ids in encoded)  # no unknown, no begin, no end
+    assert sum(map(len, encoded)) < sum(len(text.encode()) for text in texts) / 1.5
+    assert [int(tokenizer.token_bytes()[ids].sum()) for ids in encoded] == [
+        len(text.encode()) for text in texts
+    ]
+
+
+def test_training_again_gives_the_same_bytes(source_code: list[str], model: bytes) -> None:
+    assert train_sentencepiece(iter(source_code), 600, "bpe") == model
+
+
+def test_the_mark_of_sentencepiece_is_the_one_exception(model: bytes) -> None:
+    tokenizer = SentencePieceTokenizer(model, "test")
+    assert tokenizer.decode(tokenizer.encode(["a▁b"])[0]) == "a b"
+
+
+def test_bytes_need_no_file() -> None:
+    tokenizer = load_tokenizer("byte")
+    assert isinstance(tokenizer, ByteTokenizer)
+    encoded = tokenizer.encode(ODD_TEXTS)
+    assert [tokenizer.decode(ids) for ids in encoded] == ODD_TEXTS
+    assert encoded[3].tolist() == list(ODD_TEXTS[3].encode())
+    assert tokenizer.vocabulary.eos_id == 257 < tokenizer.vocabulary.size
+    assert tokenizer.decode([104, 105, 257]) == "hi"
+    assert tokenizer.token_bytes()[[104, 255, 256, 257]].tolist() == [1, 1, 0, 0]
+
+
+def test_saved_models_load_as_they_were(tmp_path: Path, model: bytes) -> None:
+    tokenizer = SentencePieceTokenizer(model, "test")
+    tokenizer.save(tmp_path)
+    for name in (tmp_path, tmp_path / "tokenizer.model"):
+        assert load_tokenizer(str(name)).vocabulary == tokenizer.vocabulary
+    other = load_tokenizer(str(tmp_path), "<s>")
+    assert (other.vocabulary.eos_id, other.vocabulary.digest) == (1, tokenizer.vocabulary.digest)
+
+
+def test_huggingface_files(tmp_path: Path, source_code: list[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    raw = tokenizers.ByteLevelBPETokenizer()
+    raw.train_from_iterator(
+        source_code, vocab_size=500, special_tokens=["<|endoftext|>", "<stop>"], show_progress=False
+    )
+    raw.save_model(str(tmp_path))  # GPT-2's two files
+    pair = load_tokenizer(str(tmp_path))
+    raw.save(str(tmp_path / "tokenizer.json"))
+    whole = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (pair, whole):
+        encoded = tokenizer.encode(source_code)
+        assert [tokenizer.decode(ids) for ids in encoded] == source_code
+        assert tokenizer.vocabulary.eos_id == raw.token_to_id("<|endoftext|>")
+        assert [int(tokenizer.token_bytes()[ids].sum()) for ids in encoded] == [
+            len(t.encode()) for t in source_code
+        ]
+    assert whole.token_bytes()[raw.token_to_id("<stop>")] == 0
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
+    load_tokenizer.cache_clear()
+    configured = load_tokenizer(str(tmp_path))  # a folder prefers tokenizer.json
+    assert configured.vocabulary.eos_id == raw.token_to_id("<stop>")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    configured.save(copy)
+    assert load_tokenizer(str(copy)).vocabulary == configured.vocabulary
+    with pytest.raises(ValueError, match=r"--eos_token \(<nope>\) is not a token"):
+        load_tokenizer(str(copy), "<nope>")
+
+
+def test_tokenizers_without_an_end_ask_for_one(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    raw.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="--eos_token"):
+        load_tokenizer(str(tmp_path))
+    assert load_tokenizer(str(tmp_path), "b").vocabulary.eos_id == 1
+
+
+def test_unfit_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.model").write_text("no model")
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for name, error, words in [
+        ("nothing.model", FileNotFoundError, "does not exist"),
+        ("empty", FileNotFoundError, "holds none of"),
+        ("bad.model", ValueError, "is not a sentencepiece model"),
+        ("bad.json", ValueError, "cannot be read"),
+    ]:
+        with pytest.raises(error, match=words):
+            load_tokenizer(str(tmp_path / name))
+
+
+def test_too_little_text_for_the_vocabulary() -> None:
+    with pytest.raises(ValueError, match=r"--vocab_size \(5000\) is too high for this text: at most"):
+        train_sentencepiece(["only a few words"], 5000, "bpe")
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_a_vocabulary_below_the_number_of_characters_is_called_too_low(model_type: str) -> None:
+    """Signs of a script, each many times and in many orders: one token each, beside the 259 that every model has."""
+    text = [" ".join(chr(0x4E00 + (i * step) % 400) for i in range(2000)) for step in (1, 3, 7, 11)]
+    with pytest.raises(
+        ValueError, match=r"--vocab_size \(300\) is too low for this text, whose characters take 66\d;"
+    ) as e:
+        train_sentencepiece(text, 300, model_type)
+    least = int(str(e.value).rpartition("take ")[2].partition(";")[0])
+    assert (
+        SentencePieceTokenizer(train_sentencepiece(text, least, model_type), "test").vocabulary.size == least
+    )
