@@ -30,6 +30,7 @@ from fms_fsdp.observe.metrics import (
     report_line,
 )
 from fms_fsdp.observe.trackers import Background, RunInfo, build_trackers
+from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.parallel.activation import select_blocks
 from fms_fsdp.predict.hardware import peak_flops
 from fms_fsdp.run.health import SpikeDetector
@@ -216,7 +217,7 @@ def build_reporter(
     found: Preflight,
     mesh: Mesh,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     *,
     attempt: int,
     phases: Phases,
@@ -256,7 +257,7 @@ def build_reporter(
         step=found.start,
     )
     if cfg.log.log_num_zeros:
-        optimizer.register_step_pre_hook(lambda *_: reporter.count_zeros(parameters))
+        optimizers.before_step(lambda: reporter.count_zeros(parameters))
     return reporter
 
 
