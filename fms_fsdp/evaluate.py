@@ -26,13 +26,13 @@ from fms_fsdp.config import EvalConfig, ParallelConfig, TrainConfig, flag
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.held_out import HeldOut, open_held_out
 from fms_fsdp.errors import BadInput, RunFailed
-from fms_fsdp.mesh import build_mesh, resolve_layout
+from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.fsdp import reshard
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.run.plan import Preflight
 from fms_fsdp.run.recorded import recorded_config
-from fms_fsdp.runtime import World, log, pick_device, set_up_log, start, stop, sum_over_ranks
+from fms_fsdp.runtime import World, log, pick_device, set_up_log, start, stop
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Forward:
     batch_size: int
     document_mask: bool
     device: torch.device
-    world: World
+    mesh: Mesh
     alive: Callable[[], None] = lambda: None
 
 
@@ -76,13 +76,13 @@ def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
 
 def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
     """Sum of the loss over the labels of all rows, in nats; number of labels; bytes that these stand for, 0 if not known."""
-    world, size = forward.world, forward.batch_size
+    mesh, size = forward.mesh, forward.batch_size
     sums = torch.zeros(-(-source.num_rows // size), 3, dtype=torch.float64)
     before: tuple[int, torch.Tensor] | None = None
-    for first in range(0, len(sums), world.world_size):
+    for first in range(0, len(sums), mesh.size("dp")):
         forward.alive()
-        group = (
-            first + world.rank
+        group = first + mesh.place(
+            "dp"
         )  # the last ones may be past the end: all masked, for FSDP needs every rank in every pass
         try:
             batch = source.rows(group * size, (group + 1) * size)
@@ -101,7 +101,7 @@ def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
             before = group, loss_sum
     if before is not None:
         sums[before[0], 0] = before[1].item()
-    loss, labels_, bytes_ = (math.fsum(column) for column in sum_over_ranks(sums).T.tolist())
+    loss, labels_, bytes_ = (math.fsum(column) for column in mesh.sum(sums, "dp").T.tolist())
     return loss, labels_, bytes_
 
 
@@ -133,6 +133,7 @@ class Evaluator:
         section: EvalConfig,
         document_mask: bool,
         found: Preflight,
+        mesh: Mesh,
         model: nn.Module,
         recorder: Recorder,
         saver: Saver,
@@ -141,9 +142,7 @@ class Evaluator:
     ) -> None:
         self._section, self._found, self._recorder, self._saver = section, found, recorder, saver
         self._mark = mark
-        self._forward = Forward(
-            model, found.batch.batch_size, document_mask, found.device, found.world, alive
-        )
+        self._forward = Forward(model, found.batch.batch_size, document_mask, found.device, mesh, alive)
 
     def evaluate(self, step: int) -> None:
         """Evaluates what is due after `step`; before the first step of a launch, that is `--eval_at_start` (collective: every rank)."""
@@ -218,20 +217,20 @@ def main(config: EvaluateConfig) -> None:
     parallel = ParallelConfig(
         collective_timeout_s=cfg.parallel.collective_timeout_s, dist_backend=cfg.parallel.dist_backend
     )
-    layout = resolve_layout(
+    dims = resolve_dims(
         parallel, variant="", world_size=world.world_size, local_world_size=world.local_world_size
     )
-    start(parallel, cfg.training, world, device, group=layout.strategy != "none")
+    start(parallel, cfg.training, world, device, group=dims.strategy != "none")
+    mesh = Mesh(dims, world.rank, device.type)
     model = parallelize(
         model_config,
         parallel,
-        layout,
-        build_mesh(layout, device.type),
+        mesh,
         device=device,
         mixed_precision=checkpoint.state["resolved"]["mixed_precision"],
         seed=cfg.training.seed,
     )
-    forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, world)
+    forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, mesh)
     try:
         load_checkpoint(checkpoint, model, None)
         values = evaluate(forward, sources)
@@ -241,7 +240,7 @@ def main(config: EvaluateConfig) -> None:
         source.stream.close()
     if world.rank == 0:
         print(_json(checkpoint, values) if config.json else _table(checkpoint, values, sources))
-    del model, forward
+    del model, forward, mesh
     stop()
 
 
