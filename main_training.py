@@ -27,6 +27,7 @@ from fms_fsdp.run.stop_signal import StopSignal
 if TYPE_CHECKING:
     import torch
 
+    from fms_fsdp.mesh import Mesh
     from fms_fsdp.models.llama import Llama
     from fms_fsdp.observe.report import Reporter
     from fms_fsdp.run.limits import Limits
@@ -61,17 +62,19 @@ def run(
 ) -> None:
     """Claims the run folder, builds everything and trains (collective: every rank); `launch` knows how it ended."""
     from fms_fsdp import runtime
+    from fms_fsdp.mesh import Mesh
     from fms_fsdp.observe.report import build_reporter
     from fms_fsdp.optim.schedules import build_schedule
     from fms_fsdp.run.claim import claim, look_at_suspect, record_launch
     from fms_fsdp.run.plan import announce, check_data, open_stream
 
     cfg, folder = parsed.config, Path(parsed.config.output_dir)
-    grouped = machine.layout.strategy != "none"
+    grouped = machine.dims.strategy != "none"
     runtime.start(cfg.parallel, cfg.training, machine.world, machine.device, group=grouped)
+    mesh = Mesh(machine.dims, machine.world.rank, machine.device.type)
     phases.done("group")
     with checking_input():
-        taken = claim(parsed, check_data(parsed, machine))
+        taken = claim(parsed, check_data(parsed, machine), mesh)
         found = taken.found
         stream = open_stream(cfg, found)
     launch.step = found.start
@@ -89,7 +92,7 @@ def run(
     runtime.log.info("%s\n%s", describe(parsed), found.summary())
     announce(cfg, found)
     phases.done("data")
-    model, optimizer = build(cfg, found)
+    model, optimizer = build(cfg, found, mesh)
     phases.done("model")
     found, stream = restore(parsed, found, stream, model, optimizer)
     phases.done("load")
@@ -97,6 +100,7 @@ def run(
     reporter = build_reporter(
         cfg,
         found,
+        mesh,
         model,
         optimizer,
         attempt=taken.attempt,
@@ -104,7 +108,7 @@ def run(
         learning_rate=learning_rate,
         stream=stream,
     )
-    limits = loop(cfg, found, launch, signals, model, optimizer, stream, reporter, taken.attempt)
+    limits = loop(cfg, found, mesh, launch, signals, model, optimizer, stream, reporter, taken.attempt)
     done = launch.step == found.num_steps
     launch.outcome = FINISHED if done else RESUME_ME
     launch.reason = (
@@ -118,6 +122,7 @@ def run(
 def loop(
     cfg: TrainConfig,
     found: Preflight,
+    mesh: Mesh,
     launch: Launch,
     signals: StopSignal,
     model: Llama,
@@ -138,9 +143,9 @@ def loop(
     folder, rank, device, batch = Path(cfg.output_dir), found.world.rank, found.device, found.batch
     mask, mark = cfg.data.document_mask, reporter.clock.mark
     schedule = reporter.learning_rate
-    recipe = Recipe(model, optimizer, device, found.layout, batch, cfg.optim.grad_clip, mask, schedule, mark)
+    recipe = Recipe(model, optimizer, device, mesh, batch, cfg.optim.grad_clip, mask, schedule, mark)
     advice = explaining_out_of_memory(
-        cfg.parallel, found.model, found.layout, batch.batch_size, found.mixed_precision, cfg.keep_name
+        cfg.parallel, found.model, found.dims, batch.batch_size, found.mixed_precision, cfg.keep_name
     )
     with (
         ExitStack() as closing
@@ -155,7 +160,7 @@ def loop(
         bad_steps = BadSteps(
             cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name
         )
-        evaluator = Evaluator(cfg.eval, mask, found, model, reporter, saver, watchdog.feed, mark)
+        evaluator = Evaluator(cfg.eval, mask, found, mesh, model, reporter, saver, watchdog.feed, mark)
         closing.callback(evaluator.close)
         closing.push(lambda kind, error, trace: launch.tell(error))
         closing.enter_context(advice)
@@ -200,17 +205,15 @@ def build_limits(
     )
 
 
-def build(cfg: TrainConfig, found: Preflight) -> tuple[Llama, torch.optim.AdamW]:
+def build(cfg: TrainConfig, found: Preflight, mesh: Mesh) -> tuple[Llama, torch.optim.AdamW]:
     """Model and optimizer, sharded, with fresh weights (collective: every rank)."""
-    from fms_fsdp.mesh import build_mesh
     from fms_fsdp.optim.optimizers import build_optimizer
     from fms_fsdp.parallel.parallelize import parallelize
 
     model = parallelize(
         found.model,
         cfg.parallel,
-        found.layout,
-        build_mesh(found.layout, found.device.type),
+        mesh,
         device=found.device,
         mixed_precision=found.mixed_precision,
         seed=cfg.training.seed,

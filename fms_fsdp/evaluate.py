@@ -22,9 +22,10 @@ from fms_fsdp.config import EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.held_out import HeldOut
 from fms_fsdp.errors import BadInput
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.parallel.fsdp import reshard
 from fms_fsdp.run.plan import Preflight
-from fms_fsdp.runtime import World, log, sum_over_ranks
+from fms_fsdp.runtime import log
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Forward:
     batch_size: int
     document_mask: bool
     device: torch.device
-    world: World
+    mesh: Mesh
     alive: Callable[[], None] = lambda: None
 
 
@@ -68,13 +69,13 @@ def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
 
 def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
     """Sum of the loss over the labels of all rows, in nats; number of labels; bytes that these stand for, 0 if not known."""
-    world, size = forward.world, forward.batch_size
+    mesh, size = forward.mesh, forward.batch_size
     sums = torch.zeros(-(-source.num_rows // size), 3, dtype=torch.float64)
     before: tuple[int, torch.Tensor] | None = None
-    for first in range(0, len(sums), world.world_size):
+    for first in range(0, len(sums), mesh.size("dp")):
         forward.alive()
-        group = (
-            first + world.rank
+        group = first + mesh.place(
+            "dp"
         )  # the last ones may be past the end: all masked, for FSDP needs every rank in every pass
         try:
             batch = source.rows(group * size, (group + 1) * size)
@@ -93,7 +94,7 @@ def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
             before = group, loss_sum
     if before is not None:
         sums[before[0], 0] = before[1].item()
-    loss, labels_, bytes_ = (math.fsum(column) for column in sum_over_ranks(sums).T.tolist())
+    loss, labels_, bytes_ = (math.fsum(column) for column in mesh.sum(sums, "dp").T.tolist())
     return loss, labels_, bytes_
 
 
@@ -125,6 +126,7 @@ class Evaluator:
         section: EvalConfig,
         document_mask: bool,
         found: Preflight,
+        mesh: Mesh,
         model: nn.Module,
         recorder: Recorder,
         saver: Saver,
@@ -133,9 +135,7 @@ class Evaluator:
     ) -> None:
         self._section, self._found, self._recorder, self._saver = section, found, recorder, saver
         self._mark = mark
-        self._forward = Forward(
-            model, found.batch.batch_size, document_mask, found.device, found.world, alive
-        )
+        self._forward = Forward(model, found.batch.batch_size, document_mask, found.device, mesh, alive)
 
     def evaluate(self, step: int) -> None:
         """Evaluates what is due after `step`; before the first step of a launch, that is `--eval_at_start` (collective: every rank)."""

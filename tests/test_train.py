@@ -6,14 +6,14 @@ import torch
 
 from fms_fsdp.config import BatchPlan, OptimConfig, ParallelConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
-from fms_fsdp.mesh import Layout
+from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Interval
 from fms_fsdp.optim.optimizers import build_optimizer
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.train import Recipe, train_step
 
-CPU, ALONE = torch.device("cpu"), Layout("none", 1, 1)
+CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
 
 
 def test_a_global_batch_without_a_label_has_loss_and_norm_zero_and_is_no_skipped_step() -> None:
@@ -21,7 +21,6 @@ def test_a_global_batch_without_a_label_has_loss_and_norm_zero_and_is_no_skipped
         LlamaConfig(1, 16, 16, 2, 1, 32, max_seq_len=8),
         ParallelConfig(),
         ALONE,
-        None,
         device=CPU,
         mixed_precision=False,
         seed=1,
@@ -33,7 +32,7 @@ def test_a_global_batch_without_a_label_has_loss_and_norm_zero_and_is_no_skipped
     result = train_step(recipe, batch, 1)
     assert result.loss_sum.item() == 0 and result.grad_norm.item() == 0
     assert {state["step"].item() for state in optimizer.state.values()} == {1}
-    interval = Interval(CPU)
+    interval = Interval(ALONE, CPU)
     interval.add(result)
     values = interval.read(result, 0.0, 0, {})
     assert (values["loss"], values["loss_mean"], values["grad_norm_mean"], values["skipped_steps"]) == (

@@ -14,7 +14,7 @@ from fms_fsdp.config import ParallelConfig, TrainConfig, flag
 from fms_fsdp.data.held_out import HeldOut, open_held_out
 from fms_fsdp.errors import BadInput, RunFailed
 from fms_fsdp.evaluate import Forward, evaluate
-from fms_fsdp.mesh import build_mesh, resolve_layout
+from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.run.recorded import recorded_config
@@ -53,20 +53,20 @@ def main(config: EvaluateConfig) -> None:
     parallel = ParallelConfig(
         collective_timeout_s=cfg.parallel.collective_timeout_s, dist_backend=cfg.parallel.dist_backend
     )
-    layout = resolve_layout(
+    dims = resolve_dims(
         parallel, variant="", world_size=world.world_size, local_world_size=world.local_world_size
     )
-    start(parallel, cfg.training, world, device, group=layout.strategy != "none")
+    start(parallel, cfg.training, world, device, group=dims.strategy != "none")
+    mesh = Mesh(dims, world.rank, device.type)
     model = parallelize(
         model_config,
         parallel,
-        layout,
-        build_mesh(layout, device.type),
+        mesh,
         device=device,
         mixed_precision=checkpoint.state["resolved"]["mixed_precision"],
         seed=cfg.training.seed,
     )
-    forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, world)
+    forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, mesh)
     try:
         load_checkpoint(checkpoint, model, None)
         values = evaluate(forward, sources)
@@ -76,7 +76,7 @@ def main(config: EvaluateConfig) -> None:
         source.stream.close()
     if world.rank == 0:
         print(_json(checkpoint, values) if config.json else _table(checkpoint, values, sources))
-    del model, forward
+    del model, forward, mesh
     stop()
 
 
