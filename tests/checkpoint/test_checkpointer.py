@@ -319,9 +319,10 @@ def test_list_and_prune_say_what_they_would_do(tmp_path: Path, capsys: pytest.Ca
     (root / "step_4" / STATE).unlink()
     path = f"--path={tmp_path / 'run'}"
     assert command(["ckpt", "list", path]) == 0
-    listed = capsys.readouterr().out.splitlines()
+    head, *listed = capsys.readouterr().out.splitlines()
+    assert head.split() == ["checkpoint", "GiB", "tokens", "validation", "loss", "state"]
     assert [line.split()[0] for line in listed] == ["step_1", "step_2", "step_3", "step_4"]
-    assert "tokens               96" in listed[0] and listed[0].endswith("complete") and STATE in listed[2]
+    assert listed[0].split()[2] == "96" and listed[0].endswith("complete") and STATE in listed[2]
     assert command(["ckpt", "prune", path, "--keep_last_n=1"]) == 0
     assert "would delete" in capsys.readouterr().out and len(list(root.iterdir())) == 4
     assert command(["ckpt", "prune", path, "--keep_last_n=1", "--keep_steps=1", "--yes"]) == 0
