@@ -15,7 +15,7 @@ import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.cpu_threads import set_thread_waiting
@@ -27,6 +27,7 @@ from fms_fsdp.run.stop_signal import StopSignal
 if TYPE_CHECKING:
     import torch
 
+    from fms_fsdp.data.stream import Stream
     from fms_fsdp.models.llama import Llama
     from fms_fsdp.observe.report import Reporter
     from fms_fsdp.run.limits import Limits
@@ -122,7 +123,7 @@ def loop(
     signals: StopSignal,
     model: Llama,
     optimizer: torch.optim.AdamW,
-    stream: Any,
+    stream: Stream,
     reporter: Reporter,
     attempt: int,
 ) -> Limits:
@@ -219,8 +220,8 @@ def build(cfg: TrainConfig, found: Preflight) -> tuple[Llama, torch.optim.AdamW]
 
 
 def restore(
-    parsed: Parsed[TrainConfig], found: Preflight, stream: Any, model: Llama, optimizer: torch.optim.AdamW
-) -> tuple[Preflight, Any]:
+    parsed: Parsed[TrainConfig], found: Preflight, stream: Stream, model: Llama, optimizer: torch.optim.AdamW
+) -> tuple[Preflight, Stream]:
     """Loads the checkpoint that `found` names, or, where its files turn out to be damaged, the newest sound one before it (collective: every rank)."""
     from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
     from fms_fsdp.run.claim import choose_again

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,17 +19,12 @@ from torch.profiler import record_function
 
 from fms_fsdp.config import BatchPlan
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import BadInput
 from fms_fsdp.mesh import Layout
 from fms_fsdp.optim.optimizers import set_learning_rate, step_if_finite
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
 from fms_fsdp.runtime import sum_over_ranks
-
-
-class Stream(Protocol):
-    """What the loop needs of a data stream."""
-
-    def next_batch(self) -> Batch: ...
 
 
 @dataclass(frozen=True)
