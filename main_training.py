@@ -15,7 +15,7 @@ import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.cpu_threads import set_thread_waiting
@@ -25,6 +25,7 @@ from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
 from fms_fsdp.run.stop_signal import StopSignal
 
 if TYPE_CHECKING:
+    from fms_fsdp.data.stream import Stream
     from fms_fsdp.mesh import Mesh
     from fms_fsdp.models.llama import Llama
     from fms_fsdp.observe.report import Reporter
@@ -129,7 +130,7 @@ def loop(
     signals: StopSignal,
     model: Llama,
     optimizers: Optimizers,
-    stream: Any,
+    stream: Stream,
     reporter: Reporter,
     schedule: Schedule,
     attempt: int,
@@ -226,11 +227,11 @@ def build(cfg: TrainConfig, found: Preflight, mesh: Mesh) -> tuple[Llama, Optimi
 def restore(
     parsed: Parsed[TrainConfig],
     found: Preflight,
-    stream: Any,
+    stream: Stream,
     model: Llama,
     optimizers: Optimizers,
     mesh: Mesh,
-) -> tuple[Preflight, Any]:
+) -> tuple[Preflight, Stream]:
     """Loads the checkpoint that `found` names, or, where its files turn out to be damaged, the newest sound one before it (collective: every rank)."""
     from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
     from fms_fsdp.run.claim import choose_again

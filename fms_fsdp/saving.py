@@ -14,6 +14,7 @@ from fms_fsdp.checkpoint.folders import clean_up, delete, named_steps, read_stat
 from fms_fsdp.checkpoint.progress import SaveProgress, estimate_save_s
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import TrainConfig, as_dict
+from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.run.plan import Preflight
@@ -41,7 +42,7 @@ class Saver:
         found: Preflight,
         model: nn.Module,
         optimizers: OptimizerState,
-        stream: Any,
+        stream: Stream,
         reporter: Counter,
         launch: Launch,
         attempt: int,

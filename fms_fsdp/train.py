@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,17 +20,12 @@ from torch.profiler import record_function
 
 from fms_fsdp.config import BatchPlan
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import BadInput
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.optim.schedules import Schedule
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
-
-
-class Stream(Protocol):
-    """What the loop needs of a data stream."""
-
-    def next_batch(self) -> Batch: ...
 
 
 @dataclass(frozen=True)

@@ -80,15 +80,7 @@ def test_data_knows_no_process_group_and_no_model() -> None:
 
 def test_nothing_that_trains_imports_a_tool() -> None:
     """Not even indirectly or inside a function: what must be trusted ends below `tools/`."""
-    found, todo = set[Path](), [ROOT / "main_training.py"]
-    while todo:
-        path = todo.pop()
-        if path not in found:
-            found.add(path)
-            modules = (ROOT / name.replace(".", "/") for name in imported(path))
-            todo += [
-                file for module in modules for file in FILES if file in (module.with_suffix(".py"), module)
-            ]
+    found = house.import_closure(ROOT / "main_training.py")
     assert ROOT / "fms_fsdp/train.py" in found and ROOT / "fms_fsdp/data/shards/shard.py" in found
     assert not [path for path in found if path.is_relative_to(ROOT / "fms_fsdp/tools")]
 
