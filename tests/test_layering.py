@@ -78,6 +78,13 @@ def test_data_knows_no_process_group_and_no_model() -> None:
         assert not any(name.startswith("torch.distributed") for name in house.imported(path)), path
 
 
+def test_nothing_that_trains_imports_a_tool() -> None:
+    """Not even indirectly or inside a function: what must be trusted ends below `tools/`."""
+    found = house.import_closure(ROOT / "main_training.py")
+    assert ROOT / "fms_fsdp/train.py" in found and ROOT / "fms_fsdp/data/shards/shard.py" in found
+    assert not [path for path in found if path.is_relative_to(ROOT / "fms_fsdp/tools")]
+
+
 def test_no_star_imports_and_no_junk_drawers() -> None:
     for path in FILES:
         assert path.stem not in ("utils", "common", "helpers", "base"), path

@@ -151,7 +151,9 @@ def schedule_jump(cfg: TrainConfig, num_steps: int, start: Start) -> str:
         if name in OptimConfig.__dataclass_fields__
     }
     before = build_schedule(OptimConfig(**known), state["resolved"]["num_steps"])
-    old, new = (f"{schedule(step):.3e}" for schedule in (before, build_schedule(cfg.optim, num_steps)))
+    base, peak = known.get("learning_rate", cfg.optim.learning_rate), cfg.optim.learning_rate
+    rates = ((before, base), (build_schedule(cfg.optim, num_steps), peak))
+    old, new = (f"{schedule(step, base):.3e}" for schedule, base in rates)
     if old == new:
         return ""
     return f"learning rate of step {step}: {old} -> {new} (num_steps {state['resolved']['num_steps']} -> {num_steps})"
