@@ -214,7 +214,7 @@ def _shown_value(value: Any) -> str:
     return "empty" if value == "" else str(value)
 
 
-def describe(parsed: Parsed[Any]) -> str:
+def describe_flags(parsed: Parsed[Any]) -> str:
     """The config by section. `*` marks a value that is not the default; its origin follows."""
     lines, values = [], flag_values(parsed.config)
     for section, rows in _sections(type(parsed.config)):
