@@ -98,16 +98,28 @@ def module_file(name: str) -> Path | None:
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of the modules that a file imports: at its top, in functions, and as texts that name one."""
+    """Full names of the modules that a file imports: at its top, in functions, and by name in a text.
+
+    A text that begins with a package, such as f"fms_fsdp.tools.{name}", counts as all modules of the package.
+    """
     names = set[str]()
     for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names |= {node.value} if re.fullmatch(rf"{PACKAGE}(\.\w+)+", node.value) else set()
+        match node:
+            case ast.Import():
+                names |= {alias.name for alias in node.names}
+            case ast.ImportFrom(module=str(module)):
+                names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+            case ast.Constant(value=str(text)) if re.fullmatch(rf"{PACKAGE}(\.\w+)+", text):
+                names.add(text)
+            case ast.JoinedStr(values=[ast.Constant(value=str(text)), *_]) if re.fullmatch(
+                rf"{PACKAGE}(\.\w+)+\.", text
+            ):
+                names |= {_module_name(file) for file in python_files(text.replace(".", "/"))}
     return names
+
+
+def _module_name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def import_closure(entry: Path) -> set[Path]:
