@@ -15,7 +15,7 @@ import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.cpu_threads import set_thread_waiting
@@ -25,11 +25,12 @@ from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
 from fms_fsdp.run.stop_signal import StopSignal
 
 if TYPE_CHECKING:
-    import torch
-
+    from fms_fsdp.data.stream import Stream
     from fms_fsdp.mesh import Mesh
     from fms_fsdp.models.llama import Llama
     from fms_fsdp.observe.report import Reporter
+    from fms_fsdp.optim.optimizers import Optimizers
+    from fms_fsdp.optim.schedules import Schedule
     from fms_fsdp.run.limits import Limits
     from fms_fsdp.run.plan import Machine, Preflight
     from fms_fsdp.runtime import Phases
@@ -92,23 +93,25 @@ def run(
     runtime.log.info("%s\n%s", describe(parsed), found.summary())
     announce(cfg, found)
     phases.done("data")
-    model, optimizer = build(cfg, found, mesh)
+    model, optimizers = build(cfg, found, mesh)
     phases.done("model")
-    found, stream = restore(parsed, found, stream, model, optimizer)
+    found, stream = restore(parsed, found, stream, model, optimizers, mesh)
     phases.done("load")
-    learning_rate = build_schedule(cfg.optim, found.num_steps)
+    schedule = build_schedule(cfg.optim, found.num_steps)
     reporter = build_reporter(
         cfg,
         found,
         mesh,
         model,
-        optimizer,
+        optimizers,
         attempt=taken.attempt,
         phases=phases,
-        learning_rate=learning_rate,
+        learning_rate=lambda step: schedule(step, cfg.optim.learning_rate),
         stream=stream,
     )
-    limits = loop(cfg, found, mesh, launch, signals, model, optimizer, stream, reporter, taken.attempt)
+    limits = loop(
+        cfg, found, mesh, launch, signals, model, optimizers, stream, reporter, schedule, taken.attempt
+    )
     done = launch.step == found.num_steps
     launch.outcome = FINISHED if done else RESUME_ME
     launch.reason = (
@@ -126,9 +129,10 @@ def loop(
     launch: Launch,
     signals: StopSignal,
     model: Llama,
-    optimizer: torch.optim.AdamW,
-    stream: Any,
+    optimizers: Optimizers,
+    stream: Stream,
     reporter: Reporter,
+    schedule: Schedule,
     attempt: int,
 ) -> Limits:
     """Trains to the end, or to a limit, with everything that watches over it (collective: every rank); returns the limits, which know why."""
@@ -142,8 +146,7 @@ def loop(
 
     folder, rank, device, batch = Path(cfg.output_dir), found.world.rank, found.device, found.batch
     mask, mark = cfg.data.document_mask, reporter.clock.mark
-    schedule = reporter.learning_rate
-    recipe = Recipe(model, optimizer, device, mesh, batch, cfg.optim.grad_clip, mask, schedule, mark)
+    recipe = Recipe(model, optimizers, device, mesh, batch, cfg.optim.grad_clip, mask, schedule, mark)
     advice = explaining_out_of_memory(
         cfg.parallel, found.model, found.dims, batch.batch_size, found.mixed_precision, cfg.keep_name
     )
@@ -154,7 +157,7 @@ def loop(
         closing.callback(stream.close)
         watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
         closing.callback(watchdog.close)
-        saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt, watchdog.feed)
+        saver = Saver(cfg, found, model, optimizers, stream, reporter, launch, attempt, watchdog.feed)
         closing.callback(saver.close)
         limits = build_limits(cfg, found, signals, saver, reporter)
         bad_steps = BadSteps(
@@ -205,9 +208,9 @@ def build_limits(
     )
 
 
-def build(cfg: TrainConfig, found: Preflight, mesh: Mesh) -> tuple[Llama, torch.optim.AdamW]:
+def build(cfg: TrainConfig, found: Preflight, mesh: Mesh) -> tuple[Llama, Optimizers]:
     """Model and optimizer, sharded, with fresh weights (collective: every rank)."""
-    from fms_fsdp.optim.optimizers import build_optimizer
+    from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
 
     model = parallelize(
@@ -218,12 +221,17 @@ def build(cfg: TrainConfig, found: Preflight, mesh: Mesh) -> tuple[Llama, torch.
         mixed_precision=found.mixed_precision,
         seed=cfg.training.seed,
     )
-    return model, build_optimizer(cfg.optim, model)
+    return model, build_optimizers(cfg.optim, model)
 
 
 def restore(
-    parsed: Parsed[TrainConfig], found: Preflight, stream: Any, model: Llama, optimizer: torch.optim.AdamW
-) -> tuple[Preflight, Any]:
+    parsed: Parsed[TrainConfig],
+    found: Preflight,
+    stream: Stream,
+    model: Llama,
+    optimizers: Optimizers,
+    mesh: Mesh,
+) -> tuple[Preflight, Stream]:
     """Loads the checkpoint that `found` names, or, where its files turn out to be damaged, the newest sound one before it (collective: every rank)."""
     from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
     from fms_fsdp.run.claim import choose_again
@@ -233,7 +241,7 @@ def restore(
     damaged: list[Path] = []
     while found.checkpoint is not None:
         try:
-            load_checkpoint(found.checkpoint, model, optimizer if found.continues else None)
+            load_checkpoint(found.checkpoint, model, optimizers if found.continues else None, mesh)
             break
         except DamagedCheckpoint as error:
             log.error("%s; looking for an older one", error)

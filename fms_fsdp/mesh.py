@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fms_fsdp.config import ParallelConfig
 
+T = TypeVar("T")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -146,3 +148,10 @@ class Mesh:
         if self.size(axis) > 1:
             dist.all_reduce(tensor, group=self._groups[axis])
         return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank of the world has, by rank (collective: every rank)."""
+        everyone = [value] * self.size("world")
+        if len(everyone) > 1:
+            dist.all_gather_object(everyone, value)
+        return everyone

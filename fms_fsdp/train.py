@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,16 +20,12 @@ from torch.profiler import record_function
 
 from fms_fsdp.config import BatchPlan
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import BadInput
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.optim.optimizers import set_learning_rate, step_if_finite
+from fms_fsdp.optim.optimizers import Optimizers
+from fms_fsdp.optim.schedules import Schedule
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
-
-
-class Stream(Protocol):
-    """What the loop needs of a data stream."""
-
-    def next_batch(self) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -48,13 +44,13 @@ class Recipe:
     """What a step needs beside the batch; `mark(part)` is told which part of the loop has just ended."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Optimizers
     device: torch.device
     mesh: Mesh
     batch: BatchPlan
     grad_clip: float
     document_mask: bool
-    learning_rate: Callable[[int], float]
+    schedule: Schedule
     mark: Callable[[str], None] = lambda part: None
 
 
@@ -125,9 +121,8 @@ def train_step(recipe: Recipe, batch: Batch, step: int, requests: Sequence[int] 
     recipe.mark("forward_backward")
     with record_function("optimizer"):
         grad_norm = clip_grad_norm(parameters, recipe.grad_clip, recipe.mesh)
-        set_learning_rate(recipe.optimizer, recipe.learning_rate(step))
-        step_if_finite(recipe.optimizer, grad_norm)
-        recipe.optimizer.zero_grad(set_to_none=True)
+        recipe.optimizers.step(partial(recipe.schedule, step), grad_norm)
+        recipe.optimizers.zero_grad()
     recipe.mark("optimizer")
     return StepResult(loss_sum, num_labels, grad_norm, sums[1:])
 

@@ -132,7 +132,7 @@ def test_the_numbers_are_those_of_a_slow_reference(corpus: Path, whole: Path) ->
         mixed_precision=False,
         seed=0,
     )
-    load_checkpoint(checkpoint, model, None)
+    load_checkpoint(checkpoint, model, None, Mesh(ParallelDims("none"), 0, "cpu"))
     recorded, sums = evaluations(whole)[4], [0.0, 0]
     for source in held_out(corpus):
         loss, count, num_bytes = 0.0, 0, 0

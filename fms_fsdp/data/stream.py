@@ -22,11 +22,56 @@ if TYPE_CHECKING:
     from fms_fsdp.data.shards.manifest import Corpus
 
 
+Consumption = dict[
+    str, dict[str, float | int]
+]  # {source: {"epoch": epochs gone through, "tokens": tokens trained on}}
+
+
+class Stream(Protocol):
+    """What the loop, the checkpoint and the reports need of the data: this rank's rows, step after step."""
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that the data allow; None: no end."""
+
+    @property
+    def num_masked_rows(self) -> int:
+        """Rows of this rank that could not be read and were masked, in this launch, up to the step last consumed."""
+
+    def next_batch(self) -> Batch:
+        """Returns the rows of the next step and counts it as consumed. Raises: ValueError for bad data, at its step."""
+
+    def batch_at(self, step: int) -> Batch | None:
+        """Returns this rank's rows of any step >= 1, whatever has been consumed; None if the stream cannot."""
+
+    def documents(self, step: int, limit: int = 8) -> list[str]:
+        """Returns where the first `limit` pieces of the step's global batch come from, in words; [] if nothing tells."""
+
+    def consumption(self) -> Consumption:
+        """Returns what each source has supplied up to the step last consumed; {} if the stream does not count."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what, with the step, resumes the stream: JSON values of a few KB, the same on every rank."""
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> list[str]:
+        """Continues after `step` with the flags of this run; returns what they change, a line each, to be logged.
+
+        Raises: ValueError, FileNotFoundError if the state is of other data.
+        """
+
+    def begin_after(self, step: int) -> None:
+        """Makes step + 1 the first step of the data, none of which has been seen."""
+
+    def close(self) -> None:
+        """Ends threads and closes files."""
+
+
 class RowProducer(Protocol):
     """What a TokenStream draws from: pure functions of the step, and the history that a checkpoint keeps."""
 
     global_batch_size: int
     last_step: int | None  # by --max_epochs; None: no end
+    first_exhausted: str  # the source that ends at `last_step`
 
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
         """Returns the rows [B * dp_rank / dp_size, B * (dp_rank + 1) / dp_size) of the global batch of `step`."""
@@ -43,8 +88,8 @@ class RowProducer(Protocol):
     def begin_after(self, step: int) -> None:
         """Makes step + 1 the first step."""
 
-    def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
-        """Returns {source: {"epoch": float, "tokens": int}} after `step`."""
+    def consumption(self, step: int) -> Consumption:
+        """Returns what each source has supplied by the end of `step`."""
 
     def num_masked_rows(self, step: int) -> int:
         """Returns how many rows of this rank could not be read up to `step`."""
@@ -54,9 +99,9 @@ class RowProducer(Protocol):
 
 
 class TokenStream:
-    """This rank's rows, step after step.
+    """The `Stream` of a RowProducer.
 
-    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in the global batch, `last_step` the last step that --max_epochs allows (None: no end).
+    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in the global batch.
     """
 
     def __init__(self, rows: RowProducer, *, dp_rank: int, dp_size: int, prefetch: int) -> None:
@@ -80,7 +125,7 @@ class TokenStream:
         """
         if self.last_step is not None and self.step >= self.last_step:
             raise ValueError(
-                f"max_epochs is reached after step {self.last_step} by source {getattr(self.rows, 'first_exhausted', '?')}; "
+                f"max_epochs is reached after step {self.last_step} by source {self.rows.first_exhausted}; "
                 "lower --num_steps to it, lower the source's weight or raise --max_epochs"
             )
         self._fill()
@@ -91,46 +136,35 @@ class TokenStream:
         return batch
 
     def batch_at(self, step: int) -> Batch:
-        """Returns this rank's rows of any step >= 1, whatever has been consumed."""
         with self._lock:
             return self.rows.batch(step, self._dp_rank, self._dp_size)
 
     def documents(self, step: int, limit: int = 8) -> list[str]:
-        """Returns where the first `limit` pieces of the step's global batch come from, in words; [] for synthetic tokens."""
         with self._lock:
             return self.rows.documents(step, limit)
 
-    def consumption(self) -> dict[str, dict[str, float | int]]:
-        """Returns {source: {"epoch": epochs gone through, "tokens": tokens trained on}} after `step`."""
+    def consumption(self) -> Consumption:
         return self.rows.consumption(self.step)
 
     @property
     def num_masked_rows(self) -> int:
-        """Rows of this rank that could not be read and were masked, in this launch, up to `step`."""
         return self.rows.num_masked_rows(self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what, with `step`, resumes the stream: JSON values of a few KB, the same on every rank."""
         return self.rows.state()
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> list[str]:
-        """Continues after `step` with the flags of this run; returns what they change, a line each, to be logged.
-
-        Raises: ValueError, FileNotFoundError if the state is of other data.
-        """
         self._drop_ahead()
         changes = self.rows.load(state, step)
         self.step = step
         return changes
 
     def begin_after(self, step: int) -> None:
-        """Makes step + 1 the first step of the data, none of which has been seen."""
         self._drop_ahead()
         self.rows.begin_after(step)
         self.step = step
 
     def close(self) -> None:
-        """Ends the thread and closes the files."""
         self._drop_ahead()
         if self._pool is not None:
             self._pool.shutdown()

@@ -38,6 +38,7 @@ class SyntheticRows:
         self._total: I64 = np.array(total, dtype=np.int64)
 
     last_step: int | None = None
+    first_exhausted = ""
 
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
         """Returns a rank's rows of the step's global batch, which may have been of another size."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from fms_fsdp.data.stream import Stream
 from fms_fsdp.observe.report import Reporter
 
 
-def describe_data(stream: Any, reporter: Reporter, step: int) -> str:
+def describe_data(stream: Stream, reporter: Reporter, step: int) -> str:
     """Fingerprint and first documents of the global batch of `step`, as a sentence (collective: every rank). Reads the batch once more."""
-    if not hasattr(stream, "batch_at"):
+    batch = stream.batch_at(step)
+    if batch is None:
         return "The data come from a stream of your own."
-    text = f"Data fingerprint {reporter.global_fingerprint(stream.batch_at(step))}"
+    text = f"Data fingerprint {reporter.global_fingerprint(batch)}"
     documents = stream.documents(step)
     return f"{text}; documents: {', '.join(documents)}, …" if documents else f"{text}; synthetic tokens."

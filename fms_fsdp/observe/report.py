@@ -15,6 +15,7 @@ import torch
 
 from fms_fsdp.config import TrainConfig, as_dict, parse_selective_checkpointing
 from fms_fsdp.data.batch import Batch, fingerprint
+from fms_fsdp.data.stream import Stream
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
 from fms_fsdp.observe.energy import EnergyMeter, find_meter
@@ -30,6 +31,7 @@ from fms_fsdp.observe.metrics import (
     report_line,
 )
 from fms_fsdp.observe.trackers import Background, RunInfo, build_trackers
+from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.parallel.activation import select_blocks
 from fms_fsdp.predict.hardware import peak_flops
 from fms_fsdp.run.health import SpikeDetector
@@ -77,7 +79,7 @@ class Reporter:
     utilization: Utilization
     learning_rate: Callable[[int], float]
     fingerprint: Callable[[Batch], int]
-    stream: Any
+    stream: Stream
     phases: Phases
     spikes: SpikeDetector
     norms: Sequence[torch.Tensor]
@@ -116,12 +118,12 @@ class Reporter:
         extra = {"param_norm": parameter_norm(self.norms, self.mesh)} if self.norms else {}
         if self.zeros is not None:
             extra["grad_zeros"] = self.zeros
-        masked_rows = getattr(self.stream, "num_masked_rows", 0)
+        masked_rows = self.stream.num_masked_rows
         values = self.interval.read(result, self.meter.read_j(), masked_rows, extra)
         self.clock.mark("device")
         record = self._record(step, values, self.clock.read())
         record["data_fingerprint"] = self.global_fingerprint(batch)
-        for source, used in getattr(self.stream, "consumption", dict)().items():
+        for source, used in self.stream.consumption().items():
             record |= {f"epoch/{source}": used["epoch"], f"tokens/{source}": used["tokens"]}
         if self.file is not None:
             self.file.write(record)
@@ -216,12 +218,12 @@ def build_reporter(
     found: Preflight,
     mesh: Mesh,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     *,
     attempt: int,
     phases: Phases,
     learning_rate: Callable[[int], float],
-    stream: Any,
+    stream: Stream,
 ) -> Reporter:
     """The reporter of a run; it writes on rank 0 alone."""
     folder, parameters = Path(cfg.output_dir), list(model.parameters())
@@ -256,7 +258,7 @@ def build_reporter(
         step=found.start,
     )
     if cfg.log.log_num_zeros:
-        optimizer.register_step_pre_hook(lambda *_: reporter.count_zeros(parameters))
+        optimizers.before_step(lambda: reporter.count_zeros(parameters))
     return reporter
 
 

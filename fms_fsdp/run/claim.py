@@ -24,6 +24,7 @@ import torch
 from fms_fsdp.atomic import write_atomically
 from fms_fsdp.checkpoint.folders import set_aside
 from fms_fsdp.config import TrainConfig, as_dict
+from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import BadInput
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import Mesh
@@ -86,14 +87,14 @@ def choose_again(parsed: Parsed[TrainConfig], found: Preflight, damaged: Sequenc
     return start_from(parsed, found, agreed(choose))
 
 
-def look_at_suspect(stream: Any, taken: Claim) -> None:
+def look_at_suspect(stream: Stream, taken: Claim) -> None:
     """Reads the data that ended the last attempt, if this one comes to them too: if they are still wrong it ends here.
 
     Raises:
         BadInput: they are.
     """
     step = taken.suspect_step
-    if step is None or step <= taken.found.start or not hasattr(stream, "batch_at"):
+    if step is None or step <= taken.found.start:
         return
     try:
         stream.batch_at(step)

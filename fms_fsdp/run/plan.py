@@ -25,7 +25,8 @@ from fms_fsdp.checkpoint.retention import check_keep_best, parse_schedule
 from fms_fsdp.config import BatchPlan, TrainConfig, keep_global_batch, resolve_batch
 from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.held_out import HeldOut, HeldOutListing, close_held_out, open_held_out, scan_held_out
-from fms_fsdp.data.stream import build_stream
+from fms_fsdp.data.shards.manifest import Corpus, open_corpus, scan_corpus
+from fms_fsdp.data.stream import Stream, build_stream
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import ParallelDims, resolve_dims
 from fms_fsdp.models.flops import num_params
@@ -64,7 +65,7 @@ class Preflight:
     device: torch.device
     dims: ParallelDims
     batch: BatchPlan
-    corpus: Any
+    corpus: Corpus | None
     model: LlamaConfig
     mixed_precision: bool
     begin: Start
@@ -293,27 +294,22 @@ def _open_held_out(cfg: TrainConfig, found: Preflight) -> tuple[HeldOut, ...]:
     )
 
 
-def _open_data(cfg: TrainConfig) -> Any:
+def _open_data(cfg: TrainConfig) -> Corpus | None:
     if cfg.data.dataset_builder:
         load_builder(cfg.data)
         return None
     if cfg.data.use_dummy_dataset:
         return None
-    from fms_fsdp.data.shards.manifest import (
-        open_corpus,
-        scan_corpus,
-    )  # pyarrow: only where there are shards to read
-
     return open_corpus(cfg.data, listing=runtime.agreed(partial(scan_corpus, cfg.data)))
 
 
-def open_stream(cfg: TrainConfig, found: Preflight) -> Any:
+def open_stream(cfg: TrainConfig, found: Preflight) -> Stream:
     """This rank's rows, from the step after the checkpoint's; says what the flags change in a run that goes on.
 
     Raises:
         ValueError, OSError: the checkpoint's data state is of other data, or the batch or the length do not fit the data.
     """
-    build: Callable[..., Any] = (
+    build: Callable[..., Stream] = (
         load_builder(cfg.data) if cfg.data.dataset_builder else partial(build_stream, corpus=found.corpus)
     )
     stream = build(
@@ -329,15 +325,14 @@ def open_stream(cfg: TrainConfig, found: Preflight) -> Any:
         stream.begin_after(found.start)
     elif found.checkpoint is not None and found.continues:
         try:
-            changes = stream.load_state_dict(found.checkpoint.state["data"], found.start) or ()
+            changes = stream.load_state_dict(found.checkpoint.state["data"], found.start)
         except (ValueError, FileNotFoundError) as error:
             raise ValueError(f"{error}; for other data choose another --run_name") from error
         for change in changes:
             runtime.log.info("from step %d on, %s", found.start + 1, change)
-    last_step = getattr(stream, "last_step", None)
-    if last_step is not None and found.num_steps > last_step:
+    if stream.last_step is not None and found.num_steps > stream.last_step:
         raise ValueError(
-            f"--num_steps ({found.num_steps}) must not exceed {last_step}, the last step that --max_epochs ({cfg.data.max_epochs:g}) "
+            f"--num_steps ({found.num_steps}) must not exceed {stream.last_step}, the last step that --max_epochs ({cfg.data.max_epochs:g}) "
             f"leaves the shortest source; lower it or raise --max_epochs"
         )
     return stream

@@ -121,8 +121,9 @@ def _problems(folder: Path, *, deep: bool = False) -> list[str]:
         wrong = problems(folder, deep=deep)
         if deep and not wrong:
             from fms_fsdp.checkpoint.checkpointer import content_problems  # torch: not for a list
+            from fms_fsdp.optim.optimizers import state_sizes
 
-            wrong = content_problems(folder)
+            wrong = content_problems(folder, state_sizes)
         return wrong
     except OSError as error:
         return [f"{Path(error.filename or folder).name} cannot be read: {error.strerror}"]

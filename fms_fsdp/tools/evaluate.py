@@ -68,7 +68,7 @@ def main(config: EvaluateConfig) -> None:
     )
     forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, mesh)
     try:
-        load_checkpoint(checkpoint, model, None)
+        load_checkpoint(checkpoint, model, None, mesh)
         values = evaluate(forward, sources)
     except (DamagedCheckpoint, RunFailed, BadInput) as error:
         raise ValueError(str(error)) from error

@@ -13,7 +13,7 @@ from fms_fsdp.models.flops import flops_per_token
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.observe import report
-from fms_fsdp.optim.optimizers import build_optimizer
+from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.run.plan import Preflight
 from fms_fsdp.run.resume import Start
 from fms_fsdp.runtime import Phases, World
@@ -39,7 +39,7 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
         found,
         Mesh(dims, 0, "cpu"),
         model,
-        build_optimizer(cfg.optim, model),
+        build_optimizers(cfg.optim, model),
         attempt=1,
         phases=Phases(),
         learning_rate=lambda step: 1e-3,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median_high
-from typing import Any, ClassVar
+from typing import Any
 
 from fms_fsdp.config import flag
 from fms_fsdp.tools.report.history import RunHistory, differences, read_run
@@ -26,9 +26,7 @@ td,th{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:left;vertical-a
 class ReportConfig:
     """A page of curves and tables from run folders."""
 
-    POSITIONAL: ClassVar[str] = "runs"
-
-    runs: tuple[str, ...] = flag((), "run folders; several are drawn over one another and compared")
+    runs: tuple[str, ...] = flag((), "run folders; several are drawn over one another", positional=True)
     output: str = flag("", "the page (default: report.html in the first run folder)")
     smoothing: float = flag(0.8, "weight of the past in the smoothed loss", minimum=0, maximum=0.999)
     png: bool = flag(False, "write the charts beside the page too, as <page>.png")

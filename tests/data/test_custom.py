@@ -1,0 +1,53 @@
+"""A stream of the user's own: what it must have, and what is answered for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fms_fsdp.config import DataConfig
+from fms_fsdp.data.custom import load_builder
+from fms_fsdp.data.stream import Stream
+
+SETTINGS: dict[str, Any] = {
+    "seed": 1,
+    "vocab_size": 100,
+    "global_batch_size": 4,
+    "dp_rank": 1,
+    "dp_size": 2,
+    "pin_memory": False,
+}
+
+
+class Blind:
+    """Has no place to go on from."""
+
+    def next_batch(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def blind(section: DataConfig, **settings: Any) -> Blind:
+    return Blind()
+
+
+def build(section: DataConfig) -> Stream:
+    return load_builder(section)(section, **SETTINGS)
+
+
+def test_a_stream_with_the_required_methods_gets_the_others() -> None:
+    stream = build(DataConfig(dataset_builder="tests.data.custom_stream:build", seq_length=8))
+    stream.begin_after(5)
+    assert stream.next_batch().tokens_BS.shape == (2, 8)
+    assert stream.load_state_dict(stream.state_dict(), 1) == [] == stream.documents(1)
+    assert (stream.batch_at(1), stream.last_step) == (None, None)
+    assert (stream.num_masked_rows, stream.consumption()) == (0, {})
+    stream.close()
+
+
+def test_a_stream_that_cannot_go_on_is_refused_when_it_is_built() -> None:
+    match = (
+        r"--dataset_builder \(tests.data.test_custom:blind\) .* add state_dict, load_state_dict to its Blind"
+    )
+    with pytest.raises(ValueError, match=match):
+        build(DataConfig(dataset_builder="tests.data.test_custom:blind"))
