@@ -69,7 +69,7 @@ STILL_LONG = [
     "scripts/",
     "tests/",
 ]
-STILL_TWICE = {"Saver", "SourcePlan", "VerifyConfig"}
+STILL_TWICE = {"Saver"}
 COMMENTS = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -110,7 +110,8 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names |= {node.value} if re.fullmatch(rf"{PACKAGE}(\.\w+)+", node.value) else set()
+            match = re.fullmatch(rf"({PACKAGE}(?:\.\w+)+)(?::\w+)?", node.value)
+            names |= {match[1]} if match else set()
     return names
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fms_fsdp.config import flag
 from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
 from fms_fsdp.tools.prepare.documents import Part, Slice
-from fms_fsdp.tools.prepare.encode import Recipe, TokenReader
+from fms_fsdp.tools.prepare.encode import ShardRecipe, TokenReader
 from fms_fsdp.tools.prepare.input_files import find_files, parse_input, unique_files
 from fms_fsdp.tools.prepare.output_folder import PreparedSource, check_plans, locked, save_tokenizer
 from fms_fsdp.tools.prepare.pipeline import ShardsConfig, make_shards
@@ -62,7 +62,7 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         if tokenizer:
             save_tokenizer(output, tokenizer)
         reader = TokenReader(config.column, info.sep_token)
-        return make_shards(config, sources, Recipe(reader, info, config.split, config.shard_tokens))
+        return make_shards(config, sources, ShardRecipe(reader, info, config.split, config.shard_tokens))
 
 
 def _meaning_of_ids(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo:

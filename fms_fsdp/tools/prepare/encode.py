@@ -128,7 +128,7 @@ def read_batches(parts: Sequence[Part], form: TextFormat) -> Iterator[tuple[list
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ShardRecipe:
     """How records become shards: alike for all sources of a call."""
 
     reader: Reader
@@ -145,7 +145,7 @@ class SliceJob:
 
     source: str
     slice: Slice
-    recipe: Recipe
+    recipe: ShardRecipe
     folder: Path
     journal: Path
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from fms_fsdp.config import flag
 from fms_fsdp.config.values import joined
 from fms_fsdp.tools.prepare.duplicates import hash_slice, mark_copies
-from fms_fsdp.tools.prepare.encode import Recipe, SliceJob, SliceResult, check_bad_lines, encode_slice
+from fms_fsdp.tools.prepare.encode import ShardRecipe, SliceJob, SliceResult, check_bad_lines, encode_slice
 from fms_fsdp.tools.prepare.output_folder import PreparedSource, finish
 from fms_fsdp.tools.prepare.stats import Stats
 from fms_fsdp.tools.prepare.workers import available_cores, note, run_jobs
@@ -50,7 +50,9 @@ class ShardsConfig:
         return Path(self.output).expanduser()
 
 
-def make_shards(config: ShardsConfig, sources: Sequence[PreparedSource], recipe: Recipe) -> dict[str, Stats]:
+def make_shards(
+    config: ShardsConfig, sources: Sequence[PreparedSource], recipe: ShardRecipe
+) -> dict[str, Stats]:
     """Encodes the slices that are not in the journals yet, in parallel, and completes the output folder.
 
     Returns what was read and written, by source.

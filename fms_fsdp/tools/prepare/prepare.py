@@ -18,7 +18,7 @@ from fms_fsdp.data.tokenizer import (
     parse_description,
 )
 from fms_fsdp.tools.prepare.documents import TextFormat, json_arrays, plan_slices
-from fms_fsdp.tools.prepare.encode import Recipe, TextReader
+from fms_fsdp.tools.prepare.encode import ShardRecipe, TextReader
 from fms_fsdp.tools.prepare.input_files import find_files, parse_input, unique_files
 from fms_fsdp.tools.prepare.output_folder import PreparedSource, check_plans, locked, save_tokenizer
 from fms_fsdp.tools.prepare.pipeline import ShardsConfig, make_shards
@@ -91,7 +91,7 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
             config.form, name, vocabulary.eos_token, config.append_eos, config.min_tokens, config.max_tokens
         )
         info = ShardInfo(vocabulary.size, vocabulary.eos_id, vocabulary.digest, has_eos=config.append_eos)
-        recipe = Recipe(
+        recipe = ShardRecipe(
             reader, info, config.split, config.shard_tokens, config.max_bad_lines, dedup=config.dedup
         )
         return make_shards(config, sources, recipe)
