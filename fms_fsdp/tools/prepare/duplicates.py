@@ -20,7 +20,7 @@ def hash_slice(job: SliceJob) -> None:
     assert isinstance(reader, TextReader)
     batches = read_batches(job.slice.parts, reader.form)
     hashes = [document_hash(document.data) for documents, _ in batches for document in documents]
-    _save(job.hashes, np.array(hashes, dtype=np.uint64))
+    _save(job.in_journal("hashes.npy"), np.array(hashes, dtype=np.uint64))
 
 
 def mark_copies(jobs: Sequence[SliceJob]) -> None:
@@ -28,7 +28,7 @@ def mark_copies(jobs: Sequence[SliceJob]) -> None:
 
     Memory is bounded by buckets of hashes.
     """
-    arrays = [np.load(job.hashes, mmap_mode="r") for job in jobs]
+    arrays = [np.load(job.in_journal("hashes.npy"), mmap_mode="r") for job in jobs]
     starts = np.cumsum([0, *map(len, arrays)])
     marks = np.zeros(starts[-1], dtype=bool)
     num_buckets = -(-len(marks) // _HASHES_IN_MEMORY) or 1
@@ -43,7 +43,7 @@ def mark_copies(jobs: Sequence[SliceJob]) -> None:
         ordered = values[order]
         marks[where[order[1:][ordered[1:] == ordered[:-1]]]] = True
     for job, mark in zip(jobs, np.split(marks, starts[1:-1]), strict=True):
-        _save(job.copies, mark)
+        _save(job.in_journal("duplicates.npy"), mark)
 
 
 def _save(path: Path, array: npt.NDArray[Any]) -> None:

@@ -149,18 +149,10 @@ class SliceJob:
     folder: Path
     journal: Path
 
-    @property
-    def entry(self) -> Path:
-        return self.journal / f"slice-{self.slice.index:05d}.json"
-
-    @property
-    def hashes(self) -> Path:
-        return self.journal / f"hashes-{self.slice.index:05d}.npy"
-
-    @property
-    def copies(self) -> Path:
-        """Which documents equal an earlier one; only with --dedup."""
-        return self.journal / f"duplicates-{self.slice.index:05d}.npy"
+    def in_journal(self, name: str) -> Path:
+        """The slice's entry "slice.json", and with --dedup its "hashes.npy" and "duplicates.npy"."""
+        stem, suffix = name.split(".")
+        return self.journal / f"{stem}-{self.slice.index:05d}.{suffix}"
 
 
 class ShardEntry(TypedDict):
@@ -194,7 +186,7 @@ def encode_slice(job: SliceJob) -> SliceResult:
     recipe, parts = job.recipe, job.slice.parts
     writers = SplitWriters(job)
     stats = Stats()
-    copies = np.load(job.copies) if recipe.dedup else None
+    copies = np.load(job.in_journal("duplicates.npy")) if recipe.dedup else None
     for record in recipe.reader.read(parts, copies):
         if isinstance(record, Problem):
             stats.leave_out(record)
@@ -206,7 +198,7 @@ def encode_slice(job: SliceJob) -> SliceResult:
             raise ValueError(f"--input ({parts[0].path}): {error}; document {stats.records + 1}") from error
         stats.keep(len(record.tokens), record.document)
     result = SliceResult(shards=writers.finish(), stats=vars(stats))
-    write_json(job.entry, result)
+    write_json(job.in_journal("slice.json"), result)
     return result
 
 
@@ -248,15 +240,9 @@ class SplitWriters:
         writer = self._open.pop(split)
         size = writer.finish()
         self._full[split] += 1
-        self._finished.append(
-            {
-                "split": split,
-                "file": writer.path.name,
-                "documents": writer.num_documents,
-                "tokens": writer.num_tokens,
-                "bytes": size,
-            }
-        )
+        documents, tokens = writer.num_documents, writer.num_tokens
+        entry = ShardEntry(split=split, file=writer.path.name, documents=documents, tokens=tokens, bytes=size)
+        self._finished.append(entry)
 
     def finish(self) -> list[ShardEntry]:
         """Closes all shards and returns what the journal says of them."""

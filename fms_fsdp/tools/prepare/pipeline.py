@@ -76,7 +76,7 @@ def make_shards(
     for job in pending:
         job.folder.mkdir(parents=True, exist_ok=True)
     if recipe.dedup and pending:
-        unhashed = [job for job in jobs if not job.hashes.is_file()]
+        unhashed = [job for job in jobs if not job.in_journal("hashes.npy").is_file()]
         for _ in run_jobs(hash_slice, unhashed, [job.slice.num_bytes for job in unhashed], workers, "hash"):
             pass
         mark_copies(jobs)
