@@ -1,4 +1,4 @@
-"""Dispatch of the commands beside training: `python -m fms_fsdp COMMAND --flag=value …`, each with its own `--help`.
+"""The commands beside training: `python -m fms_fsdp COMMAND --flag=value …`, each with its own `--help`.
 
 Exit statuses: 0 done, 2 bad input (one line on stderr), 130 stopped by Ctrl-C.
 """
@@ -10,8 +10,8 @@ import sys
 import typing
 from collections.abc import Sequence
 
-# command, of one word or two → (module:function, what it does); the type of the function's `config` declares the
-# flags, and the module is imported only to run the command
+# command, of one word or two → (module:function, what it does); the type of the function's `config` declares
+# the flags, and the module is imported only to run the command
 COMMANDS = {
     "prepare": (
         "fms_fsdp.tools.prepare.prepare:main",

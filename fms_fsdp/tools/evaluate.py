@@ -1,4 +1,4 @@
-"""`python -m fms_fsdp evaluate`: loss, perplexity and bits per byte of a checkpoint, on one process or under torchrun."""
+"""`python -m fms_fsdp evaluate`: loss, perplexity and bits per byte of a checkpoint, also under torchrun."""
 
 from __future__ import annotations
 
@@ -86,9 +86,8 @@ def _open(config: EvaluateConfig) -> Checkpoint:
     found = open_checkpoint(root, step=config.step) if config.path else None
     if found is None:
         step = "" if config.step is None else f" of step {config.step}"
-        raise ValueError(
-            f"--path ({config.path}) must hold a complete checkpoint{step}; see `python -m fms_fsdp ckpt list`"
-        )
+        rule = f"must hold a complete checkpoint{step}; see `python -m fms_fsdp ckpt list`"
+        raise ValueError(f"--path ({config.path}) {rule}")
     return found
 
 

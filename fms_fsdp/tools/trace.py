@@ -1,4 +1,4 @@
-"""`python -m fms_fsdp trace --path=FILE`: where the time of a profiler trace went, as tables, without a browser or torch.
+"""`python -m fms_fsdp trace --path=FILE`: where the time of a profiler trace went, without browser or torch.
 
 busy     union of compute: kernels of the GPU, or the outermost operators of the CPU's main threads
 exposed  communication that no compute hides: union of both, less the compute
@@ -125,7 +125,7 @@ def length(pieces: Spans) -> float:
 
 
 def self_times(events: Iterable[dict[str, Any]]) -> dict[str, tuple[float, int]]:
-    """Name → (microseconds not spent in events nested inside, number of calls), over all threads or streams."""
+    """Name → (microseconds outside of events nested inside, number of calls), over all threads or streams."""
     total, calls = defaultdict[str, float](float), Counter[str]()
     open_events = defaultdict[Any, list[tuple[float, str]]](
         list

@@ -1,7 +1,7 @@
 """Token ids in the formats of other projects → token shards: `python -m fms_fsdp convert`.
 
-An end-of-document id at the end of a document is dropped, as the loader adds it: so sources with and without it may be
-mixed. One file is one slice; the rest is the pipeline of `prepare`.
+An end-of-document id at the end of a document is dropped, as the loader adds it: so sources with and without
+it may be mixed. One file is one slice; the rest is the pipeline of `prepare`.
 """
 
 from __future__ import annotations

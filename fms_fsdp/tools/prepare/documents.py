@@ -2,10 +2,10 @@
 
     [InputFile] ── plan_slices ── [Slice] ── read_part ── Document | Problem …
 
-A slice is a fixed piece of the input, the unit of parallel work: it depends on the files and `slice_bytes` alone, never
-on the number of processes. A plain JSON-lines file is cut at line boundaries, Parquet at row groups; compressed and text
-files stay whole. Text is verbatim: line ends, tabs and spaces are kept; only a UTF-8 byte order mark at the start of a
-file is dropped, as it is not text.
+A slice is a fixed piece of the input, the unit of parallel work: it depends on the files and `slice_bytes`
+alone, never on the number of processes. A plain JSON-lines file is cut at line boundaries, Parquet at row
+groups; compressed and text files stay whole. Text is verbatim: line ends, tabs and spaces are kept; only a
+UTF-8 byte order mark at the start of a file is dropped, as it is not text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Document(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """An input record that is no document. `malformed` ones count against --max_bad_lines, others are only reported."""
+    """An input record that is no document; a `malformed` one counts against --max_bad_lines."""
 
     reason: str
     where: str = ""
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a file: bytes [start, stop) of plain JSON lines, row groups [start, stop) of Parquet, else all of it."""
+    """A piece of a file: bytes [start, stop) of plain JSON lines, row groups of Parquet, or the whole file."""
 
     path: str
     start: int
@@ -70,7 +70,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Where the text of a record is (JSON keys or Parquet columns), and what separates documents of a text file."""
+    """Where the text of a record is (JSON keys, Parquet columns), and what separates texts in a text file."""
 
     text_key: str = "text"
     text_separator: str = ""
@@ -275,7 +275,7 @@ def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
 
 
 def _pieces(head: bytes, stream: IO[bytes], separator: bytes) -> Iterator[bytes | None]:
-    """What lies between the separators, None where it is too long; separators and empty pieces are dropped."""
+    """What lies between the separators, None where it is too long; empty pieces are dropped."""
     rest, too_long, chunk = bytearray(), False, head
     while chunk:
         searched = max(0, len(rest) - len(separator) + 1)  # no separator begins before

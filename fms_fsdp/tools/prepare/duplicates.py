@@ -1,4 +1,4 @@
-"""Exact copies of documents, over all slices of a call: hashes of every slice, then marks on the later copies."""
+"""Exact copies of documents over all slices of a call: hashes of every slice, then marks on later copies."""
 
 from __future__ import annotations
 

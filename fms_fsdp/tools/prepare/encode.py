@@ -2,8 +2,8 @@
 
     reader: files ── Encoded | Problem …  ──▶  split by hash ── ShardWriter per split ── journal entry
 
-The result of a slice depends on the slice and its job alone. Its shards are renamed when whole; its journal entry is
-written after them, so an entry vouches for its shards.
+The result of a slice depends on the slice and its job alone. Its shards are renamed when whole; its journal
+entry is written after them, so an entry vouches for its shards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
 
 
 class Reader(Protocol):
-    """Turns the parts of a slice into documents of token ids. Readers are values that travel to other processes."""
+    """Turns the parts of a slice into documents of token ids. A reader is a value for other processes."""
 
     def read(
         self, parts: Sequence[Part], copies: npt.NDArray[np.bool_] | None
@@ -63,7 +63,7 @@ class TextReader:
     def read(
         self, parts: Sequence[Part], copies: npt.NDArray[np.bool_] | None
     ) -> Iterator[Encoded | Problem]:
-        """The problems of a batch come first, then the documents left out unread, then those that were encoded."""
+        """Of a batch the problems come first, then copies and empty documents, then the encoded ones."""
         tokenizer = load_tokenizer(self.tokenizer, self.eos_token)
         eos = np.array([tokenizer.vocabulary.eos_id], dtype=np.uint32)
         first = 0
@@ -173,7 +173,7 @@ class SliceResult(TypedDict):
 
 
 def document_hash(data: bytes) -> int:
-    """64 bits of the text alone: equal documents are duplicates of one another and fall into the same split."""
+    """64 bits of the content alone: equal documents are duplicates and fall into the same split."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -210,7 +210,7 @@ def check_bad_lines(limit: int, source: str, num_bad: int, shown: Sequence[str])
 
 
 class SplitWriters:
-    """Writes the shards of one slice: an open one per split, a further one where `shard_tokens` would be passed."""
+    """Writes the shards of one slice: one per split, and the next one where `shard_tokens` is reached."""
 
     def __init__(self, job: SliceJob) -> None:
         self._job = job

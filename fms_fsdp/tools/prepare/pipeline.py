@@ -2,8 +2,8 @@
 
     sources ── [hash slices: mark copies] ── encode, one process per slice ── publish ── counts file
 
-The shards are a function of the inputs and the options, not of the number of workers or of how often the command was
-killed: slices that are in the journal are not made again.
+The shards are a function of the inputs and the options, not of the number of workers or of how often the
+command was killed: slices that are in the journal are not made again.
 """
 
 from __future__ import annotations

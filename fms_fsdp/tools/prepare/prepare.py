@@ -78,7 +78,7 @@ class PrepareConfig(ShardsConfig):
 
 
 def prepare(config: PrepareConfig) -> dict[str, Stats]:
-    """Turns the inputs into shards and returns what was read and written, by source. Goes on where an earlier call stopped.
+    """Turns the inputs into shards and returns what was read and written, by source.
 
     Raises:
         ValueError, FileNotFoundError: bad options or inputs, or an output made from others.
@@ -125,8 +125,8 @@ def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     elif training:
         if known and not config.overwrite:
             raise ValueError(
-                f"--output ({output}) has a tokenizer that was not trained on these inputs with these options; "
-                "leave out --train_tokenizer to use it, choose another folder, or --overwrite=True"
+                f"--output ({output}) has a tokenizer that was not trained on these inputs with these "
+                "options; leave out --train_tokenizer to use it, choose another folder, or --overwrite=True"
             )
         tokenizer = _train(config, sources)
     elif config.tokenizer:

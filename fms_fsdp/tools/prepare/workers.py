@@ -1,8 +1,8 @@
 """Jobs over processes, with a line of progress.
 
-Each job is a picklable value that a module-level function handles; results come in the order in which jobs finish.
-Workers are spawned (no inherited threads or locks), ignore Ctrl-C, which the parent handles, and end with their parent
-even if that is killed.
+Each job is a picklable value that a module-level function handles; results come in the order in which jobs
+finish. Workers are spawned (no inherited threads or locks), ignore Ctrl-C, which the parent handles, and end
+with their parent even if that is killed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run_jobs(
     With one worker the jobs run in this process, in their order.
 
     Raises:
-        ValueError: a process was killed from outside. What a job raises is raised here; the other processes end.
+        ValueError: a process was killed from outside. What a job raises passes through; the other jobs end.
     """
     num_workers = min(num_workers, len(jobs))
     if num_workers > 1:
@@ -77,8 +77,8 @@ def _run_in_processes(
         pool.shutdown()
     except BrokenProcessPool:
         raise ValueError(
-            "--num_workers: a worker process was killed, perhaps out of memory; run the command again to go on "
-            "where it stopped, with fewer workers or a lower --shard_tokens"
+            "--num_workers: a worker process was killed, perhaps out of memory; run the command again to go "
+            "on where it stopped, with fewer workers or a lower --shard_tokens"
         ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

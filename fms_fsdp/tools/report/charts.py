@@ -27,7 +27,7 @@ TIMES = ("data_wait_ms", "forward_backward_ms", "optimizer_ms", "other", "checkp
 
 
 def draw(runs: Sequence[RunHistory], smoothing: float) -> Any:
-    """A figure of every chart that the runs have numbers for; mixture and time are drawn for each run by itself.
+    """A figure of every chart that the runs have numbers for; each run has its own mixture and time.
 
     The group of each panel in the SVG is named after its chart.
     """

@@ -17,8 +17,10 @@ from typing import Any
 from fms_fsdp.config import flag
 from fms_fsdp.tools.report.history import RunHistory, differences, read_run
 
-_STYLE = """body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1500px;padding:0 1em;color:#222}
-table{border-collapse:collapse;margin:1em 0}td{font-variant-numeric:tabular-nums}svg{max-width:100%;height:auto}
+_STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1500px;padding:0 1em;color:#222}
+table{border-collapse:collapse;margin:1em 0}td{font-variant-numeric:tabular-nums}
+svg{max-width:100%;height:auto}
 td,th{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}"""
 
 
