@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a file: bytes [start, stop) of plain JSON lines, row groups of Parquet, or the whole file."""
+    """A piece of a file: bytes [start, stop) of JSON lines, row groups of Parquet, or the whole file."""
 
     path: str
     start: int
