@@ -41,6 +41,10 @@ class Vocabulary:
     file_name: str
     eos_token: str = ""  # as asked for, where the tokenizer's own was not wanted
 
+    def kept_in(self, folder: Path) -> str:
+        """What `load_tokenizer` takes for the copy in that folder."""
+        return str(folder / self.file_name) if self.file_name else self.kind
+
 
 def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
     """Returns what the file meta/tokenizer.json says: the vocabulary, and what the tokenizer was trained on.

@@ -34,9 +34,7 @@ class EstimateConfig:
     save_s: float = flag(10.0, "seconds the loop stands still for a save", minimum=0)
     eval_interval: int = flag(1000, "steps between validations", minimum=1)
     eval_s: float = flag(60.0, "seconds of a validation", minimum=0)
-    restarts_a_week: float = flag(
-        2.0, "launches that end early; each loses half an interval of saves", minimum=0
-    )
+    restarts_a_week: float = flag(2.0, "launches that end early; each loses half a save interval", minimum=0)
     restart_s: float = flag(600.0, "seconds from such an end to the next step", minimum=0)
 
     def __post_init__(self) -> None:

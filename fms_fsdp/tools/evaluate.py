@@ -30,11 +30,9 @@ class EvaluateConfig:
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
     data_path: str = flag("", "folder of the run's token shards (default: the run's)")
     eval_data_path: str = flag(
-        "", "folder of held-out token shards (default: the run's, else validation/ in data_path)"
+        "", "folder of held-out shards (default: the run's, else validation/ in data_path)"
     )
-    eval_datasets: tuple[str, ...] = flag(
-        (), "held-out sources, subfolders there (default: the run's, else all)"
-    )
+    eval_datasets: tuple[str, ...] = flag((), "held-out sources there (default: the run's, else all)")
     eval_steps: int | None = flag(None, "global batches of each source (default: the run's)", minimum=1)
     eval_test: bool = flag(False, "evaluate test/ in data_path too")
     json: bool = flag(False, "print one JSON object")

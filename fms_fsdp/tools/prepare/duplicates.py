@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fms_fsdp.tools.prepare.encode import SliceJob, TextReader, document_hash, read_batches
+from fms_fsdp.tools.prepare.documents import Document, read_part
+from fms_fsdp.tools.prepare.encode import SliceJob, TextReader, document_hash
 
 _HASHES_IN_MEMORY = 1 << 25  # 64-bit hashes compared at a time, about 1 GB of working memory
 
@@ -18,8 +19,8 @@ def hash_slice(job: SliceJob) -> None:
     """Writes the hash of every document of the slice, in order."""
     reader = job.recipe.reader
     assert isinstance(reader, TextReader)
-    batches = read_batches(job.slice.parts, reader.form)
-    hashes = [document_hash(document.data) for documents, _ in batches for document in documents]
+    records = (record for part in job.slice.parts for record in read_part(part, reader.form))
+    hashes = [document_hash(record.data) for record in records if isinstance(record, Document)]
     _save(job.in_journal("hashes.npy"), np.array(hashes, dtype=np.uint64))
 
 

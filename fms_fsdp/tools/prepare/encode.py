@@ -25,8 +25,9 @@ from fms_fsdp.tools.prepare.shard_writer import ShardInfo, ShardWriter
 from fms_fsdp.tools.prepare.stats import Stats
 from fms_fsdp.tools.prepare.token_files import read_token_file
 
+Marks = npt.NDArray[np.bool_]
 SPLITS = ("train", "validation", "test")
-_BATCH_BYTES = 1 << 20
+_BATCH_BYTES, _BATCH_RECORDS = 1 << 20, 4096
 
 
 class Encoded(NamedTuple):
@@ -39,9 +40,7 @@ class Encoded(NamedTuple):
 class Reader(Protocol):
     """Turns the parts of a slice into documents of token ids. A reader is a value for other processes."""
 
-    def read(
-        self, parts: Sequence[Part], copies: npt.NDArray[np.bool_] | None
-    ) -> Iterator[Encoded | Problem]:
+    def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
         """Every record, in order within a batch; `copies` marks the documents that equal an earlier one.
 
         Raises:
@@ -60,15 +59,14 @@ class TextReader:
     min_tokens: int
     max_tokens: int | None
 
-    def read(
-        self, parts: Sequence[Part], copies: npt.NDArray[np.bool_] | None
-    ) -> Iterator[Encoded | Problem]:
+    def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
         """Of a batch the problems come first, then copies and empty documents, then the encoded ones."""
         tokenizer = load_tokenizer(self.tokenizer, self.eos_token)
         eos = np.array([tokenizer.vocabulary.eos_id], dtype=np.uint32)
         first = 0
-        for documents, problems in read_batches(parts, self.form):
-            yield from problems
+        for batch in _read_batches(parts, self.form):
+            yield from (record for record in batch if isinstance(record, Problem))
+            documents = [record for record in batch if isinstance(record, Document)]
             kept = []
             for ordinal, document in enumerate(documents, first):
                 if copies is not None and copies[ordinal]:
@@ -95,9 +93,7 @@ class TokenReader:
     column: str
     eos_id: int
 
-    def read(
-        self, parts: Sequence[Part], copies: npt.NDArray[np.bool_] | None
-    ) -> Iterator[Encoded | Problem]:
+    def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
         for part in parts:
             number = 0
             try:
@@ -109,22 +105,17 @@ class TokenReader:
                 raise ValueError(f"--input ({part.path}): {error}; document {number + 1}") from error
 
 
-def read_batches(parts: Sequence[Part], form: TextFormat) -> Iterator[tuple[list[Document], list[Problem]]]:
+def _read_batches(parts: Sequence[Part], form: TextFormat) -> Iterator[list[Document | Problem]]:
     """The records of the parts in batches of about a megabyte."""
-    documents: list[Document] = []
-    problems: list[Problem] = []
+    batch: list[Document | Problem] = []
     size = 0
-    for part in parts:
-        for record in read_part(part, form):
-            if isinstance(record, Problem):
-                problems.append(record)
-            else:
-                documents.append(record)
-                size += len(record.data)
-            if size >= _BATCH_BYTES or len(documents) + len(problems) >= 4096:
-                yield documents, problems
-                documents, problems, size = [], [], 0
-    yield documents, problems
+    for record in (record for part in parts for record in read_part(part, form)):
+        batch.append(record)
+        size += len(record.data) if isinstance(record, Document) else 0
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_RECORDS:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 @dataclass(frozen=True)
@@ -135,8 +126,8 @@ class ShardRecipe:
     info: ShardInfo
     split: tuple[float, ...]
     shard_tokens: int
-    max_bad_lines: int = 0
-    dedup: bool = False
+    max_bad_lines: int
+    dedup: bool
 
 
 @dataclass(frozen=True)

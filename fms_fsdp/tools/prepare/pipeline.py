@@ -15,8 +15,16 @@ from pathlib import Path
 from fms_fsdp.config import flag
 from fms_fsdp.config.values import joined
 from fms_fsdp.tools.prepare.duplicates import hash_slice, mark_copies
-from fms_fsdp.tools.prepare.encode import ShardRecipe, SliceJob, SliceResult, check_bad_lines, encode_slice
+from fms_fsdp.tools.prepare.encode import (
+    Reader,
+    ShardRecipe,
+    SliceJob,
+    SliceResult,
+    check_bad_lines,
+    encode_slice,
+)
 from fms_fsdp.tools.prepare.output_folder import PreparedSource, finish
+from fms_fsdp.tools.prepare.shard_writer import ShardInfo
 from fms_fsdp.tools.prepare.stats import Stats
 from fms_fsdp.tools.prepare.workers import available_cores, note, run_jobs
 
@@ -26,16 +34,12 @@ class ShardsConfig:
     """Which sources to read, and how to cut and place their shards."""
 
     input: str = flag(
-        "", "NAME=PATH[,NAME=PATH…]: a source and its file, folder or quoted glob; a NAME may repeat"
+        "", "NAME=PATH[,NAME=PATH…]: sources, each a file, folder or quoted glob; a NAME may repeat"
     )
     output: str = flag("", "folder for the shards: the --data_path of training")
-    split: tuple[float, ...] = flag(
-        (1.0,), "shares train[,validation[,test]] by document hash, such as 949,50,1"
-    )
+    split: tuple[float, ...] = flag((1.0,), "shares train[,validation[,test]] by document hash, as 949,50,1")
     shard_tokens: int = flag(1 << 24, "tokens of a shard, about; one document may be longer", minimum=1)
-    num_workers: int | None = flag(
-        None, "processes (default: one per core); all give the same result", minimum=1
-    )
+    num_workers: int | None = flag(None, "processes (default: one per core); they change no byte", minimum=1)
     overwrite: bool = flag(False, "replace sources that were made from other inputs or with other options")
 
     def __post_init__(self) -> None:
@@ -51,7 +55,12 @@ class ShardsConfig:
 
 
 def make_shards(
-    config: ShardsConfig, sources: Sequence[PreparedSource], recipe: ShardRecipe
+    config: ShardsConfig,
+    sources: Sequence[PreparedSource],
+    reader: Reader,
+    info: ShardInfo,
+    max_bad_lines: int = 0,
+    dedup: bool = False,
 ) -> dict[str, Stats]:
     """Encodes the slices that are not in the journals yet, in parallel, and completes the output folder.
 
@@ -60,6 +69,7 @@ def make_shards(
     Raises:
         ValueError: an unreadable input, more malformed records than allowed, or a source without documents.
     """
+    recipe = ShardRecipe(reader, info, config.split, config.shard_tokens, max_bad_lines, dedup)
     workers = config.num_workers or available_cores()
     results: dict[str, dict[int, SliceResult]] = {source.name: source.finished() for source in sources}
     bad = {
