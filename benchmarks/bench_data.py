@@ -273,7 +273,7 @@ def measure_reference(root: str, steps: int, packing: str) -> dict[str, float]:
         result[f"tokens_per_s_{world}_ranks"] = tokens / (time.perf_counter() - start)
         result[f"memory_mib_{world}_ranks"] = resident_mib() - before
         stream.close()
-    result["plan_1024_rows_s"] = min(seconds(lambda: stream.rows.places(123_456)) for _ in range(20))  # type: ignore[attr-defined]
+    result["plan_1024_rows_s"] = min(seconds(lambda: stream.rows.order.addresses(123_456)) for _ in range(20))  # type: ignore[attr-defined]
     result["state_bytes"] = float(len(json.dumps(stream.state_dict())))
     return result
 

@@ -2,8 +2,8 @@
 
 Invariant: everything here is arithmetic on 64-bit unsigned integers that wrap around, so the same inputs give the same
 outputs on every machine, library version and world size. The formulas in this module, together with those in the
-docstrings of `mixture`, `tapes`, `course`, `packing` and `history`, define ``ORDER_VERSION = 1``; a change of any of them is a new
-version, because it would silently change which tokens a resumed run sees.
+docstrings of `mixture`, `tapes`, `source_order`, `packing` and `history`, define ``ORDER_VERSION = 1``; a change of any of
+them is a new version, because it would silently change which tokens a resumed run sees.
 """
 
 from __future__ import annotations

@@ -22,9 +22,11 @@ from typing import Any
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import DataConfig, TrainingConfig, flag
 from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.data.order.order import Order
+from fms_fsdp.data.order.source_order import RowAddress
 from fms_fsdp.data.order.tapes import TAIL
-from fms_fsdp.data.rows import CorpusRows, Place
-from fms_fsdp.data.shards.manifest import Corpus, open_corpus
+from fms_fsdp.data.rows import CorpusRows
+from fms_fsdp.data.shards.manifest import Corpus, Source, open_corpus
 from fms_fsdp.data.shards.shard import ShardError
 from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.run.resume import Start, find_start
@@ -91,6 +93,14 @@ class Inspected:
     step: int
     num_steps: int | None
     changes: tuple[str, ...]
+
+    @property
+    def order(self) -> Order:
+        return self.rows.order
+
+    def source(self, name: str) -> Source | None:
+        """Returns the source of that name, None if it is not there."""
+        return next((found for corpus in self.corpora if (found := corpus.source(name))), None)
 
 
 @dataclass(frozen=True)
@@ -210,32 +220,25 @@ def _open_dropped(
     return opened
 
 
-def row_record(data: Inspected, place: Place, step: int, row: int) -> dict[str, Any]:
+def row_record(data: Inspected, address: RowAddress, step: int, row: int) -> dict[str, Any]:
     """Returns what a row holds, as JSON values: where it lies, and its pieces in order.
 
     A piece is tokens [start, stop) of a document (its separator counted), at token `at` of the row.
     """
-    record: dict[str, Any] = {"step": step, "row": row, "source": place.source, "epoch": place.epoch}
-    record |= {
-        "sequence": place.n,
-        "tape": place.tape,
-        "window": place.window,
-        "token_in_window": place.start,
-    }
-    if place.tape == TAIL:
-        record |= {"tape": None, "window": None, "token_in_window": None}
+    lies = data.order.spans(address)[0]
+    in_window = {"tape": lies.tape, "window": lies.window, "token_in_window": lies.start}
+    record: dict[str, Any] = {"step": step, "row": row, "source": address.source, "epoch": address.epoch}
+    record |= {"sequence": address.n, **(dict.fromkeys(in_window) if lies.tape == TAIL else in_window)}
     try:
-        pieces = data.rows.pieces_of(place)
+        pieces = data.rows.pieces_of(address)
     except ShardError as error:
         if data.section.on_missing != "mask":
             raise
         return record | {"masked": str(error), "pieces": []}
-    paths, at, found = data.rows.reader(place.source).source.paths, 0, []
-    columns = (column.tolist() for column in (pieces.file, pieces.document, pieces.start, pieces.length))
-    for file, document, start, length in zip(*columns, strict=True):
-        piece = {"file": paths[file], "document": document, "start": start, "stop": start + length, "at": at}
-        found.append(piece)
-        at += length
+    paths, at, found = data.rows.reader(address.source).source.paths, 0, []
+    for file, document, start, stop in pieces.ranges():
+        found.append({"file": paths[file], "document": document, "start": start, "stop": stop, "at": at})
+        at += stop - start
     return record | {"pieces": found}
 
 
@@ -261,16 +264,13 @@ def main(config: StepConfig) -> None:
         raise ValueError("--step is missing; name the step, from 1 on")
     begin = time.perf_counter()
     with inspected(config) as data:
-        step, batch = config.step, data.rows.history.batch(config.step)[0]
-        start, stop = parse_range("rows", config.rows, batch)
+        step, segment = config.step, data.order.history.segment(config.step)
+        start, stop = parse_range("rows", config.rows, segment.batch)
         mark = {"data_fingerprint": step_fingerprint(data, step)} if config.fingerprint else {}
         if not config.json:
-            print(
-                f"step {step}: {batch} rows of {data.rows.history.seq_length(step)} tokens"
-                + _when(data, step)
-            )
-        for row, place in enumerate(data.rows.places(step, start, stop), start):
-            record = row_record(data, place, step, row)
+            print(f"step {step}: {segment.batch} rows of {segment.seq_length} tokens" + _when(data, step))
+        for row, address in enumerate(data.order.addresses(step, start, stop), start):
+            record = row_record(data, address, step, row)
             print(json.dumps(record | mark) if config.json else _describe_row(record))
         if not config.json:
             print("".join(f"{name} {value}\n" for name, value in mark.items()), end="")
