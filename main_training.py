@@ -25,11 +25,12 @@ from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
 from fms_fsdp.run.stop_signal import StopSignal
 
 if TYPE_CHECKING:
-    import torch
-
     from fms_fsdp.data.stream import Stream
+    from fms_fsdp.mesh import Mesh
     from fms_fsdp.models.llama import Llama
     from fms_fsdp.observe.report import Reporter
+    from fms_fsdp.optim.optimizers import Optimizers
+    from fms_fsdp.optim.schedules import Schedule
     from fms_fsdp.run.limits import Limits
     from fms_fsdp.run.plan import Machine, Preflight
     from fms_fsdp.runtime import Phases
@@ -62,17 +63,19 @@ def run(
 ) -> None:
     """Claims the run folder, builds everything and trains (collective: every rank); `launch` knows how it ended."""
     from fms_fsdp import runtime
+    from fms_fsdp.mesh import Mesh
     from fms_fsdp.observe.report import build_reporter
     from fms_fsdp.optim.schedules import build_schedule
     from fms_fsdp.run.claim import claim, look_at_suspect, record_launch
     from fms_fsdp.run.plan import announce, check_data, open_stream
 
     cfg, folder = parsed.config, Path(parsed.config.output_dir)
-    grouped = machine.layout.strategy != "none"
+    grouped = machine.dims.strategy != "none"
     runtime.start(cfg.parallel, cfg.training, machine.world, machine.device, group=grouped)
+    mesh = Mesh(machine.dims, machine.world.rank, machine.device.type)
     phases.done("group")
     with checking_input():
-        taken = claim(parsed, check_data(parsed, machine))
+        taken = claim(parsed, check_data(parsed, machine), mesh)
         found = taken.found
         stream = open_stream(cfg, found)
     launch.step = found.start
@@ -90,22 +93,25 @@ def run(
     runtime.log.info("%s\n%s", describe(parsed), found.summary())
     announce(cfg, found)
     phases.done("data")
-    model, optimizer = build(cfg, found)
+    model, optimizers = build(cfg, found, mesh)
     phases.done("model")
-    found, stream = restore(parsed, found, stream, model, optimizer)
+    found, stream = restore(parsed, found, stream, model, optimizers, mesh)
     phases.done("load")
-    learning_rate = build_schedule(cfg.optim, found.num_steps)
+    schedule = build_schedule(cfg.optim, found.num_steps)
     reporter = build_reporter(
         cfg,
         found,
+        mesh,
         model,
-        optimizer,
+        optimizers,
         attempt=taken.attempt,
         phases=phases,
-        learning_rate=learning_rate,
+        learning_rate=lambda step: schedule(step, cfg.optim.learning_rate),
         stream=stream,
     )
-    limits = loop(cfg, found, launch, signals, model, optimizer, stream, reporter, taken.attempt)
+    limits = loop(
+        cfg, found, mesh, launch, signals, model, optimizers, stream, reporter, schedule, taken.attempt
+    )
     done = launch.step == found.num_steps
     launch.outcome = FINISHED if done else RESUME_ME
     launch.reason = (
@@ -119,12 +125,14 @@ def run(
 def loop(
     cfg: TrainConfig,
     found: Preflight,
+    mesh: Mesh,
     launch: Launch,
     signals: StopSignal,
     model: Llama,
-    optimizer: torch.optim.AdamW,
+    optimizers: Optimizers,
     stream: Stream,
     reporter: Reporter,
+    schedule: Schedule,
     attempt: int,
 ) -> Limits:
     """Trains to the end, or to a limit, with everything that watches over it (collective: every rank); returns the limits, which know why."""
@@ -138,10 +146,9 @@ def loop(
 
     folder, rank, device, batch = Path(cfg.output_dir), found.world.rank, found.device, found.batch
     mask, mark = cfg.data.document_mask, reporter.clock.mark
-    schedule = reporter.learning_rate
-    recipe = Recipe(model, optimizer, device, found.layout, batch, cfg.optim.grad_clip, mask, schedule, mark)
+    recipe = Recipe(model, optimizers, device, mesh, batch, cfg.optim.grad_clip, mask, schedule, mark)
     advice = explaining_out_of_memory(
-        cfg.parallel, found.model, found.layout, batch.batch_size, found.mixed_precision, cfg.keep_name
+        cfg.parallel, found.model, found.dims, batch.batch_size, found.mixed_precision, cfg.keep_name
     )
     with (
         ExitStack() as closing
@@ -150,13 +157,13 @@ def loop(
         closing.callback(stream.close)
         watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
         closing.callback(watchdog.close)
-        saver = Saver(cfg, found, model, optimizer, stream, reporter, launch, attempt, watchdog.feed)
+        saver = Saver(cfg, found, model, optimizers, stream, reporter, launch, attempt, watchdog.feed)
         closing.callback(saver.close)
         limits = build_limits(cfg, found, signals, saver, reporter)
         bad_steps = BadSteps(
             cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name
         )
-        evaluator = Evaluator(cfg.eval, mask, found, model, reporter, saver, watchdog.feed, mark)
+        evaluator = Evaluator(cfg.eval, mask, found, mesh, model, reporter, saver, watchdog.feed, mark)
         closing.callback(evaluator.close)
         closing.push(lambda kind, error, trace: launch.tell(error))
         closing.enter_context(advice)
@@ -201,26 +208,29 @@ def build_limits(
     )
 
 
-def build(cfg: TrainConfig, found: Preflight) -> tuple[Llama, torch.optim.AdamW]:
+def build(cfg: TrainConfig, found: Preflight, mesh: Mesh) -> tuple[Llama, Optimizers]:
     """Model and optimizer, sharded, with fresh weights (collective: every rank)."""
-    from fms_fsdp.mesh import build_mesh
-    from fms_fsdp.optim.optimizers import build_optimizer
+    from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
 
     model = parallelize(
         found.model,
         cfg.parallel,
-        found.layout,
-        build_mesh(found.layout, found.device.type),
+        mesh,
         device=found.device,
         mixed_precision=found.mixed_precision,
         seed=cfg.training.seed,
     )
-    return model, build_optimizer(cfg.optim, model)
+    return model, build_optimizers(cfg.optim, model)
 
 
 def restore(
-    parsed: Parsed[TrainConfig], found: Preflight, stream: Stream, model: Llama, optimizer: torch.optim.AdamW
+    parsed: Parsed[TrainConfig],
+    found: Preflight,
+    stream: Stream,
+    model: Llama,
+    optimizers: Optimizers,
+    mesh: Mesh,
 ) -> tuple[Preflight, Stream]:
     """Loads the checkpoint that `found` names, or, where its files turn out to be damaged, the newest sound one before it (collective: every rank)."""
     from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
@@ -231,7 +241,7 @@ def restore(
     damaged: list[Path] = []
     while found.checkpoint is not None:
         try:
-            load_checkpoint(found.checkpoint, model, optimizer if found.continues else None)
+            load_checkpoint(found.checkpoint, model, optimizers if found.continues else None, mesh)
             break
         except DamagedCheckpoint as error:
             log.error("%s; looking for an older one", error)

@@ -42,7 +42,7 @@ set_thread_waiting()  # as main_training.py does, before torch is imported; for 
 import torch
 
 from fms_fsdp.config import ModelConfig, ParallelConfig
-from fms_fsdp.mesh import Layout
+from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.observe.metrics import memory
@@ -62,6 +62,7 @@ SHAPES = {
 }
 VOCABULARIES = {"hidden256": 8192, "hidden768": 32_000}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ALONE = Mesh(ParallelDims("none"), 0, "cpu")
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -70,8 +71,7 @@ def our_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
     model = parallelize(
         config,
         ParallelConfig(use_torch_compile=compiled),
-        Layout("none", 1, 1),
-        None,
+        ALONE,
         device=torch.device("cpu"),
         mixed_precision=precision == "bf16",
         seed=0,
@@ -88,7 +88,7 @@ def our_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
         loss_sum, num_labels = model(tokens_BS, labels_BS)
         loss: torch.Tensor = loss_sum / num_labels
         loss.backward()  # type: ignore[no-untyped-call]
-        clip_grad_norm(parameters, 1.0)
+        clip_grad_norm(parameters, 1.0, ALONE)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()

@@ -78,6 +78,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     from fms_fsdp.checkpoint.folders import open_checkpoint
     from fms_fsdp.config import TrainConfig
     from fms_fsdp.flags import parse_with_origins
+    from fms_fsdp.mesh import Mesh
     from fms_fsdp.run.plan import preflight
 
     flags = [
@@ -90,7 +91,8 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     world = runtime.World.from_env()
     found = preflight(parsed, world)
     runtime.start(parsed.config.parallel, parsed.config.training, world, found.device, group=True)
-    model, optimizer = main_training.build(parsed.config, found)
+    mesh = Mesh(found.dims, world.rank, found.device.type)
+    model, optimizer = main_training.build(parsed.config, found, mesh)
     tensors = collect_tensors(model, optimizer)
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
     size = sum(t.numel() * t.element_size() for t in local)

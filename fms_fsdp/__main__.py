@@ -7,77 +7,43 @@ from __future__ import annotations
 
 import importlib
 import sys
+import typing
 from collections.abc import Sequence
 
-# command, of one word or two → (module, its dataclass of flags, what it does); the module's `main(config)` runs it and is imported only then
+# command, of one word or two → (function in fms_fsdp.tools, what it does); the type of the function's `config` declares
+# the flags, and the module is imported only to run the command
 COMMANDS = {
-    "prepare": (
-        "fms_fsdp.tools.prepare.prepare",
-        "PrepareConfig",
-        "text, source code, JSON lines, Parquet → token shards",
-    ),
-    "convert": (
-        "fms_fsdp.tools.prepare.convert",
-        "ConvertConfig",
-        "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards",
-    ),
-    "inspect plan": (
-        "fms_fsdp.tools.inspect.plan",
-        "PlanConfig",
-        "tokens and epochs of each source by step N, a picture",
-    ),
-    "inspect step": (
-        "fms_fsdp.tools.inspect.step",
-        "StepConfig",
-        "files, documents and tokens in the rows of any step",
-    ),
-    "inspect find": ("fms_fsdp.tools.inspect.find", "FindConfig", "when a document was or will be seen"),
-    "inspect verify": (
-        "fms_fsdp.tools.inspect.verify",
-        "VerifyConfig",
-        "every shard against the counts, to its last token",
-    ),
-    "trace": ("fms_fsdp.tools.trace", "TraceConfig", "where the time of a profiler trace went, as a table"),
-    "evaluate": ("fms_fsdp.evaluate", "EvaluateConfig", "loss, perplexity and bits per byte of a checkpoint"),
-    "ckpt list": ("fms_fsdp.tools.ckpt", "ListConfig", "the checkpoints of a run: size, tokens, health"),
-    "ckpt verify": ("fms_fsdp.tools.ckpt", "VerifyConfig", "every byte against its checksum"),
-    "ckpt prune": (
-        "fms_fsdp.tools.ckpt",
-        "PruneConfig",
-        "delete what need not be kept; a dry run by default",
-    ),
-    "estimate": ("fms_fsdp.tools.estimate", "EstimateConfig", "how long a training will take, as a range"),
-    "report": ("fms_fsdp.tools.report.page", "ReportConfig", "a page of curves and tables from run folders"),
+    "prepare": ("prepare.prepare:main", "text, source code, JSON lines, Parquet → token shards"),
+    "convert": ("prepare.convert:main", "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards"),
+    "inspect plan": ("inspect.plan:main", "tokens and epochs of each source by step N, a picture"),
+    "inspect step": ("inspect.step:main", "files, documents and tokens in the rows of any step"),
+    "inspect find": ("inspect.find:main", "when a document was or will be seen"),
+    "inspect verify": ("inspect.verify:main", "every shard against the counts, to its last token"),
+    "trace": ("trace:main", "where the time of a profiler trace went, as a table"),
+    "evaluate": ("evaluate:main", "loss, perplexity and bits per byte of a checkpoint"),
+    "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
+    "ckpt verify": ("ckpt:verify_checkpoints", "every byte against its checksum"),
+    "ckpt prune": ("ckpt:prune_checkpoints", "delete what need not be kept; a dry run by default"),
+    "estimate": ("estimate:main", "how long a training will take, as a range"),
+    "report": ("report.page:main", "a page of curves and tables from run folders"),
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs one command; returns its exit status."""
     group = argv[0] if argv else ""
-    num_words = 2 if any(name.startswith(f"{group} ") for name in COMMANDS) else 1
+    in_group = [name for name in COMMANDS if name.startswith(f"{group} ")]
+    num_words = 2 if in_group else 1
     command = " ".join(argv[:num_words])
     if command not in COMMANDS:
-        listed = [name for name in COMMANDS if num_words == 2 and name.startswith(f"{group} ")] or list(
-            COMMANDS
-        )
-        listing = "\n".join(f"  {name:<15} {COMMANDS[name][2]}" for name in listed)
-        print(
-            f"usage: python -m fms_fsdp COMMAND [--flag=value …]   (COMMAND --help lists its flags)\n{listing}"
-        )
-        if argv and argv[-1] in ("-h", "--help", "help"):
-            return 0
-        if len(argv) < num_words:
-            return 2
-        print(f"fms_fsdp: command ({command}) does not exist; commands: {', '.join(listed)}", file=sys.stderr)
-        return 2
+        return _print_commands(argv, num_words, in_group or list(COMMANDS))
     from fms_fsdp.flags import parse_flags
 
-    module = importlib.import_module(COMMANDS[command][0])
+    module, _, function_name = COMMANDS[command][0].partition(":")
+    run = getattr(importlib.import_module(f"fms_fsdp.tools.{module}"), function_name)
+    config_type = typing.get_type_hints(run)["config"]
     try:
-        config = parse_flags(
-            getattr(module, COMMANDS[command][1]), argv[num_words:], f"python -m fms_fsdp {command}"
-        )
-        module.main(config)
+        run(parse_flags(config_type, argv[num_words:], f"python -m fms_fsdp {command}"))
     except (ValueError, OSError) as error:
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -85,6 +51,18 @@ def main(argv: Sequence[str]) -> int:
         print(f"{command}: stopped; start it again to go on", file=sys.stderr)
         return 130
     return 0
+
+
+def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) -> int:
+    print("usage: python -m fms_fsdp COMMAND [--flag=value …]   (COMMAND --help lists its flags)")
+    for name in listed:
+        print(f"  {name:<15} {COMMANDS[name][1]}")
+    if argv and argv[-1] in ("-h", "--help", "help"):
+        return 0
+    if len(argv) >= num_words:
+        rule = f"does not exist; commands: {', '.join(listed)}"
+        print(f"fms_fsdp: command ({' '.join(argv[:num_words])}) {rule}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte on held-out rows: in a run, and of a checkpoint with `python -m fms_fsdp evaluate`.
+"""Loss, perplexity and bits per byte on held-out rows: in a run, and of a checkpoint by the command `evaluate`.
 
     HeldOut.rows ── groups of batch_size rows, shared out over ranks ── forward without gradients ── sums by group ── one exact sum
 
@@ -8,31 +8,24 @@ size nor on who computes what. Nothing of the training is touched: no random num
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 
-from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
-from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
-from fms_fsdp.config import EvalConfig, ParallelConfig, TrainConfig, flag
+from fms_fsdp.config import EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL
-from fms_fsdp.data.held_out import HeldOut, open_held_out
-from fms_fsdp.errors import BadInput, RunFailed
-from fms_fsdp.mesh import build_mesh, resolve_layout
-from fms_fsdp.models.variants import model_from_dict
+from fms_fsdp.data.held_out import HeldOut
+from fms_fsdp.errors import BadInput
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.parallel.fsdp import reshard
-from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.run.plan import Preflight
-from fms_fsdp.run.recorded import recorded_config
-from fms_fsdp.runtime import World, log, pick_device, set_up_log, start, stop, sum_over_ranks
+from fms_fsdp.runtime import log
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Forward:
     batch_size: int
     document_mask: bool
     device: torch.device
-    world: World
+    mesh: Mesh
     alive: Callable[[], None] = lambda: None
 
 
@@ -76,13 +69,13 @@ def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
 
 def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
     """Sum of the loss over the labels of all rows, in nats; number of labels; bytes that these stand for, 0 if not known."""
-    world, size = forward.world, forward.batch_size
+    mesh, size = forward.mesh, forward.batch_size
     sums = torch.zeros(-(-source.num_rows // size), 3, dtype=torch.float64)
     before: tuple[int, torch.Tensor] | None = None
-    for first in range(0, len(sums), world.world_size):
+    for first in range(0, len(sums), mesh.size("dp")):
         forward.alive()
-        group = (
-            first + world.rank
+        group = first + mesh.place(
+            "dp"
         )  # the last ones may be past the end: all masked, for FSDP needs every rank in every pass
         try:
             batch = source.rows(group * size, (group + 1) * size)
@@ -101,7 +94,7 @@ def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
             before = group, loss_sum
     if before is not None:
         sums[before[0], 0] = before[1].item()
-    loss, labels_, bytes_ = (math.fsum(column) for column in sum_over_ranks(sums).T.tolist())
+    loss, labels_, bytes_ = (math.fsum(column) for column in mesh.sum(sums, "dp").T.tolist())
     return loss, labels_, bytes_
 
 
@@ -133,6 +126,7 @@ class Evaluator:
         section: EvalConfig,
         document_mask: bool,
         found: Preflight,
+        mesh: Mesh,
         model: nn.Module,
         recorder: Recorder,
         saver: Saver,
@@ -141,9 +135,7 @@ class Evaluator:
     ) -> None:
         self._section, self._found, self._recorder, self._saver = section, found, recorder, saver
         self._mark = mark
-        self._forward = Forward(
-            model, found.batch.batch_size, document_mask, found.device, found.world, alive
-        )
+        self._forward = Forward(model, found.batch.batch_size, document_mask, found.device, mesh, alive)
 
     def evaluate(self, step: int) -> None:
         """Evaluates what is due after `step`; before the first step of a launch, that is `--eval_at_start` (collective: every rank)."""
@@ -185,104 +177,3 @@ def _line(values: dict[str, float]) -> str:
         more = "" if bits is None else f", {bits:.3f} bits/byte"
         shown.append(f"{name} loss {values[f'{name}/loss']:.4f} (ppl {values[f'{name}/ppl']:.2f}{more})")
     return " · ".join(shown)
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """Which checkpoint, on which data. What is left out is as in the run that wrote it."""
-
-    path: str = flag("", "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)")
-    step: int | None = flag(None, "the checkpoint of this step", minimum=1)
-    data_path: str = flag("", "folder of the run's token shards (default: the run's)")
-    eval_data_path: str = flag(
-        "", "folder of held-out token shards (default: the run's, else validation/ in data_path)"
-    )
-    eval_datasets: tuple[str, ...] = flag(
-        (), "held-out sources, subfolders there (default: the run's, else all)"
-    )
-    eval_steps: int | None = flag(None, "global batches of each source (default: the run's)", minimum=1)
-    eval_test: bool = flag(False, "evaluate test/ in data_path too")
-    json: bool = flag(False, "print one JSON object")
-
-
-def main(config: EvaluateConfig) -> None:
-    """The command; also under torchrun, where the checkpoint is sharded over all processes."""
-    checkpoint = _open(config)
-    cfg, batch = _run_config(config, checkpoint), checkpoint.state["resolved"]["batch"]
-    world = World.from_env()
-    set_up_log(world)
-    device = pick_device(world)
-    model_config = model_from_dict(checkpoint.state["resolved"]["model"])
-    rows = cfg.eval.eval_steps * batch["global_batch_size"]
-    sources = open_held_out(cfg.eval, cfg.data, None, vocab_size=model_config.vocab_size, max_rows=rows)
-    parallel = ParallelConfig(
-        collective_timeout_s=cfg.parallel.collective_timeout_s, dist_backend=cfg.parallel.dist_backend
-    )
-    layout = resolve_layout(
-        parallel, variant="", world_size=world.world_size, local_world_size=world.local_world_size
-    )
-    start(parallel, cfg.training, world, device, group=layout.strategy != "none")
-    model = parallelize(
-        model_config,
-        parallel,
-        layout,
-        build_mesh(layout, device.type),
-        device=device,
-        mixed_precision=checkpoint.state["resolved"]["mixed_precision"],
-        seed=cfg.training.seed,
-    )
-    forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, world)
-    try:
-        load_checkpoint(checkpoint, model, None)
-        values = evaluate(forward, sources)
-    except (DamagedCheckpoint, RunFailed, BadInput) as error:
-        raise ValueError(str(error)) from error
-    for source in sources:
-        source.stream.close()
-    if world.rank == 0:
-        print(_json(checkpoint, values) if config.json else _table(checkpoint, values, sources))
-    del model, forward
-    stop()
-
-
-def _open(config: EvaluateConfig) -> Checkpoint:
-    path = Path(config.path)
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = open_checkpoint(root, step=config.step) if config.path else None
-    if found is None:
-        step = "" if config.step is None else f" of step {config.step}"
-        raise ValueError(
-            f"--path ({config.path}) must hold a complete checkpoint{step}; see `python -m fms_fsdp ckpt list`"
-        )
-    return found
-
-
-def _run_config(config: EvaluateConfig, checkpoint: Checkpoint) -> TrainConfig:
-    """The run's configuration, with evaluation on and the flags given here in their places."""
-    cfg = recorded_config(checkpoint.state["config"], checkpoint.state["resolved"])
-    given: dict[str, Any] = {
-        name: getattr(config, name) for name in ("eval_data_path", "eval_datasets", "eval_steps")
-    }
-    section = replace(cfg.eval, **{name: value for name, value in given.items() if value}, eval_at_start=True)
-    data = replace(cfg.data, data_path=config.data_path or cfg.data.data_path)
-    return replace(cfg, eval=replace(section, eval_test=config.eval_test), data=data)
-
-
-def _json(checkpoint: Checkpoint, values: dict[str, float]) -> str:
-    return json.dumps({"step": checkpoint.step, "tokens_seen": checkpoint.state["tokens_seen"], **values})
-
-
-def _table(checkpoint: Checkpoint, values: dict[str, float], sources: Sequence[HeldOut]) -> str:
-    lines = [f"{checkpoint.folder}: {checkpoint.state['tokens_seen']:,} tokens trained on"]
-    lines.append(f"{'source':<24}{'rows':>8}{'loss':>10}{'perplexity':>13}{'bits/byte':>11}")
-    rows = {f"{source.group}/{source.name}": source.num_rows for source in sources}
-    for name in (key.removesuffix("/loss") for key in values if key.endswith("/loss")):
-        num_rows = rows.get(name) or sum(
-            count for other, count in rows.items() if other.startswith(name + "/")
-        )
-        bits = values.get(f"{name}/bits_per_byte")
-        shown = "—" if bits is None else f"{bits:.4f}"
-        lines.append(
-            f"{name:<24}{num_rows:>8}{values[f'{name}/loss']:>10.4f}{values[f'{name}/ppl']:>13.2f}{shown:>11}"
-        )
-    return "\n".join(lines)

@@ -1,33 +1,34 @@
 """Command line and overlay files → a typed, frozen config dataclass.
 
     argv ── fire (splits --name=value; text stays text) ─┐
-    --config=a.toml,b.json (later wins) ─────────────────┴─ merge (flags win) ── coerce by field type ── dataclass
+    --config=a.toml,b.json (later wins) ─────────────────┴─ merge (flags win) ── coerce by the flag's row ── dataclass
 
-`-` and `_` are equal in names. Nothing is guessed and nothing is ignored: an unknown name, a value that does not fit its field and a stray
-argument are `ValueError`s of one line. Works for `TrainConfig` (sections) and for any flat dataclass whose fields come from `config.flag`.
-`python -m fms_fsdp.flags` prints docs/configuration.md.
+`-` and `_` are equal in names. An unknown name, a value that does not fit its flag, a stray argument and a flag given twice
+with two values are `ValueError`s of one line. Works for `TrainConfig` (sections) and for any flat dataclass whose fields
+`config.flag` declares. `python -m fms_fsdp.flags` prints docs/configuration.md.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
+import inspect
 import json
 import os
 import re
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import fire
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.config.effects import refuse_typed_for_nothing
-from fms_fsdp.config.flag import is_in_name, resume_rule
-from fms_fsdp.config.values import Field, coerce, one_line, shown, unwrap
+from fms_fsdp.config.effects import refuse_idle_flags
+from fms_fsdp.config.flag import Flag, build_config, flag_table, flag_values
+from fms_fsdp.config.values import coerce, one_line, shown
 
 C = TypeVar("C")
 
@@ -43,35 +44,19 @@ class Parsed(Generic[C]):
     overridden: tuple[str, ...]
 
 
-def declared_fields(config_type: type[Any]) -> dict[str, Field]:
-    """Flat name → Field, in the order of declaration; fields that are dataclasses themselves are sections."""
-    found: dict[str, Field] = {}
-    hints = typing.get_type_hints(config_type)
-    for item in dataclasses.fields(config_type):
-        inner = hints[item.name]
-        if dataclasses.is_dataclass(inner) and isinstance(inner, type):
-            for name, spec in declared_fields(inner).items():
-                assert name not in found, f"flag {name} is declared in two sections"
-                found[name] = dataclasses.replace(spec, section=item.name)
-        else:
-            rules = {"resume": resume_rule(item, config_type), "in_name": is_in_name(item, config_type)}
-            found[item.name] = Field(item.name, "", inner, item.default, **{**item.metadata, **rules})
-    return found
-
-
 def parse_flags(config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py") -> C:
-    """The config that `argv` (without the program's name) describes. `--help` prints all flags and exits with 0.
-
-    Raises:
-        ValueError: an unknown flag, a value that does not fit, a stray argument, an unreadable overlay.
-    """
+    """The config of `parse_with_origins`."""
     return parse_with_origins(config_type, argv, usage).config
 
 
 def parse_with_origins(
     config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py"
 ) -> Parsed[C]:
-    """Like `parse_flags`, with the origin of every value that is not a default, and what one overlay took from another."""
+    """The config that `argv` (without the program's name) describes. `--help` prints all flags and exits with 0.
+
+    Raises:
+        ValueError: an unknown flag, a value that does not fit, a stray argument, an unreadable overlay.
+    """
     try:
         return _parse(config_type, argv, usage)
     except ValueError as error:
@@ -79,47 +64,45 @@ def parse_with_origins(
 
 
 def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
-    fields = declared_fields(config_type)
-    texts = _split(argv, getattr(config_type, "POSITIONAL", ""))
+    table = flag_table(config_type)
+    texts = _split(argv, next((row.name for row in table.values() if row.positional), ""))
     if texts.keys() & {"help", "h"}:
         if os.environ.get("RANK", "0") == "0":
             print(help_text(config_type, usage))
         raise SystemExit(0)
-    given = {key: _agreed(key, values, fields) for key, values in texts.items()}
-    overlays = given.pop("config", "")
-    folder = given.pop("config_dir", "")
+    given = {name: _agreed_text(name, same, table) for name, same in texts.items()}
+    overlays, folder = given.pop("config", ""), given.pop("config_dir", "")
     if folder and not overlays:
         raise ValueError(f"--config_dir ({folder}) is only used to find --config; add --config=NAME")
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     overridden: list[str] = []
-    for name in overlays.split(",") if overlays else ():
-        path = _find_overlay(name, folder)
-        for key, value in _read_overlay(path, fields).items():
-            if key in values:
-                overridden.append(f"{key}: {path} replaces {origins[key]}")
-            values[key], origins[key] = value, str(path)
-    for key, text in given.items():
-        _known(key, fields, "--" + key)
-        if key in values:
-            overridden.append(f"{key}: the flag replaces {origins[key]}")
-        values[key], origins[key] = text, "flag"
-    typed: dict[str, Any] = {}
-    for key, value in values.items():
+    for overlay in overlays.split(",") if overlays else ():
+        path = _find_overlay(overlay, folder)
+        for name, value in _read_overlay(path, table).items():
+            if name in values:
+                overridden.append(f"{name}: {path} replaces {origins[name]}")
+            values[name], origins[name] = value, str(path)
+    for name, text in given.items():
+        _check_known(name, table, "--" + name)
+        if name in values:
+            overridden.append(f"{name}: the flag replaces {origins[name]}")
+        values[name], origins[name] = text, "flag"
+    for name, value in values.items():
         try:
-            typed[key] = coerce(fields[key], value)
+            values[name] = coerce(table[name], value)
         except ValueError as error:
-            raise error if origins[key] == "flag" else ValueError(f"{origins[key]}: {error}") from None
-    config = _build(config_type, fields, typed)
+            raise error if origins[name] == "flag" else ValueError(f"{origins[name]}: {error}") from None
+    config = build_config(config_type, values)
     if isinstance(config, TrainConfig):
-        refuse_typed_for_nothing(config, origins)
+        refuse_idle_flags(config, origins)
     return Parsed(config, origins, tuple(overridden))
 
 
-def _split(argv: Sequence[str], positional: str = "") -> dict[str, list[str]]:
+def _split(argv: Sequence[str], positional: str) -> dict[str, list[str]]:
     """Name → texts of each `--name=value` or `--name value`, by fire; a bare `--name` is "True", `--noname` "False".
 
-    Arguments that are no flags make up the list named `positional`, if there is one.
+    Arguments without a name make up the list of the flag `positional`, if there is one.
     """
     caught: dict[str, list[str]] = {}
     strays: list[str] = []
@@ -146,26 +129,26 @@ def _split(argv: Sequence[str], positional: str = "") -> dict[str, list[str]]:
     return caught
 
 
-def _agreed(key: str, texts: Sequence[str], fields: Mapping[str, Field]) -> str:
-    """The text of a flag that may be given more than once, always with one value."""
-    values = [coerce(fields[key], text) if key in fields else text for text in texts]
+def _agreed_text(name: str, texts: Sequence[str], table: Mapping[str, Flag]) -> str:
+    """The text of a flag that may be given more than once, but only with one value."""
+    values = [coerce(table[name], text) if name in table else text for text in texts]
     for text, value in zip(texts, values, strict=True):
         if value != values[0]:
             raise ValueError(
-                f"--{key} ({shown(texts[0])}) is also given as ({shown(text)}); leave one of them out"
+                f"--{name} ({shown(texts[0])}) is also given as ({shown(text)}); leave one of them out"
             )
     return texts[0]
 
 
-def _known(key: str, fields: Mapping[str, Field], quoted: str) -> None:
-    if key not in fields:
-        near = difflib.get_close_matches(key[:100], fields, n=1, cutoff=0.5)
+def _check_known(name: str, table: Mapping[str, Flag], quoted: str) -> None:
+    if name not in table:
+        near = difflib.get_close_matches(name[:100], table, n=1, cutoff=0.5)
         hint = f"did you mean --{near[0]}?" if near else "--help lists all flags"
         raise ValueError(f"{shown(quoted)} is not a flag; {hint}")
 
 
 def _find_overlay(name: str, folder: str) -> Path:
-    """The overlay's file: the path as given, in --config_dir, or one shipped with the package by its bare name."""
+    """The overlay's file: the path as given, a file in --config_dir, or a shipped overlay by its bare name."""
     for path in (Path(folder, name), Path(folder, f"{name}.toml"), SHIPPED / f"{name}.toml"):
         try:
             if path.is_file():
@@ -177,154 +160,136 @@ def _find_overlay(name: str, folder: str) -> Path:
     raise ValueError(f"--config ({shown(name)}) is not a file{where}; shipped overlays: {shipped}")
 
 
-def _read_overlay(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Flat name → value of a TOML or JSON overlay; tables must be named after sections, `resolved` is passed over."""
+def _read_overlay(path: Path, table: Mapping[str, Flag]) -> dict[str, Any]:
+    """Flat name → value of a TOML or JSON overlay. Its tables are sections; `resolved`, which runs write, is left out."""
     try:
         content = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"--config ({path}) cannot be read: {shown(str(error))}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config ({path}) must hold flags by name, not a {type(content).__name__}")
+    if isinstance(content.get("resolved"), dict):
+        del content["resolved"]
     flat: dict[str, Any] = {}
-    sections = {spec.section for spec in fields.values()}
-    for key, value in content.items():
-        if key == "resolved" and isinstance(value, dict):
-            continue
-        if not isinstance(value, dict):
-            _put_once(flat, key.replace("-", "_"), value, path)
-        elif key in sections:
-            for name, inner in value.items():
-                name = name.replace("-", "_")
-                _known(name, fields, f"{path}: [{key}] {name}")
-                if fields[name].section != key:
-                    raise ValueError(
-                        f"{path}: [{key}] {name} belongs to the table [{fields[name].section}]; move it there"
-                    )
-                _put_once(flat, name, inner, path)
-        else:
+    for section, name, value in _entries(content):
+        quoted = f"{path}: [{section}] {name}" if section else f"{path}: {name}"
+        sections = sorted({row.section for row in table.values()})
+        if section and section not in sections:
             raise ValueError(
-                f"{path}: the table [{key}] is not a section; sections: {', '.join(sorted(sections))}"
+                f"{path}: the table [{section}] is not a section; sections: {', '.join(sections)}"
             )
-    for name in flat:
-        _known(name, fields, f"{path}: {name}")
+        _check_known(name, table, quoted)
+        if section and table[name].section != section:
+            raise ValueError(f"{quoted} belongs to the table [{table[name].section}]; move it there")
+        if name in flat and flat[name] != value:
+            raise ValueError(
+                f"{path}: {name} ({flat[name]}) is also given as ({value}); leave one of them out"
+            )
+        flat[name] = value
     return flat
 
 
-def _put_once(flat: dict[str, Any], name: str, value: Any, path: Path) -> None:
-    if name in flat and flat[name] != value:
-        raise ValueError(f"{path}: {name} ({flat[name]}) is also given as ({value}); leave one of them out")
-    flat[name] = value
+def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Section, name and value of each flag in an overlay; the section of a flag outside tables is ""."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                yield key, name.replace("-", "_"), inner
+        else:
+            yield "", key.replace("-", "_"), value
 
 
-def _build(config_type: type[C], fields: Mapping[str, Field], values: Mapping[str, Any]) -> C:
-    hints = typing.get_type_hints(config_type)
-    sections = {spec.section for spec in fields.values()} - {""}
-    parts = {s: hints[s](**{k: v for k, v in values.items() if fields[k].section == s}) for s in sections}
-    return config_type(**parts, **{key: value for key, value in values.items() if not fields[key].section})
+def _sections(config_type: type[Any]) -> Iterator[tuple[str, list[Flag]]]:
+    for section, rows in groupby(flag_table(config_type).values(), lambda row: row.section):
+        yield section, list(rows)
 
 
-def _type_name(declared: Any) -> str:
-    kind, optional = unwrap(declared)
-    name = f"{typing.get_args(kind)[0].__name__},…" if typing.get_origin(kind) is tuple else kind.__name__
-    return name + (" or none" if optional else "")
+def _type_name(row: Flag) -> str:
+    return f"{row.kind.__name__}{',…' if row.is_list else ''}{' or none' if row.is_optional else ''}"
 
 
-def _shown_default(value: Any) -> str:
-    return (
-        ",".join(map(str, value)) or "empty"
-        if isinstance(value, tuple)
-        else ("empty" if value == "" else str(value))
-    )
+def _shown_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "empty"
+    return "empty" if value == "" else str(value)
 
 
 def describe(parsed: Parsed[Any]) -> str:
-    """The config as parsed, by section; `*` marks what is not the default and says where it comes from."""
-    lines = []
-    section = None
-    for name, spec in declared_fields(type(parsed.config)).items():
-        if spec.section != section:
-            section = spec.section
-            lines.append(f"[{section}]")
-        owner = getattr(parsed.config, spec.section) if spec.section else parsed.config
-        value = getattr(owner, name)
-        origin = parsed.origins.get(name, "")
-        mark = (
-            f"* {name} = {_shown_default(value)}  ({origin})"
-            if value != spec.default
-            else f"  {name} = {_shown_default(value)}"
-        )
-        lines.append("  " + mark)
+    """The config as parsed, by section. `*` marks a value that is not the default and says where it comes from."""
+    lines, values = [], flag_values(parsed.config)
+    for section, rows in _sections(type(parsed.config)):
+        lines.append(f"[{section}]")
+        for row in rows:
+            value = values[row.name]
+            is_default, origin = value == row.default, parsed.origins.get(row.name, "")
+            mark, ending = (" ", "") if is_default else ("*", f"  ({origin})")
+            lines.append(f"  {mark} {row.name} = {_shown_value(value)}{ending}")
     return "\n".join([*lines, *(f"overridden: {item}" for item in parsed.overridden)])
 
 
 def help_text(config_type: type[Any], usage: str) -> str:
     """All flags by section, with type, default, meaning and choices."""
     lines = [f"usage: {usage} [--config=a.toml,b.toml] [--config_dir=DIR] [--flag=value …]"]
-    section = None
-    for spec in declared_fields(config_type).values():
-        if spec.section != section:
-            section = spec.section
-            lines.append(f"\n{section}")
-        choices = f" [{'|'.join(spec.choices)}]" if spec.choices else ""
-        lines.append(
-            f"  --{spec.name} ({_type_name(spec.type)}, default {_shown_default(spec.default)}){choices}"
-        )
-        lines.append(f"      {spec.help}{' (advanced)' if spec.advanced else ''}")
+    for section, rows in _sections(config_type):
+        lines.append(f"\n{section}")
+        for row in rows:
+            choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
+            lines.append(f"  --{row.name} ({_type_name(row)}, default {_shown_value(row.default)}){choices}")
+            lines.append(f"      {row.help}{' (advanced)' if row.advanced else ''}")
     return "\n".join(lines)
 
 
 def markdown(config_type: type[Any]) -> str:
-    """docs/configuration.md: one table per section, advanced flags in a table of their own."""
-    fields = declared_fields(config_type)
-    hints = typing.get_type_hints(config_type)
-    lines = [_PREFACE]
-    for section in dict.fromkeys(spec.section for spec in fields.values()):
-        lines.append(f"\n## {section}\n\n{(hints[section].__doc__ or '').strip()}\n")
-        for advanced in (False, True):
-            rows = [spec for spec in fields.values() if spec.section == section and spec.advanced is advanced]
-            if not rows:
-                continue
-            if advanced:
-                lines.append("\nAdvanced: keep the default unless you know why.\n")
+    """docs/configuration.md: a table for each section, and one for its advanced flags."""
+    lines, types = [_PREFACE], typing.get_type_hints(config_type)
+    for section, rows in _sections(config_type):
+        lines.append(f"\n## {section}\n\n{inspect.cleandoc(types[section].__doc__)}\n")
+        advanced = [row for row in rows if row.advanced]
+        lines += [*_TABLE_HEAD, *(_table_row(row) for row in rows if not row.advanced)]
+        if advanced:
             lines += [
-                "| flag | type | default | on resume | in the name | meaning |",
-                "|---|---|---|---|---|---|",
+                "\nAdvanced: keep the default unless you know why.\n",
+                *_TABLE_HEAD,
+                *map(_table_row, advanced),
             ]
-            for spec in rows:
-                choices = (
-                    f" One of {', '.join(f'`{choice}`' for choice in spec.choices)}." if spec.choices else ""
-                )
-                default = f"`{_shown_default(spec.default)}`"
-                cells = [
-                    f"`--{spec.name}`",
-                    _type_name(spec.type),
-                    default,
-                    spec.resume,
-                    "yes" if spec.in_name else "",
-                ]
-                lines.append(f"| {' | '.join([*cells, spec.help])}.{choices} |")
     return "\n".join(lines) + "\n"
 
 
+def _table_row(row: Flag) -> str:
+    choices = f" One of {', '.join(f'`{choice}`' for choice in row.choices)}." if row.choices else ""
+    cells = [f"`--{row.name}`", _type_name(row), f"`{_shown_value(row.default)}`", row.resume]
+    return f"| {' | '.join([*cells, 'yes' if row.in_name else '', row.help])}.{choices} |"
+
+
+_TABLE_HEAD = (
+    "| flag | type | default | on resume | in the name | meaning |",
+    "|---|---|---|---|---|---|",
+)
 _PREFACE = """# Configuration
 
-Generated by `python -m fms_fsdp.flags`; a test keeps it equal to the code.
+`python -m fms_fsdp.flags` writes this page; a test checks that it agrees with the code.
 
-Flags are flat (`--seq_length=2048`, `--seq-length 2048`), in any order. `--config=a.toml,b.toml` lays files over the defaults: a later file wins over an
-earlier one, flags win over files. A file holds flags by name, at its top or in tables named after the sections below; `.json` is read too, so
-`--config=runs/NAME/config.json` repeats a run. `--config_dir=DIR` is where bare names are looked for; the overlays shipped in `fms_fsdp/configs/` are found
-by their bare name: `bench`, `profile`, `continue` (finished weights, other data), `pretrain_7b` and the shapes of GPT-3. A useful split is one file for the model and one
-for the site: `--config=model.toml,site.toml`.
+Write flags in any order, as `--seq_length=2048` or `--seq-length 2048`. `--config=a.toml,b.toml` reads files of flags. A later
+file replaces the values of an earlier one, and flags replace the values of files. A file holds flags by name, at its top
+or in tables that have the names of the sections below. The file can also be JSON: `--config=runs/NAME/config.json` repeats
+a run. `--config_dir=DIR` names the folder in which a file with a bare name is looked for. The package ships overlays, which
+need no folder: `bench`, `profile`, `continue` (train finished weights on other data), `pretrain_7b` and the shapes of
+GPT-3. It is useful to keep one file for the model and one for the site: `--config=model.toml,site.toml`.
 
-Integers may be written `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`; booleans `true`/`false`, `yes`/`no`, `1`/`0` in any case; lists `a,b`. `none` clears an optional
-value. What is not known is an error that names the nearest flag; nothing is ignored. A flag that is given twice must say the same both times. One that is
-typed has to have an effect: if other flags of the command leave it none, it is refused; if a file, the machine or the number of ranks does, a line of the log says so. Checks run before any work, in this order: flags, world and mesh, data, memory.
+You can write an integer as `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`, a boolean as `true`/`false`, `yes`/`no` or
+`1`/`0` in upper or lower case, and a list as `a,b`. `none` clears a value that can be absent. A name that is not a flag is an
+error, which names the most similar flag. A flag that is given twice must have the same value both times. A flag of the
+command line must have an effect. If other flags of the command line prevent it, the launch is refused. If a file, the
+machine or the number of ranks prevents it, the log has a note. All checks run before any work, in this order: flags, world
+and mesh, data, memory.
 
-The column "on resume" says what another value does to a run that goes on from a checkpoint: `free`, it trains the same; `announced`, it takes effect from there on and is
-logged; `refused`, it ends the launch with one line. For the model's flags it is the model they come to that must be the checkpoint's.
+The column "on resume" says what happens if a run goes on from a checkpoint and the flag has another value. `free`: the run
+trains the same. `announced`: the new value takes effect from that step on, and the log says so. `refused`: the launch ends
+with one line. The flags of the model together must give the model of the checkpoint.
 
-"In the name" are the flags that the default run name is made of. Another value of one of them names another run, unless `--run_name` or `--output_dir` is given; any
-other flag may change from launch to launch and the run goes on."""
+The column "in the name" marks the flags that the default run name is made of. If one of them changes, the command names
+another run, unless `--run_name` or `--output_dir` is given. Any other flag can change from launch to launch, and the run
+goes on."""
 
 
 if __name__ == "__main__":

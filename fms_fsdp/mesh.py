@@ -1,47 +1,73 @@
-"""From a strategy and a world size to data-parallel degrees and a device mesh.
+"""The ranks of a run, arranged by named axes: sizes, places and reductions of an axis are asked for by its name.
 
-    world_size = dp_replicate × dp_shard       none: 1 × 1    fsdp: 1 × W    hsdp: W/s × s    ddp: W × 1
+    world = pp x dp_replicate x dp_shard x cp x tp       neighbours differ in the last axis, which stays inside a node
 
-Ranks of one shard group are neighbours, so a group of `local_world_size` stays inside a node. All of this is pure but `build_mesh`.
+    dp       dp_replicate x dp_shard       ranks that read different rows
+    loss     dp_replicate x dp_shard x cp  ranks whose losses are of different tokens
+    replica  pp x dp_shard x cp x tp       ranks that hold one copy of the model among them
+    world    all five
+
+    none: 1    fsdp: dp_shard = W    hsdp: dp_replicate = W/s, dp_shard = s    ddp: dp_replicate = W
+
+No other module asks for the world's size, rank or process group to learn about data, labels, norms or files.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fms_fsdp.config import ParallelConfig
 
+T = TypeVar("T")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_JOINED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+    "replica": ("pp", "dp_shard", "cp", "tp"),
+    "world": AXES,
+}
 _STRATEGIES = ("fsdp", "hsdp", "ddp", "none")
-_PREFER_HSDP = (
-    "7b",
-    "13b",
-    "llama2_7b",
-    "llama2_13b",
-)  # they fit the GPUs of one node, and HSDP communicates less
+_PREFER_HSDP = ("7b", "13b", "llama2_7b", "llama2_13b")  # they fit one node, and HSDP communicates less
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the data-parallel ranks divide: `dp_replicate` copies of the model, each sharded over `dp_shard` ranks."""
+class ParallelDims:
+    """The size of every axis. The strategy `none` has no process group."""
 
     strategy: str
-    dp_replicate: int
-    dp_shard: int
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
 
-    @property
-    def dp_size(self) -> int:
-        return self.dp_replicate * self.dp_shard
+    def size(self, axis: str) -> int:
+        """How many ranks an axis, or a product of axes, has."""
+        return math.prod(getattr(self, part) for part in _JOINED.get(axis, (axis,)))
+
+    def place(self, rank: int, axis: str) -> int:
+        """The place from 0 on an axis, or a product of axes, of the process with this number in the world."""
+        place = 0
+        for part in _JOINED.get(axis, (axis,)):
+            inner = math.prod(getattr(self, name) for name in AXES[AXES.index(part) + 1 :])
+            place = place * getattr(self, part) + rank // inner % getattr(self, part)
+        return place
 
 
-def resolve_layout(
+def resolve_dims(
     section: ParallelConfig, *, variant: str, world_size: int, local_world_size: int
-) -> Layout:
-    """The layout of a run. Default strategy: none on one device, hsdp for 7b and 13b, else fsdp.
+) -> ParallelDims:
+    """The axes of a run. Default strategy: none on one device, hsdp for 7b and 13b, else fsdp.
 
     Raises:
-        ValueError: an unknown strategy, `none` on several processes, or a shard size that does not divide the world size.
+        ValueError: an unknown strategy, `none` on several processes, or a shard size that does not divide
+            the world size.
     """
     default = "none" if world_size == 1 else "hsdp" if variant.lower() in _PREFER_HSDP else "fsdp"
     strategy = (section.sharding_strategy or default).lower()
@@ -52,13 +78,14 @@ def resolve_layout(
     if strategy == "none":
         if world_size > 1:
             raise ValueError(
-                f"--sharding_strategy (none) is for one process, not for a world of {world_size}; use fsdp, hsdp or ddp"
+                f"--sharding_strategy (none) is for one process, not for a world of {world_size}; "
+                "use fsdp, hsdp or ddp"
             )
-        return Layout(strategy, 1, 1)
+        return ParallelDims(strategy)
     if strategy == "ddp":
-        return Layout(strategy, world_size, 1)
+        return ParallelDims(strategy, dp_replicate=world_size)
     if strategy == "fsdp":
-        return Layout(strategy, 1, world_size)
+        return ParallelDims(strategy, dp_shard=world_size)
     shard_size = section.hsdp_shard_size or local_world_size
     if world_size % shard_size:
         valid = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
@@ -67,18 +94,64 @@ def resolve_layout(
             f"--hsdp_shard_size ({shard_size}){source} must divide the world size "
             f"({world_size} = replicas x hsdp_shard_size); valid sizes: {valid}"
         )
-    return Layout(strategy, world_size // shard_size, shard_size)
+    return ParallelDims(strategy, dp_replicate=world_size // shard_size, dp_shard=shard_size)
 
 
-def build_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
-    """The mesh of a layout, None for `none`: ("dp_shard",) where there is one copy, else ("dp_replicate", "dp_shard").
+class Mesh:
+    """The axes with this process in them: its places, and sums over the ranks of an axis.
 
-    Collective: every rank.
+    Making one is collective: every rank. Without a process group (`none`) every sum is of one rank.
     """
-    if layout.strategy == "none":
-        return None
-    if layout.dp_replicate == 1:
-        return init_device_mesh(device_type, (layout.dp_shard,), mesh_dim_names=("dp_shard",))
-    return init_device_mesh(
-        device_type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
+
+    def __init__(self, dims: ParallelDims, rank: int, device_type: str) -> None:
+        self.dims, self._rank = dims, rank
+        self.device_mesh: DeviceMesh | None = None
+        self._groups: dict[str, dist.ProcessGroup | None] = {}
+        if dims.strategy == "none":
+            return
+        names = [axis for axis in AXES if dims.size(axis) > 1 or axis == "dp_shard"]
+        sizes = [dims.size(axis) for axis in names]
+        self.device_mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(names))
+        self._groups = {axis: self.device_mesh.get_group(axis) for axis in names}
+        for joined, parts in _JOINED.items():
+            present = tuple(part for part in parts if part in names)
+            if dims.size(joined) == dims.size("world"):
+                self._groups[joined] = None  # torch's default group
+            elif len(present) == 1:
+                self._groups[joined] = self._groups[present[0]]
+            elif present:
+                self._groups[joined] = self.device_mesh[present]._flatten(joined).get_group()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self._rank == 0
+
+    def size(self, axis: str) -> int:
+        """How many ranks the axis has."""
+        return self.dims.size(axis)
+
+    def place(self, axis: str) -> int:
+        """This process's place from 0 on the axis."""
+        return self.dims.place(self._rank, axis)
+
+    def counts_for(self, axis: str) -> bool:
+        """Whether a sum over the world takes in this process's value of something that differs along `axis` alone.
+
+        The first of the ranks that hold the same value counts, the others do not.
+        """
+        others = set(AXES) - set(_JOINED.get(axis, (axis,)))
+        return all(self.place(other) == 0 for other in others)
+
+    def sum(self, tensor: torch.Tensor, axis: str) -> torch.Tensor:
+        """The element-wise sum over the ranks of the axis, in place (collective: every rank)."""
+        if self.size(axis) > 1:
+            dist.all_reduce(tensor, group=self._groups[axis])
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank of the world has, by rank (collective: every rank)."""
+        everyone = [value] * self.size("world")
+        if len(everyone) > 1:
+            dist.all_gather_object(everyone, value)
+        return everyone

@@ -190,13 +190,6 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The element-wise sum over all ranks, in place (collective: every rank)."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
-    return tensor
-
-
 def agreed(make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, the only one that calls it, or the error it raises there, on every rank (collective).
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
-from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
+from fms_fsdp.checkpoint.checkpointer import Checkpointer, OptimizerState, SaveFailed
 from fms_fsdp.checkpoint.folders import clean_up, delete, named_steps, read_state, set_aside, size_problems
 from fms_fsdp.checkpoint.progress import SaveProgress, estimate_save_s
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
@@ -42,7 +41,7 @@ class Saver:
         cfg: TrainConfig,
         found: Preflight,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: OptimizerState,
         stream: Stream,
         reporter: Counter,
         launch: Launch,
@@ -57,7 +56,7 @@ class Saver:
             reporter,
             launch,
         )
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizers = model, optimizers
         self._root = Path(cfg.ckpt_save_path)
         self._schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
         self._keep = KeepPolicy(
@@ -83,7 +82,7 @@ class Saver:
         )
         due = self._schedule.next_after(found.start)
         if due is not None and due < found.num_steps:  # the last step is saved on the spot
-            self._checkpointer.reserve(model, optimizer)
+            self._checkpointer.reserve(model, optimizers)
 
     def expected_s(self, step: int) -> float:
         """Seconds that saving may take if the launch ends with the step after `step`; another save may be under way then.
@@ -119,7 +118,7 @@ class Saver:
         }
         try:
             self._pending_step = step
-            self._checkpointer.save(step, self._model, self._optimizer, state, now=now or last)
+            self._checkpointer.save(step, self._model, self._optimizers, state, now=now or last)
         except SaveFailed as error:
             self._failed(error)
             if last:

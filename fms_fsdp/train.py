@@ -4,7 +4,7 @@
 
 The loss of a step is the sum over all unmasked labels of the global batch divided by their number. The number is known before the first
 backward, so every micro-step's gradient has its final weight, however labels are spread over ranks and micro-steps. FSDP averages gradients over
-ranks; the factor dp_size undoes that. A step whose gradient is not finite changes no weight and no moment, which the device decides by itself: nothing
+ranks; the factor of their number undoes that. A step whose gradient is not finite changes no weight and no moment, which the device decides by itself: nothing
 is read back from it except on report steps.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,10 +22,10 @@ from fms_fsdp.config import BatchPlan
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import BadInput
-from fms_fsdp.mesh import Layout
-from fms_fsdp.optim.optimizers import set_learning_rate, step_if_finite
+from fms_fsdp.mesh import Mesh
+from fms_fsdp.optim.optimizers import Optimizers
+from fms_fsdp.optim.schedules import Schedule
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
-from fms_fsdp.runtime import sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class Recipe:
     """What a step needs beside the batch; `mark(part)` is told which part of the loop has just ended."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Optimizers
     device: torch.device
-    layout: Layout
+    mesh: Mesh
     batch: BatchPlan
     grad_clip: float
     document_mask: bool
-    learning_rate: Callable[[int], float]
+    schedule: Schedule
     mark: Callable[[str], None] = lambda part: None
 
 
@@ -106,22 +107,22 @@ def train_step(recipe: Recipe, batch: Batch, step: int, requests: Sequence[int] 
     accum = recipe.batch.grad_accum_steps
     parameters = [parameter for parameter in recipe.model.parameters() if parameter.requires_grad]
     own_labels = int((batch.labels_BS != IGNORED_LABEL).sum())
-    sums = sum_over_ranks(torch.tensor([own_labels, *requests]).to(recipe.device, non_blocking=True))
+    own = torch.tensor([own_labels * recipe.mesh.counts_for("dp"), *requests])
+    sums = recipe.mesh.sum(own.to(recipe.device, non_blocking=True), "world")
     num_labels = sums[0].clamp(min=1)
     loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
     for micro_step, micro in enumerate(micro_batches(recipe, batch)):
-        set_gradient_sync(recipe.model, last_micro_step=micro_step == accum - 1, layout=recipe.layout)
+        set_gradient_sync(recipe.model, last_micro_step=micro_step == accum - 1, mesh=recipe.mesh)
         with record_function("forward"):
             micro_loss, _ = recipe.model(*micro)
         with record_function("backward"):
-            (micro_loss * (recipe.batch.dp_size / num_labels)).backward()
+            (micro_loss * (recipe.mesh.size("loss") / num_labels)).backward()
         loss_sum += micro_loss.detach()
     recipe.mark("forward_backward")
     with record_function("optimizer"):
-        grad_norm = clip_grad_norm(parameters, recipe.grad_clip)
-        set_learning_rate(recipe.optimizer, recipe.learning_rate(step))
-        step_if_finite(recipe.optimizer, grad_norm)
-        recipe.optimizer.zero_grad(set_to_none=True)
+        grad_norm = clip_grad_norm(parameters, recipe.grad_clip, recipe.mesh)
+        recipe.optimizers.step(partial(recipe.schedule, step), grad_norm)
+        recipe.optimizers.zero_grad()
     recipe.mark("optimizer")
     return StepResult(loss_sum, num_labels, grad_norm, sums[1:])
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from coverage import Coverage, CoverageData
 
-from tests.test_layering import imported
+from scripts.house import imported
 
 ROOT = Path(__file__).parent.parent
 HANG_S = 120

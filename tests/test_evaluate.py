@@ -20,7 +20,7 @@ from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig
 from fms_fsdp.data.held_out import HeldOut, open_held_out
 from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.data.tokenizer import ByteTokenizer
-from fms_fsdp.mesh import Layout
+from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
@@ -127,13 +127,12 @@ def test_the_numbers_are_those_of_a_slow_reference(corpus: Path, whole: Path) ->
     model = parallelize(
         model_from_dict(checkpoint.state["resolved"]["model"]),
         ParallelConfig(),
-        Layout("none", 1, 1),
-        None,
+        Mesh(ParallelDims("none"), 0, "cpu"),
         device=torch.device("cpu"),
         mixed_precision=False,
         seed=0,
     )
-    load_checkpoint(checkpoint, model, None)
+    load_checkpoint(checkpoint, model, None, Mesh(ParallelDims("none"), 0, "cpu"))
     recorded, sums = evaluations(whole)[4], [0.0, 0]
     for source in held_out(corpus):
         loss, count, num_bytes = 0.0, 0, 0

@@ -17,9 +17,9 @@ from fms_fsdp.config import (
     parse_selective_checkpointing,
     resolve_batch,
 )
+from fms_fsdp.config.flag import flag_table
 from fms_fsdp.flags import (
     SHIPPED,
-    declared_fields,
     describe,
     help_text,
     markdown,
@@ -160,7 +160,7 @@ def test_every_shipped_use_can_be_laid_over_a_model() -> None:
 
 
 def test_every_flag_has_a_meaning_and_a_unique_name() -> None:
-    fields = declared_fields(TrainConfig)
+    fields = flag_table(TrainConfig)
     assert all(len(spec.help) > 10 for spec in fields.values())
     sections = [part.name for part in dataclasses.fields(TrainConfig)]
     assert list(dict.fromkeys(spec.section for spec in fields.values())) == sections

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.flags import SHIPPED, declared_fields, parse_with_origins
+from fms_fsdp.config.flag import flag_table
+from fms_fsdp.flags import SHIPPED, parse_with_origins
 from fms_fsdp.run.plan import preflight
 from fms_fsdp.runtime import World, set_up_log
 from tests.cli import ROOT
@@ -27,7 +28,7 @@ BASE = {
     "trackers": "none",
     "num_steps": "1",
 }
-FIELDS = declared_fields(TrainConfig)
+FIELDS = flag_table(TrainConfig)
 VARIABLES = (
     "RANK",
     "WORLD_SIZE",

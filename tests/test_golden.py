@@ -9,9 +9,9 @@ import torch
 
 from fms_fsdp.config import BatchPlan, DataConfig, ModelConfig, OptimConfig, ParallelConfig
 from fms_fsdp.data.stream import build_stream
-from fms_fsdp.mesh import Layout
+from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.optim.optimizers import build_optimizer
+from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.optim.schedules import cosine_with_warmup
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.train import Recipe, train_step
@@ -29,20 +29,20 @@ def one_thread() -> Iterator[None]:
 
 def first_losses(grad_accum_steps: int) -> list[float]:
     """Losses of five fp32 steps of `tiny` on 4 rows of 64 synthetic tokens, on one thread."""
-    cpu, layout = torch.device("cpu"), Layout("none", 1, 1)
+    cpu, mesh = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
     config = resolve_model(ModelConfig(model_variant="tiny"), seq_length=64)
-    model = parallelize(config, ParallelConfig(), layout, None, device=cpu, mixed_precision=False, seed=1)
+    model = parallelize(config, ParallelConfig(), mesh, device=cpu, mixed_precision=False, seed=1)
     section = DataConfig(use_dummy_dataset=True, seq_length=64)
     sizes = dict(global_batch_size=4, dp_rank=0, dp_size=1)
     recipe = Recipe(
         model,
-        build_optimizer(OptimConfig(), model),
+        build_optimizers(OptimConfig(), model),
         cpu,
-        layout,
+        mesh,
         BatchPlan(4 // grad_accum_steps, grad_accum_steps, 1),
         1.0,
         False,
-        lambda step: cosine_with_warmup(step, peak=1e-2, warmup_steps=2, num_steps=5, min_ratio=0.1),
+        lambda step, base: cosine_with_warmup(step, 1e-2, warmup_steps=2, num_steps=5, min_ratio=0.1),
     )
     with build_stream(section, None, seed=1, vocab_size=config.vocab_size, **sizes) as stream:
         results = [train_step(recipe, stream.next_batch(), step) for step in range(1, 6)]

@@ -1,76 +1,94 @@
-"""Who may import whom: downward only."""
+"""Who may import whom, and the other rules that scripts/house.py checks."""
 
 from __future__ import annotations
 
-import ast
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from scripts import house
+
 ROOT = Path(__file__).parent.parent
-# from the bottom; a module may import its own package and whatever stands on an earlier line
-LAYERS = [
-    ["config", "safe_names", "errors", "atomic", "cpu_threads"],
-    ["flags"],
-    ["runtime"],
-    ["mesh"],
-    ["models", "data"],
-    ["predict"],
-    ["parallel", "optim", "checkpoint"],
-    ["run"],
-    ["observe", "evaluate", "saving"],
-    ["train"],
-    ["tools"],
-    ["__main__"],
-]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-FILES = sorted((ROOT / "fms_fsdp").rglob("*.py"))
-
-
-def imported(path: Path) -> set[str]:
-    """Full names of every module that `path` imports, inside functions too."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-def unit(path: Path) -> str:
-    return path.relative_to(ROOT / "fms_fsdp").with_suffix("").parts[0]
+FILES = house.python_files("fms_fsdp")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_downward(path: Path) -> None:
-    own = unit(path)
-    if own == "__init__":
-        return
-    for name in imported(path):
-        if name.startswith("fms_fsdp."):
-            other = name.split(".")[1]
-            if other in LEVEL and other != own:
-                assert LEVEL[other] < LEVEL[own], f"{own} imports {other}"
+    assert not list(house.upward_imports(path))
+
+
+def test_the_house_keeps_its_rules() -> None:
+    ended = subprocess.run([sys.executable, "scripts/house.py"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.startswith("trains: ") and "\ntools: " in ended.stdout
+
+
+def test_each_broken_rule_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "fms_fsdp", tmp_path / "fms_fsdp", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    shutil.copyfile(ROOT / "main_training.py", tmp_path / "main_training.py")
+    package = tmp_path / "fms_fsdp"
+    (package / "models/new.py").write_text("def build() -> None:\n    from fms_fsdp.run import plan\n")
+    (package / "models/named.py").write_text('LATER = ("fms_fsdp.train", 1)\nclass OptimConfig: ...\n')
+    (package / "data/long.py").write_text("\n" * 400 + "# " + "x" * 109)
+    (package / "data/longer.py").write_text("def build() -> None:" + "\n    pass" * 60)
+    (package / "strange.py").touch()
+    (package / "train.py").write_text("import fms_fsdp.tools.trace\n" + "x = 0\n" * 9000)
+    monkeypatch.setattr(house, "ROOT", tmp_path)
+    monkeypatch.setattr(house, "STILL_LONG", [])
+    text = "\n".join(house.broken_rules())
+    for fault in (
+        "models/new.py: models must not import fms_fsdp.run",
+        "models/named.py: models must not import fms_fsdp.train",
+        "class OptimConfig: must be defined once",
+        "data/long.py: 401 lines, at most 400",
+        "data/long.py:401: 111 characters, at most 110",
+        "data/longer.py:1: build has 61 lines, at most 60",
+        "fms_fsdp/strange: must have a line in LAYERS",
+        "tools/trace.py: must not be imported by what trains",
+        "trains: ",
+    ):
+        assert fault in text
+
+
+def test_what_trains_counts_imports_inside_functions_and_modules_loaded_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "some.py"
+    path.write_text('import json\n\ndef run() -> None:\n    from a import b\n    load("fms_fsdp.train")\n')
+    assert house.imported(path) == {"json", "a", "a.b", "fms_fsdp.train"}
+    assert ROOT / "fms_fsdp" / "tools" / "ckpt.py" in house.import_closure(ROOT / "fms_fsdp" / "__main__.py")
+
+
+def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(tmp_path: Path) -> None:
+    path = tmp_path / "some.py"
+    path.write_text('"""Doc\n\nstring."""\n\n# comment\nx = """\ntext\n"""  # this counts\n')
+    assert house.lines_of_code(path) == 3
 
 
 def test_config_imports_the_standard_library_alone() -> None:
     for path in (ROOT / "fms_fsdp" / "config").glob("*.py"):
-        for name in imported(path):
+        for name in house.imported(path):
             assert name.split(".")[0] in sys.stdlib_module_names or name.startswith("fms_fsdp.config."), name
 
 
 def test_data_knows_no_process_group_and_no_model() -> None:
     for path in (ROOT / "fms_fsdp" / "data").glob("*.py"):
-        assert not any(name.startswith("torch.distributed") for name in imported(path)), path
+        assert not any(name.startswith("torch.distributed") for name in house.imported(path)), path
+
+
+def test_nothing_that_trains_imports_a_tool() -> None:
+    """Not even indirectly or inside a function: what must be trusted ends below `tools/`."""
+    found = house.import_closure(ROOT / "main_training.py")
+    assert ROOT / "fms_fsdp/train.py" in found and ROOT / "fms_fsdp/data/shards/shard.py" in found
+    assert not [path for path in found if path.is_relative_to(ROOT / "fms_fsdp/tools")]
 
 
 def test_no_star_imports_and_no_junk_drawers() -> None:
     for path in FILES:
         assert path.stem not in ("utils", "common", "helpers", "base"), path
-        assert not any(name.endswith(".*") for name in imported(path)), path
+        assert not any(name.endswith(".*") for name in house.imported(path)), path
 
 
 def test_dummy_data_and_the_whole_loop_need_neither_pyarrow_nor_sentencepiece() -> None:

@@ -6,14 +6,14 @@ import torch
 
 from fms_fsdp.config import BatchPlan, OptimConfig, ParallelConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
-from fms_fsdp.mesh import Layout
+from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Interval
-from fms_fsdp.optim.optimizers import build_optimizer
+from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.train import Recipe, train_step
 
-CPU, ALONE = torch.device("cpu"), Layout("none", 1, 1)
+CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
 
 
 def test_a_global_batch_without_a_label_has_loss_and_norm_zero_and_is_no_skipped_step() -> None:
@@ -21,19 +21,18 @@ def test_a_global_batch_without_a_label_has_loss_and_norm_zero_and_is_no_skipped
         LlamaConfig(1, 16, 16, 2, 1, 32, max_seq_len=8),
         ParallelConfig(),
         ALONE,
-        None,
         device=CPU,
         mixed_precision=False,
         seed=1,
     )
-    optimizer = build_optimizer(OptimConfig(), model)
-    recipe = Recipe(model, optimizer, CPU, ALONE, BatchPlan(1, 2, 1), 1.0, False, lambda step: 1e-3)
+    optimizers = build_optimizers(OptimConfig(), model)
+    recipe = Recipe(model, optimizers, CPU, ALONE, BatchPlan(1, 2, 1), 1.0, False, lambda step, base: 1e-3)
     tokens = torch.arange(16).view(2, 8)
     batch = Batch(tokens, torch.full_like(tokens, IGNORED_LABEL), None, None)
     result = train_step(recipe, batch, 1)
     assert result.loss_sum.item() == 0 and result.grad_norm.item() == 0
-    assert {state["step"].item() for state in optimizer.state.values()} == {1}
-    interval = Interval(CPU)
+    assert {state["step"].item() for state in optimizers.parts[0].state.values()} == {1}
+    interval = Interval(ALONE, CPU)
     interval.add(result)
     values = interval.read(result, 0.0, 0, {})
     assert (values["loss"], values["loss_mean"], values["grad_norm_mean"], values["skipped_steps"]) == (

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,16 +34,23 @@ from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files, re
 from fms_fsdp.checkpoint.progress import SaveProgress
 from fms_fsdp.checkpoint.storage import CheckpointReader, CheckpointWriter
 from fms_fsdp.errors import RunFailed
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import model_from_dict
 
 Tensors = dict[str, torch.Tensor]
-ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 _ENDLESS = timedelta(days=30)
 
 # DCP warns that it works in a single process even when told so (torch 2.11 to 2.13); said to all threads, as saves have their own
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+class OptimizerState(Protocol):
+    """What a checkpoint needs of the optimizers."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class DamagedCheckpoint(Exception):
@@ -95,16 +102,16 @@ class Checkpointer:
         """Whether a save is in flight."""
         return self._in_flight is not None and not self._in_flight.done()
 
-    def reserve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def reserve(self, model: nn.Module, optimizers: OptimizerState) -> None:
         """Begins to allocate the host memory of the copies: at the first save that would hold up the loop for several times the copy."""
         if self._in_background:
-            self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizer))
+            self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizers))
 
     def save(
         self,
         step: int,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: OptimizerState,
         state: dict[str, Any],
         *,
         now: bool,
@@ -116,7 +123,7 @@ class Checkpointer:
         """
         self.wait()
         begin = time.perf_counter()
-        tensors = collect_tensors(model, optimizer)
+        tensors = collect_tensors(model, optimizers)
         wait = now or not self._in_background
         state = {"step": step, **state}
         held = tensors if wait else self._copy_to_host(tensors)
@@ -176,59 +183,59 @@ class Checkpointer:
         self.save_s = time.perf_counter() - begin
 
 
-def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Tensors:
-    """Every tensor to store or to load in place, by a name free of wrappers."""
-    found: Tensors = {}
-    for name, parameter in model.named_parameters():
-        name = clean_name(name)
-        found[f"model.{name}"] = parameter.detach()
-        if optimizer is not None:
-            for key, value in optimizer.state[parameter].items():
-                found[f"optimizer.{name}.{key}"] = value
-    return found
+def collect_tensors(model: nn.Module, optimizers: OptimizerState | None) -> Tensors:
+    """All that is to be stored, or loaded in place, by a name free of wrappers; the values are those in use."""
+    found = {f"model.{clean_name(name)}": weight.detach() for name, weight in model.named_parameters()}
+    state = {} if optimizers is None else optimizers.state_dict()
+    return found | {f"optimizer.{name}": value for name, value in state.items()}
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    checkpoint: Checkpoint, model: nn.Module, optimizers: OptimizerState | None, mesh: Mesh
 ) -> None:
-    """Fills the model, and the optimizer if given, in place from any sharding into any other (collective: every rank).
+    """Fills the model, and the optimizers if given, in place from any sharding into any other (collective: every rank).
 
     Raises:
-        DamagedCheckpoint: some file is missing, cut, changed or no tensors; model and optimizer are then in no usable state.
+        DamagedCheckpoint: some file is missing, cut, changed or no tensors; what was filled is then of no use.
         RunFailed: some file cannot be read on some rank, which is no damage.
     """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     folder, found = checkpoint.folder, _Findings()
     with found.noting(folder):
         reader, files = CheckpointReader(folder), sorted(read_files(folder).items())
-    found.raise_alike(folder)
+    found.raise_alike(folder, mesh)
     failure: CheckpointException | None = None
+    tensors = collect_tensors(model, optimizers)
+    mine = files[mesh.place("world") :: mesh.size("world")]
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
-        checks = [
-            pool.submit(file_problem, folder / name, size, crc)
-            for name, (size, crc) in files[rank::world_size]
-        ]
+        checks = [pool.submit(file_problem, folder / name, size, crc) for name, (size, crc) in mine]
         try:
-            dcp.load(collect_tensors(model, optimizer), storage_reader=reader, no_dist=world_size == 1)
+            dcp.load(tensors, storage_reader=reader, no_dist=mesh.size("world") == 1)
         except CheckpointException as error:
             failure = error
         for check in checks:
             with found.noting(folder):
                 found.damage += [text for text in [check.result()] if text]
-    found.raise_alike(folder)
-    if failure is None:
-        return
+    found.raise_alike(folder, mesh)
+    if failure is not None:
+        raise _explained(failure, folder) from failure
+    if optimizers is not None:
+        prefix = "optimizer."
+        state = {
+            name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+        }
+        optimizers.load_state_dict(state)
+
+
+def _explained(failure: CheckpointException, folder: Path) -> BaseException:
+    """What a failure to load means: storage that cannot be read, a fault of ours, or files that hold no such tensors."""
     rank, (inner, _) = min(failure.failures.items())
     if isinstance(inner, OSError):
-        raise RunFailed(
-            f"{folder} cannot be read by rank {rank}: {inner}; mend the storage and start again"
-        ) from failure
-    if not isinstance(inner, Exception) or isinstance(
-        inner, MemoryError | torch.OutOfMemoryError | torch.AcceleratorError
-    ):
-        raise failure
+        return RunFailed(f"{folder} cannot be read by rank {rank}: {inner}; mend the storage and start again")
+    out_of_memory = MemoryError | torch.OutOfMemoryError | torch.AcceleratorError
+    if not isinstance(inner, Exception) or isinstance(inner, out_of_memory):
+        return failure
     reason = f"its files are what was written, but hold no tensors of this model ({type(inner).__name__})"
-    raise DamagedCheckpoint(folder, reason) from failure
+    return DamagedCheckpoint(folder, reason)
 
 
 @dataclass
@@ -247,12 +254,9 @@ class _Findings:
         except OSError as error:
             self.unreadable.append(f"{error.filename or folder}: {error.strerror}")
 
-    def raise_alike(self, folder: Path) -> None:
+    def raise_alike(self, folder: Path, mesh: Mesh) -> None:
         """Raises what any rank has found, on every rank (collective: every rank)."""
-        everyone = [self]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            everyone = everyone * dist.get_world_size()
-            dist.all_gather_object(everyone, self)
+        everyone = mesh.gather(self)
         if damage := [text for each in everyone for text in each.damage]:
             raise DamagedCheckpoint(folder, "; ".join(damage))
         if unreadable := [text for each in everyone for text in each.unreadable]:
@@ -261,8 +265,13 @@ class _Findings:
             )
 
 
-def content_problems(folder: Path) -> list[str]:
+StateSizes = Callable[[dict[str, torch.Size]], Iterable[tuple[str, torch.Size]]]
+
+
+def content_problems(folder: Path, state_sizes: StateSizes) -> list[str]:
     """Why a checkpoint whose files are what was written cannot be loaded all the same; [] if it can. Reads it a tensor at a time.
+
+    `state_sizes`: of parameters' names and sizes, those of the optimizer's state.
 
     Raises:
         OSError: a file cannot be read.
@@ -276,11 +285,8 @@ def content_problems(folder: Path) -> list[str]:
         with torch.device("meta"):
             weights = collect_tensors(Llama(config), None)
         sizes = {name: tensor.size() for name, tensor in weights.items()}
-        for name, size in list(sizes.items()):
-            name = name.removeprefix("model.")
-            sizes |= {
-                f"optimizer.{name}.{key}": size if key != "step" else torch.Size() for key in ADAMW_STATE
-            }
+        plain = {name.removeprefix("model."): size for name, size in sizes.items()}
+        sizes |= {f"optimizer.{name}": size for name, size in state_sizes(plain)}
         for name, size in sizes.items():
             entry = saved.get(name)
             if not isinstance(entry, TensorStorageMetadata) or entry.size != size:

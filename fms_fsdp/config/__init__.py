@@ -1,49 +1,28 @@
-"""The configuration of a run: frozen section dataclasses, one flat name space of flags.
+"""The configuration of a run: frozen section dataclasses with one flat name space of flags.
 
     TrainConfig ── model · data · parallel · optim · training · eval · checkpoint · log · profiler
 
-Every field is declared with `flag(default, help, …)`, which is the only source of `--help` and of docs/configuration.md. A name is unique over
-all sections, so `--seq_length` means `config.data.seq_length`. `None` means "derived": from the variant, the data, the world or the hardware.
-Checks that need a single section run when it is made; `TrainConfig` adds those across sections. Imports nothing but the standard library.
+`--seq_length` means `config.data.seq_length`: a name is unique over all sections. `None` means "derived": from the variant,
+the data, the world or the hardware. A section checks itself when it is made; `TrainConfig` adds the checks across sections.
+Standard library only.
 """
 
-from fms_fsdp.config.flag import flag
-from fms_fsdp.config.surroundings import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
-from fms_fsdp.config.training import (
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    TrainingConfig,
-    parse_selective_checkpointing,
-)
-from fms_fsdp.config.whole import (
-    BatchPlan,
-    TrainConfig,
-    as_dict,
-    from_dict,
-    keep_global_batch,
-    non_defaults,
-    resolve_batch,
-)
-
-__all__ = [
-    "BatchPlan",
-    "CheckpointConfig",
-    "DataConfig",
-    "EvalConfig",
-    "LogConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "ParallelConfig",
-    "ProfilerConfig",
-    "TrainConfig",
-    "TrainingConfig",
-    "as_dict",
-    "flag",
-    "from_dict",
-    "keep_global_batch",
-    "non_defaults",
-    "parse_selective_checkpointing",
-    "resolve_batch",
-]
+from fms_fsdp.config.batch import BatchPlan as BatchPlan
+from fms_fsdp.config.batch import keep_global_batch as keep_global_batch
+from fms_fsdp.config.batch import resolve_batch as resolve_batch
+from fms_fsdp.config.flag import flag as flag
+from fms_fsdp.config.flag import flag_table as flag_table
+from fms_fsdp.config.flag import non_defaults as non_defaults
+from fms_fsdp.config.surroundings import CheckpointConfig as CheckpointConfig
+from fms_fsdp.config.surroundings import EvalConfig as EvalConfig
+from fms_fsdp.config.surroundings import LogConfig as LogConfig
+from fms_fsdp.config.surroundings import ProfilerConfig as ProfilerConfig
+from fms_fsdp.config.training import DataConfig as DataConfig
+from fms_fsdp.config.training import ModelConfig as ModelConfig
+from fms_fsdp.config.training import OptimConfig as OptimConfig
+from fms_fsdp.config.training import ParallelConfig as ParallelConfig
+from fms_fsdp.config.training import TrainingConfig as TrainingConfig
+from fms_fsdp.config.training import parse_selective_checkpointing as parse_selective_checkpointing
+from fms_fsdp.config.whole import TrainConfig as TrainConfig
+from fms_fsdp.config.whole import as_dict as as_dict
+from fms_fsdp.config.whole import from_dict as from_dict

@@ -1,16 +1,17 @@
-"""Flags that act on what other flags leave out: one that is typed for nothing is refused, one from a file is told."""
+"""Flags that act on something that other flags leave out. One that is typed in vain is refused; one from a file is noted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from fms_fsdp.config.flag import joined
-from fms_fsdp.config.whole import TrainConfig, non_defaults
+from fms_fsdp.config.flag import non_defaults
+from fms_fsdp.config.values import joined
+from fms_fsdp.config.whole import TrainConfig
 
 
 class Idle(NamedTuple):
-    """A flag without effect: because of which flags, and what it would need."""
+    """A flag without effect: which flags cause it, and what the flag needs."""
 
     name: str
     because: tuple[str, ...]
@@ -18,7 +19,7 @@ class Idle(NamedTuple):
 
 
 def without_effect(config: TrainConfig, strategy: str | None) -> Iterator[Idle]:
-    """Flags that would have no effect, whatever they said. `strategy` as far as it is known."""
+    """The flags whose value does not matter here. `strategy`: the sharding strategy; None if it is not known yet."""
     data, evaluation, load = config.data, config.eval, config.checkpoint
     synthetic, evaluates = data.use_dummy_dataset, evaluation.eval_interval or evaluation.eval_at_start
     own_eval = bool(evaluation.eval_data_path)
@@ -60,12 +61,12 @@ def without_effect(config: TrainConfig, strategy: str | None) -> Iterator[Idle]:
             yield Idle(name, tuple(because.split()), needs)
 
 
-def refuse_typed_for_nothing(config: TrainConfig, origins: Mapping[str, str]) -> None:
-    """Raises ValueError for a flag of the command line that no file and no machine keeps from having an effect."""
+def refuse_idle_flags(config: TrainConfig, origins: Mapping[str, str]) -> None:
+    """Raises ValueError for a flag of the command line that only other flags of the command line make idle."""
     changed = non_defaults(config)
     for idle in without_effect(config, config.parallel.sharding_strategy):
-        typed = all(origins.get(name, "flag") == "flag" for name in (idle.name, *idle.because))
-        if idle.name in changed and typed:
+        is_typed = all(origins.get(name, "flag") == "flag" for name in (idle.name, *idle.because))
+        if idle.name in changed and is_typed:
             raise ValueError(
                 f"--{idle.name} ({joined(changed[idle.name])}) has no effect without {idle.needs}"
             )

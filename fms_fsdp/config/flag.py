@@ -1,76 +1,111 @@
-"""How a flag is declared: a dataclass field with its documentation. Imports nothing but the standard library."""
+"""The table of flags: each flag is one row, declared as a dataclass field.
+
+    seq_length: int = announced_flag(4096, "number of tokens in a row", minimum=1)
+
+A row holds all that is known of a flag. `--help`, docs/configuration.md, the checks of values, the default run name and the
+rules of a resume read it. The name of the function that declares a row says what another value does to a run that goes on
+from a checkpoint. Standard library only.
+"""
 
 from __future__ import annotations
 
-from dataclasses import Field, field
-from typing import Any
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
-from fms_fsdp.config.values import shown
+C = TypeVar("C")
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    advanced: bool = False,
-    resume: str = "",
-    in_name: bool | None = None,
-) -> Any:
-    """A dataclass field with its documentation: what `--help` prints and what a value must satisfy.
+@dataclass(frozen=True)
+class Flag:
+    """One row of the table.
 
-    `resume`: what another value does to a run that goes on from a checkpoint: "free", it trains the same; "announced", it takes effect from there
-    on and is logged; "refused"; "" is the section's own `RESUME`. `in_name`: whether the default run name depends on it;
-    None: it does unless it is free.
+    `resume`: "free", the run trains the same; "announced", the new value takes effect and is logged; "refused".
+    `in_name`: the default run name depends on the flag. `orders_data`: it decides the order of data that begin anew.
+    `form`: what a text must be: "path", "folder name" or "source name". `positional`: arguments without a name belong to it.
     """
-    metadata = dict(help=help, choices=choices, minimum=minimum, maximum=maximum, above=above, below=below)
-    metadata |= dict(advanced=advanced, resume=resume, in_name=in_name)
-    if isinstance(default, list | dict):
-        raise TypeError("a flag's default must be immutable")
-    return field(default=default, metadata=metadata)
+
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    form: str = ""
+    resume: str = ""
+    in_name: bool = False
+    orders_data: bool = False
+    advanced: bool = False
+    positional: bool = False
+    name: str = ""
+    section: str = ""
+    type: Any = None
+
+    @property
+    def is_optional(self) -> bool:
+        return type(None) in typing.get_args(self.type)
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.type) is tuple
+
+    @property
+    def kind(self) -> type[int | float | bool | str]:
+        """The type of one value, without `| None` and without the tuple."""
+        kind: type[int | float | bool | str] = (typing.get_args(self.type) or (self.type,))[0]
+        return kind
 
 
-def divisors(total: int, most: int) -> list[int]:
-    """The divisors of `total` up to `most`, for messages."""
-    return [number for number in range(1, min(total, most) + 1) if total % number == 0]
+def flag(default: Any, help: str, **rules: Any) -> Any:
+    """A dataclass field that declares a flag; `rules` are fields of `Flag`."""
+    rules.setdefault("in_name", rules.get("resume") in ("announced", "refused"))
+    row = Flag(default, help, **rules)
+    return dataclasses.field(default=default, metadata={"flag": row})
 
 
-def resume_rule(spec: Field[Any], section: type[Any]) -> str:
-    rule: str = spec.metadata["resume"] or getattr(section, "RESUME", "")
-    return rule
+free_flag = partial(flag, resume="free")
+announced_flag = partial(flag, resume="announced")
+refused_flag = partial(flag, resume="refused")
 
 
-def is_in_name(spec: Field[Any], section: type[Any]) -> bool:
-    said: bool | None = spec.metadata["in_name"]
-    return resume_rule(spec, section) in ("announced", "refused") if said is None else said
+def flag_table(config_type: type[Any]) -> Mapping[str, Flag]:
+    """Flat name → row, in the order of declaration; a field that is a dataclass itself is a section."""
+    table: dict[str, Flag] = {}
+    types = typing.get_type_hints(config_type)
+    for field in dataclasses.fields(config_type):
+        if dataclasses.is_dataclass(types[field.name]):
+            rows = flag_table(types[field.name]).values()
+            found = [dataclasses.replace(row, section=field.name) for row in rows]
+        else:
+            found = [dataclasses.replace(field.metadata["flag"], name=field.name, type=types[field.name])]
+        for row in found:
+            assert row.name not in table, f"flag {row.name} is declared in two sections"
+            table[row.name] = row
+    return table
 
 
-def check_bare_name(flag: str, name: str) -> None:
-    """Raises ValueError where `name` would not be one folder's name."""
-    if "/" in name or name in (".", "..") or len(name) > 200:
-        raise ValueError(
-            f"{flag} ({shown(name)}) must be a bare name, without '/', of at most 200 characters"
-        )
+def flag_values(config: Any) -> dict[str, Any]:
+    """Flat name → value of every flag."""
+    table = flag_table(type(config))
+    owners = {row.section: getattr(config, row.section) if row.section else config for row in table.values()}
+    return {name: getattr(owners[row.section], name) for name, row in table.items()}
 
 
-def check_path(flag: str, path: str) -> None:
-    """Raises ValueError where no file system could hold it."""
-    if any(len(part.encode()) > 255 for part in path.split("/")):
-        raise ValueError(f"{flag} ({shown(path)}) must have no name longer than 255 bytes; shorten it")
+def non_defaults(config: Any) -> dict[str, Any]:
+    """Flat name → value of every flag that is not at its default."""
+    table = flag_table(type(config))
+    return {name: value for name, value in flag_values(config).items() if value != table[name].default}
 
 
-def check_source_name(flag: str, name: str) -> None:
-    """Raises ValueError where `name` would not lie in the folder it is looked for in."""
-    check_path(flag, name)
-    if name.startswith("/") or ".." in name.split("/"):
-        raise ValueError(f"{flag} ({shown(name)}) must be a subfolder's name, relative and without '..'")
-
-
-def joined(values: Any) -> str:
-    """A value, or the values of a list, as messages quote them."""
-    items = values if isinstance(values, list | tuple) else [values]
-    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in items)
+def build_config(config_type: type[C], values: Mapping[str, Any]) -> C:
+    """The config that holds `values` by flat name, and defaults otherwise."""
+    table, types = flag_table(config_type), typing.get_type_hints(config_type)
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        sections.setdefault(table[name].section, {})[name] = value
+    own = sections.pop("", {})
+    return config_type(**own, **{name: types[name](**given) for name, given in sections.items()})

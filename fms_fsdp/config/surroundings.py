@@ -1,163 +1,142 @@
-"""What surrounds training: validation, checkpoints, logs, traces. Their flags may change on a resume: they change nothing in what is trained."""
+"""The flags of what surrounds training: validation, checkpoints, logs, traces. They may change on a resume."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from fms_fsdp.config.flag import check_path, check_source_name, flag, joined
+from fms_fsdp.config.flag import free_flag
+from fms_fsdp.config.values import joined
 
 
+# fmt: off
 @dataclass(frozen=True)
 class EvalConfig:
-    """Validation on held-out data; it changes nothing in what is trained."""
+    """Validation on held-out data. It does not change what is trained."""
 
-    RESUME: ClassVar[str] = "free"
-
-    eval_interval: int = flag(
-        0, "steps between evaluations on held-out data, the last step is evaluated too; 0 is off", minimum=0
-    )
-    eval_steps: int = flag(
-        10,
-        "global batches of each held-out source in an evaluation, always the same; at most one epoch",
-        minimum=1,
-        maximum=10**6,
-    )
-    eval_at_start: bool = flag(False, "evaluate before the first step of every launch too")
-    eval_data_path: str = flag(
-        "",
-        "folder of held-out token shards (default: validation/ in data_path, as `prepare --split` writes it; else data_path)",
-    )
-    eval_datasets: tuple[str, ...] = flag((), "held-out sources, subfolders there (default: all of them)")
-    eval_test: bool = flag(False, "evaluate test/ in data_path once, after the last step")
-
-    def __post_init__(self) -> None:
-        check_path("--eval_data_path", self.eval_data_path)
-        for name in self.eval_datasets:
-            check_source_name("--eval_datasets", name)
+    eval_interval: int = free_flag(0, minimum=0,
+        help="number of steps between evaluations on held-out data; the last step is evaluated too; 0 is off")
+    eval_steps: int = free_flag(10, minimum=1, maximum=10**6,
+        help="number of global batches of each held-out source in an evaluation; they are always the same, "
+        "and at most one epoch")
+    eval_at_start: bool = free_flag(False, help="also evaluate before the first step of every launch")
+    eval_data_path: str = free_flag("", form="path",
+        help="folder of held-out token shards (default: validation/ in data_path, which `prepare --split` "
+        "writes; without it data_path)")
+    eval_datasets: tuple[str, ...] = free_flag((), form="source name",
+        help="held-out sources, by the names of their subfolders there (default: all)")
+    eval_test: bool = free_flag(False, help="evaluate test/ in data_path once, after the last step")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, where, what is kept, and what a run starts from."""
+    """What a run saves, where, what it keeps, and what it starts from."""
 
-    RESUME: ClassVar[str] = "free"
-
-    ckpt_save_path: str = flag(
-        "", "folder of checkpoints (default: checkpoints/ in the run folder); a complete one there is resumed"
-    )
-    ckpt_load_path: str = flag(
-        "", "checkpoint root or step folder to start from when ckpt_save_path holds none", in_name=True
-    )
-    resuming_dataset: bool = flag(
-        True,
-        "data go on where the run of ckpt_load_path stood; off: step and optimizer go on, this run's data begin",
-        in_name=True,
-    )
-    load_model_only: bool = flag(
-        False, "take only the weights of ckpt_load_path: fresh optimizer, step 0, fresh data", in_name=True
-    )
-    resume: str = flag(
-        "auto",
-        "go on from the newest sound checkpoint if there is one, insist on one, or insist on a fresh start",
-        choices=("auto", "must", "never"),
-    )
-    resume_step: int | None = flag(
-        None,
-        "go back to the checkpoint of this step and set later ones aside; those then made with this flag are gone on from",
-        minimum=1,
-    )
-    checkpoint_interval: int = flag(
-        1000, "steps between checkpoints; the last step is saved too; 0 saves only that", minimum=0
-    )
-    save_last: bool = flag(True, "save the last step; off for benchmarks", advanced=True)
-    checkpoint_schedule: str = flag(
-        "",
-        "in its place: 10@100,18@1000,1500 saves every 10 steps up to 100, from there every 18 up to 1000, then every 1500",
-    )
-    async_checkpoint: bool = flag(
-        True, "write checkpoints in the background: training waits only for the copy to host memory"
-    )
-    keep_last_n: int = flag(
-        0, "keep the newest N checkpoints, delete others once a new one is complete; 0 keeps all", minimum=0
-    )
-    keep_every: int = flag(0, "beside keep_last_n keep the multiples of this for ever", minimum=0)
-    keep_best: int = flag(0, "beside keep_last_n keep the N of the lowest validation loss", minimum=0)
-    keep_steps: tuple[int, ...] = flag((), "beside keep_last_n keep these steps for ever", minimum=1)
+    ckpt_save_path: str = free_flag("", form="path",
+        help="folder of checkpoints (default: checkpoints/ in the run folder); "
+        "a run goes on from a complete checkpoint there")
+    ckpt_load_path: str = free_flag("", form="path", in_name=True,
+        help="checkpoint folder, or one step_<N> folder, to start from if ckpt_save_path holds no checkpoint")
+    resuming_dataset: bool = free_flag(True, in_name=True,
+        help="the data go on where the run of ckpt_load_path stopped; "
+        "False keeps step and optimizer and begins the data anew")
+    load_model_only: bool = free_flag(False, in_name=True,
+        help="load only the weights of ckpt_load_path; the run starts at step 0 with a new optimizer and new data")
+    resume: str = free_flag("auto", choices=("auto", "must", "never"),
+        help="auto goes on from the newest sound checkpoint if there is one, must demands one, "
+        "never demands a fresh start")
+    resume_step: int | None = free_flag(None, minimum=1,
+        help="go back to the checkpoint of this step and set later ones aside; the same command, given again, "
+        "goes on from the checkpoints that it has made since")
+    checkpoint_interval: int = free_flag(1000, minimum=0,
+        help="number of steps between checkpoints; the last step is saved too; 0 saves only the last step")
+    save_last: bool = free_flag(True, advanced=True, help="save the last step; benchmarks turn it off")
+    checkpoint_schedule: str = free_flag("",
+        help="steps of checkpoints, in place of the interval: 10@100,18@1000,1500 saves every 10 steps up to "
+        "step 100, then every 18 up to step 1000, then every 1500")
+    async_checkpoint: bool = free_flag(True,
+        help="write checkpoints in the background; training waits only for the copy to host memory")
+    keep_last_n: int = free_flag(0, minimum=0,
+        help="keep the newest N checkpoints and delete the others when a new one is complete; 0 keeps all")
+    keep_every: int = free_flag(0, minimum=0,
+        help="with keep_last_n: also keep every checkpoint whose step is a multiple of this number")
+    keep_best: int = free_flag(0, minimum=0,
+        help="with keep_last_n: also keep the N checkpoints with the lowest validation loss")
+    keep_steps: tuple[int, ...] = free_flag((), minimum=1,
+        help="with keep_last_n: also keep the checkpoints of these steps")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check_path("--ckpt_save_path", self.ckpt_save_path)
-        check_path("--ckpt_load_path", self.ckpt_load_path)
-        given = [name for name in ("keep_every", "keep_best", "keep_steps") if getattr(self, name)]
-        if given and not self.keep_last_n:
-            raise ValueError(
-                f"--{given[0]} ({joined(getattr(self, given[0]))}) has no effect where --keep_last_n (0) keeps every "
-                f"checkpoint; set that"
-            )
+        beside = {
+            "keep_every": self.keep_every,
+            "keep_best": self.keep_best,
+            "keep_steps": self.keep_steps,
+        }
+        for name, value in beside.items():
+            if value and not self.keep_last_n:
+                raise ValueError(
+                    f"--{name} ({joined(value)}) has no effect where --keep_last_n (0) keeps every "
+                    f"checkpoint; set that"
+                )
         if self.resume_step is not None and self.resume == "never":
             raise ValueError(
                 f"--resume_step ({self.resume_step}) needs a checkpoint; leave out --resume=never"
             )
 
 
+# fmt: off
 @dataclass(frozen=True)
 class LogConfig:
-    """Where a run lives and what it tells."""
+    """Where a run lives and what it reports."""
 
-    RESUME: ClassVar[str] = "free"
-
-    output_dir: str = flag("", "the run folder (default: runs/<run_name>)")
-    run_name: str = flag(
-        "", "name of the run (default: the variant and a hash of the flags that are in the name)"
-    )
-    report_interval: int = flag(
-        10, "steps between reports; the first and the last step always report", minimum=1
-    )
-    log_param_norm: bool = flag(False, "report the norm of all parameters")
-    log_num_zeros: bool = flag(False, "report how many entries of the gradient are zero", advanced=True)
-    log_all_ranks: bool = flag(
-        False, "every rank appends its lines to log.rank<N>.txt, not rank 0 alone to log.txt"
-    )
-    trackers: tuple[str, ...] = flag(
-        ("tensorboard",),
-        "who is told beside metrics.jsonl; none of them can stop a run (see docs/metrics.md)",
+    output_dir: str = free_flag("", form="path", help="the run folder (default: runs/<run_name>)")
+    run_name: str = free_flag("", form="folder name",
+        help="name of the run (default: the variant and a hash of the flags that are in the name)")
+    report_interval: int = free_flag(10, minimum=1,
+        help="number of steps between reports; the first and the last step always report")
+    log_param_norm: bool = free_flag(False, help="report the norm of all parameters")
+    log_num_zeros: bool = free_flag(False, advanced=True,
+        help="report how many entries of the gradient are zero")
+    log_all_ranks: bool = free_flag(False,
+        help="every rank writes its lines to log.rank<N>.txt; otherwise only rank 0 writes, to log.txt")
+    trackers: tuple[str, ...] = free_flag(("tensorboard",),
         choices=("none", "tensorboard", "wandb", "mlflow", "aim", "codecarbon"),
-    )
-    tracker_project: str = flag("fms-fsdp", "project or experiment that trackers file the run under")
-    tracker_entity: str = flag("", "team or account of wandb (default: the user's own)")
-    tracker_metrics: tuple[str, ...] = flag(
-        (), "names of the metrics that trackers get, such as loss,lr,*_ms (default: all)", advanced=True
-    )
-    tensorboard_dir: str = flag("", "folder of TensorBoard's files (default: tensorboard/ in the run folder)")
+        help="programs that receive the metrics, in addition to metrics.jsonl; none of them can stop a run "
+        "(see docs/metrics.md)")
+    tracker_project: str = free_flag("fms-fsdp",
+        help="name of the project or experiment under which trackers file the run")
+    tracker_entity: str = free_flag("", help="team or account of wandb (default: the user's own)")
+    tracker_metrics: tuple[str, ...] = free_flag((), advanced=True,
+        help="names of the metrics that trackers receive, such as loss,lr,*_ms (default: all)")
+    tensorboard_dir: str = free_flag("", form="path",
+        help="folder of TensorBoard's files (default: tensorboard/ in the run folder)")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check_path("--output_dir", self.output_dir)
-        check_path("--tensorboard_dir", self.tensorboard_dir)
         if "none" in self.trackers and len(self.trackers) > 1:
             raise ValueError(
                 f"--trackers ({','.join(self.trackers)}) must not name others beside none; leave one out"
             )
 
 
+# fmt: off
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Traces of a few steps; also on demand: touch PROFILE in the run folder, or send SIGUSR2."""
+    """Traces of a few steps. A running launch writes one on demand: create the file PROFILE in its folder, or send SIGUSR2."""
 
-    RESUME: ClassVar[str] = "free"
-
-    use_profiler: bool = flag(False, "write a profiler trace of some steps of this launch")
-    profiler_dir: str = flag("", "folder of traces (default: profile_traces/ in the run folder)")
-    profiler_ranks: tuple[int, ...] = flag((0,), "ranks that write traces; empty: all", minimum=0)
-    profiler_wait: int = flag(3, "steps of this launch before the profiler warms up", minimum=0)
-    profiler_warmup: int = flag(2, "steps the profiler runs without recording", minimum=0, advanced=True)
-    profiler_active: int = flag(3, "steps recorded", minimum=1)
-    profiler_shapes: bool = flag(True, "record the shapes of operands", advanced=True)
-    profiler_stacks: bool = flag(False, "record Python stacks; slower, larger", advanced=True)
-    profiler_memory: bool = flag(False, "record allocations", advanced=True)
-    memory_snapshot: bool = flag(
-        False,
-        "record the GPU allocator's history in the profiler's steps; a snapshot is always left when memory runs out",
-    )
-
-    def __post_init__(self) -> None:
-        check_path("--profiler_dir", self.profiler_dir)
+    use_profiler: bool = free_flag(False, help="write a profiler trace of some steps of this launch")
+    profiler_dir: str = free_flag("", form="path",
+        help="folder of traces (default: profile_traces/ in the run folder)")
+    profiler_ranks: tuple[int, ...] = free_flag((0,), minimum=0,
+        help="ranks that write traces; empty means all ranks")
+    profiler_wait: int = free_flag(3, minimum=0,
+        help="number of steps of this launch before the profiler warms up")
+    profiler_warmup: int = free_flag(2, minimum=0, advanced=True,
+        help="number of steps that the profiler runs without recording")
+    profiler_active: int = free_flag(3, minimum=1, help="number of steps that the profiler records")
+    profiler_shapes: bool = free_flag(True, advanced=True, help="record the shapes of operands")
+    profiler_stacks: bool = free_flag(False, advanced=True,
+        help="record Python stacks; the trace is slower and larger")
+    profiler_memory: bool = free_flag(False, advanced=True, help="record allocations")
+    memory_snapshot: bool = free_flag(False,
+        help="record the history of the GPU allocator in the profiler's steps; "
+        "a run that is out of memory always writes a snapshot")

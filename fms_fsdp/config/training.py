@@ -1,21 +1,20 @@
-"""What is trained: the model, the data, how both are spread, the optimizer, the length of the run."""
+"""The flags of what is trained: model, data, parallelism, optimizer, length. One row a flag: see flag.py."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
-from fms_fsdp.config.flag import check_path, check_source_name, flag, joined
-from fms_fsdp.config.values import exact_number, shown
+from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
+from fms_fsdp.config.values import exact_number, joined, shown
 
 
 def parse_selective_checkpointing(text: str) -> Fraction:
     """The share of blocks to checkpoint, in (0, 1]: from `1`, `1/2`, `0.33` or `every:k` (every k-th block).
 
     Raises:
-        ValueError: not such a share. A bare integer k above 1 (fms-fsdp's spelling of "every k-th") is refused with ours.
+        ValueError: not such a share. fms-fsdp wrote an integer k above 1 for "every k-th"; the error shows our spelling.
     """
     above, _, below = (f"1/{text[6:]}" if text.startswith("every:") else text).partition("/")
     parts = [exact_number(above), exact_number(below or "1")]
@@ -35,136 +34,81 @@ def parse_selective_checkpointing(text: str) -> Fraction:
     return share
 
 
+# fmt: off
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model: a variant by name, and overrides of its fields. On resume they must come to the checkpoint's model."""
+    """The model: the name of a variant, and fields that replace its values.
 
-    RESUME: ClassVar[str] = "refused"
+    On resume, the flags together must give the model of the checkpoint.
+    """
 
-    model_variant: str = flag("7b", "the Llama variant, by name; an unknown name lists all of them")
-    num_layers: int | None = flag(None, "transformer blocks (default: the variant's)", minimum=1)
-    hidden_size: int | None = flag(None, "width of the residual stream (default: the variant's)", minimum=1)
-    ffn_hidden_size: int | None = flag(
-        None, "inner width of the SwiGLU feed-forward (default: the variant's)", minimum=1
-    )
-    num_attention_heads: int | None = flag(
-        None, "query heads; must divide hidden_size (default: the variant's)", minimum=1
-    )
-    num_kv_heads: int | None = flag(
-        None, "key/value heads; must divide num_attention_heads (default: the variant's)", minimum=1
-    )
-    rope_theta: float | None = flag(
-        None, "base of the rotary frequencies (default: the variant's)", minimum=1
-    )
-    norm_eps: float | None = flag(None, "epsilon inside the norms (default: the variant's)", minimum=0)
-    vocab_size: int | None = flag(
-        None, "rows of the embedding (default: the data's, else the variant's)", minimum=2
-    )
-    tie_embeddings: bool | None = flag(
-        None, "share the embedding with the output head (default: the variant's)"
-    )
-    init_std: float | None = flag(
-        None,
-        "standard deviation of initial weights (default: the variant's)",
-        above=0,
-        maximum=10,
-        resume="free",
-        in_name=True,
-    )
-    norm: str = flag("rmsnorm", "normalization layer", choices=("rmsnorm", "layernorm"), advanced=True)
-    pos_emb: str = flag("rope", "positional encoding", choices=("rope", "learned"), advanced=True)
-    attn_impl: str = flag(
-        "auto",
-        "backend of scaled_dot_product_attention; auto leaves the choice to torch",
-        choices=("auto", "flash", "efficient", "math"),
-        advanced=True,
-        resume="free",
-    )
+    model_variant: str = refused_flag("7b", form="folder name",
+        help="name of the Llama variant; an unknown name prints all names")
+    num_layers: int | None = refused_flag(None, minimum=1,
+        help="number of transformer blocks (default: the variant's)")
+    hidden_size: int | None = refused_flag(None, minimum=1,
+        help="width of the residual stream (default: the variant's)")
+    ffn_hidden_size: int | None = refused_flag(None, minimum=1,
+        help="inner width of the SwiGLU feed-forward block (default: the variant's)")
+    num_attention_heads: int | None = refused_flag(None, minimum=1,
+        help="number of query heads; it must divide hidden_size (default: the variant's)")
+    num_kv_heads: int | None = refused_flag(None, minimum=1,
+        help="number of key/value heads; it must divide num_attention_heads (default: the variant's)")
+    rope_theta: float | None = refused_flag(None, minimum=1,
+        help="base of the rotary frequencies (default: the variant's)")
+    norm_eps: float | None = refused_flag(None, minimum=0,
+        help="epsilon inside the norms (default: the variant's)")
+    vocab_size: int | None = refused_flag(None, minimum=2,
+        help="number of rows of the embedding (default: the data's; the variant's if the data name none)")
+    tie_embeddings: bool | None = refused_flag(None,
+        help="the output head uses the weights of the embedding (default: the variant's)")
+    init_std: float | None = free_flag(None, above=0, maximum=10, in_name=True,
+        help="standard deviation of the initial weights (default: the variant's)")
+    norm: str = refused_flag("rmsnorm", choices=("rmsnorm", "layernorm"), advanced=True,
+        help="type of the normalization layers")
+    pos_emb: str = refused_flag("rope", choices=("rope", "learned"), advanced=True,
+        help="type of the positional encoding")
+    attn_impl: str = free_flag("auto", choices=("auto", "flash", "efficient", "math"), advanced=True,
+        help="backend of scaled_dot_product_attention; with auto, torch chooses it")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The data: which sources, in which proportions, cut into which sequences."""
+    """The data: which sources, in which proportions, and how documents become rows."""
 
-    RESUME: ClassVar[str] = "announced"
-
-    use_dummy_dataset: bool = flag(
-        False, "train on synthetic tokens: no files, no cost, for tests and benchmarks"
-    )
-    data_path: str = flag(
-        "",
-        "folder with one subfolder of token shards per source (see `python -m fms_fsdp prepare`)",
-        resume="free",
-    )
-    datasets: tuple[str, ...] = flag(
-        (), "sources to train on, subfolders of data_path (default: all of them)"
-    )
-    weights: tuple[float, ...] = flag(
-        (), "share of tokens of each dataset, in their order (default: by their size)"
-    )
-    seq_length: int = flag(4096, "tokens in a row: the context length trained on", minimum=1)
-    sep_token: int | None = flag(
-        None,
-        "token id that ends every document (default: the one the shards name)",
-        minimum=0,
-        resume="refused",
-    )
-    logical_shards: int = flag(
-        1024,
-        "tapes read side by side, shared out by weight; more shuffle wider, fewer read less",
-        minimum=1,
-        maximum=2**20,
-        advanced=True,
-        resume="free",
-        in_name=True,
-    )
-    packing: str = flag(
-        "concat",
-        "how documents fill rows: cut anywhere, or best-fit with few cuts",
-        choices=("concat", "bestfit"),
-        resume="refused",
-    )
-    document_mask: bool = flag(False, "attention stays within a document and positions restart with it")
-    skip_steps: str = flag(
-        "", "a:b passes over the rows planned for steps a to b-1, after a loss spike", in_name=False
-    )
-    on_missing: str = flag(
-        "error",
-        "a shard that cannot be read stops the run, or its rows are masked",
-        choices=("error", "mask"),
-        advanced=True,
-        resume="free",
-    )
-    max_epochs: float | None = flag(
-        None,
-        "refuse a run that would read any source more often than this",
-        above=0,
-        maximum=1e6,
-        resume="free",
-    )
-    dataset_builder: str = flag(
-        "", "module:function that builds your own stream (see docs/data.md)", advanced=True
-    )
-    data_kwargs: tuple[str, ...] = flag((), "key=value,… handed to dataset_builder", advanced=True)
+    use_dummy_dataset: bool = announced_flag(False,
+        help="train on synthetic tokens, for tests and benchmarks; they need no files and cost no time")
+    data_path: str = free_flag("", form="path", orders_data=True,
+        help="folder with one subfolder of token shards for each source (see `python -m fms_fsdp prepare`)")
+    datasets: tuple[str, ...] = announced_flag((), form="source name",
+        help="sources to train on, by the names of their subfolders in data_path (default: all)")
+    weights: tuple[float, ...] = announced_flag((),
+        help="share of tokens of each source, in the order of --datasets (default: by size)")
+    seq_length: int = announced_flag(4096, minimum=1,
+        help="number of tokens in a row; this is the context length of training")
+    sep_token: int | None = refused_flag(None, minimum=0, orders_data=True,
+        help="id of the token that ends every document (default: the id that the shards name)")
+    logical_shards: int = free_flag(1024, minimum=1, maximum=2**20, advanced=True, in_name=True, orders_data=True,
+        help="number of tapes that are read side by side, divided by weight; more tapes shuffle more widely, "
+        "fewer tapes read less")
+    packing: str = refused_flag("concat", choices=("concat", "bestfit"), orders_data=True,
+        help="how documents fill rows: concat cuts them anywhere, bestfit makes few cuts")
+    document_mask: bool = announced_flag(False,
+        help="attention stays within a document, and positions start again with each document")
+    skip_steps: str = announced_flag("", in_name=False,
+        help="a:b leaves out the rows that are planned for steps a to b-1; use it after a loss spike")
+    on_missing: str = free_flag("error", choices=("error", "mask"), advanced=True,
+        help="what happens if a shard cannot be read: error stops the run, mask masks its rows")
+    max_epochs: float | None = free_flag(None, above=0, maximum=1e6,
+        help="refuse a run that reads any source more often than this")
+    dataset_builder: str = announced_flag("", advanced=True,
+        help="module:function that builds your own stream (see docs/data.md)")
+    data_kwargs: tuple[str, ...] = announced_flag((), advanced=True,
+        help="arguments for dataset_builder, written key=value,…")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check_path("--data_path", self.data_path)
-        for name in self.datasets:
-            check_source_name("--datasets", name)
-        if len(set(self.datasets)) != len(self.datasets):
-            twice = sorted({name for name in self.datasets if self.datasets.count(name) > 1})
-            raise ValueError(
-                f"--datasets ({','.join(self.datasets)}) must name a source once; repeated: {', '.join(twice)}"
-            )
-        if self.weights and len(self.weights) != len(self.datasets):
-            raise ValueError(
-                f"--weights ({joined(self.weights)}) must give one number per dataset: {len(self.weights)} weights "
-                f"for {len(self.datasets)} datasets ({','.join(self.datasets) or 'none named'}); name both in the same order"
-            )
-        if any(weight <= 0 for weight in self.weights):
-            raise ValueError(
-                f"--weights ({joined(self.weights)}) must be positive; leave a dataset out to give it no tokens"
-            )
+        self._check_sources()
         if self.logical_shards & (self.logical_shards - 1):
             below = 1 << (self.logical_shards.bit_length() - 1)
             nearest = below if self.logical_shards - below <= 2 * below - self.logical_shards else 2 * below
@@ -177,9 +121,8 @@ class DataConfig:
                 raise ValueError(
                     f"--skip_steps ({item}) must be a:b with 1 <= a < b, the steps a to b - 1; write 100:120"
                 )
-        if self.dataset_builder and not re.fullmatch(
-            r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", self.dataset_builder
-        ):
+        dotted_name = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
+        if self.dataset_builder and not re.fullmatch(dotted_name, self.dataset_builder):
             raise ValueError(
                 f"--dataset_builder ({self.dataset_builder}) must be importable as module:function"
             )
@@ -189,74 +132,56 @@ class DataConfig:
                     f"--data_kwargs ({item}) must be written key=value; several are joined by commas"
                 )
 
+    def _check_sources(self) -> None:
+        names, weights = ",".join(self.datasets), joined(self.weights)
+        if twice := sorted({name for name in self.datasets if self.datasets.count(name) > 1}):
+            raise ValueError(f"--datasets ({names}) must name a source once; repeated: {', '.join(twice)}")
+        if self.weights and len(self.weights) != len(self.datasets):
+            raise ValueError(
+                f"--weights ({weights}) must give one number per dataset: {len(self.weights)} weights for "
+                f"{len(self.datasets)} datasets ({names or 'none named'}); name both in the same order"
+            )
+        if any(weight <= 0 for weight in self.weights):
+            raise ValueError(
+                f"--weights ({weights}) must be positive; leave a dataset out to give it no tokens"
+            )
 
+
+# fmt: off
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is spread over devices, in which precision, and what is recomputed."""
+    """How the model is divided over devices, in which precision it computes, and what it computes twice."""
 
-    RESUME: ClassVar[str] = "free"
-
-    sharding_strategy: str | None = flag(
-        None,
-        "fsdp shards over all devices, hsdp within groups, ddp replicates, none is one process "
-        "(default: none on one device, hsdp for 7b and 13b, else fsdp)",
-        choices=("fsdp", "hsdp", "ddp", "none"),
-    )
-    hsdp_shard_size: int | None = flag(
-        None, "devices that share one copy under hsdp (default: those of a node)", minimum=1
-    )
-    mixed_precision: bool | None = flag(
-        None,
-        "bf16 compute with fp32 master weights and reductions (default: on where the hardware computes bf16)",
-        resume="announced",
-    )
-    reduce_dtype: str = flag(
-        "fp32",
-        "precision of gradient reductions",
-        choices=("fp32", "bf16"),
-        advanced=True,
-        resume="announced",
-    )
-    fsdp_activation_checkpointing: bool = flag(
-        False, "recompute activations in the backward pass to save memory"
-    )
-    selective_checkpointing: str = flag(
-        "1", "share of blocks that recompute, evenly spaced: 1, 1/2, 0.33 or every:k", advanced=True
-    )
-    low_cpu_fsdp: bool = flag(
-        True, "build on the meta device and initialise shard by shard: no rank holds the whole model"
-    )
-    use_torch_compile: bool = flag(False, "compile each block with torch.compile")
-    reshard_after_forward: bool = flag(
-        True,
-        "free gathered weights after the forward pass (ZeRO-3); False keeps them (ZeRO-2)",
-        advanced=True,
-    )
-    fsdp_prefetch: int = flag(
-        0, "blocks gathered ahead of use beyond FSDP's own prefetch", minimum=0, advanced=True
-    )
-    cpu_offload: bool = flag(
-        False, "keep sharded weights, gradients and optimizer state in host memory", advanced=True
-    )
-    dist_backend: str = flag(
-        "auto",
-        "process group backend; auto is nccl on GPU, gloo on CPU",
-        choices=("auto", "nccl", "gloo"),
-        advanced=True,
-    )
-    collective_timeout_s: int = flag(
-        600,
-        "seconds after which a collective that does not finish is an error",
-        minimum=1,
-        maximum=10**8,
-        advanced=True,
-    )
-    matmul_precision: str = flag(
-        "high",
-        "precision of fp32 matrix products on GPU: highest is fp32, high is TF32",
-        choices=("highest", "high", "medium"),
-        advanced=True,
-    )
+    sharding_strategy: str | None = free_flag(None, choices=("fsdp", "hsdp", "ddp", "none"),
+        help="fsdp shards over all devices, hsdp shards within groups of devices, ddp replicates, none uses "
+        "one process (default: none on one device, hsdp for 7b and 13b, otherwise fsdp)")
+    hsdp_shard_size: int | None = free_flag(None, minimum=1,
+        help="number of devices that share one copy of the model under hsdp (default: the devices of a node)")
+    mixed_precision: bool | None = announced_flag(None,
+        help="compute in bf16 and keep weights and reductions in fp32 "
+        "(default: on if the hardware computes bf16)")
+    reduce_dtype: str = announced_flag("fp32", choices=("fp32", "bf16"), advanced=True,
+        help="precision of gradient reductions")
+    fsdp_activation_checkpointing: bool = free_flag(False,
+        help="compute activations again in the backward pass; this saves memory and costs time")
+    selective_checkpointing: str = free_flag("1", advanced=True,
+        help="share of the blocks that compute activations again, evenly spaced: 1, 1/2, 0.33 or every:k")
+    low_cpu_fsdp: bool = free_flag(True,
+        help="build the model on the meta device and initialise it shard by shard; "
+        "no rank holds the whole model")
+    use_torch_compile: bool = free_flag(False, help="compile each block with torch.compile")
+    reshard_after_forward: bool = free_flag(True, advanced=True,
+        help="free the gathered weights after the forward pass (ZeRO-3); False keeps them (ZeRO-2)")
+    fsdp_prefetch: int = free_flag(0, minimum=0, advanced=True,
+        help="number of blocks that are gathered ahead of use, in addition to FSDP's own prefetch")
+    cpu_offload: bool = free_flag(False, advanced=True,
+        help="keep sharded weights, gradients and optimizer state in host memory")
+    dist_backend: str = free_flag("auto", choices=("auto", "nccl", "gloo"), advanced=True,
+        help="backend of the process group; auto is nccl on GPU and gloo on CPU")
+    collective_timeout_s: int = free_flag(600, minimum=1, maximum=10**8, advanced=True,
+        help="seconds without a finished step and without progress of a save, after which the launch fails")
+    matmul_precision: str = free_flag("high", choices=("highest", "high", "medium"), advanced=True,
+        help="precision of fp32 matrix products on GPU: highest is fp32, high is TF32")
 
     def __post_init__(self) -> None:
         parse_selective_checkpointing(self.selective_checkpointing)
@@ -264,28 +189,29 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and the learning-rate schedule."""
+    """AdamW and the schedule of its learning rate."""
 
-    RESUME: ClassVar[str] = "announced"
-
-    learning_rate: float = flag(3e-4, "peak learning rate, reached at the end of the warm-up", minimum=0)
-    warmup_steps: int | None = flag(
-        None, "steps of linear warm-up (default: 5 % of num_steps, at most 2000)", minimum=0
-    )
-    min_lr_ratio: float = flag(0.1, "share of the peak at the end of the cosine", minimum=0, maximum=1)
-    adam_beta1: float = flag(0.9, "decay of the first moment", minimum=0, below=1)
-    adam_beta2: float = flag(0.95, "decay of the second moment", minimum=0, below=1)
-    adam_eps: float = flag(
-        1e-8, "added to the root of the second moment", minimum=0, maximum=1, advanced=True
-    )
-    weight_decay: float = flag(0.1, "decoupled weight decay of matrices; norms have none", minimum=0)
-    grad_clip: float = flag(1.0, "largest global norm of the gradient; 0 does not clip", minimum=0)
+    learning_rate: float = announced_flag(3e-4, minimum=0,
+        help="peak learning rate, at the end of the warm-up")
+    warmup_steps: int | None = announced_flag(None, minimum=0,
+        help="number of steps of the linear warm-up (default: 5 % of num_steps, at most 2000)")
+    min_lr_ratio: float = announced_flag(0.1, minimum=0, maximum=1,
+        help="learning rate at the end of the cosine, as a share of the peak")
+    adam_beta1: float = announced_flag(0.9, minimum=0, below=1, help="decay of the first moment")
+    adam_beta2: float = announced_flag(0.95, minimum=0, below=1, help="decay of the second moment")
+    adam_eps: float = announced_flag(1e-8, minimum=0, maximum=1, advanced=True,
+        help="number that is added to the root of the second moment")
+    weight_decay: float = announced_flag(0.1, minimum=0,
+        help="decoupled weight decay of matrices; norms have none")
+    grad_clip: float = announced_flag(1.0, minimum=0,
+        help="largest global norm of the gradient; 0 does not clip")
+    # fmt: on
 
     def warmup(self, num_steps: int) -> int:
         """Steps of warm-up in a run of `num_steps`.
 
         Raises:
-            ValueError: more are asked for than the run has.
+            ValueError: the warm-up is longer than the run.
         """
         if self.warmup_steps is None:
             return min(2000, max(1, num_steps // 20))
@@ -296,96 +222,64 @@ class OptimConfig:
         return self.warmup_steps
 
 
+# fmt: off
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long, in which batches, from which seed."""
+    """The length of the run and of a launch, the batch, the seed."""
 
-    RESUME: ClassVar[str] = "announced"
-
-    seed: int = flag(2023, "seed of weights and data order", minimum=0, maximum=2**63 - 1, resume="refused")
-    num_steps: int | None = flag(
-        None,
-        "optimizer steps in total, those before a resume included (default: 1000)",
-        minimum=1,
-        in_name=False,
-    )
-    num_tokens: int | None = flag(
-        None, "length of the run in tokens instead, such as 300B", minimum=1, in_name=False
-    )
-    num_samples: int | None = flag(
-        None, "length of the run in rows of seq_length tokens instead", minimum=1, in_name=False
-    )
-    batch_size: int | None = flag(
-        None,
-        "rows per data-parallel rank and micro-step (default: 2, or from the other two)",
-        minimum=1,
-        in_name=True,
-    )
-    grad_accum_steps: int | None = flag(
-        None, "micro-steps per optimizer step (default: 1, or from the other two)", minimum=1, in_name=True
-    )
-    global_batch_size: int | None = flag(
-        None,
-        "rows per optimizer step = batch_size x data-parallel size x grad_accum_steps",
-        minimum=1,
-        in_name=True,
-    )
-    deterministic: bool = flag(
-        False, "use only deterministic kernels (slower; CPU runs always repeat bit for bit)", advanced=True
-    )
-    max_bad_steps: int = flag(
-        10,
-        "steps in a row whose gradient is not finite before the run fails; such steps change nothing; 0 never fails",
-        minimum=0,
-        resume="free",
-    )
-    spike_threshold: float = flag(
-        6.0,
-        "log a loss that lies this many deviations above its recent mean; 0 does not look",
-        minimum=0,
-        advanced=True,
-        resume="free",
-    )
-    exit_interval: int | None = flag(
-        None,
-        "end this launch after so many steps of its own; the same command goes on",
-        minimum=1,
-        resume="free",
-    )
-    exit_tokens: int | None = flag(
-        None, "end this launch after so many tokens of its own", minimum=1, resume="free"
-    )
-    exit_samples: int | None = flag(
-        None, "end this launch after so many rows of its own", minimum=1, resume="free"
-    )
-    exit_step: int | None = flag(
-        None, "end the launch that reaches this step of the run", minimum=1, resume="free"
-    )
-    exit_duration_in_mins: float | None = flag(
-        None,
-        "end this launch in time to be done, checkpoint included, so many minutes after its start",
-        above=0,
-        resume="free",
-    )
-    exit_margin_s: float | None = flag(
-        None,
-        "seconds before the time limit at which this launch begins to end (default: from its own steps, evaluations and saves)",
-        minimum=0,
-        advanced=True,
-        resume="free",
-    )
+    seed: int = refused_flag(2023, minimum=0, maximum=2**63 - 1, orders_data=True,
+        help="seed of the weights and of the order of the data")
+    num_steps: int | None = announced_flag(None, minimum=1, in_name=False,
+        help="number of optimizer steps of the whole run, with those before a resume (default: 1000)")
+    num_tokens: int | None = announced_flag(None, minimum=1, in_name=False,
+        help="length of the run in tokens, such as 300B; give it instead of num_steps")
+    num_samples: int | None = announced_flag(None, minimum=1, in_name=False,
+        help="length of the run in rows of seq_length tokens; give it instead of num_steps")
+    batch_size: int | None = announced_flag(None, minimum=1,
+        help="number of rows for each data-parallel rank and micro-step (default: 2, or from the other two)")
+    grad_accum_steps: int | None = announced_flag(None, minimum=1,
+        help="number of micro-steps in an optimizer step (default: 1, or from the other two)")
+    global_batch_size: int | None = announced_flag(None, minimum=1,
+        help="number of rows in an optimizer step = batch_size x data-parallel size x grad_accum_steps")
+    deterministic: bool = announced_flag(False, advanced=True,
+        help="use only deterministic kernels; they are slower (CPU runs always repeat bit for bit)")
+    max_bad_steps: int = free_flag(10, minimum=0,
+        help="the run fails after this many steps in a row whose gradient is not finite; "
+        "such a step changes no weight; 0 never fails")
+    spike_threshold: float = free_flag(6.0, minimum=0, advanced=True,
+        help="log a loss that lies this many standard deviations above its recent mean; 0 logs none")
+    exit_interval: int | None = free_flag(None, minimum=1,
+        help="end this launch after this many steps of its own; the same command continues the run")
+    exit_tokens: int | None = free_flag(None, minimum=1,
+        help="end this launch after this many tokens of its own")
+    exit_samples: int | None = free_flag(None, minimum=1,
+        help="end this launch after this many rows of its own")
+    exit_step: int | None = free_flag(None, minimum=1,
+        help="end the launch that reaches this step of the run")
+    exit_duration_in_mins: float | None = free_flag(None, above=0,
+        help="end this launch within this many minutes of its start, the last checkpoint included")
+    exit_margin_s: float | None = free_flag(None, minimum=0, advanced=True,
+        help="number of seconds before the time limit at which this launch begins to end "
+        "(default: measured from its steps, evaluations and saves)")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        given = [
-            name for name in ("num_steps", "num_tokens", "num_samples") if getattr(self, name) is not None
-        ]
-        if len(given) > 1:
+        lengths = {
+            "num_steps": self.num_steps,
+            "num_tokens": self.num_tokens,
+            "num_samples": self.num_samples,
+        }
+        first, *others = [name for name, value in lengths.items() if value is not None] or [""]
+        if others:
             raise ValueError(
-                f"--{given[1]} ({getattr(self, given[1])}) must not be given beside --{given[0]}; choose one of them"
+                f"--{others[0]} ({lengths[others[0]]}) must not be given beside --{first}; choose one of them"
             )
 
     def steps_at(self, rows: int, seq_length: int, start: int = 0, tokens_seen: int = 0) -> int:
-        """The run's last step, at `rows` of `seq_length` tokens a step from `start` on, where `tokens_seen` were behind it."""
+        """The last step of the run, if each step from `start` on takes `rows` of `seq_length` tokens.
+
+        `tokens_seen`: the tokens of the steps up to `start`.
+        """
         if self.num_tokens is None and self.num_samples is None:
             return 1000 if self.num_steps is None else self.num_steps
         tokens = self.num_tokens if self.num_tokens is not None else (self.num_samples or 0) * seq_length

@@ -10,11 +10,10 @@ from __future__ import annotations
 import difflib
 import operator
 import re
-import types
-import typing
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
+
+from fms_fsdp.config.flag import Flag
 
 LARGEST = {int: 10**15, float: 1e30}  # of a number whose flag says nothing else
 _LONGEST_NUMBER, _LONGEST_TEXT, _LONGEST_SHOWN = 64, 1024, 200  # characters
@@ -24,25 +23,6 @@ _WORDS = {
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
 _EXAMPLES = {int: "an integer such as 4096, 5_000_000, 2M or 4Ki", float: "a number such as 0.1 or 3e-4"}
-
-
-@dataclass(frozen=True)
-class Field:
-    """One flag: where it lives, its declared type and its documentation."""
-
-    name: str
-    section: str
-    type: Any
-    default: Any
-    help: str
-    choices: tuple[str, ...]
-    minimum: float | None
-    maximum: float | None
-    above: float | None
-    below: float | None
-    advanced: bool
-    resume: str
-    in_name: bool
 
 
 def one_line(text: str) -> str:
@@ -57,84 +37,90 @@ def shown(text: str) -> str:
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "…"
 
 
-def coerce(field: Field, value: Any) -> Any:
-    """`value` as the field's declared type.
+def joined(values: Any) -> str:
+    """A value, or the values of a list, as messages quote them."""
+    items = values if isinstance(values, list | tuple) else [values]
+    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in items)
+
+
+def coerce(row: Flag, value: Any) -> Any:
+    """`value` as the declared type of the flag.
 
     Raises:
-        ValueError: it does not fit the type, the choices or the range.
+        ValueError: it does not fit the type, the choices, the range or the form.
     """
-    kind, optional = unwrap(field.type)
-    cleared = (
-        isinstance(value, str)
-        and value.lower() in ("", "none", "null")
-        and value.lower() not in field.choices
-    )
-    if optional and (
-        value is None or cleared
-    ):  # where none is a choice, as in --sharding_strategy=none, it is meant
-        return None
-    if typing.get_origin(kind) is not tuple:
-        return _scalar(field, kind, value)
+    word = value.lower() if isinstance(value, str) else value
+    if row.is_optional and word in ("", "none", "null", None) and word not in row.choices:
+        return None  # `none` can be a choice, as in --sharding_strategy=none
+    if not row.is_list:
+        return _scalar(row, value)
     items = value
     if isinstance(value, str):
         inside = value.strip("[]() ")
         items = inside.split(",") if inside else []
         if any(not item.strip() for item in items):
-            raise ValueError(f"--{field.name} ({shown(value)}) must have no empty part; write a,b")
-    if not isinstance(items, list | tuple):
-        items = [items]
-    return tuple(_scalar(field, typing.get_args(kind)[0], item) for item in items)
+            raise ValueError(f"--{row.name} ({shown(value)}) must have no empty part; write a,b")
+    return tuple(_scalar(row, item) for item in (items if isinstance(items, list | tuple) else [items]))
 
 
-def unwrap(declared: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None is allowed."""
-    if typing.get_origin(declared) in (types.UnionType, typing.Union):
-        inner = [part for part in typing.get_args(declared) if part is not type(None)]
-        return inner[0], True
-    return declared, False
-
-
-def _scalar(field: Field, kind: Any, value: Any) -> Any:
+def _scalar(row: Flag, value: Any) -> Any:
     if not isinstance(value, str | bool | int | float):
         raise ValueError(
-            f"--{field.name} must be one value of type {kind.__name__}, not a {type(value).__name__}"
+            f"--{row.name} must be one value of type {row.kind.__name__}, not a {type(value).__name__}"
         )
     text = str(value).strip() if not isinstance(value, bool) else str(value).lower()
-    quoted = f"--{field.name} ({shown(text)})"
-    if kind is bool:
+    quoted = f"--{row.name} ({shown(text)})"
+    if row.kind is bool:
         if text.lower() not in _WORDS:
             raise ValueError(f"{quoted} must be a boolean; write true or false")
         return _WORDS[text.lower()]
-    if kind is str:
-        return _text(field, text, quoted)
-    number = _integer(text) if kind is int else _float(text)
+    return _text(row, text, quoted) if row.kind is str else _number(row, text, quoted)
+
+
+def _number(row: Flag, text: str, quoted: str) -> int | float:
+    number = _integer(text) if row.kind is int else _float(text)
     if number is None:
-        raise ValueError(f"{quoted} must be {_EXAMPLES[kind]}")
-    most = LARGEST[kind] if field.maximum is None else field.maximum
-    for bound, broken, rule in (
-        (field.minimum, operator.lt, "at least"),
-        (field.above, operator.le, "above"),
-        (field.below, operator.ge, "below"),
+        raise ValueError(f"{quoted} must be {_EXAMPLES[row.kind]}")
+    most = LARGEST[row.kind] if row.maximum is None else row.maximum
+    for bound, is_broken, rule in (
+        (row.minimum, operator.lt, "at least"),
+        (row.above, operator.le, "above"),
+        (row.below, operator.ge, "below"),
         (most, operator.gt, "at most"),
         (-most, operator.lt, "at least"),
     ):
-        if bound is not None and broken(number, bound):
+        if bound is not None and is_broken(number, bound):
             raise ValueError(f"{quoted} must be {rule} {bound:{',' if isinstance(bound, int) else 'g'}}")
     return number
 
 
-def _text(field: Field, text: str, quoted: str) -> str:
+def _text(row: Flag, text: str, quoted: str) -> str:
     if not text.isprintable():
         raise ValueError(f"{quoted} must hold no control characters; leave them out")
     if len(text) > _LONGEST_TEXT:
         raise ValueError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten it")
-    if not field.choices:
+    if row.form:
+        _check_form(row.form, text, quoted)
+    if not row.choices:
         return text
-    if text.lower() not in field.choices:
-        near = difflib.get_close_matches(text.lower(), field.choices, n=1, cutoff=0.4)
+    if text.lower() not in row.choices:
+        near = difflib.get_close_matches(text.lower(), row.choices, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{quoted} must be one of {', '.join(field.choices)}{hint}")
+        raise ValueError(f"{quoted} must be one of {', '.join(row.choices)}{hint}")
     return text.lower()
+
+
+def _check_form(form: str, text: str, quoted: str) -> None:
+    """Raises ValueError for a text that no file system can hold, or that leads out of its folder."""
+    parts = text.split("/")
+    if form == "folder name":
+        if len(parts) > 1 or text in (".", "..") or len(text) > 200:
+            raise ValueError(f"{quoted} must be a bare name, without '/', of at most 200 characters")
+        return
+    if any(len(part.encode()) > 255 for part in parts):
+        raise ValueError(f"{quoted} must have no name longer than 255 bytes; shorten it")
+    if form == "source name" and (text.startswith("/") or ".." in parts):
+        raise ValueError(f"{quoted} must be a subfolder's name, relative and without '..'")
 
 
 def exact_number(text: str) -> Fraction | None:

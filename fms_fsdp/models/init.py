@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.distributed.tensor import DTensor
 
-from fms_fsdp.models.llama import Llama, rope_table
+from fms_fsdp.models.llama import Llama
 
 _BLOCK_ROWS = 256
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -31,8 +31,8 @@ def clean_name(name: str) -> str:
 
 @torch.no_grad()
 def init_weights(model: Llama, seed: int) -> None:
-    """Fills every parameter and buffer in place: matrices normal with `init_std`, those that write to the residual stream (o_proj, down_proj)
-    with `init_std / sqrt(2 num_layers)`, norm weights 1, biases 0, and the rotary table.
+    """Fills every parameter in place: norm weights 1, biases 0, matrices normal with `init_std`; those that
+    write to the residual stream (o_proj, down_proj) with `init_std / sqrt(2 num_layers)`.
 
     Works on plain and sharded (DTensor) parameters; not collective. Source: Radford et al. 2019 (GPT-2), section 2.3, for the depth scaling.
     """
@@ -47,8 +47,6 @@ def init_weights(model: Llama, seed: int) -> None:
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std
             _fill_normal(parameter, std, f"{seed}:{name}")
-    if config.pos_emb == "rope":
-        model.rope.copy_(rope_table(config))
 
 
 def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-IGNORE_INDEX = -100
+from fms_fsdp.data.batch import IGNORED_LABEL
+
 # fp32 logits of a chunk: within the cache of a CPU, large enough products for a GPU
 _CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
 _SPAN_BYTES = 64 << 20  # the same of a span, if a chunk is not more
@@ -53,7 +54,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, h_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, compiled: bool
     ) -> torch.Tensor:
         softmax_ = _compiled_softmax_() if compiled else _softmax_
-        valid_N1 = (labels_N != IGNORE_INDEX).unsqueeze(1)
+        valid_N1 = (labels_N != IGNORED_LABEL).unsqueeze(1)
         index_N = labels_N.clamp(min=0)
         head_VD = weight_VD.to(h_ND.dtype)
         num_rows, vocab_size = h_ND.shape[0], weight_VD.shape[0]
@@ -134,4 +135,4 @@ def linear_cross_entropy(
     loss_sum: torch.Tensor = _LinearCrossEntropy.apply(
         h_BSD.reshape(-1, h_BSD.shape[-1]), weight_VD, labels_N, compiled
     )  # type: ignore[no-untyped-call]
-    return loss_sum, (labels_N != IGNORE_INDEX).sum()
+    return loss_sum, (labels_N != IGNORED_LABEL).sum()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fms_fsdp.config import ModelConfig
-from fms_fsdp.config.flag import divisors
+from fms_fsdp.config.batch import divisors
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fms_fsdp.parallel.fsdp import global_norm, local_shards
-from fms_fsdp.runtime import sum_over_ranks
+from fms_fsdp.mesh import Mesh
+from fms_fsdp.parallel.fsdp import global_norm, local_shards, num_copies
 
 Record = dict[str, Any]
 _TIMED_STEPS = 64  # of an interval, the last ones, by the events of a GPU
@@ -124,7 +124,8 @@ class Interval:
     Steps that were skipped, because their gradient was not finite, are counted and left out of the sums.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh = mesh
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._steps = 0
         self._clear()
@@ -151,19 +152,20 @@ class Interval:
 
         `energy_j` and `masked_rows` are summed over ranks; `extra` are scalars alike on all ranks.
         """
-        device = self._zero.device
-        own = torch.tensor([energy_j, masked_rows], dtype=torch.float64).to(device, non_blocking=True)
-        sums = sum_over_ranks(torch.cat([torch.stack([result.loss_sum.double(), self._loss]), own]))
+        mesh, device = self._mesh, self._zero.device
+        own = torch.tensor([energy_j, masked_rows * mesh.counts_for("dp")], dtype=torch.float64)
+        losses = torch.stack([result.loss_sum.double(), self._loss]) * mesh.counts_for("loss")
+        sums = mesh.sum(torch.cat([losses, own.to(device, non_blocking=True)]), "world")
         alike = (result.num_labels, result.grad_norm, self._labels, self._norms, self._largest, self._skipped)
         rest = torch.stack([value.to(device, torch.float64) for value in (*alike, *extra.values())])
-        loss, losses, joules, masked, labels, norm, all_labels, norms, largest, skipped, *others = torch.cat(
-            [sums, rest]
-        ).tolist()
+        loss, all_losses, joules, masked, labels, norm, all_labels, norms, largest, skipped, *others = (
+            torch.cat([sums, rest]).tolist()
+        )
         done = self._steps - skipped
         self._clear()
         return {
             "loss": loss / labels,
-            "loss_mean": losses / all_labels if done else math.nan,
+            "loss_mean": all_losses / all_labels if done else math.nan,
             "perplexity": math.exp(min(loss / labels, 20.0)),
             "grad_norm": norm,
             "grad_norm_mean": norms / done if done else math.nan,
@@ -178,15 +180,18 @@ class Interval:
         }
 
 
-def parameter_norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+def parameter_norm(parameters: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     """The 2-norm of all parameters together (collective: every rank)."""
-    return global_norm([parameter.detach() for parameter in parameters])
+    return global_norm([parameter.detach() for parameter in parameters], mesh)
 
 
-def count_zeros(parameters: Sequence[torch.Tensor], replicas: int) -> torch.Tensor:
-    """How many entries of the gradient are exactly zero (collective: every rank); each of `replicas` ranks holds the same shard."""
-    shards = local_shards(parameter.grad for parameter in parameters if parameter.grad is not None)
-    return sum_over_ranks(torch.stack([(shard == 0).sum() for shard in shards]).sum()) // replicas
+def count_zeros(parameters: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """How many entries of the gradient are exactly zero (collective: every rank)."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    counts = [(part == 0).sum() for part in local_shards(gradients)]
+    held = [num_copies(gradient, mesh) for gradient in gradients]
+    total = torch.stack([count.double() / copies for count, copies in zip(counts, held, strict=True)]).sum()
+    return mesh.sum(total, "replica")
 
 
 def memory(device: torch.device) -> dict[str, float]:

@@ -16,6 +16,7 @@ import torch
 from fms_fsdp.config import TrainConfig, as_dict, parse_selective_checkpointing
 from fms_fsdp.data.batch import Batch, fingerprint
 from fms_fsdp.data.stream import Stream
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
 from fms_fsdp.observe.energy import EnergyMeter, find_meter
 from fms_fsdp.observe.metrics import (
@@ -30,11 +31,12 @@ from fms_fsdp.observe.metrics import (
     report_line,
 )
 from fms_fsdp.observe.trackers import Background, RunInfo, build_trackers
+from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.parallel.activation import select_blocks
 from fms_fsdp.predict.hardware import peak_flops
 from fms_fsdp.run.health import SpikeDetector
 from fms_fsdp.run.plan import Preflight
-from fms_fsdp.runtime import Phases, log, show_progress, sum_over_ranks
+from fms_fsdp.runtime import Phases, log, show_progress
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Reporter:
     tokens_at_start: int
     rows_per_step: int
     seq_length: int
-    num_devices: int
+    mesh: Mesh
     device: torch.device
     utilization: Utilization
     learning_rate: Callable[[int], float]
@@ -113,7 +115,7 @@ class Reporter:
             show_progress(f"step {step}/{self.num_steps} · next report at step {self._next_report(step)}")
             self.clock.mark("logging")
             return
-        extra = {"param_norm": parameter_norm(self.norms)} if self.norms else {}
+        extra = {"param_norm": parameter_norm(self.norms, self.mesh)} if self.norms else {}
         if self.zeros is not None:
             extra["grad_zeros"] = self.zeros
         masked_rows = self.stream.num_masked_rows
@@ -161,9 +163,9 @@ class Reporter:
             "lr": self.learning_rate(step),
             "batch_rows": self.rows_per_step,
             "batch_tokens": self.tokens_per_step,
-            "tokens_per_sec_per_device": rate / self.num_devices,
+            "tokens_per_sec_per_device": rate / self.mesh.size("world"),
             "tokens_per_sec": rate,
-            **self.utilization.of(rate / self.num_devices),
+            **self.utilization.of(rate / self.mesh.size("world")),
             **times,
             **memory(self.device),
             "eta_s": eta_s,
@@ -175,10 +177,10 @@ class Reporter:
         self.began = now
         return record
 
-    def count_zeros(self, parameters: Sequence[torch.Tensor], replicas: int) -> None:
+    def count_zeros(self, parameters: Sequence[torch.Tensor]) -> None:
         """Counts the zeros of the gradient if the step that is being made will be reported (collective: every rank)."""
         if self.is_due(self.step + 1):
-            self.zeros = count_zeros(parameters, replicas)
+            self.zeros = count_zeros(parameters, self.mesh)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Writes a record without a "loss" of its own: what an evaluation after `step` found."""
@@ -191,7 +193,7 @@ class Reporter:
 
     def global_fingerprint(self, batch: Batch) -> str:
         """The fingerprint of the global batch, of which `batch` is this rank's part (collective: every rank)."""
-        total = sum_over_ranks(_as_int64(self.fingerprint(batch)))
+        total = self.mesh.sum(_as_int64(self.fingerprint(batch)), "dp")
         return f"{int(total.item()) % 2**64:016x}"
 
     def event(self, name: str, step: int, **fields: Any) -> None:
@@ -214,8 +216,9 @@ class Reporter:
 def build_reporter(
     cfg: TrainConfig,
     found: Preflight,
+    mesh: Mesh,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     *,
     attempt: int,
     phases: Phases,
@@ -224,7 +227,7 @@ def build_reporter(
 ) -> Reporter:
     """The reporter of a run; it writes on rank 0 alone."""
     folder, parameters = Path(cfg.output_dir), list(model.parameters())
-    is_main = found.world.rank == 0
+    is_main = mesh.is_main
     utilization = _utilization(cfg, found)
     if utilization.peak_flops is None:
         log.info("mfu is not reported: the peak of %s is not known", torch.cuda.get_device_name(found.device))
@@ -238,12 +241,12 @@ def build_reporter(
         tokens_at_start=found.tokens_at_start,
         rows_per_step=found.batch.global_batch_size,
         seq_length=found.model.max_seq_len,
-        num_devices=found.world.world_size,
+        mesh=mesh,
         device=found.device,
         utilization=utilization,
         learning_rate=learning_rate,
         fingerprint=partial(
-            fingerprint, first_row=found.world.rank * found.batch.global_batch_size // found.batch.dp_size
+            fingerprint, first_row=mesh.place("dp") * found.batch.global_batch_size // mesh.size("dp")
         ),
         stream=stream,
         phases=phases,
@@ -251,13 +254,11 @@ def build_reporter(
         norms=parameters if cfg.log.log_param_norm else [],
         meter=find_meter(found.device, found.world.local_rank),
         clock=Clock(found.device),
-        interval=Interval(found.device),
+        interval=Interval(mesh, found.device),
         step=found.start,
     )
     if cfg.log.log_num_zeros:
-        optimizer.register_step_pre_hook(
-            lambda *_: reporter.count_zeros(parameters, found.layout.dp_replicate)
-        )
+        optimizers.before_step(lambda: reporter.count_zeros(parameters))
     return reporter
 
 

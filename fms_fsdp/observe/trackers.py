@@ -2,8 +2,9 @@
 
     record ─▶ Background: bounded queue ─▶ a thread of its own ─▶ adapter (TensorBoard, wandb, mlflow, aim, codecarbon)
 
-An adapter is made in its thread, because connecting may hang. One that raises is logged once and switched off; the queue of one that hangs fills
-up, and what does not fit is counted and dropped; at the end each has a moment to finish, then it is left behind.
+An adapter is made in its thread, because connecting may hang. One that raises is logged once and switched off; the queue
+of one that hangs fills up, and what does not fit is counted and dropped; at the end each has a moment to finish, then it
+is left behind.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,32 +59,22 @@ class RunInfo:
 
 def build_trackers(section: LogConfig, run: RunInfo) -> list[Background]:
     """The chosen trackers, each in the background."""
-    adapters: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoard(Path(section.tensorboard_dir or run.folder / "tensorboard")),
-        "wandb": lambda: Wandb(section, run),
-        "mlflow": lambda: MLflow(section, run),
-        "aim": lambda: Aim(section, run),
-        "codecarbon": lambda: CodeCarbon(section, run),
+    adapters: dict[str, Callable[[LogConfig, RunInfo], Tracker]] = {
+        "tensorboard": TensorBoard,
+        "wandb": Wandb,
+        "mlflow": MLflow,
+        "aim": Aim,
+        "codecarbon": CodeCarbon,
     }
-    return [
-        Background(name, adapters[name], section.tracker_metrics)
-        for name in section.trackers
-        if name != "none"
-    ]
+    chosen = {name: partial(adapters[name], section, run) for name in section.trackers if name != "none"}
+    return [Background(name, make, section.tracker_metrics) for name, make in chosen.items()]
 
 
 class Background:
     """An adapter in a thread of its own; `patterns` name the scalars it gets, none means all."""
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], Tracker],
-        patterns: tuple[str, ...] = (),
-        patience_s: float | None = None,
-    ) -> None:
+    def __init__(self, name: str, make: Callable[[], Tracker], patterns: tuple[str, ...] = ()) -> None:
         self._name, self._make, self._patterns = name, make, patterns
-        self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_SIZE)
         self._off = False
         self.dropped = 0
@@ -94,9 +86,7 @@ class Background:
         """Hands a record over; waits for nothing."""
         if self._patterns:
             wanted = (*_POSITIONS, *self._patterns)
-            record = {
-                name: record[name] for name in record if any(fnmatchcase(name, pattern) for pattern in wanted)
-            }
+            record = {name: value for name, value in record.items() if _matches(name, wanted)}
         try:
             if not self._off:
                 self._queue.put_nowait(record)
@@ -105,15 +95,13 @@ class Background:
 
     def close(self) -> None:
         """Lets the adapter finish, for a while."""
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + PATIENCE_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             with suppress(queue.Full):
                 self._queue.put_nowait(None)
             self._thread.join(0.1)
         if self._thread.is_alive():
-            log.warning(
-                "tracker %s did not end within %.0f s and is left behind", self._name, self._patience_s
-            )
+            log.warning("tracker %s did not end within %.0f s and is left behind", self._name, PATIENCE_S)
         if self.dropped:
             log.warning("tracker %s was too slow: %d records were not written", self._name, self.dropped)
 
@@ -130,22 +118,28 @@ class Background:
             log.error("tracker %s is switched off: %s: %s", self._name, type(error).__name__, text)
 
 
-def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """(name, value) of each finite number of a record that is not its place in the run; names of reports begin with `train/`."""
-    for name, value in record.items():
-        if name not in _POSITIONS and isinstance(value, int | float) and math.isfinite(value):
-            yield name if name.startswith(("eval/", "test/")) else f"train/{name}", value
+def scalars(record: Record) -> dict[str, float]:
+    """The finite numbers of a record that are not its place in the run; names of reports begin with `train/`."""
+    return {
+        name if name.startswith(("eval/", "test/")) else f"train/{name}": value
+        for name, value in record.items()
+        if name not in _POSITIONS and isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class TensorBoard:
     """Every scalar over steps under its name, and over tokens under `by_tokens/`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, section: LogConfig, run: RunInfo) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
+        self._event = Event
+        folder = Path(section.tensorboard_dir or run.folder / "tensorboard")
         folder.mkdir(parents=True, exist_ok=True)
         place = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         # not SummaryWriter: its own thread prints a traceback where the disk is full
@@ -155,10 +149,9 @@ class TensorBoard:
 
     def write(self, record: Record) -> None:
         for prefix, step in (("", record["step"]), ("by_tokens/", record["tokens_seen"])):
-            values = [
-                self._summary.Value(tag=prefix + name, simple_value=value) for name, value in scalars(record)
-            ]
-            event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+            event = self._event(wall_time=time.time(), step=step)
+            for name, value in scalars(record).items():
+                event.summary.value.add(tag=prefix + name, simple_value=value)
             self._writer.write(event.SerializeToString())
 
     def close(self) -> None:
@@ -166,7 +159,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases: one run over all launches, by the id of the first. Log-in and offline mode are the client's own."""
+    """Weights & Biases: one run over all launches, by the id of the first. The client decides on log-in and offline mode."""
 
     def __init__(self, section: LogConfig, run: RunInfo) -> None:
         import wandb
@@ -181,12 +174,11 @@ class Wandb:
             config=run.config,
             settings=wandb.Settings(console="off", quiet=True),
         )
-        self._run.define_metric(
-            "*", step_metric="step"
-        )  # its own counter refuses the replayed steps of a resume
+        # its own counter refuses the steps that a resumed run makes again
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:
-        self._run.log(dict(scalars(record)) | {name: record[name] for name in ("step", "tokens_seen")})
+        self._run.log(scalars(record) | {name: record[name] for name in ("step", "tokens_seen")})
 
     def close(self) -> None:
         self._run.finish()
@@ -199,9 +191,7 @@ class MLflow:
         from mlflow.tracking import MlflowClient
 
         uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "mlruns").absolute().as_uri()
-        os.environ.setdefault(
-            "MLFLOW_ALLOW_FILE_STORE", "true"
-        )  # mlflow 3 wants to be told that files are meant
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow 3 asks whether files are meant
         self._client: Any = MlflowClient(uri)
         self._id = run.tracker_id("mlflow", lambda: self._new(section, run))
         self._client.update_run(self._id, status="RUNNING")
@@ -219,10 +209,9 @@ class MLflow:
         from mlflow.entities import Metric
 
         stamp = int(1000 * time.time())
-        values = [*scalars(record), ("tokens_seen", record["tokens_seen"])]
-        self._client.log_batch(
-            self._id, [Metric(name, value, stamp, record["step"]) for name, value in values]
-        )
+        values = scalars(record) | {"tokens_seen": record["tokens_seen"]}
+        metrics = [Metric(name, value, stamp, record["step"]) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
@@ -234,19 +223,22 @@ class Aim:
     def __init__(self, section: LogConfig, run: RunInfo) -> None:
         import aim
 
-        settings = dict(repo=str(run.folder), system_tracking_interval=None, capture_terminal_logs=False)
-        made = not (run.folder / ".aim").exists()
-        if made:
+        if not (run.folder / ".aim").exists():
             aim.Repo.from_path(str(run.folder), init=True)
         known = run.folder / "aim.id"
-        old = known.read_text() if known.exists() else None
-        self._run: Any = aim.Run(run_hash=old, experiment=section.tracker_project, **settings)
+        self._run: Any = aim.Run(
+            run_hash=known.read_text() if known.exists() else None,
+            repo=str(run.folder),
+            experiment=section.tracker_project,
+            system_tracking_interval=None,
+            capture_terminal_logs=False,
+        )
         run.tracker_id("aim", lambda: str(self._run.hash))
         self._run.name = run.name
         self._run["config"] = run.config
 
     def write(self, record: Record) -> None:
-        for name, value in scalars(record):
+        for name, value in scalars(record).items():
             self._run.track(value, name=name, step=record["step"])
 
     def close(self) -> None:
@@ -254,7 +246,7 @@ class Aim:
 
 
 class CodeCarbon:
-    """CodeCarbon: energy and CO2 of this node, in `emissions.csv` of the run folder; it measures by itself and takes no records."""
+    """CodeCarbon: energy and CO2 of this node, in `emissions.csv` of the run folder. It measures by itself, without records."""
 
     def __init__(self, section: LogConfig, run: RunInfo) -> None:
         from codecarbon import OfflineEmissionsTracker

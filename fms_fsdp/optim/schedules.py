@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, with no state to save."""
+"""Learning-rate schedules: pure functions of the step and of a group's base rate, with no state to save."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from functools import partial
 
 from fms_fsdp.config import OptimConfig
 
+Schedule = Callable[[int, float], float]
 
-def build_schedule(section: OptimConfig, num_steps: int) -> Callable[[int], float]:
-    """The learning rate as a function of the 1-based step, in a run of `num_steps`.
+
+def build_schedule(section: OptimConfig, num_steps: int) -> Schedule:
+    """The learning rate as a function of the 1-based step and the base rate, in a run of `num_steps`.
 
     Raises:
         ValueError: the warm-up is longer than the run.
     """
     return partial(
         cosine_with_warmup,
-        peak=section.learning_rate,
         warmup_steps=section.warmup(num_steps),
         num_steps=num_steps,
         min_ratio=section.min_lr_ratio,
@@ -25,15 +26,16 @@ def build_schedule(section: OptimConfig, num_steps: int) -> Callable[[int], floa
 
 
 def cosine_with_warmup(
-    step: int, *, peak: float, warmup_steps: int, num_steps: int, min_ratio: float
+    step: int, base: float, *, warmup_steps: int, num_steps: int, min_ratio: float
 ) -> float:
-    """The learning rate of 1-based `step`: linear to `peak` at `warmup_steps`, a half cosine to `min_ratio * peak` at `num_steps`, then flat.
+    """The learning rate of 1-based `step`: linear to `base` at `warmup_steps`, a half cosine to
+    `min_ratio * base` at `num_steps`, then flat.
 
     Source: Loshchilov and Hutter, "SGDR", https://arxiv.org/abs/1608.03983 (one period, no restart).
     """
     if step < warmup_steps:
-        return peak * step / warmup_steps
+        return base * step / warmup_steps
     if step >= num_steps:
-        return peak * min_ratio
+        return base * min_ratio
     progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return base * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -20,10 +20,11 @@ def select_blocks(num_blocks: int, share: Fraction) -> list[bool]:
 
 def apply_activation_checkpointing(model: Llama, share: Fraction) -> None:
     """Wraps the chosen blocks in place."""
-    for i, chosen in enumerate(select_blocks(len(model.blocks), share)):
-        if chosen:
-            model.blocks[i] = checkpoint_wrapper(
-                model.blocks[i],
+    chosen = select_blocks(len(model.blocks), share)
+    for layer, recomputes in zip(list(model.blocks), chosen, strict=True):
+        if recomputes:
+            model.blocks[layer] = checkpoint_wrapper(
+                model.blocks[layer],
                 checkpoint_impl=CheckpointImpl.NO_REENTRANT,
                 preserve_rng_state=False,  # the model draws no random numbers
             )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 
 import torch
 
 from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.loss import linear_cross_entropy
 
 
 def apply_compile(model: Llama) -> None:
     """Compiles every block and the loss in place, at their first call. A new shape compiles anew: shapes are static within a run."""
-    for block in model.blocks:
+    for block in model.blocks.values():
         block.compile(fullgraph=True, dynamic=False)
-    model.head.compiled_loss = True
+    if model.head is not None:
+        model.head.loss = partial(linear_cross_entropy, compiled=True)
 
 
 def check_compile(device: torch.device) -> None:

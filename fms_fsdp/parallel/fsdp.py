@@ -10,57 +10,47 @@ code path and the same precision policy, with only an all-reduce left. Weights a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.mesh import Layout
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
+from fms_fsdp.parallel.precision import fsdp_policy
 
 
-def precision_policy(section: ParallelConfig, mixed_precision: bool) -> MixedPrecisionPolicy:
-    """bf16 weights for compute and gradients reduced in `reduce_dtype`; inputs are not cast, so the rotary table stays fp32."""
-    reduce_dtype = torch.bfloat16 if section.reduce_dtype == "bf16" else torch.float32
-    return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if mixed_precision else None,
-        reduce_dtype=reduce_dtype,
-        cast_forward_inputs=False,
-    )
-
-
-def apply_fsdp(
-    model: Llama, section: ParallelConfig, layout: Layout, mesh: DeviceMesh, *, mixed_precision: bool
-) -> None:
+def apply_fsdp(model: Llama, section: ParallelConfig, mesh: Mesh, *, mixed_precision: bool) -> None:
     """Shards the model in place, unit by unit. Collective: every rank."""
-    policy = precision_policy(section, mixed_precision)
-    offload = (
-        CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if section.cpu_offload else OffloadPolicy()
+    pinned = torch.cuda.is_available()
+    shard = partial(
+        fully_shard,
+        mesh=mesh.device_mesh,
+        mp_policy=fsdp_policy(section, mixed_precision),
+        offload_policy=CPUOffloadPolicy(pin_memory=pinned) if section.cpu_offload else OffloadPolicy(),
     )
-    reshard = section.reshard_after_forward and layout.dp_shard > 1
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+    reshard = section.reshard_after_forward and mesh.size("dp_shard") > 1
+    for block in model.blocks.values():
+        shard(block, reshard_after_forward=reshard)
     if not model.config.tie_embeddings:
-        fully_shard(
-            model.embed, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard
-        )
-        cast(FSDPModule, model.embed).set_unshard_in_backward(False)  # a lookup's gradient needs no weight
-        fully_shard(
-            model.head, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False
-        )
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    _set_prefetch(cast("list[FSDPModule]", list(model.blocks)), section.fsdp_prefetch)
+        if model.embed is not None:
+            shard(model.embed, reshard_after_forward=reshard)
+            cast(FSDPModule, model.embed).set_unshard_in_backward(
+                False
+            )  # a lookup's gradient needs no weight
+        if model.head is not None:
+            shard(model.head, reshard_after_forward=False)
+    shard(model)
+    _set_prefetch(cast("list[FSDPModule]", list(model.blocks.values())), section.fsdp_prefetch)
 
 
 def _set_prefetch(blocks: list[FSDPModule], depth: int) -> None:
@@ -72,12 +62,12 @@ def _set_prefetch(blocks: list[FSDPModule], depth: int) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, i - depth) : i][::-1])
 
 
-def set_gradient_sync(model: nn.Module, last_micro_step: bool, layout: Layout) -> None:
+def set_gradient_sync(model: nn.Module, last_micro_step: bool, mesh: Mesh) -> None:
     """Call before each micro-step's forward: the all-reduce over replicas (hsdp, ddp) waits for the last micro-step.
 
     The reduce-scatter within a shard group runs every micro-step, so that gradients accumulate in fp32 shards, not in whole copies.
     """
-    if layout.dp_replicate > 1:
+    if mesh.size("dp_replicate") > 1:
         cast(FSDPModule, model).set_requires_all_reduce(last_micro_step)
 
 
@@ -89,21 +79,39 @@ def reshard(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def global_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all tensors together, an fp32 scalar alike on all ranks, without a host sync (collective under sharding: every rank).
+def global_norm(tensors: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """The 2-norm of all tensors together, an fp32 scalar alike on all ranks, without a host sync (collective: every rank).
 
-    Assumes what FSDP2 does: all on one mesh, sharded over its last axis, replicated over the others.
+    Exact on any mesh: a part that several ranks of one replica hold counts once, and one all-reduce adds
+    up the squares of all parts.
     """
-    total: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack(list(torch._foreach_norm(local_shards(tensors), dtype=torch.float32)))
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_copies.setdefault(num_copies(tensor, mesh), []).append(tensor)
+    norms = {copies: _local_norm(local_shards(some)) for copies, some in by_copies.items()}
+    if mesh.device_mesh is None:
+        return norms[1]
+    device = (
+        mesh.device_mesh.device_type
+    )  # under CPU offload the shards lie elsewhere than the process group works
+    squared = sum(
+        (norm.square().to(device) / copies for copies, norm in norms.items()), torch.zeros((), device=device)
     )
-    if isinstance(first := tensors[0], DTensor):
-        mesh = first.device_mesh
-        squared = total.square().to(
-            mesh.device_type
-        )  # under CPU offload the shards live elsewhere than the process group
-        dist.all_reduce(squared, group=mesh.get_group(mesh.ndim - 1))
-        total = squared.sqrt()
+    return mesh.sum(squared, "replica").sqrt()
+
+
+def num_copies(tensor: torch.Tensor, mesh: Mesh) -> int:
+    """How many ranks of one replica of the model, and of one stage of it, hold this part of the tensor."""
+    shards = 1
+    if isinstance(tensor, DTensor):
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+            shards *= size if placement.is_shard() else 1
+    return mesh.size("replica") // mesh.size("pp") // shards
+
+
+def _local_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    norms = torch._foreach_norm(list(tensors), dtype=torch.float32)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     return total
 
 
@@ -113,10 +121,10 @@ def local_shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, mesh: Mesh) -> torch.Tensor:
     """The `global_norm` of the gradients before clipping; they are scaled in place. `max_norm` 0 only measures."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total = global_norm(gradients)
+    total = global_norm(gradients, mesh)
     if max_norm > 0:
         shards = local_shards(gradients)
         torch._foreach_mul_(shards, (max_norm / (total + 1e-6)).clamp(max=1.0).to(shards[0].device))

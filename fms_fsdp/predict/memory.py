@@ -17,7 +17,7 @@ import torch
 
 from fms_fsdp.config import BatchPlan, ParallelConfig, parse_selective_checkpointing
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.mesh import Layout
+from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
 
@@ -43,14 +43,17 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: LlamaConfig, layout: Layout, *, mixed_precision: bool = False, batch: BatchPlan | None = None
+    config: LlamaConfig,
+    dims: ParallelDims,
+    *,
+    mixed_precision: bool = False,
+    batch: BatchPlan | None = None,
 ) -> MemoryEstimate:
-    """What a rank needs for certain. Nothing is gathered under `none`, but mixed precision holds bf16 copies of the weights."""
-    weight_bytes = 2 if mixed_precision else 4
-    if layout.strategy == "none":
-        unit = weight_bytes * num_params(config) if mixed_precision else 0
+    """The least that a rank needs. Under `none` nothing is gathered; mixed precision casts one weight at a time."""
+    weight_bytes, units = 2 if mixed_precision else 4, num_params_by_unit(config)
+    if dims.strategy == "none":
+        unit = weight_bytes * units["embed"] if mixed_precision else 0  # the head's weight has that size too
     else:
-        units = num_params_by_unit(config)
         whole_ends = (
             units["embed"] + units["head"] if config.tie_embeddings else 0
         )  # a tied embedding is in the root
@@ -62,9 +65,7 @@ def estimate_memory(
             32 * batch.grad_accum_steps + weight_bytes * config.hidden_size
         )  # four int64 columns of the stream
         rows = positions + batch.batch_size * config.max_seq_len * a_row
-    return MemoryEstimate(
-        -(-_STATE_BYTES * num_params(config) // layout.dp_shard), unit, layout.dp_shard, rows
-    )
+    return MemoryEstimate(-(-_STATE_BYTES * num_params(config) // dims.dp_shard), unit, dims.dp_shard, rows)
 
 
 def available_memory(device: torch.device, local_world_size: int) -> int:
@@ -112,7 +113,7 @@ def activation_bytes(config: LlamaConfig, rows: int, *, mixed_precision: bool) -
 def explaining_out_of_memory(
     section: ParallelConfig,
     config: LlamaConfig,
-    layout: Layout,
+    dims: ParallelDims,
     batch_size: int,
     mixed_precision: bool,
     keep_name: str,
@@ -131,16 +132,16 @@ def explaining_out_of_memory(
             error
         ):
             raise
-        advice = "; ".join(_advice(section, config, layout, batch_size, mixed_precision))
+        advice = "; ".join(_advice(section, config, dims, batch_size, mixed_precision))
         reason = f"out of memory ({str(error).splitlines()[0]}); what would help: {advice}"
         raise RunFailed(f"{reason}; to go on with this run add {keep_name}", on_one_rank=True) from error
 
 
 def _advice(
-    section: ParallelConfig, config: LlamaConfig, layout: Layout, batch_size: int, mixed_precision: bool
+    section: ParallelConfig, config: LlamaConfig, dims: ParallelDims, batch_size: int, mixed_precision: bool
 ) -> Iterator[str]:
     kept = activation_bytes(config, batch_size, mixed_precision=mixed_precision)
-    state = estimate_memory(config, layout, mixed_precision=mixed_precision).state
+    state = estimate_memory(config, dims, mixed_precision=mixed_precision).state
     if section.fsdp_activation_checkpointing:
         share = float(parse_selective_checkpointing(section.selective_checkpointing))
         if share < 1:
@@ -154,12 +155,12 @@ def _advice(
             f"--batch_size={batch_size // 2} with twice the --grad_accum_steps saves about {kept / 2 / _GIB:.1f} GiB"
         )
     yield f"--seq_length={config.max_seq_len // 2} saves about {kept / 2 / _GIB:.1f} GiB"
-    if layout.dp_size > layout.dp_shard:
-        saved = state * (1 - layout.dp_shard / layout.dp_size)
+    if dims.size("dp") > dims.dp_shard:
+        saved = state * (1 - dims.dp_shard / dims.size("dp"))
         yield f"--sharding_strategy=fsdp saves about {saved / _GIB:.1f} GiB of weights and optimizer state"
     yield f"twice the devices under fsdp save about {state / 2 / _GIB:.1f} GiB"
     if torch.cuda.is_available() and not section.cpu_offload:
-        sharded = " --sharding_strategy=fsdp" if layout.strategy == "none" else ""
+        sharded = " --sharding_strategy=fsdp" if dims.strategy == "none" else ""
         yield f"--cpu_offload=True{sharded} moves about {state / _GIB:.1f} GiB to host memory"
 
 

@@ -27,12 +27,13 @@ from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import BadInput
 from fms_fsdp.flags import Parsed
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.run.limits import STOP_FILE
 from fms_fsdp.run.lock import lock_folders
 from fms_fsdp.run.plan import Preflight, start_from
 from fms_fsdp.run.resume import Start, find_start
 from fms_fsdp.run.status import Launch, read_status
-from fms_fsdp.runtime import World, agreed, log, log_to_file, process_age_s, sum_over_ranks
+from fms_fsdp.runtime import World, agreed, log, log_to_file, process_age_s
 
 _SENTINEL = ".shared"
 
@@ -47,7 +48,7 @@ class Claim:
     suspect_step: int | None
 
 
-def claim(parsed: Parsed[TrainConfig], plan: Preflight) -> Claim:
+def claim(parsed: Parsed[TrainConfig], plan: Preflight, mesh: Mesh) -> Claim:
     """Takes the folders for this run and chooses its start (collective: every rank). They stay locked until the process ends.
 
     Raises:
@@ -67,7 +68,7 @@ def claim(parsed: Parsed[TrainConfig], plan: Preflight) -> Claim:
     begin, last = agreed(take)
     found = start_from(parsed, plan, begin)
     for shared in [folder] if root.is_relative_to(folder) else [folder, root]:
-        _check_shared(shared, world)
+        _check_shared(shared, world, mesh)
     attempt = agreed(lambda: _last_attempt(folder) + 1)
     return Claim(attempt, found, last.get("data_step"))
 
@@ -140,7 +141,7 @@ def _remove_old_request(file: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _check_shared(root: Path, world: World, patience_s: float = 30.0) -> None:
+def _check_shared(root: Path, world: World, mesh: Mesh, patience_s: float = 30.0) -> None:
     """Every node sees the file that rank 0 writes; network file systems may take some seconds to show it.
 
     Raises:
@@ -162,7 +163,7 @@ def _check_shared(root: Path, world: World, patience_s: float = 30.0) -> None:
                 blind = 1
                 break
             time.sleep(0.2)
-    count = int(sum_over_ranks(torch.tensor([blind])).item())
+    count = int(mesh.sum(torch.tensor([blind]), "world").item())
     if count:
         raise ValueError(
             f"folder ({root}) must be shared by all nodes, and {count} of them do not see what rank 0 writes there; "

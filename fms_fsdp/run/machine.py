@@ -13,13 +13,13 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.effects import notes
 from fms_fsdp.config.values import shown
 from fms_fsdp.flags import Parsed
-from fms_fsdp.mesh import Layout
+from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.parallel.parallelize import check_attention
 
 _FILES = ("metrics.jsonl", "status.json", "config.json", "log.txt")  # of a run folder, which a launch writes
 
 
-def check_machine(parsed: Parsed[TrainConfig], device: torch.device, layout: Layout) -> None:
+def check_machine(parsed: Parsed[TrainConfig], device: torch.device, dims: ParallelDims) -> None:
     """Logs a note for each flag that does nothing here.
 
     Raises:
@@ -31,7 +31,7 @@ def check_machine(parsed: Parsed[TrainConfig], device: torch.device, layout: Lay
         raise ValueError("--dist_backend (nccl) needs a GPU; leave it out, or use gloo")
     if cfg.profiler.memory_snapshot and device.type != "cuda":
         raise ValueError("--memory_snapshot (True) needs a GPU, whose allocator it records; leave it out")
-    if cfg.parallel.cpu_offload and layout.strategy == "none":
+    if cfg.parallel.cpu_offload and dims.strategy == "none":
         raise ValueError(
             "--cpu_offload (True) needs a sharded model; add --sharding_strategy=fsdp, which one process can use too"
         )
@@ -40,7 +40,7 @@ def check_machine(parsed: Parsed[TrainConfig], device: torch.device, layout: Lay
             raise ValueError(
                 f"--output_dir ({cfg.output_dir}) must hold {name} as a file; remove what is there"
             )
-    for line in [*notes(cfg, parsed.origins, layout.strategy), *_notes_of_the_machine(cfg, device)]:
+    for line in [*notes(cfg, parsed.origins, dims.strategy), *_notes_of_the_machine(cfg, device)]:
         runtime.log.info(line)
 
 

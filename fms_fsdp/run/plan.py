@@ -28,7 +28,7 @@ from fms_fsdp.data.held_out import HeldOut, HeldOutListing, close_held_out, open
 from fms_fsdp.data.shards.manifest import Corpus, open_corpus, scan_corpus
 from fms_fsdp.data.stream import Stream, build_stream
 from fms_fsdp.flags import Parsed
-from fms_fsdp.mesh import Layout, resolve_layout
+from fms_fsdp.mesh import ParallelDims, resolve_dims
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.parallel.compile import check_compile
@@ -52,7 +52,7 @@ class Machine:
 
     world: runtime.World
     device: torch.device
-    layout: Layout
+    dims: ParallelDims
     batch: BatchPlan
     mixed_precision: bool
 
@@ -63,7 +63,7 @@ class Preflight:
 
     world: runtime.World
     device: torch.device
-    layout: Layout
+    dims: ParallelDims
     batch: BatchPlan
     corpus: Corpus | None
     model: LlamaConfig
@@ -98,7 +98,7 @@ class Preflight:
         return {
             "world_size": self.world.world_size,
             "device": str(self.device.type),
-            "layout": asdict(self.layout),
+            "layout": asdict(self.dims),
             "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
             "model": asdict(self.model) | {"num_params": num_params(self.model)},
             "mixed_precision": self.mixed_precision,
@@ -116,8 +116,8 @@ class Preflight:
         )
         return (
             f"model: {num_params(model):,} parameters, {'bf16 compute, fp32 master weights' if self.mixed_precision else 'fp32'}\n"
-            f"world: {self.world.world_size} x {self.device.type}, {self.layout.strategy}: "
-            f"{self.layout.dp_replicate} replicas x {self.layout.dp_shard} shards\n"
+            f"world: {self.world.world_size} x {self.device.type}, {self.dims.strategy}: "
+            f"{self.dims.dp_replicate} replicas x {self.dims.dp_shard} shards\n"
             f"batch: {batch.batch_size} rows x {batch.dp_size} ranks x {batch.grad_accum_steps} micro-steps = "
             f"{batch.global_batch_size} rows = {tokens:,} tokens a step"
             + (f"\nheld out: {held_out}" if held_out else "")
@@ -145,7 +145,7 @@ def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
     check_keep_best(cfg.checkpoint.keep_best, schedule, cfg.eval.eval_interval)
     _check_trackers(cfg.log.trackers)
     device = runtime.pick_device(world)
-    layout = resolve_layout(
+    dims = resolve_dims(
         cfg.parallel,
         variant=cfg.model.model_variant,
         world_size=world.world_size,
@@ -153,10 +153,10 @@ def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
     )
     if cfg.parallel.use_torch_compile:
         check_compile(device)
-    check_machine(parsed, device, layout)
-    batch = resolve_batch(cfg.training, layout.dp_size)
+    check_machine(parsed, device, dims)
+    batch = resolve_batch(cfg.training, dims.size("dp"))
     mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device, cfg.keep_name)
-    return Machine(world, device, layout, batch, mixed_precision)
+    return Machine(world, device, dims, batch, mixed_precision)
 
 
 def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Preflight:
@@ -165,11 +165,11 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Preflight:
     Raises:
         ValueError, OSError: the first check that fails, as one line.
     """
-    cfg, world, device, layout, batch = (
+    cfg, world, device, dims, batch = (
         parsed.config,
         machine.world,
         machine.device,
-        machine.layout,
+        machine.dims,
         machine.batch,
     )
     corpus = _open_data(cfg)
@@ -177,11 +177,11 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Preflight:
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
     scan = partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
     fresh, mixed_precision = Start(None, False, ""), machine.mixed_precision
-    found = Preflight(world, device, layout, batch, corpus, model, mixed_precision, fresh, 0)
+    found = Preflight(world, device, dims, batch, corpus, model, mixed_precision, fresh, 0)
     found = replace(found, held_out_listings=runtime.agreed(scan))
     found = start_from(parsed, replace(found, held_out=_open_held_out(cfg, found)), fresh)
     holder = torch.device("cpu") if cfg.parallel.cpu_offload else device
-    estimate = estimate_memory(model, layout, mixed_precision=mixed_precision, batch=batch)
+    estimate = estimate_memory(model, dims, mixed_precision=mixed_precision, batch=batch)
     check_memory(estimate, holder, world.local_world_size, cfg.model.model_variant)
     given = {"profiler_dir": cfg.profiler.profiler_dir, "tensorboard_dir": cfg.log.tensorboard_dir}
     for flag, folder in {"output_dir": cfg.output_dir, **given}.items():
@@ -207,7 +207,7 @@ def start_from(parsed: Parsed[TrainConfig], found: Preflight, begin: Start) -> P
         saved = checkpoint.state["resolved"]["batch"]
         batch = keep_global_batch(
             cfg.training,
-            found.layout.dp_size,
+            found.dims.size("dp"),
             total=saved["global_batch_size"],
             usual_rows=saved["batch_size"],
             keep_name=cfg.keep_name,
@@ -317,8 +317,8 @@ def open_stream(cfg: TrainConfig, found: Preflight) -> Stream:
         seed=cfg.training.seed,
         vocab_size=found.model.vocab_size,
         global_batch_size=found.batch.global_batch_size,
-        dp_rank=found.world.rank,
-        dp_size=found.layout.dp_size,
+        dp_rank=found.dims.place(found.world.rank, "dp"),
+        dp_size=found.dims.size("dp"),
         pin_memory=found.device.type == "cuda",
     )
     if found.begin.fresh_data:

@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from fms_fsdp.config import TrainConfig, from_dict
+from fms_fsdp.config import TrainConfig, flag_table, from_dict
 
-_PATHS = ("data_path", "eval_data_path", "ckpt_save_path", "ckpt_load_path", "output_dir")
+_PATHS = {name for name, row in flag_table(TrainConfig).items() if row.form == "path"}
 
 
 def working_folder() -> str:

@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers, named_steps, open_checkpoint
-from fms_fsdp.config import OptimConfig, TrainConfig, as_dict
-from fms_fsdp.flags import declared_fields
+from fms_fsdp.config import OptimConfig, TrainConfig, as_dict, flag_table
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.schedules import build_schedule
-
-_DECIDE_FRESH_DATA = ("seed", "data_path", "sep_token", "logical_shards", "packing")
-_FREE_IN_THE_MODEL = ("attn_impl", "init_std", "max_seq_len")
 
 
 @dataclass(frozen=True)
@@ -103,11 +99,12 @@ def _passed_over(checkpoint: Checkpoint) -> str:
 
 def check_model(model: LlamaConfig, checkpoint: Checkpoint) -> None:
     """Raises ValueError naming the first field in which the checkpoint's model is another."""
-    saved = checkpoint.state["resolved"]["model"]
+    saved, table = checkpoint.state["resolved"]["model"], flag_table(TrainConfig)
     for name, value in asdict(model).items():
         if name == "max_seq_len" and model.pos_emb == "learned":
             name, saved = "seq_length", {"seq_length": saved.get(name)}  # a row of weights for every position
-        if name not in _FREE_IN_THE_MODEL and saved.get(name) != value:
+        is_free = name == "max_seq_len" or (name in table and table[name].resume == "free")
+        if not is_free and saved.get(name) != value:
             raise ValueError(
                 f"--{name} ({value}) must be that of the checkpoint {checkpoint.folder} ({saved.get(name)}); "
                 f"set it so, or choose another --run_name"
@@ -119,11 +116,11 @@ def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> lis
     assert start.checkpoint is not None
     before, now = start.checkpoint.state["config"], as_dict(cfg)
     changed: dict[str, list[str]] = {"announced": [], "free": [], "refused": []}
-    for name, spec in declared_fields(TrainConfig).items():
-        old, new = before.get(spec.section, {}).get(name, spec.default), now[spec.section][name]
+    for name, row in flag_table(TrainConfig).items():
+        old, new = before.get(row.section, {}).get(name, row.default), now[row.section][name]
         if _plain(old) != _plain(new):
-            takes_effect = name in _DECIDE_FRESH_DATA and (start.fresh_data or cfg.data.dataset_builder)
-            changed["announced" if takes_effect else spec.resume].append(
+            takes_effect = row.orders_data and (start.fresh_data or cfg.data.dataset_builder)
+            changed["announced" if takes_effect else row.resume].append(
                 f"--{name} {_shown(old)} -> {_shown(new)}"
             )
     lines = []
@@ -154,7 +151,9 @@ def schedule_jump(cfg: TrainConfig, num_steps: int, start: Start) -> str:
         if name in OptimConfig.__dataclass_fields__
     }
     before = build_schedule(OptimConfig(**known), state["resolved"]["num_steps"])
-    old, new = (f"{schedule(step):.3e}" for schedule in (before, build_schedule(cfg.optim, num_steps)))
+    base, peak = known.get("learning_rate", cfg.optim.learning_rate), cfg.optim.learning_rate
+    rates = ((before, base), (build_schedule(cfg.optim, num_steps), peak))
+    old, new = (f"{schedule(step, base):.3e}" for schedule, base in rates)
     if old == new:
         return ""
     return f"learning rate of step {step}: {old} -> {new} (num_steps {state['resolved']['num_steps']} -> {num_steps})"

@@ -1,9 +1,11 @@
 """`python -m fms_fsdp estimate`: how long a training will take, as a range, before the machine is asked for.
 
-    compute = FLOPs per token × tokens / (devices × achieved FLOP/s)      FLOPs per token: 6·N + 12·L·D·S, up to 4/3 of it where blocks are recomputed
+    compute = FLOPs per token × tokens / (devices × achieved FLOP/s)
+    FLOPs per token: 6·N + 12·L·D·S, up to 4/3 of it where blocks are recomputed
 
-The forward pass multiplies and adds each of N parameters once a token (2·N), the backward pass twice that (4·N), recomputation the forward pass again
-(2·N): 6 to 8 FLOPs a parameter and token. Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, equations 3 and 4.
+The forward pass multiplies and adds each of N parameters once a token (2·N), the backward pass twice that (4·N),
+recomputation the forward pass again (2·N): 6 to 8 FLOPs a parameter and token. Source: Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, equations 3 and 4.
 """
 
 from __future__ import annotations
@@ -11,19 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fms_fsdp.config import ModelConfig, flag
+from fms_fsdp.tools.table import table
 
 _DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """The inputs of an estimate: of the rates give one."""
+    """What to train, on what, and what interrupts it: of the two rates give one."""
 
     model_variant: str = flag("7b", "the model whose FLOPs count")
     seq_length: int = flag(4096, "tokens a row, for the FLOPs of attention", minimum=1)
-    parameters: int | None = flag(
-        None, "parameters, in place of a variant; attention is then left out", minimum=1
-    )
+    parameters: int | None = flag(None, "parameters, in place of a variant; attention is left out", minimum=1)
     num_tokens: int = flag(1_000_000_000_000, "tokens to train on", minimum=1)
     num_devices: int = flag(8, "devices in all", minimum=1)
     tflops: float | None = flag(None, "achieved TFLOP/s of a device, recomputation counted", minimum=1e-9)
@@ -34,7 +35,7 @@ class EstimateConfig:
     eval_interval: int = flag(1000, "steps between validations", minimum=1)
     eval_s: float = flag(60.0, "seconds of a validation", minimum=0)
     restarts_a_week: float = flag(
-        2.0, "launches that end early, each losing half a checkpoint interval", minimum=0
+        2.0, "launches that end early; each loses half an interval of saves", minimum=0
     )
     restart_s: float = flag(600.0, "seconds from such an end to the next step", minimum=0)
 
@@ -46,7 +47,7 @@ class EstimateConfig:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Days of a training: computing alone, without and with recomputation, and what saves, validations and restarts add to the longer of them."""
+    """Days of a training: computing alone, without and with recomputation, and what interruptions add to the longer."""
 
     steps: int
     plain_days: float
@@ -64,24 +65,20 @@ def estimate(config: EstimateConfig) -> Estimate:
     """The days of each part. A measured rate already holds its recomputation: both ends of the range start from it."""
     steps = -(-config.num_tokens // config.batch_tokens)
     if config.tokens_per_sec_per_device is not None:
-        plain = most = config.num_tokens / (config.num_devices * config.tokens_per_sec_per_device) / _DAY_S
+        rate, most = config.tokens_per_sec_per_device, 1.0
     else:
         assert config.tflops is not None
-        plain = (
-            _flops_per_token(config)
-            * config.num_tokens
-            / (config.num_devices * config.tflops * 1e12)
-            / _DAY_S
-        )
-        most = 4 / 3 * plain
-    lost_s = config.restart_s + config.checkpoint_interval / 2 * most * _DAY_S / steps
+        rate, most = config.tflops * 1e12 / _flops_per_token(config), 4 / 3
+    plain = config.num_tokens / (config.num_devices * rate) / _DAY_S
+    longest = most * plain
+    lost_s = config.restart_s + config.checkpoint_interval / 2 * longest * _DAY_S / steps
     return Estimate(
         steps=steps,
         plain_days=plain,
-        recomputing_days=most,
+        recomputing_days=longest,
         save_days=steps // config.checkpoint_interval * config.save_s / _DAY_S,
         eval_days=steps // config.eval_interval * config.eval_s / _DAY_S,
-        restart_days=config.restarts_a_week * most / 7 * lost_s / _DAY_S,
+        restart_days=config.restarts_a_week * longest / 7 * lost_s / _DAY_S,
     )
 
 
@@ -99,24 +96,15 @@ def main(config: EstimateConfig) -> None:
     """The command `estimate`."""
     found = estimate(config)
     model = f"{config.parameters:,} parameters" if config.parameters is not None else config.model_variant
-    rate = (
-        f"{config.tflops:g} TFLOP/s"
-        if config.tflops is not None
-        else f"{config.tokens_per_sec_per_device:,g} tokens/s"
-    )
-    print(
-        f"{model}, {config.num_tokens:,} tokens, {config.num_devices} devices at {rate} each: {found.steps:,} steps"
-    )
-    rows = {
-        "compute, nothing recomputed": found.plain_days,
-        "compute, every block recomputed": found.recomputing_days,
-        "saves": found.save_days,
-        "validations": found.eval_days,
-        f"{config.restarts_a_week:g} restarts a week": found.restart_days,
-    }
-    if config.tflops is None:
-        del rows["compute, every block recomputed"]
-        rows = {"compute, as measured": rows.pop("compute, nothing recomputed"), **rows}
-    for name, days in rows.items():
-        print(f"  {name:<33} {days:9.2f} days")
+    if config.tflops is not None:
+        rate = f"{config.tflops:g} TFLOP/s"
+        compute = {"nothing recomputed": found.plain_days, "every block recomputed": found.recomputing_days}
+    else:
+        rate, compute = f"{config.tokens_per_sec_per_device:,g} tokens/s", {"as measured": found.plain_days}
+    rows = {f"compute, {what}": days for what, days in compute.items()}
+    rows |= {"saves": found.save_days, "validations": found.eval_days}
+    rows[f"{config.restarts_a_week:g} restarts a week"] = found.restart_days
+    training = f"{model}, {config.num_tokens:,} tokens, {config.num_devices} devices at {rate} each"
+    print(f"{training}: {found.steps:,} steps")
+    print(table(("", "days"), [(name, f"{days:.2f}") for name, days in rows.items()]))
     print(f"between {found.plain_days:.2f} days, if nothing ever stops it, and {found.worst_days:.2f} days")

@@ -33,10 +33,11 @@ from fms_fsdp.checkpoint.folders import (
     read_files,
 )
 from fms_fsdp.config import OptimConfig
+from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.optim.optimizers import build_optimizer
+from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
 from tests.distributed.launch import run_ranks
 
 RESOLVED = {"batch": {"batch_size": 1, "global_batch_size": 1}, "num_steps": 9}
@@ -46,6 +47,7 @@ def shape(width: int = 8) -> LlamaConfig:
     return LlamaConfig(1, width, width, 1, 1, 16, max_seq_len=4)
 
 
+ALONE = Mesh(ParallelDims("none"), 0, "cpu")
 STATE_VALUES: dict[str, Any] = {
     "tokens_seen": 96,
     "data": {},
@@ -57,16 +59,16 @@ STATE_VALUES: dict[str, Any] = {
 def made(seed: int, width: int = 8) -> tuple[nn.Module, torch.optim.AdamW]:
     model = Llama(shape(width))
     init_weights(model, seed)
-    optimizer = build_optimizer(OptimConfig(), model)
+    optimizer = build_optimizers(OptimConfig(), model)
     tokens = torch.arange(4)[None] + seed
     model(tokens, tokens.roll(-1, 1))[0].backward()
-    optimizer.step()
+    optimizer.step(lambda base: base, torch.tensor(1.0))
     optimizer.zero_grad()
     return model, optimizer
 
 
-def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    states = [value for state in optimizer.state.values() for value in state.values()]
+def values(model: nn.Module, optimizer: Optimizers) -> list[torch.Tensor]:
+    states = [value for _, value in sorted(optimizer.state_dict().items())]
     return [tensor.detach().clone() for tensor in [*model.parameters(), *states]]
 
 
@@ -87,11 +89,11 @@ def test_what_was_saved_is_loaded_to_the_last_bit(tmp_path: Path, in_background:
     model, optimizer = made(1)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint is not None and checkpoint.step == 3 and checkpoint.state["tokens_seen"] == 96
-    load_checkpoint(checkpoint, model, optimizer)
+    load_checkpoint(checkpoint, model, optimizer, ALONE)
     assert all(torch.equal(a, b) for a, b in zip(before, values(model, optimizer), strict=True))
     weights_only, fresh = made(2)
     moments = values(nn.Identity(), fresh)
-    load_checkpoint(checkpoint, weights_only, None)
+    load_checkpoint(checkpoint, weights_only, None, ALONE)
     assert torch.equal(before[0], next(weights_only.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(moments, values(nn.Identity(), fresh), strict=True))
 
@@ -117,9 +119,9 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     first, second = (open_checkpoint(tmp_path, step=step) for step in (1, 2))
     assert first is not None and second is not None
     again, other = made(1, width=256)
-    load_checkpoint(first, again, other)
+    load_checkpoint(first, again, other, ALONE)
     assert all(torch.equal(a, b) for a, b in zip(before, values(again, other), strict=True))
-    load_checkpoint(second, again, other)
+    load_checkpoint(second, again, other, ALONE)
     assert all(not parameter.any() for parameter in again.parameters())
 
 
@@ -149,7 +151,7 @@ def test_damage_to_any_file_is_noticed(tmp_path: Path, damage: str) -> None:
         if found.step == 2:  # only a look at every byte tells
             assert damage == "flip" and name == "__0_0.distcp"
             with pytest.raises(DamagedCheckpoint, match="__0_0.distcp is damaged: its checksum is wrong"):
-                load_checkpoint(found, *made(1))
+                load_checkpoint(found, *made(1), ALONE)
             found = open_checkpoint(tmp_path / "case", skip=[folder])
         assert found is not None and found.step == 1 and folder in found.passed_over
         assert command(["ckpt", "verify", f"--path={tmp_path / 'case'}"]) == 2
@@ -254,7 +256,7 @@ def test_loading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: 
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint is not None
     with pytest.raises(BaseException, match="asks for posix.system|UnpicklingError"):
-        load_checkpoint(checkpoint, *made(0))
+        load_checkpoint(checkpoint, *made(0), ALONE)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -317,9 +319,10 @@ def test_list_and_prune_say_what_they_would_do(tmp_path: Path, capsys: pytest.Ca
     (root / "step_4" / STATE).unlink()
     path = f"--path={tmp_path / 'run'}"
     assert command(["ckpt", "list", path]) == 0
-    listed = capsys.readouterr().out.splitlines()
+    head, *listed = capsys.readouterr().out.splitlines()
+    assert head.split() == ["checkpoint", "GiB", "tokens", "validation", "loss", "state"]
     assert [line.split()[0] for line in listed] == ["step_1", "step_2", "step_3", "step_4"]
-    assert "tokens               96" in listed[0] and listed[0].endswith("complete") and STATE in listed[2]
+    assert listed[0].split()[2] == "96" and listed[0].endswith("complete") and STATE in listed[2]
     assert command(["ckpt", "prune", path, "--keep_last_n=1"]) == 0
     assert "would delete" in capsys.readouterr().out and len(list(root.iterdir())) == 4
     assert command(["ckpt", "prune", path, "--keep_last_n=1", "--keep_steps=1", "--yes"]) == 0

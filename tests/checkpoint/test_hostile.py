@@ -18,7 +18,7 @@ from fms_fsdp.__main__ import main as command
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, checksum, open_checkpoint, render_files
 from fms_fsdp.errors import RunFailed
-from tests.checkpoint.test_checkpointer import made, saved
+from tests.checkpoint.test_checkpointer import ALONE, made, saved
 
 PART = "__0_0.distcp"
 
@@ -170,7 +170,7 @@ def step_loaded(root: Path) -> int:
         ):
             return 1  # the run would say that it is of another model
         try:
-            load_checkpoint(found, model, optimizer)
+            load_checkpoint(found, model, optimizer, ALONE)
             return found.step
         except DamagedCheckpoint as error:
             skip.append(error.folder)
@@ -205,7 +205,7 @@ def test_a_file_that_cannot_be_read_is_named_and_is_no_damage(tmp_path: Path, na
         open_checkpoint(tmp_path)
     if name != STATE:  # which is not read again
         with pytest.raises(RunFailed, match=f"{name}: Too many levels of symbolic links"):
-            load_checkpoint(checkpoint, *made(0))
+            load_checkpoint(checkpoint, *made(0), ALONE)
     assert command(["ckpt", "verify", f"--path={tmp_path}"]) == 2
 
 

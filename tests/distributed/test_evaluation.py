@@ -8,10 +8,9 @@ from torch.distributed.tensor import DTensor
 from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig
 from fms_fsdp.data.held_out import open_held_out
 from fms_fsdp.evaluate import Forward, evaluate
-from fms_fsdp.mesh import build_mesh, resolve_layout
+from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.runtime import World
 from tests.distributed.launch import run_ranks
 
 
@@ -20,14 +19,12 @@ def evaluated() -> tuple[list[str], bool, float]:
     import torch.distributed as dist
 
     section, cpu = ParallelConfig(sharding_strategy="fsdp", reshard_after_forward=False), torch.device("cpu")
-    layout = resolve_layout(section, variant="", world_size=2, local_world_size=2)
+    mesh = Mesh(resolve_dims(section, variant="", world_size=2, local_world_size=2), dist.get_rank(), "cpu")
     config = LlamaConfig(2, 32, 32, 2, 1, 64, max_seq_len=16)
-    model = parallelize(
-        config, section, layout, build_mesh(layout, "cpu"), device=cpu, mixed_precision=False, seed=1
-    )
+    model = parallelize(config, section, mesh, device=cpu, mixed_precision=False, seed=1)
     data = DataConfig(use_dummy_dataset=True, seq_length=16)
     sources = open_held_out(EvalConfig(eval_interval=1), data, None, vocab_size=64, max_rows=5)
-    values = evaluate(Forward(model, 2, False, cpu, World(dist.get_rank(), dist.get_rank(), 2, 2)), sources)
+    values = evaluate(Forward(model, 2, False, cpu, mesh), sources)
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     return whole, model.training, values["eval/loss"]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.observe.metrics import Interval
 from tests.distributed.launch import run_ranks
 
@@ -24,7 +25,7 @@ def read_on_rank() -> dict[str, float]:
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    interval = Interval(torch.device("cpu"))
+    interval = Interval(Mesh(ParallelDims("ddp", dp_replicate=2), rank, "cpu"), torch.device("cpu"))
     for loss_sum, labels, norm in zip(LOSS_SUMS[rank], LABELS, NORMS, strict=True):
         last = Step(torch.tensor(loss_sum), torch.tensor(labels), torch.tensor(norm))
         interval.add(last)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.mesh import build_mesh, resolve_layout
+from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
@@ -97,12 +97,12 @@ def train(one: Case, rank: int, world_size: int) -> tuple[str, list[float], list
     import torch.distributed as dist
 
     section = one.section
-    layout = resolve_layout(section, variant="tiny", world_size=world_size, local_world_size=world_size)
+    dims = resolve_dims(section, variant="tiny", world_size=world_size, local_world_size=world_size)
+    mesh = Mesh(dims, rank, "cpu")
     model = parallelize(
         config(one.tied),
         section,
-        layout,
-        build_mesh(layout, "cpu"),
+        mesh,
         device=torch.device("cpu"),
         mixed_precision=one.mixed_precision,
         seed=5,
@@ -120,13 +120,13 @@ def train(one: Case, rank: int, world_size: int) -> tuple[str, list[float], list
         micros = list(zip(tokens[mine].chunk(one.accum), labels[mine].chunk(one.accum), strict=True))
         total = torch.zeros(())
         for i, (micro_tokens, micro_labels) in enumerate(micros):
-            set_gradient_sync(model, i == len(micros) - 1, layout)
+            set_gradient_sync(model, i == len(micros) - 1, mesh)
             loss_sum, _ = model(micro_tokens, micro_labels)
-            (loss_sum * layout.dp_size / num_labels).backward()
+            (loss_sum * mesh.size("loss") / num_labels).backward()
             total += loss_sum.detach()
         if world_size > 1:
             dist.all_reduce(total)
-        norms.append(clip_grad_norm(model.parameters(), 1.0).item())
+        norms.append(clip_grad_norm(model.parameters(), 1.0, mesh).item())
         losses.append((total / num_labels).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -179,13 +179,12 @@ def init_digest(cases: dict[str, Case]) -> dict[str, str]:
     digests = {}
     for name, one in cases.items():
         world = dist.get_world_size()
-        layout = resolve_layout(one.section, variant="tiny", world_size=world, local_world_size=world)
+        dims = resolve_dims(one.section, variant="tiny", world_size=world, local_world_size=world)
         cpu = torch.device("cpu")
         model = parallelize(
             config(one.tied),
             one.section,
-            layout,
-            build_mesh(layout, "cpu"),
+            Mesh(dims, dist.get_rank(), "cpu"),
             device=cpu,
             mixed_precision=False,
             seed=5,

@@ -50,7 +50,7 @@ def test_seed_name_and_row_block_each_change_the_values() -> None:
     embed = models[0].embed.weight
     assert not torch.equal(embed, models[1].embed.weight)
     assert not torch.equal(
-        models[0].blocks[0].attention.q_proj.weight, models[0].blocks[1].attention.q_proj.weight
+        models[0].blocks["0"].attention.q_proj.weight, models[0].blocks["1"].attention.q_proj.weight
     )
     assert not torch.equal(embed[:256], embed[256:512])
 
@@ -59,7 +59,7 @@ def test_weights_do_not_depend_on_the_number_of_layers_or_the_position_table() -
     model, short = Llama(CONFIG), Llama(LlamaConfig(1, 128, 352, 4, 2, 1000, init_std=0.03, max_seq_len=8))
     init_weights(model, 1)
     init_weights(short, 1)
-    assert torch.equal(model.blocks[0].attention.q_proj.weight, short.blocks[0].attention.q_proj.weight)
+    assert torch.equal(model.blocks["0"].attention.q_proj.weight, short.blocks["0"].attention.q_proj.weight)
     assert torch.equal(model.head.weight, short.head.weight)
 
 

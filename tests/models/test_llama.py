@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fms_fsdp.models.attention import KeyValueCache, attention, document_mask, short_attention
 from fms_fsdp.models.init import init_weights
-from fms_fsdp.models.llama import Attention, Llama, document_mask, short_attention
+from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig, RopeScaling
+from fms_fsdp.parallel.precision import apply_precision
 
 BASE = LlamaConfig(2, 64, 176, 4, 4, 97, max_seq_len=48)
 SHAPES = {
@@ -141,14 +143,13 @@ def test_masked_documents_equal_separate_documents(config: LlamaConfig) -> None:
 def test_attention_document_by_document_is_attention_under_the_mask(compiled: bool) -> None:
     """Outputs and gradients, of rows cut at different places, with grouped heads."""
     torch.manual_seed(0)
-    attention = Attention(replace(BASE, num_attention_heads=4, num_kv_heads=2))
     q, k, v = (torch.randn(3, heads, 64, 16, requires_grad=True) for heads in (4, 2, 2))
     ids = torch.stack([torch.arange(64) // size for size in (64, 13, 1)]).to(torch.int32)
     same = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=same, enable_gqa=True)
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
-    attend = torch.compile(attention.attend, backend="eager") if compiled else attention.attend
-    out = attend(q, k, v, document_mask(ids))
+    attend = torch.compile(attention, backend="eager") if compiled else attention
+    out = attend(q, k, v, mask=document_mask(ids))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
         torch.autograd.grad(out.square().sum(), (q, k, v)), wanted, rtol=1e-5, atol=1e-5
@@ -182,7 +183,7 @@ def test_fp32_weights_compute_in_bf16_without_autocast() -> None:
     model = build(config)
     tokens, labels = labelled(config)
     exact, _ = model(tokens, labels)
-    model.compute_dtype = torch.bfloat16
+    apply_precision(model, torch.bfloat16)
     assert model(tokens).dtype == torch.bfloat16
     loss_sum, _ = model(tokens, labels)
     loss_sum.backward()
@@ -235,3 +236,57 @@ def test_short_attention_is_attention(groups: int) -> None:
     )
     for mine, theirs, true in rounded:
         assert (mine - true).norm() < 1.5 * (theirs - true).norm() + 1e-3
+
+
+@pytest.mark.parametrize("shape", ["mha", "gqa"])
+def test_tokens_that_come_in_parts_see_what_the_cache_holds(shape: str) -> None:
+    """A prompt at once, then three tokens, then one by one: the logits are those of the whole row."""
+    config = SHAPES[shape]
+    model = build(config)
+    tokens, _ = labelled(config)
+    whole, parts = model(tokens), []
+    size = (len(tokens), config.num_kv_heads, config.max_seq_len, config.head_dim)
+    caches = [KeyValueCache(size, torch.float32, tokens.device) for _ in range(config.num_layers)]
+    with torch.no_grad():
+        for part in tokens.split([20, 3, *[1] * (tokens.shape[1] - 23)], dim=1):
+            parts.append(model(part, caches=caches))
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_stages_of_a_model_are_the_model() -> None:
+    """Layers have global names, so the stages take over its weights by name."""
+    whole = build(BASE)
+    tokens, labels = labelled(BASE)
+    stages = [Llama(BASE, range(1)), Llama(BASE, range(1, 2))]
+    for stage in stages:
+        missing, _ = stage.load_state_dict(whole.state_dict(), strict=False)
+        assert not missing
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    assert torch.equal(stages[1](stages[0](tokens), labels)[0], whole(tokens, labels)[0])
+
+
+def test_a_model_that_is_built_and_loaded_alone_computes_the_same() -> None:
+    """The rotary table is in no checkpoint: it is there when the model is, and after `to_empty`."""
+    trained = build(BASE)
+    tokens, _ = labelled(BASE)
+    with torch.device("meta"):
+        on_meta = Llama(BASE)
+    for other in (Llama(BASE), on_meta.to_empty(device="cpu")):
+        other.load_state_dict(trained.state_dict())
+        assert torch.equal(other(tokens), trained(tokens))
+
+
+def test_bf16_keeps_no_copy_of_the_weights_for_the_backward_pass() -> None:
+    model = build(BASE)
+    apply_precision(model, torch.bfloat16)
+    tokens, labels = labelled(BASE)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda kept: kept
+    ):
+        model(tokens, labels)
+    copies = [
+        t for t in kept if t.dtype == torch.bfloat16 and tuple(t.shape) in {(64, 64), (176, 64), (64, 176)}
+    ]
+    assert copies == [] and any(tensor.dtype == torch.float32 and tensor.ndim == 2 for tensor in kept)

@@ -56,7 +56,7 @@ def test_formulas_equal_the_model_on_the_meta_device(config: LlamaConfig) -> Non
     model = on_meta(config)
     units = num_params_by_unit(config)
     assert sum(p.numel() for p in model.parameters()) == num_params(config)
-    for module, unit in ((model.embed, "embed"), (model.blocks[0], "block"), (model.head, "head")):
+    for module, unit in ((model.embed, "embed"), (model.blocks["0"], "block"), (model.head, "head")):
         assert sum(p.numel() for p in module.parameters()) == units[unit]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.observe.energy import EnergyMeter, find_meter
 from fms_fsdp.observe.metrics import (
     Clock,
@@ -29,6 +30,7 @@ from fms_fsdp.predict.hardware import measure_matmul_flops
 from fms_fsdp.runtime import Console
 
 CPU = torch.device("cpu")
+ALONE = Mesh(ParallelDims("none"), 0, "cpu")
 RECORD = {
     "attempt": 1,
     "step": 20,
@@ -98,7 +100,7 @@ def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
 def test_an_interval_is_the_mean_over_labels_and_steps_without_skipped_ones() -> None:
     steps = [step(30.0, 10, 1.0), step(8.0, 4, 5.0), step(math.nan, 10, math.nan), step(7.0, 7, math.inf)]
     steps.append(step(12.0, 6, 3.0))
-    interval = Interval(CPU)
+    interval = Interval(ALONE, CPU)
     for taken in steps:
         interval.add(taken)
     values = interval.read(steps[-1], 2.5, 3, {"param_norm": torch.tensor(7.0)})
@@ -120,7 +122,7 @@ def test_an_interval_is_the_mean_over_labels_and_steps_without_skipped_ones() ->
 
 
 def test_an_interval_of_skipped_steps_alone_has_no_means() -> None:
-    interval = Interval(CPU)
+    interval = Interval(ALONE, CPU)
     interval.add(step(math.inf, 3, math.nan))
     values = interval.read(step(math.inf, 3, math.nan), 0.0, 0, {})
     assert (
@@ -135,8 +137,8 @@ def test_norm_and_zeros_equal_those_of_one_flat_vector() -> None:
     parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(7))]
     parameters[0].grad = torch.tensor([[0.0, 1.0, 0.0]]).repeat(5, 1)
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    assert parameter_norm(parameters).item() == pytest.approx(flat.norm().item())
-    assert count_zeros(parameters, 1).item() == 10
+    assert parameter_norm(parameters, ALONE).item() == pytest.approx(flat.norm().item())
+    assert count_zeros(parameters, ALONE).item() == 10
 
 
 def test_utilization_is_achieved_over_peak_and_absent_where_the_peak_is_unknown() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fms_fsdp.config import BatchPlan, LogConfig, TrainConfig
-from fms_fsdp.mesh import Layout
+from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.flops import flops_per_token
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.observe import report
-from fms_fsdp.optim.optimizers import build_optimizer
+from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.run.plan import Preflight
 from fms_fsdp.run.resume import Start
 from fms_fsdp.runtime import Phases, World
@@ -21,22 +21,25 @@ from fms_fsdp.runtime import Phases, World
 TIMES = {"step_time_ms": 500.0, "eval_ms": 0.0, "checkpoint_ms": 0.0, "logging_ms": 0.0}
 
 
-@pytest.mark.parametrize("layout", [Layout("hsdp", 2, 4), Layout("fsdp", 1, 8), Layout("ddp", 8, 1)])
+@pytest.mark.parametrize(
+    "dims", [ParallelDims("none", 2, 4), ParallelDims("none", 1, 8), ParallelDims("none", 8, 1)]
+)
 def test_rates_and_mfu_are_those_of_one_of_all_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dims: ParallelDims
 ) -> None:
     """Eight ranks train 8 x 3 rows of 4,096 tokens in half a second, on devices of 1 PFLOP/s."""
     monkeypatch.setattr(report, "peak_flops", lambda device, dtype: 1e15)
     config, cpu = VARIANTS["tiny"], torch.device("cpu")
-    world, batch = World(0, 0, 8, 8), BatchPlan(3, 1, layout.dp_size)
+    world, batch = World(0, 0, 8, 8), BatchPlan(3, 1, dims.size("dp"))
     cfg = TrainConfig(log=LogConfig(output_dir=str(tmp_path), trackers=("none",)))
-    found = Preflight(world, cpu, layout, batch, None, config, False, Start(None, False, ""), 10)
+    found = Preflight(world, cpu, dims, batch, None, config, False, Start(None, False, ""), 10)
     model = Llama(config)
     reporter = report.build_reporter(
         cfg,
         found,
+        Mesh(dims, 0, "cpu"),
         model,
-        build_optimizer(cfg.optim, model),
+        build_optimizers(cfg.optim, model),
         attempt=1,
         phases=Phases(),
         learning_rate=lambda step: 1e-3,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.config import LogConfig
+from fms_fsdp.observe import trackers
 from fms_fsdp.observe.metrics import Record
 from fms_fsdp.observe.trackers import QUEUE_SIZE, Background, RunInfo, build_trackers
 from tests.cli import ROOT, TINY, metrics, run, status, trained
@@ -96,9 +97,12 @@ def test_a_tracker_that_raises_is_told_once_and_switched_off(logged: pytest.LogC
     assert len(raising.records) == 1 and background.dropped == 0
 
 
-def test_a_tracker_that_hangs_holds_nobody_up(logged: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_hangs_holds_nobody_up(
+    logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "PATIENCE_S", 0.3)
     free = threading.Event()
-    background = Background("stuck", lambda: Hanging(free), patience_s=0.3)
+    background = Background("stuck", lambda: Hanging(free))
     begin = time.monotonic()
     background.write(RECORD)
     while not background._queue.empty():
@@ -114,7 +118,8 @@ def test_a_tracker_that_hangs_holds_nobody_up(logged: pytest.LogCaptureFixture) 
     free.set()
 
 
-def test_a_tracker_whose_start_hangs_holds_nobody_up() -> None:
+def test_a_tracker_whose_start_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "PATIENCE_S", 0.2)
     free = threading.Event()
 
     def connect() -> Recorder:
@@ -122,7 +127,7 @@ def test_a_tracker_whose_start_hangs_holds_nobody_up() -> None:
         return Recorder()
 
     begin = time.monotonic()
-    background = Background("far", connect, patience_s=0.2)
+    background = Background("far", connect)
     background.write(RECORD)
     background.close()
     assert time.monotonic() - begin < 5

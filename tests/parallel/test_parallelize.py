@@ -8,23 +8,23 @@ import pytest
 import torch
 
 from fms_fsdp.config import ParallelConfig, parse_selective_checkpointing
-from fms_fsdp.mesh import Layout
+from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.activation import select_blocks
 from fms_fsdp.parallel.compile import check_compile
-from fms_fsdp.parallel.fsdp import clip_grad_norm, precision_policy
+from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.parallel.precision import fsdp_policy
 
 CPU = torch.device("cpu")
+NO_MESH = Mesh(ParallelDims("none"), 0, "cpu")
 CONFIG = LlamaConfig(3, 64, 96, 4, 2, 120, max_seq_len=24)
 
 
 def build(config: LlamaConfig = CONFIG, mixed_precision: bool = False, **flags: object) -> Llama:
     section = ParallelConfig(**flags)  # type: ignore[arg-type]
-    return parallelize(
-        config, section, Layout("none", 1, 1), None, device=CPU, mixed_precision=mixed_precision, seed=1
-    )
+    return parallelize(config, section, NO_MESH, device=CPU, mixed_precision=mixed_precision, seed=1)
 
 
 def step(model: Llama, length: int = 24) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -100,7 +100,7 @@ def test_clipping_equals_torchs(max_norm: float) -> None:
     model, other = build(), build()
     step(model)
     step(other)
-    norm = clip_grad_norm(model.parameters(), max_norm)
+    norm = clip_grad_norm(model.parameters(), max_norm, NO_MESH)
     expected = torch.nn.utils.clip_grad_norm_(other.parameters(), max_norm or float("inf"))
     assert norm.dtype == torch.float32 and norm.ndim == 0 and type(norm) is torch.Tensor
     torch.testing.assert_close(norm, expected)
@@ -109,11 +109,11 @@ def test_clipping_equals_torchs(max_norm: float) -> None:
 
 
 def test_master_weights_stay_fp32_and_inputs_are_not_cast() -> None:
-    policy = precision_policy(ParallelConfig(), mixed_precision=True)
+    policy = fsdp_policy(ParallelConfig(), mixed_precision=True)
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert not policy.cast_forward_inputs  # it would round the rotary table
-    assert precision_policy(ParallelConfig(reduce_dtype="bf16"), True).reduce_dtype == torch.bfloat16
-    assert precision_policy(ParallelConfig(), mixed_precision=False).param_dtype is None
+    assert fsdp_policy(ParallelConfig(reduce_dtype="bf16"), True).reduce_dtype == torch.bfloat16
+    assert fsdp_policy(ParallelConfig(), mixed_precision=False).param_dtype is None
     model = build(mixed_precision=True)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fms_fsdp.mesh import Layout
+from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.predict import memory
@@ -19,14 +19,17 @@ CPU = torch.device("cpu")
 def test_estimate_is_state_over_shards_plus_the_largest_unit() -> None:
     config = VARIANTS["7b"]
     n, block = num_params(config), num_params_by_unit(config)["block"]
-    assert estimate_memory(config, Layout("fsdp", 1, 8)).total == 16 * n // 8 + 4 * block
+    assert estimate_memory(config, ParallelDims("fsdp", 1, 8)).total == 16 * n // 8 + 4 * block
     assert (
-        estimate_memory(config, Layout("hsdp", 2, 4), mixed_precision=True).total == 16 * n // 4 + 2 * block
+        estimate_memory(config, ParallelDims("hsdp", 2, 4), mixed_precision=True).total
+        == 16 * n // 4 + 2 * block
     )
-    assert estimate_memory(config, Layout("none", 1, 1)).total == 16 * n
-    assert estimate_memory(config, Layout("none", 1, 1), mixed_precision=True).total == 18 * n
+    assert estimate_memory(config, ParallelDims("none", 1, 1)).total == 16 * n
+    assert estimate_memory(config, ParallelDims("none", 1, 1), mixed_precision=True).total == (
+        16 * n + 2 * num_params_by_unit(config)["embed"]
+    )
     tied = VARIANTS["llama3.2_1b"]
-    assert estimate_memory(tied, Layout("ddp", 2, 1)).unit == 4 * (
+    assert estimate_memory(tied, ParallelDims("ddp", 2, 1)).unit == 4 * (
         128256 * 2048 + 2048
     )  # embedding and final norm
 
@@ -38,10 +41,12 @@ def test_a_model_that_cannot_fit_is_refused_with_both_figures(monkeypatch: pytes
         ValueError,
         match=r"--model_variant \(70b: 1027.8 GiB per rank, .*\) must fit the 16.0 GiB .* at least 65 ",
     ) as error:
-        check_memory(estimate_memory(VARIANTS["70b"], Layout("none", 1, 1)), CPU, 2, "70b")
+        check_memory(estimate_memory(VARIANTS["70b"], ParallelDims("none", 1, 1)), CPU, 2, "70b")
     assert "\n" not in str(error.value)
-    check_memory(estimate_memory(replace(VARIANTS["7b"], num_layers=1), Layout("none", 1, 1)), CPU, 2, "7b")
-    check_memory(estimate_memory(VARIANTS["7b"], Layout("fsdp", 1, 16)), CPU, 2, "7b")
+    check_memory(
+        estimate_memory(replace(VARIANTS["7b"], num_layers=1), ParallelDims("none", 1, 1)), CPU, 2, "7b"
+    )
+    check_memory(estimate_memory(VARIANTS["7b"], ParallelDims("fsdp", 1, 16)), CPU, 2, "7b")
 
 
 @pytest.mark.parametrize(

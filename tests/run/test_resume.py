@@ -17,7 +17,8 @@ import pytest
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers
 from fms_fsdp.config import ModelConfig, TrainConfig, as_dict
-from fms_fsdp.flags import declared_fields, parse_flags
+from fms_fsdp.config.flag import flag_table
+from fms_fsdp.flags import parse_flags
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.run.resume import Start, check_model, differences, schedule_jump
 from tests.cli import ROOT, TINY, events, last_of_each, losses, metrics, run, status, trained
@@ -113,7 +114,7 @@ def test_what_changes_on_resume_is_announced(copy: Path) -> None:
 
 
 def test_every_flag_says_what_it_does_on_resume() -> None:
-    fields = declared_fields(TrainConfig)
+    fields = flag_table(TrainConfig)
     assert {spec.resume for spec in fields.values()} == {"free", "announced", "refused"}
     table = (ROOT / "docs" / "configuration.md").read_text()
     assert all(f"| `--{name}` |" in table for name in fields)
@@ -138,7 +139,7 @@ ON_SHARDS_ONLY = {"sep_token", "packing"}  # tests/data/order/test_history.py
 
 
 def test_the_table_of_refused_flags_is_whole() -> None:
-    refused = {name for name, spec in declared_fields(TrainConfig).items() if spec.resume == "refused"}
+    refused = {name for name, spec in flag_table(TrainConfig).items() if spec.resume == "refused"}
     assert {flag[2:].partition("=")[0] for flag in REFUSED} | ON_SHARDS_ONLY == refused
 
 

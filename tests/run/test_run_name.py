@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fms_fsdp.config import CheckpointConfig, TrainConfig
-from fms_fsdp.flags import declared_fields, parse_flags
+from fms_fsdp.config.flag import flag_table
+from fms_fsdp.flags import parse_flags
 from tests.cli import run, trained
 from tests.data.corpora import write_corpus
 
@@ -52,7 +53,7 @@ def another(name: str, spec: Any) -> Any:
 
 
 def configured(**flags: Any) -> TrainConfig:
-    fields, sections = declared_fields(TrainConfig), {}
+    fields, sections = flag_table(TrainConfig), {}
     for part in dataclasses.fields(TrainConfig):
         own = {name: value for name, value in flags.items() if fields[name].section == part.name}
         sections[part.name] = dataclasses.replace(part.default, **own)
@@ -63,7 +64,7 @@ def test_the_table_says_of_each_flag_whether_it_names_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, spec in declared_fields(TrainConfig).items():
+    for name, spec in flag_table(TrainConfig).items():
         expected = spec.resume != "free" or name in IN_THE_NAME_THOUGH_FREE
         assert spec.in_name == (expected and name not in OUT_THOUGH_ANNOUNCED), name
         if name != "run_name":

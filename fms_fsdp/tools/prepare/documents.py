@@ -2,9 +2,10 @@
 
     [InputFile] ── plan_slices ── [Slice] ── read_part ── Document | Problem …
 
-A slice is a fixed piece of the input, the unit of parallel work: it depends on the files and `slice_bytes` alone, never on the number of
-processes. A plain JSON-lines file is cut at line boundaries, Parquet at row groups; compressed and text files stay whole. Text is verbatim:
-line ends, tabs and spaces are kept; only a UTF-8 byte order mark at the start of a file is dropped, as it is not text.
+A slice is a fixed piece of the input, the unit of parallel work: it depends on the files and `slice_bytes` alone, never
+on the number of processes. A plain JSON-lines file is cut at line boundaries, Parquet at row groups; compressed and text
+files stay whole. Text is verbatim: line ends, tabs and spaces are kept; only a UTF-8 byte order mark at the start of a
+file is dropped, as it is not text.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from fms_fsdp.tools.prepare.input_files import InputFile
 
 DOCUMENT_LIMIT = 64 << 20  # bytes; tokenizers need some 50 times the size of a document
 _EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}  # rough bytes of text per byte on disk, to balance slices
+_JSON_LINES = re.compile(r"\.(jsonl|ndjson|(json|jsonl|ndjson)\.(gz|zst))$")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -37,8 +40,8 @@ class Problem(NamedTuple):
     """An input record that is no document. `malformed` ones count against --max_bad_lines, others are only reported."""
 
     reason: str
-    where: str
-    malformed: bool
+    where: str = ""
+    malformed: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,6 @@ class Part:
     """A piece of a file: bytes [start, stop) of plain JSON lines, row groups [start, stop) of Parquet, else all of it."""
 
     path: str
-    kind: str
     start: int
     stop: int
     num_bytes: int  # of text, roughly
@@ -67,7 +69,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Where the text is inside a record: the JSON keys or Parquet columns, and what separates documents of a text file."""
+    """Where the text of a record is (JSON keys or Parquet columns), and what separates documents of a text file."""
 
     text_key: str = "text"
     text_separator: str = ""
@@ -75,6 +77,12 @@ class TextFormat:
     @property
     def keys(self) -> list[str]:
         return self.text_key.split(",")
+
+
+def file_kind(path: str) -> str:
+    """`jsonl`, `parquet` or `text`, from the name alone."""
+    lower = path.lower()
+    return "jsonl" if _JSON_LINES.search(lower) else "parquet" if lower.endswith(".parquet") else "text"
 
 
 def plan_slices(
@@ -104,16 +112,17 @@ def plan_slices(
 def _cut(file: InputFile, slice_bytes: int) -> Iterator[Part]:
     size = file.size * _EXPANSION.get(os.path.splitext(file.path)[1].lower(), 1)
     pieces = -(-size // slice_bytes) or 1
-    if file.kind == "parquet":
+    kind = file_kind(file.path)
+    if kind == "parquet":
         with _opened_parquet(file.path) as table:
             end = table.metadata.num_row_groups
-    elif file.kind == "jsonl" and size == file.size:
+    elif kind == "jsonl" and size == file.size:
         end = size
     else:
         end, pieces = max(1, size), 1
     edges = sorted({end * i // pieces for i in range(pieces + 1)})
     for start, stop in zip(edges, edges[1:], strict=False):
-        yield Part(file.path, file.kind, start, stop, size * (stop - start) // end)
+        yield Part(file.path, start, stop, size * (stop - start) // end)
 
 
 def read_part(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
@@ -124,14 +133,13 @@ def read_part(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
     """
     readers = {"jsonl": _read_json_lines, "parquet": _read_parquet, "text": _read_text}
     try:
-        for count, record in enumerate(readers[part.kind](part, form), start=1):
+        for count, record in enumerate(readers[file_kind(part.path)](part, form), start=1):
             yield record
             if count == part.limit:
                 return
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"--input ({part.path}) cannot be read: {error}; repair or exclude the file"
-        ) from error
+        rule = f"cannot be read: {error}; repair or exclude the file"
+        raise ValueError(f"--input ({part.path}) {rule}") from error
 
 
 @contextmanager
@@ -167,7 +175,7 @@ def _read_json_lines(part: Part, form: TextFormat) -> Iterator[Document | Proble
                 line = line.removeprefix(_BOM)
             position += length
             if not line.strip():
-                yield Problem("blank line", "", False)
+                yield Problem("blank line")
                 continue
             record = _parse_line(line, form)
             if isinstance(record, str):
@@ -220,27 +228,22 @@ def _opened_parquet(path: str) -> Iterator[Any]:
     try:
         table = pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(
-            f"--input ({path}) is not a readable Parquet file: {error}; repair or exclude it"
-        ) from error
+        rule = f"is not a readable Parquet file: {error}; repair or exclude it"
+        raise ValueError(f"--input ({path}) {rule}") from error
     with table:
         yield table
 
 
 def _read_parquet(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
     with _opened_parquet(part.path) as table:
-        columns = table.schema_arrow.names
-        for key in form.keys:
-            if key not in columns:
-                shown = ", ".join(columns)
-                tokens = {"tokens", "input_ids"} & set(columns)
-                remedy = (
-                    "for token ids use `python -m fms_fsdp convert`" if tokens else "choose with --text_key"
-                )
-                raise ValueError(
-                    f"--text_key ({key}) is not a column of {part.path}, which has {shown}; {remedy}"
-                )
-        meta = table.metadata
+        columns, meta = table.schema_arrow.names, table.metadata
+        if missing := [key for key in form.keys if key not in columns]:
+            has_tokens = "tokens" in columns or "input_ids" in columns
+            remedy = (
+                "for token ids use `python -m fms_fsdp convert`" if has_tokens else "choose with --text_key"
+            )
+            rule = f"is not a column of {part.path}, which has {', '.join(columns)}; {remedy}"
+            raise ValueError(f"--text_key ({missing[0]}) {rule}")
         row = sum(meta.row_group(group).num_rows for group in range(part.start))
         groups = list(range(part.start, part.stop))
         for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=form.keys):
@@ -259,23 +262,21 @@ def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
     with _opened(part.path) as stream:
         head = stream.read(8192)
         if b"\0" in head:
-            yield Problem("binary file", part.path, False)
+            yield Problem("binary file", part.path)
             return
         if form.text_separator:
             pieces: Iterator[bytes | None] = _pieces(head, stream, form.text_separator.encode())
         else:
             body = head + stream.read(DOCUMENT_LIMIT)
             if len(body) > DOCUMENT_LIMIT:
-                raise ValueError(
-                    f"--input ({part.path}) is one document above {DOCUMENT_LIMIT >> 20} MiB; "
-                    "cut it with --text_separator or convert it to JSON lines"
-                )
+                rule = f"is one document above {DOCUMENT_LIMIT >> 20} MiB"
+                remedy = "cut it with --text_separator or convert it to JSON lines"
+                raise ValueError(f"--input ({part.path}) {rule}; {remedy}")
             pieces = iter([body])
         for number, data in enumerate(pieces, start=1):
             if data is None:
-                yield Problem(
-                    f"longer than {DOCUMENT_LIMIT >> 20} MiB", f"{part.path}: document {number}", True
-                )
+                where = f"{part.path}: document {number}"
+                yield Problem(f"longer than {DOCUMENT_LIMIT >> 20} MiB", where, malformed=True)
                 continue
             if number == 1 and data.startswith(_BOM):
                 data = data[len(_BOM) :]
@@ -283,7 +284,7 @@ def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
                 yield Document(data.decode(), data)
             except UnicodeDecodeError:
                 where = f"{part.path}: document {number}" if form.text_separator else part.path
-                yield Problem("not UTF-8", where, False)
+                yield Problem("not UTF-8", where)
 
 
 def _pieces(head: bytes, stream: IO[bytes], separator: bytes) -> Iterator[bytes | None]:
@@ -312,9 +313,10 @@ def _pieces(head: bytes, stream: IO[bytes], separator: bytes) -> Iterator[bytes 
 
 
 def json_arrays(files: Sequence[InputFile], form: TextFormat) -> list[str]:
-    """Returns the .json files that hold objects without a text, in an array or one a line: each will be one document.
+    """The .json files that hold objects without a text, in an array or one a line: each becomes one document.
 
-    Raises: ValueError for one that holds records with a text.
+    Raises:
+        ValueError: a file holds records with a text.
     """
     found = []
     for file in files:
@@ -333,7 +335,6 @@ def json_arrays(files: Sequence[InputFile], form: TextFormat) -> list[str]:
             found.append(file.path)
             continue
         remedy = "write it as JSON lines, one record a line, to" if is_array else "rename it to"
-        raise ValueError(
-            f"--input ({file.path}) holds {len(records)} JSON records, not text; {remedy} NAME.jsonl, or --exclude it"
-        )
+        rule = f"holds {len(records)} JSON records, not text; {remedy} NAME.jsonl, or --exclude it"
+        raise ValueError(f"--input ({file.path}) {rule}")
     return found

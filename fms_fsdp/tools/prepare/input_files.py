@@ -1,6 +1,7 @@
-"""The files that --input names: a file, a folder or a glob.
+"""The files that --input names: files, folders and globs.
 
-Invariant: the same files give the same list, in byte order of their names; nothing that the command itself writes is in it.
+Invariant: the same files give the same list, in byte order of their names; nothing that the command itself writes is
+in it.
 """
 
 from __future__ import annotations
@@ -9,43 +10,50 @@ import fnmatch
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_JSON_LINES = (
-    ".jsonl",
-    ".ndjson",
-    ".jsonl.gz",
-    ".jsonl.zst",
-    ".json.gz",
-    ".json.zst",
-    ".ndjson.gz",
-    ".ndjson.zst",
-)
-WRITTEN = (
+_WRITTEN = (
     "NAME/shard-00000.arrow",
     "meta/counts.csv",
     "meta/summary.json",
     "tokenizer.model",
-)  # to every output
+)  # to an output
+_RESERVED = ("meta", "validation", "test")
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read; `name` is relative to the folder it was found in."""
+    """A file to read; `name` is relative to the folder in which it was found."""
 
     path: str
     name: str
     size: int
     mtime_ns: int
-    kind: str  # jsonl | parquet | text
 
 
-def file_kind(path: str) -> str:
-    """`jsonl`, `parquet` or `text`, from the name alone."""
-    lower = path.lower()
-    return "jsonl" if lower.endswith(_JSON_LINES) else "parquet" if lower.endswith(".parquet") else "text"
+def parse_input(text: str) -> dict[str, list[str]]:
+    """NAME → its paths. A comma that is not followed by NAME= belongs to the path."""
+    sources: dict[str, list[str]] = {}
+    for item in re.split(r",(?=[^,=/]*=)", text):
+        name, equals, path = item.partition("=")
+        if not equals or not path:
+            rule = "must be NAME=PATH[,NAME=PATH…]; for example web=data/web,code=src"
+            raise ValueError(f"--input ({text}) {rule}")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name in _RESERVED:
+            rule = f"must name a source with letters, digits, _ . - and not be one of {', '.join(_RESERVED)}"
+            raise ValueError(f"--input ({name}) {rule}")
+        sources.setdefault(name, []).append(path)
+    return sources
+
+
+def unique_files(found: Iterable[InputFile]) -> tuple[InputFile, ...]:
+    """The files without those that an earlier path leads to as well."""
+    by_real_path: dict[str, InputFile] = {}
+    for file in found:
+        by_real_path.setdefault(os.path.realpath(file.path), file)
+    return tuple(by_real_path.values())
 
 
 def find_files(
@@ -53,7 +61,8 @@ def find_files(
 ) -> list[InputFile]:
     """The files that `path` (file, folder or glob with `**`) names, in byte order of their relative names.
 
-    Hidden files and folders and `__pycache__` are passed over, links are followed. The patterns match relative names, `*` crosses `/`.
+    Hidden files and folders and `__pycache__` are passed over, links are followed. The patterns match relative names,
+    `*` crosses `/`.
 
     Raises:
         FileNotFoundError: nothing is there, or nothing is left of it.
@@ -61,21 +70,13 @@ def find_files(
     """
     path = os.path.expanduser(path)
     if os.path.isfile(path):
-        root, names, own = os.path.split(path)[0], [os.path.basename(path)], list[str]()
-    elif os.path.isdir(path):
-        root, names = path, _walk(path)
-        own = _own_names(root, output)
+        root, names, own = os.path.dirname(path), [os.path.basename(path)], list[str]()
     else:
-        root = os.path.dirname(re.split(r"[*?[]", path)[0])
-        if not glob.has_magic(path) or not os.path.isdir(root or "."):
-            raise FileNotFoundError(
-                f"--input ({path}) does not exist; give a file, a folder or a quoted glob"
-            )
-        whole = re.compile(
-            _glob_pattern(path[len(root) :].lstrip("/")) + "(?:/.*)?"
-        )  # a matched folder gives its files
-        names = [name for name in _walk(root or ".") if whole.fullmatch(name)]
-        own = [name for name in _own_names(root or ".", output) if whole.fullmatch(name)]
+        root, pattern = _root_and_pattern(path)
+        names, own = (
+            [name for name in found if pattern.fullmatch(name)]
+            for found in (_walk(root or "."), _own_names(root or ".", output))
+        )
     names, own = _chosen(names, include, exclude), _chosen(own, include, exclude)
     if own:
         raise ValueError(
@@ -83,53 +84,62 @@ def find_files(
             "choose another folder"
         )
     if not names:
-        raise FileNotFoundError(
-            f"--input ({path}) holds no files to read; check the folder, --include and --exclude"
-        )
+        rule = "holds no files to read; check the folder, --include and --exclude"
+        raise FileNotFoundError(f"--input ({path}) {rule}")
     files = []
-    for name in sorted(set(names), key=os.fsencode):
+    for name in sorted(names, key=os.fsencode):
         full = os.path.join(root, name)
         stat = os.stat(full)
-        files.append(InputFile(full, name, stat.st_size, stat.st_mtime_ns, file_kind(name)))
+        files.append(InputFile(full, name, stat.st_size, stat.st_mtime_ns))
     return files
 
 
+def _root_and_pattern(path: str) -> tuple[str, re.Pattern[str]]:
+    """The folder to walk, and what the names below it must match; a folder that a glob matches gives its files.
+
+    In a glob `*` and `?` stay within a folder, `**/` crosses any number of them.
+    """
+    if os.path.isdir(path):
+        return path, re.compile(".*", re.DOTALL)
+    root = os.path.dirname(re.split(r"[*?[]", path)[0])
+    if not glob.has_magic(path) or not os.path.isdir(root or "."):
+        raise FileNotFoundError(f"--input ({path}) does not exist; give a file, a folder or a quoted glob")
+    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    pieces = re.findall(r"\*\*/|\*\*|[*?]|\[[^]]+\]|.", path[len(root) :].lstrip("/"), re.DOTALL)
+    translated = (wildcards.get(piece, piece if len(piece) > 1 else re.escape(piece)) for piece in pieces)
+    return root, re.compile("".join(translated) + "(?:/.*)?")
+
+
 def _chosen(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    if include:
-        names = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in include)]
-    return [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)]
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return [name for name in names if matches(name, include or ("*",)) and not matches(name, exclude)]
 
 
 def _own_names(root: str, output: Path | None) -> list[str]:
-    """Names below `root` of what is written to `output`, as far as `_walk` would find it."""
+    """Names below `root` of what is written to `output`, where `_walk` would find them."""
     inside = os.path.relpath(os.path.realpath(output), os.path.realpath(root)) if output else os.pardir
     folders = [] if inside == "." else inside.split("/")
     if any(_is_passed_over(folder) for folder in folders):  # ".." too
         return []
-    return ["/".join([*folders, name]) for name in WRITTEN]
+    return ["/".join([*folders, name]) for name in _WRITTEN]
 
 
 def _is_passed_over(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__"
 
 
-def _glob_pattern(text: str) -> str:
-    """The regular expression of a glob: `*` and `?` stay within a folder, `**/` crosses any number of them."""
-    pieces = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    found = re.findall(r"\*\*/|\*\*|[*?]|\[[^]]+\]|.", text, re.DOTALL)
-    return "".join(pieces.get(piece) or (piece if len(piece) > 1 else re.escape(piece)) for piece in found)
-
-
 def _walk(root: str) -> list[str]:
     names, seen = [], {os.path.realpath(root)}
     for folder, subfolders, files in os.walk(root, followlinks=True):
         kept = []
-        for sub in subfolders:
+        for sub in sorted(subfolders):
             real = os.path.realpath(os.path.join(folder, sub))
             if not _is_passed_over(sub) and real not in seen:
                 seen.add(real)
                 kept.append(sub)
-        subfolders[:] = sorted(kept)
+        subfolders[:] = kept
         full = [os.path.join(folder, name) for name in files if not name.startswith(".")]
         names += [os.path.relpath(name, root) for name in full if os.path.isfile(name)]
     return names

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+
+from fms_fsdp.tools.prepare.documents import Document, Slice, TextFormat, read_part
 
 _SENTENCE_CHARS = 2048  # pieces of a document that sentencepiece trains on
 _TRAINING_THREADS = 4  # fixed: part of what makes the trained model a function of its input
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
-    """A sentencepiece model (`bpe` or `unigram`) of the texts, which the caller bounds; the same texts give the same bytes.
+def sample_texts(slices: Sequence[Slice], form: TextFormat, budget: int) -> Iterator[str]:
+    """Documents spread evenly over the slices, about `budget` bytes of them; at most 16 times that is read."""
+    total = sum(entry.num_bytes for entry in slices)
+    step = max(1, round(total / (16 * budget)))
+    share = min(1.0, budget * step / max(1, total))
+    seen = taken = 0
+    for part in (part for entry in slices[::step] for part in entry.parts):
+        for record in read_part(part, form):
+            if isinstance(record, Document):
+                seen += len(record.data)
+                if taken < share * seen and taken < budget:
+                    taken += len(record.data)
+                    yield record.text
 
-    Ids: 0 unknown, 1 begin, 2 end, then 256 bytes that spell what the vocabulary lacks. Pieces may span line ends and runs of spaces, which source
-    code is full of; digits stand alone.
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
+    """A sentencepiece model (`bpe` or `unigram`) of the texts, which the caller bounds; equal texts give equal bytes.
+
+    Ids: 0 unknown, 1 begin, 2 end, then 256 bytes that spell what the vocabulary lacks. Pieces may span line ends and
+    runs of spaces, of which source code is full; digits stand alone.
 
     Raises:
         ValueError: too little text for the vocabulary, or too many characters.
@@ -44,23 +61,21 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
             minloglevel=3,
         )
     except RuntimeError as error:
-        most, least = (
-            re.search(form, str(error)) for form in (r"value <= (\d+)", r"required_chars\. \d+ vs (\d+)")
-        )
-        if least:
-            problem = f"is too low for this text, whose characters take {least[1]}; raise it"
-        elif most:
-            problem = f"is too high for this text: at most {most[1]}; lower it or give more"
-        else:
-            problem = (
-                f"must fit the text: {str(error).strip().splitlines()[-1]}; change it or give other text"
-            )
-        raise ValueError(f"--vocab_size ({vocab_size}) {problem}") from error
+        raise ValueError(f"--vocab_size ({vocab_size}) {_training_problem(str(error))}") from error
     return model.getvalue()
 
 
+def _training_problem(text: str) -> str:
+    """The rule and the remedy behind an error of sentencepiece."""
+    if least := re.search(r"required_chars\. \d+ vs (\d+)", text):
+        return f"is too low for this text, whose characters take {least[1]}; raise it"
+    if most := re.search(r"value <= (\d+)", text):
+        return f"is too high for this text: at most {most[1]}; lower it or give more"
+    return f"must fit the text: {text.strip().splitlines()[-1]}; change it or give other text"
+
+
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Pieces of bounded length, cut before a line end where there is one: sentencepiece drops line ends at the end of a piece."""
+    """Pieces of bounded length, cut before a line end where there is one: sentencepiece drops those at a piece's end."""
     for text in texts:
         start = 0
         while start < len(text):

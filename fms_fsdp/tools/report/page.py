@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from fms_fsdp.config import flag
 from fms_fsdp.tools.report.history import RunHistory, differences, read_run
@@ -22,9 +22,9 @@ td{font-variant-numeric:tabular-nums}.charts{display:flex;flex-wrap:wrap;gap:1em
 class ReportConfig:
     """A page of curves and tables from run folders."""
 
-    POSITIONAL: ClassVar[str] = "runs"
-
-    runs: tuple[str, ...] = flag((), "run folders; several are drawn over one another and compared")
+    runs: tuple[str, ...] = flag(
+        (), "run folders; several are drawn over one another and compared", positional=True
+    )
     output: str = flag("", "the page (default: report.html in the first run folder)")
     smoothing: float = flag(
         0.8, "weight of the past in the smoothed loss, report by report", minimum=0, maximum=0.999

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.tools.prepare import prepare as module
+from fms_fsdp.tools.prepare import pipeline
 from fms_fsdp.tools.prepare.convert import ConvertConfig, convert
 from tests.tools.prepare import test_prepare
 from tests.tools.prepare.test_prepare import OPTIONS, contents, run, write_jsonl
@@ -48,7 +48,9 @@ def test_an_overwriting_call_killed_at_any_change_on_disk_goes_on(
 
         return killing
 
-    monkeypatch.setattr(module, "run_jobs", lambda function, jobs, *_: ((job, function(job)) for job in jobs))
+    monkeypatch.setattr(
+        pipeline, "run_jobs", lambda function, jobs, *_: ((job, function(job)) for job in jobs)
+    )
     for point in itertools.count(1):
         output = tmp_path / "out" / str(point)
         shutil.copytree(tmp_path / "start", output)

@@ -19,9 +19,10 @@ import pytest
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.data.tokenizer import load_tokenizer
-from fms_fsdp.tools.prepare import encode
+from fms_fsdp.tools.prepare import duplicates, encode, pipeline
 from fms_fsdp.tools.prepare.input_files import find_files
-from fms_fsdp.tools.prepare.prepare import PrepareConfig, describe, prepare
+from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
+from fms_fsdp.tools.prepare.stats import describe
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -176,9 +177,9 @@ def test_interruption_at_every_slice_ends_in_the_same_bytes(
             raise MemoryError("stopped by the test")
         return real(self)
 
-    from fms_fsdp.tools.prepare import prepare as module
-
-    monkeypatch.setattr(module, "run_jobs", lambda function, jobs, *_: ((job, function(job)) for job in jobs))
+    monkeypatch.setattr(
+        pipeline, "run_jobs", lambda function, jobs, *_: ((job, function(job)) for job in jobs)
+    )
     monkeypatch.setattr(encode.ShardWriter, "finish", finish)
     for attempt in range(100):
         calls[0], limit[0] = 0, 2 + attempt % 3
@@ -210,7 +211,7 @@ def test_duplicates_keep_their_first_copy_over_all_sources(
     inputs = f"a={write_jsonl(tmp_path / 'a.jsonl', a)},b={write_jsonl(tmp_path / 'b.jsonl', b)}"
     results = []
     for in_memory in (1 << 25, 7):  # in one bucket, in many
-        monkeypatch.setattr(encode, "_HASHES_IN_MEMORY", in_memory)
+        monkeypatch.setattr(duplicates, "_HASHES_IN_MEMORY", in_memory)
         output = tmp_path / f"out{in_memory}"
         stats = run(output, inputs, dedup=True, shard_tokens=100)
         results.append((texts(output / "a"), texts(output / "b")))

@@ -1,0 +1,121 @@
+"""`python -m fms_fsdp evaluate`: loss, perplexity and bits per byte of a checkpoint, on one process or under torchrun."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
+from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
+from fms_fsdp.config import ParallelConfig, TrainConfig, flag
+from fms_fsdp.data.held_out import HeldOut, open_held_out
+from fms_fsdp.errors import BadInput, RunFailed
+from fms_fsdp.evaluate import Forward, evaluate
+from fms_fsdp.mesh import Mesh, resolve_dims
+from fms_fsdp.models.variants import model_from_dict
+from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.run.recorded import recorded_config
+from fms_fsdp.runtime import World, pick_device, set_up_log, start, stop
+from fms_fsdp.tools.table import table
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Which checkpoint, on which data. What is left out is as in the run that wrote it."""
+
+    path: str = flag("", "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)")
+    step: int | None = flag(None, "the checkpoint of this step", minimum=1)
+    data_path: str = flag("", "folder of the run's token shards (default: the run's)")
+    eval_data_path: str = flag(
+        "", "folder of held-out token shards (default: the run's, else validation/ in data_path)"
+    )
+    eval_datasets: tuple[str, ...] = flag(
+        (), "held-out sources, subfolders there (default: the run's, else all)"
+    )
+    eval_steps: int | None = flag(None, "global batches of each source (default: the run's)", minimum=1)
+    eval_test: bool = flag(False, "evaluate test/ in data_path too")
+    json: bool = flag(False, "print one JSON object")
+
+
+def main(config: EvaluateConfig) -> None:
+    """The command; also under torchrun, where the checkpoint is sharded over all processes."""
+    checkpoint = _open(config)
+    cfg, batch = _run_config(config, checkpoint), checkpoint.state["resolved"]["batch"]
+    world = World.from_env()
+    set_up_log(world)
+    device = pick_device(world)
+    model_config = model_from_dict(checkpoint.state["resolved"]["model"])
+    rows = cfg.eval.eval_steps * batch["global_batch_size"]
+    sources = open_held_out(cfg.eval, cfg.data, None, vocab_size=model_config.vocab_size, max_rows=rows)
+    parallel = ParallelConfig(
+        collective_timeout_s=cfg.parallel.collective_timeout_s, dist_backend=cfg.parallel.dist_backend
+    )
+    dims = resolve_dims(
+        parallel, variant="", world_size=world.world_size, local_world_size=world.local_world_size
+    )
+    start(parallel, cfg.training, world, device, group=dims.strategy != "none")
+    mesh = Mesh(dims, world.rank, device.type)
+    model = parallelize(
+        model_config,
+        parallel,
+        mesh,
+        device=device,
+        mixed_precision=checkpoint.state["resolved"]["mixed_precision"],
+        seed=cfg.training.seed,
+    )
+    forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, mesh)
+    try:
+        load_checkpoint(checkpoint, model, None, mesh)
+        values = evaluate(forward, sources)
+    except (DamagedCheckpoint, RunFailed, BadInput) as error:
+        raise ValueError(str(error)) from error
+    for source in sources:
+        source.stream.close()
+    if world.rank == 0:
+        print(_json(checkpoint, values) if config.json else _table(checkpoint, values, sources))
+    del model, forward, mesh
+    stop()
+
+
+def _open(config: EvaluateConfig) -> Checkpoint:
+    path = Path(config.path)
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = open_checkpoint(root, step=config.step) if config.path else None
+    if found is None:
+        step = "" if config.step is None else f" of step {config.step}"
+        raise ValueError(
+            f"--path ({config.path}) must hold a complete checkpoint{step}; see `python -m fms_fsdp ckpt list`"
+        )
+    return found
+
+
+def _run_config(config: EvaluateConfig, checkpoint: Checkpoint) -> TrainConfig:
+    """The run's configuration, with evaluation on and the flags given here in their places."""
+    cfg = recorded_config(checkpoint.state["config"], checkpoint.state["resolved"])
+    given: dict[str, Any] = {
+        name: getattr(config, name) for name in ("eval_data_path", "eval_datasets", "eval_steps")
+    }
+    section = replace(cfg.eval, **{name: value for name, value in given.items() if value}, eval_at_start=True)
+    data = replace(cfg.data, data_path=config.data_path or cfg.data.data_path)
+    return replace(cfg, eval=replace(section, eval_test=config.eval_test), data=data)
+
+
+def _json(checkpoint: Checkpoint, values: dict[str, float]) -> str:
+    return json.dumps({"step": checkpoint.step, "tokens_seen": checkpoint.state["tokens_seen"], **values})
+
+
+def _table(checkpoint: Checkpoint, values: dict[str, float], sources: Sequence[HeldOut]) -> str:
+    rows_of = {f"{source.group}/{source.name}": source.num_rows for source in sources}
+    rows = []
+    for name in (key.removesuffix("/loss") for key in values if key.endswith("/loss")):
+        of_group = sum(count for other, count in rows_of.items() if other.startswith(name + "/"))
+        bits = values.get(f"{name}/bits_per_byte")
+        losses = f"{values[f'{name}/loss']:.4f}", f"{values[f'{name}/ppl']:.2f}"
+        rows.append(
+            (name, str(rows_of.get(name) or of_group), *losses, "—" if bits is None else f"{bits:.4f}")
+        )
+    title = f"{checkpoint.folder}: {checkpoint.state['tokens_seen']:,} tokens trained on"
+    return title + "\n" + table(("source", "rows", "loss", "perplexity", "bits/byte"), rows)

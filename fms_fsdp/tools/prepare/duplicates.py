@@ -1,0 +1,53 @@
+"""Exact copies of documents, over all slices of a call: hashes of every slice, then marks on the later copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fms_fsdp.tools.prepare.encode import SliceJob, TextReader, document_hash, read_batches
+
+_HASHES_IN_MEMORY = 1 << 25  # 64-bit hashes compared at a time, about 1 GB of working memory
+
+
+def hash_slice(job: SliceJob) -> None:
+    """Writes the hash of every document of the slice, in order."""
+    reader = job.recipe.reader
+    assert isinstance(reader, TextReader)
+    batches = read_batches(job.slice.parts, reader.form)
+    hashes = [document_hash(document.data) for documents, _ in batches for document in documents]
+    _save(job.hashes, np.array(hashes, dtype=np.uint64))
+
+
+def mark_copies(jobs: Sequence[SliceJob]) -> None:
+    """Writes for every job which of its documents equal an earlier one, in the order of the jobs.
+
+    Memory is bounded by buckets of hashes.
+    """
+    arrays = [np.load(job.hashes, mmap_mode="r") for job in jobs]
+    starts = np.cumsum([0, *map(len, arrays)])
+    marks = np.zeros(starts[-1], dtype=bool)
+    num_buckets = -(-len(marks) // _HASHES_IN_MEMORY) or 1
+    edges = [i * (1 << 64) // num_buckets for i in range(num_buckets + 1)]
+    for low, high in zip(edges, edges[1:], strict=False):
+        found = [
+            np.flatnonzero((array >= np.uint64(low)) & (array <= np.uint64(high - 1))) for array in arrays
+        ]
+        where = np.concatenate([start + index for start, index in zip(starts, found, strict=False)])
+        values = np.concatenate([array[index] for array, index in zip(arrays, found, strict=True)])
+        order = np.argsort(values, kind="stable")
+        ordered = values[order]
+        marks[where[order[1:][ordered[1:] == ordered[:-1]]]] = True
+    for job, mark in zip(jobs, np.split(marks, starts[1:-1]), strict=True):
+        _save(job.copies, mark)
+
+
+def _save(path: Path, array: npt.NDArray[Any]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        np.save(file, array)
+    temporary.replace(path)

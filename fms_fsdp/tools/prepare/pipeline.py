@@ -1,0 +1,87 @@
+"""The one pipeline behind `prepare` and `convert`: sources in slices → shards in the output folder.
+
+    sources ── [hash slices: mark copies] ── encode, one process per slice ── publish ── counts file
+
+The shards are a function of the inputs and the options, not of the number of workers or of how often the command was
+killed: slices that are in the journal are not made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fms_fsdp.config import flag
+from fms_fsdp.config.flag import joined
+from fms_fsdp.tools.prepare.duplicates import hash_slice, mark_copies
+from fms_fsdp.tools.prepare.encode import Recipe, SliceJob, SliceResult, check_bad_lines, encode_slice
+from fms_fsdp.tools.prepare.output_folder import PreparedSource, finish
+from fms_fsdp.tools.prepare.stats import Stats
+from fms_fsdp.tools.prepare.workers import available_cores, note, run_jobs
+
+
+@dataclass(frozen=True)
+class ShardsConfig:
+    """Which sources to read, and how to cut and place their shards."""
+
+    input: str = flag(
+        "", "NAME=PATH[,NAME=PATH…]: a source and its file, folder or quoted glob; a NAME may repeat"
+    )
+    output: str = flag("", "folder for the shards: the --data_path of training")
+    split: tuple[float, ...] = flag(
+        (1.0,), "shares train[,validation[,test]] by document hash, such as 949,50,1"
+    )
+    shard_tokens: int = flag(1 << 24, "tokens of a shard, about; one document may be longer", minimum=1)
+    num_workers: int | None = flag(
+        None, "processes (default: one per core); all give the same result", minimum=1
+    )
+    overwrite: bool = flag(False, "replace sources that were made from other inputs or with other options")
+
+    def __post_init__(self) -> None:
+        if not self.output:
+            raise ValueError("--output is missing; name the folder for the shards")
+        if not 1 <= len(self.split) <= 3 or min(self.split) < 0 or self.split[0] <= 0:
+            rule = "must be one to three shares, the first above 0"
+            raise ValueError(f"--split ({joined(self.split)}) {rule}; for example 949,50,1")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output).expanduser()
+
+
+def make_shards(config: ShardsConfig, sources: Sequence[PreparedSource], recipe: Recipe) -> dict[str, Stats]:
+    """Encodes the slices that are not in the journals yet, in parallel, and completes the output folder.
+
+    Returns what was read and written, by source.
+
+    Raises:
+        ValueError: an unreadable input, more malformed records than allowed, or a source without documents.
+    """
+    workers = config.num_workers or available_cores()
+    results: dict[str, dict[int, SliceResult]] = {source.name: source.finished() for source in sources}
+    bad = {
+        name: sum(result["stats"]["num_bad"] for result in found.values()) for name, found in results.items()
+    }
+    jobs = [
+        SliceJob(source.name, entry, recipe, source.partial, source.journal)
+        for source in sources
+        for entry in source.slices
+    ]
+    pending = [job for job in jobs if job.slice.index not in results[job.source]]
+    if len(pending) < len(jobs):
+        note(f"{len(jobs) - len(pending)} of {len(jobs)} slices are there already")
+    for job in pending:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    if recipe.dedup and pending:
+        unhashed = [job for job in jobs if not job.hashes.is_file()]
+        for _ in run_jobs(hash_slice, unhashed, [job.slice.num_bytes for job in unhashed], workers, "hash"):
+            pass
+        mark_copies(jobs)
+    sizes = [job.slice.num_bytes for job in pending]
+    for job, result in run_jobs(encode_slice, pending, sizes, workers, "encode"):
+        results[job.source][job.slice.index] = result
+        bad[job.source] += result["stats"]["num_bad"]
+        check_bad_lines(recipe.max_bad_lines, job.source, bad[job.source], result["stats"]["bad"])
+    in_order = {name: [result for _, result in sorted(found.items())] for name, found in results.items()}
+    return finish(config.folder, sources, in_order)

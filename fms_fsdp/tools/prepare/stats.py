@@ -1,0 +1,82 @@
+"""What `prepare` and `convert` read, kept and left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fms_fsdp.tools.prepare.documents import Document, Problem
+from fms_fsdp.tools.table import table
+
+_SHOWN_BAD = 5
+
+
+@dataclass
+class Stats:
+    """Sums over records. `lengths[b]` counts kept documents of [2^(b-1), 2^b) tokens; its variables are the journal's JSON."""
+
+    records: int = 0
+    documents: int = 0
+    tokens: int = 0
+    chars: int = 0
+    num_bytes: int = 0
+    num_bad: int = 0
+    bad: list[str] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    def leave_out(self, problem: Problem) -> None:
+        """Counts a record that is no document."""
+        self.records += 1
+        self.left_out[problem.reason] += 1
+        if problem.malformed:
+            self.num_bad += 1
+            self.bad = [*self.bad, f"{problem.where} {problem.reason}"][:_SHOWN_BAD]
+
+    def keep(self, num_tokens: int, document: Document | None) -> None:
+        """Counts a document of `num_tokens`, and its text where there is one."""
+        self.records += 1
+        self.documents += 1
+        self.tokens += num_tokens
+        self.lengths[num_tokens.bit_length()] += 1
+        if document is not None:
+            self.chars += len(document.text)
+            self.num_bytes += len(document.data)
+
+    @staticmethod
+    def merge(parts: Iterable[Stats]) -> Stats:
+        total = Stats()
+        for part in parts:
+            sums = {name: value + getattr(part, name) for name, value in vars(total).items()}
+            total = Stats(**sums | {"bad": sums["bad"][:_SHOWN_BAD]})
+        return total
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> Stats:
+        lengths = Counter({int(bucket): count for bucket, count in content["lengths"].items()})
+        return Stats(**{**content, "left_out": Counter(content["left_out"]), "lengths": lengths})
+
+    def reasons(self) -> str:
+        """Why records were left out, the most frequent first."""
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.most_common())
+
+
+def describe(stats: Mapping[str, Stats]) -> str:
+    """What was read, kept and left out by source, and a histogram of document lengths."""
+    total = Stats.merge(stats.values())
+    rows = []
+    for name, part in [*stats.items(), ("total", total)]:
+        per_token, per_document = part.chars / max(1, part.tokens), part.tokens / max(1, part.documents)
+        numbers = f"{part.documents:,}", f"{part.tokens:,}", f"{per_token:.2f}", f"{per_document:,.0f}"
+        rows.append((name, *numbers, part.reasons() or "nothing"))
+    head = ("source", "documents", "tokens", "chars/token", "tokens/doc", "left out")
+    bars = []
+    most = max(total.lengths.values(), default=1)
+    for bucket in range(min(total.lengths, default=0), max(total.lengths, default=0) + 1):
+        low, high, count = (1 << bucket) >> 1, (1 << bucket) - 1, total.lengths[bucket]
+        bars.append((f"{low:,}–{high:,}", f"{count:,}", "#" * (40 * count // most)))
+    lengths = table(("tokens per document", "documents", ""), bars, text_columns=(2,))
+    malformed = [f"malformed: {where}" for part in stats.values() for where in part.bad]
+    return "\n".join([table(head, rows, (0, 5)), lengths, *malformed])

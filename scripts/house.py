@@ -1,0 +1,246 @@
+"""Checks the rules of the house that the linters do not know, and prints the figures of its size.
+
+    python scripts/house.py
+
+Sizes are lines of code: no blank lines, no comments, no docstrings. *What trains* is main_training.py with all modules that it
+imports, inside functions and by name too; *tools* is the rest of the package. Exit status: 0, or 1 with one line for each
+broken rule. docs/development.md tells the rules. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "fms_fsdp"
+BUDGETS = {"trains": 5900, "tools": 2200}  # what the house is to come to
+CEILINGS = {"trains": 8800, "tools": 3200}  # what breaks the rule; lower it when the house shrinks
+LONGEST_LINE, LONGEST_FUNCTION, LONGEST_FILE = 110, 60, 400
+# Who may import whom, from the bottom: a module may import its own unit and the units of earlier lines.
+LAYERS = [
+    ["config", "safe_names", "errors", "atomic", "cpu_threads"],
+    ["flags"],
+    ["runtime"],
+    ["mesh"],
+    ["data"],
+    ["models"],
+    ["predict"],
+    ["parallel", "optim", "checkpoint"],
+    ["run"],
+    ["observe", "evaluate", "saving"],
+    ["train"],
+    ["tools"],
+    ["__main__"],
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# Rooms with lines, functions or files that are still too long, and types that are still defined twice. Both only shrink.
+STILL_LONG = [
+    "benchmarks/",
+    "fms_fsdp/__main__.py",
+    "fms_fsdp/atomic.py",
+    "fms_fsdp/checkpoint/",
+    "fms_fsdp/config/",
+    "fms_fsdp/cpu_threads.py",
+    "fms_fsdp/data/",
+    "fms_fsdp/errors.py",
+    "fms_fsdp/evaluate.py",
+    "fms_fsdp/flags.py",
+    "fms_fsdp/mesh.py",
+    "fms_fsdp/models/",
+    "fms_fsdp/observe/",
+    "fms_fsdp/optim/",
+    "fms_fsdp/parallel/",
+    "fms_fsdp/predict/",
+    "fms_fsdp/run/",
+    "fms_fsdp/runtime.py",
+    "fms_fsdp/safe_names.py",
+    "fms_fsdp/saving.py",
+    "fms_fsdp/tools/",
+    "fms_fsdp/train.py",
+    "main_training.py",
+    "scripts/",
+    "tests/",
+]
+STILL_TWICE = {"Saver", "SourcePlan", "VerifyConfig"}
+COMMENTS = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def python_files(*folders: str) -> list[Path]:
+    """The Python files below the folders, sorted; a folder may be a file."""
+    found = set[Path]()
+    for folder in folders:
+        found |= set((ROOT / folder).rglob("*.py")) | (
+            {ROOT / folder} if (ROOT / folder).is_file() else set()
+        )
+    return sorted(found)
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def module_file(name: str) -> Path | None:
+    """The project's file of a dotted name; None where it is no module of the project."""
+    stem = ROOT.joinpath(*name.split("."))
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of all modules that a file imports: at its top, inside functions, and as texts that name a module."""
+    names = set[str]()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= {node.value} if re.fullmatch(rf"{PACKAGE}(\.\w+)+", node.value) else set()
+    return names
+
+
+def import_closure(entry: Path) -> set[Path]:
+    """The entry and all files of the project that it imports, directly or through others."""
+    found, waiting = set[Path](), [entry]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += [file for name in imported(path) if (file := module_file(name)) is not None]
+    return found
+
+
+def lines_of_code(path: Path) -> int:
+    """Lines that hold code: neither blank nor a comment nor part of a docstring."""
+    docstrings, code = set[int](), set[int]()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                docstrings |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type not in COMMENTS:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings)
+
+
+def sizes() -> dict[str, tuple[int, int]]:
+    """Lines of code and number of files of what trains and of the tools."""
+    trains = import_closure(ROOT / "main_training.py")
+    tools = set(python_files(PACKAGE)) - trains
+    return {
+        name: (sum(map(lines_of_code, files)), len(files))
+        for name, files in (("trains", trains), ("tools", tools))
+    }
+
+
+def unit(path: Path) -> str:
+    """The package or module directly below the project's package that a file belongs to."""
+    return path.relative_to(ROOT / PACKAGE).with_suffix("").parts[0]
+
+
+def upward_imports(path: Path) -> Iterator[str]:
+    """A line for each import of a file that points upward in LAYERS."""
+    own = unit(path)
+    if own == "__init__":
+        return
+    for name in sorted(imported(path)):
+        other = f"{name}.".split(".")[1] if name.startswith(f"{PACKAGE}.") else ""
+        if other in LEVEL and other != own and LEVEL[other] >= LEVEL.get(own, -1):
+            yield f"{_shown(path)}: {own} must not import {name}, which stands above or beside it"
+
+
+def broken_layers() -> Iterator[str]:
+    """Imports that point upward, units that have no layer, and tools on the training path."""
+    files = python_files(PACKAGE)
+    for name in sorted({unit(path) for path in files} - {"__init__"} - LEVEL.keys()):
+        yield f"{PACKAGE}/{name}: must have a line in LAYERS (scripts/house.py)"
+    for path in files:
+        yield from upward_imports(path)
+    for path in sorted(import_closure(ROOT / "main_training.py")):
+        if path.is_relative_to(ROOT / PACKAGE / "tools"):
+            yield f"{_shown(path)}: must not be imported by what trains"
+
+
+def long_lines() -> Iterator[str]:
+    """Lines over the limit, docstrings, comments and scripts included."""
+    scripts = [*(ROOT / "scripts").glob("*.s*"), ROOT / ".ci" / "run"]
+    for path in [*python_files(PACKAGE, "main_training.py", "benchmarks", "scripts", "tests"), *scripts]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if len(line) > LONGEST_LINE:
+                yield f"{_shown(path)}:{number}: {len(line)} characters, at most {LONGEST_LINE} fit in a line"
+
+
+def long_parts() -> Iterator[str]:
+    """Functions and files over their limits."""
+    for path in python_files(PACKAGE, "main_training.py", "benchmarks", "scripts"):
+        count = len(path.read_text().splitlines())
+        if count > LONGEST_FILE:
+            yield f"{_shown(path)}: {count} lines, at most {LONGEST_FILE} fit in a file"
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = (node.end_lineno or node.lineno) - node.lineno + 1
+                if count > LONGEST_FUNCTION:
+                    yield f"{_shown(path)}:{node.lineno}: {node.name} has {count} lines, at most {LONGEST_FUNCTION} fit in a function"
+
+
+def types_defined_twice() -> dict[str, list[str]]:
+    """Names of classes that stand more than once in the package, with their files."""
+    places = defaultdict[str, list[str]](list)
+    for path in python_files(PACKAGE):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(_shown(path))
+    return {name: files for name, files in sorted(places.items()) if len(files) > 1}
+
+
+def broken_rules() -> Iterator[str]:
+    """A line for each broken rule."""
+    yield from broken_layers()
+    yield from (fault for fault in [*long_parts(), *long_lines()] if not fault.startswith(tuple(STILL_LONG)))
+    for name, files in types_defined_twice().items():
+        if name not in STILL_TWICE:
+            yield f"class {name}: must be defined once; it stands in {', '.join(files)}"
+    for name, (count, _) in sizes().items():
+        if count > CEILINGS[name]:
+            yield f"{name}: {count:,} lines of code must be at most {CEILINGS[name]:,}"
+
+
+def figures() -> Iterator[str]:
+    """The sizes of today beside their budgets, and what the lists still hold."""
+    for name, (count, files) in sizes().items():
+        yield f"{name}: {count:,} lines of code in {files} files (budget {BUDGETS[name]:,}, ceiling {CEILINGS[name]:,})"
+    lines, parts, twice = list(long_lines()), list(long_parts()), types_defined_twice()
+    yield f"over a limit of length: {len(lines)} lines, {len(parts)} functions and files; types defined twice: {len(twice)}"
+    clean = [room for room in STILL_LONG if not any(fault.startswith(room) for fault in lines + parts)]
+    if clean := [*clean, *sorted(STILL_TWICE - twice.keys())]:
+        yield f"now clean, take these out of STILL_LONG and STILL_TWICE: {', '.join(clean)}"
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def main() -> int:
+    """Prints the figures and the broken rules; returns the exit status."""
+    broken = list(broken_rules())
+    print("\n".join([*figures(), *broken]))
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
