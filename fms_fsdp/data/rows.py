@@ -56,7 +56,7 @@ class CorpusRows:
         self.global_batch_size = global_batch_size
         self._masked: Counter[int] = Counter()  # rows of this rank by step
         self._quotas = slot_quotas({source.name: source.weight for source in corpus.sources})
-        self._files = corpus.files.clone()
+        self.files = corpus.files.clone()
         self._shards: ShardCache = Lru(SHARD_CACHE_BYTES)
         self._vocab_size = vocab_size
         self._readers: dict[str, SourceReader] = {}
@@ -88,7 +88,7 @@ class CorpusRows:
             self._readers[source.name] = SourceReader(
                 corpus,
                 source,
-                self._files,
+                self.files,
                 self._shards,
                 vocab_size=self._vocab_size,
                 document_mask=self._section.document_mask,
@@ -220,7 +220,7 @@ class CorpusRows:
         return self.order.consumption(step)
 
     def close(self) -> None:
-        self._files.close()
+        self.files.close()
 
     def _new_history(self, step: int) -> History:
         first = Segment(step, self.global_batch_size, self._quotas, self._section.seq_length)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,11 +20,28 @@ from fms_fsdp.safe_names import open_regular
 MAX_OPEN_FILES = 48
 
 
+@dataclass
+class StorageCounters:
+    """What was asked of the storage so far: reads sent and sent again, bytes received, seconds that readers waited."""
+
+    requests: int = 0
+    retries: int = 0
+    num_bytes: int = 0
+    stall_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.requests} requests ({self.retries} retries), {self.num_bytes:,} bytes, {self.stall_s:.1f} s waited"
+
+
 class Files(Protocol):
     """What the stream needs of a storage. Paths are relative to its root. Errors are OSError."""
 
     root: str
     num_threads: int  # that may use one instance at a time, and read the faster for it
+
+    @property
+    def counters(self) -> StorageCounters | None:
+        """What an object store was asked; None for other files."""
 
     def walk(self, folder: str) -> Iterator[str]:
         """Yields the path of every file below `folder`, following links, in no particular order."""
@@ -53,6 +71,7 @@ class Files(Protocol):
 class LocalFiles:
     """Files below a local folder, with at most `max_open` descriptors open at a time."""
 
+    counters = None
     num_threads = 1  # several only wait for one another where files are in the page cache: three times as long (measured)
 
     def __init__(self, root: str, max_open: int = MAX_OPEN_FILES) -> None:

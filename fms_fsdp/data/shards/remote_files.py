@@ -20,13 +20,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from fms_fsdp.data.order.permute import I64
-from fms_fsdp.data.shards.files import MAX_OPEN_FILES
+from fms_fsdp.data.shards.files import MAX_OPEN_FILES, StorageCounters
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.remote_uri import PERMANENT, is_denied, open_filesystem, shown, start_errors
 
@@ -40,19 +39,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Page = tuple[str, int]  # path, number in the file
 Request = Future[tuple[int, bytes]]  # its first page, its bytes
-
-
-@dataclass
-class StorageCounters:
-    """What was asked of the storage so far: reads sent and sent again, bytes received, seconds that readers waited."""
-
-    requests: int = 0
-    retries: int = 0
-    num_bytes: int = 0
-    stall_s: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.requests} requests ({self.retries} retries), {self.num_bytes:,} bytes, {self.stall_s:.1f} s waited"
 
 
 class RemoteFiles:

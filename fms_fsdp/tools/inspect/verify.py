@@ -192,9 +192,8 @@ def main(config: VerifyConfig) -> None:
         f"{num_shards} shards of {len(corpus.sources)} sources are whole: {documents:,} documents, {tokens:,} tokens, "
         f"{bound} ({time.monotonic() - start:.1f} s)"
     )
-    counters = getattr(corpus.files, "counters", None)
-    if counters is not None:
-        print(f"storage: {counters}")
+    if corpus.files.counters is not None:
+        print(f"storage: {corpus.files.counters}")
     if run and run.checkpoint:
         with inspected(config):
             print(f"they are those of the run's checkpoint of step {run.step}")

@@ -85,8 +85,8 @@ def check_same_batches(files: Files, data_path: str, steps: int = 4) -> Any:
             for a, b in zip(here.next_batch(), there.next_batch(), strict=True):
                 assert torch.equal(a, b)
         assert here.state_dict() == there.state_dict()
-        assert here.rows.storage is None  # type: ignore[attr-defined]
-        return there.rows.storage  # type: ignore[attr-defined]
+        assert here.rows.files.counters is None  # type: ignore[attr-defined]
+        return there.rows.files.counters  # type: ignore[attr-defined]
 
 
 @needs_moto
