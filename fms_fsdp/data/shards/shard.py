@@ -195,8 +195,8 @@ class Shard:
         found = self.documents(chunk, 0, int(self.chunk_starts[chunk + 1] - self.chunk_starts[chunk]))
         return found.first + int(np.searchsorted(found.addresses, address, side="right")) - 1
 
-    def first_documents(self, limit: int) -> list[I64]:
-        """Returns up to `limit` documents without added delimiters, those of length 0 left out, from the shard's beginning."""
+    def last_tokens(self, limit: int) -> list[int]:
+        """Returns the last tokens on disk of the first documents that have any, of up to `limit` documents."""
         if self.is_list:
             chunk = next((i for i, tokens in enumerate(self._chunk_tokens.tolist()) if tokens), None)
             if chunk is None:
@@ -208,11 +208,9 @@ class Shard:
             with self._errors_named():
                 lengths, addresses = self._scalar_layout(self._blocks[:limit])
         width = self.dtype.itemsize
-        return [
-            np.frombuffer(self._read(length * width, address), self.dtype).astype(np.int64)
-            for length, address in zip(lengths[:limit].tolist(), addresses[:limit].tolist(), strict=True)
-            if length
-        ]
+        ends = addresses[:limit] + (lengths[:limit] - 1) * width
+        data = [self._read(width, end) for end in ends[lengths[:limit] > 0].tolist()]
+        return [int.from_bytes(token, "little") for token in data]
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
