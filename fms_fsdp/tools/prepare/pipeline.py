@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fms_fsdp.config import flag
-from fms_fsdp.config.flag import joined
+from fms_fsdp.config.values import joined
 from fms_fsdp.tools.prepare.duplicates import hash_slice, mark_copies
 from fms_fsdp.tools.prepare.encode import Recipe, SliceJob, SliceResult, check_bad_lines, encode_slice
 from fms_fsdp.tools.prepare.output_folder import PreparedSource, finish
