@@ -1,10 +1,10 @@
 """Held-out sources: rows that are evaluated and never trained on.
 
-    eval_data_path | data_path/validation | data_path ── open_held_out ── HeldOut per source ── rows(start, stop)
+    eval_data_path | data_path/validation | data_path ─ open_held_out ─ HeldOut per source ─ rows(start, stop)
 
-Invariant: row i of a source is a function of (its shards, seq_length, packing, i) alone: the same in every evaluation, at
-every world size, batch and training seed. The rows are the first ones of one epoch in shuffled order, so a sample spread
-over the whole source, none of them twice.
+Invariant: row i of a source is a function of (its shards, seq_length, packing, i) alone: the same in every
+evaluation, at every world size, batch and training seed. The rows are the first ones of one epoch in shuffled
+order, so a sample spread over the whole source, none of them twice.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """`num_rows` rows of one source; `group` is "eval" or "test"; `token_bytes[id]` is the number of bytes that a token
-    stands for, None if not known."""
+    """`num_rows` rows of one source; `group` is "eval" or "test"; `token_bytes[id]` is the number of bytes
+    that a token stands for, None if not known."""
 
     group: str
     name: str
@@ -70,9 +70,11 @@ class HeldOutListing:
 def scan_held_out(
     section: EvalConfig, data: DataConfig, trained: Corpus | None, *, vocab_size: int
 ) -> tuple[HeldOutListing, ...]:
-    """Returns the held-out corpora that the flags name: for one rank, which sends them to the others; () for synthetic tokens.
+    """Returns the held-out corpora that the flags name: for one rank, which sends them to the others; () for
+    synthetic tokens.
 
-    Raises: ValueError, FileNotFoundError if there are none, or they are trained on, or of a larger vocabulary.
+    Raises: ValueError, FileNotFoundError if there are none, or they are trained on, or of a larger
+    vocabulary.
     """
     if data.use_dummy_dataset and not section.eval_data_path:
         return ()
@@ -93,10 +95,11 @@ def open_held_out(
     max_rows: int,
     scanned: tuple[HeldOutListing, ...] | None = None,
 ) -> tuple[HeldOut, ...]:
-    """Returns the held-out sources that the flags name, () if nothing is to be evaluated; at most `max_rows` of each. With
-    what another rank has `scanned` no file or folder is looked at.
+    """Returns the held-out sources that the flags name, () if nothing is to be evaluated; at most `max_rows`
+    of each. With what another rank has `scanned` no file or folder is looked at.
 
-    Raises: ValueError, FileNotFoundError if there are none, or they are trained on, or of a larger vocabulary.
+    Raises: ValueError, FileNotFoundError if there are none, or they are trained on, or of a larger
+    vocabulary.
     """
     if data.use_dummy_dataset and not section.eval_data_path:
         streams = {
@@ -125,7 +128,8 @@ def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
         return _join(data.data_path, "validation"), section.eval_datasets
     if not section.eval_datasets:
         raise ValueError(
-            f"--eval_interval ({section.eval_interval}) needs held-out data, and data_path has no folder validation; "
+            f"--eval_interval ({section.eval_interval}) needs held-out data, and data_path has no folder "
+            "validation; "
             "prepare with --split=98,2, name sources in --eval_datasets, or set --eval_data_path"
         )
     return data.data_path, section.eval_datasets
@@ -157,12 +161,14 @@ def _scan(
         for source in corpus.sources:
             if trained.source(source.name):
                 raise ValueError(
-                    f"--eval_datasets ({source.name}) must not be trained on; name the sources to train on in --datasets, "
+                    f"--eval_datasets ({source.name}) must not be trained on; name the sources to train on "
+                    "in --datasets, "
                     "or others here"
                 )
     if (corpus.vocab_size or 0) > vocab_size:
         raise ValueError(
-            f"--eval_data_path ({corpus.files.root}) has a vocabulary of {corpus.vocab_size}, the model one of {vocab_size}; "
+            f"--eval_data_path ({corpus.files.root}) has a vocabulary of {corpus.vocab_size}, the model one "
+            f"of {vocab_size}; "
             "prepare both with one tokenizer"
         )
     table = _token_bytes(corpus, (data.data_path, data_path), vocab_size)
@@ -186,8 +192,8 @@ def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int)
 
 
 def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -> I64 | None:
-    """Returns the bytes by token id, from the tokenizer that `prepare` left in one of the folders; None where it is not that of
-    the shards."""
+    """Returns the bytes by token id, from the tokenizer that `prepare` left in one of the folders; None where
+    it is not that of the shards."""
     digest = Shard(corpus.files, corpus.sources[0].paths[0], delimiter=0).metadata.get("tokenizer_digest")
     for root in data_paths:
         tokenizer = _tokenizer_in(root, digest)
@@ -199,8 +205,8 @@ def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -
 
 
 def _tokenizer_in(root: str, digest: str | None) -> Tokenizer | None:
-    """Returns the tokenizer in a folder, None if there is none or another one. Raises: ValueError for a description that
-    cannot be trusted."""
+    """Returns the tokenizer in a folder, None if there is none or another one. Raises: ValueError for a
+    description that cannot be trusted."""
     try:
         files = open_root(root)
         data = _read_whole(files, _DESCRIBED)

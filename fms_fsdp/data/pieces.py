@@ -1,10 +1,10 @@
 """From stretches of a source to rows of tokens, with the true next token at every edge.
 
-    stretch of the circle -> pieces (the parts of documents in it) -> packing -> Window (ordered cuts) -> read_row
+    stretch of the circle -> pieces (parts of documents) -> packing -> Window (ordered cuts) -> read_row
 
-Invariant: the label of a token is the next token of the same document, also where the piece ends before the document does
-(one token more is read); after the document's separator it is the first token of the document that follows in the window,
-if it follows from its beginning; else -100. No label crosses a cut.
+Invariant: the label of a token is the next token of the same document, also where the piece ends before the
+document does (one token more is read); after the document's separator it is the first token of the document
+that follows in the window, if it follows from its beginning; else -100. No label crosses a cut.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ TokenType = np.dtype[np.unsignedinteger[npt.NBitBase]]
 class Pieces(NamedTuple):
     """Parts of documents: arrays of one length, in the order of the source.
 
-    `file` of the source, `document` of the file, `start` token in the document, `length` (delimiter counted), `address` of
-    the first token in the file, `after`: tokens of the document that follow the piece, 2 standing for more.
+    `file` of the source, `document` of the file, `start` token in the document, `length` (delimiter counted),
+    `address` of the first token in the file, `after`: tokens of the document that follow the piece, 2
+    standing for more.
     """
 
     file: I64
@@ -69,8 +70,8 @@ class Pieces(NamedTuple):
 class Window(NamedTuple):
     """The ordered pieces of some rows, 16 bytes each: what is needed to read them, and no more.
 
-    `files`: (path, type of a token) of the shards that `file` indexes; `end`: tokens up to the piece's end; `begins`: whether
-    the piece begins its document; `after` as in Pieces.
+    `files`: (path, type of a token) of the shards that `file` indexes; `end`: tokens up to the piece's end;
+    `begins`: whether the piece begins its document; `after` as in Pieces.
     """
 
     files: tuple[tuple[str, TokenType], ...]
@@ -160,7 +161,8 @@ class SourceReader:
         return pieces if kept.all() else pieces.take(np.flatnonzero(kept))
 
     def pack(self, starts: list[int], length: int, pack: Callable[[I64], Cuts] | None) -> Pieces:
-        """Returns the pieces of the stretches of `length` tokens at `starts`, in the order that `pack` gives to them."""
+        """Returns the pieces of the stretches of `length` tokens at `starts`, in the order that `pack` gives
+        to them."""
         pieces = Pieces.joined([self.pieces(start, length) for start in starts])
         if pack is None:
             return pieces
@@ -194,7 +196,8 @@ class SourceReader:
         after = np.minimum(window.after[first:last] + np.maximum(end - stop, 0), 2)
         places = np.maximum(begin, start) - start
         lengths = np.minimum(end, stop) - start - places
-        # One token more than the piece is read for its last label, as far as the document goes; the delimiter is not stored.
+        # One token more than the piece is read for its last label, as far as the document goes; the delimiter
+        # is not stored.
         stored = np.minimum(lengths + 1, lengths + after - self.source.delimiter)
         out.tokens.fill(self._sep)
         next_token = np.where(after == 0, IGNORED_LABEL, self._sep)
@@ -250,7 +253,8 @@ class SourceReader:
             ) from error
         if len(data) != size:
             raise ShardError(
-                f"shard ({path}) ends {size - len(data)} bytes early, in document {self._document_at(path, address)}; "
+                f"shard ({path}) ends {size - len(data)} bytes early, in document "
+                f"{self._document_at(path, address)}; "
                 "it is truncated: restore it or --on_missing=mask"
             )
         return np.frombuffer(data, dtype)

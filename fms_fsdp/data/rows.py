@@ -67,7 +67,8 @@ class CorpusRows:
         num_rows = sum(source.num_tokens // section.seq_length for source in corpus.sources)
         if num_rows < global_batch_size:
             raise ValueError(
-                f"--global_batch_size ({global_batch_size}) must be at most the {num_rows} sequences of the corpus; "
+                f"--global_batch_size ({global_batch_size}) must be at most the {num_rows} sequences of the "
+                "corpus; "
                 "lower the batch, lower --seq_length or add data"
             )
         self.last_step: int | None = None
@@ -83,7 +84,8 @@ class CorpusRows:
         self._limit_epochs(step)
 
     def open_sources(self, corpus: Corpus) -> None:
-        """Makes the corpus's sources readable: for inspection, those of earlier steps that the flags no longer name too."""
+        """Makes the corpus's sources readable: for inspection, those of earlier steps that the flags no
+        longer name too."""
         for source in corpus.sources:
             self._readers[source.name] = SourceReader(
                 corpus,
@@ -95,7 +97,8 @@ class CorpusRows:
             )
 
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
-        """Returns a rank's rows of the step's global batch, which may be of another size. Raises: ShardError with the step."""
+        """Returns a rank's rows of the step's global batch, which may be of another size. Raises: ShardError
+        with the step."""
         segment = self.order.history.segment(step)
         start, stop = rows_of_rank(segment.batch, dp_rank, dp_size)
         batch = empty_batch(stop - start, segment.seq_length, pin_memory=self._pin_memory)
@@ -120,7 +123,8 @@ class CorpusRows:
             done += span.length
 
     def pieces_of(self, address: RowAddress) -> Pieces:
-        """Returns the pieces of documents that a row holds, in order: for inspection and tests, in O(1) windows."""
+        """Returns the pieces of documents that a row holds, in order: for inspection and tests, in O(1)
+        windows."""
         parts = []
         for span in self.order.spans(address):
             whole = span._replace(start=0, length=0)
@@ -136,7 +140,8 @@ class CorpusRows:
         return Pieces.joined(parts)
 
     def documents(self, step: int, limit: int) -> list[str]:
-        """Returns the file, document and token range of the first `limit` pieces of the step's global batch."""
+        """Returns the file, document and token range of the first `limit` pieces of the step's global
+        batch."""
         found: list[str] = []
         for address in self.order.addresses(step):
             paths = self.reader(address.source).source.paths
@@ -171,7 +176,8 @@ class CorpusRows:
         return self._readers[name]
 
     def state(self) -> dict[str, Any]:
-        """Returns what, with the manifest, determines every step so far and to come: JSON values, the same on every rank."""
+        """Returns what, with the manifest, determines every step so far and to come: JSON values, the same on
+        every rank."""
         return {
             "state_version": STATE_VERSION,
             "order_version": ORDER_VERSION,
@@ -184,9 +190,11 @@ class CorpusRows:
         }
 
     def load(self, state: dict[str, Any], step: int) -> list[str]:
-        """Continues after `step`, with the flags of this run from step + 1 on; returns what they change, in words.
+        """Continues after `step`, with the flags of this run from step + 1 on; returns what they change, in
+        words.
 
-        Raises: ValueError if the state is of another corpus, seed, packing or separator, or of a row length that does not fit.
+        Raises: ValueError if the state is of another corpus, seed, packing or separator, or of a row length
+        that does not fit.
         """
         self._check_same(state)
         history, size = History.from_state(state), self._section.seq_length
@@ -196,7 +204,8 @@ class CorpusRows:
             )
         if pair := history.unfit_lengths():
             raise ValueError(
-                f"seq_length of the checkpoint's data state was {pair[0]} and {pair[1]}, neither a multiple of the other, "
+                f"seq_length of the checkpoint's data state was {pair[0]} and {pair[1]}, neither a multiple "
+                "of the other, "
                 f"as earlier releases allowed; go on with the release that wrote it, or {WEIGHTS_ALONE}"
             )
         before = history.segments[-1].seq_length
@@ -204,8 +213,10 @@ class CorpusRows:
         if history.unfit_lengths():
             lengths = sorted({segment.seq_length for segment in history.segments} - {size})
             raise ValueError(
-                f"--seq_length ({size}) must divide {before} or be a multiple of it, and all lengths of a run must divide "
-                f"the longest (so far: {', '.join(map(str, lengths))}); choose such a length, or {WEIGHTS_ALONE}"
+                f"--seq_length ({size}) must divide {before} or be a multiple of it, and all lengths of a "
+                "run must divide "
+                f"the longest (so far: {', '.join(map(str, lengths))}); choose such a length, or "
+                f"{WEIGHTS_ALONE}"
             )
         changes += history.skip(self._section.skip_steps, step)
         self._known = {**state["manifest"], **self._known}
@@ -229,7 +240,8 @@ class CorpusRows:
         return history
 
     def _order_of(self, history: History, fit: Fit) -> Order:
-        """Returns the order that a history makes, after fitting the sources used for the first time in this length."""
+        """Returns the order that a history makes, after fitting the sources used for the first time in this
+        length."""
         size, fit = self._section.seq_length, {length: dict(fits) for length, fits in fit.items()}
         fits = fit.setdefault(str(size), {})
         for name, quota in self._quotas.items():
@@ -245,11 +257,13 @@ class CorpusRows:
         return Order(self._seed, num_tokens, fit, history)
 
     def _left_out(self) -> list[str]:
-        """Returns what the last change of the row length leaves out, a line for each source in the middle of an epoch."""
+        """Returns what the last change of the row length leaves out, a line for each source in the middle of
+        an epoch."""
         first = self.order.history.segments[-1].base
         rests = ((name, self.order.source(name).laps[-2:]) for name in sorted(self._quotas))
         return [
-            f"source {name}: {laps[0].left_out:,} tokens of the epoch under way are left out, {laps[0].num_rows:,} rows are left"
+            f"source {name}: {laps[0].left_out:,} tokens of the epoch under way are left out, "
+            f"{laps[0].num_rows:,} rows are left"
             for name, laps in rests
             if isinstance(laps[0], Rest) and laps[0].first == first.get(name, 0)
         ]
@@ -292,13 +306,15 @@ class CorpusRows:
             if state.get(name) != mine[name]:
                 flag = name if name.endswith("version") else f"--{name}"
                 raise ValueError(
-                    f"{flag} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
+                    f"{flag} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with "
+                    "the same "
                     "value, or take its weights alone with --load_model_only"
                 )
         size, before = self._section.seq_length, state["history"][-1]["seq_length"]
         if self._section.packing == "bestfit" and size != before:
             raise ValueError(
-                f"--seq_length ({size}) must stay {before} with --packing=bestfit, whose rows are packed to that length; "
+                f"--seq_length ({size}) must stay {before} with --packing=bestfit, whose rows are packed to "
+                "that length; "
                 "keep it, or take the weights alone with --load_model_only"
             )
         for name, (digest, num_files, num_tokens, marks) in mine["manifest"].items():
@@ -307,18 +323,21 @@ class CorpusRows:
                 continue
             if known[0] != digest:
                 raise ValueError(
-                    f"source ({name}) has changed since the checkpoint: {num_files} shards of {num_tokens} tokens, then "
+                    f"source ({name}) has changed since the checkpoint: {num_files} shards of {num_tokens} "
+                    "tokens, then "
                     f"{known[1]} of {known[2]}; restore its shards, and add new ones as a source of their own"
                 )
             shard = changed_shard(self.reader(name).source, known[3], marks)
             if shard is not None:
                 raise ValueError(
-                    f"shard ({shard}) has changed since the checkpoint, though its name and counts have not; restore it, or "
+                    f"shard ({shard}) has changed since the checkpoint, though its name and counts have not; "
+                    "restore it, or "
                     f"{WEIGHTS_ALONE}"
                 )
         lost = sorted(set(state["history"][-1]["weights"]) - set(mine["manifest"]))
         if self._corpus.discovered and lost:
             raise FileNotFoundError(
-                f"source ({lost[0]}) of the checkpoint is missing in {self._corpus.files.root}; restore it, or name the "
+                f"source ({lost[0]}) of the checkpoint is missing in {self._corpus.files.root}; restore it, "
+                "or name the "
                 "sources to go on with in --datasets"
             )

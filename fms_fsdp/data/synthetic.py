@@ -1,8 +1,10 @@
-"""Synthetic tokens: no files, next to no cost, the same at every world size, with a pattern that a model can learn.
+"""Synthetic tokens: no files, next to no cost, the same at every world size, with a pattern that a model can
+learn.
 
-A row is a function of (seed, step, row position in the global batch) alone. In an alphabet of A = the largest power of two
-<= min(vocab_size, 256) the next token is (5 x + 3) mod A, a cycle through all A tokens, except that one token in each cell of
-32 is drawn at random: the loss of a model that has learned the rule is about (ln A) / 32.
+A row is a function of (seed, step, row position in the global batch) alone. In an alphabet of A = the largest
+power of two <= min(vocab_size, 256) the next token is (5 x + 3) mod A, a cycle through all A tokens, except
+that one token in each cell of 32 is drawn at random: the loss of a model that has learned the rule is about
+(ln A) / 32.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class SyntheticRows:
         return out
 
     def _tokens(self, step: int, start: int, stop: int, length: int) -> I64:
-        """Returns S + 1 tokens a row. Each cell of 32 draws a place and a token; the rule runs from the last one drawn."""
+        """Returns S + 1 tokens a row. Each cell of 32 draws a place and a token; the rule runs from the last
+        one drawn."""
         num_cells = length // _CELL + 2  # one before the row
         row_keys: U64 = mix64(
             np.arange(start, stop, dtype=np.uint64) ^ np.uint64(derive_key(self._seed, _ROWS, step))
@@ -82,8 +85,9 @@ class SyntheticRows:
         mine = self.state()
         for name in ("synthetic", "seed"):
             if state.get(name) != mine[name]:
+                flag = "--seed" if name == "seed" else name
                 raise ValueError(
-                    f"{'--seed' if name == 'seed' else name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
+                    f"{flag} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
                     "data flags, or take its weights alone with --load_model_only"
                 )
         self._changes = [(after, batch, length) for after, batch, length in state["history"]]

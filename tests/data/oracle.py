@@ -23,7 +23,8 @@ def rows_of(stream: TokenStream) -> CorpusRows:
 def check_row(
     files: Files, stream: TokenStream, address: RowAddress, batch: Batch, row: int, used: Used | None = None
 ) -> None:
-    """Asserts tokens, labels, positions and ids of a row against the documents, and counts its tokens in `used`."""
+    """Asserts tokens, labels, positions and ids of a row against the documents, and counts its tokens in
+    `used`."""
     documents = files.documents[address.source]
     tokens, labels, positions, ids = (tensor[row].numpy() for tensor in batch)
     pieces = rows_of(stream).pieces_of(address)

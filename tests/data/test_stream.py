@@ -171,7 +171,8 @@ def test_share_of_masked_labels_is_small_at_a_real_block_size(tmp_path: Path) ->
 def test_documents_of_a_window_follow_one_another_as_in_a_random_shuffle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Serial test: from which of the window's 16 blocks neighbours come, 16 x 16 cells; chi^2 / dof of a random order is 1."""
+    """Serial test: from which of the window's 16 blocks neighbours come, 16 x 16 cells; chi^2 / dof of a
+    random order is 1."""
     monkeypatch.setattr("fms_fsdp.data.order.tapes.BLOCK_TOKENS", 4096)
     files = write_corpus(tmp_path, {"web": [600_000]}, mean=12)
     stream = files.stream(1, seq_length=64, logical_shards=1)

@@ -54,7 +54,8 @@ def listed(data: Inspected, num_steps: int) -> dict[tuple[str, int], set[Item]]:
 
 
 def check_find_agrees(files: Files, data: Inspected, num_steps: int, num_epochs: int) -> set[str]:
-    """Asserts that `find` and `step` name the same places, and that `find` accounts for every token in every epoch."""
+    """Asserts that `find` and `step` name the same places, and that `find` accounts for every token in every
+    epoch."""
     told, fates = listed(data, num_steps), set[str]()
     for source in (source for corpus in data.corpora for source in corpus.sources):
         for file, path in enumerate(source.paths):
@@ -116,7 +117,8 @@ def write_run(folder: Path, files: Files, stream: TokenStream, step: int, **data
 
 @pytest.fixture(scope="module")
 def run(files: Files, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A run of 60 steps: b is dropped after 20, c comes in after 40, two ranges are passed over. And its fingerprints."""
+    """A run of 60 steps: b is dropped after 20, c comes in after 40, two ranges are passed over. And its
+    fingerprints."""
     folder, prints = tmp_path_factory.mktemp("run"), list[int]()
     launches = [("a,b", 4, "3:5"), ("a", 6, ""), ("a,c", 2, "43:50")]
     state: dict[str, Any] | None = None
@@ -174,7 +176,8 @@ def test_find_agrees_with_step_through_a_runs_changes(files: Files, run: tuple[P
 
 
 def test_inspect_follows_changes_of_seq_length(files: Files, tmp_path: Path) -> None:
-    """A run of 55 steps in rows of 32, 16 and 64 tokens: fingerprints, find against step, plan, an aligned question."""
+    """A run of 55 steps in rows of 32, 16 and 64 tokens: fingerprints, find against step, plan, an aligned
+    question."""
     prints, used, state = list[int](), 0, None
     for i, size in enumerate((32, 16, 64)):
         with files.stream(4, seq_length=size) as stream:

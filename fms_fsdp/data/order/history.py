@@ -1,16 +1,18 @@
-"""Which sequences step t holds, through every change of weights, sources, batch and sequence length; and what a checkpoint keeps.
+"""Which sequences step t holds, through every change of weights, sources, batch and sequence length; and what
+a checkpoint keeps.
 
-Steps are 1-based. The run is a row of *segments*; segment k holds from step `after_k + 1` on, with its own weights and global
-batch B_k. Global sequence numbers g run on through all segments:
+Steps are 1-based. The run is a row of *segments*; segment k holds from step `after_k + 1` on, with its own
+weights and global batch B_k. Global sequence numbers g run on through all segments:
 
     g(t)     = g_k + (t - 1 - after_k) * B_k, moved past the skipped ranges of g
     source   = mixture_k(g - g_k)                    the u-th sequence of the segment
     n        = base_k[source] + its number in the segment
     base_k+1 = base_k + what each source supplied in [g_k, g_k+1)
 
-Invariant: each source's numbers n run on without gap or repeat through all segments, also for a source that was dropped and
-returns. Only (after, batch, quotas, seq_length) of each segment and the skipped ranges are kept; g_k and base_k follow from
-them. Where a sequence of a new length lies in its source is the business of `source_order`.
+Invariant: each source's numbers n run on without gap or repeat through all segments, also for a source that
+was dropped and returns. Only (after, batch, quotas, seq_length) of each segment and the skipped ranges are
+kept; g_k and base_k follow from them. Where a sequence of a new length lies in its source is the business of
+`source_order`.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Segment:
 
 
 class Rows(NamedTuple):
-    """The sequences of a step in the order of g: index into `names`, and the source's own number of the sequence."""
+    """The sequences of a step in the order of g: index into `names`, and the source's own number of the
+    sequence."""
 
     names: tuple[str, ...]
     source: I64
@@ -91,19 +94,21 @@ class History:
         return next(segment for segment in reversed(self.segments) if segment.after < step)
 
     def lengths(self) -> list[Segment]:
-        """Returns the segments that begin with a length of their own: the first, and those that changed it."""
+        """Returns the segments that begin with a length of their own: the first, and those that changed
+        it."""
         changed = [new for old, new in pairwise(self.segments) if new.seq_length != old.seq_length]
         return [self.segments[0], *changed]
 
     def unfit_lengths(self) -> tuple[int, int] | None:
-        """Returns two row lengths that one run cannot have: neighbours neither of which divides the other, or the longest of
-        all and one that does not divide it; None if all fit."""
+        """Returns two row lengths that one run cannot have: neighbours neither of which divides the other, or
+        the longest of all and one that does not divide it; None if all fit."""
         sizes = [segment.seq_length for segment in self.lengths()]
         pairs = [*pairwise(sizes), *((size, max(sizes)) for size in sizes)]
         return next(((a, b) for a, b in pairs if a % b and b % a), None)
 
     def rows(self, step: int, num_steps: int = 1) -> Rows:
-        """Returns the sequences of `num_steps` steps from `step` (>= 1) on, as if the mixture of `step` held in all of them."""
+        """Returns the sequences of `num_steps` steps from `step` (>= 1) on, as if the mixture of `step` held
+        in all of them."""
         segment = self.segment(step)
         first = segment.first + (step - 1 - segment.after) * segment.batch
         g = self._pass_skipped(segment, first + np.arange(num_steps * segment.batch))
@@ -112,13 +117,14 @@ class History:
         return Rows(segment.mixture.names, source, base[source] + number)
 
     def position(self, step: int) -> dict[str, int]:
-        """Returns for each source the number n of its first sequence after `step` (>= 0); skipped ones are counted."""
+        """Returns for each source the number n of its first sequence after `step` (>= 0); skipped ones are
+        counted."""
         segment = self.segment(step + 1)
         return segment.supplied(self._first(step + 1))
 
     def find(self, name: str, n: int) -> tuple[int, bool] | None:
-        """Returns the step that holds the source's own sequence n, or the first one after it and True if it is skipped; None
-        if the source is dropped before: the inverse of `rows`."""
+        """Returns the step that holds the source's own sequence n, or the first one after it and True if it
+        is skipped; None if the source is dropped before: the inverse of `rows`."""
         g = bisect_right(range(MAX_ROWS), n, key=lambda g: self._supplied(g + 1).get(name, 0))
         if g == MAX_ROWS:
             return None
@@ -128,7 +134,8 @@ class History:
         return step, any(start <= g < stop for start, stop in skipped)
 
     def consumed_tokens(self, step: int) -> Counter[str]:
-        """Returns how many tokens of each source the steps up to `step` yielded; skipped ones are not counted."""
+        """Returns how many tokens of each source the steps up to `step` yielded; skipped ones are not
+        counted."""
         tokens, end = Counter[str](), self._first(step + 1)
         stops = [*(segment.first for segment in self.segments[1:]), end]
         for segment, stop in zip(self.segments, stops, strict=True):
@@ -143,7 +150,8 @@ class History:
         return tokens
 
     def change(self, after: int, batch: int, quotas: Mapping[str, int], seq_length: int) -> list[str]:
-        """Lets another batch, mixture or length hold from step after + 1 on; returns what changed, in words, [] if nothing."""
+        """Lets another batch, mixture or length hold from step after + 1 on; returns what changed, in words,
+        [] if nothing."""
         last = self.segments[-1]
         assert after >= last.after, (after, last.after)
         segment = Segment(after, batch, dict(quotas), seq_length)
@@ -155,7 +163,8 @@ class History:
         return changes
 
     def skip(self, text: str, step: int) -> list[str]:
-        """Passes over the rows now planned for the steps a to b - 1 of each "a:b" in `text`, unless done before.
+        """Passes over the rows now planned for the steps a to b - 1 of each "a:b" in `text`, unless done
+        before.
 
         `step` is the last one consumed. Raises: ValueError for a malformed range or one that is not ahead.
         """
@@ -179,7 +188,8 @@ class History:
         return changes
 
     def first_step_beyond(self, name: str, num_sequences: int, step: int) -> int:
-        """Returns the first step after `step` that needs more than `num_sequences` of a source of the last segment."""
+        """Returns the first step after `step` that needs more than `num_sequences` of a source of the last
+        segment."""
         after = range(step + 1, MAX_STEPS)
         return step + 1 + bisect_right(after, num_sequences, key=lambda t: self.position(t)[name])
 

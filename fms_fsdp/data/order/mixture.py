@@ -1,13 +1,14 @@
 """Which source the u-th sequence comes from: a tree of two-way splits in the proportions of the weights.
 
-Sources are the leaves of a Huffman tree over their quotas (weights in units of 1/65,536). Of the first i sequences that
-reach an inner node with child quotas a and b, floor((i * a + (a + b) // 2) / (a + b)) go to the first child, the others to
-the second. So both "which source" and "how many of it before" are closed forms in u, O(log sources), in integers alone.
+Sources are the leaves of a Huffman tree over their quotas (weights in units of 1/65,536). Of the first i
+sequences that reach an inner node with child quotas a and b, floor((i * a + (a + b) // 2) / (a + b)) go to
+the first child, the others to the second. So both "which source" and "how many of it before" are closed forms
+in u, O(log sources), in integers alone.
 
-Invariant: every source's own sequences are numbered 0, 1, 2, ... without a gap, and after any number of sequences every
-source is near its share: a split errs by at most a half, and an error reaches a leaf shrunk by the leaf's share of the
-node. Weights are shares of tokens, exactly, because all sequences have the same length. Names decide every tie, so the order
-of the flags is immaterial.
+Invariant: every source's own sequences are numbered 0, 1, 2, ... without a gap, and after any number of
+sequences every source is near its share: a split errs by at most a half, and an error reaches a leaf shrunk
+by the leaf's share of the node. Weights are shares of tokens, exactly, because all sequences have the same
+length. Names decide every tie, so the order of the flags is immaterial.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def slot_quotas(weights: Mapping[str, float]) -> dict[str, int]:
     for name, share in shares.items():
         if share < 1:
             raise ValueError(
-                f"weights ({weights[name]:g} for {name}) must be at least 1/{NUM_SLOTS} of their sum ({total:g}); "
+                f"weights ({weights[name]:g} for {name}) must be at least 1/{NUM_SLOTS} of their sum "
+                f"({total:g}); "
                 f"raise it to {total / NUM_SLOTS:.3g} or drop the source"
             )
     quotas = {name: int(share) for name, share in shares.items()}
@@ -54,7 +56,8 @@ def slot_quotas(weights: Mapping[str, float]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Split:
-    """An inner node: the quotas of its two children, and what they are (leaves are places in `Mixture.names`)."""
+    """An inner node: the quotas of its two children, and what they are (leaves are places in
+    `Mixture.names`)."""
 
     first_quota: int
     quota: int

@@ -57,8 +57,9 @@ class Order:
     def addresses(self, step: int, start: int = 0, stop: int | None = None) -> list[RowAddress]:
         """Returns the rows [start, stop) of the step's global batch.
 
-        Rows are sorted by the tape's share of the way through its source's tapes (for tail rows: the row's through the tail),
-        then source, then number, so that a tape stays with a rank from step to step and its window in that rank's memory.
+        Rows are sorted by the tape's share of the way through its source's tapes (for tail rows: the row's
+        through the tail), then source, then number, so that a tape stays with a rank from step to step and
+        its window in that rank's memory.
         """
         segment = self.history.segment(step)
         num_steps = max(1, PLANNED_ROWS // segment.batch)
@@ -81,7 +82,8 @@ class Order:
         return self.source(address.source).spans(address)
 
     def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
-        """Returns by source, dropped ones too, the epochs gone through and the tokens trained on by the end of `step`."""
+        """Returns by source, dropped ones too, the epochs gone through and the tokens trained on by the end
+        of `step`."""
         tokens, position = self.history.consumed_tokens(step), self.history.position(step)
         return {
             name: {"epoch": self.source(name).epochs(n), "tokens": tokens[name]}
@@ -105,16 +107,16 @@ class Order:
 
 
 def _locate_rows(laps: Sequence[Lap], lap: I64, n: I64) -> tuple[I64, I64, I64, F64]:
-    """Returns epoch, tape, first token on it, and the share of the way through the tapes (of tail rows: through the tail)."""
+    """Returns epoch, tape, first token on it, and the share of the way through the tapes (of tail rows:
+    through the tail)."""
     cuts = [lap.tapes.geometry for lap in laps]
     firsts, epochs, sizes = np.array([(each.first, each.epoch, each.seq_length) for each in laps])[lap].T
     geometry = np.array([(g.num_rows, g.num_tail_rows, g.num_tapes, g.seq_length) for g in cuts])
     num_rows, num_tails, num_tapes, tail_sizes = geometry[lap].T
     epoch, tape, row = locate(n - firsts, num_rows, num_tails, num_tapes)
     epoch, token = epoch + epochs, row * sizes
-    for i in np.unique(lap).tolist():
-        each = laps[i]
-        if isinstance(each, Rest):
+    for i, each in enumerate(laps):
+        if isinstance(each, Rest) and (lap == i).any():
             mine = np.flatnonzero(lap == i)
             epoch[mine] = each.epoch
             tape[mine], token[mine] = each.locate(n[mine])

@@ -4,12 +4,14 @@
     rows of  |         S_0            |               S_1                 | S_2
     laps     |        Epochs          |   Rest of 1   |      Epochs       | Rest ...
 
-Whole epochs are cut by `tapes`. Where the row length changes, every tape of the epoch under way goes on at the token where
-it stands, in whole rows of the new length; such a row may run over the edge of a window. Tapes take turns in proportion to
-the rows they have left (`Mixture`); the tail counts as one tape. Epochs cut for the new length follow.
+Whole epochs are cut by `tapes`. Where the row length changes, every tape of the epoch under way goes on at
+the token where it stands, in whole rows of the new length; such a row may run over the edge of a window.
+Tapes take turns in proportion to the rows they have left (`Mixture`); the tail counts as one tape. Epochs cut
+for the new length follow.
 
-Invariant: in each epoch every token comes at most once. A change leaves out less than one row of the new length a tape
-(`Rest.left_out`), and nothing that a longer row before it did not leave out where the new length divides the old one.
+Invariant: in each epoch every token comes at most once. A change leaves out less than one row of the new
+length a tape (`Rest.left_out`), and nothing that a longer row before it did not leave out where the new
+length divides the old one.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from fms_fsdp.data.order.tapes import MAX_ROWS, TAIL, Geometry, Tapes
 
 
 class Position(NamedTuple):
-    """Where a source stands: an epoch, and how many tokens of each of its tapes (and last of the tail) are used."""
+    """Where a source stands: an epoch, and how many tokens of each of its tapes (and last of the tail) are
+    used."""
 
     epoch: int
     used: I64
 
 
 class RowAddress(NamedTuple):
-    """Where a row of a global batch lies: from `token` of a tape on, over as many windows as it needs (nearly always one)."""
+    """Where a row of a global batch lies: from `token` of a tape on, over as many windows as it needs (nearly
+    always one)."""
 
     source: str
     n: int
@@ -75,7 +79,8 @@ class Epochs:
 
 
 class Rest:
-    """The sequences from number `first` on that are left of an epoch which began with rows of another length."""
+    """The sequences from number `first` on that are left of an epoch which began with rows of another
+    length."""
 
     def __init__(self, first: int, seq_length: int, tapes: Tapes, position: Position) -> None:
         self.first, self.seq_length, self.tapes = first, seq_length, tapes
@@ -148,7 +153,8 @@ class SourceOrder:
         return self.lap(n).epochs(n)
 
     def num_rows_until(self, epochs: float) -> int:
-        """Returns how many sequences there are until so many epochs are gone through: the inverse of `epochs`."""
+        """Returns how many sequences there are until so many epochs are gone through: the inverse of
+        `epochs`."""
         almost = 1e-6 / self.laps[-1].tapes.geometry.num_rows  # for what rounding takes from a whole row
         return bisect_right(range(1, MAX_ROWS), epochs + almost, key=self.epochs)
 
@@ -157,7 +163,8 @@ class SourceOrder:
         return next(lap for lap in reversed(self.laps) if lap.epoch <= epoch).tapes
 
     def row_at(self, epoch: int, tape: int, token: int) -> int:
-        """Returns n of the first sequence that ends after a tape's token: it holds the token, or none does."""
+        """Returns n of the first sequence that ends after a tape's token: it holds the token, or none
+        does."""
 
         def progress(n: int) -> tuple[int, int]:
             position = self.position(n)

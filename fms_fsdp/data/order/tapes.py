@@ -1,13 +1,16 @@
-"""Where the n-th sequence of a source lies: epochs, tapes, windows, blocks. Pure arithmetic, no table, no file.
+"""Where the n-th sequence of a source lies: epochs, tapes, windows, blocks. Pure arithmetic, no table, no
+file.
 
-A source is a circle of T tokens (its files in order of their paths). Each epoch turns it by another offset and cuts it:
+A source is a circle of T tokens (its files in order of their paths). Each epoch turns it by another offset
+and cuts it:
 
-    |<- block ->|<- block ->| ...                       |<- block ->|<- tail row ->| ... |<- rest, < S tokens ->|
-     M tokens                   num_blocks of them                    S tokens             used by no row
+    |<- block ->|<- block ->| ...               |<- block ->|<- tail row ->| ... |<- rest, < S tokens ->|
+     M tokens                   num_blocks of them            S tokens             used by no row
 
-A *window* is K blocks drawn from the whole circle by a keyed permutation; its documents are shuffled and cut into rows of
-S tokens (`packing`). A *tape* (logical shard) is a lane of windows read one after the other; L tapes advance together, one
-row each in turn. Tail rows are contiguous, permuted, and spread evenly over the epoch.
+A *window* is K blocks drawn from the whole circle by a keyed permutation; its documents are shuffled and cut
+into rows of S tokens (`packing`). A *tape* (logical shard) is a lane of windows read one after the other; L
+tapes advance together, one row each in turn. Tail rows are contiguous, permuted, and spread evenly over the
+epoch.
 
 Invariant: in each epoch every row slot occurs exactly once, hence every token once, except the rest.
 """
@@ -35,7 +38,8 @@ _ROTATION, _BLOCKS, _TAIL, _PIECES = range(1, 5)  # words of the keys drawn here
 
 @dataclass(frozen=True)
 class Geometry:
-    """The cut of one source: `num_rows` sequences an epoch on `num_tapes` tapes. Fixed at the source's first use."""
+    """The cut of one source: `num_rows` sequences an epoch on `num_tapes` tapes. Fixed at the source's first
+    use."""
 
     seq_length: int
     num_rows: int
@@ -67,10 +71,10 @@ class Geometry:
 def fit_geometry(num_rows: int, seq_length: int, share: float, logical_shards: int) -> Geometry:
     """Returns the cut for a source of `num_rows` sequences that supplies `share` (0 to 1) of the mixture.
 
-    Starts from blocks of about 2^18 tokens, 16 to a window, and L = the largest power of two <= share * logical_shards;
-    halves L until every tape has 8 windows, then the window down to 4 blocks, then the block down to 4 rows. A source of
-    fewer than 128 rows gets no window at all: it is all tail. Last, blocks grow to share out the rows evenly, which leaves
-    fewer tail rows than there are blocks.
+    Starts from blocks of about 2^18 tokens, 16 to a window, and L = the largest power of two <= share *
+    logical_shards; halves L until every tape has 8 windows, then the window down to 4 blocks, then the block
+    down to 4 rows. A source of fewer than 128 rows gets no window at all: it is all tail. Last, blocks grow
+    to share out the rows evenly, which leaves fewer tail rows than there are blocks.
     """
     tapes = 1 << (max(1, int(share * logical_shards)).bit_length() - 1)
     blocks, rows = BLOCKS_PER_WINDOW, max(MIN_ROWS_PER_BLOCK, round(BLOCK_TOKENS / seq_length))
@@ -92,7 +96,8 @@ def fit_geometry(num_rows: int, seq_length: int, share: float, logical_shards: i
 
 
 class Slots(NamedTuple):
-    """Where rows lie: arrays of one length. `row` is the row's number on its tape, or among the tail rows (`tape` TAIL)."""
+    """Where rows lie: arrays of one length. `row` is the row's number on its tape, or among the tail rows
+    (`tape` TAIL)."""
 
     epoch: I64
     tape: I64
@@ -100,10 +105,11 @@ class Slots(NamedTuple):
 
 
 def locate(n: I64, num_rows: int | I64, num_tail_rows: int | I64, num_tapes: int | I64) -> Slots:
-    """Returns where the sequences with their source's own numbers n >= 0 lie; the geometry may differ from one to the next.
+    """Returns where the sequences with their source's own numbers n >= 0 lie; the geometry may differ from
+    one to the next.
 
-    x = n mod N; tails before x: k = floor(x * n_tail / N); x is a tail row if floor((x + 1) * n_tail / N) > k. Main row
-    m = x - k lies on the tape bit_reverse(m mod L), at its row m // L.
+    x = n mod N; tails before x: k = floor(x * n_tail / N); x is a tail row if floor((x + 1) * n_tail / N) >
+    k. Main row m = x - k lies on the tape bit_reverse(m mod L), at its row m // L.
     """
     epoch, x = np.divmod(n, num_rows)
     # x * n_tail would not fit 64 bits; this is exact for N < 2^46, n_tail < 2^31
@@ -136,7 +142,8 @@ class Tapes:
         return derive_key(self._key, _PIECES, epoch, tape, window)
 
     def used(self, num_rows: int) -> I64:
-        """Returns how many tokens of each tape, and last of the tail, the first `num_rows` sequences of an epoch use: L + 1."""
+        """Returns how many tokens of each tape, and last of the tail, the first `num_rows` sequences of an
+        epoch use: L + 1."""
         g = self.geometry
         tails = num_rows * g.num_tail_rows // g.num_rows
         turns, lanes = divmod(num_rows - tails, g.num_tapes)
@@ -163,8 +170,8 @@ class Tapes:
         return turned
 
     def windows_of(self, epoch: int, start: int, length: int) -> set[tuple[int, int]]:
-        """Returns (tape, window) of all windows that hold tokens of [start, start + length) of the source's circle: the
-        inverse of `window_blocks`. The rest of the epoch is in none."""
+        """Returns (tape, window) of all windows that hold tokens of [start, start + length) of the source's
+        circle: the inverse of `window_blocks`. The rest of the epoch is in none."""
         g = self.geometry
         num_main, num_used = g.num_main_rows * g.seq_length, g.num_rows * g.seq_length
         found = set()

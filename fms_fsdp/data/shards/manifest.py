@@ -1,12 +1,14 @@
-"""What there is to read: the sources under a folder, their shards and the counts that all addressing rests on.
+"""What there is to read: the sources under a folder, their shards and the counts that all addressing rests
+on.
 
     data_path/                        data_path/meta/counts.csv
       web/shard-00000.arrow             dataset/filename,documents,tokens
       code/lang=py/shard-00000.arrow    web/shard-00000.arrow,31250,20480000
 
-Invariant: opening a corpus reads names, counts and (for one shard of each source, or for all where they are few) metadata,
-never the data; everything wrong that can be seen so is refused here, in one line. Shards that the counts file does not list
-are counted from their own metadata. A source is named by its folder; its shards are sorted by path.
+Invariant: opening a corpus reads names, counts and (for one shard of each source, or for all where they are
+few) metadata, never the data; everything wrong that can be seen so is refused here, in one line. Shards that
+the counts file does not list are counted from their own metadata. A source is named by its folder; its shards
+are sorted by path.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ OPENED_AT_START = 256  # a corpus of at most so many shards has them all checked
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """One weighted dataset: its shards in order, their counts, and whether the stream adds a delimiter to documents."""
+    """One weighted dataset: its shards in order, their counts, and whether the stream adds a delimiter to
+    documents."""
 
     name: str
     paths: Sequence[str]
@@ -52,7 +55,8 @@ class Source:
 
     @cached_property
     def starts(self) -> I64:
-        """Where each shard starts on the source's circle, delimiters counted; the last element is its length."""
+        """Where each shard starts on the source's circle, delimiters counted; the last element is its
+        length."""
         return np.concatenate([[0], np.cumsum(self.tokens + self.delimiter * self.docs)])
 
     @property
@@ -62,7 +66,8 @@ class Source:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits that identify the shards' names, order and counts; the folder's place is immaterial."""
+        """16 hex digits that identify the shards' names, order and counts; the folder's place is
+        immaterial."""
         names = "\n".join(path.removeprefix(self.name + "/") for path in self.paths)
         counts = np.stack([self.docs, self.tokens]).astype("<i8").tobytes()
         digest = hashlib.blake2b(names.encode(), digest_size=8)
@@ -72,10 +77,12 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """What one rank has found out about a corpus, for the others: all of `Corpus` but the access to its files. Can be pickled.
+    """What one rank has found out about a corpus, for the others: all of `Corpus` but the access to its
+    files. Can be pickled.
 
-    The sources are sorted by name. `vocab_size` is that of the shards' tokenizer, None where they do not say; `discovered`: the
-    sources are those found, not those named; `marks`: content marks by source; `sizes`: of the files of an object store.
+    The sources are sorted by name. `vocab_size` is that of the shards' tokenizer, None where they do not say;
+    `discovered`: the sources are those found, not those named; `marks`: content marks by source; `sizes`: of
+    the files of an object store.
     """
 
     sources: tuple[Source, ...]
@@ -103,7 +110,8 @@ class Corpus(Listing):
 
 
 def scan_corpus(section: DataConfig) -> Listing:
-    """Returns what `open_corpus` and a stream look up at the start: for one rank, which sends it to the others.
+    """Returns what `open_corpus` and a stream look up at the start: for one rank, which sends it to the
+    others.
 
     Raises: ValueError, FileNotFoundError with one line.
     """
@@ -124,11 +132,12 @@ def open_corpus(
     check_shards: bool = True,
     listing: Listing | None = None,
 ) -> Corpus:
-    """Returns the corpus that the flags describe, after all checks that need no reading of tokens. With the `listing` of
-    another rank no file or folder is looked at.
+    """Returns the corpus that the flags describe, after all checks that need no reading of tokens. With the
+    `listing` of another rank no file or folder is looked at.
 
-    Without `datasets`, every folder that holds shards is a source; without `weights`, sources are weighted by their tokens
-    (and by at least 1/65,536, so that a tiny one is not refused). `check_shards` compares the shards opened with their counts.
+    Without `datasets`, every folder that holds shards is a source; without `weights`, sources are weighted by
+    their tokens (and by at least 1/65,536, so that a tiny one is not refused). `check_shards` compares the
+    shards opened with their counts.
 
     Raises: ValueError, FileNotFoundError with one line.
     """
@@ -191,20 +200,23 @@ def check_shard(
 ) -> None:
     """Checks an opened shard against the manifest: counts, separators, largest token.
 
-    `at_start` leaves out the tokens of shards that hold a record batch per document: to count them takes a look at each.
+    `at_start` leaves out the tokens of shards that hold a record batch per document: to count them takes a
+    look at each.
 
     Raises: ShardError naming the shard and both values.
     """
     expected = int(source.docs[file]), int(source.tokens[file])
     if shard.num_docs != expected[0] or ((shard.is_list or not at_start) and shard.num_tokens != expected[1]):
         raise ShardError(
-            f"shard ({shard.path}) holds {shard.num_docs} documents and {shard.num_tokens} tokens, but its counts file says "
+            f"shard ({shard.path}) holds {shard.num_docs} documents and {shard.num_tokens} tokens, but its "
+            "counts file says "
             f"{expected[0]} and {expected[1]}; restore the shard or correct {META}/*counts*.csv"
         )
     if expected[1] > 0 and delimiter_of(shard, sep_token) != source.delimiter:
         stored, others = ("without", "with") if source.delimiter == 0 else ("with", "without")
         raise ShardError(
-            f"shard ({shard.path}) holds documents {stored} a trailing separator ({sep_token}), the others of source "
+            f"shard ({shard.path}) holds documents {stored} a trailing separator ({sep_token}), the others "
+            "of source "
             f"{source.name} {others}; {CONVERT}"
         )
     largest = shard.metadata.get("max_token_id", "")
@@ -225,7 +237,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def open_root(data_path: str, listing: Listing | None = None) -> Files:
-    """Returns access to the folder or object store that --data_path names. Raises: ValueError, FileNotFoundError."""
+    """Returns access to the folder or object store that --data_path names. Raises: ValueError,
+    FileNotFoundError."""
     if not data_path:
         raise ValueError(
             "--data_path () must name the folder of the token shards; set --data_path or --use_dummy_dataset"
@@ -242,8 +255,8 @@ def open_root(data_path: str, listing: Listing | None = None) -> Files:
 
 
 def _found_sources(root: str, paths: list[str]) -> tuple[str, ...]:
-    """Returns all folders with shards, but for those of a data root within this one (`prepare --split` writes validation/
-    with its own meta/). Raises: FileNotFoundError."""
+    """Returns all folders with shards, but for those of a data root within this one (`prepare --split` writes
+    validation/ with its own meta/). Raises: FileNotFoundError."""
     tables = [path for path in paths if f"/{META}/" in path and path.endswith(".csv")]
     inner = tuple({path.rpartition(f"/{META}/")[0] + "/" for path in tables}) + (f"{META}/",)
     folders = {path.rpartition("/")[0] for path in paths if path.endswith(SUFFIX)}
@@ -298,7 +311,8 @@ def _text_remedy(paths: list[str]) -> str:
 def _shards_of_source(
     root: str, name: str, paths: list[str], missing: list[str], may_miss: bool
 ) -> list[str]:
-    """Returns the shards of a source, with those `missing` that only the counts files list. Raises: ValueError, FileNotFoundError."""
+    """Returns the shards of a source, with those `missing` that only the counts files list. Raises:
+    ValueError, FileNotFoundError."""
     listed, absent = ([p for p in _below(name, each) if p.endswith(SUFFIX)] for each in (paths, missing))
     if not listed and not absent:
         raise FileNotFoundError(
@@ -346,7 +360,8 @@ def _open_some(
 
 
 def _vocab_size(opened: dict[str, Shard]) -> int | None:
-    """Returns the largest vocabulary that the shards name. Raises: ValueError if they are of several tokenizers."""
+    """Returns the largest vocabulary that the shards name. Raises: ValueError if they are of several
+    tokenizers."""
     facts = {path: shard.metadata for path, shard in opened.items()}
     of_tokenizer = {m["tokenizer_digest"]: path for path, m in facts.items() if m.get("tokenizer_digest")}
     if len(of_tokenizer) > 1:

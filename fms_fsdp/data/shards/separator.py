@@ -1,4 +1,5 @@
-"""The token that ends every document once: which one it is, and whether the shards hold it or the stream adds it."""
+"""The token that ends every document once: which one it is, and whether the shards hold it or the stream adds
+it."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ def delimiter_of(shard: Shard, sep_token: int) -> int:
     ends = {token == sep_token for token in shard.last_tokens(_SAMPLED_DOCUMENTS)}
     if len(ends) > 1:
         raise ShardError(
-            f"shard ({shard.path}) holds documents with and without a trailing separator ({sep_token}); {CONVERT}"
+            f"shard ({shard.path}) holds documents with and without a trailing separator ({sep_token}); "
+            f"{CONVERT}"
         )
     return 0 if ends == {True} else 1
 
 
 def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) -> int:
-    """Returns the separator: the flag, else the one that all shards opened (by path) name. Raises: ValueError."""
+    """Returns the separator: the flag, else the one that all shards opened (by path) name. Raises:
+    ValueError."""
     said = {
         path: int(shard.metadata["sep_token"])
         for path, shard in opened.items()
@@ -38,7 +41,8 @@ def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) 
         for path, token in said.items():
             if token != section.sep_token and opened[path].metadata.get("has_eos") == "true":
                 raise ValueError(
-                    f"sep_token ({section.sep_token}) is {token} in shard {path}, whose documents end with it; "
+                    f"sep_token ({section.sep_token}) is {token} in shard {path}, whose documents end with "
+                    "it; "
                     "leave the flag out"
                 )
         return section.sep_token

@@ -1,10 +1,11 @@
-"""When a document was, or will be, seen: `python -m fms_fsdp inspect find`, by inverting the arithmetic of the stream.
+"""When a document was, or will be, seen: `python -m fms_fsdp inspect find`, by inverting the arithmetic of
+the stream.
 
-    document -> its stretch of the source's circle -> windows (unpermute) -> tokens of tapes -> n, g, step (by bisection)
+    document -> its stretch of the circle -> windows (unpermute) -> tokens of tapes -> n, g, step (by bisection)
 
-Invariant: the work is proportional to the document's pieces (a window is packed for each), never to the steps of the run.
-Every token of the document is accounted for in every epoch: in a row of a step, in a row that --skip_steps passed over, or in
-the rest of the epoch that no row holds (a change of seq_length adds to it).
+Invariant: the work is proportional to the document's pieces (a window is packed for each), never to the steps
+of the run. Every token of the document is accounted for in every epoch: in a row of a step, in a row that
+--skip_steps passed over, or in the rest of the epoch that no row holds (a change of seq_length adds to it).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class FindConfig(InspectConfig):
 class Seen:
     """Tokens [start, stop) of the document, in one row of one epoch.
 
-    `fate` is "seen"; "skipped" (passed over by --skip_steps before `step`; `row` and `at` None), "rest" (in no row of this
-    epoch) or "dropped" (the source leaves the mixture first): then `step` is None.
+    `fate` is "seen"; "skipped" (passed over by --skip_steps before `step`; `row` and `at` None), "rest" (in
+    no row of this epoch) or "dropped" (the source leaves the mixture first): then `step` is None.
     """
 
     epoch: int
@@ -59,7 +60,8 @@ class Seen:
 def find_document(
     data: Inspected, source: Source, file: int, document: int, num_epochs: int
 ) -> Iterator[Seen]:
-    """Yields where every token of a document goes in the first `num_epochs` epochs, epoch by epoch, in no order inside one.
+    """Yields where every token of a document goes in the first `num_epochs` epochs, epoch by epoch, in no
+    order inside one.
 
     Raises: ShardError; IndexError for a document that is not there.
     """
@@ -105,7 +107,8 @@ def _seen(data: Inspected, address: RowAddress, at: int, start: int, stop: int) 
 
 
 def find_file(source: Source, text: str) -> int:
-    """Returns the place of a shard in its source, from its number, its path or the end of its path. Raises: ValueError."""
+    """Returns the place of a shard in its source, from its number, its path or the end of its path. Raises:
+    ValueError."""
     if text.isdigit() and int(text) < len(source.paths):
         return int(text)
     fitting = [i for i, path in enumerate(source.paths) if path == text or path.endswith(f"/{text}")]
@@ -132,7 +135,8 @@ def main(config: FindConfig) -> None:
         file = find_file(source, config.file)
         if config.document >= source.docs[file]:
             raise ValueError(
-                f"--document ({config.document}) must be below {source.docs[file]}, the documents of {source.paths[file]}"
+                f"--document ({config.document}) must be below {source.docs[file]}, the documents of "
+                f"{source.paths[file]}"
             )
         last = config.num_steps or (data.num_steps if config.epochs is None else None)
         epochs = config.epochs or (

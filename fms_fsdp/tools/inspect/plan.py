@@ -43,9 +43,9 @@ class PlanConfig(InspectConfig):
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """One source by the end of a step. `tokens` are those of an epoch, separators counted; `source` is None if it is not
-    there any more; `ends`: the steps at which its first epochs end, the last of them the first after the planned step;
-    `ignored`: share of -100 labels, None if not read; `token_bytes` of a shard."""
+    """One source by the end of a step. `tokens` are those of an epoch, separators counted; `source` is None
+    if it is not there any more; `ends`: the steps at which its first epochs end, the last of them the first
+    after the planned step; `ignored`: share of -100 labels, None if not read; `token_bytes` of a shard."""
 
     name: str
     weight: float
@@ -97,7 +97,8 @@ def _epoch_ends(data: Inspected, name: str, num_steps: int) -> tuple[int, ...]:
 
 
 def ignored_share(data: Inspected, name: str, num_rows: int) -> float:
-    """Returns the share of -100 among the labels of `num_rows` rows spread over an epoch of the source, in its last length."""
+    """Returns the share of -100 among the labels of `num_rows` rows spread over an epoch of the source, in
+    its last length."""
     epochs = data.order.source(name).laps[-1]
     num_epoch_rows = epochs.tapes.geometry.num_rows
     out = Row(*(tensor[0].numpy() for tensor in empty_batch(1, epochs.seq_length)))
@@ -120,12 +121,14 @@ def warnings_of(plans: Iterable[SourcePlan], num_steps: int) -> list[str]:
     for plan in plans:
         if plan.epochs > MANY_EPOCHS:
             lines.append(
-                f"source {plan.name} is read {plan.epochs:.1f} times by step {num_steps}; beyond about {MANY_EPOCHS} epochs "
+                f"source {plan.name} is read {plan.epochs:.1f} times by step {num_steps}; beyond about "
+                f"{MANY_EPOCHS} epochs "
                 "repeated text teaches less and less: lower its weight, or add data"
             )
         if plan.geometry.num_main_rows == 0:
             lines.append(
-                f"source {plan.name} has {plan.geometry.num_rows} rows, too few for windows: its rows are shuffled, but the "
+                f"source {plan.name} has {plan.geometry.num_rows} rows, too few for windows: its rows are "
+                "shuffled, but the "
                 "documents of a row are neighbours"
             )
         if plan.ignored is not None and plan.ignored > 0.01:

@@ -1,4 +1,5 @@
-"""The picture of `inspect plan`: the mixture over the steps, as it comes out, and how long the documents are."""
+"""The picture of `inspect plan`: the mixture over the steps, as it comes out, and how long the documents
+are."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ SAMPLED_DOCUMENTS = 1 << 16  # of a shard
 def mixture_over_time(
     data: Inspected, num_steps: int
 ) -> tuple[I64, dict[str, np.ndarray[Any, np.dtype[np.float64]]]]:
-    """Returns the edges of step ranges (R + 1 steps, range i is the steps after edge i up to edge i + 1), and each source's
-    share of the tokens in each range. Edges meet every change of the mixture."""
+    """Returns the edges of step ranges (R + 1 steps, range i is the steps after edge i up to edge i + 1), and
+    each source's share of the tokens in each range. Edges meet every change of the mixture."""
     history = data.order.history
     changes = [segment.after for segment in history.segments if segment.after < num_steps]
     even = np.linspace(0, num_steps, min(num_steps, STEP_RANGES) + 1).astype(np.int64)
@@ -49,7 +50,8 @@ def document_lengths(data: Inspected) -> dict[str, I64]:
 
 
 def draw(data: Inspected, num_steps: int, path: str) -> None:
-    """Writes the picture. Raises: ValueError where matplotlib is not installed, OSError where nothing can be written."""
+    """Writes the picture. Raises: ValueError where matplotlib is not installed, OSError where nothing can be
+    written."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -1,11 +1,12 @@
-"""What did, or will, the model see: `python -m fms_fsdp inspect step`, and how every `inspect` command opens a run.
+"""What did, or will, the model see: `python -m fms_fsdp inspect step`, and how every `inspect` command opens
+a run.
 
     a run folder: config.json, newest checkpoint's train_state.json ─┐
-    or the flags of the data, the seed and the batch ────────────────┴─> Inspected: the rows of any step, as training has them
+    or the flags of the data, the seed and the batch ────────────────┴─> Inspected: the rows of any step
 
-Invariant: nothing is recorded and nothing is replayed. The answer is computed from the same pure functions that the run
-itself uses, so it holds for any past or future step; steps after the newest checkpoint are those of a run that goes on with
-the flags of the run folder, or with those given here.
+Invariant: nothing is recorded and nothing is replayed. The answer is computed from the same pure functions
+that the run itself uses, so it holds for any past or future step; steps after the newest checkpoint are those
+of a run that goes on with the flags of the run folder, or with those given here.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _DATA_FLAGS = (
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Which data: a run folder, or the flags that a run is given. Flags given beside a run folder replace its own."""
+    """Which data: a run folder, or the flags that a run is given. Flags given beside a run folder replace its
+    own."""
 
     run: str = flag(
         "", "a run folder: what its run has seen, and would see if it went on with the flags given here"
@@ -83,8 +85,8 @@ class StepConfig(InspectConfig):
 
 @dataclass(frozen=True)
 class Inspected:
-    """The data of a run. `step` is that of the newest checkpoint (0 without one), `num_steps` where the run ends, if known,
-    `changes` what the flags change from `step` + 1 on, in words."""
+    """The data of a run. `step` is that of the newest checkpoint (0 without one), `num_steps` where the run
+    ends, if known, `changes` what the flags change from `step` + 1 on, in words."""
 
     rows: CorpusRows
     corpora: tuple[Corpus, ...]
@@ -136,7 +138,8 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
     batch = config.global_batch_size or (run.batch if run else 0)
     if not batch:
         raise ValueError(
-            "global_batch_size () must be the rows of a step; give it, or --run=FOLDER of a run that has started"
+            "global_batch_size () must be the rows of a step; give it, or --run=FOLDER of a run that has "
+            "started"
         )
     seed = config.seed if config.seed is not None else run.seed if run else TrainingConfig().seed
     corpus = open_corpus(section)
@@ -204,7 +207,8 @@ def read_run(folder: Path) -> Run:
 def _open_dropped(
     rows: CorpusRows, section: DataConfig, corpus: Corpus, state: dict[str, Any]
 ) -> list[Corpus]:
-    """Opens the sources that earlier steps used and the flags no longer name, as far as they are still there."""
+    """Opens the sources that earlier steps used and the flags no longer name, as far as they are still
+    there."""
     opened = []
     for name in sorted(set(state["manifest"]) - {source.name for source in corpus.sources}):
         try:
@@ -213,7 +217,8 @@ def _open_dropped(
             continue  # its steps can still be placed, its documents not be named
         if dropped.sources[0].digest != state["manifest"][name][0]:
             raise ValueError(
-                f"source ({name}) of earlier steps has changed since; restore its shards, or inspect a copy of them"
+                f"source ({name}) of earlier steps has changed since; restore its shards, or inspect a copy "
+                "of them"
             )
         rows.open_sources(dropped)
         opened.append(dropped)
@@ -288,7 +293,10 @@ def _describe_row(record: dict[str, Any]) -> str:
     lies = "tail row"
     if record["window"] is not None:
         lies = f"tape {record['tape']}, window {record['window']}, from token {record['token_in_window']}"
-    head = f"row {record['row']}: {record['source']}, epoch {record['epoch']}, sequence {record['sequence']} ({lies})"
+    head = (
+        f"row {record['row']}: {record['source']}, epoch {record['epoch']}, sequence {record['sequence']} "
+        f"({lies})"
+    )
     if "masked" in record:
         head += f"\n  masked: {record['masked']}"
     return "\n".join([head, *(_describe_piece(piece) for piece in record["pieces"])])
@@ -297,4 +305,7 @@ def _describe_row(record: dict[str, Any]) -> str:
 def _describe_piece(piece: dict[str, Any]) -> str:
     length = piece["stop"] - piece["start"]
     at = f"[{piece['at']}, {piece['at'] + length})"
-    return f"  {at:<16} {piece['file']}  document {piece['document']}  tokens [{piece['start']}, {piece['stop']})"
+    return (
+        f"  {at:<16} {piece['file']}  document {piece['document']}  tokens [{piece['start']}, "
+        f"{piece['stop']})"
+    )

@@ -31,7 +31,8 @@ def random_flags(rng: np.random.Generator) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_repeated_or_skipped_through_random_changes(files: Files, seed: int) -> None:
-    """Resumes with other sources, weights, batch and world size; all rows ever yielded use each token once an epoch."""
+    """Resumes with other sources, weights, batch and world size; all rows ever yielded use each token once an
+    epoch."""
     rng = np.random.default_rng(seed)
     used: Used = {}
     numbers: dict[str, list[int]] = {name: [] for name in SIZES}
@@ -277,7 +278,10 @@ def test_a_shard_written_anew_with_equal_counts_is_refused_by_name(tmp_path: Pat
     with files.stream(4, seq_length=32) as stream:
         assert stream.load_state_dict(state, 0) == []  # the same tokens again
     write_lists(path, [np.where(document > 100, document - 1, document) for document in text], dtype=dtype)
-    match = rf"shard \(a/{path.name}\) has changed since the checkpoint, though its name and counts have not; restore it"
+    match = (
+        rf"shard \(a/{path.name}\) has changed since the checkpoint, though its name and counts have not; "
+        r"restore it"
+    )
     with files.stream(4, seq_length=32) as stream, pytest.raises(ValueError, match=match):
         stream.load_state_dict(state, 0)
     path.unlink()

@@ -1,5 +1,5 @@
-"""Every formula of the order of the data, pinned by a table of its values. As with the golden batches, a failure means that a
-resumed run would see other tokens: restore the formula, or raise ORDER_VERSION.
+"""Every formula of the order of the data, pinned by a table of its values. As with the golden batches, a
+failure means that a resumed run would see other tokens: restore the formula, or raise ORDER_VERSION.
 """
 
 from collections.abc import Sequence
@@ -169,7 +169,8 @@ def test_a_change_of_the_row_length_in_an_epoch(
 def test_a_history_with_a_skip_and_a_change_at_one_step(
     skip_first: bool, skipped: list[int], rows: dict[int, list[int]]
 ) -> None:
-    """From step 5 on another batch and mixture, and the rows planned for steps 5 and 6 by whichever held are passed over."""
+    """From step 5 on another batch and mixture, and the rows planned for steps 5 and 6 by whichever held are
+    passed over."""
     history = History([Segment(0, 4, ONE_TWO_ONE, 32)], [])
     if skip_first:
         history.skip("5:7", 4)

@@ -33,7 +33,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def train_on(files: Files, launches: list[Launch], used: Used) -> tuple[TokenStream, list[str], int]:
-    """Runs launches one after the other, checks every row, and returns the last stream, all changes and the last step."""
+    """Runs launches one after the other, checks every row, and returns the last stream, all changes and the
+    last step."""
     state, step, changes = None, 0, list[str]()
     for steps, batch, flags in launches:
         stream = files.stream(batch, **flags)
@@ -46,7 +47,8 @@ def train_on(files: Files, launches: list[Launch], used: Used) -> tuple[TokenStr
 
 
 def check_epochs(used: Used, stream: TokenStream, step: int) -> int:
-    """Asserts of every epoch gone through that what is in no row is its rest and what changes report; returns the latter."""
+    """Asserts of every epoch gone through that what is in no row is its rest and what changes report; returns
+    the latter."""
     left_out = 0
     for (name, epoch), counts in used.items():
         assert counts.max() == 1, f"a token of {name} came twice in epoch {epoch}"

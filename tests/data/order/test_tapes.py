@@ -116,7 +116,8 @@ def test_windows_of_is_the_inverse_of_window_blocks(num_tokens: int) -> None:
 @pytest.mark.parametrize("num_tokens", [39 * 10**12, 45 * 10**12, MAX_TOKENS - 1])
 @pytest.mark.parametrize("seq_length", [16, 128, 1500, 1 << 16, 1 << 20])
 def test_rows_of_the_largest_sources_are_located_exactly(num_tokens: int, seq_length: int) -> None:
-    """Against Python's integers, which have no limit; x * num_tail_rows passes 2^63 from 40 T tokens on at 128 a row."""
+    """Against Python's integers, which have no limit; x * num_tail_rows passes 2^63 from 40 T tokens on at
+    128 a row."""
     g = fit_geometry(num_tokens // seq_length, seq_length, 1.0, 1024)
     rng = np.random.default_rng(0)
     x = np.concatenate(

@@ -106,7 +106,8 @@ def test_batches_from_a_file_uri_are_those_of_the_local_copy(local: dict[str, Fi
 
 
 class Proxy:
-    """Passes TCP connections on to a port; the first `num_cuts` answers with a large body are cut after `cut_at` bytes."""
+    """Passes TCP connections on to a port; the first `num_cuts` answers with a large body are cut after
+    `cut_at` bytes."""
 
     def __init__(self, port: int, num_cuts: int, cut_at: int = 20_000) -> None:
         self._target, self.cuts_left, self._cut_at = port, num_cuts, cut_at
@@ -190,7 +191,8 @@ def test_unknown_schemes_are_refused(local: dict[str, Files], uri: str) -> None:
 
 
 class Flaky:
-    """One file of random bytes, opened through a filesystem that fails as told: fails[i] is raised at the i-th read."""
+    """One file of random bytes, opened through a filesystem that fails as told: fails[i] is raised at the
+    i-th read."""
 
     def __init__(self, size: int, fails: list[Exception] | None = None) -> None:
         self.data = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8).tobytes()
