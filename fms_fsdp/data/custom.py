@@ -8,7 +8,8 @@ from typing import Any
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import Batch
-from fms_fsdp.data.stream import Consumption, Stream
+from fms_fsdp.data.order.order import Consumption
+from fms_fsdp.data.stream import Stream
 
 REQUIRED = ("next_batch", "state_dict", "load_state_dict", "close")
 

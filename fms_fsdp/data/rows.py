@@ -18,7 +18,7 @@ from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
 from fms_fsdp.data.order.history import History, Segment
 from fms_fsdp.data.order.mixture import NUM_SLOTS, slot_quotas
-from fms_fsdp.data.order.order import Fit, Order
+from fms_fsdp.data.order.order import Consumption, Fit, Order
 from fms_fsdp.data.order.packing import Cuts, pack_bestfit, pack_concat
 from fms_fsdp.data.order.permute import ORDER_VERSION
 from fms_fsdp.data.order.source_order import Rest, RowAddress, Span
@@ -28,7 +28,6 @@ from fms_fsdp.data.shards.content_marks import changed_shard
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.manifest import Corpus
 from fms_fsdp.data.shards.shard import ShardError, TokenError
-from fms_fsdp.data.stream import Consumption
 
 STATE_VERSION = 2  # of the form of `state`; the order of the data has its own
 SHARD_CACHE_BYTES = 24 << 20
@@ -262,8 +261,8 @@ class CorpusRows:
         first = self.order.history.segments[-1].base
         rests = ((name, self.order.source(name).laps[-2:]) for name in sorted(self._quotas))
         return [
-            f"source {name}: {laps[0].left_out:,} tokens of the epoch under way are left out, "
-            f"{laps[0].num_rows:,} rows are left"
+            f"source {name}: {laps[0].left_out:,} tokens of the epoch under way are left out; "
+            f"{laps[0].num_rows:,} rows of it follow"
             for name, laps in rests
             if isinstance(laps[0], Rest) and laps[0].first == first.get(name, 0)
         ]

@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import Batch, rows_of_rank
+from fms_fsdp.data.order.order import Consumption
+from fms_fsdp.data.rows import CorpusRows
+from fms_fsdp.data.shards.manifest import Corpus
 from fms_fsdp.data.synthetic import SyntheticRows
-
-if TYPE_CHECKING:
-    from fms_fsdp.data.shards.manifest import Corpus
-
-
-Consumption = dict[
-    str, dict[str, float | int]
-]  # {source: {"epoch": epochs gone through, "tokens": tokens trained on}}
 
 
 class Stream(Protocol):
@@ -226,28 +223,16 @@ def build_stream(
     small.
     """
     rows_of_rank(global_batch_size, dp_rank, dp_size)
-    rows: RowProducer
-    if corpus is None:
-        rows = SyntheticRows(
-            seed=seed,
-            vocab_size=vocab_size,
-            seq_length=section.seq_length,
-            global_batch_size=global_batch_size,
-            pin_memory=pin_memory,
+    if corpus is not None and corpus.sep_token >= vocab_size:
+        raise ValueError(
+            f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of them"
         )
-    else:
-        from fms_fsdp.data.rows import CorpusRows
-
-        if corpus.sep_token >= vocab_size:
-            raise ValueError(
-                f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of them"
-            )
-        rows = CorpusRows(
-            section,
-            corpus,
-            seed=seed,
-            vocab_size=vocab_size,
-            global_batch_size=global_batch_size,
-            pin_memory=pin_memory,
-        )
+    make: Callable[..., RowProducer] = SyntheticRows if corpus is None else partial(CorpusRows, corpus=corpus)
+    rows = make(
+        section,
+        seed=seed,
+        vocab_size=vocab_size,
+        global_batch_size=global_batch_size,
+        pin_memory=pin_memory,
+    )
     return TokenStream(rows, dp_rank=dp_rank, dp_size=dp_size, prefetch=prefetch)

@@ -18,6 +18,9 @@ from fms_fsdp.data.order.source_order import Lap, Rest, RowAddress, SourceOrder,
 from fms_fsdp.data.order.tapes import TAIL, Geometry, locate
 
 PLANNED_ROWS = 512
+Consumption = dict[
+    str, dict[str, float | int]
+]  # "epoch": epochs gone through, "tokens": trained on, by source
 Fit = dict[str, dict[str, list[int]]]  # tapes, blocks a window, tokens a block, by row length and source
 
 
@@ -81,7 +84,7 @@ class Order:
         """Returns the tokens of a row, window after window."""
         return self.source(address.source).spans(address)
 
-    def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
+    def consumption(self, step: int) -> Consumption:
         """Returns by source, dropped ones too, the epochs gone through and the tokens trained on by the end
         of `step`."""
         tokens, position = self.history.consumed_tokens(step), self.history.position(step)
