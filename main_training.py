@@ -1,12 +1,13 @@
 """Trains a Llama: the whole flow, once.
 
-flags → config → machine (devices, mesh, batch) → process group → checks of data, model, memory; nothing written yet
-      → claim (rank 0 locks the folders and chooses the checkpoint) → data stream → model (meta → AC → compile → FSDP → init)
-      → optimizer → load → loop → reports, checkpoints, traces
+flags → config → machine (devices, axes, batch) → process group, mesh → plan (data, model, memory; nothing written)
+      → claim (rank 0 locks the folders and chooses the checkpoint) → data stream
+      → model (meta → precision → AC → compile → FSDP → init) → optimizers → load → train(step, hooks)
 
 torchrun --nproc_per_node=8 main_training.py --model_variant=7b --sharding_strategy=hsdp --data_path=DIR
 """
 
+# ruff: noqa: E402 - a mistyped flag is answered, and the CPU threads are set, before torch is imported
 from __future__ import annotations
 
 import os
@@ -15,243 +16,141 @@ import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.cpu_threads import set_thread_waiting
-from fms_fsdp.errors import RunFailed, checking_input
-from fms_fsdp.flags import Parsed, describe, parse_with_origins
+from fms_fsdp.errors import checking_input
+from fms_fsdp.flags import Parsed, describe_flags, parse_with_origins
 from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
 from fms_fsdp.run.stop_signal import StopSignal
 
-if TYPE_CHECKING:
-    from fms_fsdp.data.stream import Stream
-    from fms_fsdp.mesh import Mesh
-    from fms_fsdp.models.llama import Llama
-    from fms_fsdp.observe.report import Reporter
-    from fms_fsdp.optim.optimizers import Optimizers
-    from fms_fsdp.optim.schedules import Schedule
-    from fms_fsdp.run.limits import Limits
-    from fms_fsdp.run.plan import Machine, Preflight
-    from fms_fsdp.runtime import Phases
-    from fms_fsdp.saving import Saver
+set_thread_waiting()
+if __name__ == "__main__":
+    with Launch() as early, checking_input():
+        parse_with_origins(TrainConfig, sys.argv[1:])
+    if early.outcome:
+        sys.exit(early.exit_status)
+
+from fms_fsdp import runtime
+from fms_fsdp.checkpoint.checkpoints import Checkpoints
+from fms_fsdp.evaluate import Evaluator, Forward
+from fms_fsdp.mesh import Mesh
+from fms_fsdp.observe.meter import Meter
+from fms_fsdp.observe.metrics import Clock
+from fms_fsdp.observe.profiler import StepProfiler
+from fms_fsdp.observe.sinks import open_sinks
+from fms_fsdp.observe.step_data import describe_data
+from fms_fsdp.optim.optimizers import build_optimizers
+from fms_fsdp.optim.schedules import build_schedule
+from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.predict.memory import explaining_out_of_memory
+from fms_fsdp.run.claim import claim, look_at_suspect, record_launch, restore
+from fms_fsdp.run.describe import announce, describe, plan_saves
+from fms_fsdp.run.health import BadSteps, Watchdog
+from fms_fsdp.run.limits import Limits
+from fms_fsdp.run.plan import Plan, check_data, find_machine, open_stream, start_progress
+from fms_fsdp.state import TrainState
+from fms_fsdp.train import TrainStep, train
 
 
 def main(argv: list[str]) -> int:
     """One launch; returns its exit status: 0 finished, 1 failed, 2 bad input, 75 stopped early."""
-    set_thread_waiting()  # before torch is imported
     with Launch() as launch:
         signals = StopSignal(launch)
         with checking_input():
             parsed = parse_with_origins(TrainConfig, argv)
-            from fms_fsdp import runtime  # torch: not before the flags are known to be good
-            from fms_fsdp.run.plan import find_machine
-
-            phases = runtime.Phases()
-            phases.done("launch")
-            world = runtime.World.from_env()
-            runtime.set_up_log(world)
-            machine = find_machine(parsed, world)
-            phases.done("checks")
-        run(parsed, machine, launch, signals, phases)
+        pretrain(parsed, launch, signals)
         runtime.stop()
     return launch.exit_status
 
 
-def run(
-    parsed: Parsed[TrainConfig], machine: Machine, launch: Launch, signals: StopSignal, phases: Phases
-) -> None:
-    """Claims the run folder, builds everything and trains (collective: every rank); `launch` knows how it ended."""
-    from fms_fsdp import runtime
-    from fms_fsdp.mesh import Mesh
-    from fms_fsdp.observe.report import build_reporter
-    from fms_fsdp.optim.schedules import build_schedule
-    from fms_fsdp.run.claim import claim, look_at_suspect, record_launch
-    from fms_fsdp.run.plan import announce, check_data, open_stream
-
-    cfg, folder = parsed.config, Path(parsed.config.output_dir)
-    grouped = machine.dims.strategy != "none"
-    runtime.start(cfg.parallel, cfg.training, machine.world, machine.device, group=grouped)
-    mesh = Mesh(machine.dims, machine.world.rank, machine.device.type)
+def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -> None:
+    """Checks, claims, builds, loads and trains (collective: every rank); `launch` knows how it ended."""
+    cfg, phases = parsed.config, runtime.Phases()
+    phases.done("launch")
+    with checking_input():
+        world = runtime.World.from_env()
+        runtime.set_up_log(world)
+        machine = find_machine(parsed, world)
+    phases.done("checks")
+    runtime.start(cfg.parallel, cfg.training, world, machine.device, group=machine.dims.strategy != "none")
+    mesh = Mesh(machine.dims, world.rank, machine.device.type)
     phases.done("group")
     with checking_input():
         taken = claim(parsed, check_data(parsed, machine), mesh)
-        found = taken.found
-        stream = open_stream(cfg, found)
-    launch.step = found.start
-    if found.start == found.num_steps:
-        launch.claim(folder)
-        launch.reason = (
-            f"already finished at step {found.start}; raise --num_steps or choose another --run_name"
-        )
-        launch.outcome = FINISHED
-        runtime.log.info(launch.reason)
-        return
+        plan = taken.plan
+        stream = open_stream(cfg, plan)
+    launch.steps_done = lambda: plan.start
+    if plan.start == plan.num_steps:
+        launch.claim(Path(cfg.output_dir))
+        remedy = "raise --num_steps or choose another --run_name"
+        launch.end(FINISHED, f"already finished at step {plan.start}; {remedy}")
+        return runtime.log.info(launch.reason)
     with checking_input():
         record_launch(launch, cfg, taken)
     look_at_suspect(stream, taken)
-    runtime.log.info("%s\n%s", describe(parsed), found.summary())
-    announce(cfg, found)
+    runtime.log.info("%s\n%s", describe_flags(parsed), describe(plan))
+    announce(cfg, plan)
     phases.done("data")
-    model, optimizers = build(cfg, found, mesh)
+    device, mixed, seed = plan.device, plan.mixed_precision, cfg.training.seed
+    model = parallelize(plan.model, cfg.parallel, mesh, device=device, mixed_precision=mixed, seed=seed)
+    optimizers = build_optimizers(cfg.optim, model)
     phases.done("model")
-    found, stream = restore(parsed, found, stream, model, optimizers, mesh)
+    plan, stream = restore(parsed, plan, stream, model, optimizers, mesh)
     phases.done("load")
-    schedule = build_schedule(cfg.optim, found.num_steps)
-    reporter = build_reporter(
-        cfg,
-        found,
-        mesh,
-        model,
-        optimizers,
-        attempt=taken.attempt,
-        phases=phases,
-        learning_rate=lambda step: schedule(step, cfg.optim.learning_rate),
-        stream=stream,
-    )
-    limits = loop(
-        cfg, found, mesh, launch, signals, model, optimizers, stream, reporter, schedule, taken.attempt
-    )
-    done = launch.step == found.num_steps
-    launch.outcome = FINISHED if done else RESUME_ME
-    launch.reason = (
-        f"finished {launch.step} steps"
-        if done
-        else f"{limits.reason}, at step {launch.step}; start it again to go on"
-    )
-    runtime.log.info("%s: %s", launch.reason, folder)
+    state = TrainState(model, optimizers, stream, start_progress(plan))
+    launch.steps_done = lambda: state.progress.step
+    run_loop(cfg, plan, taken.attempt, mesh, state, launch, signals, phases)
+    done, step = state.progress.is_done, state.progress.step
+    why = f"{state.progress.stop}, at step {step}; start it again to go on"
+    launch.end(FINISHED if done else RESUME_ME, f"finished {step} steps" if done else why)
+    runtime.log.info("%s: %s", launch.reason, cfg.output_dir)
 
 
-def loop(
+def run_loop(
     cfg: TrainConfig,
-    found: Preflight,
+    plan: Plan,
+    attempt: int,
     mesh: Mesh,
+    state: TrainState,
     launch: Launch,
     signals: StopSignal,
-    model: Llama,
-    optimizers: Optimizers,
-    stream: Stream,
-    reporter: Reporter,
-    schedule: Schedule,
-    attempt: int,
-) -> Limits:
-    """Trains to the end, or to a limit, with everything that watches over it (collective: every rank); returns the limits, which know why."""
-    from fms_fsdp.evaluate import Evaluator
-    from fms_fsdp.observe.culprit import describe_data
-    from fms_fsdp.observe.profiler import profiling
-    from fms_fsdp.predict.memory import explaining_out_of_memory
-    from fms_fsdp.run.health import BadSteps, Watchdog
-    from fms_fsdp.saving import Saver
-    from fms_fsdp.train import Hooks, Recipe, train
-
-    folder, rank, device, batch = Path(cfg.output_dir), found.world.rank, found.device, found.batch
-    mask, mark = cfg.data.document_mask, reporter.clock.mark
-    recipe = Recipe(model, optimizers, device, mesh, batch, cfg.optim.grad_clip, mask, schedule, mark)
-    advice = explaining_out_of_memory(
-        cfg.parallel, found.model, found.dims, batch.batch_size, found.mixed_precision, cfg.keep_name
-    )
-    with (
-        ExitStack() as closing
-    ):  # from the last to the first; one that fails does not keep the others from closing
-        closing.callback(reporter.close)
-        closing.callback(stream.close)
-        watchdog = Watchdog(cfg.parallel.collective_timeout_s, folder / "stacks", rank, launch.fail)
-        closing.callback(watchdog.close)
-        saver = Saver(cfg, found, model, optimizers, stream, reporter, launch, attempt, watchdog.feed)
-        closing.callback(saver.close)
-        limits = build_limits(cfg, found, signals, saver, reporter)
-        bad_steps = BadSteps(
-            cfg.training.max_bad_steps, partial(describe_data, stream, reporter), cfg.keep_name
+    phases: runtime.Phases,
+) -> None:
+    """Trains to the end, or until a limit, with everything that watches over it (collective: every rank)."""
+    folder, device, mask = Path(cfg.output_dir), plan.device, cfg.data.document_mask
+    clock, schedule = Clock(device), build_schedule(cfg.optim, plan.num_steps)
+    recipe = TrainStep(mesh, device, schedule, plan.batch.grad_accum_steps, cfg.optim.grad_clip, mask)
+    with ExitStack() as house:  # closes from the last to the first, all of them, also when a step fails
+        sinks = open_sinks(cfg, mesh, attempt, clock.totals)
+        house.callback(sinks.close)
+        house.callback(state.stream.close)
+        watchdog = Watchdog(
+            cfg.parallel.collective_timeout_s, folder / "stacks", plan.world.rank, launch.fail
         )
-        evaluator = Evaluator(cfg.eval, mask, found, mesh, model, reporter, saver, watchdog.feed, mark)
-        closing.callback(evaluator.close)
-        closing.push(lambda kind, error, trace: launch.tell(error))
-        closing.enter_context(advice)
-        profiler = closing.enter_context(profiling(cfg.profiler, folder, device, rank))
-        hooks = Hooks(
-            alive=watchdog.feed,
-            requests=limits.requests,
-            check=bad_steps.check,
-            report=reporter.report,
-            profiler_step=profiler.step,
-            should_stop=limits.stop_after,
-            evaluate=evaluator.evaluate,
-            save=saver.save,
+        forward = Forward(state.model, plan.batch.batch_size, mask, device, mesh, watchdog.feed)
+        profiler = StepProfiler(cfg.profiler, folder, device, plan.world.rank)
+        saves, describe_step = plan_saves(cfg, plan, attempt), partial(describe_data, state.stream, mesh)
+        hooks = [
+            watchdog,
+            BadSteps(cfg.training.max_bad_steps, describe_step, cfg.keep_name),
+            Meter(cfg, plan, mesh, state, schedule, sinks, clock, phases),
+            profiler,
+            Limits(cfg.training, folder, mesh.is_main, signals, clock.totals, cfg.eval.eval_interval),
+            Evaluator(cfg.eval, forward, plan.held_out, sinks, clock.mark),
+            Checkpoints(cfg.checkpoint, saves, state, mesh, watchdog.feed, sinks.event),
+        ]
+        for hook in hooks:
+            house.callback(hook.close)
+        house.push(lambda kind, error, trace: launch.tell(error))
+        rows = plan.batch.batch_size
+        house.enter_context(
+            explaining_out_of_memory(
+                cfg.parallel, plan.model, plan.dims, rows, plan.mixed_precision, cfg.keep_name
+            )
         )
-        launch.step = found.start
-        if not limits.before_first_step():
-            launch.step = train(recipe, stream, hooks, found.start, found.num_steps)
-        bad_steps.flush()
-        if problem := reporter.problem():
-            raise RunFailed(f"{problem}; make room and start it again: it goes on from the newest checkpoint")
-    return limits
-
-
-def build_limits(
-    cfg: TrainConfig, found: Preflight, signals: StopSignal, saver: Saver, reporter: Reporter
-) -> Limits:
-    """The limits of this launch."""
-    from fms_fsdp.run.limits import Limits
-
-    return Limits(
-        cfg.training,
-        Path(cfg.output_dir),
-        found.world.rank,
-        found.start,
-        reporter.rows_per_step,
-        reporter.tokens_per_step,
-        signals,
-        saver.expected_s,
-        reporter.clock.totals,
-        cfg.eval.eval_interval,
-        reporter.problem,
-    )
-
-
-def build(cfg: TrainConfig, found: Preflight, mesh: Mesh) -> tuple[Llama, Optimizers]:
-    """Model and optimizer, sharded, with fresh weights (collective: every rank)."""
-    from fms_fsdp.optim.optimizers import build_optimizers
-    from fms_fsdp.parallel.parallelize import parallelize
-
-    model = parallelize(
-        found.model,
-        cfg.parallel,
-        mesh,
-        device=found.device,
-        mixed_precision=found.mixed_precision,
-        seed=cfg.training.seed,
-    )
-    return model, build_optimizers(cfg.optim, model)
-
-
-def restore(
-    parsed: Parsed[TrainConfig],
-    found: Preflight,
-    stream: Stream,
-    model: Llama,
-    optimizers: Optimizers,
-    mesh: Mesh,
-) -> tuple[Preflight, Stream]:
-    """Loads the checkpoint that `found` names, or, where its files turn out to be damaged, the newest sound one before it (collective: every rank)."""
-    from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
-    from fms_fsdp.run.claim import choose_again
-    from fms_fsdp.run.plan import announce, open_stream
-    from fms_fsdp.runtime import log
-
-    damaged: list[Path] = []
-    while found.checkpoint is not None:
-        try:
-            load_checkpoint(found.checkpoint, model, optimizers if found.continues else None, mesh)
-            break
-        except DamagedCheckpoint as error:
-            log.error("%s; looking for an older one", error)
-            damaged.append(error.folder)
-        with checking_input():
-            stream.close()
-            found = choose_again(parsed, found, damaged)
-            stream = open_stream(parsed.config, found)
-        announce(parsed.config, found)
-    return found, stream
+        house.push(profiler.dump_at_failure)
+        train(recipe, state, hooks, clock)
 
 
 if __name__ == "__main__":

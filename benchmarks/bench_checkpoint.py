@@ -72,14 +72,15 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    import main_training
     from fms_fsdp import runtime
     from fms_fsdp.checkpoint.checkpointer import Checkpointer, collect_tensors, load_checkpoint
     from fms_fsdp.checkpoint.folders import open_checkpoint
     from fms_fsdp.config import TrainConfig
     from fms_fsdp.flags import parse_with_origins
     from fms_fsdp.mesh import Mesh
-    from fms_fsdp.run.plan import preflight
+    from fms_fsdp.optim.optimizers import build_optimizers
+    from fms_fsdp.parallel.parallelize import parallelize
+    from fms_fsdp.run.plan import make_plan
 
     flags = [
         f"--model_variant={variant}",
@@ -89,10 +90,15 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     ]
     parsed = parse_with_origins(TrainConfig, flags)
     world = runtime.World.from_env()
-    found = preflight(parsed, world)
+    found = make_plan(parsed, world)
     runtime.start(parsed.config.parallel, parsed.config.training, world, found.device, group=True)
     mesh = Mesh(found.dims, world.rank, found.device.type)
-    model, optimizer = main_training.build(parsed.config, found, mesh)
+    device, seed = found.device, parsed.config.training.seed
+    precision = found.mixed_precision
+    model = parallelize(
+        found.model, parsed.config.parallel, mesh, device=device, mixed_precision=precision, seed=seed
+    )
+    optimizer = build_optimizers(parsed.config.optim, model)
     tensors = collect_tensors(model, optimizer)
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
     size = sum(t.numel() * t.element_size() for t in local)
@@ -118,7 +124,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
         row["read_s"] = timed(lambda: plain_read(mine, raw))
         checkpoint = open_checkpoint(root)
         assert checkpoint is not None and checkpoint.step == step
-        row["load_s"] = timed(partial(load_checkpoint, checkpoint, model, optimizer))
+        row["load_s"] = timed(partial(load_checkpoint, checkpoint, model, optimizer, mesh))
         dist.barrier()
         if world.rank == 0:
             print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)

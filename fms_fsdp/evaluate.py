@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -23,9 +22,10 @@ from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.held_out import HeldOut
 from fms_fsdp.errors import BadInput
 from fms_fsdp.mesh import Mesh
+from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.parallel.fsdp import reshard
-from fms_fsdp.run.plan import Preflight
 from fms_fsdp.runtime import log
+from fms_fsdp.state import Hook, Progress, StepResult
 
 
 @dataclass(frozen=True)
@@ -103,69 +103,63 @@ def _mean(name: str, loss_sum: float, num_labels: float) -> dict[str, float]:
     return {f"{name}/loss": loss, f"{name}/ppl": math.exp(loss) if loss < 700 else math.inf}
 
 
-class Recorder(Protocol):
-    """What an evaluator needs of the reporter."""
+class Evaluator(Hook):
+    """Evaluates when it is time, and leaves the loss for the checkpoint of that step.
 
-    def evaluation(self, step: int, values: dict[str, float]) -> None: ...
-
-
-class Saver(Protocol):
-    """What an evaluator needs of the saver."""
-
-    evaluated: tuple[int, float] | None
-
-
-class Evaluator:
-    """The loop's `evaluate` hook: evaluates when it is time, tells the reporter, and leaves the loss for the checkpoint of that step.
-
-    `mark(part)` tells the clock that a part of the run has ended.
+    `forward.alive` is told between groups of rows; `mark(part)` tells the clock that a part of the run has ended.
     """
+
+    part = "eval"
 
     def __init__(
         self,
         section: EvalConfig,
-        document_mask: bool,
-        found: Preflight,
-        mesh: Mesh,
-        model: nn.Module,
-        recorder: Recorder,
-        saver: Saver,
-        alive: Callable[[], None],
+        forward: Forward,
+        sources: Sequence[HeldOut],
+        sinks: Sinks,
         mark: Callable[[str], None],
     ) -> None:
-        self._section, self._found, self._recorder, self._saver = section, found, recorder, saver
+        self._section, self._forward, self._sources, self._sinks = section, forward, sources, sinks
         self._mark = mark
-        self._forward = Forward(model, found.batch.batch_size, document_mask, found.device, mesh, alive)
 
-    def evaluate(self, step: int) -> None:
-        """Evaluates what is due after `step`; before the first step of a launch, that is `--eval_at_start` (collective: every rank)."""
-        sources = [source for source in self._found.held_out if self._is_due(source.group, step)]
+    def before_step(self, progress: Progress) -> None:
+        """Before the first step of a launch, where `--eval_at_start` asks for it (collective: every rank)."""
+        if progress.steps_of_launch == 0:
+            self._evaluate(progress)
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        """Evaluates what is due (collective: every rank)."""
+        self._evaluate(progress)
+
+    def _evaluate(self, progress: Progress) -> None:
+        sources = [source for source in self._sources if self._is_due(source.group, progress)]
         if not sources:
             return
-        if self._found.device.type == "cuda":
-            torch.cuda.synchronize(self._found.device)  # what the device still has to do belongs to the steps
+        if self._forward.device.type == "cuda":
+            torch.cuda.synchronize(
+                self._forward.device
+            )  # what the device still has to do belongs to the steps
         self._mark("hooks")
         begin = time.perf_counter()
         values = evaluate(self._forward, sources)
         seconds = time.perf_counter() - begin
-        self._recorder.evaluation(step, values | {"eval_s": seconds})
-        log.info("evaluation at step %d · %s · %.1f s", step, _line(values), seconds)
+        self._sinks.write(progress, values | {"eval_s": seconds})
+        log.info("evaluation at step %d · %s · %.1f s", progress.step, _line(values), seconds)
         if math.isfinite(loss := values.get("eval/loss", math.nan)):
-            self._saver.evaluated = step, loss
+            progress.validation = progress.step, loss
         self._forward.alive()
-        self._mark("eval")
 
-    def _is_due(self, group: str, step: int) -> bool:
-        section, last = self._section, step == self._found.num_steps
+    def _is_due(self, group: str, progress: Progress) -> bool:
+        section, step, last = self._section, progress.step, progress.is_done
         if group == "test":
             return last
-        if step == self._found.start:
+        if step == progress.start:
             return section.eval_at_start
         return section.eval_interval > 0 and (last or step % section.eval_interval == 0)
 
     def close(self) -> None:
         """Closes the files."""
-        for source in self._found.held_out:
+        for source in self._sources:
             source.stream.close()
 
 

@@ -214,7 +214,7 @@ def _shown_value(value: Any) -> str:
     return "empty" if value == "" else str(value)
 
 
-def describe(parsed: Parsed[Any]) -> str:
+def describe_flags(parsed: Parsed[Any]) -> str:
     """The config as parsed, by section. `*` marks a value that is not the default and says where it comes from."""
     lines, values = [], flag_values(parsed.config)
     for section, rows in _sections(type(parsed.config)):

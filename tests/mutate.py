@@ -215,7 +215,7 @@ include = {tree}/fms_fsdp/*
 parallel = true
 sigterm = true
 patch = _exit
-data_file = {work}/parts/c
+data_file = {work}/parts/{data.name}
 context = ${{PYTEST_CURRENT_TEST-none}}
 """)
             shutil.rmtree(work / "parts", ignore_errors=True)

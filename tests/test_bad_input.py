@@ -12,7 +12,7 @@ import pytest
 
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.flags import SHIPPED, parse_flags, parse_with_origins
-from fms_fsdp.run.plan import Preflight, preflight
+from fms_fsdp.run.plan import Plan, make_plan
 from fms_fsdp.runtime import World, set_up_log
 from tests.cli import run
 
@@ -34,13 +34,13 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield folder
 
 
-def plan(*argv: str, ranks: int = 1) -> Preflight:
+def plan(*argv: str, ranks: int = 1) -> Plan:
     """What a launch finds in front of its first collective; a flag given here replaces that of TINY."""
     given = {argument.partition("=")[0] for argument in argv}
     flags = [flag for flag in TINY if flag.partition("=")[0] not in given]
     world = World(0, 0, ranks, ranks)
     set_up_log(world)
-    return preflight(parse_with_origins(TrainConfig, [*flags, *argv]), world)
+    return make_plan(parse_with_origins(TrainConfig, [*flags, *argv]), world)
 
 
 def refusal(*argv: str, ranks: int = 1) -> str:

@@ -20,7 +20,7 @@ from fms_fsdp.config import (
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.flags import (
     SHIPPED,
-    describe,
+    describe_flags,
     help_text,
     markdown,
     parse_flags,
@@ -115,7 +115,7 @@ def test_overlays_apply_from_left_to_right_and_flags_win(tmp_path: Path) -> None
     assert parsed.config.optim.learning_rate == 2e-3
     assert parsed.origins["learning_rate"] == "flag" and parsed.origins["num_steps"].endswith("b.json")
     assert len(parsed.overridden) == 2
-    shown = describe(parsed)
+    shown = describe_flags(parsed)
     assert "* num_steps = 8" in shown and "  seed = 2023" in shown and "overridden: learning_rate" in shown
 
 

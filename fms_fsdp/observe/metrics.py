@@ -1,72 +1,30 @@
-"""What a run measures of itself: sums over steps on the device, the time of its parts, and memory; and `metrics.jsonl`, where all of it goes.
+"""What a run measures of itself: sums over steps on the device, the time of its parts, and memory.
 
-docs/metrics.md defines each number. Between reports nothing is read back from the device: `Interval` adds up there, and the one transfer of a report
-step brings the host, which on a GPU runs ahead, and the device together before the clock is read.
+docs/metrics.md defines each number. Between reports nothing is read back from the device: `Interval` adds up there, and
+the one transfer of a report step brings the host, which on a GPU runs ahead, and the device together before the clock
+is read.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.parallel.fsdp import global_norm, local_shards, num_copies
+from fms_fsdp.state import StepResult
 
 Record = dict[str, Any]
 _TIMED_STEPS = 64  # of an interval, the last ones, by the events of a GPU
 _BESIDE_STEPS = ("start", "eval", "checkpoint", "logging")  # parts of the run that are no part of a step
-
-
-class Result(Protocol):
-    """What the metrics take from a step."""
-
-    @property
-    def loss_sum(self) -> torch.Tensor: ...
-    @property
-    def num_labels(self) -> torch.Tensor: ...
-    @property
-    def grad_norm(self) -> torch.Tensor: ...
-
-
-class MetricsFile:
-    """`metrics.jsonl`: one flat JSON object a line, append only; a line torn by a crash is cut off at the start.
-
-    What keeps it from being written, a full disk for instance, stands in `problem`: the run then saves and ends.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            content = path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole < len(content):
-                with open(path, "r+b") as torn:
-                    torn.truncate(whole)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
-        self.problem = ""
-
-    def write(self, record: Record) -> None:
-        """Appends a record, unless there is a `problem`; what is not finite becomes null."""
-        line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
-        try:
-            while line and not self.problem:
-                line = line[self._file.write(line) :]
-        except OSError as error:
-            self.problem = f"{self._file.name} cannot be written: {error.strerror}"
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._file.close()
 
 
 class Clock:
@@ -134,7 +92,7 @@ class Interval:
         self._loss = self._labels = self._norms = self._largest = self._skipped = self._zero
         self._steps = 0
 
-    def add(self, result: Result) -> None:
+    def add(self, result: StepResult) -> None:
         """Takes in a step; waits for nothing."""
         done = torch.isfinite(result.grad_norm)
         norm = torch.where(done, result.grad_norm, 0.0)
@@ -146,7 +104,7 @@ class Interval:
         self._steps += 1
 
     def read(
-        self, result: Result, energy_j: float, masked_rows: int, extra: Mapping[str, torch.Tensor]
+        self, result: StepResult, energy_j: float, masked_rows: int, extra: Mapping[str, torch.Tensor]
     ) -> dict[str, float]:
         """The metrics of the step and of the interval by name, and starts anew (collective: every rank; waits for the device).
 
@@ -236,7 +194,3 @@ def _short(number: float) -> str:
             return f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.3g}T"
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

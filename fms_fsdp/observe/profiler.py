@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,13 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 
 from fms_fsdp.config import ProfilerConfig
 from fms_fsdp.runtime import log, process_age_s
+from fms_fsdp.state import Hook, Progress, StepResult
 
 PROFILE_FILE = "PROFILE"
 
 
-class StepProfiler:
-    """The profiler of one rank; `step` is called after every step."""
+class StepProfiler(Hook):
+    """The profiler of one rank."""
 
     def __init__(self, section: ProfilerConfig, run_folder: Path, device: torch.device, rank: int) -> None:
         self._section, self._device, self._rank = section, device, rank
@@ -39,26 +38,24 @@ class StepProfiler:
         self._begin_at = section.profiler_wait if section.use_profiler and self._chosen else -1
         self._signalled = False
         self._looked, self._seen = 0.0, time.time() - process_age_s()
-        self._steps = 0
         signal.signal(signal.SIGUSR2, self._note)
 
     def _note(self, *_: Any) -> None:
         self._signalled = True
 
-    def start(self) -> None:
-        """Before the first step."""
-        if self._begin_at == 0:
+    def before_step(self, progress: Progress) -> None:
+        """Opens the first window of a launch that is to begin with its first step."""
+        if self._begin_at == progress.steps_of_launch == 0:
             self._open_window()
 
-    def step(self) -> None:
-        """After a step: opens, moves on or closes a window."""
-        self._steps += 1
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        """Opens, moves on or closes a window."""
         if self._open is not None:
             self._open.step()
             self._left -= 1
             if self._left == 0:
                 self.close()
-        elif self._steps == self._begin_at or self._asked():
+        elif progress.steps_of_launch == self._begin_at or self._asked():
             self._open_window()
 
     def close(self) -> None:
@@ -69,6 +66,11 @@ class StepProfiler:
             if self._section.memory_snapshot:
                 dump_memory(self._folder, self._rank)
                 torch.cuda.memory._record_memory_history(enabled=None)
+
+    def dump_at_failure(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """When memory ran out: leaves a snapshot of the allocator, as the end of a block of `with`."""
+        if kind is not None and issubclass(kind, torch.OutOfMemoryError):
+            dump_memory(self._folder, self._rank)
 
     def _asked(self) -> bool:
         if self._signalled:
@@ -123,19 +125,3 @@ def dump_memory(folder: Path, rank: int) -> None:
     if torch.cuda.is_available():
         folder.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{rank}.pickle"))  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def profiling(
-    section: ProfilerConfig, run_folder: Path, device: torch.device, rank: int
-) -> Iterator[StepProfiler]:
-    """The profiler of this rank; when memory runs out it leaves a snapshot of the allocator."""
-    profiler = StepProfiler(section, run_folder, device, rank)
-    profiler.start()
-    try:
-        yield profiler
-    except torch.OutOfMemoryError:
-        dump_memory(run_folder / "profile_traces", rank)
-        raise
-    finally:
-        profiler.close()

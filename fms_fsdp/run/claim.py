@@ -22,15 +22,19 @@ from typing import Any
 import torch
 
 from fms_fsdp.atomic import write_atomically
+from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import set_aside
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.data.stream import Stream
-from fms_fsdp.errors import BadInput
+from fms_fsdp.errors import BadInput, checking_input
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import Mesh
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.optim.optimizers import Optimizers
+from fms_fsdp.run.describe import announce, resolved
 from fms_fsdp.run.limits import STOP_FILE
 from fms_fsdp.run.lock import lock_folders
-from fms_fsdp.run.plan import Preflight, start_from
+from fms_fsdp.run.plan import Plan, open_stream, start_from
 from fms_fsdp.run.resume import Start, find_start
 from fms_fsdp.run.status import Launch, read_status
 from fms_fsdp.runtime import World, agreed, log, log_to_file, process_age_s
@@ -44,11 +48,11 @@ class Claim:
     because the data of this step are wrong."""
 
     attempt: int
-    found: Preflight
+    plan: Plan
     suspect_step: int | None
 
 
-def claim(parsed: Parsed[TrainConfig], plan: Preflight, mesh: Mesh) -> Claim:
+def claim(parsed: Parsed[TrainConfig], plan: Plan, mesh: Mesh) -> Claim:
     """Takes the folders for this run and chooses its start (collective: every rank). They stay locked until the process ends.
 
     Raises:
@@ -66,14 +70,14 @@ def claim(parsed: Parsed[TrainConfig], plan: Preflight, mesh: Mesh) -> Claim:
         return begin, read_status(folder / "status.json")
 
     begin, last = agreed(take)
-    found = start_from(parsed, plan, begin)
+    plan = start_from(parsed, plan, begin)
     for shared in [folder] if root.is_relative_to(folder) else [folder, root]:
         _check_shared(shared, world, mesh)
     attempt = agreed(lambda: _last_attempt(folder) + 1)
-    return Claim(attempt, found, last.get("data_step"))
+    return Claim(attempt, plan, last.get("data_step"))
 
 
-def choose_again(parsed: Parsed[TrainConfig], found: Preflight, damaged: Sequence[Path]) -> Preflight:
+def choose_again(parsed: Parsed[TrainConfig], plan: Plan, damaged: Sequence[Path]) -> Plan:
     """Sets the last of `damaged` aside and takes the newest start that is not among them (collective: every rank).
 
     Raises:
@@ -84,7 +88,32 @@ def choose_again(parsed: Parsed[TrainConfig], found: Preflight, damaged: Sequenc
         _set_aside_own(parsed.config, damaged[-1:])
         return find_start(parsed.config, damaged)
 
-    return start_from(parsed, found, agreed(choose))
+    return start_from(parsed, plan, agreed(choose))
+
+
+def restore(
+    parsed: Parsed[TrainConfig], plan: Plan, stream: Stream, model: Llama, optimizers: Optimizers, mesh: Mesh
+) -> tuple[Plan, Stream]:
+    """Loads the checkpoint that the plan names, or, where its files turn out to be damaged, the newest sound one
+    before it, which makes another plan (collective: every rank).
+
+    Raises:
+        BadInput: none is sound.
+    """
+    damaged: list[Path] = []
+    while plan.checkpoint is not None:
+        try:
+            load_checkpoint(plan.checkpoint, model, optimizers if plan.continues else None, mesh)
+            break
+        except DamagedCheckpoint as error:
+            log.error("%s; looking for an older one", error)
+            damaged.append(error.folder)
+        with checking_input():
+            stream.close()
+            plan = choose_again(parsed, plan, damaged)
+            stream = open_stream(parsed.config, plan)
+        announce(parsed.config, plan)
+    return plan, stream
 
 
 def look_at_suspect(stream: Stream, taken: Claim) -> None:
@@ -94,7 +123,7 @@ def look_at_suspect(stream: Stream, taken: Claim) -> None:
         BadInput: they are.
     """
     step = taken.suspect_step
-    if step is None or step <= taken.found.start:
+    if step is None or step <= taken.plan.start:
         return
     try:
         stream.batch_at(step)
@@ -111,10 +140,10 @@ def _set_aside_own(cfg: TrainConfig, damaged: Iterable[Path]) -> None:
 
 def record_launch(launch: Launch, cfg: TrainConfig, taken: Claim) -> None:
     """Enters this launch in its folder (collective: every rank)."""
-    folder, rank = Path(cfg.output_dir), taken.found.world.rank
+    folder, rank = Path(cfg.output_dir), taken.plan.world.rank
 
     def write() -> None:
-        text = json.dumps({**as_dict(cfg), "resolved": taken.found.resolved()}, indent=1) + "\n"
+        text = json.dumps({**as_dict(cfg), "resolved": resolved(taken.plan)}, indent=1) + "\n"
         for name in (f"config.{taken.attempt}.json", "config.json"):
             write_atomically(folder / name, text)
         _remove_old_request(folder / STOP_FILE)

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.runtime import log
+from fms_fsdp.runtime import HostCopy, log
+from fms_fsdp.state import Hook, Progress, StepResult
 
 
 class TooManyBadSteps(RunFailed):
@@ -26,7 +25,7 @@ class TooManyBadSteps(RunFailed):
 
 
 @dataclass
-class BadSteps:
+class BadSteps(Hook):
     """Counts skipped steps. `describe(step)` names that step's data; it is called on every rank, for bad steps only.
 
     On a GPU the verdict on a step is read while the next one runs, so that the host never waits for the device's newest work.
@@ -37,31 +36,25 @@ class BadSteps:
     keep_name: str
     in_a_row: int = 0
     total: int = 0
-    _pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
+    _pending: tuple[int, HostCopy] | None = None
 
-    def check(self, step: int, grad_norm: torch.Tensor) -> None:
-        """Notes the gradient norm of `step`, the same on every rank (collective).
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        """Notes the gradient norm of the step, the same on every rank (collective).
 
         Raises:
             TooManyBadSteps: `limit` steps in a row were skipped.
         """
-        if grad_norm.device.type != "cuda":
-            self._count(step, grad_norm.item())
-            return
-        self.flush()
-        host = torch.empty((), dtype=grad_norm.dtype, pin_memory=True)
-        host.copy_(grad_norm, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._pending = step, host, event
+        before, self._pending = self._pending, (progress.step, HostCopy(result.grad_norm))
+        if result.grad_norm.device.type != "cuda":
+            before, self._pending = self._pending, None
+        if before is not None:
+            self._count(before[0], before[1].read())
 
-    def flush(self) -> None:
+    def after_training(self, progress: Progress) -> None:
         """Counts the step whose verdict is still on its way."""
         if self._pending is not None:
-            (step, host, event), self._pending = self._pending, None
-            if event is not None:
-                event.synchronize()
-            self._count(step, host.item())
+            (step, norm), self._pending = self._pending, None
+            self._count(step, norm.read())
 
     def _count(self, step: int, grad_norm: float) -> None:
         if math.isfinite(grad_norm):
@@ -106,7 +99,7 @@ class SpikeDetector:
         return False
 
 
-class Watchdog:
+class Watchdog(Hook):
     """A thread that ends this process when nothing was heard of it for `timeout_s`: stacks of all its threads go to `folder`, then exit status 1.
 
     It stands beside the collectives' own timeout, which a rank that hangs outside of one never meets.
@@ -118,6 +111,10 @@ class Watchdog:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
+
+    def before_step(self, progress: Progress) -> None:
+        """A step that begins is a sign of life."""
+        self.feed()
 
     def feed(self) -> None:
         """Says that this rank is alive."""

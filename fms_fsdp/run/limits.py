@@ -9,39 +9,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from fms_fsdp.config import TrainingConfig
 from fms_fsdp.run.stop_signal import StopSignal
 from fms_fsdp.runtime import HostCopy, job_end, process_age_s
+from fms_fsdp.state import Hook, Progress, StepResult
 
 STOP_FILE = "STOP"
 
 
 @dataclass
-class Limits:
-    """The limits of one launch, and `reason`: in words, why it ends.
-
-    `save_s(step)`: seconds that saving may take if the launch ends after the step that follows. `spent`: seconds of this launch by part.
-    `problem()`: on rank 0, why its records cannot be written.
-    """
+class Limits(Hook):
+    """The limits of one launch; why it ends stands in `progress.stop`. `spent`: seconds of this launch by part."""
 
     section: TrainingConfig
     folder: Path
-    rank: int
-    start: int
-    rows_per_step: int
-    tokens_per_step: int
+    is_main: bool
     signals: StopSignal
-    save_s: Callable[[int], float]
     spent: Mapping[str, float]
     eval_interval: int
-    problem: Callable[[], str]
-    reason: str = ""
     _step_began: float = field(default_factory=time.monotonic)
     _slowest_step_s: float = 0.0
     _slowest_eval_s: float = 0.0
@@ -50,65 +39,60 @@ class Limits:
     _heard: HostCopy | None = None
     _is_late: bool = False
 
-    def requests(self, step: int) -> list[int]:
-        """What this rank asks for before `step`: a stop by signal, the file, the clock, or as it cannot report; each 0 or 1."""
+    def before_step(self, progress: Progress) -> None:
+        """Enters what this rank asks for: a stop by signal, the file, the clock, or as it cannot report; each 0 or 1."""
+        if self.section.exit_step and self.section.exit_step <= progress.start:
+            progress.stop = f"--exit_step ({self.section.exit_step}) is reached"
+            return
         now = time.monotonic()
-        self._measure(step, now)
-        asked = [int(bool(self.signals.name)), 0, 0, int(bool(self.problem()))]
-        if self.rank == 0:
+        self._measure(progress, now)
+        asked = [int(bool(self.signals.name)), 0, 0, int(bool(progress.problem))]
+        if self.is_main:
             if now - self._file_checked >= 1.0:
                 self._file_checked = now
                 asked[1] = int((self.folder / STOP_FILE).exists())
             left_s = self._time_left_s()
-            asked[2] = int(left_s < math.inf and left_s < self.margin_s(step))
-        return asked
+            asked[2] = int(left_s < math.inf and left_s < self.margin_s(progress))
+        progress.requests = asked
 
-    def _measure(self, step: int, now: float) -> None:
-        """Before `step`: notes how long the one before it took, and apart from that its evaluation and its save."""
+    def _measure(self, progress: Progress, now: float) -> None:
+        """Notes how long the last step took, and apart from that its evaluation and its save."""
         parts = ("eval", "checkpoint")
         beside = {part: self.spent.get(part, 0.0) - self._spent_before.get(part, 0.0) for part in parts}
-        if step > self.start + 2:  # the first step compiles and warms up
+        if progress.steps_of_launch > 1:  # the first step compiles and warms up
             step_s = now - self._step_began - sum(beside.values())
             self._slowest_step_s = max(0.9 * self._slowest_step_s, step_s)
         self._slowest_eval_s = max(self._slowest_eval_s, beside["eval"])
         self._step_began, self._spent_before = now, dict(self.spent)
 
-    def stop_after(self, step: int, requests: torch.Tensor) -> bool:
-        """Whether this launch ends with `step`, alike on every rank. `requests`: their sums over ranks.
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        """Says whether this launch ends with the step, alike on every rank.
 
-        On a GPU those of the step before count, so that the host does not wait for the device's newest work.
+        On a GPU the requests of the step before count, so that the host does not wait for its newest work.
         """
         self.signals.can_save = True
-        self._is_late = requests.device.type == "cuda"
-        before, self._heard = self._heard, HostCopy(requests)
+        self._is_late = result.requests.device.type == "cuda"
+        before, self._heard = self._heard, HostCopy(result.requests)
         heard = before if self._is_late else self._heard
-        self.reason = self._limit_reached(step) or self._request_heard(
-            heard.read() if heard else [0, 0, 0, 0]
-        )
-        return bool(self.reason)
+        requests = heard.read() if heard else [0, 0, 0, 0]
+        progress.stop = self._limit_reached(progress) or self._request_heard(progress, requests)
 
-    def before_first_step(self) -> bool:
-        """Whether the launch ends before it makes a step: --exit_step lies at or before its start."""
-        if self.section.exit_step and self.section.exit_step <= self.start:
-            self.reason = f"--exit_step ({self.section.exit_step}) is reached"
-        return bool(self.reason)
-
-    def _limit_reached(self, step: int) -> str:
-        section, done = self.section, step - self.start
+    def _limit_reached(self, progress: Progress) -> str:
+        section, done = self.section, progress.steps_of_launch
         if section.exit_interval and done >= section.exit_interval:
             return f"--exit_interval ({section.exit_interval}) steps are done"
-        if section.exit_step and step >= section.exit_step:
+        if section.exit_step and progress.step >= section.exit_step:
             return f"--exit_step ({section.exit_step}) is reached"
-        if section.exit_tokens and done * self.tokens_per_step >= section.exit_tokens:
+        if section.exit_tokens and done * progress.tokens_per_step >= section.exit_tokens:
             return f"--exit_tokens ({section.exit_tokens}) are reached"
-        if section.exit_samples and done * self.rows_per_step >= section.exit_samples:
+        if section.exit_samples and done * progress.rows_per_step >= section.exit_samples:
             return f"--exit_samples ({section.exit_samples}) are reached"
         return ""
 
-    def _request_heard(self, requests: list[int]) -> str:
+    def _request_heard(self, progress: Progress, requests: list[int]) -> str:
         by_signal, by_file, by_clock, by_problem = requests
         if by_problem:
-            return self.problem() or "rank 0 cannot write its records"
+            return progress.problem or "rank 0 cannot write its records"
         if by_signal:
             return f"stopped by {self.signals.name or 'a signal to another rank'}"
         if by_file:
@@ -117,17 +101,18 @@ class Limits:
             return f"--exit_duration_in_mins ({self.section.exit_duration_in_mins}) or the job's end is near"
         return ""
 
-    def margin_s(self, step: int) -> float:
-        """What `step`, one more and the end may take: the slowest recent step twice (three times where requests are
+    def margin_s(self, progress: Progress) -> float:
+        """What the next step, one more and the end may take: the slowest recent step twice (three times where requests are
         heard late), the evaluations that are due, the saves with half as much again, and 10 s; or `--exit_margin_s`."""
         if self.section.exit_margin_s is not None:
             return self.section.exit_margin_s
+        step = progress.step + 1
         steps = range(step, step + (3 if self._is_late else 2))
         num_evals = sum(self.eval_interval > 0 and at % self.eval_interval == 0 for at in steps)
         return (
             len(steps) * self._slowest_step_s
             + num_evals * self._slowest_eval_s
-            + 1.5 * self.save_s(step)
+            + 1.5 * progress.expected_save_s(step)
             + 10
         )
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,8 +33,8 @@ from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.parallel.compile import check_compile
 from fms_fsdp.predict.memory import check_memory, estimate_memory
 from fms_fsdp.run.machine import check_machine
-from fms_fsdp.run.recorded import working_folder
-from fms_fsdp.run.resume import Start, check_model, differences, schedule_jump
+from fms_fsdp.run.resume import Start, check_model
+from fms_fsdp.state import Progress
 
 # tracker → the package it needs, and what pip installs it by
 _TRACKER_PACKAGES = {
@@ -58,7 +57,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Preflight:
+class Plan:
     """What the checks found, alike on every rank. `corpus` is None for synthetic data and streams of the user's own."""
 
     world: runtime.World
@@ -93,38 +92,8 @@ class Preflight:
             int(self.checkpoint.state["tokens_seen"]) if self.checkpoint is not None and self.continues else 0
         )
 
-    def resolved(self) -> dict[str, Any]:
-        """What config.json and the log say beyond the flags."""
-        return {
-            "world_size": self.world.world_size,
-            "device": str(self.device.type),
-            "layout": asdict(self.dims),
-            "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
-            "model": asdict(self.model) | {"num_params": num_params(self.model)},
-            "mixed_precision": self.mixed_precision,
-            "num_steps": self.num_steps,
-            "versions": runtime.versions(),
-            "working_dir": working_folder(),
-        }
 
-    def summary(self) -> str:
-        """What a person wants to know before step 1."""
-        batch, model = self.batch, self.model
-        tokens = batch.global_batch_size * model.max_seq_len
-        held_out = ", ".join(
-            f"{source.group}/{source.name} {source.num_rows} rows" for source in self.held_out
-        )
-        return (
-            f"model: {num_params(model):,} parameters, {'bf16 compute, fp32 master weights' if self.mixed_precision else 'fp32'}\n"
-            f"world: {self.world.world_size} x {self.device.type}, {self.dims.strategy}: "
-            f"{self.dims.dp_replicate} replicas x {self.dims.dp_shard} shards\n"
-            f"batch: {batch.batch_size} rows x {batch.dp_size} ranks x {batch.grad_accum_steps} micro-steps = "
-            f"{batch.global_batch_size} rows = {tokens:,} tokens a step"
-            + (f"\nheld out: {held_out}" if held_out else "")
-        )
-
-
-def preflight(parsed: Parsed[TrainConfig], world: runtime.World) -> Preflight:
+def make_plan(parsed: Parsed[TrainConfig], world: runtime.World) -> Plan:
     """All checks at once, for a process on its own.
 
     Raises:
@@ -159,7 +128,7 @@ def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
     return Machine(world, device, dims, batch, mixed_precision)
 
 
-def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Preflight:
+def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
     """Data, model, memory and folders (collective: every rank; rank 0 lists the data for all).
 
     Raises:
@@ -177,7 +146,7 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Preflight:
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
     scan = partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
     fresh, mixed_precision = Start(None, False, ""), machine.mixed_precision
-    found = Preflight(world, device, dims, batch, corpus, model, mixed_precision, fresh, 0)
+    found = Plan(world, device, dims, batch, corpus, model, mixed_precision, fresh, 0)
     found = replace(found, held_out_listings=runtime.agreed(scan))
     found = start_from(parsed, replace(found, held_out=_open_held_out(cfg, found)), fresh)
     holder = torch.device("cpu") if cfg.parallel.cpu_offload else device
@@ -193,7 +162,7 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Preflight:
     return found
 
 
-def start_from(parsed: Parsed[TrainConfig], found: Preflight, begin: Start) -> Preflight:
+def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:
     """`found` with that start, and the batch and the number of steps that follow from it.
 
     Raises:
@@ -228,21 +197,11 @@ def start_from(parsed: Parsed[TrainConfig], found: Preflight, begin: Start) -> P
     return replace(found, num_steps=num_steps)
 
 
-def announce(cfg: TrainConfig, found: Preflight) -> None:
-    """Logs what the run starts from, and what this launch changes in it."""
-    runtime.log.info(found.begin.why)
-    if found.continues:
-        assert found.checkpoint is not None
-        saved = found.checkpoint.state["resolved"]["batch"]
-        batch = asdict(found.batch) | {"global_batch_size": found.batch.global_batch_size}
-        if batch != saved and batch["global_batch_size"] == saved["global_batch_size"]:
-            shape = "{batch_size} rows x {dp_size} ranks x {grad_accum_steps} micro-steps"
-            text = "batch: %s, before %s: the global batch stays %d rows"
-            runtime.log.info(text, shape.format(**batch), shape.format(**saved), batch["global_batch_size"])
-        for line in differences(cfg, found.resolved(), found.begin):
-            runtime.log.info(line)
-        if jump := schedule_jump(cfg, found.num_steps, found.begin):
-            runtime.log.warning(jump)
+def start_progress(plan: Plan) -> Progress:
+    """Where the run stands before the first step of this launch."""
+    rows = plan.batch.global_batch_size
+    tokens = rows * plan.model.max_seq_len
+    return Progress(plan.start, plan.num_steps, rows, tokens, plan.tokens_at_start)
 
 
 def _check_trackers(names: tuple[str, ...]) -> None:
@@ -282,7 +241,7 @@ def _nearest(folder: Path) -> Path:
     return nearest
 
 
-def _open_held_out(cfg: TrainConfig, found: Preflight) -> tuple[HeldOut, ...]:
+def _open_held_out(cfg: TrainConfig, found: Plan) -> tuple[HeldOut, ...]:
     rows = cfg.eval.eval_steps * found.batch.global_batch_size
     return open_held_out(
         cfg.eval,
@@ -303,7 +262,7 @@ def _open_data(cfg: TrainConfig) -> Corpus | None:
     return open_corpus(cfg.data, listing=runtime.agreed(partial(scan_corpus, cfg.data)))
 
 
-def open_stream(cfg: TrainConfig, found: Preflight) -> Stream:
+def open_stream(cfg: TrainConfig, found: Plan) -> Stream:
     """This rank's rows, from the step after the checkpoint's; says what the flags change in a run that goes on.
 
     Raises:

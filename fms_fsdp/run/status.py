@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +40,7 @@ def read_status(path: Path) -> dict[str, Any]:
 class Launch:
     """One launch of one rank: what it reached and how it ended.
 
-    Set `step` as steps are done, `outcome` to FINISHED or RESUME_ME; exceptions give the others.
+    Set `steps_done` once the loop counts them; call `end` with FINISHED or RESUME_ME. Exceptions give the others.
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,8 @@ class Launch:
         self.restart = _from_environment("TORCHELASTIC_RESTART_COUNT")
         self.speaks_for_node = _from_environment("LOCAL_RANK") == 0
         self.folder: Path | None = None  # once it is claimed
-        self.step = 0
-        self.outcome = FAILED
+        self.steps_done: Callable[[], int] = lambda: 0
+        self.outcome = ""  # until it ends
         self.reason = ""
         self._told: BaseException | None = None
 
@@ -57,7 +58,7 @@ class Launch:
         """0 finished, 1 failed, 2 bad input, 75 stopped early (0 under torchrun, which would call it a failure)."""
         if self.outcome == RESUME_ME and "TORCHELASTIC_RUN_ID" in os.environ:
             return 0
-        return EXIT_STATUS[self.outcome]
+        return EXIT_STATUS[self.outcome or FAILED]
 
     def claim(self, folder: Path) -> None:
         """From here on the run folder is this launch's: its lock is held. Rank 0 calls it first, then the others."""
@@ -100,6 +101,10 @@ class Launch:
             self._enter(FAILED, alone=True)
             self._print(f"[rank {self.rank}] " + "".join(traceback.format_exception(error)))
 
+    def end(self, outcome: str, reason: str) -> None:
+        """Sets how the launch ends."""
+        self.outcome, self.reason = outcome, reason
+
     def fail(self, reason: str) -> None:
         """Enters a failure of this rank."""
         self.outcome, self.reason = FAILED, reason
@@ -125,7 +130,7 @@ class Launch:
             return False
         if error is not None:
             self.tell(error)
-        else:
+        elif self.outcome:
             self._enter(self.outcome, alone=False)
         for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
             try:
@@ -175,7 +180,7 @@ class Launch:
             self._write(Path(name), self._content(status) | {"attempt": self.restart, "claimed": claimed})
 
     def _content(self, status: str) -> dict[str, Any]:
-        return {"status": status, "step": self.step, "reason": self.reason}
+        return {"status": status, "step": self.steps_done(), "reason": self.reason}
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
         """A folder that cannot be written is no second error; on a full disk the old file's own block still has room."""

@@ -14,7 +14,7 @@ from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.observe import report
 from fms_fsdp.optim.optimizers import build_optimizers
-from fms_fsdp.run.plan import Preflight
+from fms_fsdp.run.plan import Plan
 from fms_fsdp.run.resume import Start
 from fms_fsdp.runtime import Phases, World
 
@@ -32,7 +32,7 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     config, cpu = VARIANTS["tiny"], torch.device("cpu")
     world, batch = World(0, 0, 8, 8), BatchPlan(3, 1, dims.size("dp"))
     cfg = TrainConfig(log=LogConfig(output_dir=str(tmp_path), trackers=("none",)))
-    found = Preflight(world, cpu, dims, batch, None, config, False, Start(None, False, ""), 10)
+    found = Plan(world, cpu, dims, batch, None, config, False, Start(None, False, ""), 10)
     model = Llama(config)
     reporter = report.build_reporter(
         cfg,

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from fms_fsdp.saving import Saver, to_delete
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, problems
 from fms_fsdp.checkpoint.retention import KeepPolicy
 from fms_fsdp.config import BatchPlan, CheckpointConfig, TrainConfig
 from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.run.plan import Preflight
+from fms_fsdp.run.plan import Plan
 from fms_fsdp.run.resume import Start
 from fms_fsdp.runtime import World
-from fms_fsdp.saving import Saver, to_delete
 from tests.checkpoint.test_checkpointer import made, saved, shape
 from tests.cli import TINY, run, status, trained
 
@@ -105,7 +105,7 @@ def test_the_time_of_a_save_is_known_before_the_first_one(
     cfg, config = TrainConfig(checkpoint=section), shape()
     begin = Start(Checkpoint(tmp_path / "step_4", {"step": 4, "tokens_seen": 4, "save_s": known}), True, "")
     world, layout = World(0, 0, 8, 2), ParallelDims("fsdp", 1, 8)
-    found = Preflight(world, torch.device("cpu"), layout, BatchPlan(1, 1, 8), None, config, False, begin, 10)
+    found = Plan(world, torch.device("cpu"), layout, BatchPlan(1, 1, 8), None, config, False, begin, 10)
     model, optimizer = made(0)
     rest: Any = (SimpleNamespace(), SimpleNamespace(), SimpleNamespace(), 1, lambda: None)
     saver = Saver(cfg, found, model, optimizer, *rest)

@@ -1,0 +1,159 @@
+"""The meter: on report steps it reads the step's outcome back from the device and tells everyone who watches the run.
+
+Between reports nothing is read back. Every rank measures; rank 0's sinks and log take it in.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.data.batch import Batch
+from fms_fsdp.errors import RunFailed
+from fms_fsdp.mesh import Mesh
+from fms_fsdp.observe.energy import find_meter
+from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, parameter_norm, report_line
+from fms_fsdp.observe.sinks import Sinks
+from fms_fsdp.observe.step_data import global_fingerprint
+from fms_fsdp.observe.utilization import find_utilization
+from fms_fsdp.optim.schedules import Schedule
+from fms_fsdp.run.health import SpikeDetector
+from fms_fsdp.run.plan import Plan
+from fms_fsdp.runtime import Phases, log, show_progress
+from fms_fsdp.state import Hook, Progress, StepResult, TrainState
+
+
+class Meter(Hook):
+    """Writes a record for the first, the last and every `report_interval`-th step."""
+
+    part = "logging"
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        plan: Plan,
+        mesh: Mesh,
+        state: TrainState,
+        schedule: Schedule,
+        sinks: Sinks,
+        clock: Clock,
+        phases: Phases,
+    ) -> None:
+        self._mesh, self._device, self._stream, self._sinks = mesh, plan.device, state.stream, sinks
+        self._clock, self._phases = clock, phases
+        self._schedule, self._base_rate = schedule, cfg.optim.learning_rate
+        self._report_interval, self._with_norm = cfg.log.report_interval, cfg.log.log_param_norm
+        self._parameters = list(state.model.parameters())
+        self._utilization = find_utilization(plan.model, cfg.parallel, plan.device, plan.mixed_precision)
+        if self._utilization.peak_flops is None:
+            log.info(
+                "mfu is not reported: the peak of %s is not known", torch.cuda.get_device_name(plan.device)
+            )
+        self._spikes = SpikeDetector(cfg.training.spike_threshold)
+        self._energy = find_meter(plan.device, plan.world.local_rank)
+        self._interval = Interval(mesh, plan.device)
+        self._zeros: torch.Tensor | None = None
+        self._energy_j, self._began = 0.0, time.time()
+        if cfg.log.log_num_zeros:
+            state.optimizers.before_step(lambda: self._count_zeros(state.progress))
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        """Takes in a step, and writes a record if one is due (collective: every rank)."""
+        step = progress.step
+        self._interval.add(result)
+        if not self._is_due(progress, step):
+            following = min(progress.num_steps, (step // self._report_interval + 1) * self._report_interval)
+            show_progress(f"step {step}/{progress.num_steps} · next report at step {following}")
+            return
+        assert progress.batch is not None
+        values = self._interval.read(
+            result, self._energy.read_j(), self._stream.num_masked_rows, self._alike_on_all_ranks()
+        )
+        self._clock.mark("device")
+        record = self._record(progress, values, self._clock.read(), progress.batch)
+        self._sinks.write(progress, record)
+        progress.problem = self._sinks.problem
+        log.info(
+            report_line(record | {"step": step, "tokens_seen": progress.tokens_seen}, progress.num_steps)
+        )
+        if progress.steps_of_launch == 1:
+            self._tell_phases(step)
+        self._tell_spike(step, record)
+
+    def after_training(self, progress: Progress) -> None:
+        """Raises RunFailed if the records could not be written."""
+        if self._sinks.problem:
+            raise RunFailed(
+                f"{self._sinks.problem}; make room and start it again: it goes on from the newest checkpoint"
+            )
+
+    def _is_due(self, progress: Progress, step: int) -> bool:
+        always = (1, progress.start + 1, progress.num_steps)
+        return step in always or step % self._report_interval == 0
+
+    def _alike_on_all_ranks(self) -> dict[str, torch.Tensor]:
+        extra = {}
+        if self._with_norm:
+            extra["param_norm"] = parameter_norm(self._parameters, self._mesh)
+        if self._zeros is not None:
+            extra["grad_zeros"] = self._zeros
+        return extra
+
+    def _count_zeros(self, progress: Progress) -> None:
+        """Counts the zeros of the gradient if the step that is being made will be reported (collective: every rank)."""
+        if self._is_due(progress, progress.step + 1):
+            self._zeros = count_zeros(self._parameters, self._mesh)
+
+    def _record(
+        self, progress: Progress, values: dict[str, float], times: dict[str, float], batch: Batch
+    ) -> dict[str, Any]:
+        energy_j = values.pop("energy_j")
+        rate = 1000 * progress.tokens_per_step / times["step_time_ms"]
+        beside = times["eval_ms"] + times["checkpoint_ms"] + times["logging_ms"]
+        left = progress.num_steps - progress.step
+        now, eta_s = time.time(), left * (times["step_time_ms"] + beside) / 1000
+        own_rate = rate / self._mesh.size("world")
+        record: dict[str, Any] = {
+            "samples_seen": progress.tokens_seen * progress.rows_per_step // progress.tokens_per_step,
+            **values,
+            "lr": self._schedule(progress.step, self._base_rate),
+            "batch_rows": progress.rows_per_step,
+            "batch_tokens": progress.tokens_per_step,
+            "tokens_per_sec_per_device": own_rate,
+            "tokens_per_sec": rate,
+            **self._utilization.of(own_rate),
+            **times,
+            **memory(self._device),
+            "eta_s": eta_s,
+            "finish_at": datetime.fromtimestamp(now + eta_s).strftime("%Y-%m-%d %H:%M"),
+        }
+        if energy_j:
+            self._energy_j += energy_j
+            record["power_w"] = energy_j / max(1e-9, now - self._began)
+            record["energy_kwh"] = self._energy_j / 3.6e6
+        self._began = now
+        record["data_fingerprint"] = global_fingerprint(batch, self._mesh)
+        for source, used in self._stream.consumption().items():
+            record |= {f"epoch/{source}": used["epoch"], f"tokens/{source}": used["tokens"]}
+        return record
+
+    def _tell_phases(self, step: int) -> None:
+        self._phases.done("first step")
+        log.info(self._phases.text())
+        seconds = {f"{name.replace(' ', '_')}_s": spent for name, spent in self._phases.seconds.items()}
+        self._sinks.event("start", step, **seconds)
+
+    def _tell_spike(self, step: int, record: dict[str, Any]) -> None:
+        if not self._spikes.is_spike(record["loss"]):
+            return
+        first, stop = step - self._report_interval, step + self._report_interval
+        log.warning(
+            "step %d: the loss is a spike; its data: python -m fms_fsdp inspect step --step=%d; to pass over such "
+            "data, go back with --resume_step and use --skip_steps=%d:%d",
+            *(step, step, first, stop),
+        )
+        self._sinks.event("spike", step, loss=record["loss"], data_fingerprint=record["data_fingerprint"])

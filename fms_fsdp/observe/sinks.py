@@ -1,0 +1,110 @@
+"""Where the records of a run go: `metrics.jsonl` and the trackers. Rank 0 writes, the others have sinks that take nothing.
+
+docs/metrics.md defines each number of a record.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fms_fsdp.config import TrainConfig, as_dict
+from fms_fsdp.mesh import Mesh
+from fms_fsdp.observe.metrics import Record
+from fms_fsdp.observe.trackers import Background, RunInfo, build_trackers
+from fms_fsdp.state import Progress
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one flat JSON object a line, append only; a line torn by a crash is cut off at the start.
+
+    What keeps it from being written, a full disk for instance, stands in `problem`: the run then saves and ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            content = path.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            if whole < len(content):
+                with open(path, "r+b") as torn:
+                    torn.truncate(whole)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        self.problem = ""
+
+    def write(self, record: Record) -> None:
+        """Appends a record, unless there is a `problem`; what is not finite becomes null."""
+        line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
+        try:
+            while line and not self.problem:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self.problem = f"{self._file.name} cannot be written: {error.strerror}"
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Sinks:
+    """All places that a record is written to. `spent`: seconds of this launch by part, entered at its end."""
+
+    def __init__(
+        self,
+        file: MetricsFile | None,
+        trackers: list[Background],
+        attempt: int,
+        spent: Mapping[str, float],
+    ) -> None:
+        self.attempt = attempt
+        self._file, self._trackers, self._spent = file, trackers, spent
+        self._step = 0
+
+    @property
+    def problem(self) -> str:
+        """Why records cannot be written; empty if they can, and on ranks that write none."""
+        return self._file.problem if self._file is not None else ""
+
+    def write(self, progress: Progress, values: Mapping[str, Any]) -> None:
+        """Writes a record of the step just done."""
+        self._step = progress.step
+        place = {"attempt": self.attempt, "step": progress.step, "tokens_seen": progress.tokens_seen}
+        record: Record = {**place, "time": round(time.time(), 3), **values}
+        if self._file is not None:
+            self._file.write(record)
+        for tracker in self._trackers:
+            tracker.write(record)
+
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        """Enters something that is no measurement into metrics.jsonl."""
+        if self._file is not None:
+            now = round(time.time(), 3)
+            self._file.write({"event": name, "attempt": self.attempt, "step": step, "time": now, **fields})
+
+    def close(self) -> None:
+        """Lets the trackers finish, and enters what this launch spent its time on."""
+        for tracker in self._trackers:
+            tracker.close()
+        if self._file is not None:
+            seconds = {f"{part}_s": round(spent, 3) for part, spent in self._spent.items()}
+            cpu_s = round(sum(tracker.cpu_s for tracker in self._trackers), 3)
+            self.event("end", self._step, **seconds, trackers_cpu_s=cpu_s)
+            self._file.close()
+
+
+def open_sinks(cfg: TrainConfig, mesh: Mesh, attempt: int, spent: Mapping[str, float]) -> Sinks:
+    """The sinks of this rank."""
+    if not mesh.is_main:
+        return Sinks(None, [], attempt, spent)
+    folder = Path(cfg.output_dir)
+    trackers = build_trackers(cfg.log, RunInfo(cfg.run_name, folder, as_dict(cfg)))
+    return Sinks(MetricsFile(folder / "metrics.jsonl"), trackers, attempt, spent)

@@ -1,0 +1,48 @@
+"""How much of the hardware a run uses: FLOPs of a token against what the devices could do at best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fms_fsdp.config import ParallelConfig, parse_selective_checkpointing
+from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.parallel.activation import select_blocks
+from fms_fsdp.predict.hardware import peak_flops
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """FLOPs of one token by three conventions, and the hardware's FLOP/s; without those there is no MFU."""
+
+    model: int
+    matmul: int
+    hardware: int
+    peak_flops: float | None
+
+    def of(self, tokens_per_sec: float) -> dict[str, float]:
+        """The metrics at a rate of tokens of one device."""
+        metrics = {"tflops_per_device": tokens_per_sec * self.model / 1e12}
+        if self.peak_flops:
+            parts = {"mfu": self.model, "mfu_matmul": self.matmul, "hfu": self.hardware}
+            metrics |= {name: tokens_per_sec * flops / self.peak_flops for name, flops in parts.items()}
+        return metrics
+
+
+def find_utilization(
+    model: LlamaConfig, section: ParallelConfig, device: torch.device, mixed_precision: bool
+) -> Utilization:
+    """The FLOPs of a model under its recipe, on this device."""
+    seq_length = model.max_seq_len
+    flops, recomputing = flops_per_token(model, seq_length), 0
+    if section.fsdp_activation_checkpointing:
+        share = parse_selective_checkpointing(section.selective_checkpointing)
+        recomputing = sum(select_blocks(model.num_layers, share))
+    return Utilization(
+        model=flops,
+        matmul=matmul_flops_per_token(model, seq_length),
+        hardware=flops + recomputed_flops_per_token(model, seq_length, recomputing),
+        peak_flops=peak_flops(device, torch.bfloat16 if mixed_precision else torch.float32),
+    )

@@ -1,0 +1,101 @@
+"""What a run is between two steps, and how those who watch over it are called.
+
+TrainState    model, optimizers, stream and progress: what a checkpoint holds
+Progress      belongs to the loop; what one hook finds out for others to know stands in it
+Hook          called around every step on every rank, in the order of a list; no hook holds another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fms_fsdp.data.batch import Batch
+from fms_fsdp.data.stream import Stream
+from fms_fsdp.optim.optimizers import Optimizers
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step's outcome, still on the device.
+
+    `loss_sum`: of this rank; `num_labels`: of all ranks; `grad_norm`: before clipping; `requests`: the sums
+    over ranks of what each asked for before the step.
+    """
+
+    loss_sum: torch.Tensor
+    num_labels: torch.Tensor
+    grad_norm: torch.Tensor
+    requests: torch.Tensor
+
+
+@dataclass
+class Progress:
+    """Where a run is: `step` is the last step done, `start` the last one before this launch.
+
+    requests    what this rank asks for, told to all ranks with the next step
+    stop        why the launch ends after the step under way; empty while it goes on
+    problem     why the records of this rank cannot be written; empty while they can
+    validation  the last step that was evaluated, and its loss
+    expected_save_s  seconds that saving may take if the launch ends with the step after this one
+    """
+
+    start: int
+    num_steps: int
+    rows_per_step: int
+    tokens_per_step: int
+    tokens_at_start: int = 0
+    step: int = -1
+    batch: Batch | None = None
+    requests: list[int] = field(default_factory=list)
+    stop: str = ""
+    problem: str = ""
+    validation: tuple[int, float] | None = None
+    expected_save_s: Callable[[int], float] = lambda step: 0.0
+
+    def __post_init__(self) -> None:
+        self.step = self.start
+
+    @property
+    def steps_of_launch(self) -> int:
+        return self.step - self.start
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens trained on by the end of `step`, over all launches of the run."""
+        return self.tokens_at_start + self.steps_of_launch * self.tokens_per_step
+
+    @property
+    def is_done(self) -> bool:
+        return self.step >= self.num_steps
+
+
+@dataclass
+class TrainState:
+    """What the loop changes, and a checkpoint holds."""
+
+    model: nn.Module
+    optimizers: Optimizers
+    stream: Stream
+    progress: Progress
+
+
+class Hook:
+    """Something that happens around each step, on every rank. `part`: where its time is counted."""
+
+    part = "hooks"
+
+    def before_step(self, progress: Progress) -> None:
+        """Before step `progress.step + 1`."""
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        """After `progress.step`."""
+
+    def after_training(self, progress: Progress) -> None:
+        """After the last step of the launch, if none failed."""
+
+    def close(self) -> None:
+        """At the end, also when a step failed."""
