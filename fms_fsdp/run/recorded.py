@@ -1,7 +1,8 @@
 """The configuration that a run recorded, read from wherever one stands now.
 
-Paths are recorded as they were typed, with the working folder of the launch beside them (`resolved.working_dir`). Readers join
-the two. Links are not resolved: what the user meant by a link may move. URIs, absolute paths and `~` stay as they are.
+Paths are recorded as they were typed, with the working folder of the launch beside them
+(`resolved.working_dir`). Readers join the two. Links are not resolved: what the user meant by a link may
+move. URIs, absolute paths and `~` stay as they are.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def recorded_config(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> T
 
 
 def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoint:
-    """Returns the newest complete checkpoint, or that of `step`, of a run folder, a folder of checkpoints or one.
+    """Returns the newest complete checkpoint, or that of `step`, of a run folder, a folder of checkpoints or
+    one.
 
     Raises: ValueError that calls the path by `name`.
     """
