@@ -88,5 +88,6 @@ def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
             _held.append(FolderLock(folder).take(patience_s))
         except OSError as error:
             raise ValueError(
-                f"folder ({folder}) must be one that can be made and written: {error.strerror}; choose another --output_dir"
+                f"folder ({folder}) must be one that can be made and written: {error.strerror}; choose "
+                "another --output_dir"
             ) from error
