@@ -1,4 +1,4 @@
-"""`python -m fms_fsdp evaluate`: loss, perplexity and bits per byte of a checkpoint, on one process or under torchrun."""
+"""`python -m fms_fsdp evaluate`: loss, perplexity and bits per byte of a checkpoint, also under torchrun."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ class EvaluateConfig:
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
     data_path: str = flag("", "folder of the run's token shards (default: the run's)")
     eval_data_path: str = flag(
-        "", "folder of held-out token shards (default: the run's, else validation/ in data_path)"
+        "", "folder of held-out shards (default: the run's, else validation/ in data_path)"
     )
-    eval_datasets: tuple[str, ...] = flag(
-        (), "held-out sources, subfolders there (default: the run's, else all)"
-    )
+    eval_datasets: tuple[str, ...] = flag((), "held-out sources there (default: the run's, else all)")
     eval_steps: int | None = flag(None, "global batches of each source (default: the run's)", minimum=1)
     eval_test: bool = flag(False, "evaluate test/ in data_path too")
     json: bool = flag(False, "print one JSON object")
@@ -86,9 +84,8 @@ def _open(config: EvaluateConfig) -> Checkpoint:
     found = open_checkpoint(root, step=config.step) if config.path else None
     if found is None:
         step = "" if config.step is None else f" of step {config.step}"
-        raise ValueError(
-            f"--path ({config.path}) must hold a complete checkpoint{step}; see `python -m fms_fsdp ckpt list`"
-        )
+        rule = f"must hold a complete checkpoint{step}; see `python -m fms_fsdp ckpt list`"
+        raise ValueError(f"--path ({config.path}) {rule}")
     return found
 
 
