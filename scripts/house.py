@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fms_fsdp"
 BUDGETS = {"trains": 5900, "tools": 2200}  # what the house is to come to
-CEILINGS = {"trains": 8800, "tools": 3200}  # what breaks the rule; lower it when the house shrinks
+CEILINGS = {"trains": 8600, "tools": 2950}  # what breaks the rule; lower it when the house shrinks
 LONGEST_LINE, LONGEST_FUNCTION, LONGEST_FILE = 110, 60, 400
 # Who may import whom, from the bottom: a module may import its own unit and the units of earlier lines.
 LAYERS = [
@@ -48,7 +48,6 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Rooms with lines, functions or files that are still too long, and types that are still defined twice. Both
 # only shrink.
 STILL_LONG = [
-    "fms_fsdp/__main__.py",
     "fms_fsdp/checkpoint/",
     "fms_fsdp/data/",
     "fms_fsdp/evaluate.py",
@@ -66,7 +65,6 @@ STILL_LONG = [
     "tests/data/",
     "tests/distributed/",
     "tests/models/",
-    "tests/observe/",
     "tests/optim/",
     "tests/parallel/",
     "tests/run/",
@@ -74,7 +72,6 @@ STILL_LONG = [
     "tests/test_evaluate.py",
     "tests/test_golden.py",
     "tests/test_training.py",
-    "tests/tools/",
 ]
 STILL_TWICE: set[str] = set()
 COMMENTS = {
