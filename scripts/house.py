@@ -91,7 +91,7 @@ COMMENTS = {
 
 
 def python_files(*folders: str) -> list[Path]:
-    """The Python files below the folders, sorted; a folder fit a file."""
+    """The Python files below the folders, sorted; a folder may be a file."""
     found = set[Path]()
     for folder in folders:
         found |= set((ROOT / folder).rglob("*.py")) | (
