@@ -109,8 +109,6 @@ class Evaluator(Hook):
     `forward.alive` is told between groups of rows; `mark(part)` tells the clock that a part of the run has ended.
     """
 
-    part = "eval"
-
     def __init__(
         self,
         section: EvalConfig,
@@ -148,6 +146,7 @@ class Evaluator(Hook):
         if math.isfinite(loss := values.get("eval/loss", math.nan)):
             progress.validation = progress.step, loss
         self._forward.alive()
+        self._mark("eval")
 
     def _is_due(self, group: str, progress: Progress) -> bool:
         section, step, last = self._section, progress.step, progress.is_done

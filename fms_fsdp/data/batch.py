@@ -1,7 +1,7 @@
 """The batch that the stream yields, and its fingerprint.
 
-Shapes: B rows of this data-parallel rank for one optimizer step, S tokens a row. No padding: every position of every row
-holds a token of the corpus.
+Shapes: B rows of this data-parallel rank for one optimizer step, S tokens a row. No padding: every position
+of every row holds a token of the corpus.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ IGNORED_LABEL = -100
 class Batch(NamedTuple):
     """The rows of one rank for one optimizer step, in the order of the global batch.
 
-    `labels_BS` is the true next token of the same document, or after a separator the first token of the next document,
-    or -100 where neither exists. `positions_BS` counts from 0 inside each document's part of the row, `document_ids_BS`
-    numbers those parts from 0 in each row: equal ids are one contiguous piece of one document.
+    `labels_BS` is the true next token of the same document, or after a separator the first token of the next
+    document, or -100 where neither exists. `positions_BS` counts from 0 inside each document's part of the
+    row, `document_ids_BS` numbers those parts from 0 in each row: equal ids are one contiguous piece of one
+    document.
     """
 
     tokens_BS: torch.Tensor  # int64
@@ -40,7 +41,8 @@ def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[in
             str(size) for size in range(1, global_batch_size + 1) if global_batch_size % size == 0
         )
         raise ValueError(
-            f"global_batch_size ({global_batch_size}) must be divisible by the data-parallel size ({dp_size}); "
+            f"global_batch_size ({global_batch_size}) must be divisible by the data-parallel size "
+            f"({dp_size}); "
             f"valid sizes: {valid}"
         )
     num_rows = global_batch_size // dp_size
@@ -57,10 +59,10 @@ def empty_batch(num_rows: int, seq_length: int, *, pin_memory: bool = False) -> 
 def fingerprint(batch: Batch, first_row: int) -> int:
     """Returns the sum modulo 2^64 over the rows of a 64-bit hash of (row position, tokens, labels).
 
-    Sums of the ranks' values, modulo 2^64, are the fingerprint of the global batch: equal at every world size. Computed
-    on the CPU; a batch on another device is copied. `first_row` is the position of row 0 in the global batch.
-    A row hashes to mix64(a + b + mix64(position)), where a = sum_i mix64(token_i + (2i) * GOLDEN) and
-    b = sum_i mix64(label_i + (2i + 1) * GOLDEN), all modulo 2^64.
+    Sums of the ranks' values, modulo 2^64, are the fingerprint of the global batch: equal at every world
+    size. Computed on the CPU; a batch on another device is copied. `first_row` is the position of row 0 in
+    the global batch. A row hashes to mix64(a + b + mix64(position)), where a = sum_i mix64(token_i + (2i) *
+    GOLDEN) and b = sum_i mix64(label_i + (2i + 1) * GOLDEN), all modulo 2^64.
     """
     num_rows, seq_length = batch.tokens_BS.shape
     salt_S = np.arange(seq_length, dtype=np.uint64) * np.uint64((2 * GOLDEN) & MASK)

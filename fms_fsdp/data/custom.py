@@ -8,7 +8,8 @@ from typing import Any
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import Batch
-from fms_fsdp.data.stream import Consumption, Stream
+from fms_fsdp.data.order.order import Consumption
+from fms_fsdp.data.stream import Stream
 
 REQUIRED = ("next_batch", "state_dict", "load_state_dict", "close")
 
@@ -48,7 +49,8 @@ class CustomStream:
         return self._own.load_state_dict(state, step) or []
 
     def begin_after(self, step: int) -> None:
-        """Without a method of its own, a new stream begins with its first batch whatever the number of the step."""
+        """Without a method of its own, a new stream begins with its first batch whatever the number of the
+        step."""
         if hasattr(self._own, "begin_after"):
             self._own.begin_after(step)
 
@@ -59,9 +61,9 @@ class CustomStream:
 def load_builder(section: DataConfig) -> Callable[..., Stream]:
     """Returns the function that `--dataset_builder` names, with `--data_kwargs` bound as text.
 
-    It is called as `build(section, seed=…, vocab_size=…, global_batch_size=…, dp_rank=…, dp_size=…, pin_memory=…,
-    **data_kwargs)`. What it builds must have the methods in `REQUIRED`, with the meaning that `stream.Stream` gives them,
-    and may have the others.
+    It is called as `build(section, seed=…, vocab_size=…, global_batch_size=…, dp_rank=…, dp_size=…,
+    pin_memory=…, **data_kwargs)`. What it builds must have the methods in `REQUIRED`, with the meaning that
+    `stream.Stream` gives them, and may have the others.
 
     Raises: ValueError if there is no such module or function, or (when called) if the stream lacks a method.
     """

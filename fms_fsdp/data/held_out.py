@@ -1,9 +1,10 @@
 """Held-out sources: rows that are evaluated and never trained on.
 
-    eval_data_path | data_path/validation | data_path ── open_held_out ── HeldOut per source ── rows(start, stop)
+    eval_data_path | data_path/validation | data_path ─ open_held_out ─ HeldOut per source ─ rows(start, stop)
 
-Invariant: row i of a source is a function of (its shards, seq_length, packing, i) alone: the same in every evaluation, at every world size, batch and
-training seed. The rows are the first ones of one epoch in shuffled order, so a sample spread over the whole source, none of them twice.
+Invariant: row i of a source is a function of (its shards, seq_length, packing, i) alone: the same in every
+evaluation, at every world size, batch and training seed. The rows are the first ones of one epoch in shuffled
+order, so a sample spread over the whole source, none of them twice.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,11 +22,11 @@ import torch
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.data.order.permute import I64
+from fms_fsdp.data.shards.files import Files
+from fms_fsdp.data.shards.manifest import Corpus, Listing, list_corpus, open_corpus, open_root
+from fms_fsdp.data.shards.shard import Shard
 from fms_fsdp.data.stream import TokenStream, build_stream
-
-if TYPE_CHECKING:
-    from fms_fsdp.data.shards.files import Files
-    from fms_fsdp.data.shards.manifest import Corpus, Listing
+from fms_fsdp.data.tokenizer import KEPT_AS, Tokenizer, load_tokenizer, parse_description
 
 SEED = (
     0x6576616C  # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """`num_rows` rows of one source; `group` is "eval" or "test"; `token_bytes[id]` is what a token stands for, None if not known."""
+    """`num_rows` rows of one source; `group` is "eval" or "test"; `token_bytes[id]` is the number of bytes
+    that a token stands for, None if not known."""
 
     group: str
     name: str
@@ -49,7 +50,7 @@ class HeldOut:
     token_bytes: I64 | None
 
     def rows(self, start: int, stop: int) -> Batch:
-        """The rows [start, stop); those past the end are masked."""
+        """Returns the rows [start, stop); those past the end are masked."""
         parts = [self.stream.batch_at(min(row, self.num_rows - 1) + 1) for row in range(start, stop)]
         batch = Batch(*(torch.cat(column) for column in zip(*parts, strict=True)))
         batch.labels_BS[max(0, self.num_rows - start) :] = IGNORED_LABEL
@@ -69,10 +70,11 @@ class HeldOutListing:
 def scan_held_out(
     section: EvalConfig, data: DataConfig, trained: Corpus | None, *, vocab_size: int
 ) -> tuple[HeldOutListing, ...]:
-    """The held-out corpora that the flags name: for one rank, which sends them to the others; () for synthetic tokens.
+    """Returns the held-out corpora that the flags name: for one rank, which sends them to the others; () for
+    synthetic tokens.
 
-    Raises:
-        ValueError, FileNotFoundError: there are none, or they are trained on, or of a larger vocabulary.
+    Raises: ValueError, FileNotFoundError if there are none, or they are trained on, or of a larger
+    vocabulary.
     """
     if data.use_dummy_dataset and not section.eval_data_path:
         return ()
@@ -93,19 +95,17 @@ def open_held_out(
     max_rows: int,
     scanned: tuple[HeldOutListing, ...] | None = None,
 ) -> tuple[HeldOut, ...]:
-    """The held-out sources that the flags name, () if nothing is to be evaluated; at most `max_rows` of each. With what
-    another rank has `scanned` no file or folder is looked at.
+    """Returns the held-out sources that the flags name, () if nothing is to be evaluated; at most `max_rows`
+    of each. With what another rank has `scanned` no file or folder is looked at.
 
-    Raises:
-        ValueError, FileNotFoundError: there are none, or they are trained on, or of a larger vocabulary.
+    Raises: ValueError, FileNotFoundError if there are none, or they are trained on, or of a larger
+    vocabulary.
     """
     if data.use_dummy_dataset and not section.eval_data_path:
-        return tuple(
-            HeldOut(
-                group, "synthetic", max_rows, _stream(data, None, SEED + (group == "test"), vocab_size), None
-            )
-            for group in _groups(section)
-        )
+        streams = {
+            group: _stream(data, None, SEED + (group == "test"), vocab_size) for group in _groups(section)
+        }
+        return tuple(HeldOut(group, "synthetic", max_rows, stream, None) for group, stream in streams.items())
     if scanned is None:
         scanned = scan_held_out(section, data, trained, vocab_size=vocab_size)
     return tuple(source for each in scanned for source in _open(each, vocab_size, max_rows))
@@ -128,15 +128,14 @@ def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
         return _join(data.data_path, "validation"), section.eval_datasets
     if not section.eval_datasets:
         raise ValueError(
-            f"--eval_interval ({section.eval_interval}) needs held-out data, and data_path has no folder validation; prepare with --split=98,2, "
-            "name sources in --eval_datasets, or set --eval_data_path"
+            f"--eval_interval ({section.eval_interval}) needs held-out data, and data_path has no folder "
+            "validation; "
+            "prepare with --split=98,2, name sources in --eval_datasets, or set --eval_data_path"
         )
     return data.data_path, section.eval_datasets
 
 
 def _has_files(data_path: str, folder: str) -> bool:
-    from fms_fsdp.data.shards.manifest import open_root
-
     files = open_root(data_path) if data_path else None
     with suppress(FileNotFoundError):
         return files is not None and any(files.walk(folder))
@@ -151,8 +150,6 @@ def _join(data_path: str, folder: str) -> str:
 def _scan(
     group: str, data: DataConfig, data_path: str, trained: Corpus | None, vocab_size: int
 ) -> HeldOutListing:
-    from fms_fsdp.data.shards.manifest import list_corpus, open_corpus
-
     data = replace(data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None)
     try:
         corpus = open_corpus(data)
@@ -160,14 +157,18 @@ def _scan(
         flag = "--eval_test" if group == "test" else "--eval_data_path"
         text = str(error).replace("--datasets", "--eval_datasets").replace("--data_path", flag)
         raise type(error)(text) from error
-    both = {s.name for s in corpus.sources} & {s.name for s in trained.sources} if trained else set()
-    if both and trained and trained.files.root == corpus.files.root:
-        raise ValueError(
-            f"--eval_datasets ({min(both)}) must not be trained on; name the sources to train on in --datasets, or others here"
-        )
+    if trained is not None and trained.files.root == corpus.files.root:
+        for source in corpus.sources:
+            if trained.source(source.name):
+                raise ValueError(
+                    f"--eval_datasets ({source.name}) must not be trained on; name the sources to train on "
+                    "in --datasets, "
+                    "or others here"
+                )
     if (corpus.vocab_size or 0) > vocab_size:
         raise ValueError(
-            f"--eval_data_path ({corpus.files.root}) has a vocabulary of {corpus.vocab_size}, the model one of {vocab_size}; "
+            f"--eval_data_path ({corpus.files.root}) has a vocabulary of {corpus.vocab_size}, the model one "
+            f"of {vocab_size}; "
             "prepare both with one tokenizer"
         )
     table = _token_bytes(corpus, (data.data_path, data_path), vocab_size)
@@ -176,8 +177,6 @@ def _scan(
 
 
 def _open(scanned: HeldOutListing, vocab_size: int, max_rows: int) -> Iterator[HeldOut]:
-    from fms_fsdp.data.shards.manifest import open_corpus
-
     corpus = open_corpus(scanned.data, listing=scanned.listing)
     for source in corpus.sources:
         num_rows = min(max_rows, source.num_tokens // scanned.data.seq_length)
@@ -186,43 +185,46 @@ def _open(scanned: HeldOutListing, vocab_size: int, max_rows: int) -> Iterator[H
 
 
 def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int) -> TokenStream:
-    """A stream whose step i + 1 is row i."""
+    """Returns a stream whose step i + 1 is row i."""
     return build_stream(
         data, corpus, seed=seed, vocab_size=vocab_size, global_batch_size=1, dp_rank=0, dp_size=1
     )
 
 
 def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -> I64 | None:
-    """Bytes by token id, from the tokenizer that `prepare` left in one of the folders; None where it is not that of the shards."""
-    from fms_fsdp.data.shards.manifest import open_root
-    from fms_fsdp.data.shards.shard import Shard
-    from fms_fsdp.data.tokenizer import KEPT_AS, load_tokenizer, parse_description
-
+    """Returns the bytes by token id, from the tokenizer that `prepare` left in one of the folders; None where
+    it is not that of the shards."""
     digest = Shard(corpus.files, corpus.sources[0].paths[0], delimiter=0).metadata.get("tokenizer_digest")
     for root in data_paths:
-        try:
-            files = open_root(root)
-            data = _read_whole(files, _DESCRIBED)
-        except (ValueError, OSError) as error:
-            logger.debug("no tokenizer there: %s", error)
-            continue
-        told, _ = parse_description(data, f"{files.root}/{_DESCRIBED}")
-        if told.digest != digest:
-            continue
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                copy = Path(folder) / KEPT_AS[told.kind]
-                if told.kind != "byte":
-                    copy.write_bytes(_read_whole(files, told.file_name))
-                tokenizer = load_tokenizer(told.kind if told.kind == "byte" else str(copy), told.eos_token)
-        except (ValueError, OSError) as error:
-            logger.debug("no tokenizer there: %s", error)
-            continue
-        table: I64 = np.zeros(max(vocab_size, tokenizer.vocabulary.size), dtype=np.int64)
-        table[: tokenizer.vocabulary.size] = tokenizer.token_bytes()
-        return table
+        tokenizer = _tokenizer_in(root, digest)
+        if tokenizer is not None:
+            table = tokenizer.token_bytes()
+            return np.pad(table, (0, max(0, vocab_size - len(table))))
     logger.info("bits per byte are left out: no tokenizer of these shards in %s", corpus.files.root)
     return None
+
+
+def _tokenizer_in(root: str, digest: str | None) -> Tokenizer | None:
+    """Returns the tokenizer in a folder, None if there is none or another one. Raises: ValueError for a
+    description that cannot be trusted."""
+    try:
+        files = open_root(root)
+        data = _read_whole(files, _DESCRIBED)
+    except (ValueError, OSError) as error:
+        logger.debug("no tokenizer there: %s", error)
+        return None
+    told, _ = parse_description(data, f"{files.root}/{_DESCRIBED}")
+    if told.digest != digest:
+        return None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / KEPT_AS[told.kind]
+            if told.kind != "byte":
+                copy.write_bytes(_read_whole(files, told.file_name))
+            return load_tokenizer(told.kind if told.kind == "byte" else str(copy), told.eos_token)
+    except (ValueError, OSError) as error:
+        logger.debug("no tokenizer there: %s", error)
+        return None
 
 
 def _read_whole(files: Files, path: str) -> bytes:

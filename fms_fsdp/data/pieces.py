@@ -1,15 +1,15 @@
 """From stretches of a source to rows of tokens, with the true next token at every edge.
 
-    stretch of the circle -> pieces (the parts of documents in it) -> packing -> Window (ordered cuts) -> read_row
+    stretch of the circle -> pieces (parts of documents) -> packing -> Window (ordered cuts) -> read_row
 
-Invariant: the label of a token is the next token of the same document, also where the piece ends before the document does
-(one token more is read); after the document's separator it is the first token of the document that follows in the window,
-if it follows from its beginning; else -100. No label crosses a cut.
+Invariant: the label of a token is the next token of the same document, also where the piece ends before the
+document does (one token more is read); after the document's separator it is the first token of the document
+that follows in the window, if it follows from its beginning; else -100. No label crosses a cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,13 +24,15 @@ from fms_fsdp.data.shards.manifest import Corpus, Source, check_shard
 from fms_fsdp.data.shards.shard import Shard, ShardError, TokenError
 
 ShardCache = Lru[tuple[str, int], Shard]
+TokenType = np.dtype[np.unsignedinteger[npt.NBitBase]]
 
 
 class Pieces(NamedTuple):
     """Parts of documents: arrays of one length, in the order of the source.
 
-    `file` of the source, `document` of the file, `start` token in the document, `length` (delimiter counted), `address` of
-    the first token in the file, `after`: tokens of the document that follow the piece, 2 standing for more.
+    `file` of the source, `document` of the file, `start` token in the document, `length` (delimiter counted),
+    `address` of the first token in the file, `after`: tokens of the document that follow the piece, 2
+    standing for more.
     """
 
     file: I64
@@ -40,31 +42,49 @@ class Pieces(NamedTuple):
     address: I64
     after: I64
 
+    @classmethod
+    def joined(cls, parts: Sequence[Pieces]) -> Pieces:
+        """Returns all pieces of the parts."""
+        return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def take(self, which: I64) -> Pieces:
+        """Returns the pieces of these numbers."""
+        return Pieces(*(column[which] for column in self))
+
     def cut(self, cuts: Cuts, widths: I64) -> Pieces:
         """Returns the cuts as pieces of their own; `widths` are the bytes of a token in each piece's file."""
-        file, document, start, length, address, after = (column[cuts.piece] for column in self)
-        after = np.minimum(after + length - cuts.skip - cuts.length, 2)
-        address = address + cuts.skip * widths[cuts.piece]
-        return Pieces(file, document, start + cuts.skip, cuts.length, address, after)
+        whole = self.take(cuts.piece)
+        return whole._replace(
+            start=whole.start + cuts.skip,
+            length=cuts.length,
+            address=whole.address + cuts.skip * widths[cuts.piece],
+            after=np.minimum(whole.after + whole.length - cuts.skip - cuts.length, 2),
+        )
+
+    def ranges(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yields (file, document, first token, token after the last) of each piece."""
+        columns = (self.file, self.document, self.start, self.start + self.length)
+        return zip(*(column.tolist() for column in columns), strict=True)
 
 
 class Window(NamedTuple):
-    """The ordered pieces of some rows, 15 bytes each: what is needed to read them, and no more.
+    """The ordered pieces of some rows, 16 bytes each: what is needed to read them, and no more.
 
-    `files`: (path, type of a token) of the shards that `file` indexes; `end`: tokens up to the piece's end; `edge`:
-    `after` + 4 if the piece begins its document.
+    `files`: (path, type of a token) of the shards that `file` indexes; `end`: tokens up to the piece's end;
+    `begins`: whether the piece begins its document; `after` as in Pieces.
     """
 
-    files: tuple[tuple[str, np.dtype[np.unsignedinteger[npt.NBitBase]]], ...]
+    files: tuple[tuple[str, TokenType], ...]
     file: npt.NDArray[np.uint16 | np.uint32]
     address: I64
     end: npt.NDArray[np.int32]
-    edge: npt.NDArray[np.uint8]
+    begins: npt.NDArray[np.bool_]
+    after: npt.NDArray[np.uint8]
 
     @property
     def cost(self) -> int:
         """Bytes that this object holds, about."""
-        return 512 + 128 * len(self.files) + 15 * len(self.end)
+        return 512 + 128 * len(self.files) + 16 * len(self.end)
 
 
 class Row(NamedTuple):
@@ -120,7 +140,7 @@ class SourceReader:
             stop = min(local + length, int(shard.chunk_starts[chunk + 1]))
             parts.append(self._chunk_pieces(file, shard, chunk, local, stop))
             start, length = start + stop - local, length - (stop - local)
-        return parts[0] if len(parts) == 1 else Pieces(*map(np.concatenate, zip(*parts, strict=True)))
+        return Pieces.joined(parts)
 
     def _chunk_pieces(self, file: int, shard: Shard, chunk: int, start: int, stop: int) -> Pieces:
         """Returns the pieces in [start, stop) of the shard, which lie in one chunk."""
@@ -129,21 +149,21 @@ class SourceReader:
         begins, ends = found.starts[:-1], found.starts[1:]
         begin, end = np.maximum(begins, start - base), np.minimum(ends, stop - base)
         skip = begin - begins
-        columns = (
-            np.full(len(begins), file),
-            found.first + np.arange(len(begins)),
-            skip,
-            end - begin,
-            found.addresses + skip * shard.dtype.itemsize,
-            np.minimum(ends - end, 2),
+        pieces = Pieces(
+            file=np.full(len(begins), file),
+            document=found.first + np.arange(len(begins)),
+            start=skip,
+            length=end - begin,
+            address=found.addresses + skip * shard.dtype.itemsize,
+            after=np.minimum(ends - end, 2),
         )
         kept = end > begin
-        return Pieces(*columns) if kept.all() else Pieces(*(column[kept] for column in columns))
+        return pieces if kept.all() else pieces.take(np.flatnonzero(kept))
 
     def pack(self, starts: list[int], length: int, pack: Callable[[I64], Cuts] | None) -> Pieces:
-        """Returns the pieces of the stretches of `length` tokens at `starts`, in the order that `pack` gives to them."""
-        parts = [self.pieces(start, length) for start in starts]
-        pieces = Pieces(*map(np.concatenate, zip(*parts, strict=True)))
+        """Returns the pieces of the stretches of `length` tokens at `starts`, in the order that `pack` gives
+        to them."""
+        pieces = Pieces.joined([self.pieces(start, length) for start in starts])
         if pack is None:
             return pieces
         widths = np.zeros(int(pieces.file.max()) + 1, dtype=np.int64)
@@ -158,10 +178,10 @@ class SourceReader:
         for i, (path, dtype) in enumerate(files):
             mine = file == i
             self._files.prefetch(path, pieces.address[mine], pieces.length[mine] * dtype.itemsize)
-        edge = pieces.after + 4 * (pieces.start == 0)
         small: type[np.uint16 | np.uint32] = np.uint16 if len(files) < 1 << 16 else np.uint32
         end = np.cumsum(pieces.length).astype(np.int32)  # a window holds some million tokens
-        return Window(files, file.astype(small), pieces.address, end, edge.astype(np.uint8))
+        begins, after = pieces.start == 0, pieces.after.astype(np.uint8)
+        return Window(files, file.astype(small), pieces.address, end, begins, after)
 
     def read_row(self, window: Window, start: int, out: Row) -> None:
         """Writes the tokens of a window from token `start` on into `out`. Raises: ShardError."""
@@ -173,10 +193,11 @@ class SourceReader:
         begin = np.empty_like(end)
         begin[0], begin[1:] = window.end[first - 1] if first else 0, end[:-1]
         skip = np.maximum(start - begin, 0)
-        after = np.minimum((window.edge[first:last] & 3) + np.maximum(end - stop, 0), 2)
+        after = np.minimum(window.after[first:last] + np.maximum(end - stop, 0), 2)
         places = np.maximum(begin, start) - start
         lengths = np.minimum(end, stop) - start - places
-        # One token more than the piece is read for its last label, as far as the document goes; the delimiter is not stored.
+        # One token more than the piece is read for its last label, as far as the document goes; the delimiter
+        # is not stored.
         stored = np.minimum(lengths + 1, lengths + after - self.source.delimiter)
         out.tokens.fill(self._sep)
         next_token = np.where(after == 0, IGNORED_LABEL, self._sep)
@@ -200,8 +221,7 @@ class SourceReader:
                 values = values[:length]
             out.tokens[place : place + len(values)] = values
         if not self._document_mask:
-            begins_document = (window.edge[first + 1 : last] & 4) > 0
-            follows = np.flatnonzero((after[:-1] == 0) & begins_document)
+            follows = np.flatnonzero((after[:-1] == 0) & window.begins[first + 1 : last])
             next_token[follows] = out.tokens[places[follows + 1]]
             if after[-1] == 0:
                 next_token[-1] = self._first_token(window, last)
@@ -215,17 +235,15 @@ class SourceReader:
 
     def _first_token(self, window: Window, piece: int) -> int:
         """Returns the first token of a piece that begins its document, else -100."""
-        if piece >= len(window.end) or not window.edge[piece] & 4:
+        if piece >= len(window.end) or not window.begins[piece]:
             return IGNORED_LABEL
         length = int(window.end[piece] - window.end[piece - 1])
-        if length + int(window.edge[piece] & 3) <= self.source.delimiter:
+        if length + int(window.after[piece]) <= self.source.delimiter:
             return self._sep  # an empty document
         path, dtype = window.files[window.file[piece]]
         return int(self._read(path, dtype, int(window.address[piece]), 1)[0])
 
-    def _read(
-        self, path: str, dtype: np.dtype[np.unsignedinteger[npt.NBitBase]], address: int, count: int
-    ) -> I64:
+    def _read(self, path: str, dtype: TokenType, address: int, count: int) -> I64:
         size = count * dtype.itemsize
         try:
             data = self._files.pread(path, size, address)
@@ -235,7 +253,8 @@ class SourceReader:
             ) from error
         if len(data) != size:
             raise ShardError(
-                f"shard ({path}) ends {size - len(data)} bytes early, in document {self._document_at(path, address)}; "
+                f"shard ({path}) ends {size - len(data)} bytes early, in document "
+                f"{self._document_at(path, address)}; "
                 "it is truncated: restore it or --on_missing=mask"
             )
         return np.frombuffer(data, dtype)

@@ -2,29 +2,27 @@
 
     build_stream -> CorpusRows | SyntheticRows (pure: step -> rows) -> TokenStream (position, prefetch, state)
 
-Invariant: the stream's only state is the step last consumed; what the thread has prepared ahead is never part of it. All
-ranks hold the same state. Nothing here communicates: a rank computes its rows from (dp_rank, dp_size) and the step.
+Invariant: the stream's only state is the step last consumed; what the thread has prepared ahead is never part
+of it. All ranks hold the same state. Nothing here communicates: a rank computes its rows from (dp_rank,
+dp_size) and the step.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import Batch, rows_of_rank
+from fms_fsdp.data.order.order import Consumption
+from fms_fsdp.data.rows import CorpusRows
+from fms_fsdp.data.shards.manifest import Corpus
 from fms_fsdp.data.synthetic import SyntheticRows
-
-if TYPE_CHECKING:
-    from fms_fsdp.data.shards.manifest import Corpus
-
-
-Consumption = dict[
-    str, dict[str, float | int]
-]  # {source: {"epoch": epochs gone through, "tokens": tokens trained on}}
 
 
 class Stream(Protocol):
@@ -36,25 +34,32 @@ class Stream(Protocol):
 
     @property
     def num_masked_rows(self) -> int:
-        """Rows of this rank that could not be read and were masked, in this launch, up to the step last consumed."""
+        """Rows of this rank that could not be read and were masked, in this launch, up to the step last
+        consumed."""
 
     def next_batch(self) -> Batch:
-        """Returns the rows of the next step and counts it as consumed. Raises: ValueError for bad data, at its step."""
+        """Returns the rows of the next step and counts it as consumed. Raises: ValueError for bad data, at
+        its step."""
 
     def batch_at(self, step: int) -> Batch | None:
-        """Returns this rank's rows of any step >= 1, whatever has been consumed; None if the stream cannot."""
+        """Returns this rank's rows of any step >= 1, whatever has been consumed; None if the stream
+        cannot."""
 
     def documents(self, step: int, limit: int = 8) -> list[str]:
-        """Returns where the first `limit` pieces of the step's global batch come from, in words; [] if nothing tells."""
+        """Returns where the first `limit` pieces of the step's global batch come from, in words; [] if
+        nothing tells."""
 
     def consumption(self) -> Consumption:
-        """Returns what each source has supplied up to the step last consumed; {} if the stream does not count."""
+        """Returns what each source has supplied up to the step last consumed; {} if the stream does not
+        count."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what, with the step, resumes the stream: JSON values of a few KB, the same on every rank."""
+        """Returns what, with the step, resumes the stream: JSON values of a few KB, the same on every
+        rank."""
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> list[str]:
-        """Continues after `step` with the flags of this run; returns what they change, a line each, to be logged.
+        """Continues after `step` with the flags of this run; returns what they change, a line each, to be
+        logged.
 
         Raises: ValueError, FileNotFoundError if the state is of other data.
         """
@@ -74,7 +79,8 @@ class RowProducer(Protocol):
     first_exhausted: str  # the source that ends at `last_step`
 
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
-        """Returns the rows [B * dp_rank / dp_size, B * (dp_rank + 1) / dp_size) of the global batch of `step`."""
+        """Returns the rows [B * dp_rank / dp_size, B * (dp_rank + 1) / dp_size) of the global batch of
+        `step`."""
 
     def state(self) -> dict[str, Any]:
         """Returns JSON values, the same on every rank."""
@@ -101,7 +107,8 @@ class RowProducer(Protocol):
 class TokenStream:
     """The `Stream` of a RowProducer.
 
-    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in the global batch.
+    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in the
+    global batch.
     """
 
     def __init__(self, rows: RowProducer, *, dp_rank: int, dp_size: int, prefetch: int) -> None:
@@ -119,7 +126,8 @@ class TokenStream:
         return self.rows.last_step
 
     def next_batch(self) -> Batch:
-        """Returns the rows of step `step` + 1 and counts it as consumed; errors of the thread appear here, at their step.
+        """Returns the rows of step `step` + 1 and counts it as consumed; errors of the thread appear here, at
+        their step.
 
         Raises: ShardError naming file, document and step; ValueError at the end that --max_epochs sets.
         """
@@ -211,31 +219,20 @@ def build_stream(
 ) -> TokenStream:
     """Returns the stream of this rank: of synthetic tokens if `corpus` is None. `prefetch` counts steps.
 
-    Raises: ValueError if the batch cannot be shared out or is larger than the corpus, or for weights too small.
+    Raises: ValueError if the batch cannot be shared out or is larger than the corpus, or for weights too
+    small.
     """
     rows_of_rank(global_batch_size, dp_rank, dp_size)
-    rows: RowProducer
-    if corpus is None:
-        rows = SyntheticRows(
-            seed=seed,
-            vocab_size=vocab_size,
-            seq_length=section.seq_length,
-            global_batch_size=global_batch_size,
-            pin_memory=pin_memory,
+    if corpus is not None and corpus.sep_token >= vocab_size:
+        raise ValueError(
+            f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of them"
         )
-    else:
-        from fms_fsdp.data.rows import CorpusRows
-
-        if corpus.sep_token >= vocab_size:
-            raise ValueError(
-                f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of them"
-            )
-        rows = CorpusRows(
-            section,
-            corpus,
-            seed=seed,
-            vocab_size=vocab_size,
-            global_batch_size=global_batch_size,
-            pin_memory=pin_memory,
-        )
+    make: Callable[..., RowProducer] = SyntheticRows if corpus is None else partial(CorpusRows, corpus=corpus)
+    rows = make(
+        section,
+        seed=seed,
+        vocab_size=vocab_size,
+        global_batch_size=global_batch_size,
+        pin_memory=pin_memory,
+    )
     return TokenStream(rows, dp_rank=dp_rank, dp_size=dp_size, prefetch=prefetch)

@@ -1,8 +1,10 @@
-"""Synthetic tokens: no files, next to no cost, the same at every world size, with a pattern that a model can learn.
+"""Synthetic tokens: no files, next to no cost, the same at every world size, with a pattern that a model can
+learn.
 
-A row is a function of (seed, step, row position in the global batch) alone. In an alphabet of A = the largest power of two
-<= min(vocab_size, 256) the next token is (5 x + 3) mod A, a cycle through all A tokens, except that one token in each cell of
-32 is drawn at random: the loss of a model that has learned the rule is about (ln A) / 32.
+A row is a function of (seed, step, row position in the global batch) alone. In an alphabet of A = the largest
+power of two <= min(vocab_size, 256) the next token is (5 x + 3) mod A, a cycle through all A tokens, except
+that one token in each cell of 32 is drawn at random: the loss of a model that has learned the rule is about
+(ln A) / 32.
 """
 
 from __future__ import annotations
@@ -11,25 +13,30 @@ from typing import Any
 
 import numpy as np
 
+from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import Batch, empty_batch, rows_of_rank
+from fms_fsdp.data.order.history import History, Segment
+from fms_fsdp.data.order.mixture import NUM_SLOTS
+from fms_fsdp.data.order.order import Consumption
 from fms_fsdp.data.order.permute import I64, ORDER_VERSION, U64, derive_key, mix64
 
 _FACTOR, _SUMMAND, _CELL, _MAX_ALPHABET = 5, 3, 32, 256
 _ROWS = 0x726F7773  # the word of the keys drawn here
+_QUOTAS = {"synthetic": NUM_SLOTS}
 
 
 class SyntheticRows:
     """Produces the rows of a step (see `stream.RowProducer`)."""
 
     def __init__(
-        self, *, seed: int, vocab_size: int, seq_length: int, global_batch_size: int, pin_memory: bool = False
+        self, section: DataConfig, *, seed: int, vocab_size: int, global_batch_size: int, pin_memory: bool
     ) -> None:
         if vocab_size < 2:
             raise ValueError(f"vocab_size ({vocab_size}) must be at least 2 for synthetic tokens")
         self._alphabet = 1 << (min(vocab_size, _MAX_ALPHABET).bit_length() - 1)
-        self._seed, self._seq_length, self._pin_memory = seed, seq_length, pin_memory
+        self._seed, self._seq_length, self._pin_memory = seed, section.seq_length, pin_memory
         self.global_batch_size = global_batch_size
-        self._changes = [(0, global_batch_size, seq_length)]  # (after step, batch, tokens in a row)
+        self._history = History([Segment(0, global_batch_size, _QUOTAS, section.seq_length)], [])
         power, total = [1], [0]
         for _ in range(2 * _CELL - 1):
             power.append(power[-1] * _FACTOR % self._alphabet)
@@ -42,8 +49,9 @@ class SyntheticRows:
 
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
         """Returns a rank's rows of the step's global batch, which may have been of another size."""
-        size, length = next(entry[1:] for entry in reversed(self._changes) if entry[0] < step)
-        start, stop = rows_of_rank(size, dp_rank, dp_size)
+        segment = self._history.segment(step)
+        length = segment.seq_length
+        start, stop = rows_of_rank(segment.batch, dp_rank, dp_size)
         out = empty_batch(stop - start, length, pin_memory=self._pin_memory)
         tokens = self._tokens(step, start, stop, length)
         out.tokens_BS.numpy()[:] = tokens[:, :-1]
@@ -53,7 +61,8 @@ class SyntheticRows:
         return out
 
     def _tokens(self, step: int, start: int, stop: int, length: int) -> I64:
-        """Returns S + 1 tokens a row. Each cell of 32 draws a place and a token; the rule runs from the last one drawn."""
+        """Returns S + 1 tokens a row. Each cell of 32 draws a place and a token; the rule runs from the last
+        one drawn."""
         num_cells = length // _CELL + 2  # one before the row
         row_keys: U64 = mix64(
             np.arange(start, stop, dtype=np.uint64) ^ np.uint64(derive_key(self._seed, _ROWS, step))
@@ -74,7 +83,7 @@ class SyntheticRows:
             "order_version": ORDER_VERSION,
             "synthetic": self._alphabet,
             "seed": self._seed,
-            "history": [list(change) for change in self._changes],
+            "history": [[s.after, s.batch, s.seq_length] for s in self._history.segments],
         }
 
     def load(self, state: dict[str, Any], step: int) -> list[str]:
@@ -82,24 +91,17 @@ class SyntheticRows:
         mine = self.state()
         for name in ("synthetic", "seed"):
             if state.get(name) != mine[name]:
+                flag = "--seed" if name == "seed" else name
                 raise ValueError(
-                    f"{'--seed' if name == 'seed' else name} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
+                    f"{flag} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
                     "data flags, or take its weights alone with --load_model_only"
                 )
-        self._changes = [(after, batch, length) for after, batch, length in state["history"]]
-        (_, *before), now = self._changes[-1], (self.global_batch_size, self._seq_length)
-        if tuple(before) != now:
-            self._changes = [change for change in self._changes if change[0] < step] + [(step, *now)]
-        names = (("global batch", "sequences"), ("seq_length", "tokens"))
-        changes = zip(names, before, now, strict=True)
-        return [f"{name}: {old} -> {new} {unit}" for (name, unit), old, new in changes if old != new]
+        segments = [Segment(after, batch, _QUOTAS, length) for after, batch, length in state["history"]]
+        self._history = History(segments, [])
+        return self._history.change(step, self.global_batch_size, _QUOTAS, self._seq_length)
 
-    def consumption(self, step: int) -> dict[str, dict[str, float | int]]:
-        ends = [after for after, *_ in self._changes[1:]] + [step]
-        tokens = sum(
-            (end - after) * batch * s for (after, batch, s), end in zip(self._changes, ends, strict=True)
-        )
-        return {"synthetic": {"epoch": 0.0, "tokens": tokens}}
+    def consumption(self, step: int) -> Consumption:
+        return {name: {"epoch": 0.0, "tokens": self._history.consumed_tokens(step)[name]} for name in _QUOTAS}
 
     def num_masked_rows(self, step: int) -> int:
         return 0

@@ -55,7 +55,8 @@ class Files:
 
 
 def random_documents(rng: np.random.Generator, num_tokens: int, mean: float = 40.0) -> Documents:
-    """Documents of lognormal length, some of length 0 and 1, about `num_tokens` in all; the separator is not in them."""
+    """Documents of lognormal length, some of length 0 and 1, about `num_tokens` in all; the separator is not
+    in them."""
     documents: Documents = []
     total = 0
     while total < num_tokens:
@@ -141,7 +142,8 @@ def write_corpus(
     mean: float = 40.0,
     fixed: bool = False,
 ) -> Files:
-    """Writes sources with shards of about the given numbers of tokens. `stored`: documents end with the separator on disk."""
+    """Writes sources with shards of about the given numbers of tokens. `stored`: documents end with the
+    separator on disk."""
     rng = np.random.default_rng(seed)
     files = Files(root)
     rows = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fms_fsdp.data.batch import Batch
-from fms_fsdp.data.rows import CorpusRows, Place
+from fms_fsdp.data.order.source_order import RowAddress
+from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.stream import TokenStream
 from tests.data.corpora import Files
 
@@ -20,14 +21,15 @@ def rows_of(stream: TokenStream) -> CorpusRows:
 
 
 def check_row(
-    files: Files, stream: TokenStream, place: Place, batch: Batch, row: int, used: Used | None = None
+    files: Files, stream: TokenStream, address: RowAddress, batch: Batch, row: int, used: Used | None = None
 ) -> None:
-    """Asserts tokens, labels, positions and ids of a row against the documents, and counts its tokens in `used`."""
-    documents = files.documents[place.source]
+    """Asserts tokens, labels, positions and ids of a row against the documents, and counts its tokens in
+    `used`."""
+    documents = files.documents[address.source]
     tokens, labels, positions, ids = (tensor[row].numpy() for tensor in batch)
-    pieces = rows_of(stream).pieces_of(place)
+    pieces = rows_of(stream).pieces_of(address)
     assert pieces.length.sum() == len(tokens)
-    at, seams = 0, np.cumsum([length for _, length in rows_of(stream).windows_of(place)]).tolist()
+    at, seams = 0, np.cumsum([span.length for span in rows_of(stream).order.spans(address)]).tolist()
     columns = zip(pieces.file, pieces.document, pieces.start, pieces.length, strict=True)
     for number, (file, document, start, length) in enumerate(columns):
         text = documents[file][document]
@@ -45,17 +47,17 @@ def check_row(
                 "after a separator: the next document's beginning, or nothing"
             )
         if used is not None:
-            key = (place.source, place.epoch)
-            counts = used.setdefault(key, np.zeros(files.num_tokens(place.source), dtype=np.int64))
-            first = files.offset(place.source, int(file), int(document)) + start
+            key = (address.source, address.epoch)
+            counts = used.setdefault(key, np.zeros(files.num_tokens(address.source), dtype=np.int64))
+            first = files.offset(address.source, int(file), int(document)) + start
             counts[first : first + length] += 1
         at += length
 
 
 def check_step(files: Files, stream: TokenStream, step: int, used: Used | None = None) -> None:
     batch = stream.batch_at(step)
-    for row, place in enumerate(rows_of(stream).places(step)):
-        check_row(files, stream, place, batch, row, used)
+    for row, address in enumerate(rows_of(stream).order.addresses(step)):
+        check_row(files, stream, address, batch, row, used)
 
 
 def check_epoch(files: Files, used: Used, source: str, epoch: int, seq_length: int) -> None:

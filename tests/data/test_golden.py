@@ -1,6 +1,6 @@
-"""The order of the data, pinned. A failure here means that every run resumed from a checkpoint would see other tokens than
-the run before it: restore the formula, or raise ORDER_VERSION (which refuses old checkpoints) and renew the numbers below with
-`python -m tests.data.test_golden`.
+"""The order of the data, pinned. A failure here means that every run resumed from a checkpoint would see
+other tokens than the run before it: restore the formula, or raise ORDER_VERSION (which refuses old
+checkpoints) and renew the numbers below with `python -m tests.data.test_golden`.
 """
 
 from pathlib import Path

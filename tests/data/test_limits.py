@@ -18,7 +18,8 @@ import pyarrow.ipc
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
 section = DataConfig(data_path=sys.argv[1], seq_length=1024, sep_token=3)
-stream = build_stream(section, open_corpus(section), seed=1, vocab_size=5000, global_batch_size=8, dp_rank=0, dp_size=1)
+corpus, sizes = open_corpus(section), dict(global_batch_size=8, dp_rank=0, dp_size=1)
+stream = build_stream(section, corpus, seed=1, vocab_size=5000, **sizes)
 stream.next_batch()
 before = resident()
 for _ in range(int(sys.argv[2])):
@@ -29,7 +30,8 @@ print(resident() - before, len(os.listdir("/proc/self/fd")))
 
 
 def growth(files: Files, steps: int) -> tuple[float, int]:
-    """Returns MiB gained after the first batch, and the number of open files, of a run in a process of its own."""
+    """Returns MiB gained after the first batch, and the number of open files, of a run in a process of its
+    own."""
     out = subprocess.run(
         [sys.executable, "-c", MEASURE, str(files.root), str(steps)], capture_output=True, text=True
     )

@@ -171,7 +171,8 @@ def test_share_of_masked_labels_is_small_at_a_real_block_size(tmp_path: Path) ->
 def test_documents_of_a_window_follow_one_another_as_in_a_random_shuffle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Serial test: from which of the window's 16 blocks neighbours come, 16 x 16 cells; chi^2 / dof of a random order is 1."""
+    """Serial test: from which of the window's 16 blocks neighbours come, 16 x 16 cells; chi^2 / dof of a
+    random order is 1."""
     monkeypatch.setattr("fms_fsdp.data.order.tapes.BLOCK_TOKENS", 4096)
     files = write_corpus(tmp_path, {"web": [600_000]}, mean=12)
     stream = files.stream(1, seq_length=64, logical_shards=1)
@@ -179,9 +180,10 @@ def test_documents_of_a_window_follow_one_another_as_in_a_random_shuffle(
     assert stream.state_dict()["fit"]["64"]["web"][1] == 16
     starts = np.cumsum([0] + [len(document) for document in files.documents["web"][0]])
     cells = np.zeros((16, 16))
-    places = [rows_of(stream).places(step)[0] for step in range(1, 8000, 100)]
-    for place in {place.window: place for place in places if place.tape >= 0}.values():
-        pieces = rows_of(stream).packed(place)
+    order = rows_of(stream).order
+    spans = [order.spans(order.addresses(step)[0])[0] for step in range(1, 8000, 100)]
+    for span in {span.window: span for span in spans if span.tape >= 0}.values():
+        pieces = rows_of(stream).packed(span)
         position = starts[pieces.document] + pieces.start
         _, block = np.unique(position // block_tokens, return_inverse=True)
         block %= 16

@@ -47,9 +47,9 @@ def test_logged_fingerprints_and_tokens_are_those_that_inspect_tells(tmp_path: P
     with inspected(InspectConfig(run=str(run))) as data:
         for step, record in logged.items():
             assert record["data_fingerprint"] == step_fingerprint(data, step), step
-            for row, place in enumerate(data.rows.places(step)):
+            for row, place in enumerate(data.order.addresses(step)):
                 count_tokens(files, row_record(data, place, step, row), used)
-        assert [len(data.rows.places(step)) for step in (7, 8)] == [8, 12]
+        assert [len(data.order.addresses(step)) for step in (7, 8)] == [8, 12]
     assert max(counts.max() for counts in used.values()) == 1, "a token came twice in an epoch"
     whole = used["b", 0]
     assert ("b", 1) in used and whole.sum() == len(whole) // SEQ * SEQ, "all of the first epoch but the rest"

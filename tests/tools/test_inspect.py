@@ -46,7 +46,7 @@ def listed(data: Inspected, num_steps: int) -> dict[tuple[str, int], set[Item]]:
     """Everything that `step` says of the steps up to `num_steps`, by (file, document)."""
     found: dict[tuple[str, int], set[Item]] = {}
     for step in range(1, num_steps + 1):
-        for row, place in enumerate(data.rows.places(step)):
+        for row, place in enumerate(data.order.addresses(step)):
             for p in row_record(data, place, step, row)["pieces"]:
                 item = (step, row, p["at"], p["start"], p["stop"])
                 found.setdefault((p["file"], p["document"]), set()).add(item)
@@ -54,7 +54,8 @@ def listed(data: Inspected, num_steps: int) -> dict[tuple[str, int], set[Item]]:
 
 
 def check_find_agrees(files: Files, data: Inspected, num_steps: int, num_epochs: int) -> set[str]:
-    """Asserts that `find` and `step` name the same places, and that `find` accounts for every token in every epoch."""
+    """Asserts that `find` and `step` name the same places, and that `find` accounts for every token in every
+    epoch."""
     told, fates = listed(data, num_steps), set[str]()
     for source in (source for corpus in data.corpora for source in corpus.sources):
         for file, path in enumerate(source.paths):
@@ -74,7 +75,7 @@ def check_find_agrees(files: Files, data: Inspected, num_steps: int, num_epochs:
 @pytest.mark.parametrize("packing", ["concat", "bestfit"])
 def test_find_agrees_with_step_for_every_document(files: Files, packing: str) -> None:
     with inspected(flags(files, packing=packing)) as data:
-        last = data.rows.history.first_step_beyond("b", data.rows.course("b").rows_until(2), 0) - 1
+        last = data.order.history.first_step_beyond("b", data.order.source("b").num_rows_until(2), 0) - 1
         fates = check_find_agrees(files, data, last, 2)
         assert fates == {"seen", "rest"}
 
@@ -116,7 +117,8 @@ def write_run(folder: Path, files: Files, stream: TokenStream, step: int, **data
 
 @pytest.fixture(scope="module")
 def run(files: Files, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A run of 60 steps: b is dropped after 20, c comes in after 40, two ranges are passed over. And its fingerprints."""
+    """A run of 60 steps: b is dropped after 20, c comes in after 40, two ranges are passed over. And its
+    fingerprints."""
     folder, prints = tmp_path_factory.mktemp("run"), list[int]()
     launches = [("a,b", 4, "3:5"), ("a", 6, ""), ("a,c", 2, "43:50")]
     state: dict[str, Any] | None = None
@@ -174,30 +176,29 @@ def test_find_agrees_with_step_through_a_runs_changes(files: Files, run: tuple[P
 
 
 def test_inspect_follows_changes_of_seq_length(files: Files, tmp_path: Path) -> None:
-    """A run of 55 steps in rows of 32, 48 and 20 tokens: fingerprints, find against step, plan, an aligned question."""
+    """A run of 55 steps in rows of 32, 16 and 64 tokens: fingerprints, find against step, plan, an aligned
+    question."""
     prints, used, state = list[int](), 0, None
-    for i, size in enumerate((32, 48, 20)):
+    for i, size in enumerate((32, 16, 64)):
         with files.stream(4, seq_length=size) as stream:
             if state is not None:
                 stream.load_state_dict(state, 20 * i)
             prints += [fingerprint(stream.next_batch(), 0) for _ in range(20 if i < 2 else 15)]
             used, state = 4 * size * (20 if i < 2 else 15) + used, stream.state_dict()
             step = stream.step
-    run = write_run(tmp_path, files, stream, step, seq_length=20)
+    run = write_run(tmp_path, files, stream, step, seq_length=64)
     with inspected(InspectConfig(run=str(run))) as data:
         assert [step_fingerprint(data, past) for past in range(1, step + 1)] == [
             f"{value:016x}" for value in prints
         ]
-        fates = check_find_agrees(files, data, 200, 2)
+        fates = check_find_agrees(files, data, 100, 2)
         assert fates == {"seen", "rest"}
         plans = plan_sources(data, step, 4)
         assert sum(plan.used for plan in plans) == used
         text = describe_plan(data, plans, step)
-        assert (
-            "from step 41 on: 4 rows of 20 tokens" in text and "passed over by changes of seq_length" in text
-        )
-    with inspected(InspectConfig(run=str(run), seq_length=10)) as data:
-        assert data.changes[0] == "seq_length: 20 -> 10 tokens" and len(data.rows.places(56)) == 4
+        assert "from step 41 on: 4 rows of 64 tokens" in text and "left out by changes of seq_length" in text
+    with inspected(InspectConfig(run=str(run), seq_length=32)) as data:
+        assert data.changes[0] == "seq_length: 64 -> 32 tokens" and len(data.order.addresses(56)) == 4
         assert step_fingerprint(data, 55) == f"{prints[-1]:016x}"
 
 
@@ -205,7 +206,9 @@ def test_flags_beside_a_run_folder_hold_from_its_checkpoint_on(run: tuple[Path, 
     config = InspectConfig(run=str(run[0]), datasets=("b",), weights=(1.0,), global_batch_size=8)
     with inspected(config) as data:
         assert data.changes[0] == "global batch: 2 -> 8 sequences"
-        assert {place.source for place in data.rows.places(61)} == {"b"} and len(data.rows.places(61)) == 8
+        assert {place.source for place in data.order.addresses(61)} == {"b"} and len(
+            data.order.addresses(61)
+        ) == 8
         assert step_fingerprint(data, 7) == f"{run[1][6]:016x}"
 
 
@@ -284,7 +287,7 @@ def test_inspect_alone_lists_its_four_commands(capsys: pytest.CaptureFixture[str
 def test_plan_counts_what_the_steps_hold(run: tuple[Path, list[int]]) -> None:
     with inspected(InspectConfig(run=str(run[0]))) as data:
         plans = {plan.name: plan for plan in plan_sources(data, 60, 4)}
-        rows = [place.source for step in range(1, 61) for place in data.rows.places(step)]
+        rows = [place.source for step in range(1, 61) for place in data.order.addresses(step)]
         assert {name: plan.used for name, plan in plans.items()} == {
             name: 32 * rows.count(name) for name in "abc"
         }
@@ -299,16 +302,16 @@ def test_plan_names_the_step_at_which_an_epoch_ends(files: Files) -> None:
     with inspected(flags(files, seq_length=64)) as data:
         plan = next(plan for plan in plan_sources(data, 100, 0) if plan.name == "c")
         last_epochs = [
-            max(p.epoch for p in data.rows.places(step) if p.source == "c") for step in plan.ends[:1]
+            max(p.epoch for p in data.order.addresses(step) if p.source == "c") for step in plan.ends[:1]
         ]
         assert last_epochs == [0]
-        assert data.rows.history.position(plan.ends[0])["c"] >= plan.geometry.num_rows
-        assert data.rows.history.position(plan.ends[0] - 1)["c"] < plan.geometry.num_rows
+        assert data.order.history.position(plan.ends[0])["c"] >= plan.geometry.num_rows
+        assert data.order.history.position(plan.ends[0] - 1)["c"] < plan.geometry.num_rows
 
 
 def test_plan_measures_ignored_labels_and_lengths(files: Files) -> None:
     with inspected(flags(files)) as data:
-        rows = data.rows.course("b").rows_until(1)
+        rows = data.order.source("b").num_rows_until(1)
         share = ignored_share(data, "b", rows)
         assert 0 <= share < 0.02
         texts = [len(text) for shard in files.documents["b"] for text in shard]

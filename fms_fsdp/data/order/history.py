@@ -1,30 +1,38 @@
-"""Which sequences step t holds, through every change of weights, sources, batch and sequence length; and what a checkpoint keeps.
+"""Which sequences step t holds, through every change of weights, sources, batch and sequence length; and what
+a checkpoint keeps.
 
-Steps are 1-based. The run is a row of *segments*; segment k holds from step `after_k + 1` on, with its own weights and global
-batch B_k. Global sequence numbers g run on through all segments:
+Steps are 1-based. The run is a row of *segments*; segment k holds from step `after_k + 1` on, with its own
+weights and global batch B_k. Global sequence numbers g run on through all segments:
 
     g(t)     = g_k + (t - 1 - after_k) * B_k, moved past the skipped ranges of g
     source   = mixture_k(g - g_k)                    the u-th sequence of the segment
     n        = base_k[source] + its number in the segment
     base_k+1 = base_k + what each source supplied in [g_k, g_k+1)
 
-Invariant: each source's numbers n run on without gap or repeat through all segments, also for a source that was dropped and
-returns. Only (after, batch, quotas, seq_length) of each segment and the skipped ranges are kept; g_k and base_k follow from
-them. Where a sequence of a new length lies in its source is the business of `course`.
+Invariant: each source's numbers n run on without gap or repeat through all segments, also for a source that
+was dropped and returns. Only (after, batch, quotas, seq_length) of each segment and the skipped ranges are
+kept; g_k and base_k follow from them. Where a sequence of a new length lies in its source is the business of
+`source_order`.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fms_fsdp.data.order.mixture import NUM_SLOTS, Mixture
 from fms_fsdp.data.order.permute import I64
+from fms_fsdp.data.order.tapes import MAX_ROWS
+
+MAX_STEPS = 1 << 40
 
 
 @dataclass
@@ -39,7 +47,7 @@ class Segment:
     base: dict[str, int] = field(default_factory=dict)
 
     @cached_property
-    def mixture(self) -> Mixture:
+    def mixture(self) -> Mixture[str]:
         return Mixture(self.quotas)
 
     def supplied(self, g: int) -> dict[str, int]:
@@ -51,18 +59,12 @@ class Segment:
 
 
 class Rows(NamedTuple):
-    """The sequences of a step in the order of g: index into `names`, and the source's own number of the sequence."""
+    """The sequences of a step in the order of g: index into `names`, and the source's own number of the
+    sequence."""
 
     names: tuple[str, ...]
     source: I64
     n: I64
-
-
-class Found(NamedTuple):
-    """When a sequence is yielded; if it is `skipped` it never is, and `step` is the first one planned after it."""
-
-    step: int
-    skipped: bool
 
 
 class Skip(NamedTuple):
@@ -83,27 +85,31 @@ class History:
         for segment in segments:
             self._append(segment)
 
-    def batch(self, step: int) -> tuple[int, int]:
-        """Returns the number of sequences of a step (>= 1), and the step after which batches have this size and mixture."""
-        segment = self._segment(step)
-        return segment.batch, segment.after
-
-    def seq_length(self, step: int) -> int:
-        """Returns the tokens of a sequence of a step (>= 1)."""
-        return self._segment(step).seq_length
+    def segment(self, step: int) -> Segment:
+        """Returns the segment of a step. Raises: ValueError for a step before the data of the run begin."""
+        if step <= self.segments[0].after:
+            raise ValueError(
+                f"step ({step}) must lie after step {self.segments[0].after}, where the data of the run begin"
+            )
+        return next(segment for segment in reversed(self.segments) if segment.after < step)
 
     def lengths(self) -> list[Segment]:
-        """Returns the segments that begin with a length of their own: the first, and those that changed it."""
-        before = [None, *self.segments]
-        return [
-            s
-            for s, last in zip(self.segments, before, strict=False)
-            if not last or last.seq_length != s.seq_length
-        ]
+        """Returns the segments that begin with a length of their own: the first, and those that changed
+        it."""
+        changed = [new for old, new in pairwise(self.segments) if new.seq_length != old.seq_length]
+        return [self.segments[0], *changed]
+
+    def unfit_lengths(self) -> tuple[int, int] | None:
+        """Returns two row lengths that one run cannot have: neighbours neither of which divides the other, or
+        the longest of all and one that does not divide it; None if all fit."""
+        sizes = [segment.seq_length for segment in self.lengths()]
+        pairs = [*pairwise(sizes), *((size, max(sizes)) for size in sizes)]
+        return next(((a, b) for a, b in pairs if a % b and b % a), None)
 
     def rows(self, step: int, num_steps: int = 1) -> Rows:
-        """Returns the sequences of `num_steps` steps from `step` (>= 1) on, as if the mixture of `step` held in all of them."""
-        segment = self._segment(step)
+        """Returns the sequences of `num_steps` steps from `step` (>= 1) on, as if the mixture of `step` held
+        in all of them."""
+        segment = self.segment(step)
         first = segment.first + (step - 1 - segment.after) * segment.batch
         g = self._pass_skipped(segment, first + np.arange(num_steps * segment.batch))
         source, number = segment.mixture(g - segment.first)
@@ -111,55 +117,54 @@ class History:
         return Rows(segment.mixture.names, source, base[source] + number)
 
     def position(self, step: int) -> dict[str, int]:
-        """Returns for each source the number n of its first sequence after `step` (>= 0); skipped ones are counted."""
-        segment = self._segment(step + 1)
+        """Returns for each source the number n of its first sequence after `step` (>= 0); skipped ones are
+        counted."""
+        segment = self.segment(step + 1)
         return segment.supplied(self._first(step + 1))
 
-    def find(self, name: str, n: int) -> Found | None:
-        """Returns when the source's own sequence n comes, None if the source is dropped before: the inverse of `rows`."""
-        for i, segment in enumerate(self.segments):
-            last = i + 1 == len(self.segments)
-            end = None if last else self.segments[i + 1].base.get(name, 0)
-            if name not in segment.quotas or (end is not None and n >= end):
-                continue
-            g = segment.first + segment.mixture.index(name, n - segment.base.get(name, 0))
-            skipped, passed = False, 0
-            for a, b in self._skipped_from(segment.first):
-                skipped = skipped or a <= g < b
-                passed += max(0, min(b, g) - a)
-            return Found(segment.after + 1 + (g - passed - segment.first) // segment.batch, skipped)
-        return None
+    def find(self, name: str, n: int) -> tuple[int, bool] | None:
+        """Returns the step that holds the source's own sequence n, or the first one after it and True if it
+        is skipped; None if the source is dropped before: the inverse of `rows`."""
+        g = bisect_right(range(MAX_ROWS), n, key=lambda g: self._supplied(g + 1).get(name, 0))
+        if g == MAX_ROWS:
+            return None
+        step = bisect_left(range(self.segments[0].after + 1, MAX_STEPS), g, key=self._last)
+        step += self.segments[0].after + 1
+        skipped = self._skipped_from(self.segment(step).first)
+        return step, any(start <= g < stop for start, stop in skipped)
 
-    def consumed(self, step: int) -> dict[str, int]:
-        """Returns how many sequences of each source the steps 1 to `step` yielded; skipped ones are not counted."""
-        consumed = self.position(step)
-        end = self._first(step + 1)
-        for i, segment in enumerate(self.segments):
-            stop = self.segments[i + 1].first if i + 1 < len(self.segments) else end
-            for a, b in self._skipped_from(segment.first):
-                b = min(b, stop, end)
-                if a < b:
-                    before, after = (segment.supplied(g) for g in (a, b))
-                    for name in after:
-                        consumed[name] -= after[name] - before[name]
-        return consumed
+    def consumed_tokens(self, step: int) -> Counter[str]:
+        """Returns how many tokens of each source the steps up to `step` yielded; skipped ones are not
+        counted."""
+        tokens, end = Counter[str](), self._first(step + 1)
+        stops = [*(segment.first for segment in self.segments[1:]), end]
+        for segment, stop in zip(self.segments, stops, strict=True):
+            at = segment.first
+            for start, after in [*self._skipped_from(segment.first), (end, end)]:
+                start = min(start, stop, end)
+                if at < start:
+                    before, by_then = segment.supplied(at), segment.supplied(start)
+                    for name, count in by_then.items():
+                        tokens[name] += (count - before.get(name, 0)) * segment.seq_length
+                at = after
+        return tokens
 
     def change(self, after: int, batch: int, quotas: Mapping[str, int], seq_length: int) -> list[str]:
-        """Lets another batch, mixture or length hold from step after + 1 on; returns what changed, in words, [] if nothing."""
+        """Lets another batch, mixture or length hold from step after + 1 on; returns what changed, in words,
+        [] if nothing."""
         last = self.segments[-1]
         assert after >= last.after, (after, last.after)
         segment = Segment(after, batch, dict(quotas), seq_length)
         changes = _describe(last, segment)
         if changes and after == last.after:
             self.segments.pop()
-        if changes and (
-            not self.segments or _describe(self.segments[-1], segment)
-        ):  # else: changed back at once
-            self._append(segment)
+        if changes and not (self.segments and not _describe(self.segments[-1], segment)):
+            self._append(segment)  # else: changed back at once
         return changes
 
     def skip(self, text: str, step: int) -> list[str]:
-        """Passes over the rows now planned for the steps a to b - 1 of each "a:b" in `text`, unless done before.
+        """Passes over the rows now planned for the steps a to b - 1 of each "a:b" in `text`, unless done
+        before.
 
         `step` is the last one consumed. Raises: ValueError for a malformed range or one that is not ahead.
         """
@@ -183,14 +188,10 @@ class History:
         return changes
 
     def first_step_beyond(self, name: str, num_sequences: int, step: int) -> int:
-        """Returns the first step after `step` that needs more than `num_sequences` of a source of the last segment."""
-        low, high = step, step + 1
-        while self.position(high)[name] <= num_sequences:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.position(middle)[name] <= num_sequences else (low, middle)
-        return high
+        """Returns the first step after `step` that needs more than `num_sequences` of a source of the last
+        segment."""
+        after = range(step + 1, MAX_STEPS)
+        return step + 1 + bisect_right(after, num_sequences, key=lambda t: self.position(t)[name])
 
     def state(self) -> dict[str, Any]:
         """Returns the history as JSON values."""
@@ -209,27 +210,22 @@ class History:
         return cls(segments, [Skip(*entry) for entry in state["skipped"]])
 
     def _append(self, segment: Segment) -> None:
-        if self.segments:
-            segment.first = (
-                self._last(segment.after) + 1
-            )  # a skipped range that starts here belongs to the new segment
+        if self.segments:  # a skipped range that starts here belongs to the new segment
+            segment.first = self._last(segment.after) + 1
             segment.base = self.segments[-1].supplied(segment.first)
         self.segments.append(segment)
 
-    def _segment(self, step: int) -> Segment:
-        if step <= self.segments[0].after:
-            raise ValueError(
-                f"step ({step}) must lie after step {self.segments[0].after}, where the data of the run begin"
-            )
-        return next(segment for segment in reversed(self.segments) if segment.after < step)
+    def _supplied(self, g: int) -> dict[str, int]:
+        """Returns how many sequences each source has supplied before the global sequence g."""
+        return next(segment for segment in reversed(self.segments) if segment.first <= g).supplied(g)
 
     def _first(self, step: int) -> int:
-        segment = self._segment(step)
+        segment = self.segment(step)
         planned = segment.first + (step - 1 - segment.after) * segment.batch
         return int(self._pass_skipped(segment, np.array([planned]))[0])
 
     def _last(self, step: int) -> int:
-        segment = self._segment(step)
+        segment = self.segment(step)
         planned = segment.first + (step - segment.after) * segment.batch - 1
         return int(self._pass_skipped(segment, np.array([planned]))[0])
 

@@ -1,13 +1,14 @@
 """Which source the u-th sequence comes from: a tree of two-way splits in the proportions of the weights.
 
-Sources are the leaves of a Huffman tree over their quotas (weights in units of 1/65,536). Of the first i sequences that
-reach an inner node with child quotas a and b, floor((i * a + (a + b) // 2) / (a + b)) go to the first child, the others to
-the second. So both "which source" and "how many of it before" are closed forms in u, O(log sources), in integers alone.
+Sources are the leaves of a Huffman tree over their quotas (weights in units of 1/65,536). Of the first i
+sequences that reach an inner node with child quotas a and b, floor((i * a + (a + b) // 2) / (a + b)) go to
+the first child, the others to the second. So both "which source" and "how many of it before" are closed forms
+in u, O(log sources), in integers alone.
 
-Invariant: every source's own sequences are numbered 0, 1, 2, ... without a gap, and after any number of sequences every
-source is near its share: a split errs by at most a half, and an error reaches a leaf shrunk by the leaf's share of the
-node. Weights are shares of tokens, exactly, because all sequences have the same length. Names decide every tie, so the order
-of the flags is immaterial.
+Invariant: every source's own sequences are numbered 0, 1, 2, ... without a gap, and after any number of
+sequences every source is near its share: a split errs by at most a half, and an error reaches a leaf shrunk
+by the leaf's share of the node. Weights are shares of tokens, exactly, because all sequences have the same
+length. Names decide every tie, so the order of the flags is immaterial.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import heapq
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from fms_fsdp.data.order.permute import I64
 
 NUM_SLOTS = 1 << 16
+Name = TypeVar("Name", str, int)
 
 
 def slot_quotas(weights: Mapping[str, float]) -> dict[str, int]:
@@ -39,7 +42,8 @@ def slot_quotas(weights: Mapping[str, float]) -> dict[str, int]:
     for name, share in shares.items():
         if share < 1:
             raise ValueError(
-                f"weights ({weights[name]:g} for {name}) must be at least 1/{NUM_SLOTS} of their sum ({total:g}); "
+                f"weights ({weights[name]:g} for {name}) must be at least 1/{NUM_SLOTS} of their sum "
+                f"({total:g}); "
                 f"raise it to {total / NUM_SLOTS:.3g} or drop the source"
             )
     quotas = {name: int(share) for name, share in shares.items()}
@@ -52,29 +56,20 @@ def slot_quotas(weights: Mapping[str, float]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Split:
-    """An inner node: the quotas of its two children, and what they are (leaves are places in `Mixture.names`)."""
+    """An inner node: the quotas of its two children, and what they are (leaves are places in
+    `Mixture.names`)."""
 
     first_quota: int
     quota: int
     first: _Split | int
     second: _Split | int
 
-    def to_first(self, i: I64) -> tuple[I64, I64]:
-        """Returns how many of the node's first i sequences go to its first child, and the division's remainder."""
-        return np.divmod(i * self.first_quota + self.quota // 2, self.quota)
 
-    def from_child(self, is_first: bool, i: int) -> int:
-        """Returns which of the node's sequences is the i-th of its first or of its second child: the inverse of `to_first`."""
-        if is_first:
-            return ((i + 1) * self.quota - 1 - self.quota // 2) // self.first_quota
-        return (i * self.quota + self.quota // 2) // (self.quota - self.first_quota)
-
-
-class Mixture:
+class Mixture(Generic[Name]):
     """Maps u >= 0 to (source, number of this source's sequences before u), in closed form."""
 
-    def __init__(self, quotas: Mapping[str, int]) -> None:
-        self.names, self.quotas = tuple(sorted(quotas)), quotas
+    def __init__(self, quotas: Mapping[Name, int]) -> None:
+        self.names: tuple[Name, ...] = tuple(sorted(quotas))
         heap: list[tuple[int, int, _Split | int]] = [
             (quotas[name], i, i) for i, name in enumerate(self.names)
         ]
@@ -95,7 +90,7 @@ class Mixture:
             if isinstance(node, int):
                 source[places], number[places] = node, i
                 continue
-            before, remainder = node.to_first(i)
+            before, remainder = np.divmod(i * node.first_quota + node.quota // 2, node.quota)
             in_first = remainder >= node.quota - node.first_quota  # the next sequence raises `before`
             first, second = np.flatnonzero(in_first), np.flatnonzero(~in_first)
             for child, chosen, index in ((node.first, first, before), (node.second, second, i - before)):
@@ -103,32 +98,15 @@ class Mixture:
                     waiting.append((child, places[chosen], index[chosen]))
         return source, number
 
-    def counts(self, u: int) -> dict[str, int]:
+    def counts(self, u: int) -> dict[Name, int]:
         """Returns how many of the first u sequences each source supplies."""
-        counts: dict[str, int] = {}
+        counts: dict[Name, int] = {}
         waiting: list[tuple[_Split | int, int]] = [(self._root, u)]
         while waiting:
             node, i = waiting.pop()
             if isinstance(node, int):
                 counts[self.names[node]] = i
             else:
-                before = int(node.to_first(np.array(i))[0])
+                before = (i * node.first_quota + node.quota // 2) // node.quota
                 waiting += [(node.first, before), (node.second, i - before)]
         return counts
-
-    def index(self, name: str, number: int) -> int:
-        """Returns the u whose sequence is the source's own `number`: the inverse of a call."""
-        u = number
-        for node, is_first in reversed(self._path(self._root, self.names.index(name)) or []):
-            u = node.from_child(is_first, u)
-        return u
-
-    def _path(self, node: _Split | int, leaf: int) -> list[tuple[_Split, bool]] | None:
-        """Returns the splits from `node` down to a leaf and the side taken at each, None if the leaf is not below it."""
-        if isinstance(node, int):
-            return [] if node == leaf else None
-        for is_first, child in ((True, node.first), (False, node.second)):
-            below = self._path(child, leaf)
-            if below is not None:
-                return [(node, is_first), *below]
-        return None

@@ -1,13 +1,16 @@
 """The order in which the documents of a window fill its rows.
 
-A window holds exactly R rows of S tokens. Both packings return the same thing, a list of cuts (piece, tokens skipped at its
-front, length) whose lengths add up to R * S; row j is the cuts from token j * S to (j + 1) * S. No padding, no lost token.
+A window holds exactly R rows of S tokens. Both packings return the same thing, a list of cuts (piece, tokens
+skipped at its front, length) whose lengths add up to R * S; row j is the cuts from token j * S to (j + 1) *
+S. No padding, no lost token.
 
     concat    pieces in a shuffled order, one after the other; rows cut documents where they fall
-    bestfit   documents longer than a row are cut first; the rest are placed whole, longest first, each in the row with the
-              least room that still holds it; what fits nowhere is split over the holes; the rows are shuffled
+    bestfit   documents longer than a row are cut first; the rest are placed whole, longest first, each in the
+              row with the least room that still holds it; what fits nowhere is split over the holes; the rows
+              are shuffled
 
-Source: bestfit after Ding et al., "Fewer truncations improve language modeling" (2024), with the holes filled.
+Source: bestfit after Ding et al., "Fewer truncations improve language modeling" (2024), with the holes
+filled.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ def pack_concat(lengths: I64, key: int) -> Cuts:
 
 
 def pack_bestfit(lengths: I64, key: int, seq_length: int) -> Cuts:
-    """Returns cuts that fill sum(lengths) / seq_length rows to the last token while splitting few documents."""
+    """Returns cuts that fill sum(lengths) / seq_length rows to the last token while splitting few
+    documents."""
     chunks = _cut_long(pack_concat(lengths, key), seq_length)
     num_rows = int(lengths.sum()) // seq_length
     by_length = np.argsort(-chunks.length, kind="stable")
@@ -102,7 +106,8 @@ def _place_whole(
 
 
 def _fill_holes(chunks: Cuts, left_over: I64, room_left: list[int]) -> tuple[Cuts, I64]:
-    """Returns the left-over chunks, laid end to end and cut at the edges of the holes, and the row of each part."""
+    """Returns the left-over chunks, laid end to end and cut at the edges of the holes, and the row of each
+    part."""
     holes: I64 = np.array(room_left, dtype=np.int64)
     hole_end = np.cumsum(holes)
     chunk_end = np.cumsum(chunks.length[left_over])

@@ -1,9 +1,10 @@
 """Integer mixing, keys and permutations: the only randomness of the data stream.
 
-Invariant: everything here is arithmetic on 64-bit unsigned integers that wrap around, so the same inputs give the same
-outputs on every machine, library version and world size. The formulas in this module, together with those in the
-docstrings of `mixture`, `tapes`, `course`, `packing` and `history`, define ``ORDER_VERSION = 1``; a change of any of them is a new
-version, because it would silently change which tokens a resumed run sees.
+Invariant: everything here is arithmetic on 64-bit unsigned integers that wrap around, so the same inputs give
+the same outputs on every machine, library version and world size. The formulas in this module, together with
+those in the docstrings of `mixture`, `tapes`, `source_order`, `packing` and `history`, define ``ORDER_VERSION
+= 1``; a change of any of them is a new version, because it would silently change which tokens a resumed run
+sees.
 """
 
 from __future__ import annotations
@@ -59,17 +60,20 @@ def derive_key(*parts: int) -> int:
 
 
 def permute(index: I64, n: int | I64, key: int | U64) -> I64:
-    """Returns pi(index): a keyed pseudo-random permutation of [0, n), evaluated at each index without a table.
+    """Returns pi(index): a keyed pseudo-random permutation of [0, n), evaluated at each index without a
+    table.
 
-    A Feistel network on max(2, bit_length(n - 1)) bits (low half: the floor), six rounds of `mix64`; round r updates the
-    high half if r is even, else the low half, with the key mix64(key + r * GOLDEN). Values >= n walk the cycle on, fewer
-    than two walks on average (n >= 3). `n` (< 2^53) and `key` may differ from index to index.
+    A Feistel network on max(2, bit_length(n - 1)) bits (low half: the floor), six rounds of `mix64`; round r
+    updates the high half if r is even, else the low half, with the key mix64(key + r * GOLDEN). Values >= n
+    walk the cycle on, fewer than two walks on average (n >= 3). `n` (< 2^53) and `key` may differ from index
+    to index.
     """
     return _walk(index, n, key, range(_FEISTEL_ROUNDS))
 
 
 def unpermute(image: I64, n: int | I64, key: int | U64) -> I64:
-    """Returns the indices that `permute` takes to `image`: the rounds in reverse order, the cycle walked backwards."""
+    """Returns the indices that `permute` takes to `image`: the rounds in reverse order, the cycle walked
+    backwards."""
     return _walk(image, n, key, range(_FEISTEL_ROUNDS - 1, -1, -1))
 
 

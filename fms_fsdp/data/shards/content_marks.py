@@ -17,9 +17,11 @@ _SAMPLED_SHARDS, _SAMPLED_BYTES = 16, 4096
 
 
 def content_marks(files: Files, source: Source) -> str:
-    """Returns two hex digits for each of up to 16 shards spread over the source, a hash of size and the 4 KiB in the middle.
+    """Returns two hex digits for each of up to 16 shards spread over the source, a hash of size and the 4 KiB
+    in the middle.
 
-    They tell of shards written anew with other tokens but the same names and counts; "--" stands for one that cannot be read.
+    They tell of shards written anew with other tokens but the same names and counts; "--" stands for one that
+    cannot be read.
     """
     sampled = [source.paths[i] for i in _sampled_shards(len(source.paths))]
     marks = []
@@ -38,7 +40,8 @@ def content_marks(files: Files, source: Source) -> str:
 
 
 def changed_shard(source: Source, before: str, now: str) -> str | None:
-    """Returns the first shard whose marks differ, those that could not be read left out; None if there is none."""
+    """Returns the first shard whose marks differ, those that could not be read left out; None if there is
+    none."""
     for i, file in enumerate(_sampled_shards(len(source.paths))):
         a, b = before[2 * i : 2 * i + 2], now[2 * i : 2 * i + 2]
         if a != b and "--" not in (a, b):

@@ -4,9 +4,9 @@
     web/shard-00000.arrow,31250,20480000
     /gpfs/old/corpus/code/shard-00000.arrow,990,1048576
 
-Invariant: a row stands for one shard below the corpus's folder, or for none. Rows may have been written where the corpus had
-another root: roots are what stands before the path of a shard that is there, and the root of most rows goes first. A row of a
-shard that is not there loses the first such root that it begins with.
+Invariant: a row stands for one shard below the corpus's folder, or for none. Rows may have been written where
+the corpus had another root: roots are what stands before the path of a shard that is there, and the root of
+most rows goes first. A row of a shard that is not there loses the first such root that it begins with.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def _parse(data: bytes) -> Counts:
     )
     paths, docs, tokens = (column.to_pylist() for column in table.columns)
     collecting = gc.isenabled()
-    gc.disable()  # 100,000 tuples in a row: the collector would look through all of torch's objects again and again
+    # 100,000 tuples in a row: the collector would look through all of torch's objects again and again
+    gc.disable()
     try:
         return dict(zip(paths, zip(docs, tokens, strict=True), strict=True))
     finally:

@@ -1,13 +1,14 @@
 """Access to files: size, ranged reads, listing. The only code of the stream that touches storage.
 
-`LocalFiles` reads with `os.pread`, which releases the interpreter lock, through a bounded set of open descriptors. Another
-storage is another class with these methods (`remote_files`); nothing else changes.
+`LocalFiles` reads with `os.pread`, which releases the interpreter lock, through a bounded set of open
+descriptors. Another storage is another class with these methods (`remote_files`); nothing else changes.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,17 +20,39 @@ from fms_fsdp.safe_names import open_regular
 MAX_OPEN_FILES = 48
 
 
+@dataclass
+class StorageCounters:
+    """What was asked of the storage so far: reads sent and sent again, bytes received, seconds that readers
+    waited."""
+
+    requests: int = 0
+    retries: int = 0
+    num_bytes: int = 0
+    stall_s: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} requests ({self.retries} retries), {self.num_bytes:,} bytes, "
+            f"{self.stall_s:.1f} s waited"
+        )
+
+
 class Files(Protocol):
     """What the stream needs of a storage. Paths are relative to its root. Errors are OSError."""
 
     root: str
     num_threads: int  # that may use one instance at a time, and read the faster for it
 
+    @property
+    def counters(self) -> StorageCounters | None:
+        """What an object store was asked; None for other files."""
+
     def walk(self, folder: str) -> Iterator[str]:
         """Yields the path of every file below `folder`, following links, in no particular order."""
 
     def known_sizes(self) -> dict[str, int] | None:
-        """Returns the sizes of all files by path, where one listing at the start told them; None where each is asked for."""
+        """Returns the sizes of all files by path, where one listing at the start told them; None where each
+        is asked for."""
 
     def size(self, path: str) -> int:
         """Returns the size of a file in bytes."""
@@ -41,7 +64,8 @@ class Files(Protocol):
         """Returns the little-endian int64 at every offset (all must lie in the file)."""
 
     def prefetch(self, path: str, offsets: I64, sizes: I64) -> None:
-        """Says which ranges will be read soon, those at negative offsets from the end; returns at once, raises nothing."""
+        """Says which ranges will be read soon, those at negative offsets from the end; returns at once,
+        raises nothing."""
 
     def clone(self) -> Files:
         """Returns access to the same files for another thread."""
@@ -53,7 +77,9 @@ class Files(Protocol):
 class LocalFiles:
     """Files below a local folder, with at most `max_open` descriptors open at a time."""
 
-    num_threads = 1  # several only wait for one another where files are in the page cache: three times as long (measured)
+    counters = None
+    # several only wait for one another where files are in the page cache: three times as long (measured)
+    num_threads = 1
 
     def __init__(self, root: str, max_open: int = MAX_OPEN_FILES) -> None:
         self.root, self._max_open = root, max_open

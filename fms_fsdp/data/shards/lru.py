@@ -11,7 +11,8 @@ Value = TypeVar("Value")
 
 
 class Lru(Generic[Key, Value]):
-    """Keeps the most recently used values whose costs add up to at most `capacity` (and always the newest one).
+    """Keeps the most recently used values whose costs add up to at most `capacity` (and always the newest
+    one).
 
     Not thread-safe: the stream serialises its producers.
     """
@@ -34,7 +35,8 @@ class Lru(Generic[Key, Value]):
         return entry[0]
 
     def put(self, key: Key, value: Value, cost: int = 1) -> Value:
-        """Stores and returns `value` under a key that is not in the cache, evicting what was used longest ago while the total cost is above capacity."""
+        """Stores and returns `value` under a key that is not in the cache, evicting what was used longest ago
+        while the total cost is above capacity."""
         assert key not in self._entries, key
         self._entries[key] = (value, cost)
         self.total_cost += cost

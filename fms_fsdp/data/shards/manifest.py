@@ -1,12 +1,14 @@
-"""What there is to read: the sources under a folder, their shards and the counts that all addressing rests on.
+"""What there is to read: the sources under a folder, their shards and the counts that all addressing rests
+on.
 
     data_path/                        data_path/meta/counts.csv
       web/shard-00000.arrow             dataset/filename,documents,tokens
       code/lang=py/shard-00000.arrow    web/shard-00000.arrow,31250,20480000
 
-Invariant: opening a corpus reads names, counts and (for one shard of each source, or for all where they are few) metadata,
-never the data; everything wrong that can be seen so is refused here, in one line. Shards that the counts file does not list
-are counted from their own metadata. A source is named by its folder; its shards are sorted by path.
+Invariant: opening a corpus reads names, counts and (for one shard of each source, or for all where they are
+few) metadata, never the data; everything wrong that can be seen so is refused here, in one line. Shards that
+the counts file does not list are counted from their own metadata. A source is named by its folder; its shards
+are sorted by path.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import posixpath
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -41,7 +43,8 @@ OPENED_AT_START = 256  # a corpus of at most so many shards has them all checked
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """One weighted dataset: its shards in order, their counts, and whether the stream adds a delimiter to documents."""
+    """One weighted dataset: its shards in order, their counts, and whether the stream adds a delimiter to
+    documents."""
 
     name: str
     paths: Sequence[str]
@@ -52,7 +55,8 @@ class Source:
 
     @cached_property
     def starts(self) -> I64:
-        """Where each shard starts on the source's circle, delimiters counted; the last element is its length."""
+        """Where each shard starts on the source's circle, delimiters counted; the last element is its
+        length."""
         return np.concatenate([[0], np.cumsum(self.tokens + self.delimiter * self.docs)])
 
     @property
@@ -62,7 +66,8 @@ class Source:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits that identify the shards' names, order and counts; the folder's place is immaterial."""
+        """16 hex digits that identify the shards' names, order and counts; the folder's place is
+        immaterial."""
         names = "\n".join(path.removeprefix(self.name + "/") for path in self.paths)
         counts = np.stack([self.docs, self.tokens]).astype("<i8").tobytes()
         digest = hashlib.blake2b(names.encode(), digest_size=8)
@@ -71,17 +76,28 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus:
-    """The sources of a run, sorted by name. `vocab_size` is that of the shards' tokenizer, None where they do not say."""
+class Listing:
+    """What one rank has found out about a corpus, for the others: all of `Corpus` but the access to its
+    files. Can be pickled.
 
-    files: Files
+    The sources are sorted by name. `vocab_size` is that of the shards' tokenizer, None where they do not say;
+    `discovered`: the sources are those found, not those named; `marks`: content marks by source; `sizes`: of
+    the files of an object store.
+    """
+
     sources: tuple[Source, ...]
     vocab_size: int | None
     sep_token: int
-    discovered: bool  # the sources are those found, not those named
-    marks: Mapping[str, str] = field(
-        default_factory=dict
-    )  # content marks by source, as far as they are known
+    discovered: bool
+    marks: Mapping[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Corpus(Listing):
+    """The sources of a run and their files."""
+
+    files: Files
 
     def marks_of(self, source: Source) -> str:
         """Returns the source's content marks, read if they are not known."""
@@ -93,20 +109,9 @@ class Corpus:
         return next((source for source in self.sources if source.name == name), None)
 
 
-@dataclass(frozen=True, eq=False)
-class Listing:
-    """What one rank has found out about a corpus, for the others: all of `Corpus` but the access to its files. Can be pickled."""
-
-    sources: tuple[Source, ...]
-    vocab_size: int | None
-    sep_token: int
-    discovered: bool
-    marks: Mapping[str, str]
-    sizes: dict[str, int] | None  # of the files of an object store
-
-
 def scan_corpus(section: DataConfig) -> Listing:
-    """Returns what `open_corpus` and a stream look up at the start: for one rank, which sends it to the others.
+    """Returns what `open_corpus` and a stream look up at the start: for one rank, which sends it to the
+    others.
 
     Raises: ValueError, FileNotFoundError with one line.
     """
@@ -116,14 +121,8 @@ def scan_corpus(section: DataConfig) -> Listing:
 
 def list_corpus(corpus: Corpus, marks: Mapping[str, str]) -> Listing:
     """Returns the listing of an open corpus."""
-    return Listing(
-        corpus.sources,
-        corpus.vocab_size,
-        corpus.sep_token,
-        corpus.discovered,
-        marks,
-        corpus.files.known_sizes(),
-    )
+    sizes = corpus.files.known_sizes()
+    return Listing(corpus.sources, corpus.vocab_size, corpus.sep_token, corpus.discovered, marks, sizes)
 
 
 def open_corpus(
@@ -133,54 +132,61 @@ def open_corpus(
     check_shards: bool = True,
     listing: Listing | None = None,
 ) -> Corpus:
-    """Returns the corpus that the flags describe, after all checks that need no reading of tokens. With the `listing` of
-    another rank no file or folder is looked at.
+    """Returns the corpus that the flags describe, after all checks that need no reading of tokens. With the
+    `listing` of another rank no file or folder is looked at.
 
-    Without `datasets`, every folder that holds shards is a source; without `weights`, sources are weighted by their tokens (and
-    by at least 1/65,536, so that a tiny one is not refused). `check_shards` compares the shards opened with their counts.
+    Without `datasets`, every folder that holds shards is a source; without `weights`, sources are weighted by
+    their tokens (and by at least 1/65,536, so that a tiny one is not refused). `check_shards` compares the
+    shards opened with their counts.
 
     Raises: ValueError, FileNotFoundError with one line.
     """
     if listing is not None:
-        known = listing.sources, listing.vocab_size, listing.sep_token, listing.discovered, listing.marks
-        return Corpus(open_root(section.data_path, listing), *known)
+        return Corpus(files=open_root(section.data_path, listing), **vars(listing))
     files = files or open_root(section.data_path)
-    shards = _find_shards(files)
-    names = _source_names(section, files.root, shards)
-    counts = read_counts(files, shards)
-    listed = {name: _shards_of(name, shards) for name in names}
-    missing = sorted(set(counts).difference(shards))
-    for name in names:
-        _check_listing(files, name, listed[name], _shards_of(name, missing), section.on_missing == "mask")
-    opened = _open_some(files, listed, counts, section.on_missing == "mask")
-    sep_token = find_sep_token(section, files.root, names, listed, opened)
-    weights = dict(zip(_clean(section.datasets), section.weights, strict=True)) if section.weights else {}
+    may_miss, paths = section.on_missing == "mask", sorted(files.walk(""))
+    names = (
+        _named_sources(section, files.root, paths) if section.datasets else _found_sources(files.root, paths)
+    )
+    counts = read_counts(files, paths)
+    missing = sorted(set(counts).difference(paths))
+    listed = {name: _shards_of_source(files.root, name, paths, missing, may_miss) for name in names}
+    opened, counts = _open_some(files, listed, counts, may_miss)
+    sep_token = find_sep_token(section, files.root, opened)
+    weights = dict(zip(names, section.weights, strict=True)) if section.weights else {}
     sources = []
     for name in sorted(names):
         shard = next((opened[path] for path in listed[name] if path in opened and counts[path][1]), None)
         delimiter = delimiter_of(shard, sep_token) if shard is not None else 1
         table: I64 = np.array([counts[path] for path in listed[name]], dtype=np.int64).reshape(-1, 2)
-        sources.append(
-            Source(name, listed[name], table[:, 0], table[:, 1], delimiter, weights.get(name, 0.0))
-        )
-    if not weights:
-        sources = _weighted_by_tokens(sources)
-    for source in sources:
-        most = min(MAX_TOKENS, MAX_ROWS * section.seq_length) - 1
-        if float(source.tokens.sum(dtype=float)) + float(source.docs.sum(dtype=float)) > most:
-            raise ValueError(
-                f"source ({source.name}) must have at most {most:,} tokens; divide it into several sources"
-            )
-        if source.num_tokens < section.seq_length:
-            raise ValueError(
-                f"source ({source.name}) has {source.num_tokens} tokens, fewer than one sequence of seq_length "
-                f"({section.seq_length}); lower --seq_length, add data or drop the source"
-            )
+        source = Source(name, listed[name], table[:, 0], table[:, 1], delimiter, weights.get(name, 0.0))
+        _check_size(source, section.seq_length)
+        sources.append(source)
         for file, path in enumerate(source.paths):
             if check_shards and path in opened:
                 check_shard(source, file, opened[path], sep_token=sep_token, at_start=True)
     files.close()
-    return Corpus(files, tuple(sources), _vocab_size(opened), sep_token, not section.datasets)
+    return Corpus(
+        files=files,
+        sources=tuple(sources if weights else _weighted_by_tokens(sources)),
+        vocab_size=_vocab_size(opened),
+        sep_token=sep_token,
+        discovered=not section.datasets,
+    )
+
+
+def _check_size(source: Source, seq_length: int) -> None:
+    """Checks that a source has a row, and no more rows than can be counted. Raises: ValueError."""
+    most = min(MAX_TOKENS, MAX_ROWS * seq_length) - 1
+    if float(source.tokens.sum(dtype=float)) + float(source.docs.sum(dtype=float)) > most:
+        raise ValueError(
+            f"source ({source.name}) must have at most {most:,} tokens; divide it into several sources"
+        )
+    if source.num_tokens < seq_length:
+        raise ValueError(
+            f"source ({source.name}) has {source.num_tokens} tokens, fewer than one sequence of seq_length "
+            f"({seq_length}); lower --seq_length, add data or drop the source"
+        )
 
 
 def check_shard(
@@ -194,20 +200,23 @@ def check_shard(
 ) -> None:
     """Checks an opened shard against the manifest: counts, separators, largest token.
 
-    `at_start` leaves out the tokens of shards that hold a record batch per document: to count them takes a look at each.
+    `at_start` leaves out the tokens of shards that hold a record batch per document: to count them takes a
+    look at each.
 
     Raises: ShardError naming the shard and both values.
     """
     expected = int(source.docs[file]), int(source.tokens[file])
     if shard.num_docs != expected[0] or ((shard.is_list or not at_start) and shard.num_tokens != expected[1]):
         raise ShardError(
-            f"shard ({shard.path}) holds {shard.num_docs} documents and {shard.num_tokens} tokens, but its counts file says "
+            f"shard ({shard.path}) holds {shard.num_docs} documents and {shard.num_tokens} tokens, but its "
+            "counts file says "
             f"{expected[0]} and {expected[1]}; restore the shard or correct {META}/*counts*.csv"
         )
     if expected[1] > 0 and delimiter_of(shard, sep_token) != source.delimiter:
         stored, others = ("without", "with") if source.delimiter == 0 else ("with", "without")
         raise ShardError(
-            f"shard ({shard.path}) holds documents {stored} a trailing separator ({sep_token}), the others of source "
+            f"shard ({shard.path}) holds documents {stored} a trailing separator ({sep_token}), the others "
+            "of source "
             f"{source.name} {others}; {CONVERT}"
         )
     largest = shard.metadata.get("max_token_id", "")
@@ -219,18 +228,17 @@ def check_shard(
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns "; nearest: x" for the name most like `name`, or a list of what there is."""
+    """Returns "nearest: x" for the name most like `name`, or a list of what there is."""
     known = sorted(names)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return (
-        f"nearest: {close[0]}"
-        if close
-        else f"found: {', '.join(known[:8]) or 'none'}{', …' * (len(known) > 8)}"
-    )
+    if close:
+        return f"nearest: {close[0]}"
+    return f"found: {', '.join(known[:8]) or 'none'}{', …' * (len(known) > 8)}"
 
 
 def open_root(data_path: str, listing: Listing | None = None) -> Files:
-    """Returns access to the folder or object store that --data_path names. Raises: ValueError, FileNotFoundError."""
+    """Returns access to the folder or object store that --data_path names. Raises: ValueError,
+    FileNotFoundError."""
     if not data_path:
         raise ValueError(
             "--data_path () must name the folder of the token shards; set --data_path or --use_dummy_dataset"
@@ -246,93 +254,85 @@ def open_root(data_path: str, listing: Listing | None = None) -> Files:
     return LocalFiles(root)
 
 
-def _find_shards(files: Files) -> list[str]:
-    """Returns the paths of all files under the root, shards or not, sorted by their bytes."""
-    return sorted(files.walk(""))
+def _found_sources(root: str, paths: list[str]) -> tuple[str, ...]:
+    """Returns all folders with shards, but for those of a data root within this one (`prepare --split` writes
+    validation/ with its own meta/). Raises: FileNotFoundError."""
+    tables = [path for path in paths if f"/{META}/" in path and path.endswith(".csv")]
+    inner = tuple({path.rpartition(f"/{META}/")[0] + "/" for path in tables}) + (f"{META}/",)
+    folders = {path.rpartition("/")[0] for path in paths if path.endswith(SUFFIX)}
+    names = sorted(folder or "." for folder in folders if not f"{folder}/".startswith(inner))
+    if not names:
+        raise FileNotFoundError(f"--data_path ({root}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
+    return _apart(names)
 
 
-def _clean(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(posixpath.normpath(name) for name in names)
+def _named_sources(section: DataConfig, root: str, paths: list[str]) -> tuple[str, ...]:
+    """Returns --datasets, after checking that they are folders. Raises: ValueError, FileNotFoundError."""
+    names = [posixpath.normpath(name) for name in section.datasets]
+    known: set[str] = set()
+    for folder in {posixpath.dirname(path) for path in paths}:
+        while folder not in known:
+            known.add(folder)
+            folder = posixpath.dirname(folder)
+    for name in names:
+        if name not in known | {"."} and not os.path.isdir(os.path.join(root, name)):
+            raise FileNotFoundError(
+                f"--datasets ({name}) is not a folder in {root}; {nearest(name, known - {META, ''})}"
+            )
+    return _apart(names)
 
 
-def _source_names(section: DataConfig, root: str, paths: list[str]) -> tuple[str, ...]:
-    """The sources named, or all found but those of a data root within this one (`prepare --split` writes validation/ with its own meta/)."""
-    if not section.datasets:
-        with_shards = {path.rpartition("/")[0] for path in paths if path.endswith(SUFFIX)}
-        with_shards = {name or "." for name in with_shards if not f"{name}/".startswith(f"{META}/")}
-        roots = {
-            path.rpartition(f"/{META}/")[0] for path in paths if f"/{META}/" in path and path.endswith(".csv")
-        }
-        with_shards = {
-            name for name in with_shards if not any(f"{name}/".startswith(f"{root}/") for root in roots)
-        }
-        if not with_shards:
-            raise FileNotFoundError(f"--data_path ({root}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
-        names = tuple(sorted(with_shards))
-    else:
-        names = _clean(section.datasets)
-        folders = {path.rpartition("/")[0] for path in paths}
-        known = {
-            "/".join(folder.split("/")[: depth + 1])
-            for folder in folders
-            for depth in range(folder.count("/") + 1)
-        }
-        for name in names:
-            if name not in known and not os.path.isdir(os.path.join(root, name)):
-                raise FileNotFoundError(
-                    f"--datasets ({name}) is not a folder in {root}; {nearest(name, known - {META, '.'})}"
-                )
+def _apart(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names, none of which lies in another. Raises: ValueError."""
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"--datasets ({name}) must be named once; raise its weight instead")
         inside = next(
-            (other for other in names if name.startswith(other + "/") or (other == "." != name)), None
+            (other for other in names if name.startswith(f"{other}/") or other == "." != name), None
         )
         if inside is not None:
             raise ValueError(
                 f"--datasets ({name}) lies inside {inside}, which is a source as well; name one of them"
             )
-    return names
+    return tuple(names)
 
 
-def _shards_of(name: str, paths: list[str]) -> list[str]:
-    if name != ".":
-        paths = paths[bisect_left(paths, f"{name}/") : bisect_left(paths, f"{name}0")]  # "0" follows "/"
-    return [path for path in paths if path.endswith(SUFFIX)]
+def _below(name: str, paths: list[str]) -> list[str]:
+    """Returns the sorted paths that lie in a source's folder."""
+    return paths if name == "." else paths[bisect_left(paths, f"{name}/") : bisect_left(paths, f"{name}0")]
 
 
 def _text_remedy(paths: list[str]) -> str:
     text = next((path for path in paths if path.endswith(TEXT_SUFFIXES)), None)
-    if text is None:
-        return "make some with `python -m fms_fsdp prepare --input=... --output=...`"
-    return f"{text} is text: make shards of it with `python -m fms_fsdp prepare --input=... --output=...`"
+    made = "make some" if text is None else f"{text} is text: make shards of it"
+    return f"{made} with `python -m fms_fsdp prepare --input=... --output=...`"
 
 
-def _check_listing(files: Files, name: str, listed: list[str], missing: list[str], may_miss: bool) -> None:
-    """Checks that the source has shards and that none of the counts file is missing, or adds it to `listed` if it may be."""
-    if not listed and not missing:
-        others = [path for path in files.walk("" if name == "." else name)]
+def _shards_of_source(
+    root: str, name: str, paths: list[str], missing: list[str], may_miss: bool
+) -> list[str]:
+    """Returns the shards of a source, with those `missing` that only the counts files list. Raises:
+    ValueError, FileNotFoundError."""
+    listed, absent = ([p for p in _below(name, each) if p.endswith(SUFFIX)] for each in (paths, missing))
+    if not listed and not absent:
         raise FileNotFoundError(
-            f"--datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(sorted(others))}"
+            f"--datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(_below(name, paths))}"
         )
-    if missing and not may_miss:
+    if absent and not may_miss:
+        more = f" with {len(absent) - 1} more" if len(absent) > 1 else ""
         raise FileNotFoundError(
-            f"shard ({missing[0]}) is listed in {META}/*counts*.csv but missing in {files.root}"
-            f"{f' with {len(missing) - 1} more' if len(missing) > 1 else ''}; restore it or --on_missing=mask"
+            f"shard ({absent[0]}) is listed in {META}/*counts*.csv but missing in {root}{more}; "
+            "restore it or --on_missing=mask"
         )
-    for path in listed:
-        if has_control_character(path):
-            raise ValueError(
-                f"shard ({shown_name(path)}) must have no control character in its name; rename it"
-            )
-    listed.extend(missing)
-    listed.sort()
+    for path in filter(has_control_character, listed):
+        raise ValueError(f"shard ({shown_name(path)}) must have no control character in its name; rename it")
+    return sorted(listed + absent)
 
 
 def _open_some(
     files: Files, listed: dict[str, list[str]], counts: Counts, may_miss: bool
-) -> dict[str, Shard]:
-    """Returns the shards opened at start-up by path, and adds to `counts` those that it does not list.
+) -> tuple[dict[str, Shard], Counts]:
+    """Returns the shards opened at start-up by path, and the counts with those of shards that had none.
 
     These are all shards of a small corpus; else the first of each source and those without counts.
     """
@@ -343,45 +343,35 @@ def _open_some(
     for path in every:
         files.prefetch(path, np.array([0, -1]), np.array([1, 1]))  # schema and footer
 
-    def try_open(path: str) -> Shard | None:
+    def try_open(path: str) -> tuple[Shard, tuple[int, int]] | None:
         try:
             shard = Shard(files, path, delimiter=0)
-            if path not in counts:
-                counts[path] = (shard.num_docs, shard.num_tokens)
-            return shard
+            return shard, counts.get(path) or (shard.num_docs, shard.num_tokens)
         except ShardError:
             if may_miss and path in counts:
                 return None
             raise
 
     with ThreadPoolExecutor(files.num_threads, thread_name_prefix="counts") as pool:
-        found = list((pool.map if files.num_threads > 1 else map)(try_open, every))
-    return {path: shard for path, shard in zip(every, found, strict=True) if shard is not None}
+        tried = list((pool.map if files.num_threads > 1 else map)(try_open, every))
+    found = {path: each for path, each in zip(every, tried, strict=True) if each is not None}
+    opened = {path: shard for path, (shard, _) in found.items()}
+    return opened, counts | {path: count for path, (_, count) in found.items()}
 
 
 def _vocab_size(opened: dict[str, Shard]) -> int | None:
-    """Returns the largest vocabulary that the shards name. Raises: ValueError if they are of several tokenizers."""
-    tokenizers = {
-        shard.metadata["tokenizer_digest"]: path
-        for path, shard in opened.items()
-        if shard.metadata.get("tokenizer_digest")
-    }
-    if len(tokenizers) > 1:
-        a, b = list(tokenizers.values())[:2]
+    """Returns the largest vocabulary that the shards name. Raises: ValueError if they are of several
+    tokenizers."""
+    facts = {path: shard.metadata for path, shard in opened.items()}
+    of_tokenizer = {m["tokenizer_digest"]: path for path, m in facts.items() if m.get("tokenizer_digest")}
+    if len(of_tokenizer) > 1:
+        a, b = list(of_tokenizer.values())[:2]
         raise ValueError(
             f"shards {a} and {b} are of two tokenizers; prepare all sources with one --tokenizer"
         )
-    sizes = [
-        int(shard.metadata["vocab_size"])
-        for shard in opened.values()
-        if shard.metadata.get("vocab_size", "").isdigit()
-    ]
-    return max(sizes, default=None)
+    return max((int(m["vocab_size"]) for m in facts.values() if m.get("vocab_size")), default=None)
 
 
 def _weighted_by_tokens(sources: list[Source]) -> list[Source]:
     least = sum(source.num_tokens for source in sources) / (NUM_SLOTS - len(sources))
-    return [
-        Source(s.name, s.paths, s.docs, s.tokens, s.delimiter, max(float(s.num_tokens), least))
-        for s in sources
-    ]
+    return [replace(source, weight=max(float(source.num_tokens), least)) for source in sources]

@@ -1,11 +1,13 @@
-"""Files in an object store (s3, gs, az) or behind file://, read in ranges through a bounded cache on the local disk.
+"""Files in an object store (s3, gs, az) or behind file://, read in ranges through a bounded cache on the
+local disk.
 
-    pread -> pages of 64 KiB -> in the cache? in flight? else -> runs of missing pages, up to 2 MiB a request -> threads
-                                                                              ^ prefetch: what a window needs, all at once
+    pread -> pages of 64 KiB -> in the cache? in flight? else -> runs of pages, up to 2 MiB a request -> threads
+                                                                   ^ prefetch: what a window needs, all at once
 
-Invariant: what is read depends on the store's bytes alone; the cache, retries and the order of arrival change the time it
-takes and nothing else. Names and sizes come from one listing at the start. The cache is one unlinked temporary file: the
-page cache keeps in memory what fits, and nothing is left behind by a killed process.
+Invariant: what is read depends on the store's bytes alone; the cache, retries and the order of arrival change
+the time it takes and nothing else. Names and sizes come from one listing at the start. The cache is one
+unlinked temporary file: the page cache keeps in memory what fits, and nothing is left behind by a killed
+process.
 """
 
 from __future__ import annotations
@@ -20,13 +22,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from fms_fsdp.data.order.permute import I64
-from fms_fsdp.data.shards.files import MAX_OPEN_FILES
+from fms_fsdp.data.shards.files import MAX_OPEN_FILES, StorageCounters
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.remote_uri import PERMANENT, is_denied, open_filesystem, shown, start_errors
 
@@ -42,23 +43,11 @@ Page = tuple[str, int]  # path, number in the file
 Request = Future[tuple[int, bytes]]  # its first page, its bytes
 
 
-@dataclass
-class StorageCounters:
-    """What was asked of the storage so far: reads sent and sent again, bytes received, seconds that readers waited."""
-
-    requests: int = 0
-    retries: int = 0
-    num_bytes: int = 0
-    stall_s: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.requests} requests ({self.retries} retries), {self.num_bytes:,} bytes, {self.stall_s:.1f} s waited"
-
-
 class RemoteFiles:
     """Files below a URI. Safe to use from several threads: clones are this object and share the cache.
 
-    `counters` say what it cost. `cache_bytes`: default 16 GiB, or a quarter of the free disk shared by the ranks of this node if less.
+    `counters` say what it cost. `cache_bytes`: default 16 GiB, or a quarter of the free disk shared by the
+    ranks of this node if less.
     """
 
     num_threads = NUM_THREADS
@@ -73,8 +62,8 @@ class RemoteFiles:
         max_tries: int = 8,
         backoff_s: float = 0.25,
     ) -> None:
-        """Lists the files, unless their `sizes` are given. `filesystem` is (pyarrow FileSystem, path in it), by default what
-        the URI says.
+        """Lists the files, unless their `sizes` are given. `filesystem` is (pyarrow FileSystem, path in it),
+        by default what the URI says.
 
         Raises: ValueError, FileNotFoundError, PermissionError, OSError with one line.
         """
@@ -143,7 +132,8 @@ class RemoteFiles:
         return out
 
     def prefetch(self, path: str, offsets: I64, sizes: I64) -> None:
-        """Starts to fetch ranges that will be read soon, those at negative offsets from the end; returns at once."""
+        """Starts to fetch ranges that will be read soon, those at negative offsets from the end; returns at
+        once."""
         size = self._sizes.get(path, 0)
         begins = np.where(offsets < 0, np.maximum(offsets + size, 0), offsets)
         pages: set[int] = set()
@@ -165,7 +155,8 @@ class RemoteFiles:
             self._opened.clear()
 
     def _start(self, path: str, pages: range | list[int]) -> dict[int, Request]:
-        """Returns, of the pages not in the cache, the requests that bring them, after sending those missing; needs the lock."""
+        """Returns, of the pages not in the cache, the requests that bring them, after sending those missing;
+        needs the lock."""
         absent = [page for page in pages if self._slots.get((path, page)) is None]
         missing = [page for page in absent if (path, page) not in self._in_flight]
         while missing:
@@ -245,7 +236,8 @@ class RemoteFiles:
         }
 
     def _retried(self, name: str, action: Callable[[], Result], tries: int) -> Result:
-        """Returns what `action` returns, tried again after growing waits. Raises: OSError with name, tries and last error."""
+        """Returns what `action` returns, tried again after growing waits. Raises: OSError with name, tries
+        and last error."""
         from pyarrow.lib import ArrowException
 
         for attempt in range(1, tries + 1):

@@ -1,6 +1,7 @@
 """From `--data_path=s3://…` to a pyarrow filesystem, and from what can go wrong there to one line.
 
-Invariant: credentials come from the environment or the URI and are never printed: `shown` drops them and the URI's options.
+Invariant: credentials come from the environment or the URI and are never printed: `shown` drops them and the
+URI's options.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def open_filesystem(uri: str) -> tuple[Any, str]:
 
 
 def _s3(uri: str, region: str) -> Any:
-    """Returns the filesystem of a URI that pyarrow has accepted, with one try a request and longer to connect."""
+    """Returns the filesystem of a URI that pyarrow has accepted, with one try a request and longer to
+    connect."""
     from pyarrow import fs
 
     parts = urlsplit(uri)

@@ -3,11 +3,13 @@
     file     = magic, schema message, record batch messages, footer (where each record batch starts)
     message  = FlatBuffers metadata (lengths, where each buffer starts), body (the buffers)
 
-Two layouts of a column `tokens` of unsigned integers are read: one list per document with many documents to a record batch
-(`prepare` writes it), and one record batch per document (fms-fsdp writes it). Buffers are used at their place in the file,
-so they must not be compressed. Nothing is memory-mapped or copied but the offsets of the documents asked for.
+Two layouts of a column `tokens` of unsigned integers are read: one list per document with many documents to a
+record batch (`prepare` writes it), and one record batch per document (fms-fsdp writes it). Buffers are used
+at their place in the file, so they must not be compressed. Nothing is memory-mapped or copied but the offsets
+of the documents asked for.
 
-Invariant: positions of tokens in a shard are counted with the delimiters that the stream adds (`delimiter` = 1 a document).
+Invariant: positions of tokens in a shard are counted with the delimiters that the stream adds (`delimiter` =
+1 a document).
 
 Source: Arrow columnar format, "IPC file format" and format/{File,Message}.fbs; FlatBuffers internals.
 """
@@ -41,11 +43,13 @@ CONVERT = "write it anew with `python -m fms_fsdp convert --input=NAME=PATH --ou
 
 
 class ShardError(ValueError):
-    """A shard that cannot be used, in one line that names it; `document` and the step are added where they are known."""
+    """A shard that cannot be used, in one line that names it; `document` and the step are added where they
+    are known."""
 
 
 class TokenError(ShardError):
-    """A token beyond the vocabulary: the wrong vocabulary or tokenizer, which no masking of rows makes good."""
+    """A token beyond the vocabulary: the wrong vocabulary or tokenizer, which no masking of rows makes
+    good."""
 
 
 class MissingShardError(ShardError, FileNotFoundError):
@@ -58,8 +62,8 @@ class MissingShardError(ShardError, FileNotFoundError):
 class Documents(NamedTuple):
     """Neighbouring documents of a chunk: `first` is the number of the first one in the file.
 
-    `starts` (one more than documents): where each starts in the chunk, delimiters counted. `addresses`: byte position in the
-    file of its first token.
+    `starts` (one more than documents): where each starts in the chunk, delimiters counted. `addresses`: byte
+    position in the file of its first token.
     """
 
     first: int
@@ -68,8 +72,8 @@ class Documents(NamedTuple):
 
 
 class Shard:
-    """One open shard: its counts, its data type and where its chunks lie (a chunk is a record batch of many documents, or
-    the whole file where each document is a record batch)."""
+    """One open shard: its counts, its data type and where its chunks lie (a chunk is a record batch of many
+    documents, or the whole file where each document is a record batch)."""
 
     def __init__(self, files: Files, path: str, delimiter: int) -> None:
         """Reads the footer, the schema and the metadata of record batches of lists.
@@ -96,8 +100,8 @@ class Shard:
 
     @cached_property
     def _scalars(self) -> tuple[I64, I64]:
-        """Where each document starts in the shard (one more than documents), and its byte position: where each has a record
-        batch of its own. Reads the length of every one."""
+        """Where each document starts in the shard (one more than documents), and its byte position: where
+        each has a record batch of its own. Reads the length of every one."""
         with self._errors_named():
             lengths, addresses = self._scalar_layout(self._blocks)
         added = np.arange(len(lengths) + 1, dtype=np.int64) * self._delimiter
@@ -112,7 +116,8 @@ class Shard:
 
     @cached_property
     def chunk_starts(self) -> I64:
-        """Where each chunk starts in the shard, delimiters counted; the last element is the shard's length."""
+        """Where each chunk starts in the shard, delimiters counted; the last element is the shard's
+        length."""
         if not self.is_list:
             return self._scalars[0][[0, -1]]
         return np.concatenate([[0], np.cumsum(self._chunk_tokens + self._delimiter * self._chunk_docs)])
@@ -123,9 +128,11 @@ class Shard:
         return 2304 + (64 * len(self._chunk_docs) if self.is_list else 48 * self.num_docs)
 
     def documents(self, chunk: int, start: int, stop: int) -> Documents:
-        """Returns the documents of a chunk that overlap its tokens [start, stop), delimiters counted; start < stop.
+        """Returns the documents of a chunk that overlap its tokens [start, stop), delimiters counted; start <
+        stop.
 
-        Where offsets are on disk only the part around the place that the average length suggests is read, more if need be.
+        Where offsets are on disk only the part around the place that the average length suggests is read,
+        more if need be.
         """
         if not self.is_list:
             starts, addresses = self._scalars
@@ -161,7 +168,8 @@ class Shard:
         return Documents(number, starts[first : last + 1], addresses)
 
     def span(self, document: int) -> tuple[int, int]:
-        """Returns where a document (by its number in the file) starts and ends in the shard, delimiters counted."""
+        """Returns where a document (by its number in the file) starts and ends in the shard, delimiters
+        counted."""
         if not self.is_list:
             starts, _ = self._scalars
             return int(starts[document]), int(starts[document + 1])
@@ -174,7 +182,8 @@ class Shard:
         return base + start, base + stop + self._delimiter
 
     def chunk(self, number: int) -> Documents:
-        """Returns all documents of a chunk (those of length 0 at its edges may be left out), lengths checked against its own."""
+        """Returns all documents of a chunk (those of length 0 at its edges may be left out), lengths checked
+        against its own."""
         length = int(self.chunk_starts[number + 1] - self.chunk_starts[number])
         if length == 0:
             return Documents(0, np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64))
@@ -195,8 +204,9 @@ class Shard:
         found = self.documents(chunk, 0, int(self.chunk_starts[chunk + 1] - self.chunk_starts[chunk]))
         return found.first + int(np.searchsorted(found.addresses, address, side="right")) - 1
 
-    def first_documents(self, limit: int) -> list[I64]:
-        """Returns up to `limit` documents without added delimiters, those of length 0 left out, from the shard's beginning."""
+    def last_tokens(self, limit: int) -> list[int]:
+        """Returns the last tokens on disk of the first documents that have any, of up to `limit`
+        documents."""
         if self.is_list:
             chunk = next((i for i, tokens in enumerate(self._chunk_tokens.tolist()) if tokens), None)
             if chunk is None:
@@ -208,11 +218,9 @@ class Shard:
             with self._errors_named():
                 lengths, addresses = self._scalar_layout(self._blocks[:limit])
         width = self.dtype.itemsize
-        return [
-            np.frombuffer(self._read(length * width, address), self.dtype).astype(np.int64)
-            for length, address in zip(lengths[:limit].tolist(), addresses[:limit].tolist(), strict=True)
-            if length
-        ]
+        ends = addresses[:limit] + (lengths[:limit] - 1) * width
+        data = [self._read(width, end) for end in ends[lengths[:limit] > 0].tolist()]
+        return [int.from_bytes(token, "little") for token in data]
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -318,7 +326,8 @@ class Shard:
         return np.dtype(signless), is_list, offsets
 
     def _message(self, offset: int, size: int) -> tuple[_Table, int]:
-        """Returns the RecordBatch table of the message at `offset`, and where its FlatBuffers root starts in the file."""
+        """Returns the RecordBatch table of the message at `offset`, and where its FlatBuffers root starts in
+        the file."""
         data = self._read(size, offset)
         prefix = 8 if data[:4] == b"\xff\xff\xff\xff" else 4
         message = _Table.root(data[prefix:])
@@ -333,8 +342,8 @@ class Shard:
         return batch, offset + prefix
 
     def _list_layout(self, offset: int, size: int, length: int) -> tuple[int, int, int, int]:
-        """Returns (documents, tokens, position of the offsets, position of the values) of a record batch of lists, whose
-        body has `length` bytes."""
+        """Returns (documents, tokens, position of the offsets, position of the values) of a record batch of
+        lists, whose body has `length` bytes."""
         batch, _ = self._message(offset, size)
         nodes, buffers = (
             batch.vector(1, _BUFFER),
@@ -363,8 +372,9 @@ class Shard:
     def _scalar_layout(self, blocks: npt.NDArray[np.void]) -> tuple[I64, I64]:
         """Returns (length, byte position) of the document in each record batch of plain integers.
 
-        The writer gives all messages of a kind the same shape, so the length lies at the same place in each: they are
-        gathered at once and checked against the size of the body. Any doubt, and the messages are read one by one.
+        The writer gives all messages of a kind the same shape, so the length lies at the same place in each:
+        they are gathered at once and checked against the size of the body. Any doubt, and the messages are
+        read one by one.
         """
         body = blocks["body"].astype(np.int64)
         message_at, metadata = blocks["offset"].astype(np.int64), blocks["metadata"].astype(np.int64)

@@ -1,10 +1,11 @@
-"""When a document was, or will be, seen: `python -m fms_fsdp inspect find`, by inverting the arithmetic of the stream.
+"""When a document was, or will be, seen: `python -m fms_fsdp inspect find`, by inverting the arithmetic of
+the stream.
 
-    document -> its stretch of the source's circle -> blocks (unpermute) -> windows -> places on tapes -> n -> g -> step
+    document -> its stretch of the circle -> windows (unpermute) -> tokens of tapes -> n, g, step (by bisection)
 
-Invariant: the work is proportional to the document's pieces (a window is packed for each), never to the steps of the run.
-Every token of the document is accounted for in every epoch: in a row of a step, in a row that --skip_steps passed over, or in
-the rest of the epoch that no row holds (a change of seq_length adds to it).
+Invariant: the work is proportional to the document's pieces (a window is packed for each), never to the steps
+of the run. Every token of the document is accounted for in every epoch: in a row of a step, in a row that
+--skip_steps passed over, or in the rest of the epoch that no row holds (a change of seq_length adds to it).
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from fms_fsdp.config import flag
-from fms_fsdp.data.order.tapes import REST
-from fms_fsdp.data.rows import Place
+from fms_fsdp.data.order.source_order import RowAddress, Span
 from fms_fsdp.data.shards.manifest import Source, nearest
 from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected
 
@@ -44,8 +44,8 @@ class FindConfig(InspectConfig):
 class Seen:
     """Tokens [start, stop) of the document, in one row of one epoch.
 
-    `fate` is "seen"; "skipped" (passed over by --skip_steps before `step`; `row` and `at` None), "rest" (in no row of this
-    epoch) or "dropped" (the source leaves the mixture first): then `step` is None.
+    `fate` is "seen"; "skipped" (passed over by --skip_steps before `step`; `row` and `at` None), "rest" (in
+    no row of this epoch) or "dropped" (the source leaves the mixture first): then `step` is None.
     """
 
     epoch: int
@@ -60,55 +60,55 @@ class Seen:
 def find_document(
     data: Inspected, source: Source, file: int, document: int, num_epochs: int
 ) -> Iterator[Seen]:
-    """Yields where every token of a document goes in the first `num_epochs` epochs, epoch by epoch, in no order inside one.
+    """Yields where every token of a document goes in the first `num_epochs` epochs, epoch by epoch, in no
+    order inside one.
 
     Raises: ShardError; IndexError for a document that is not there.
     """
     begin, end = data.rows.reader(source.name).shard(file).span(document)
-    first, course = int(source.starts[file]) + begin, data.rows.course(source.name)
+    first, order = int(source.starts[file]) + begin, data.order.source(source.name)
     for epoch in range(num_epochs):
-        windows: set[tuple[int, int]] = set()
-        for stretch in course.tapes(epoch).find(epoch, first, end - begin):
-            if stretch.tape == REST:
-                yield Seen(epoch, None, None, None, stretch.skip, stretch.skip + stretch.length, "rest")
-            else:
-                windows.add((stretch.tape, stretch.window))
-        for tape, window in sorted(windows):
-            yield from _in_window(
-                data, source, (file, document), Place(source.name, 0, epoch, tape, window, 0)
-            )
+        found: list[Seen] = []
+        for tape, window in sorted(order.tapes(epoch).windows_of(epoch, first, end - begin)):
+            found += _in_window(data, Span(source.name, epoch, tape, window, 0, 0), (file, document))
+        yield from found
+        held = 0
+        for start, stop in [*sorted((seen.start, seen.stop) for seen in found), (end - begin, end - begin)]:
+            if held < start:
+                yield Seen(epoch, None, None, None, held, start, "rest")
+            held = stop
 
 
-def _in_window(data: Inspected, source: Source, document: tuple[int, int], place: Place) -> Iterator[Seen]:
-    """Yields the document's pieces in a window, or in a tail row."""
-    course, pieces = data.rows.course(source.name), data.rows.packed(place)
-    at = course.tapes(place.epoch).at(*place[2:])
-    ends = at + np.cumsum(pieces.length)
+def _in_window(data: Inspected, window: Span, document: tuple[int, int]) -> Iterator[Seen]:
+    """Yields the document's pieces in a window, each cut at the edges of its rows."""
+    order, pieces = data.order.source(window.source), data.rows.packed(window)
+    ends = window.window * order.tapes(window.epoch).window_tokens(window.tape) + np.cumsum(pieces.length)
     for i in np.flatnonzero((pieces.file == document[0]) & (pieces.document == document[1])).tolist():
-        at, stop, start = int(ends[i] - pieces.length[i]), int(ends[i]), int(pieces.start[i])
-        while at < stop:  # a piece may run over the edges of rows
-            found, length = course.find(place.epoch, place.tape, at), stop - at
-            if found is None:
-                yield Seen(place.epoch, None, None, None, start, start + length, "rest")
-            else:
-                n, offset = found
-                length = min(length, course.era(n).tapes.geometry.seq_length - offset)
-                yield _seen(data, source.name, n, place.epoch, offset, start, start + length)
-            at, start = at + length, start + length
+        token, stop, start = int(ends[i] - pieces.length[i]), int(ends[i]), int(pieces.start[i])
+        while token < stop:
+            row = data.order.address(window.source, order.row_at(window.epoch, window.tape, token))
+            at = token - row.token
+            size = order.lap(row.n).seq_length
+            if (row.epoch, row.tape) != (window.epoch, window.tape) or not 0 <= at < size:
+                break  # a change of the row length left out the rest of the tape
+            length = min(stop - token, size - at)
+            yield _seen(data, row, at, start, start + length)
+            token, start = token + length, start + length
 
 
-def _seen(data: Inspected, name: str, n: int, epoch: int, at: int, start: int, stop: int) -> Seen:
-    found = data.rows.history.find(name, n)
+def _seen(data: Inspected, address: RowAddress, at: int, start: int, stop: int) -> Seen:
+    found = data.order.history.find(address.source, address.n)
     if found is None:
-        return Seen(epoch, None, None, None, start, stop, "dropped")
-    if found.skipped:
-        return Seen(epoch, found.step, None, None, start, stop, "skipped")
-    row = next(i for i, p in enumerate(data.rows.places(found.step)) if p.source == name and p.n == n)
-    return Seen(epoch, found.step, row, at, start, stop, "seen")
+        return Seen(address.epoch, None, None, None, start, stop, "dropped")
+    step, skipped = found
+    if skipped:
+        return Seen(address.epoch, step, None, None, start, stop, "skipped")
+    return Seen(address.epoch, step, data.order.addresses(step).index(address), at, start, stop, "seen")
 
 
 def find_file(source: Source, text: str) -> int:
-    """Returns the place of a shard in its source, from its number, its path or the end of its path. Raises: ValueError."""
+    """Returns the place of a shard in its source, from its number, its path or the end of its path. Raises:
+    ValueError."""
     if text.isdigit() and int(text) < len(source.paths):
         return int(text)
     fitting = [i for i, path in enumerate(source.paths) if path == text or path.endswith(f"/{text}")]
@@ -135,10 +135,13 @@ def main(config: FindConfig) -> None:
         file = find_file(source, config.file)
         if config.document >= source.docs[file]:
             raise ValueError(
-                f"--document ({config.document}) must be below {source.docs[file]}, the documents of {source.paths[file]}"
+                f"--document ({config.document}) must be below {source.docs[file]}, the documents of "
+                f"{source.paths[file]}"
             )
         last = config.num_steps or (data.num_steps if config.epochs is None else None)
-        epochs = config.epochs or (_epochs_by(data, source.name, last) if last else 1)
+        epochs = config.epochs or (
+            math.ceil(data.rows.consumption(last)[source.name]["epoch"]) if last else 1
+        )
         found = list(find_document(data, source, file, config.document, epochs))
         if last is not None:
             found = [seen for seen in found if (seen.step or 0) <= last]
@@ -148,12 +151,6 @@ def main(config: FindConfig) -> None:
         _print(data, config, title, found, f"step {last}" if last else f"{epochs} epochs")
     if not config.json:
         print(f"({time.perf_counter() - begin:.2f} s)")
-
-
-def _epochs_by(data: Inspected, name: str, step: int) -> int:
-    """Returns how many epochs of a source are begun by the end of a step."""
-    position = data.rows.history.position(step).get(name, 0)
-    return math.ceil(data.rows.course(name).era(position).epochs(position))
 
 
 def _print(data: Inspected, config: FindConfig, title: str, found: list[Seen], horizon: str) -> None:

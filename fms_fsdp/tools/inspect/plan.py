@@ -13,15 +13,19 @@ import numpy as np
 
 from fms_fsdp.config import flag
 from fms_fsdp.data.batch import IGNORED_LABEL, empty_batch
-from fms_fsdp.data.order.history import Segment
 from fms_fsdp.data.order.mixture import NUM_SLOTS
 from fms_fsdp.data.order.tapes import Geometry
 from fms_fsdp.data.pieces import Row
 from fms_fsdp.data.shards.manifest import Source
 from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected
+from fms_fsdp.tools.table import table
 
 MANY_EPOCHS = 4  # Source: Muennighoff et al., "Scaling data-constrained language models" (2023)
 _SHOWN_ENDS = 4
+_USED_HEAD = tuple(
+    "source,weight,tokens,documents,used,share,epochs,epochs end at step,-100 labels".split(",")
+)
+_CUT_HEAD = tuple("source,shards,rows an epoch,tapes,windows a tape,blocks a window,tail rows".split(","))
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,14 @@ class PlanConfig(InspectConfig):
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """One source by the end of a step. `tokens` are those of an epoch, separators counted; `ends`: (step, skipped) at which
-    its first epochs end, the last of them the first after the planned step; `ignored`: share of -100 labels, None if not read."""
+    """One source by the end of a step. `tokens` are those of an epoch, separators counted; `source` is None
+    if it is not there any more; `ends`: the steps at which its first epochs end, the last of them the first
+    after the planned step; `ignored`: share of -100 labels, None if not read; `token_bytes` of a shard."""
 
     name: str
     weight: float
     tokens: int
-    documents: int | None
-    shards: int | None
+    source: Source | None
     used: int
     epochs: float
     ends: tuple[int, ...]
@@ -60,59 +64,50 @@ def plan_sources(data: Inspected, num_steps: int, sample_rows: int) -> list[Sour
 
     Raises: ShardError from the rows sampled.
     """
-    history = data.rows.history
-    consumed = data.rows.consumption(num_steps)
-    segment = [segment for segment in history.segments if segment.after < num_steps][-1]
-    sources = {source.name: source for corpus in data.corpora for source in corpus.sources}
+    history = data.order.history
+    segment, position = history.segment(num_steps), history.position(num_steps)
     plans = []
-    for name in sorted(consumed):
-        course, source = data.rows.course(name), sources.get(name)
-        era = course.era(history.position(num_steps)[name])
-        plans.append(
-            SourcePlan(
-                name=name,
-                weight=segment.quotas.get(name, 0) / NUM_SLOTS,
-                tokens=course.num_tokens,
-                documents=int(source.docs.sum()) if source else None,
-                shards=len(source.paths) if source else None,
-                used=int(consumed[name]["tokens"]),
-                epochs=float(consumed[name]["epoch"]),
-                ends=_epoch_ends(data, name, num_steps),
-                ignored=ignored_share(data, name, sample_rows) if source and sample_rows else None,
-                geometry=era.tapes.geometry,
-                token_bytes=_token_bytes(data, source) if source else 0,
-            )
+    for name, consumed in sorted(data.rows.consumption(num_steps).items()):
+        order, source = data.order.source(name), data.source(name)
+        plan = SourcePlan(
+            name=name,
+            weight=segment.quotas.get(name, 0) / NUM_SLOTS,
+            tokens=order.num_tokens,
+            source=source,
+            used=int(consumed["tokens"]),
+            epochs=float(consumed["epoch"]),
+            ends=_epoch_ends(data, name, num_steps),
+            ignored=ignored_share(data, name, sample_rows) if source and sample_rows else None,
+            geometry=order.lap(position[name]).tapes.geometry,
+            token_bytes=_token_bytes(data, source) if source else 0,
         )
+        plans.append(plan)
     return plans
 
 
 def _epoch_ends(data: Inspected, name: str, num_steps: int) -> tuple[int, ...]:
     ends: list[int] = []
-    while len(ends) <= _SHOWN_ENDS:
-        found = data.rows.history.find(name, data.rows.course(name).rows_until(len(ends) + 1) - 1)
+    while len(ends) <= _SHOWN_ENDS and (not ends or ends[-1] <= num_steps):
+        last_row = data.order.source(name).num_rows_until(len(ends) + 1) - 1
+        found = data.order.history.find(name, last_row)
         if found is None:
             break
-        ends.append(found.step)
-        if found.step > num_steps:
-            break
+        ends.append(found[0])
     return tuple(ends)
 
 
 def ignored_share(data: Inspected, name: str, num_rows: int) -> float:
-    """Returns the share of -100 among the labels of `num_rows` rows spread over an epoch of the source, in its last length."""
-    era = data.rows.course(name).eras[-1]
-    size, epoch_rows, first = (
-        era.tapes.geometry.seq_length,
-        era.tapes.geometry.num_rows,
-        era.first + era.num_begun,
-    )
-    batch = empty_batch(1, size)
-    out = Row(*(tensor[0].numpy() for tensor in batch))
+    """Returns the share of -100 among the labels of `num_rows` rows spread over an epoch of the source, in
+    its last length."""
+    epochs = data.order.source(name).laps[-1]
+    num_epoch_rows = epochs.tapes.geometry.num_rows
+    out = Row(*(tensor[0].numpy() for tensor in empty_batch(1, epochs.seq_length)))
     ignored = 0
-    for n in sorted({(2 * i + 1) * epoch_rows // (2 * num_rows) for i in range(num_rows)}):
-        data.rows.read(data.rows.place(name, first + n), out)
+    places = {(2 * i + 1) * num_epoch_rows // (2 * num_rows) for i in range(num_rows)}
+    for place in sorted(places):
+        data.rows.read(data.order.address(name, epochs.first + place), out)
         ignored += int(np.count_nonzero(out.labels == IGNORED_LABEL))
-    return ignored / (min(num_rows, epoch_rows) * size)
+    return ignored / (len(places) * epochs.seq_length)
 
 
 def _token_bytes(data: Inspected, source: Source) -> int:
@@ -126,32 +121,19 @@ def warnings_of(plans: Iterable[SourcePlan], num_steps: int) -> list[str]:
     for plan in plans:
         if plan.epochs > MANY_EPOCHS:
             lines.append(
-                f"source {plan.name} is read {plan.epochs:.1f} times by step {num_steps}; beyond about {MANY_EPOCHS} epochs "
+                f"source {plan.name} is read {plan.epochs:.1f} times by step {num_steps}; beyond about "
+                f"{MANY_EPOCHS} epochs "
                 "repeated text teaches less and less: lower its weight, or add data"
             )
         if plan.geometry.num_main_rows == 0:
             lines.append(
-                f"source {plan.name} has {plan.geometry.num_rows} rows, too few for windows: its rows are shuffled, but the "
+                f"source {plan.name} has {plan.geometry.num_rows} rows, too few for windows: its rows are "
+                "shuffled, but the "
                 "documents of a row are neighbours"
             )
         if plan.ignored is not None and plan.ignored > 0.01:
             lines.append(f"source {plan.name} has {100 * plan.ignored:.1f} % of its labels masked")
     return lines
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns aligned columns, the first to the left, the others to the right."""
-    lines = [head, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    pads = [str.ljust, *[str.rjust] * (len(head) - 1)]
-    return "\n".join(
-        "  ".join(pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
-def _count(value: int | None) -> str:
-    return "?" if value is None else f"{value:,}"
 
 
 def _ends_text(ends: tuple[int, ...], num_steps: int) -> str:
@@ -162,96 +144,71 @@ def _ends_text(ends: tuple[int, ...], num_steps: int) -> str:
     return ", ".join(inside + later) or "-"
 
 
-def _segment_text(segment: Segment) -> str:
-    shares = ", ".join(f"{name} {quota / NUM_SLOTS:.4f}" for name, quota in sorted(segment.quotas.items()))
-    return f"from step {segment.after + 1:,} on: {segment.batch} rows of {segment.seq_length:,} tokens a step; {shares}"
+def _used_cells(plan: SourcePlan, used: int, num_steps: int) -> tuple[str, ...]:
+    """Returns what is read of a source; `used` are the tokens of all."""
+    return (
+        plan.name,
+        f"{plan.weight:.4f}" if plan.weight else "dropped",
+        f"{plan.tokens:,}",
+        f"{plan.source.docs.sum():,}" if plan.source else "?",
+        f"{plan.used:,}",
+        f"{100 * plan.used / used:.2f} %",
+        f"{plan.epochs:.3f}",
+        _ends_text(plan.ends, num_steps),
+        "-" if plan.ignored is None else f"{100 * plan.ignored:.3f} %",
+    )
 
 
-def _used_cells(plans: Sequence[SourcePlan], used: int, num_steps: int) -> list[tuple[str, ...]]:
-    """What is read of each source, a row each; `used` are the tokens of all."""
-    return [
-        (
-            plan.name,
-            f"{plan.weight:.4f}" if plan.weight else "dropped",
-            f"{plan.tokens:,}",
-            _count(plan.documents),
-            f"{plan.used:,}",
-            f"{100 * plan.used / used:.2f} %",
-            f"{plan.epochs:.3f}",
-            _ends_text(plan.ends, num_steps),
-            "-" if plan.ignored is None else f"{100 * plan.ignored:.3f} %",
-        )
-        for plan in plans
-    ]
+def _cut_cells(plan: SourcePlan) -> tuple[str, ...]:
+    """Returns how a source is cut."""
+    g = plan.geometry
+    return (
+        plan.name,
+        f"{len(plan.source.paths):,}" if plan.source else "?",
+        f"{g.num_rows:,}",
+        f"{g.num_tapes if g.num_main_rows else 0:,}",
+        f"{g.windows_per_tape:,}",
+        f"{g.blocks_per_window} x {g.block_tokens:,}" if g.num_main_rows else "-",
+        f"{100 * g.num_tail_rows / g.num_rows:.2f} %",
+    )
+
+
+def _changes_text(data: Inspected, num_steps: int) -> list[str]:
+    """Returns the segments of the history, and what it leaves out."""
+    history, lines = data.order.history, list[str]()
+    for segment in history.segments:
+        if segment.after < num_steps:
+            shares = (f"{name} {quota / NUM_SLOTS:.4f}" for name, quota in sorted(segment.quotas.items()))
+            rows = f"{segment.batch} rows of {segment.seq_length:,} tokens a step"
+            lines.append(f"  from step {segment.after + 1:,} on: {rows}; {', '.join(shares)}")
+    for name in sorted(history.position(num_steps)):
+        left_out = data.order.source(name).left_out
+        if left_out:
+            lines.append(f"  {name}: {left_out:,} tokens are left out by changes of seq_length")
+    for skip in history.skipped:
+        lines.append(f"  the rows planned for steps {skip.a:,} to {skip.b - 1:,} are passed over")
+    return lines
 
 
 def describe_plan(data: Inspected, plans: Sequence[SourcePlan], num_steps: int) -> str:
     """Returns the plan as two tables: what is read of each source, and how."""
     used = sum(plan.used for plan in plans)
-    what = _used_cells(plans, used, num_steps)
-    how = [
-        (
-            plan.name,
-            _count(plan.shards),
-            f"{g.num_rows:,}",
-            f"{g.num_tapes if g.num_main_rows else 0:,}",
-            f"{g.windows_per_tape:,}",
-            f"{g.blocks_per_window} x {g.block_tokens:,}" if g.num_main_rows else "-",
-            f"{100 * g.num_tail_rows / g.num_rows:.2f} %",
-        )
-        for plan in plans
-        for g in [plan.geometry]
-    ]
-    history = data.rows.history
     windows = sum(
-        p.geometry.num_tapes * p.geometry.blocks_per_window * p.geometry.block_tokens * p.token_bytes
-        for p in plans
-        if p.geometry.num_main_rows and p.weight
+        g.num_tapes * g.blocks_per_window * g.block_tokens * plan.token_bytes
+        for plan in plans
+        if (g := plan.geometry).num_main_rows and plan.weight
     )
-    return "\n".join(
-        [
-            f"by step {num_steps:,}: {used:,} tokens, packing {data.section.packing}",
-            *(f"  {_segment_text(segment)}" for segment in history.segments if segment.after < num_steps),
-            *(
-                f"  {name}: {passed_over:,} tokens are passed over by changes of seq_length"
-                for name in sorted(plan.name for plan in plans)
-                if (passed_over := data.rows.course(name).passed_over)
-            ),
-            *(
-                f"  the rows planned for steps {skip.a:,} to {skip.b - 1:,} are passed over"
-                for skip in history.skipped
-            ),
-            "",
-            _table(
-                (
-                    "source",
-                    "weight",
-                    "tokens",
-                    "documents",
-                    "used",
-                    "share",
-                    "epochs",
-                    "epochs end at step",
-                    "-100 labels",
-                ),
-                what,
-            ),
-            "",
-            _table(
-                (
-                    "source",
-                    "shards",
-                    "rows an epoch",
-                    "tapes",
-                    "windows a tape",
-                    "blocks a window",
-                    "tail rows",
-                ),
-                how,
-            ),
-            f"windows open at a time, of all ranks together: {windows / 2**20:,.1f} MiB of the shards; --logical_shards lowers it",
-        ]
-    )
+    lines = [
+        f"by step {num_steps:,}: {used:,} tokens, packing {data.section.packing}",
+        *_changes_text(data, num_steps),
+        "",
+        table(_USED_HEAD, [_used_cells(plan, used, num_steps) for plan in plans]),
+        "",
+        table(_CUT_HEAD, [_cut_cells(plan) for plan in plans]),
+        f"windows open at a time, of all ranks together: {windows / 2**20:,.1f} MiB of the shards; "
+        "--logical_shards lowers it",
+    ]
+    return "\n".join(lines)
 
 
 def main(config: PlanConfig) -> None:

@@ -1,4 +1,5 @@
-"""The picture of `inspect plan`: the mixture over the steps, as it comes out, and how long the documents are."""
+"""The picture of `inspect plan`: the mixture over the steps, as it comes out, and how long the documents
+are."""
 
 from __future__ import annotations
 
@@ -18,17 +19,16 @@ SAMPLED_DOCUMENTS = 1 << 16  # of a shard
 def mixture_over_time(
     data: Inspected, num_steps: int
 ) -> tuple[I64, dict[str, np.ndarray[Any, np.dtype[np.float64]]]]:
-    """Returns the edges of step ranges (R + 1 steps, range i is the steps after edge i up to edge i + 1), and each source's
-    share of the tokens in each range. Edges meet every change of the mixture."""
-    history = data.rows.history
+    """Returns the edges of step ranges (R + 1 steps, range i is the steps after edge i up to edge i + 1), and
+    each source's share of the tokens in each range. Edges meet every change of the mixture."""
+    history = data.order.history
     changes = [segment.after for segment in history.segments if segment.after < num_steps]
     even = np.linspace(0, num_steps, min(num_steps, STEP_RANGES) + 1).astype(np.int64)
     edges: I64 = np.unique(np.concatenate([even, np.array(changes, dtype=np.int64)]))
-    consumed = [history.consumed(step) for step in edges.tolist()]
-    names = sorted(consumed[-1])
-    counts: I64 = np.array([[at.get(name, 0) for at in consumed] for name in names], dtype=np.int64)
-    rows: I64 = counts[:, 1:] - counts[:, :-1]
-    return edges, dict(zip(names, rows / rows.sum(axis=0), strict=True))
+    consumed = [history.consumed_tokens(step) for step in edges.tolist()]
+    taken = {name: np.diff([tokens[name] for tokens in consumed]) for name in sorted(consumed[-1])}
+    total = np.sum(list(taken.values()), axis=0)
+    return edges, {name: tokens / total for name, tokens in taken.items()}
 
 
 def document_lengths(data: Inspected) -> dict[str, I64]:
@@ -50,7 +50,8 @@ def document_lengths(data: Inspected) -> dict[str, I64]:
 
 
 def draw(data: Inspected, num_steps: int, path: str) -> None:
-    """Writes the picture. Raises: ValueError where matplotlib is not installed, OSError where nothing can be written."""
+    """Writes the picture. Raises: ValueError where matplotlib is not installed, OSError where nothing can be
+    written."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -65,17 +66,8 @@ def draw(data: Inspected, num_steps: int, path: str) -> None:
     left, right = figure.subplots(1, 2)
     below = np.zeros(len(edges) - 1)
     for name, share in shares.items():
-        above = below + share
-        left.fill_between(
-            edges,
-            np.append(below, below[-1]),
-            np.append(above, above[-1]),
-            step="post",
-            color=colors[name],
-            label=name,
-            linewidth=0,
-        )
-        below = above
+        left.stairs(below + share, edges, baseline=below, fill=True, color=colors[name], label=name)
+        below = below + share
     if data.step and data.step <= num_steps:
         left.axvline(data.step, color="black", linewidth=0.8, linestyle="--", label="newest checkpoint")
     left.set(xlim=(0, num_steps), ylim=(0, 1), xlabel="step", ylabel="share of tokens", title="Mixture")
@@ -86,22 +78,12 @@ def draw(data: Inspected, num_steps: int, path: str) -> None:
     for name, found in lengths.items():
         if len(found):
             weights = np.full(len(found), 1 / len(found))
-            right.hist(
-                np.maximum(found, 1),
-                bins=bins,
-                weights=weights,
-                histtype="step",
-                color=colors.get(name),
-                label=name,
-            )
+            style = {"histtype": "step", "color": colors.get(name), "label": name}
+            right.hist(np.maximum(found, 1), bins=bins, weights=weights, **style)
     right.axvline(data.section.seq_length, color="black", linewidth=0.8, linestyle=":", label="seq_length")
     sampled = sum(map(len, lengths.values()))
-    right.set(
-        xscale="log",
-        xlabel="tokens",
-        ylabel="share of documents",
-        title=f"Document lengths ({sampled:,} documents)",
-    )
+    title = f"Document lengths ({sampled:,} documents)"
+    right.set(xscale="log", xlabel="tokens", ylabel="share of documents", title=title)
     right.legend(fontsize="small")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -1,11 +1,12 @@
-"""What did, or will, the model see: `python -m fms_fsdp inspect step`, and how every `inspect` command opens a run.
+"""What did, or will, the model see: `python -m fms_fsdp inspect step`, and how every `inspect` command opens
+a run.
 
     a run folder: config.json, newest checkpoint's train_state.json ─┐
-    or the flags of the data, the seed and the batch ────────────────┴─> Inspected: the rows of any step, as training has them
+    or the flags of the data, the seed and the batch ────────────────┴─> Inspected: the rows of any step
 
-Invariant: nothing is recorded and nothing is replayed. The answer is computed from the same pure functions that the run
-itself uses, so it holds for any past or future step; steps after the newest checkpoint are those of a run that goes on with
-the flags of the run folder, or with those given here.
+Invariant: nothing is recorded and nothing is replayed. The answer is computed from the same pure functions
+that the run itself uses, so it holds for any past or future step; steps after the newest checkpoint are those
+of a run that goes on with the flags of the run folder, or with those given here.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from typing import Any
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import DataConfig, TrainingConfig, flag
 from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.data.order.order import Order
+from fms_fsdp.data.order.source_order import RowAddress
 from fms_fsdp.data.order.tapes import TAIL
-from fms_fsdp.data.rows import CorpusRows, Place
-from fms_fsdp.data.shards.manifest import Corpus, open_corpus
+from fms_fsdp.data.rows import CorpusRows
+from fms_fsdp.data.shards.manifest import Corpus, Source, open_corpus
 from fms_fsdp.data.shards.shard import ShardError
 from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.run.resume import Start, find_start
@@ -44,7 +47,8 @@ _DATA_FLAGS = (
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Which data: a run folder, or the flags that a run is given. Flags given beside a run folder replace its own."""
+    """Which data: a run folder, or the flags that a run is given. Flags given beside a run folder replace its
+    own."""
 
     run: str = flag(
         "", "a run folder: what its run has seen, and would see if it went on with the flags given here"
@@ -81,8 +85,8 @@ class StepConfig(InspectConfig):
 
 @dataclass(frozen=True)
 class Inspected:
-    """The data of a run. `step` is that of the newest checkpoint (0 without one), `num_steps` where the run ends, if known,
-    `changes` what the flags change from `step` + 1 on, in words."""
+    """The data of a run. `step` is that of the newest checkpoint (0 without one), `num_steps` where the run
+    ends, if known, `changes` what the flags change from `step` + 1 on, in words."""
 
     rows: CorpusRows
     corpora: tuple[Corpus, ...]
@@ -91,6 +95,14 @@ class Inspected:
     step: int
     num_steps: int | None
     changes: tuple[str, ...]
+
+    @property
+    def order(self) -> Order:
+        return self.rows.order
+
+    def source(self, name: str) -> Source | None:
+        """Returns the source of that name, None if it is not there."""
+        return next((found for corpus in self.corpora if (found := corpus.source(name))), None)
 
 
 @dataclass(frozen=True)
@@ -126,7 +138,8 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
     batch = config.global_batch_size or (run.batch if run else 0)
     if not batch:
         raise ValueError(
-            "global_batch_size () must be the rows of a step; give it, or --run=FOLDER of a run that has started"
+            "global_batch_size () must be the rows of a step; give it, or --run=FOLDER of a run that has "
+            "started"
         )
     seed = config.seed if config.seed is not None else run.seed if run else TrainingConfig().seed
     corpus = open_corpus(section)
@@ -194,7 +207,8 @@ def read_run(folder: Path) -> Run:
 def _open_dropped(
     rows: CorpusRows, section: DataConfig, corpus: Corpus, state: dict[str, Any]
 ) -> list[Corpus]:
-    """Opens the sources that earlier steps used and the flags no longer name, as far as they are still there."""
+    """Opens the sources that earlier steps used and the flags no longer name, as far as they are still
+    there."""
     opened = []
     for name in sorted(set(state["manifest"]) - {source.name for source in corpus.sources}):
         try:
@@ -203,39 +217,33 @@ def _open_dropped(
             continue  # its steps can still be placed, its documents not be named
         if dropped.sources[0].digest != state["manifest"][name][0]:
             raise ValueError(
-                f"source ({name}) of earlier steps has changed since; restore its shards, or inspect a copy of them"
+                f"source ({name}) of earlier steps has changed since; restore its shards, or inspect a copy "
+                "of them"
             )
         rows.open_sources(dropped)
         opened.append(dropped)
     return opened
 
 
-def row_record(data: Inspected, place: Place, step: int, row: int) -> dict[str, Any]:
+def row_record(data: Inspected, address: RowAddress, step: int, row: int) -> dict[str, Any]:
     """Returns what a row holds, as JSON values: where it lies, and its pieces in order.
 
     A piece is tokens [start, stop) of a document (its separator counted), at token `at` of the row.
     """
-    record: dict[str, Any] = {"step": step, "row": row, "source": place.source, "epoch": place.epoch}
-    record |= {
-        "sequence": place.n,
-        "tape": place.tape,
-        "window": place.window,
-        "token_in_window": place.start,
-    }
-    if place.tape == TAIL:
-        record |= {"tape": None, "window": None, "token_in_window": None}
+    lies = data.order.spans(address)[0]
+    in_window = {"tape": lies.tape, "window": lies.window, "token_in_window": lies.start}
+    record: dict[str, Any] = {"step": step, "row": row, "source": address.source, "epoch": address.epoch}
+    record |= {"sequence": address.n, **(dict.fromkeys(in_window) if lies.tape == TAIL else in_window)}
     try:
-        pieces = data.rows.pieces_of(place)
+        pieces = data.rows.pieces_of(address)
     except ShardError as error:
         if data.section.on_missing != "mask":
             raise
         return record | {"masked": str(error), "pieces": []}
-    paths, at, found = data.rows.reader(place.source).source.paths, 0, []
-    columns = (column.tolist() for column in (pieces.file, pieces.document, pieces.start, pieces.length))
-    for file, document, start, length in zip(*columns, strict=True):
-        piece = {"file": paths[file], "document": document, "start": start, "stop": start + length, "at": at}
-        found.append(piece)
-        at += length
+    paths, at, found = data.rows.reader(address.source).source.paths, 0, []
+    for file, document, start, stop in pieces.ranges():
+        found.append({"file": paths[file], "document": document, "start": start, "stop": stop, "at": at})
+        at += stop - start
     return record | {"pieces": found}
 
 
@@ -261,16 +269,13 @@ def main(config: StepConfig) -> None:
         raise ValueError("--step is missing; name the step, from 1 on")
     begin = time.perf_counter()
     with inspected(config) as data:
-        step, batch = config.step, data.rows.history.batch(config.step)[0]
-        start, stop = parse_range("rows", config.rows, batch)
+        step, segment = config.step, data.order.history.segment(config.step)
+        start, stop = parse_range("rows", config.rows, segment.batch)
         mark = {"data_fingerprint": step_fingerprint(data, step)} if config.fingerprint else {}
         if not config.json:
-            print(
-                f"step {step}: {batch} rows of {data.rows.history.seq_length(step)} tokens"
-                + _when(data, step)
-            )
-        for row, place in enumerate(data.rows.places(step, start, stop), start):
-            record = row_record(data, place, step, row)
+            print(f"step {step}: {segment.batch} rows of {segment.seq_length} tokens" + _when(data, step))
+        for row, address in enumerate(data.order.addresses(step, start, stop), start):
+            record = row_record(data, address, step, row)
             print(json.dumps(record | mark) if config.json else _describe_row(record))
         if not config.json:
             print("".join(f"{name} {value}\n" for name, value in mark.items()), end="")
@@ -288,7 +293,10 @@ def _describe_row(record: dict[str, Any]) -> str:
     lies = "tail row"
     if record["window"] is not None:
         lies = f"tape {record['tape']}, window {record['window']}, from token {record['token_in_window']}"
-    head = f"row {record['row']}: {record['source']}, epoch {record['epoch']}, sequence {record['sequence']} ({lies})"
+    head = (
+        f"row {record['row']}: {record['source']}, epoch {record['epoch']}, sequence {record['sequence']} "
+        f"({lies})"
+    )
     if "masked" in record:
         head += f"\n  masked: {record['masked']}"
     return "\n".join([head, *(_describe_piece(piece) for piece in record["pieces"])])
@@ -297,4 +305,7 @@ def _describe_row(record: dict[str, Any]) -> str:
 def _describe_piece(piece: dict[str, Any]) -> str:
     length = piece["stop"] - piece["start"]
     at = f"[{piece['at']}, {piece['at'] + length})"
-    return f"  {at:<16} {piece['file']}  document {piece['document']}  tokens [{piece['start']}, {piece['stop']})"
+    return (
+        f"  {at:<16} {piece['file']}  document {piece['document']}  tokens [{piece['start']}, "
+        f"{piece['stop']})"
+    )

@@ -1,9 +1,9 @@
 """Every shard of a corpus, read to its last token: `python -m fms_fsdp inspect verify`.
 
-    shards -> threads: footer and counts -> offsets of each chunk -> all token ids, a few MiB at a time -> problems, a line each
+    shards -> threads: footer and counts -> offsets of each chunk -> all token ids -> problems, a line each
 
-Invariant: memory is bounded by the threads, each with one chunk's offsets and one slice of tokens. What training would find
-at its first read of a shard, and what it would never look at, is found here beforehand.
+Invariant: memory is bounded by the threads, each with one chunk's offsets and one slice of tokens. What
+training would find at its first read of a shard, and what it would never look at, is found here beforehand.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.config import flag
+from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import Files
 from fms_fsdp.data.shards.manifest import Corpus, Source, check_shard, open_corpus
-from fms_fsdp.data.shards.shard import Documents, Shard, ShardError
+from fms_fsdp.data.shards.shard import Shard, ShardError
 from fms_fsdp.tools.inspect.step import InspectConfig, data_section, inspected, read_run
 
 SLICE_TOKENS = 1 << 20
@@ -62,77 +63,68 @@ def verify_corpus(
 
 def _verify_shard(corpus: Corpus, source: Source, file: int, vocab_size: int | None) -> list[str]:
     """Returns what is wrong with a shard, a line each."""
-    files, problems = corpus.files.clone(), list[str]()
+    files, problems, path = corpus.files.clone(), list[str](), source.paths[file]
     try:
-        shard = Shard(files, source.paths[file], source.delimiter)
-        problems += _check_counts(corpus, source, file, shard, vocab_size)
-        largest = _Largest(shard, shard.metadata.get("max_token_id", ""), vocab_size)
+        shard = Shard(files, path, source.delimiter)
+        try:
+            check_shard(source, file, shard, sep_token=corpus.sep_token, vocab_size=vocab_size)
+        except ShardError as error:
+            problems.append(str(error))
         for number in range(len(shard.chunk_starts) - 1):
             found = shard.chunk(number)
-            lengths = np.diff(found.starts) - source.delimiter
-            for address, tokens in _slices(files, shard, found, lengths):
-                problems += largest.check(address, tokens)
-            if source.delimiter == 0 and not problems:
-                problems += _check_ends(files, shard, found, lengths, corpus.sep_token)
+            stops = found.addresses + (np.diff(found.starts) - source.delimiter) * shard.dtype.itemsize
+            for address, tokens in _slices(files, shard, found.addresses, stops):
+                problems += _too_large(shard, address, tokens, vocab_size)
+                if source.delimiter == 0 and not problems:
+                    ends = stops[stops > found.addresses]
+                    problems += _without_end(shard, address, tokens, ends, corpus.sep_token)
     except ShardError as error:
         problems.append(str(error))
     except OSError as error:
-        problems.append(f"shard ({source.paths[file]}) cannot be read: {error}; check the storage")
+        problems.append(f"shard ({path}) cannot be read: {error}; check the storage")
     finally:
         files.close()
     if len(problems) > SHOWN_PROBLEMS:
         more = len(problems) - SHOWN_PROBLEMS
-        problems[SHOWN_PROBLEMS:] = [f"shard ({source.paths[file]}) has {more} more problems of this kind"]
+        problems[SHOWN_PROBLEMS:] = [f"shard ({path}) has {more} more problems of this kind"]
     return problems
 
 
-def _check_counts(
-    corpus: Corpus, source: Source, file: int, shard: Shard, vocab_size: int | None
-) -> list[str]:
-    """Returns how the shard's own counts differ from the counts file's."""
-    try:
-        check_shard(source, file, shard, sep_token=corpus.sep_token, vocab_size=vocab_size)
-    except ShardError as error:
-        return [str(error)]
-    return []
+def _too_large(shard: Shard, address: int, tokens: Tokens, vocab_size: int | None) -> Iterator[str]:
+    """Yields a line if a token is beyond the vocabulary, or above the largest that the shard's metadata names."""
+    largest, said = int(tokens.max()), shard.metadata.get("max_token_id", "")
+    if vocab_size is not None and largest >= vocab_size:
+        limit, rule = vocab_size, f"beyond vocab_size ({vocab_size})"
+    elif said and largest > int(said):
+        limit, rule = int(said) + 1, f"above its metadata's max_token_id ({said})"
+    else:
+        return
+    first = int(np.argmax(tokens >= limit))
+    document = shard.document_at(address + first * shard.dtype.itemsize)
+    yield (
+        f"shard ({shard.path}) holds token {tokens[first]} in document {document}, {rule}; "
+        "restore it or raise --vocab_size to that of its tokenizer"
+    )
 
 
-@dataclass
-class _Largest:
-    """Looks for token ids beyond the vocabulary, or beyond the largest that the shard's metadata names."""
-
-    shard: Shard
-    said: str
-    vocab_size: int | None
-
-    def check(self, address: int, tokens: Tokens) -> list[str]:
-        """Returns a line if a token of this slice, which lies at `address` in the file, is too large."""
-        largest = int(tokens.max())
-        if self.vocab_size is not None and largest >= self.vocab_size:
-            limit, rule = self.vocab_size, f"beyond vocab_size ({self.vocab_size})"
-        elif self.said.isdigit() and largest > int(self.said):
-            limit, rule = int(self.said) + 1, f"above its metadata's max_token_id ({self.said})"
-        else:
-            return []
-        first = int(np.argmax(tokens >= limit))
-        document = self.shard.document_at(address + first * self.shard.dtype.itemsize)
-        return [
-            f"shard ({self.shard.path}) holds token {tokens[first]} in document {document}, {rule}; "
-            "restore it or raise --vocab_size to that of its tokenizer"
-        ]
-
-
-def _slices(
-    files: Files, shard: Shard, found: Documents, lengths: npt.NDArray[np.int64]
-) -> Iterator[tuple[int, Tokens]]:
-    """Yields (byte position, tokens) of all the documents' tokens: in one run of slices where they lie side by side."""
+def _without_end(shard: Shard, address: int, tokens: Tokens, ends: I64, sep_token: int) -> Iterator[str]:
+    """Yields a line if a document of a shard with stored separators ends with another token."""
     width = shard.dtype.itemsize
-    ends = found.addresses + lengths * width
-    breaks = np.flatnonzero(found.addresses[1:] != ends[:-1]) + 1
-    starts = np.concatenate([[0], breaks]) if len(ends) else np.empty(0, dtype=np.int64)
-    stops = np.append(breaks, len(ends))
-    for first, last in zip(starts.tolist(), stops.tolist(), strict=False):
-        address, end = int(found.addresses[first]), int(ends[last - 1])
+    last = np.searchsorted(ends, [address, address + len(tokens) * width], side="right")
+    at = (ends[last[0] : last[1]] - address) // width - 1
+    for i in at[tokens[at] != sep_token].tolist()[:1]:
+        yield (
+            f"shard ({shard.path}) has document {shard.document_at(address + i * width)} end with {tokens[i]}, not with "
+            f"the separator ({sep_token}) as others do; write it anew with `python -m fms_fsdp convert`"
+        )
+
+
+def _slices(files: Files, shard: Shard, starts: I64, stops: I64) -> Iterator[tuple[int, Tokens]]:
+    """Yields (byte position, tokens) of documents that lie at [starts, stops): of neighbours in one run of slices."""
+    width = shard.dtype.itemsize
+    gaps = np.flatnonzero(starts[1:] != stops[:-1])
+    runs = np.append(starts[:1], starts[gaps + 1]), np.append(stops[gaps], stops[-1:])
+    for address, end in zip(*(edges.tolist() for edges in runs), strict=True):
         while address < end:
             size = min(SLICE_TOKENS * width, end - address)
             data = files.pread(shard.path, size, address)
@@ -144,24 +136,6 @@ def _slices(
                 )
             yield address, np.frombuffer(data, shard.dtype)
             address += size
-
-
-def _check_ends(
-    files: Files, shard: Shard, found: Documents, lengths: npt.NDArray[np.int64], sep_token: int
-) -> list[str]:
-    """Returns a line for the documents of a shard with stored separators that do not end with one."""
-    width = shard.dtype.itemsize
-    filled = np.flatnonzero(lengths)
-    last = found.addresses[filled] + (lengths[filled] - 1) * width
-    for index, address in zip(filled.tolist(), last.tolist(), strict=True):
-        token = int(np.frombuffer(files.pread(shard.path, width, address), shard.dtype)[0])
-        if token != sep_token:
-            document = found.first + index
-            return [
-                f"shard ({shard.path}) has document {document} end with {token}, not with the separator ({sep_token}) "
-                "as others do; write it anew with `python -m fms_fsdp convert`"
-            ]
-    return []
 
 
 def main(config: VerifyConfig) -> None:
@@ -189,12 +163,12 @@ def main(config: VerifyConfig) -> None:
     )
     bound = f"ids below {vocab_size}" if vocab_size else "ids not checked, as no --vocab_size is known"
     print(
-        f"{num_shards} shards of {len(corpus.sources)} sources are whole: {documents:,} documents, {tokens:,} tokens, "
+        f"{num_shards} shards of {len(corpus.sources)} sources are whole: {documents:,} documents, "
+        f"{tokens:,} tokens, "
         f"{bound} ({time.monotonic() - start:.1f} s)"
     )
-    counters = getattr(corpus.files, "counters", None)
-    if counters is not None:
-        print(f"storage: {counters}")
+    if corpus.files.counters is not None:
+        print(f"storage: {corpus.files.counters}")
     if run and run.checkpoint:
         with inspected(config):
             print(f"they are those of the run's checkpoint of step {run.step}")

@@ -31,7 +31,8 @@ def random_flags(rng: np.random.Generator) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_repeated_or_skipped_through_random_changes(files: Files, seed: int) -> None:
-    """Resumes with other sources, weights, batch and world size; all rows ever yielded use each token once an epoch."""
+    """Resumes with other sources, weights, batch and world size; all rows ever yielded use each token once an
+    epoch."""
     rng = np.random.default_rng(seed)
     used: Used = {}
     numbers: dict[str, list[int]] = {name: [] for name in SIZES}
@@ -47,7 +48,7 @@ def test_nothing_is_repeated_or_skipped_through_random_changes(files: Files, see
             whole.load_state_dict(state, step + steps)
             for past in range(step + 1, step + steps + 1):
                 check_step(files, whole, past, used)
-                for place in rows_of(whole).places(past):
+                for place in rows_of(whole).order.addresses(past):
                     numbers[place.source].append(place.n)
         step += steps
     for name, taken in numbers.items():
@@ -125,8 +126,10 @@ def test_find_is_the_inverse_of_rows_through_random_changes_and_skips(seed: int)
         end = history.position(step + 29)[name]
         for n in range(end):
             found = history.find(name, n)
-            assert found is not None and found.skipped == (n not in steps)
-            assert found.skipped or found.step == steps[n]
+            assert found is not None
+            held_by, is_skipped = found
+            assert is_skipped == (n not in steps)
+            assert is_skipped or held_by == steps[n]
         if name not in history.segments[-1].quotas:
             assert history.find(name, end) is None
 
@@ -193,9 +196,9 @@ class TestSkip:
         )
         assert max(taken.values()) == 1
         assert sum(history.position(30).values()) - skipped == sum(taken.values())
-        assert sum(history.consumed(30).values()) == sum(taken.values())
-        for name, count in history.consumed(30).items():
-            assert count == sum(1 for source, _ in taken if source == name)
+        assert sum(history.consumed_tokens(30).values()) == 32 * sum(taken.values())
+        for name, count in history.consumed_tokens(30).items():
+            assert count == 32 * sum(1 for source, _ in taken if source == name)
 
     @pytest.mark.parametrize("text", ["7", "7:7", "8:7", "0:3", "a:b", "1:2:3"])
     def test_malformed_ranges_are_refused(self, text: str) -> None:
@@ -275,7 +278,10 @@ def test_a_shard_written_anew_with_equal_counts_is_refused_by_name(tmp_path: Pat
     with files.stream(4, seq_length=32) as stream:
         assert stream.load_state_dict(state, 0) == []  # the same tokens again
     write_lists(path, [np.where(document > 100, document - 1, document) for document in text], dtype=dtype)
-    match = rf"shard \(a/{path.name}\) has changed since the checkpoint, though its name and counts have not; restore it"
+    match = (
+        rf"shard \(a/{path.name}\) has changed since the checkpoint, though its name and counts have not; "
+        r"restore it"
+    )
     with files.stream(4, seq_length=32) as stream, pytest.raises(ValueError, match=match):
         stream.load_state_dict(state, 0)
     path.unlink()

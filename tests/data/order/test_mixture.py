@@ -53,17 +53,6 @@ def test_numbers_are_exact_far_into_a_run() -> None:
     assert (source == near_source).all() and (number - shift[source] == near_number).all()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 50])
-def test_index_is_the_inverse_of_a_call(count: int) -> None:
-    mixture = Mixture(slot_quotas(random_weights(np.random.default_rng(count), count)))
-    u = np.concatenate([np.arange(700), np.arange(700) + 3 * NUM_SLOTS - 350, np.arange(50) + 10**12])
-    source, number = mixture(u)
-    found = [
-        mixture.index(mixture.names[s], n) for s, n in zip(source.tolist(), number.tolist(), strict=True)
-    ]
-    assert found == u.tolist()
-
-
 def test_quotas_are_largest_remainders_independent_of_order() -> None:
     weights = random_weights(np.random.default_rng(3), 20)
     quotas = slot_quotas(weights)

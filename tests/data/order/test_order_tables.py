@@ -1,5 +1,5 @@
-"""Every formula of the order of the data, pinned by a table of its values. As with the golden batches, a failure means that a
-resumed run would see other tokens: restore the formula, or raise ORDER_VERSION.
+"""Every formula of the order of the data, pinned by a table of its values. As with the golden batches, a
+failure means that a resumed run would see other tokens: restore the formula, or raise ORDER_VERSION.
 """
 
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fms_fsdp.data.order.course import Course
 from fms_fsdp.data.order.history import History, Segment
 from fms_fsdp.data.order.mixture import NUM_SLOTS, Mixture, slot_quotas
 from fms_fsdp.data.order.packing import pack_bestfit, pack_concat, shuffled
-from fms_fsdp.data.order.permute import bit_reverse, derive_key, hash64, mix64, permute
-from fms_fsdp.data.order.tapes import Tapes, fit_geometry, locate
+from fms_fsdp.data.order.permute import bit_reverse, derive_key, hash64, mix64, permute, unpermute
+from fms_fsdp.data.order.source_order import Rest, SourceOrder
+from fms_fsdp.data.order.tapes import TAIL, Tapes, fit_geometry, locate
 
 KEY = 0x0123456789ABCDEF
 WIDE = fit_geometry(1_000_000, 1500, 0.3, 1024)
@@ -123,29 +123,40 @@ def test_fit(
 
 
 def test_rows_windows_and_tails_of_a_source() -> None:
-    slots = locate(np.array([0, 1, 2, 3, 700, 999_999, 1_000_000, 5_123_456]), *WIDE.columns)
+    n = np.array([0, 1, 2, 3, 700, 999_999, 1_000_000, 5_123_456])
+    slots = locate(n, WIDE.num_rows, WIDE.num_tail_rows, WIDE.num_tapes)
     assert lists(slots) == [
         [0, 0, 0, 0, 0, 0, 1, 5],
-        [0, 16, 8, 24, 11, -1, 0, 23],
-        [0, 0, 0, 0, 0, 3135, 0, 1],
-        [0, 0, 0, 0, 21, 0, 0, 1013],
+        [0, 16, 8, 24, 11, TAIL, 0, 23],
+        [0, 0, 0, 0, 21, 3135, 0, WIDE.rows_per_window + 1013],
     ]
     tapes = Tapes("web", 1_500_000_777, WIDE, 7)
     assert tapes.window_blocks(0, 0, 0)[:3] == [1167853898, 332325398, 298341398]
     assert tapes.window_blocks(3, 31, 2)[:3] == [455949650, 720122150, 410814650]
-    tails = [tapes.tail_start(epoch, row) for epoch in (0, 1) for row in (0, 3135)]
-    assert tails == [181330121, 186032621, 1401548512, 1406251012]
+    places = {(0, 0): 181330121, (0, 3135): 186032621, (1, 0): 1401548512, (1, 3135): 1406251012}
+    for (epoch, row), start in places.items():
+        (turn,) = unpermute(np.array([row]), WIDE.num_tail_rows, tapes.tail_key(epoch)).tolist()
+        assert tapes.window_blocks(epoch, TAIL, turn) == [start]
     assert (tapes.piece_key(1, 5, 2), tapes.tail_key(2)) == (0x18DD61937B8E9797, 0x7AC554F27C271BDB)
     assert tapes.used(777)[[0, 1, 2, 31, 32]].tolist() == [37500, 36000, 36000, 36000, 3000]
 
 
-def test_a_change_of_the_row_length_in_an_epoch() -> None:
-    cuts = [(0, fit_geometry(3333, 30, 1.0, 4)), (50, fit_geometry(2222, 45, 1.0, 4))]
-    era = Course("web", 100_000, 7, cuts).eras[1]
-    assert (era.num_begun, era.passed_over, era.epoch) == (2188, 30, 1)
-    epoch, tape, window, start, _ = era.locate(np.array([50, 51, 1000, 50 + 2188 - 1]))
-    assert (epoch, tape.tolist()) == (0, [0, 0, 0, 0])
-    assert (window.tolist(), start.tolist()) == ([0, 0, 5, 11], [1500, 1545, 2580, 8205])
+@pytest.mark.parametrize(
+    ("sizes", "rows", "tokens"),
+    [
+        ((30, 60), (1641, 30), [1500, 1560, 58140, 99300]),
+        ((60, 30), (3232, 0), [2940, 2970, 30870, 97890]),
+    ],
+)
+def test_a_change_of_the_row_length_in_an_epoch(
+    sizes: tuple[int, int], rows: tuple[int, int], tokens: list[int]
+) -> None:
+    first, then = (fit_geometry(100_000 // size, size, 1.0, 4) for size in sizes)
+    order = SourceOrder("web", 100_000, 7, [(0, first), (50, then)])
+    _, rest, epochs = order.laps
+    assert isinstance(rest, Rest) and (rest.num_rows, rest.left_out, epochs.epoch) == (*rows, 1)
+    tape, token = rest.locate(np.array([50, 51, 1000, 50 + rows[0] - 1]))
+    assert (tape.tolist(), token.tolist()) == ([0, 0, 0, 0], tokens)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +169,8 @@ def test_a_change_of_the_row_length_in_an_epoch() -> None:
 def test_a_history_with_a_skip_and_a_change_at_one_step(
     skip_first: bool, skipped: list[int], rows: dict[int, list[int]]
 ) -> None:
-    """From step 5 on another batch and mixture, and the rows planned for steps 5 and 6 by whichever held are passed over."""
+    """From step 5 on another batch and mixture, and the rows planned for steps 5 and 6 by whichever held are
+    passed over."""
     history = History([Segment(0, 4, ONE_TWO_ONE, 32)], [])
     if skip_first:
         history.skip("5:7", 4)
@@ -174,5 +186,5 @@ def test_a_history_with_a_skip_and_a_change_at_one_step(
     for step, (sources, numbers) in expected.items():
         found = history.rows(step)
         assert ("".join(found.names[i] for i in found.source), found.n.tolist()) == (sources, numbers), step
-    assert history.consumed(6) == {"a": 10, "b": 14, "c": 4}
+    assert history.consumed_tokens(6) == {"a": 320, "b": 448, "c": 128}
     assert History.from_state(history.state()).rows(6).n.tolist() == rows[6]

@@ -1,16 +1,15 @@
 import numpy as np
 import pytest
 
-from fms_fsdp.data.order.permute import permute
+from fms_fsdp.data.order.permute import bit_reverse, permute
 from fms_fsdp.data.order.tapes import (
     MAX_ROWS,
     MAX_TOKENS,
-    REST,
     TAIL,
+    Geometry,
     Tapes,
     fit_geometry,
     locate,
-    sequence_number,
 )
 
 
@@ -20,19 +19,23 @@ def tapes_of(
     return Tapes("web", num_tokens, fit_geometry(num_tokens // seq_length, seq_length, share, shards), seed)
 
 
+def columns(g: Geometry) -> tuple[int, int, int]:
+    return g.num_rows, g.num_tail_rows, g.num_tapes
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 17, 127, 128, 129, 1000, 4097, 60001, 300_000])
 @pytest.mark.parametrize("seq_length", [16, 4096, 1 << 17, 1 << 20])
 def test_every_row_slot_occurs_exactly_once_an_epoch(num_rows: int, seq_length: int) -> None:
     tapes = tapes_of(num_rows * seq_length + seq_length - 1, seq_length, shards=64)
     g = tapes.geometry
-    slots = locate(np.arange(2 * num_rows, 3 * num_rows), *g.columns)
+    slots = locate(np.arange(2 * num_rows, 3 * num_rows), *columns(g))
     assert (slots.epoch == 2).all()
     tail = slots.tape == TAIL
-    assert (np.sort(slots.window[tail]) == np.arange(g.num_tail_rows)).all()
-    place = (slots.window * g.num_tapes + slots.tape) * g.rows_per_window + slots.row
+    assert (np.sort(slots.row[tail]) == np.arange(g.num_tail_rows)).all()
+    place = slots.row * g.num_tapes + slots.tape
     assert (np.sort(place[~tail]) == np.arange(g.num_main_rows)).all()
     assert (
-        np.sort(permute(slots.window[tail], g.num_tail_rows, tapes.tail_key(2))) == np.arange(g.num_tail_rows)
+        np.sort(permute(slots.row[tail], g.num_tail_rows, tapes.tail_key(2))) == np.arange(g.num_tail_rows)
     ).all()
 
 
@@ -58,7 +61,7 @@ def test_a_source_below_128_rows_is_all_tail() -> None:
 
 def test_tail_rows_are_spread_evenly_over_the_epoch() -> None:
     tapes = tapes_of(1099 * 64, 64)
-    tail = locate(np.arange(1099), *tapes.geometry.columns).tape == TAIL
+    tail = locate(np.arange(1099), *columns(tapes.geometry)).tape == TAIL
     gaps = np.diff(np.flatnonzero(tail))
     assert tail.sum() > 2 and gaps.max() - gaps.min() <= 1
 
@@ -74,7 +77,7 @@ def test_blocks_of_an_epoch_are_disjoint_and_turned_by_another_offset_each_epoch
             for tape in range(g.num_tapes)
             for start in tapes.window_blocks(epoch, tape, window)
         ]
-        tails = [tapes.tail_start(epoch, row) for row in range(g.num_tail_rows)]
+        tails = [tapes.window_blocks(epoch, TAIL, row)[0] for row in range(g.num_tail_rows)]
         covered = np.zeros(tapes.num_tokens, dtype=int)
         for start, length in [(s, g.block_tokens) for s in starts] + [(s, 64) for s in tails]:
             np.add.at(covered, np.arange(start, start + length) % tapes.num_tokens, 1)
@@ -86,71 +89,58 @@ def test_blocks_of_an_epoch_are_disjoint_and_turned_by_another_offset_each_epoch
 
 def test_consecutive_rows_visit_all_tapes_before_any_twice() -> None:
     tapes = tapes_of(1 << 26, 64, shards=64)
-    slots = locate(np.arange(tapes.geometry.num_tapes), *tapes.geometry.columns)
+    slots = locate(np.arange(tapes.geometry.num_tapes), *columns(tapes.geometry))
     assert len(set(slots.tape[slots.tape != TAIL].tolist())) >= (slots.tape != TAIL).sum()
 
 
-@pytest.mark.parametrize("num_rows", [1, 17, 127, 128, 1000, 4097, 60001])
-def test_sequence_number_is_the_inverse_of_locate(num_rows: int) -> None:
-    g = tapes_of(num_rows * 64, 64, shards=64).geometry
-    n = np.arange(5 * num_rows, 6 * num_rows)[:: 1 + num_rows // 3000]
-    slots = np.stack(locate(n, *g.columns)).T.tolist()
-    assert [sequence_number(g, *slot) for slot in slots] == n.tolist()
-
-
 @pytest.mark.parametrize("num_tokens", [70, 127 * 64 + 5, 1_000_003])
-def test_find_is_the_inverse_of_window_blocks_and_tail_start(num_tokens: int) -> None:
+def test_windows_of_is_the_inverse_of_window_blocks(num_tokens: int) -> None:
     tapes = tapes_of(num_tokens, 64, shards=4)
     g = tapes.geometry
     for epoch in range(2):
-        placed = 0
+        held = np.zeros(num_tokens, dtype=int)
         for begin in range(0, num_tokens, 9973):
-            skip = 0
             length = min(9973, num_tokens - begin)
-            for stretch in tapes.find(epoch, begin, length):
-                assert stretch.skip == skip
-                at, skip = (begin + skip) % num_tokens, skip + stretch.length
-                if stretch.tape == REST:
-                    continue
-                placed += stretch.length
-                starts, size = [], g.block_tokens
-                at_tape = tapes.at(epoch, stretch.tape, stretch.window, 5)
-                assert tapes.chunk(epoch, stretch.tape, at_tape) == (stretch.window, 5)
-                if stretch.tape == TAIL:
-                    starts, size = [tapes.tail_start(epoch, stretch.window)], 64
-                else:
-                    starts = tapes.window_blocks(epoch, stretch.tape, stretch.window)
-                assert any((at - start) % num_tokens + stretch.length <= size for start in starts)
-            assert skip == length
-        assert placed == g.num_rows * 64
+            touched = np.zeros(num_tokens, dtype=bool)
+            for tape, window in tapes.windows_of(epoch, begin, length):
+                starts = tapes.window_blocks(epoch, tape, window)
+                size = tapes.window_tokens(tape) // len(starts)
+                blocks = [np.arange(start, start + size) % num_tokens for start in starts]
+                assert any(((block - begin) % num_tokens < length).any() for block in blocks)
+                for block in blocks:
+                    touched[block] = True
+            held[begin : begin + length] = touched[begin : begin + length]
+        assert held.sum() == g.num_rows * 64
 
 
 @pytest.mark.parametrize("num_tokens", [39 * 10**12, 45 * 10**12, MAX_TOKENS - 1])
 @pytest.mark.parametrize("seq_length", [16, 128, 1500, 1 << 16, 1 << 20])
 def test_rows_of_the_largest_sources_are_located_exactly(num_tokens: int, seq_length: int) -> None:
-    """Against Python's integers, which have no limit; x * num_tail_rows passes 2^63 from 40 T tokens on at 128 a row."""
+    """Against Python's integers, which have no limit; x * num_tail_rows passes 2^63 from 40 T tokens on at
+    128 a row."""
     g = fit_geometry(num_tokens // seq_length, seq_length, 1.0, 1024)
     rng = np.random.default_rng(0)
     x = np.concatenate(
         [np.arange(50), rng.integers(0, g.num_rows, 300), np.arange(g.num_rows - 50, g.num_rows)]
     )
-    slots = locate(x + 3 * g.num_rows, *g.columns)
+    slots = locate(x + 3 * g.num_rows, *columns(g))
     tails = [n * g.num_tail_rows // g.num_rows for n in x.tolist()]
     is_tail = [(n + 1) * g.num_tail_rows // g.num_rows > k for n, k in zip(x.tolist(), tails, strict=True)]
     assert (slots.tape == TAIL).tolist() == is_tail
-    assert slots.window[slots.tape == TAIL].tolist() == [
-        k for k, tail in zip(tails, is_tail, strict=True) if tail
-    ]
-    assert [sequence_number(g, *slot) for slot in np.stack(slots).T.tolist()] == (x + 3 * g.num_rows).tolist()
+    places = [n - k for n, k in zip(x.tolist(), tails, strict=True)]  # among the main rows
+    rows = [k if tail else m // g.num_tapes for m, k, tail in zip(places, tails, is_tail, strict=True)]
+    assert slots.row.tolist() == rows
+    lanes = bit_reverse(np.array([m % g.num_tapes for m in places]), g.num_tapes.bit_length() - 1)
+    assert (slots.tape == np.where(is_tail, TAIL, lanes)).all()
 
 
 def test_the_largest_number_of_rows_is_located_exactly() -> None:
     num_rows, num_tails = MAX_ROWS - 1, (1 << 31) - 1
     x = np.array([0, 1, num_rows // 2, num_rows - 2, num_rows - 1])
-    found = locate(x, num_rows, num_tails, 1024, 2048)
+    found = locate(x, num_rows, num_tails, 1024)
     tails = [n * num_tails // num_rows for n in x.tolist()]
-    expected = [(n - k) // 1024 // 2048 for n, k in zip(x.tolist(), tails, strict=True)]
-    assert found.window[found.tape != TAIL].tolist() == [
-        window for window, tape in zip(expected, found.tape.tolist(), strict=True) if tape != TAIL
+    expected = [(n - k) // 1024 for n, k in zip(x.tolist(), tails, strict=True)]
+    assert found.row[found.tape != TAIL].tolist() == [
+        row for row, tape in zip(expected, found.tape.tolist(), strict=True) if tape != TAIL
     ]
-    assert found.tape[-1] == TAIL and found.window[-1] == num_tails - 1
+    assert found.tape[-1] == TAIL and found.row[-1] == num_tails - 1

@@ -1,4 +1,5 @@
-"""One rank looks at the corpus, the others open it from what that rank sends: they look at no file before their first row."""
+"""One rank looks at the corpus, the others open it from what that rank sends: they look at no file before
+their first row."""
 
 import pickle
 from dataclasses import replace

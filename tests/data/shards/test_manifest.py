@@ -1,4 +1,5 @@
-"""Bad input: each refused at start-up where it can be seen there, with one line that says what, why and what to do."""
+"""Bad input: each refused at start-up where it can be seen there, with one line that says what, why and what
+to do."""
 
 import os
 from collections.abc import Callable
@@ -53,7 +54,10 @@ def test_folders_without_shards(files: Files, tmp_path: Path) -> None:
     refused(files, r"datasets \(empty\) holds no .arrow shards; make some with", datasets=("empty",))
     (tmp_path / "text").mkdir()
     pyarrow.parquet.write_table(pa.table({"text": ["a"]}), tmp_path / "text" / "part.parquet")
-    remedy = r"datasets \(text\) holds no .arrow shards; .*part.parquet is text: make shards of it with `python -m fms_fsdp prepare --input=... --output=...`"
+    remedy = (
+        r"datasets \(text\) holds no .arrow shards; .*part.parquet is text: make shards of it with `python "
+        r"-m fms_fsdp prepare --input=... --output=...`"
+    )
     refused(files, remedy, datasets=("text",))
     refused(Files(tmp_path / "text"), r"data_path \(.*text\) holds no .arrow shards; part.parquet is text")
 
@@ -72,7 +76,8 @@ def test_shards_that_are_empty_truncated_missing_or_other_than_counted(files: Fi
     write_lists(path, DOCUMENTS)
     refused(
         files,
-        r"shard \(web/shard-00001.arrow\) holds 2 documents and 70 tokens, but its counts file says \d+ and \d+",
+        r"shard \(web/shard-00001.arrow\) holds 2 documents and 70 tokens, but its counts file says \d+ and "
+        r"\d+",
     )
     path.unlink()
     refused(
@@ -124,7 +129,8 @@ def test_a_token_beyond_the_vocabulary_is_found_by_reading(files: Files, tmp_pat
     write_scalars(tmp_path / "big" / "a.arrow", documents)
     refused(
         files,
-        r"shard \(big/a.arrow\) holds token 5000 in document 1, beyond vocab_size \(5000\); .* \[big row \d, step 1\]",
+        r"shard \(big/a.arrow\) holds token 5000 in document 1, beyond vocab_size \(5000\); .* \[big row \d, "
+        r"step 1\]",
         batch=3,
         datasets=("big",),
     )
@@ -141,7 +147,8 @@ class TestSeparator:
         files = write_corpus(tmp_path, {"web": [3000]}, layout="scalars", stored=True)
         refused(
             files,
-            rf"sep_token is not said by shard web/.*; set --sep_token .* \(its first documents all end with {SEP}\)",
+            r"sep_token is not said by shard web/.*; set --sep_token .* \(its first documents all end with "
+            rf"{SEP}\)",
             sep_token=None,
         )
 
@@ -187,7 +194,10 @@ def test_counts_written_under_another_root_are_understood(tmp_path: Path) -> Non
         with open(tmp_path / "meta" / "my_counts_v1.csv", "a") as sink:
             if source != "code":
                 sink.write("dataset/filename,documents,tokens\n")
-            row = f"/gpfs/old root/{source}/shard-00000.arrow,{len(shard)},{sum(map(len, shard)) - len(shard)}\n"
+            row = (
+                "/gpfs/old "
+                f"root/{source}/shard-00000.arrow,{len(shard)},{sum(map(len, shard)) - len(shard)}\n"
+            )
             sink.write(row)
     corpus = files.corpus(seq_length=64)
     assert [source.name for source in corpus.sources] == ["code", "lang=en/dataset=web"]
@@ -224,7 +234,8 @@ def test_a_shard_cut_off_while_it_is_read_is_named_with_document_and_step(files:
 
 
 class TestMasked:
-    """--on_missing=mask: rows that need an unreadable shard are emitted without labels, at every world size alike."""
+    """--on_missing=mask: rows that need an unreadable shard are emitted without labels, at every world size
+    alike."""
 
     def test_rows_of_a_missing_shard_are_masked_and_the_others_unchanged(self, tmp_path: Path) -> None:
         files = write_corpus(tmp_path, {"web": [400] * 12})
@@ -277,7 +288,8 @@ def test_digests_follow_names_order_and_counts_only(files: Files, tmp_path: Path
 
 
 def test_discovery_leaves_out_a_validation_root(files: Files, tmp_path: Path) -> None:
-    """`prepare --split` puts held-out sources into validation/, a data root of its own: never trained on unless named."""
+    """`prepare --split` puts held-out sources into validation/, a data root of its own: never trained on
+    unless named."""
     write_corpus(tmp_path / "validation", SIZES)
     write_counts(tmp_path / "validation", [])
     assert [source.name for source in files.corpus(seq_length=64).sources] == ["code", "web"]

@@ -85,8 +85,8 @@ def check_same_batches(files: Files, data_path: str, steps: int = 4) -> Any:
             for a, b in zip(here.next_batch(), there.next_batch(), strict=True):
                 assert torch.equal(a, b)
         assert here.state_dict() == there.state_dict()
-        assert here.rows.storage is None  # type: ignore[attr-defined]
-        return there.rows.storage  # type: ignore[attr-defined]
+        assert here.rows.files.counters is None  # type: ignore[attr-defined]
+        return there.rows.files.counters  # type: ignore[attr-defined]
 
 
 @needs_moto
@@ -106,7 +106,8 @@ def test_batches_from_a_file_uri_are_those_of_the_local_copy(local: dict[str, Fi
 
 
 class Proxy:
-    """Passes TCP connections on to a port; the first `num_cuts` answers with a large body are cut after `cut_at` bytes."""
+    """Passes TCP connections on to a port; the first `num_cuts` answers with a large body are cut after
+    `cut_at` bytes."""
 
     def __init__(self, port: int, num_cuts: int, cut_at: int = 20_000) -> None:
         self._target, self.cuts_left, self._cut_at = port, num_cuts, cut_at
@@ -190,7 +191,8 @@ def test_unknown_schemes_are_refused(local: dict[str, Files], uri: str) -> None:
 
 
 class Flaky:
-    """One file of random bytes, opened through a filesystem that fails as told: fails[i] is raised at the i-th read."""
+    """One file of random bytes, opened through a filesystem that fails as told: fails[i] is raised at the
+    i-th read."""
 
     def __init__(self, size: int, fails: list[Exception] | None = None) -> None:
         self.data = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8).tobytes()

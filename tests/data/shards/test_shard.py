@@ -50,7 +50,8 @@ def test_a_record_batch_per_document_is_read_as_written(tmp_path: Path, dtype: s
 
 
 def test_record_batches_of_unlike_shape_are_read_one_by_one(tmp_path: Path) -> None:
-    """An array that came from a slice with nulls elsewhere may carry a validity buffer: lengths then lie elsewhere."""
+    """An array that came from a slice with nulls elsewhere may carry a validity buffer: lengths then lie
+    elsewhere."""
     schema = pa.schema([pa.field("tokens", pa.uint32())])
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for i, document in enumerate(DOCUMENTS):
