@@ -39,7 +39,7 @@ LAYERS = [
     ["checkpoint"],
     ["run"],
     ["observe"],
-    ["evaluate"],
+    ["evaluate", "loading"],
     ["train"],
     ["tools"],
     ["__main__"],

@@ -45,9 +45,8 @@ class FolderLock:
                 if time.monotonic() > deadline:
                     owner = path.read_text().strip() or "another process"
                     self.release()
-                    raise ValueError(
-                        f"folder ({self._folder}) must have one writer, and {owner} is writing there; {self._remedy}"
-                    ) from None
+                    rule = f"must have one writer, and {owner} is writing there"
+                    raise ValueError(f"folder ({self._folder}) {rule}; {self._remedy}") from None
                 time.sleep(0.2)
             except OSError as error:
                 print(
@@ -77,7 +76,8 @@ _held: list[FolderLock] = []  # until the process ends
 
 
 def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
-    """Makes and locks the folders until the process ends. What exists is locked first: a refused launch makes nothing.
+    """Makes and locks the folders until the process ends. What exists is locked first: a refused launch makes
+    nothing.
 
     Raises:
         ValueError: another process holds one of them, or one cannot be made.
