@@ -254,8 +254,7 @@ class SourceReader:
         if len(data) != size:
             raise ShardError(
                 f"shard ({path}) ends {size - len(data)} bytes early, in document "
-                f"{self._document_at(path, address)}; "
-                "it is truncated: restore it or --on_missing=mask"
+                f"{self._document_at(path, address)}; it is truncated: restore it or --on_missing=mask"
             )
         return np.frombuffer(data, dtype)
 

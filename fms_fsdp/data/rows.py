@@ -67,8 +67,7 @@ class CorpusRows:
         if num_rows < global_batch_size:
             raise ValueError(
                 f"--global_batch_size ({global_batch_size}) must be at most the {num_rows} sequences of the "
-                "corpus; "
-                "lower the batch, lower --seq_length or add data"
+                "corpus; lower the batch, lower --seq_length or add data"
             )
         self.last_step: int | None = None
         self.first_exhausted = ""
@@ -213,9 +212,8 @@ class CorpusRows:
             lengths = sorted({segment.seq_length for segment in history.segments} - {size})
             raise ValueError(
                 f"--seq_length ({size}) must divide {before} or be a multiple of it, and all lengths of a "
-                "run must divide "
-                f"the longest (so far: {', '.join(map(str, lengths))}); choose such a length, or "
-                f"{WEIGHTS_ALONE}"
+                f"run must divide the longest (so far: {', '.join(map(str, lengths))}); choose such a "
+                f"length, or {WEIGHTS_ALONE}"
             )
         changes += history.skip(self._section.skip_steps, step)
         self._known = {**state["manifest"], **self._known}
@@ -306,15 +304,13 @@ class CorpusRows:
                 flag = name if name.endswith("version") else f"--{name}"
                 raise ValueError(
                     f"{flag} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with "
-                    "the same "
-                    "value, or take its weights alone with --load_model_only"
+                    "the same value, or take its weights alone with --load_model_only"
                 )
         size, before = self._section.seq_length, state["history"][-1]["seq_length"]
         if self._section.packing == "bestfit" and size != before:
             raise ValueError(
                 f"--seq_length ({size}) must stay {before} with --packing=bestfit, whose rows are packed to "
-                "that length; "
-                "keep it, or take the weights alone with --load_model_only"
+                "that length; keep it, or take the weights alone with --load_model_only"
             )
         for name, (digest, num_files, num_tokens, marks) in mine["manifest"].items():
             known = state["manifest"].get(name)
@@ -330,13 +326,11 @@ class CorpusRows:
             if shard is not None:
                 raise ValueError(
                     f"shard ({shard}) has changed since the checkpoint, though its name and counts have not; "
-                    "restore it, or "
-                    f"{WEIGHTS_ALONE}"
+                    f"restore it, or {WEIGHTS_ALONE}"
                 )
         lost = sorted(set(state["history"][-1]["weights"]) - set(mine["manifest"]))
         if self._corpus.discovered and lost:
             raise FileNotFoundError(
                 f"source ({lost[0]}) of the checkpoint is missing in {self._corpus.files.root}; restore it, "
-                "or name the "
-                "sources to go on with in --datasets"
+                "or name the sources to go on with in --datasets"
             )

@@ -43,8 +43,7 @@ def slot_quotas(weights: Mapping[str, float]) -> dict[str, int]:
         if share < 1:
             raise ValueError(
                 f"weights ({weights[name]:g} for {name}) must be at least 1/{NUM_SLOTS} of their sum "
-                f"({total:g}); "
-                f"raise it to {total / NUM_SLOTS:.3g} or drop the source"
+                f"({total:g}); raise it to {total / NUM_SLOTS:.3g} or drop the source"
             )
     quotas = {name: int(share) for name, share in shares.items()}
     by_remainder = sorted(shares, key=lambda name: (quotas[name] - shares[name], name))

@@ -216,8 +216,7 @@ def check_shard(
         stored, others = ("without", "with") if source.delimiter == 0 else ("with", "without")
         raise ShardError(
             f"shard ({shard.path}) holds documents {stored} a trailing separator ({sep_token}), the others "
-            "of source "
-            f"{source.name} {others}; {CONVERT}"
+            f"of source {source.name} {others}; {CONVERT}"
         )
     largest = shard.metadata.get("max_token_id", "")
     if vocab_size is not None and largest.isdigit() and int(largest) >= vocab_size:

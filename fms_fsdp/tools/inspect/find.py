@@ -138,7 +138,7 @@ def main(config: FindConfig) -> None:
                 f"--document ({config.document}) must be below {source.docs[file]}, the documents of "
                 f"{source.paths[file]}"
             )
-        last = config.num_steps or (data.num_steps if config.epochs is None else None)
+        last = config.num_steps or (data.run.num_steps if config.epochs is None else None)
         epochs = config.epochs or (
             math.ceil(data.rows.consumption(last)[source.name]["epoch"]) if last else 1
         )
@@ -161,7 +161,7 @@ def _print(data: Inspected, config: FindConfig, title: str, found: list[Seen], h
     for seen in found:
         tokens = f"tokens [{seen.start}, {seen.stop})"
         if seen.fate == "seen":
-            planned = "" if not data.step or (seen.step or 0) <= data.step else "  planned"
+            planned = "" if not data.run.step or (seen.step or 0) <= data.run.step else "  planned"
             print(f"  epoch {seen.epoch}  step {seen.step}  row {seen.row}  at {seen.at}  {tokens}{planned}")
         elif seen.fate == "skipped":
             print(f"  epoch {seen.epoch}  passed over by --skip_steps before step {seen.step}  {tokens}")

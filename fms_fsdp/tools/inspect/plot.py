@@ -68,8 +68,8 @@ def draw(data: Inspected, num_steps: int, path: str) -> None:
     for name, share in shares.items():
         left.stairs(below + share, edges, baseline=below, fill=True, color=colors[name], label=name)
         below = below + share
-    if data.step and data.step <= num_steps:
-        left.axvline(data.step, color="black", linewidth=0.8, linestyle="--", label="newest checkpoint")
+    if data.run.step and data.run.step <= num_steps:
+        left.axvline(data.run.step, color="black", linewidth=0.8, linestyle="--", label="newest checkpoint")
     left.set(xlim=(0, num_steps), ylim=(0, 1), xlabel="step", ylabel="share of tokens", title="Mixture")
     left.legend(loc="upper right", fontsize="small")
     lengths = document_lengths(data)
