@@ -210,15 +210,16 @@ def _tokenizer_in(root: str, digest: str | None) -> Tokenizer | None:
     except (ValueError, OSError) as error:
         logger.debug("no tokenizer there: %s", error)
         return None
-    told, _ = parse_description(data, f"{files.root}/{_DESCRIBED}")
-    if told.digest != digest:
+    described, _ = parse_description(data, f"{files.root}/{_DESCRIBED}")
+    if described.digest != digest:
         return None
     try:
         with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / KEPT_AS[told.kind]
-            if told.kind != "byte":
-                copy.write_bytes(_read_whole(files, told.file_name))
-            return load_tokenizer(told.kind if told.kind == "byte" else str(copy), told.eos_token)
+            copy = Path(folder) / KEPT_AS[described.kind]
+            if described.kind != "byte":
+                copy.write_bytes(_read_whole(files, described.file_name))
+            name = described.kind if described.kind == "byte" else str(copy)
+            return load_tokenizer(name, described.eos_token)
     except (ValueError, OSError) as error:
         logger.debug("no tokenizer there: %s", error)
         return None

@@ -191,7 +191,8 @@ class SourceReader:
         last = int(window.end.searchsorted(stop, side="left")) + 1
         end = window.end[first:last].astype(np.int64)
         begin = np.empty_like(end)
-        begin[0], begin[1:] = window.end[first - 1] if first else 0, end[:-1]
+        begin[0] = window.end[first - 1] if first else 0
+        begin[1:] = end[:-1]
         skip = np.maximum(start - begin, 0)
         after = np.minimum(window.after[first:last] + np.maximum(end - stop, 0), 2)
         places = np.maximum(begin, start) - start

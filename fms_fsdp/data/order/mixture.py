@@ -87,7 +87,8 @@ class Mixture(Generic[Name]):
         while waiting:
             node, places, i = waiting.pop()
             if isinstance(node, int):
-                source[places], number[places] = node, i
+                source[places] = node
+                number[places] = i
                 continue
             before, remainder = np.divmod(i * node.first_quota + node.quota // 2, node.quota)
             in_first = remainder >= node.quota - node.first_quota  # the next sequence raises `before`

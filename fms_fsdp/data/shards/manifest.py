@@ -312,7 +312,8 @@ def _shards_of_source(
 ) -> list[str]:
     """Returns the shards of a source, with those `missing` that only the counts files list. Raises:
     ValueError, FileNotFoundError."""
-    listed, absent = ([p for p in _below(name, each) if p.endswith(SUFFIX)] for each in (paths, missing))
+    listed = [path for path in _below(name, paths) if path.endswith(SUFFIX)]
+    absent = [path for path in _below(name, missing) if path.endswith(SUFFIX)]
     if not listed and not absent:
         raise FileNotFoundError(
             f"--datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(_below(name, paths))}"

@@ -1,7 +1,7 @@
 """When a document was, or will be, seen: `python -m fms_fsdp inspect find`, by inverting the arithmetic of
 the stream.
 
-    document -> its stretch of the circle -> windows (unpermute) -> tokens of tapes -> n, g, step (by bisection)
+    document -> its stretch of the circle -> windows (unpermute) -> tokens of tapes -> n, g, step (bisection)
 
 Invariant: the work is proportional to the document's pieces (a window is packed for each), never to the steps
 of the run. Every token of the document is accounted for in every epoch: in a row of a step, in a row that

@@ -1,7 +1,7 @@
 """What a run will have read by step N, before it trains: `python -m fms_fsdp inspect plan`.
 
-history ── position(N), find(end of epoch) ──> tokens, epochs, steps at which they end   (arithmetic alone)
-shards ─── a few rows of each source ────────> share of labels that are -100             (the only tokens read)
+history ── position(N), find(end of epoch) ──> tokens, epochs, steps at which they end (arithmetic alone)
+shards ─── a few rows of each source ────────> share of labels that are -100        (the only tokens read)
 """
 
 from __future__ import annotations

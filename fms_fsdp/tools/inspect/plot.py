@@ -26,9 +26,11 @@ def mixture_over_time(
     even = np.linspace(0, num_steps, min(num_steps, STEP_RANGES) + 1).astype(np.int64)
     edges: I64 = np.unique(np.concatenate([even, np.array(changes, dtype=np.int64)]))
     consumed = [history.consumed_tokens(step) for step in edges.tolist()]
-    taken = {name: np.diff([tokens[name] for tokens in consumed]) for name in sorted(consumed[-1])}
-    total = np.sum(list(taken.values()), axis=0)
-    return edges, {name: tokens / total for name, tokens in taken.items()}
+    total = np.diff([tokens.total() for tokens in consumed])
+    shares = {}
+    for name in sorted(consumed[-1]):
+        shares[name] = np.diff([tokens[name] for tokens in consumed]) / total
+    return edges, shares
 
 
 def document_lengths(data: Inspected) -> dict[str, I64]:

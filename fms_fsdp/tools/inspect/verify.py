@@ -160,9 +160,8 @@ def main(config: VerifyConfig) -> None:
             )
     if num_bad:
         raise ValueError(f"{num_problems} problems in {num_bad} of {num_shards} shards; each is named above")
-    tokens, documents = (
-        sum(int(getattr(s, name).sum()) for s in corpus.sources) for name in ("tokens", "docs")
-    )
+    tokens = sum(int(source.tokens.sum()) for source in corpus.sources)
+    documents = sum(int(source.docs.sum()) for source in corpus.sources)
     bound = f"ids below {vocab_size}" if vocab_size else "ids not checked, as no --vocab_size is known"
     print(
         f"{num_shards} shards of {len(corpus.sources)} sources are whole: {documents:,} documents, "
