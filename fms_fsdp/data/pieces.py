@@ -19,12 +19,12 @@ from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.order.packing import Cuts
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import Files
+from fms_fsdp.data.shards.ipc import ShardError, TokenError
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.manifest import Corpus, Source, check_shard
-from fms_fsdp.data.shards.shard import Shard, ShardError, TokenError
+from fms_fsdp.data.shards.shard import Shard, TokenType
 
 ShardCache = Lru[tuple[str, int], Shard]
-TokenType = np.dtype[np.unsignedinteger[npt.NBitBase]]
 
 
 class Pieces(NamedTuple):

@@ -25,9 +25,9 @@ from fms_fsdp.data.order.source_order import Rest, RowAddress, Span
 from fms_fsdp.data.order.tapes import TAIL, fit_geometry
 from fms_fsdp.data.pieces import Pieces, Row, ShardCache, SourceReader, Window
 from fms_fsdp.data.shards.content_marks import changed_shard
+from fms_fsdp.data.shards.ipc import ShardError, TokenError
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.manifest import Corpus
-from fms_fsdp.data.shards.shard import ShardError, TokenError
 
 STATE_VERSION = 2  # of the form of `state`; the order of the data has its own
 SHARD_CACHE_BYTES = 24 << 20

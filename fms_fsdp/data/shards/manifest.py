@@ -32,8 +32,9 @@ from fms_fsdp.data.order.tapes import MAX_ROWS, MAX_TOKENS
 from fms_fsdp.data.shards.content_marks import content_marks
 from fms_fsdp.data.shards.counts import META, Counts, read_counts
 from fms_fsdp.data.shards.files import Files, LocalFiles
+from fms_fsdp.data.shards.ipc import CONVERT, ShardError, TokenError
 from fms_fsdp.data.shards.separator import delimiter_of, find_sep_token
-from fms_fsdp.data.shards.shard import CONVERT, Shard, ShardError, TokenError
+from fms_fsdp.data.shards.shard import Shard
 from fms_fsdp.safe_names import has_control_character, shown_name
 
 SUFFIX = ".arrow"

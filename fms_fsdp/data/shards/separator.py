@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fms_fsdp.config import DataConfig
-from fms_fsdp.data.shards.shard import CONVERT, Shard, ShardError
+from fms_fsdp.data.shards.ipc import CONVERT, ShardError
+from fms_fsdp.data.shards.shard import Shard
 
 _SAMPLED_DOCUMENTS = 16
 

@@ -27,8 +27,8 @@ from fms_fsdp.data.order.order import Order
 from fms_fsdp.data.order.source_order import RowAddress
 from fms_fsdp.data.order.tapes import TAIL
 from fms_fsdp.data.rows import CorpusRows
+from fms_fsdp.data.shards.ipc import ShardError
 from fms_fsdp.data.shards.manifest import Corpus, Source, open_corpus
-from fms_fsdp.data.shards.shard import ShardError
 from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.run.resume import Start, find_start
 

@@ -21,8 +21,9 @@ import numpy.typing as npt
 from fms_fsdp.config import flag
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import Files
+from fms_fsdp.data.shards.ipc import ShardError
 from fms_fsdp.data.shards.manifest import Corpus, Source, check_shard, open_corpus
-from fms_fsdp.data.shards.shard import Shard, ShardError
+from fms_fsdp.data.shards.shard import Shard
 from fms_fsdp.tools.inspect.step import InspectConfig, data_section, inspected, read_run
 
 SLICE_TOKENS = 1 << 20
