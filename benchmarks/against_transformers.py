@@ -1,20 +1,24 @@
-"""Training throughput against `transformers`' Llama of the same shape: same data, same optimizer, same process, rounds interleaved.
+"""Training throughput against `transformers`' Llama of the same shape, on the same data, in one process.
 
-    for each precision × mode:   warm up both   then rounds of   matmul rate │ ours × steps │ reference × steps │ matmul rate
+    for each precision × mode:   warm up both, then rounds of
+        matmul rate │ ours × steps │ reference × steps │ matmul rate
 
-Like with like: eager against eager, compiled against compiled. Dummy tokens, fused AdamW, clipping by the global norm. The reference runs the
-way its users run it: SDPA attention, fp32 weights, bf16 by `torch.autocast`, `torch.compile` of the whole model. Ours runs the training loop's
-own steps: `parallelize`, loss over all labels, `clip_grad_norm`.
+It compares eager with eager and compiled with compiled. Both train on dummy tokens with fused AdamW and clip
+by the global norm. The reference runs as its users run it: SDPA attention, fp32 weights, bf16 by
+`torch.autocast`, `torch.compile` of the whole model. Ours runs the steps of the training loop: `parallelize`,
+loss over all labels, `clip_grad_norm`.
 
-The matmul rate is that of the model's own products: every projection and the head, forward and for both gradients, at the rows of a step. A share of it counts
-what is multiplied, so no embedding lookup and half of the causal attention; `share_by_convention` counts (6N + 12LDS), as `mfu` does.
+The matmul rate is the rate of the model's own products: every projection and the head, forward and for both
+gradients, at the rows of a step. A share of it counts only products: no embedding lookup and half of the
+causal attention. `share_by_convention` counts (6N + 12LDS), as `mfu` does.
 
-    python benchmarks/against_transformers.py                      # fp32 and bf16, eager and compiled; a few minutes
+    python benchmarks/against_transformers.py              # fp32 and bf16, eager and compiled; a few minutes
     python benchmarks/against_transformers.py --precision=fp32 --mode=eager --rounds=3
     python benchmarks/against_transformers.py --model_variant=hidden256   # another shape; hidden768 too
 
-A round's ratio compares neighbours in time; the reported one is the median over rounds. Run it on a quiet machine. `--peak_memory_at=32000` runs each contestant
-in a process of its own at that vocabulary, too, and compares the most memory each had resident.
+The ratio of a round compares neighbours in time; the result is the median over rounds. Run it on a quiet
+machine. `--peak_memory_at=32000` also runs each contestant in a process of its own with that vocabulary, and
+compares the most memory that each of them had resident.
 """
 
 # ruff: noqa: E402 - the threads' environment is set before torch is imported
@@ -145,7 +149,10 @@ def tokens_per_sec(step: Step, batches: list[torch.Tensor]) -> float:
 
 
 def matmul_flops(config: LlamaConfig, rows: int, dtype: torch.dtype) -> float:
-    """FLOP/s of the linear products of one block, as often as there are blocks, and of the head: outputs, and gradients of inputs and weights."""
+    """FLOP/s of the linear products of all blocks and of the head.
+
+    The products give outputs, gradients of inputs and gradients of weights.
+    """
     hidden, kv = config.hidden_size, config.num_kv_heads * config.head_dim
     rows = min(rows, 4096)  # of logits there are never more at once
     shapes = [
@@ -216,7 +223,7 @@ def bench_case(
 
 
 def peak_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """GiB that a process with each contestant alone had resident at most, of each precision and mode; ours by the reference's as `ratio`."""
+    """Peak resident GiB of a process of one contestant, by precision and mode; `ratio`: ours to theirs."""
     rows = []
     for mode, precision in itertools.product(args.mode.split(","), args.precision.split(",")):
         row: dict[str, Any] = {"mode": mode, "precision": precision, "vocab_size": args.peak_memory_at}
@@ -301,7 +308,8 @@ def main() -> None:
     config = resolve_model(model, seq_length=args.seq_length)
     now = datetime.datetime.now(datetime.UTC)
     result = {
-        "benchmark": "train: ours against transformers' Llama (fp32 weights, autocast for bf16, sdpa attention)",
+        "benchmark": "train: ours against transformers' Llama "
+        "(fp32 weights, autocast for bf16, sdpa attention)",
         "date": now.isoformat(timespec="seconds"),
         "command": " ".join(["python", *sys.argv]),
         "hardware": hardware(),
@@ -312,7 +320,8 @@ def main() -> None:
         "cases": (cases := []),
     }
     print(
-        f"{args.model_variant}: {num_params(config):,} parameters, {args.batch_size} x {args.seq_length} tokens a step"
+        f"{args.model_variant}: {num_params(config):,} parameters, "
+        f"{args.batch_size} x {args.seq_length} tokens a step"
     )
     for mode in args.mode.split(","):
         for precision in args.precision.split(","):

@@ -1,8 +1,8 @@
-"""What checkpoints cost, as ratios to the machine's own limits, all measured in one run.
+"""Measures the cost of checkpoints as ratios to the limits of the machine, all in one run.
 
-stall  the loop's wait for a background save, against a plain copy of the same bytes to host memory
-save   bytes on disk per second, fsync included, against a plain writer of equal bytes and process count
-load   verified load from a cold page cache, against a plain reader of equal bytes and process count
+stall  the time that the loop waits for a background save, against a plain copy of the same bytes to host
+memory save   bytes on disk per second, fsync included, against a plain writer of equal bytes and process
+count load   verified load from a cold page cache, against a plain reader of equal bytes and process count
 start  launch to the first step done after a resume, by phase (main_training.py under torchrun)
 
 python benchmarks/bench_checkpoint.py [--variant=194m --ranks=2 --rounds=3 --folder=/tmp/bench_checkpoint]
@@ -22,7 +22,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fms_fsdp.mesh import Mesh
+    from fms_fsdp.optim.optimizers import Optimizers
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -65,16 +71,9 @@ def plain_read(path: Path, target: memoryview) -> None:
             start += count
 
 
-def worker(folder: Path, variant: str, rounds: int) -> None:
-    """One rank of the measurement; rank 0 writes the result."""
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-
+def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers]:
+    """Starts the process group, builds the model and its optimizers (collective: every rank)."""
     from fms_fsdp import runtime
-    from fms_fsdp.checkpoint.checkpointer import Checkpointer, collect_tensors, load_checkpoint
-    from fms_fsdp.checkpoint.folders import open_checkpoint
     from fms_fsdp.config import TrainConfig
     from fms_fsdp.flags import parse_with_origins
     from fms_fsdp.mesh import Mesh
@@ -98,7 +97,22 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     model = parallelize(
         found.model, parsed.config.parallel, mesh, device=device, mixed_precision=precision, seed=seed
     )
-    optimizer = build_optimizers(parsed.config.optim, model)
+    return mesh, model, build_optimizers(parsed.config.optim, model)
+
+
+def worker(folder: Path, variant: str, rounds: int) -> None:
+    """One rank of the measurement; rank 0 writes the result."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    from fms_fsdp.checkpoint.checkpointer import Checkpointer, collect_tensors, load_checkpoint
+    from fms_fsdp.checkpoint.folders import open_checkpoint
+    from fms_fsdp.runtime import World
+
+    world = World.from_env()
+    mesh, model, optimizer = build_run(folder, variant)
     tensors = collect_tensors(model, optimizer)
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
     size = sum(t.numel() * t.element_size() for t in local)

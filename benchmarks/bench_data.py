@@ -2,13 +2,14 @@
 
     python benchmarks/bench_data.py [--data=FOLDER] [--tokens=300e6] [--steps=2000] [--name=NAME]
 
-Makes (once) a corpus of 300 M tokens in 500,000 lognormal documents, 3 sources, 64 files, in both layouts, and reads it at
-S = 4096, 2 rows a batch, one rank, on one thread. Every measurement is a process of its own, timed after its imports. The
-speed of a plain memory copy of the same batches is measured in the same process, next to the stream's. "warm" means that the
-files are in the page cache; "cold" that they were dropped from it (posix_fadvise) before the process started.
+It makes (once) a corpus of 300 M tokens in 500,000 lognormal documents, 3 sources, 64 files, in both layouts.
+It reads the corpus at S = 4096, 2 rows a batch, one rank, on one thread. Every measurement is a process of
+its own, timed after its imports. The same process also measures the speed of a plain memory copy of the same
+batches. "warm" means that the files are in the page cache, "cold" that they were removed from it
+(posix_fadvise) before the process started.
 
-The reference scale (1.47 T tokens, 2.0 G documents, 100,000 files, 20 sources) has a synthetic manifest: every name leads to
-one real shard of 20,000 documents.
+The reference scale (1.47 T tokens, 2.0 G documents, 100,000 files, 20 sources) has a synthetic manifest:
+every name leads to one real shard of 20,000 documents.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TARGETS = {
 }
 
 
-# --- corpora -----------------------------------------------------------------------------------------------------------
+# --- corpora ---
 
 
 def document_lengths(rng: np.random.Generator, num_docs: int, num_tokens: int) -> np.ndarray:
@@ -62,7 +63,7 @@ def document_lengths(rng: np.random.Generator, num_docs: int, num_tokens: int) -
 
 
 def write_shard(path: Path, lengths: np.ndarray, tokens: np.ndarray, layout: str) -> None:
-    """Writes documents of these lengths cut from `tokens`: as lists of uint16, or a record batch of uint32 for each."""
+    """Writes documents of these lengths cut from `tokens`: lists of uint16, or record batches of uint32."""
     path.parent.mkdir(parents=True, exist_ok=True)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     if layout == "lists":
@@ -109,7 +110,7 @@ def make_corpus(root: Path, num_tokens: int, num_docs: int, layout: str) -> None
 
 
 class ReferenceFiles(LocalFiles):
-    """100,000 names of shards in 20 folders, all of which lead to one file; and the counts file that lists them."""
+    """100,000 names of shards in 20 folders, which lead to one file, and the counts file that lists them."""
 
     def __init__(self, shard: Path, num_tokens: int) -> None:
         super().__init__(str(shard.parent))
@@ -139,7 +140,7 @@ class ReferenceFiles(LocalFiles):
         return self
 
 
-# --- measurements, each in a process of its own ---------------------------------------------------------------------------
+# --- measurements, each in a process of its own ---
 
 
 def resident_mib() -> float:
@@ -273,7 +274,8 @@ def measure_reference(root: str, steps: int, packing: str) -> dict[str, float]:
         result[f"tokens_per_s_{world}_ranks"] = tokens / (time.perf_counter() - start)
         result[f"memory_mib_{world}_ranks"] = resident_mib() - before
         stream.close()
-    result["plan_1024_rows_s"] = min(seconds(lambda: stream.rows.order.addresses(123_456)) for _ in range(20))  # type: ignore[attr-defined]
+    plan = lambda: stream.rows.order.addresses(123_456)  # type: ignore[attr-defined]  # noqa: E731
+    result["plan_1024_rows_s"] = min(seconds(plan) for _ in range(20))
     result["state_bytes"] = float(len(json.dumps(stream.state_dict())))
     return result
 
@@ -286,7 +288,7 @@ MEASUREMENTS = {
 }
 
 
-# --- the whole run -------------------------------------------------------------------------------------------------------
+# --- the whole run ---
 
 
 def drop_from_page_cache(root: Path) -> None:

@@ -1,14 +1,16 @@
-"""Sweeps training throughput: every combination of the values given, each a run of main_training.py itself on dummy data.
+"""Measures training throughput for every combination of flags: runs of main_training.py on dummy data.
 
-    python benchmarks/bench_train.py --model_variant=194m --seq_length=512 --batch_size=2,4,8 --use_torch_compile=false,true
-    python benchmarks/bench_train.py --nproc=8 --model_variant=7b,llama3_8b --sharding_strategy=fsdp,hsdp --seq_length=4096,8192 \\
-        --batch_size=1,2,4,8 --fsdp_activation_checkpointing=false,true
+    python benchmarks/bench_train.py --model_variant=194m --seq_length=512 --batch_size=2,4,8 \\
+        --use_torch_compile=false,true
+    python benchmarks/bench_train.py --nproc=8 --model_variant=7b,llama3_8b --sharding_strategy=fsdp,hsdp \\
+        --seq_length=4096,8192 --batch_size=1,2,4,8 --fsdp_activation_checkpointing=false,true
     python benchmarks/bench_train.py --model_variant=quickstart --seq_length=128 --batch_size=16 --compare
 
-Any flag of main_training.py may be given, with several values joined by commas. Batch sizes run in ascending order; after one that is out of memory the larger ones of
-the same combination are left out. Rates are medians over reports of four steps, the first of which is left out. `--compare` runs transformers' Llama on the same
-batch, one process, by benchmarks/against_transformers.py. One result file a sweep holds hardware, versions, command and every report; the table marks the best
-combination of each variant and length.
+Any flag of main_training.py can have several values, joined by commas. Batch sizes run in ascending order. If
+one runs out of memory, the larger ones of the same combination are left out. A rate is the median over
+reports of four steps, without the first report. `--compare` runs transformers' Llama on the same batch in one
+process, by benchmarks/against_transformers.py. Each sweep writes one result file with hardware, versions,
+command and every report. The table marks the best combination of each variant and length.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python benchmarks/count_traffic.py [--world_size=1024] [--files=2000] [--steps=10] [--output=FILE]
 
-One rank of that world runs `main_training.py` in a process group of torch's "fake" backend, whose collectives return at
-once; another does so with what the first one broadcast. Counted are collectives over all ranks, and what each rank asks of
-the file system that holds the corpus. A collective over N ranks in a ring takes 2 (N - 1) hops. Nothing is timed.
+One rank of that world runs `main_training.py` in a process group of torch's "fake" backend, whose collectives
+return at once. A second rank runs with the values that the first one broadcast. The script counts collectives
+over all ranks, and the operations of each rank on the file system of the corpus. A collective over N ranks in
+a ring takes 2 (N - 1) hops. It measures no time.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Tape:
 
 
 def simulate(world_size: int, rank: int, data: Path, steps: int, folder: Path) -> dict[str, dict[str, int]]:
-    """Runs one rank in this process; returns counts by operation before the first rows are read ("start") and from then on."""
+    """Runs one rank in this process; returns its operations before the first rows ("start") and after."""
     counts: dict[str, Counter[str]] = {"start": Counter(), "steps": Counter()}
     phase = ["start"]
     count_file_operations(data, lambda name: counts[phase[0]].update([name]))

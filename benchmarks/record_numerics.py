@@ -3,8 +3,9 @@
     python benchmarks/record_numerics.py --output=before.json      # in the commit before the change
     python benchmarks/record_numerics.py --output=after.json --against=before.json
 
-20 steps of a small model on synthetic tokens for every combination of precision, sharding and mode; a global batch of 8
-rows everywhere. The table tells, for each combination, whether all 40 numbers are the same bits, or how far they are apart.
+It runs 20 steps of a small model on synthetic tokens for every combination of precision, sharding and mode,
+with a global batch of 8 rows. For each combination the table says whether all 40 numbers are the same bits,
+or how different they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all. Standard library only."""
+"""Writes of files that a reader sees complete or not at all. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Replaces the file in one step: a reader sees the old content or the new, never a part. `sync`: it also outlives a power cut.
+    """Replaces the file in one step. `sync`: the new content also survives a power failure.
 
     Raises:
-        OSError: the folder cannot be written, or the disk is full; the old file stands.
+        OSError: the folder cannot be written, or the disk is full; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,5 +29,5 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Readable JSON, atomically and synced to disk."""
+    """Writes indented JSON, atomically and synced to disk."""
     write_atomically(path, json.dumps(content, indent=1) + "\n", sync=True)

@@ -1,4 +1,4 @@
-"""How the CPU threads of a process wait for one another. Standard library only: it must run before torch is imported."""
+"""How the CPU threads of a process wait for one another. It runs before torch is imported."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 
 
 def set_thread_waiting() -> None:
-    """Threads that have a core each spin for some microseconds before they sleep; where there are fewer cores they sleep at once.
+    """Lets idle threads spin some microseconds before they sleep; with too few cores they sleep at once.
 
-    A thread that sleeps comes back late for the next parallel region; one that spins for long takes the core of another.
-    By itself libgomp spins for milliseconds. What the user set in the environment stays. The count was measured: on two
-    free cores it gains as much as ten times of it, on cores that are shared it loses nothing (docs/performance.md).
+    A thread that sleeps starts the next parallel region late. A thread that spins for long takes the core of
+    another; libgomp's default is to spin for milliseconds. Variables that the user set stay as they are. The
+    count was measured: on two free cores it gains as much as ten times the count, on shared cores it loses
+    nothing (docs/performance.md).
 
     Source: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
@@ -23,6 +24,6 @@ def set_thread_waiting() -> None:
 
 
 def _positive(name: str, default: int) -> int:
-    """A number of the environment; the default where it is none: torch or torchrun refuse it."""
+    """A positive number of the environment; the default for other texts, which torch or torchrun refuse."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and 0 < len(text) < 7 and int(text) else default

@@ -1,4 +1,4 @@
-"""How a run is refused, or ends before its time: errors whose text is for the user, one line each. Standard library only."""
+"""Errors of one line for the user: a run is refused or cannot go on. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 
 class BadInput(Exception):
-    """What the user gave cannot be used; the text is one line: name (value) rule; remedy.
+    """The user's input cannot be used; the text is one line: name (value) rule; remedy.
 
-    `on_one_rank`: only this rank met it (a shard that cannot be read), so this rank must speak. `data_step`: the step
-    whose data are wrong; a further attempt looks at them first.
+    `on_one_rank`: only this rank knows it (a shard that it cannot read), so this rank reports it.
+    `data_step`: the step whose data are wrong; the next attempt checks them first.
     """
 
     def __init__(self, text: str, *, on_one_rank: bool = False, data_step: int | None = None) -> None:
@@ -19,9 +19,9 @@ class BadInput(Exception):
 
 
 class RunFailed(Exception):
-    """The run cannot go on for a reason that is no fault of the code: told in one line, exit status 1.
+    """The run cannot go on, and the code is not the reason: one line, exit status 1.
 
-    `on_one_rank`: only this rank met it (out of memory), so this rank must speak.
+    `on_one_rank`: only this rank knows it (out of memory), so this rank reports it.
     """
 
     def __init__(self, text: str, *, on_one_rank: bool = False) -> None:
@@ -31,7 +31,7 @@ class RunFailed(Exception):
 
 @contextmanager
 def checking_input() -> Iterator[None]:
-    """Inside, an error about values, files or permissions is the user's to mend: it becomes BadInput, its text one line."""
+    """Turns errors about values, files and permissions into BadInput: the user can correct them."""
     try:
         yield
     except (ValueError, OSError) as error:

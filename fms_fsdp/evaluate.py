@@ -1,9 +1,11 @@
-"""Loss, perplexity and bits per byte on held-out rows: in a run, and of a checkpoint by the command `evaluate`.
+"""Loss, perplexity and bits per byte on held-out rows: in a run, and of a checkpoint by the command
+`evaluate`.
 
     HeldOut.rows ── groups of batch_size rows, shared out over ranks ── forward without gradients ── sums by group ── one exact sum
 
-Invariant: a group of rows is computed as a whole by one rank, and the sums of all groups are added exactly, so the numbers depend neither on the world
-size nor on who computes what. Nothing of the training is touched: no random number is drawn, no gradient made, no row of the stream consumed.
+Invariant: a group of rows is computed as a whole by one rank, and the sums of all groups are added exactly,
+so the numbers depend neither on the world size nor on who computes what. Nothing of the training is touched:
+no random number is drawn, no gradient made, no row of the stream consumed.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Forward:
 
 @torch.no_grad()
 def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
-    """`<group>/<source>/loss`, `…/ppl` and, where known, `…/bits_per_byte`, and `<group>/loss` and `…/ppl` over all tokens of a group
-    (collective: every rank).
+    """`<group>/<source>/loss`, `…/ppl` and, where known, `…/bits_per_byte`, and `<group>/loss` and `…/ppl`
+    over all tokens of a group (collective: every rank).
 
     Raises:
         BadInput: a shard cannot be read.
@@ -68,7 +70,8 @@ def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
 
 
 def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
-    """Sum of the loss over the labels of all rows, in nats; number of labels; bytes that these stand for, 0 if not known."""
+    """Sum of the loss over the labels of all rows, in nats; number of labels; bytes that these stand for, 0
+    if not known."""
     mesh, size = forward.mesh, forward.batch_size
     sums = torch.zeros(-(-source.num_rows // size), 3, dtype=torch.float64)
     before: tuple[int, torch.Tensor] | None = None
@@ -106,10 +109,9 @@ def _mean(name: str, loss_sum: float, num_labels: float) -> dict[str, float]:
 class Evaluator(Hook):
     """Evaluates when it is time, and leaves the loss for the checkpoint of that step.
 
-    `forward.alive` is told between groups of rows; `mark(part)` tells the clock that a part of the run has ended.
+    `forward.alive` is told between groups of rows; `mark(part)` tells the clock that a part of the run has
+    ended.
     """
-
-    part = "eval"
 
     def __init__(
         self,
@@ -148,6 +150,7 @@ class Evaluator(Hook):
         if math.isfinite(loss := values.get("eval/loss", math.nan)):
             progress.validation = progress.step, loss
         self._forward.alive()
+        self._mark("eval")
 
     def _is_due(self, group: str, progress: Progress) -> bool:
         section, step, last = self._section, progress.step, progress.is_done

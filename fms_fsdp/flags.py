@@ -1,11 +1,11 @@
 """Command line and overlay files → a typed, frozen config dataclass.
 
     argv ── fire (splits --name=value; text stays text) ─┐
-    --config=a.toml,b.json (later wins) ─────────────────┴─ merge (flags win) ── coerce by the flag's row ── dataclass
+    --config=a.toml,b.json (later wins) ─────────────────┴─ merge (flags win) ── coerce ── dataclass
 
-`-` and `_` are equal in names. An unknown name, a value that does not fit its flag, a stray argument and a flag given twice
-with two values are `ValueError`s of one line. Works for `TrainConfig` (sections) and for any flat dataclass whose fields
-`config.flag` declares. `python -m fms_fsdp.flags` prints docs/configuration.md.
+`-` and `_` are equal in names. An unknown name, a value that does not fit its flag, a stray argument and a
+flag given twice with two values are `ValueError`s of one line. Works for `TrainConfig` (sections) and for any
+flat dataclass whose fields `config.flag` declares. `python -m fms_fsdp.flags` prints docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHIPPED = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True)
 class Parsed(Generic[C]):
-    """A config and where its values come from: `origins[name]` is "flag" or the overlay's path; absent for defaults."""
+    """A config and the origins of its values: "flag" or the path of an overlay; a default has none."""
 
     config: C
     origins: Mapping[str, str]
@@ -52,7 +52,7 @@ def parse_flags(config_type: type[C], argv: Sequence[str], usage: str = "python 
 def parse_with_origins(
     config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py"
 ) -> Parsed[C]:
-    """The config that `argv` (without the program's name) describes. `--help` prints all flags and exits with 0.
+    """The config of `argv`, which is without the program's name. `--help` prints all flags and exits with 0.
 
     Raises:
         ValueError: an unknown flag, a value that does not fit, a stray argument, an unreadable overlay.
@@ -100,7 +100,7 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
 
 
 def _split(argv: Sequence[str], positional: str) -> dict[str, list[str]]:
-    """Name → texts of each `--name=value` or `--name value`, by fire; a bare `--name` is "True", `--noname` "False".
+    """Name → texts of each `--name=value` or `--name value`. `--name` alone is "True", `--noname` "False".
 
     Arguments without a name make up the list of the flag `positional`, if there is one.
     """
@@ -113,7 +113,7 @@ def _split(argv: Sequence[str], positional: str) -> dict[str, list[str]]:
         for name, text in named.items():
             caught.setdefault(name.replace("-", "_"), []).append(text)
 
-    groups: list[list[str]] = [[]]  # fire gets one flag at a time: of one given twice it would keep the last
+    groups: list[list[str]] = [[]]  # fire gets one flag at a time: it would keep the last of two equal names
     for argument in argv:
         if re.match(r"--?[^\W\d]", argument):
             groups.append([])
@@ -148,7 +148,7 @@ def _check_known(name: str, table: Mapping[str, Flag], quoted: str) -> None:
 
 
 def _find_overlay(name: str, folder: str) -> Path:
-    """The overlay's file: the path as given, a file in --config_dir, or a shipped overlay by its bare name."""
+    """The file of an overlay: the path as given, a file in --config_dir, or a shipped overlay."""
     for path in (Path(folder, name), Path(folder, f"{name}.toml"), SHIPPED / f"{name}.toml"):
         try:
             if path.is_file():
@@ -161,7 +161,7 @@ def _find_overlay(name: str, folder: str) -> Path:
 
 
 def _read_overlay(path: Path, table: Mapping[str, Flag]) -> dict[str, Any]:
-    """Flat name → value of a TOML or JSON overlay. Its tables are sections; `resolved`, which runs write, is left out."""
+    """Flat name → value of a TOML or JSON overlay, whose tables are sections; leaves out `resolved`."""
     try:
         content = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
     except (ValueError, OSError, RecursionError) as error:
@@ -215,7 +215,7 @@ def _shown_value(value: Any) -> str:
 
 
 def describe_flags(parsed: Parsed[Any]) -> str:
-    """The config as parsed, by section. `*` marks a value that is not the default and says where it comes from."""
+    """The config by section. `*` marks a value that is not the default; its origin follows."""
     lines, values = [], flag_values(parsed.config)
     for section, rows in _sections(type(parsed.config)):
         lines.append(f"[{section}]")
@@ -269,27 +269,29 @@ _PREFACE = """# Configuration
 
 `python -m fms_fsdp.flags` writes this page; a test checks that it agrees with the code.
 
-Write flags in any order, as `--seq_length=2048` or `--seq-length 2048`. `--config=a.toml,b.toml` reads files of flags. A later
-file replaces the values of an earlier one, and flags replace the values of files. A file holds flags by name, at its top
-or in tables that have the names of the sections below. The file can also be JSON: `--config=runs/NAME/config.json` repeats
-a run. `--config_dir=DIR` names the folder in which a file with a bare name is looked for. The package ships overlays, which
-need no folder: `bench`, `profile`, `continue` (train finished weights on other data), `pretrain_7b` and the shapes of
-GPT-3. It is useful to keep one file for the model and one for the site: `--config=model.toml,site.toml`.
+Write flags in any order, as `--seq_length=2048` or `--seq-length 2048`. `--config=a.toml,b.toml` reads files
+of flags. A later file replaces the values of an earlier one, and flags replace the values of files. A file
+holds flags by name, at its top or in tables that have the names of the sections below. The file can also be
+JSON: `--config=runs/NAME/config.json` repeats a run. `--config_dir=DIR` names the folder in which a file with
+a bare name is looked for. The package ships overlays, which need no folder: `bench`, `profile`, `continue`
+(train finished weights on other data), `pretrain_7b` and the shapes of GPT-3. It is useful to keep one file
+for the model and one for the site: `--config=model.toml,site.toml`.
 
-You can write an integer as `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`, a boolean as `true`/`false`, `yes`/`no` or
-`1`/`0` in upper or lower case, and a list as `a,b`. `none` clears a value that can be absent. A name that is not a flag is an
-error, which names the most similar flag. A flag that is given twice must have the same value both times. A flag of the
-command line must have an effect. If other flags of the command line prevent it, the launch is refused. If a file, the
-machine or the number of ranks prevents it, the log has a note. All checks run before any work, in this order: flags, world
-and mesh, data, memory.
+You can write an integer as `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`, a boolean as `true`/`false`,
+`yes`/`no` or `1`/`0` in upper or lower case, and a list as `a,b`. `none` clears a value that can be absent. A
+name that is not a flag is an error, which names the most similar flag. A flag that is given twice must have
+the same value both times. A flag of the command line must have an effect. If other flags of the command line
+prevent it, the launch is refused. If a file, the machine or the number of ranks prevents it, the log has a
+note. All checks run before any work, in this order: flags, world and mesh, data, memory.
 
-The column "on resume" says what happens if a run goes on from a checkpoint and the flag has another value. `free`: the run
-trains the same. `announced`: the new value takes effect from that step on, and the log says so. `refused`: the launch ends
-with one line. The flags of the model together must give the model of the checkpoint.
+The column "on resume" says what happens if a run goes on from a checkpoint and the flag has another value.
+`free`: the run trains the same. `announced`: the new value takes effect from that step on, and the log says
+so. `refused`: the launch ends with one line. The flags of the model together must give the model of the
+checkpoint.
 
-The column "in the name" marks the flags that the default run name is made of. If one of them changes, the command names
-another run, unless `--run_name` or `--output_dir` is given. Any other flag can change from launch to launch, and the run
-goes on."""
+The column "in the name" marks the flags that the default run name is made of. If one of them changes, the
+command names another run, unless `--run_name` or `--output_dir` is given. Any other flag can change from
+launch to launch, and the run goes on."""
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The ranks of a run, arranged by named axes: sizes, places and reductions of an axis are asked for by its name.
+"""The ranks of a run, arranged by named axes: sizes, places and reductions of an axis are asked for by its
+name.
 
-    world = pp x dp_replicate x dp_shard x cp x tp       neighbours differ in the last axis, which stays inside a node
+    world = pp x dp_replicate x dp_shard x cp x tp       neighbours differ in the last axis, which stays
+    inside a node
 
     dp       dp_replicate x dp_shard       ranks that read different rows
     loss     dp_replicate x dp_shard x cp  ranks whose losses are of different tokens
@@ -136,7 +138,8 @@ class Mesh:
         return self.dims.place(self._rank, axis)
 
     def counts_for(self, axis: str) -> bool:
-        """Whether a sum over the world takes in this process's value of something that differs along `axis` alone.
+        """Whether a sum over the world takes in this process's value of something that differs along `axis`
+        alone.
 
         The first of the ranks that hold the same value counts, the others do not.
         """

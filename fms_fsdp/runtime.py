@@ -30,8 +30,10 @@ from fms_fsdp.config import ParallelConfig, TrainingConfig
 from fms_fsdp.config.values import shown
 
 T = TypeVar("T")
-log = logging.getLogger("fms_fsdp")
-_OF_ONE_RANK = "fms_fsdp.data."  # loggers whose warnings concern one rank's rows
+log = logging.getLogger("fms_fsdp")  # what all ranks say alike: rank 0 is heard
+own_log = logging.getLogger(
+    "fms_fsdp.rank"
+)  # what one rank alone knows: each is heard, as with loggers of modules
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def pick_device(world: World) -> torch.device:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 natively (AMX, AVX512-BF16 or ARM bf16), by the kernel's list of features."""
+    """Whether this CPU multiplies bf16 natively (AMX, AVX512-BF16 or ARM bf16), by the kernel's list of
+    features."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -99,7 +102,8 @@ def cpu_has_bf16() -> bool:
 
 
 def resolve_mixed_precision(section: ParallelConfig, device: torch.device, keep_name: str = "") -> bool:
-    """Whether to compute in bf16: as asked, else wherever the hardware does so natively; logs what was chosen and why.
+    """Whether to compute in bf16: as asked, else wherever the hardware does so natively; logs what was chosen
+    and why.
 
     Raises:
         ValueError: a GPU without bf16, unless fp32 was asked for.
@@ -124,9 +128,10 @@ def start(
 ) -> None:
     """Seeds, kernels, and, if `group`, the process group (collective: every rank).
 
-    nccl serves GPU tensors and gloo CPU ones, so that small host-side agreements never wait for the GPU. Every restart of torchrun gets a
-    store prefix of its own: stale keys of the last attempt otherwise race with the new ranks. Collectives give up a minute after the watchdog,
-    so that every rank's stacks are on record first.
+    nccl serves GPU tensors and gloo CPU ones, so that small host-side agreements never wait for the GPU.
+    Every restart of torchrun gets a store prefix of its own: stale keys of the last attempt otherwise race
+    with the new ranks. Collectives give up a minute after the watchdog, so that every rank's stacks are on
+    record first.
     """
     random.seed(training.seed)
     np.random.seed(training.seed % 2**32)
@@ -162,8 +167,9 @@ def start(
 def meet(store: dist.Store, world: World, timeout_s: float) -> str:
     """A name that all ranks of this attempt, and no others, come away with (collective: every rank).
 
-    The store of torchrun's agent outlives its workers, and its restart counts differ between nodes: a node whose own workers were well does not
-    count. So rank 0 calls with a fresh name, each rank answers with one of its own, and only a reply that holds one's own answer counts.
+    The store of torchrun's agent outlives its workers, and its restart counts differ between nodes: a node
+    whose own workers were well does not count. So rank 0 calls with a fresh name, each rank answers with one
+    of its own, and only a reply that holds one's own answer counts.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     if world.rank == 0:
@@ -184,14 +190,16 @@ def meet(store: dist.Store, world: World, timeout_s: float) -> str:
 
 
 def stop() -> None:
-    """Takes the process group down. The caller must have dropped model, optimizer and mesh: gloo aborts at exit otherwise."""
+    """Takes the process group down. The caller must have dropped model, optimizer and mesh: gloo aborts at
+    exit otherwise."""
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def agreed(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, the only one that calls it, or the error it raises there, on every rank (collective).
+    """What `make` returns on rank 0, the only one that calls it, or the error it raises there, on every rank
+    (collective).
 
     Raises:
         ValueError, OSError: rank 0 met it; the others raise a ValueError of the same text.
@@ -212,7 +220,8 @@ def agreed(make: Callable[[], T]) -> T:
 
 
 class HostCopy:
-    """Numbers of a device on their way to the host: `read` waits for the work queued before the copy, not for later work."""
+    """Numbers of a device on their way to the host: `read` waits for the work queued before the copy, not for
+    later work."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._event = values, None
@@ -259,7 +268,8 @@ class Phases:
 
 
 class Console(logging.StreamHandler[TextIO]):
-    """Plain lines; on a terminal also one below them that `show` rewrites. Control characters reach nothing but a terminal."""
+    """Plain lines; on a terminal also one below them that `show` rewrites. Control characters reach nothing
+    but a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -284,7 +294,7 @@ class Console(logging.StreamHandler[TextIO]):
 
 
 def set_up_log(world: World) -> None:
-    """Rank 0 prints plain lines; the others, with their rank, what went wrong and what they alone know of their data."""
+    """Rank 0 prints plain lines; every other rank, with its number, the warnings about what it alone knows."""
     handler = Console(sys.stdout)
     prefix = "" if world.rank == 0 else f"[rank {world.rank}] "
     handler.setFormatter(logging.Formatter(prefix + "%(message)s"))
@@ -292,9 +302,7 @@ def set_up_log(world: World) -> None:
     log.propagate = False
     log.setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
     if world.rank > 0:
-        handler.addFilter(
-            lambda record: record.levelno >= logging.ERROR or record.name.startswith(_OF_ONE_RANK)
-        )
+        handler.addFilter(lambda record: record.name != log.name)
 
 
 def show_progress(text: str) -> None:

@@ -1,7 +1,7 @@
-"""Names of files that stand in other files: whoever wrote those may have been anyone.
+"""Names of files that were read from other files, which anyone may have written.
 
-Invariant: a name that was read is used below its own folder or not at all; opening what it names never waits, and what is
-opened is a regular file. Links on the disk are followed, because the user made them. Standard library only.
+Invariant: such a name is used below its own folder or not at all; to open it never waits, and opens a regular
+file. Links on the disk are followed, because the user made them. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
 
 
 def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
-    """Returns a name that the file `told_by` holds, if it can only lead to a file below a folder; `folders` lets it hold "/".
+    """Returns a name from the file `told_by`, if it leads below a folder. `folders`: it may hold "/".
 
-    Raises: ValueError with one line that names `told_by`.
+    Raises:
+        ValueError: it does not; the line names `told_by`.
     """
     if not isinstance(name, str) or not name:
         rule = "must be a text that is not empty"
@@ -33,7 +34,7 @@ def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
 
 
 def has_control_character(text: str) -> bool:
-    """Says whether a text would break a line of a log, or move the cursor of a terminal."""
+    """Says whether a text can break a line of a log or move the cursor of a terminal."""
     return _UNPRINTABLE.search(text) is not None
 
 
@@ -46,7 +47,8 @@ def shown_name(name: object) -> str:
 def open_regular(path: str | os.PathLike[str]) -> int:
     """Returns a descriptor to read a regular file; a pipe or a device is refused at once.
 
-    Raises: OSError.
+    Raises:
+        OSError: it is no regular file, or cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

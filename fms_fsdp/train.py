@@ -2,10 +2,11 @@
 
     hooks │ next_batch → micro-steps (forward, backward) → clip → optimizer step │ hooks
 
-The loss of a step is the sum over all unmasked labels of the global batch divided by their number. The number is known
-before the first backward pass, so every micro-step's gradient has its final weight, however labels are spread over ranks
-and micro-steps. FSDP averages gradients over ranks; the factor of their number undoes that. A step whose gradient is not
-finite changes nothing. Nothing is read back from the device except where a hook reports.
+The loss of a step is the sum over all unmasked labels of the global batch divided by their number. The number
+is known before the first backward pass, so every micro-step's gradient has its final weight, however labels
+are spread over ranks and micro-steps. FSDP averages gradients over ranks; the factor of their number undoes
+that. A step whose gradient is not finite changes nothing. Nothing is read back from the device except where a
+hook reports.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 # shellcheck shell=bash
-# Finds or makes a Python that has the project's packages; sourced by the other scripts.
+# Finds or makes a Python that has the project's packages. The other scripts source this file.
 #
 #   source scripts/environment.sh        # sets ROOT, the repository
 #   use_environment [EXTRA ...]          # sets PYTHON; EXTRA is one of pyproject.toml, such as dev
 #
-# Taken is, in this order: PYTHON if it is set, the active environment if it has all packages, .venv in the repository, which is made
-# where it is missing. What a site needs first (modules, proxies, NCCL_SOCKET_IFNAME) goes into scripts/site.sh, read here if it is there. On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
+# It takes PYTHON if that is set, otherwise the active environment if that has all packages, otherwise .venv
+# in the repository, which it makes if it is missing. Write the settings of a site (modules, proxies,
+# NCCL_SOCKET_IFNAME) into scripts/site.sh, which this file reads if it exists. On a machine without a GPU,
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # shellcheck source=/dev/null
@@ -14,19 +16,21 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 give_up() { say "error: $*"; exit 1; }
 
-# Sets the variable named $1 to the whole number that it holds, or to $2 where it is empty; anything but a number from $3 to $4 ends the script
-# here. What comes from outside is checked before any arithmetic, which would run the commands in it.
+# Sets the variable named $1 to the whole number that it holds, or to $2 if it is empty. Ends the script if it
+# holds anything but a number from $3 to $4. It checks before any arithmetic, because that would run commands
+# in the text.
 check_number() {
     local text="${!1:-$2}"
     [[ -n "$text" ]] || return 0
     if [[ ! "$text" =~ ^[0-9]{1,9}$ ]] || ((10#$text < $3 || 10#$text > $4)); then
-        say "error: $1 ($(printf '%.100q' "$text")) must be a whole number from $3 to $4; unset it or mend it"
+        say "error: $1 ($(printf '%.100q' "$text")) must be a whole number from $3 to $4; unset or correct it"
         exit 2
     fi
     printf -v "$1" '%d' "$((10#$text))"
 }
 
-# Whether the Python given meets pyproject.toml and the extras; silent and well under a second.
+# Says whether the given Python has the packages of pyproject.toml and of the extras; silent, less than a
+# second.
 satisfies() {
     local python="$1"
     shift
@@ -41,20 +45,22 @@ except ImportError:
     from pip._vendor.packaging.requirements import Requirement
 with open(sys.argv[1], "rb") as file:
     project = tomllib.load(file)["project"]
-for line in sum((project["optional-dependencies"][extra] for extra in sys.argv[2:]), project["dependencies"]):
+extras = project["optional-dependencies"]
+for line in sum((extras[name] for name in sys.argv[2:]), project["dependencies"]):
     needed = Requirement(line)
     if not needed.specifier.contains(metadata.version(needed.name), prereleases=True):
         sys.exit(1)
 ' "$ROOT/pyproject.toml" "$@" 2>/dev/null
 }
 
-# Of several nodes (srun, or NODE_RANK without SLURM) the first one tells the results.
+# Of several nodes (srun, or NODE_RANK without SLURM) only the first one prints the results.
 is_first_node() { [[ "${SLURM_PROCID:-${NODE_RANK:-0}}" == 0 ]]; }
 
-# Runs a command that makes what nodes, jobs and terminals share: one at a time, the others wait and then find it made.
+# Runs a command that makes something which nodes, jobs and terminals share. Only one runs at a time; the
+# others wait and then find it made.
 under_lock() {
     (
-        flock -w 1800 9 || say "no lock on $ROOT/.setup.lock; going on without"
+        flock -w 1800 9 || say "$ROOT/.setup.lock cannot be locked; the script continues without the lock"
         "$@"
     ) 9>"$ROOT/.setup.lock"
 }
@@ -62,7 +68,8 @@ under_lock() {
 newest_python() {
     local candidate
     for candidate in python3 python3.13 python3.12 python3.11; do
-        if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        if command -v "$candidate" >/dev/null &&
+            "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
             echo "$candidate"
             return
         fi
@@ -72,7 +79,8 @@ newest_python() {
 
 use_environment() {
     if [[ -n "${PYTHON:-}" ]]; then
-        satisfies "$PYTHON" "$@" || give_up "PYTHON ($PYTHON) lacks packages of pyproject.toml; install them or unset it"
+        satisfies "$PYTHON" "$@" ||
+            give_up "PYTHON ($PYTHON) lacks packages of pyproject.toml; install them or unset it"
         return
     fi
     local candidate
@@ -91,14 +99,16 @@ make_environment() {
     if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
         local base
         base="$(newest_python)"
-        say "making an environment in .venv with $("$base" --version)"
-        "$base" -m venv "$ROOT/.venv" || give_up "python venv failed; install python3-venv, or activate an environment of yours"
+        say "makes an environment in .venv with $("$base" --version)"
+        "$base" -m venv "$ROOT/.venv" ||
+            give_up "python venv failed; install python3-venv, or activate an environment of your own"
     fi
     local extras
     extras="$(IFS=,; echo "$*")"
-    say "installing packages into .venv${extras:+ ($extras)}; once, a minute or more"
+    say "installing packages into .venv${extras:+ ($extras)}; this happens once and takes a minute or more"
     "$PYTHON" -m pip install -qq --no-input --disable-pip-version-check \
         --constraint "$ROOT/constraints.txt" --editable "$ROOT${extras:+[$extras]}" ||
         give_up "pip could not install the packages; see its message above"
-    satisfies "$PYTHON" "$@" || give_up ".venv still lacks packages of pyproject.toml; remove the folder .venv and try again"
+    satisfies "$PYTHON" "$@" ||
+        give_up ".venv still lacks packages of pyproject.toml; remove the folder .venv and try again"
 }

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Puts small faults into a copy of the code, one at a time, and looks which of them the quick tests notice. Goes on where it was stopped.
+# Puts small faults into a copy of the code, one at a time, and shows which of them the quick tests notice. If
+# it was stopped, it continues where it stopped.
 #
 #   bash scripts/mutate.sh --sample=60 --seed=1 [--budget_s=300] [--work=FOLDER]
 set -euo pipefail

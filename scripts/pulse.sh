@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
-# Tells how a run is: TRAINING, WAITING, FINISHED, STALLED or GONE. Adds the line to the run's console.txt. For cron, or by hand.
+# Prints the state of a run: TRAINING, WAITING, FINISHED, STALLED or GONE, and adds the line to the run's
+# console.txt. Call it from cron or by hand.
 #
 #   bash scripts/pulse.sh RUN_FOLDER [--job JOBID] [--stalled-after-min N] [--alert 'COMMAND']
 #
-# JOBID: the SLURM job (default: the one that train.slurm noted in the run folder; none: a run without SLURM). N: minutes without a report until the
-# run counts as stalled (default 30; more than --report_interval steps take). COMMAND runs when it is stalled or gone; the line is its $1:
+# JOBID is the SLURM job (default: the one that train.slurm wrote into the run folder, if any). N is the
+# number of minutes without a report after which the run counts as stalled (default 30; it must be more than
+# the time of
+# --report_interval steps). COMMAND runs if the run is stalled or gone; it gets the line as $1:
 #   --alert 'mail -s "$1" me@example.org </dev/null'
 # Exit status: 0 training, waiting or finished, 1 stalled, 2 bad input, 3 gone, 4 SLURM does not answer.
 set -euo pipefail
 
-usage() { echo "pulse.sh: $*; usage: pulse.sh RUN_FOLDER [--job JOBID] [--stalled-after-min N] [--alert 'COMMAND']" >&2; exit 2; }
+usage() {
+    local flags="[--job JOBID] [--stalled-after-min N] [--alert 'COMMAND']"
+    echo "pulse.sh: $*; usage: pulse.sh RUN_FOLDER $flags" >&2
+    exit 2
+}
 
 folder="" job="" minutes=30 alert=""
 while (($#)); do
@@ -24,22 +31,24 @@ while (($#)); do
     esac
 done
 [[ -d "$folder" ]] || usage "RUN_FOLDER ($folder) must be the folder of a run"
-[[ "$minutes" =~ ^[0-9]{1,9}$ ]] || usage "--stalled-after-min ($(printf '%.100q' "$minutes")) must be a whole number of minutes"
+[[ "$minutes" =~ ^[0-9]{1,9}$ ]] ||
+    usage "--stalled-after-min ($(printf '%.100q' "$minutes")) must be a whole number of minutes"
 minutes="$((10#$minutes))"
 [[ -n "$job" || ! -f "$folder/slurm_job" ]] || job="$(<"$folder/slurm_job")"
 
-# The value of a key of status.json: a number, or a text up to the quote that ends it; escapes are read, control characters left out.
-told() {
-    local found
-    found="$(sed -nE "s/.*\"$1\": (\"(([^\"\\]|\\\\.)*)\"|([0-9]+)).*/\2\4/p" "$folder/status.json" 2>/dev/null | tail -n 1)" || true
-    found="$(sed -E 's:(\\\\)|\\(["/]):\1\2:g' <<<"$found")" # printf reads the other escapes
+# Prints the value of a key of status.json: a number, or a text up to the quote that ends it. It resolves
+# escapes and leaves out control characters.
+status_value() {
+    local found pattern="s/.*\"$1\": (\"(([^\"\\]|\\\\.)*)\"|([0-9]+)).*/\2\4/p"
+    found="$(sed -nE "$pattern" "$folder/status.json" 2>/dev/null | tail -n 1)" || true
+    found="$(sed -E 's:(\\\\)|\\(["/]):\1\2:g' <<<"$found")" # printf resolves the other escapes
     printf '%b' "$found" | LC_ALL=C tr -d '\000-\037\177'
 }
 
 # Sets BODY: running, waiting or gone; and WHY.
 find_process() {
     local listed
-    if [[ -z "$job" ]]; then # the process holds a lock as long as it lives
+    if [[ -z "$job" ]]; then # a launch holds a lock while it runs
         BODY=gone WHY="no process writes there"
         if [[ -f "$folder/.lock" ]] && ! flock -sn "$folder/.lock" true; then BODY=running; fi
     elif listed="$(squeue -h -j "$job" -o '%T %r' 2>&1)"; then
@@ -55,16 +64,18 @@ find_process() {
     fi
 }
 
-newest="$(stat -c %Y "$folder"/{metrics.jsonl,status.json,slurm_job} 2>/dev/null | sort -n | tail -n 1 || true)"
+signs=("$folder"/{metrics.jsonl,status.json,slurm_job})
+newest="$(stat -c %Y "${signs[@]}" 2>/dev/null | sort -n | tail -n 1 || true)"
 age=$((($(date +%s) - ${newest:-$(stat -c %Y "$folder")}) / 60))
-step="$(tail -n 100 "$folder/metrics.jsonl" 2>/dev/null | sed -n 's/.*"step": \([0-9]*\).*/\1/p' | tail -n 1 || true)"
+reports="$(tail -n 100 "$folder/metrics.jsonl" 2>/dev/null || true)"
+step="$(sed -n 's/.*"step": \([0-9]*\).*/\1/p' <<<"$reports" | tail -n 1)"
 find_process
 code=0
-case "$(told status):$BODY" in
-    finished:*) line="FINISHED step $(told step)" ;;
+case "$(status_value status):$BODY" in
+    finished:*) line="FINISHED step $(status_value step)" ;;
     *:unknown) line="UNKNOWN $WHY" code=4 ;;
     *:waiting) line="WAITING $WHY" ;;
-    *:gone) line="GONE $WHY; status $(told status): $(told reason)" code=3 ;;
+    *:gone) line="GONE $WHY; status $(status_value status): $(status_value reason)" code=3 ;;
     *)
         line=TRAINING
         ((age < minutes)) || { line=STALLED && code=1; }

@@ -1,10 +1,11 @@
-"""Finds the text that every machine with Python has, for scripts/train.sh: prints the `--input` of `python -m fms_fsdp prepare`.
+"""Finds text that every machine with Python has; prints it as the `--input` of `python -m fms_fsdp prepare`.
 
-    stdlib     the standard library's sources, read in place
+    stdlib     the sources of the standard library, read in place
     packages   sources of installed packages, read in place
     prose      their docstrings and documentation files, collected into PROSE_FILE (JSON lines, at most 8 MB)
 
-Usage: python scripts/quickstart_text.py PROSE_FILE. Standard library only; the same installation gives the same text.
+Usage: python scripts/quickstart_text.py PROSE_FILE. Standard library only; the same installation gives the
+same text.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TESTS = re.compile(r"/(site-packages|dist-packages|tests?|idlelib|testing|_vendo
 
 
 def package_folder(name: str) -> Path | None:
-    """Where a package is installed, without importing it."""
+    """The folder of an installed package; does not import the package."""
     top, _, rest = name.partition("/")
     spec = importlib.util.find_spec(top)
     folder = Path(spec.origin).parent / rest if spec and spec.origin else None
@@ -46,7 +47,7 @@ def package_folder(name: str) -> Path | None:
 
 
 def files(root: Path, pattern: str) -> Iterator[Path]:
-    """Files below `root` in byte order of their paths; tests and nested packages are passed over."""
+    """Files below `root` in byte order of their paths, without tests and nested packages."""
     for path in sorted(root.rglob(pattern)):
         if path.is_file() and not TESTS.search(f"/{path.relative_to(root).parent.as_posix()}/"):
             yield path
@@ -75,7 +76,7 @@ def prose(stdlib: Path, site: Path | None) -> Iterator[str]:
 
 
 def collect(stdlib: Path, site: Path | None, target: Path) -> None:
-    """Writes the prose, each text once; of what is more than PROSE_BYTES, a sample by hash."""
+    """Writes each text of the prose once; if they have more than PROSE_BYTES, a sample by hash."""
     texts = {
         hashlib.sha256(text.encode()).digest(): text for text in prose(stdlib, site) if len(text) >= MIN_BYTES
     }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests: the quick ones, or with --all the slow ones too. Further arguments go to pytest.
+# Runs the quick tests, with --all also the slow ones. pytest gets all further arguments.
 #
 #   bash scripts/test.sh [--all] [tests/data -k resume ...]
 set -euo pipefail

@@ -1,31 +1,32 @@
 #!/usr/bin/env bash
-# From a bare machine to a trained model: environment, data, training.
+# Trains a model on a bare machine: makes the environment, prepares the data, starts the training.
 #
-#   bash scripts/train.sh                                          # the quickstart: a small Llama on text that every machine has
-#   bash scripts/train.sh --num_steps=3000                         # any flag of main_training.py replaces the default below
+#   bash scripts/train.sh                   # the quickstart: a small Llama on text that every machine has
+#   bash scripts/train.sh --num_steps=3000  # any flag of main_training.py replaces the default below
 #   bash scripts/train.sh --model_variant=7b --data_path=/data/tokens --datasets=web,code --weights=4,1
-#   sbatch --nodes=2 scripts/train.slurm ...                       # on SLURM; or srun bash scripts/train.sh, one task per node
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node1 bash scripts/train.sh ...   # on each node of a cluster without a scheduler
+#   sbatch --nodes=2 scripts/train.slurm ...      # on SLURM; or srun bash scripts/train.sh, one task per node
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node1 bash scripts/train.sh ...     # on each node, without a scheduler
 #
-# Paths in flags are relative to the repository. With --config, --data_path or --use_dummy_dataset no text is prepared; with --config none of the
-# defaults below are passed, so that the file decides.
-# Exit status: 0 finished, 2 bad input, 75 stopped early (the same command goes on), 1 failed.
+# Paths in flags are relative to the repository. With --config, --data_path or --use_dummy_dataset the script
+# prepares no text. With --config it passes none of the defaults below, so that the file decides.
+# Exit status: 0 finished, 2 bad input, 75 stopped early (the same command continues the run), 1 failed.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
-# ---- What to train: edit here, or set from the environment, or pass flags ------------------------------------------------------
-DATA_DIR="${DATA_DIR:-data/quickstart}"        # token shards, made below when missing
+# ---- What to train: edit here, set variables of the environment, or pass flags
+# -------------------------------
+DATA_DIR="${DATA_DIR:-data/quickstart}"               # token shards; prepare_data makes them if needed
 MODEL_ARGS=(
-    --model_variant="${MODEL_VARIANT:-quickstart}"    # a name of the table of variants: quickstart, 194m, llama3.2_1b, 7b, ...
+    --model_variant="${MODEL_VARIANT:-quickstart}"    # a variant: quickstart, 194m, llama3.2_1b, 7b, ...
     --seq_length="${SEQ_LENGTH:-128}"                 # tokens of context
 )
 DATA_ARGS=(
     --data_path="$DATA_DIR"                           # folder with one subfolder per source
     --datasets="${DATASETS:-stdlib,packages,prose}"   # the sources
     --weights="${WEIGHTS:-2,2,1}"                     # their shares of the tokens
-    --eval_interval="${EVAL_INTERVAL:-300}"           # steps between validations on the text that prepare_data holds out
+    --eval_interval="${EVAL_INTERVAL:-300}"           # steps between validations on held-out text
 )
 TRAIN_ARGS=(
     --batch_size="${BATCH_SIZE:-8}"                   # rows per device and micro-step
@@ -34,15 +35,21 @@ TRAIN_ARGS=(
     --report_interval="${REPORT_INTERVAL:-20}"        # steps between report lines
     --checkpoint_interval="${CHECKPOINT_INTERVAL:-300}"  # steps between checkpoints
 )
-# ---- Where: detected, or set from the environment ------------------------------------------------------------------------------
-# NPROC_PER_NODE   processes on this machine (default: one per GPU of the job or machine; without GPUs one that uses all cores)
-# NNODES, NODE_RANK, MASTER_ADDR   number of nodes, this node's number from 0, the first node's name (default: from SLURM)
+# ---- Where to train: the script detects it, or variables of the environment say it
+# --------------------------- NPROC_PER_NODE   processes on this machine (default: one per GPU of the job or
+# machine; without GPUs one
+#                  process that uses all cores)
+# NNODES, NODE_RANK, MASTER_ADDR   number of nodes, this node's number from 0, name of the first node
+# (default:
+#                  from SLURM)
 # MASTER_PORT      port of the rendezvous between nodes (default: from the number of the SLURM job)
 # MAX_RESTARTS     how often torchrun starts failed workers again, from the last checkpoint (default: 0)
-# RUN_NAME         name of the run where no flag and no file of --config names it
-# PREPARE_ONLY=1   make environment and data, print the run folder, and end: on a login node, when the others have no internet
+# RUN_NAME         name of the run, if no flag and no file of --config names it
+# PREPARE_ONLY=1   make environment and data, print the run folder and end: for a login node, if the other
+#                  nodes have no internet
 
-given() { # whether the user passed flag $1, as --name, -name or --name=..., with - or _
+# Says whether the user passed the flag $1, as --name, -name or --name=..., with - or _.
+given() {
     local flag
     for flag in "${USER_ARGS[@]}"; do
         flag="${flag%%=*}"
@@ -57,15 +64,18 @@ given() { # whether the user passed flag $1, as --name, -name or --name=..., wit
 prepare_data() {
     local prose="data/quickstart_text/prose.jsonl" inputs skip
     [[ -f "$DATA_DIR/meta/counts.csv" ]] && return
-    say "preparing text of this machine in $DATA_DIR; once, under a minute"
+    say "prepares text of this machine in $DATA_DIR; this happens once and takes less than a minute"
     inputs="$("$PYTHON" scripts/quickstart_text.py "$prose")"
     skip='site-packages/*,dist-packages/*,test/*,tests/*,*/test/*,*/tests/*,idlelib/*,lib2to3/*'
-    skip+=',_vendor/*,*/_vendor/*,encodings/*,html/entities.py,locale.py,*_pb2*.py,*_mappings.py' # tables, not text
-    "$PYTHON" -m fms_fsdp prepare --input="$inputs" --output="$DATA_DIR" --include='*.py,*.jsonl' --exclude="$skip" \
-        --train_tokenizer --vocab_size=1024 --tokenizer_sample_mb=16 --shard_tokens=1M --split=98,2 --dedup
+    # These files hold tables, not text.
+    skip+=',_vendor/*,*/_vendor/*,encodings/*,html/entities.py,locale.py,*_pb2*.py,*_mappings.py'
+    "$PYTHON" -m fms_fsdp prepare --input="$inputs" --output="$DATA_DIR" --include='*.py,*.jsonl' \
+        --exclude="$skip" --train_tokenizer --vocab_size=1024 --tokenizer_sample_mb=16 --shard_tokens=1M \
+        --split=98,2 --dedup
 }
 
-# The run folder that the flags, else RUN_NAME, name; a mistyped flag ends the script here, before any work.
+# Prints the run folder that the flags name, or else RUN_NAME. A mistyped flag ends the script here, before
+# any work.
 find_run_folder() {
     "$PYTHON" - "$@" <<'PYTHON_CODE'
 import os
@@ -97,10 +107,11 @@ count_gpus() {
     fi
 }
 
-# Sets LAUNCH: python alone for one process, else torchrun, which meets the other nodes at the first.
+# Sets LAUNCH: python alone for one process, otherwise torchrun, whose rendezvous is on the first node.
 choose_launch() {
     local gpus restarts="${MAX_RESTARTS:-0}" is_host=0
-    # in a SLURM step its nodes count, whatever a shell's start-up file left in the environment
+    # In a SLURM step, SLURM knows the number of nodes; the start-up file of a shell may have set another
+    # NNODES.
     local nodes="${SLURM_STEP_NUM_NODES:-${NNODES:-1}}" first="${MASTER_ADDR:-}"
     gpus="$(count_gpus)"
     if ((gpus > 0)); then
@@ -108,18 +119,20 @@ choose_launch() {
         export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
     fi
     local processes="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
-    # A save after SIGTERM gets 10 minutes of torchrun (by itself 30 s; a torch without the variable keeps these).
+    # torchrun waits 10 minutes for a save after SIGTERM (its default is 30 s; older torch ignores the
+    # variable).
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
     LAUNCH=("$PYTHON" -m torch.distributed.run --nproc_per_node="$processes" --max_restarts="$restarts"
         --signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     if ((nodes > 1)); then
         if [[ -n "${SLURM_STEP_NODELIST:-}" ]]; then
             first="$(scontrol show hostnames "$SLURM_STEP_NODELIST")"
-            first="${first%%$'\n'*}" # not `| head`: that kills scontrol, and pipefail this script
+            first="${first%%$'\n'*}" # `| head` would kill scontrol, and pipefail would then end this script
         fi
         is_first_node && is_host=1
+        # The port lies below those that Linux gives to programs that ask for any port.
         LAUNCH+=(--nnodes="$nodes" --rdzv_id="${SLURM_JOB_ID:-run}" --rdzv_backend=c10d
-            --rdzv_endpoint="$first:${MASTER_PORT:-$((12000 + ${SLURM_JOB_ID:-0} % 20000))}" # below the ports that Linux hands out
+            --rdzv_endpoint="$first:${MASTER_PORT:-$((12000 + ${SLURM_JOB_ID:-0} % 20000))}"
             --rdzv_conf="is_host=$is_host,read_timeout=600")
     elif ((processes > 1 || restarts > 0)); then
         LAUNCH+=(--standalone)
@@ -129,8 +142,8 @@ choose_launch() {
     LAUNCH+=(main_training.py)
 }
 
-# Numbers of the environment that are none end the script before any work. Without SLURM several nodes are named by three variables, so does a
-# missing one.
+# Ends the script, before any work, if a variable that must be a number is not one. Without SLURM three
+# variables describe several nodes, and the script also ends if one of them is missing.
 check_environment() {
     local name
     for name in NNODES NPROC_PER_NODE SLURM_STEP_NUM_NODES; do check_number "$name" "" 1 999999; done
@@ -138,26 +151,30 @@ check_environment() {
     check_number MAX_RESTARTS "" 0 999999
     check_number MASTER_PORT "" 1 65535
     [[ -n "${SLURM_PROCID:-}" ]] || check_number NODE_RANK "" 0 "$((${NNODES:-1} - 1))"
-    if ((${NNODES:-1} > 1)) && [[ -z "${SLURM_JOB_ID:-}" && ( -z "${NODE_RANK:-}" || -z "${MASTER_ADDR:-}" ) ]]; then
-        say "error: NNODES ($NNODES) needs NODE_RANK, this node's number from 0, and MASTER_ADDR, the first node's name; set both"
+    local is_missing=""
+    [[ -n "${NODE_RANK:-}" && -n "${MASTER_ADDR:-}" ]] || is_missing=yes
+    if ((${NNODES:-1} > 1)) && [[ -z "${SLURM_JOB_ID:-}" && -n "$is_missing" ]]; then
+        say "error: NNODES ($NNODES) needs NODE_RANK, this node's number from 0, and MASTER_ADDR, the name" \
+            "of the first node; set both"
         exit 2
     fi
 }
 
-# The launch notes in a file of its own whether the run folder is its own, and how it ended.
+# The launch writes into a file of its own whether it owns the run folder, and how it ended.
 outcome() { sed -n "s/.*\"$1\": \"\{0,1\}\([^\",}]*\).*/\1/p" "$SCRATCH/outcome.json" 2>/dev/null || true; }
 claimed() { [[ "$(outcome claimed)" == true ]]; }
 
-# Passes a stop on to the launch, once: SLURM and terminals signal whole process groups, several times. Once the run folder is the launch's,
-# torchrun is asked by the file STOP, as a signal would make it leave the other nodes waiting for it; until then a signal ends it at once.
-# A second Ctrl-C is passed on as it is.
+# Passes a request to stop on to the launch, once: SLURM and terminals signal whole process groups, several
+# times. If the launch owns the run folder, torchrun gets the request by the file STOP, because after a signal
+# the other nodes would wait for it. Before that a signal ends the launch at once. A second Ctrl-C is passed
+# on as a signal.
 # shellcheck disable=SC2329 # called by traps
 pass_on() {
     interrupted=yes
     if [[ -n "$stopping" ]]; then
         [[ "$1" != INT ]] || kill -INT "$child" 2>/dev/null || true
     elif [[ "${LAUNCH[*]}" == *torch.distributed.run* ]] && claimed; then
-        # again and again: a launch that only just begins takes away what is older
+        # It touches the file again and again, because a launch removes a file that is older than itself.
         (
             trap '' TERM INT HUP USR1
             while kill -0 "$child"; do touch "$RUN_DIR/STOP" && sleep 1; done
@@ -169,7 +186,8 @@ pass_on() {
     stopping=yes
 }
 
-# Appends the launch's output to console.txt, from its first line on, if and when the run folder becomes the launch's.
+# Appends the launch's output to console.txt, from its first line on, as soon as the launch owns the run
+# folder.
 copy_to_console() {
     until claimed; do
         kill -0 "$1" 2>/dev/null || break
@@ -178,38 +196,43 @@ copy_to_console() {
     ! claimed || tail -n +1 -s 0.1 -f --pid="$1" "$SCRATCH/console.txt" >>"$RUN_DIR/console.txt"
 }
 
-# Runs the launch with its output on the terminal and in console.txt. It has a session of its own, and tee outlives every signal, so that a
-# signal to the process group reaches neither.
+# Runs the launch with its output on the terminal and in console.txt. A signal to the process group reaches
+# neither the launch, which has a session of its own, nor tee, which ignores it.
 launch() {
     local code=0 before=0 interrupted="" stopping=""
     mkfifo "$SCRATCH/output"
     touch "$SCRATCH/console.txt"
-    (trap '' TERM INT HUP USR1 && exec tee -a --output-error=warn-nopipe "$SCRATCH/console.txt" <"$SCRATCH/output") &
+    (
+        trap '' TERM INT HUP USR1
+        exec tee -a --output-error=warn-nopipe "$SCRATCH/console.txt" <"$SCRATCH/output"
+    ) &
     (trap '' TERM INT HUP USR1 && copy_to_console "$!") &
     local session=()
     command -v setsid >/dev/null && session=(setsid)
-    LAUNCH_OUTCOME="$SCRATCH/outcome.json" PYTHONUNBUFFERED=1 "${session[@]}" "${LAUNCH[@]}" "$@" >"$SCRATCH/output" 2>&1 &
+    LAUNCH_OUTCOME="$SCRATCH/outcome.json" PYTHONUNBUFFERED=1 "${session[@]}" "${LAUNCH[@]}" "$@" \
+        >"$SCRATCH/output" 2>&1 &
     local child=$!
     trap 'pass_on TERM' TERM HUP USR1
     trap 'pass_on INT' INT
     while true; do # a trapped signal ends a wait early
         interrupted="" before="$code" code=0
         wait "$child" || code=$?
-        ((code == 127)) && code="$before" # it ended just before the signal
+        ((code == 127)) && code="$before" # the launch ended just before the signal
         [[ -z "$interrupted" ]] && break
     done
-    wait || true # for tee, and for STOP to be gone
+    wait || true # for tee, and until the file STOP is removed
     trap - TERM INT HUP USR1
     return "$code"
 }
 
-# Sets STATUS from the code of a launch and from its outcome, which knows what torchrun hides; REASON is what it says.
+# Sets STATUS from the exit code of a launch and from the outcome that it wrote, because torchrun replaces the
+# exit codes of its workers. Sets REASON from the outcome.
 read_outcome() {
-    local code="$1" told
-    told="$(outcome status)"
-    REASON="$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["reason"])' "$SCRATCH/outcome.json" 2>/dev/null || true)"
+    local code="$1" written read_reason='import json, sys; print(json.load(open(sys.argv[1]))["reason"])'
+    written="$(outcome status)"
+    REASON="$("$PYTHON" -c "$read_reason" "$SCRATCH/outcome.json" 2>/dev/null || true)"
     ! claimed || REASON="${REASON:+$REASON; }see $RUN_DIR/console.txt"
-    case "$code:$told" in
+    case "$code:$written" in
         *:resume_me) STATUS=75 ;;
         *:bad_input) STATUS=2 ;;
         0:* | 2:* | 75:*) STATUS="$code" ;;
@@ -224,15 +247,19 @@ import sys
 from pathlib import Path
 
 folder = Path(sys.argv[1])
-lines = folder.joinpath("metrics.jsonl").read_text().splitlines() if folder.joinpath("metrics.jsonl").is_file() else []
-losses = {record["step"]: record["loss"] for record in map(json.loads, lines) if record.get("loss") is not None}
+file = folder / "metrics.jsonl"
+records = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+losses = {record["step"]: record["loss"] for record in records if record.get("loss") is not None}
 if losses:
     first, last = min(losses), max(losses)
     print(f"loss {losses[first]:.3f} at step {first}, {losses[last]:.3f} at step {last}")
 PYTHON_CODE
     local python="${PYTHON#"$ROOT"/}" argument length="" longer=(bash scripts/train.sh)
     for argument in "${USER_ARGS[@]}"; do
-        [[ "$argument" == -* ]] || { [[ -n "$length" ]] || longer+=("$(printf '%q' "$argument")"); continue; }
+        if [[ "$argument" != -* ]]; then
+            [[ -n "$length" ]] || longer+=("$(printf '%q' "$argument")")
+            continue
+        fi
         length=""
         case "$argument" in
             *num[_-]steps | *num[_-]tokens | *num[_-]samples) length=yes ;; # its value is the next argument
@@ -242,8 +269,8 @@ PYTHON_CODE
     done
     cat <<TEXT
 made    $RUN_DIR/metrics.jsonl      loss, speed and memory, one JSON object a line
-        $RUN_DIR/checkpoints/       what a longer run goes on from
-        $RUN_DIR/console.txt        everything printed
+        $RUN_DIR/checkpoints/       a longer run starts from these
+        $RUN_DIR/console.txt        all output
 look    $python -m fms_fsdp report "$RUN_DIR"      one page of curves; needs matplotlib
         $python -m tensorboard.main --logdir "$RUN_DIR/tensorboard"
 longer  ${longer[*]} --num_steps=3000
@@ -252,7 +279,7 @@ yours   $python -m fms_fsdp prepare --input=web=FOLDER --output=data/web --token
 TEXT
 }
 
-# Takes out of args the defaults that the user gave, or that contradict or mean nothing beside what the user gave.
+# Removes from args the defaults that the user's flags replace, contradict or make meaningless.
 drop_defaults() {
     local kept=() argument name
     for argument in "${args[@]}"; do
@@ -272,7 +299,7 @@ drop_defaults() {
 main() {
     USER_ARGS=("$@")
     check_environment
-    # shellcheck disable=SC2119 # no extras: the flags of this script are not meant
+    # shellcheck disable=SC2119 # it needs no extras; the arguments of this script are flags
     use_environment
     case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" main_training.py --help ;; esac
     local args=("${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}") own_data=""
@@ -301,7 +328,7 @@ main() {
     case "$STATUS" in
         0) is_first_node && tell_results ;;
         2) say "bad input: $REASON" ;;
-        75) say "stopped early, the same command goes on: $REASON" ;;
+        75) say "stopped early, the same command continues the run: $REASON" ;;
         *) say "failed: $REASON" ;;
     esac
     exit "$STATUS"

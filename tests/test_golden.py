@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
-from fms_fsdp.config import BatchPlan, DataConfig, ModelConfig, OptimConfig, ParallelConfig
+from fms_fsdp.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.variants import resolve_model
+from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.optim.schedules import cosine_with_warmup
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.train import Recipe, train_step
+from fms_fsdp.state import Progress, TrainState
+from fms_fsdp.train import TrainStep, train_step
 
 GOLDEN = [6.299267292022705, 5.813310146331787, 6.250054359436035, 5.816108703613281, 5.821201324462891]
 
@@ -34,18 +37,14 @@ def first_losses(grad_accum_steps: int) -> list[float]:
     model = parallelize(config, ParallelConfig(), mesh, device=cpu, mixed_precision=False, seed=1)
     section = DataConfig(use_dummy_dataset=True, seq_length=64)
     sizes = dict(global_batch_size=4, dp_rank=0, dp_size=1)
-    recipe = Recipe(
-        model,
-        build_optimizers(OptimConfig(), model),
-        cpu,
-        mesh,
-        BatchPlan(4 // grad_accum_steps, grad_accum_steps, 1),
-        1.0,
-        False,
-        lambda step, base: cosine_with_warmup(step, 1e-2, warmup_steps=2, num_steps=5, min_ratio=0.1),
-    )
+    schedule = partial(cosine_with_warmup, warmup_steps=2, num_steps=5, min_ratio=0.1)
+    recipe = TrainStep(mesh, cpu, schedule, grad_accum_steps, grad_clip=1.0, document_mask=False)
+    optimizers, results = build_optimizers(OptimConfig(learning_rate=1e-2), model), []
     with build_stream(section, None, seed=1, vocab_size=config.vocab_size, **sizes) as stream:
-        results = [train_step(recipe, stream.next_batch(), step) for step in range(1, 6)]
+        state = TrainState(model, optimizers, stream, Progress(0, 5, 4, 4 * 64))
+        for _ in range(5):
+            results.append(train_step(recipe, state, stream.next_batch(), Clock(cpu)))
+            state.progress.step += 1
     return [(result.loss_sum / result.num_labels).item() for result in results]
 
 

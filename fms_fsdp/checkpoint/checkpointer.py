@@ -4,9 +4,9 @@
     load:  files ─┬─ DCP reads what this rank needs, whatever the sharding was
                   └─ checksums, each file by one rank ─→ agreed: sound or DamagedCheckpoint
 
-Tensors are stored under the model's own parameter names, whatever wraps the modules, so a checkpoint of any sharding loads into any other.
-`train_state.json` holds what is no tensor: step, tokens seen, data state, configuration, versions. Nothing random is stored: what is random is a
-function of seed, step and rank.
+Tensors are stored under the model's own parameter names, whatever wraps the modules, so a checkpoint of any
+sharding loads into any other. `train_state.json` holds what is no tensor: step, tokens seen, data state,
+configuration, versions. Nothing random is stored: what is random is a function of seed, step and rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from fms_fsdp.models.variants import model_from_dict
 Tensors = dict[str, torch.Tensor]
 _ENDLESS = timedelta(days=30)
 
-# DCP warns that it works in a single process even when told so (torch 2.11 to 2.13); said to all threads, as saves have their own
+# DCP warns that it works in a single process even when told so (torch 2.11 to 2.13); said to all threads, as
+# saves have their own
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -62,15 +63,17 @@ class DamagedCheckpoint(Exception):
 
 
 class SaveFailed(Exception):
-    """A checkpoint could not be written (a full disk, say); the earlier ones stand. Raised alike on every rank."""
+    """A checkpoint could not be written (a full disk, say); the earlier ones stand. Raised alike on every
+    rank."""
 
 
 class Checkpointer:
     """Writes the checkpoints of one launch into `root`; all methods are collective.
 
-    `in_background`: `save` returns once the tensors are copied to host memory; at most one save is in flight. `committed(step)` is called on
-    rank 0, in the thread that wrote, when `root/step_<step>` is complete; the save ends, on every rank, when it returns. `progress` knows
-    whether a save moves; the group's own timeout ends none.
+    `in_background`: `save` returns once the tensors are copied to host memory; at most one save is in flight.
+    `committed(step)` is called on rank 0, in the thread that wrote, when `root/step_<step>` is complete; the
+    save ends, on every rank, when it returns. `progress` knows whether a save moves; the group's own timeout
+    ends none.
     """
 
     def __init__(
@@ -103,7 +106,8 @@ class Checkpointer:
         return self._in_flight is not None and not self._in_flight.done()
 
     def reserve(self, model: nn.Module, optimizers: OptimizerState) -> None:
-        """Begins to allocate the host memory of the copies: at the first save that would hold up the loop for several times the copy."""
+        """Begins to allocate the host memory of the copies: at the first save that would hold up the loop for
+        several times the copy."""
         if self._in_background:
             self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizers))
 
@@ -193,11 +197,12 @@ def collect_tensors(model: nn.Module, optimizers: OptimizerState | None) -> Tens
 def load_checkpoint(
     checkpoint: Checkpoint, model: nn.Module, optimizers: OptimizerState | None, mesh: Mesh
 ) -> None:
-    """Fills the model, and the optimizers if given, in place from any sharding into any other (collective: every rank).
+    """Fills the model, and the optimizers if given, in place from any sharding into any other (collective:
+    every rank).
 
     Raises:
-        DamagedCheckpoint: some file is missing, cut, changed or no tensors; what was filled is then of no use.
-        RunFailed: some file cannot be read on some rank, which is no damage.
+        DamagedCheckpoint: some file is missing, cut, changed or no tensors; what was filled is then of no
+        use. RunFailed: some file cannot be read on some rank, which is no damage.
     """
     folder, found = checkpoint.folder, _Findings()
     with found.noting(folder):
@@ -227,7 +232,8 @@ def load_checkpoint(
 
 
 def _explained(failure: CheckpointException, folder: Path) -> BaseException:
-    """What a failure to load means: storage that cannot be read, a fault of ours, or files that hold no such tensors."""
+    """What a failure to load means: storage that cannot be read, a fault of ours, or files that hold no such
+    tensors."""
     rank, (inner, _) = min(failure.failures.items())
     if isinstance(inner, OSError):
         return RunFailed(f"{folder} cannot be read by rank {rank}: {inner}; mend the storage and start again")
@@ -240,7 +246,8 @@ def _explained(failure: CheckpointException, folder: Path) -> BaseException:
 
 @dataclass
 class _Findings:
-    """What is wrong with the files of a checkpoint: `damage`, and what was `unreadable`; each rank finds its own."""
+    """What is wrong with the files of a checkpoint: `damage`, and what was `unreadable`; each rank finds its
+    own."""
 
     damage: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
@@ -269,7 +276,8 @@ StateSizes = Callable[[dict[str, torch.Size]], Iterable[tuple[str, torch.Size]]]
 
 
 def content_problems(folder: Path, state_sizes: StateSizes) -> list[str]:
-    """Why a checkpoint whose files are what was written cannot be loaded all the same; [] if it can. Reads it a tensor at a time.
+    """Why a checkpoint whose files are what was written cannot be loaded all the same; [] if it can. Reads it
+    a tensor at a time.
 
     `state_sizes`: of parameters' names and sizes, those of the optimizer's state.
 

@@ -23,9 +23,9 @@ from fms_fsdp.state import Hook, Progress, StepResult, TrainState
 class SavePlan:
     """Where to save, and what is known before the first save.
 
-    `superseded`: later checkpoints of the run, which it leaves behind. `save_s`: seconds that a save took in an
-    earlier launch, None if not known. `node_bytes`: what a node writes in one. `record`: the configuration and
-    what follows from it, kept beside the tensors. `patience_s`: how often a save that moves is told.
+    `superseded`: later checkpoints of the run, which it leaves behind. `save_s`: seconds that a save took in
+    an earlier launch, None if not known. `node_bytes`: what a node writes in one. `record`: the configuration
+    and what follows from it, kept beside the tensors. `patience_s`: how often a save that moves is told.
     """
 
     root: Path
@@ -38,10 +38,11 @@ class SavePlan:
 
 
 class Checkpoints(Hook):
-    """Saves what is due, and at a stop. A save that fails (a full disk) is told; the last good checkpoint stands.
+    """Saves what is due, and at a stop. A save that fails (a full disk) is told; the last good checkpoint
+    stands.
 
-    `alive()` tells the watchdog, while this rank waits for a save, that one moves. `event` enters a failure into
-    the records.
+    `alive()` tells the watchdog, while this rank waits for a save, that one moves. `event` enters a failure
+    into the records.
     """
 
     part = "checkpoint"
@@ -159,11 +160,11 @@ class Checkpoints(Hook):
 
 
 def to_delete(root: Path, policy: KeepPolicy, start: int, written: Collection[int]) -> list[int]:
-    """Steps in `root` that need not be kept. What counts is what this launch loaded (`start`) and has `written`,
-    and what is older, by size.
+    """Steps in `root` that need not be kept. What counts is what this launch loaded (`start`) and has
+    `written`, and what is older, by size.
 
-    What lies between and was not written by this launch was passed over: it keeps nothing from being kept, and
-    is not deleted.
+    What lies between and was not written by this launch was passed over: it keeps nothing from being kept,
+    and is not deleted.
     """
     steps = [step for step in named_steps(root) if step <= start or step in written]
     steps = [step for step in steps if not size_problems(root / f"step_{step}")]

@@ -1,4 +1,5 @@
-"""Checkpoint folders: their names, what makes one complete, and which one a run starts from. Works without torch.
+"""Checkpoint folders: their names, what makes one complete, and which one a run starts from. Works without
+torch.
 
     step_<N>.partial-<attempt>/   being written
     step_<N>/                     complete: renamed once everything in it is on disk; the name is never reused for other content
@@ -6,9 +7,10 @@
     step_<N>.superseded-<k>/      set aside: --resume_step went back to an earlier one
     step_<N>.deleted/             on its way out
 
-A complete folder holds `files.json`: size and checksum of every other file, and a CRC-32 of that list. It is written last. `problems` is the one
-definition of complete, used by save, load and clean-up: without a deep look the sizes count, and the content of what is small. A file that is missing,
-of another size or content, or no regular file is damage; one that cannot be read is not: that raises OSError with its name.
+A complete folder holds `files.json`: size and checksum of every other file, and a CRC-32 of that list. It is
+written last. `problems` is the one definition of complete, used by save, load and clean-up: without a deep
+look the sizes count, and the content of what is small. A file that is missing, of another size or content, or
+no regular file is damage; one that cannot be read is not: that raises OSError with its name.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _PAGE = 4096
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _ANY = re.compile(r"step_([0-9]+)(?:\.(partial|damaged|superseded|deleted)(?:-\d+)?)?")
 _LARGEST_JSON = 256 << 20
-# what a run needs of train_state.json: a type, a list or a table of one shape, a row of given shapes, or a table of given names
+# what a run needs of train_state.json: a type, a list or a table of one shape, a row of given shapes, or a
+# table of given names
 _STATE_SHAPE: Shape = {
     "step": int,
     "tokens_seen": int,
@@ -57,7 +60,8 @@ _CORPUS_SHAPE: Shape = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its folder and what `train_state.json` says. `passed_over`: newer ones that are damaged, and why."""
+    """A complete checkpoint: its folder and what `train_state.json` says. `passed_over`: newer ones that are
+    damaged, and why."""
 
     folder: Path
     state: dict[str, Any]
@@ -69,10 +73,12 @@ class Checkpoint:
 
 
 class Checksum:
-    """A checksum at the speed of memory: the CRC-32 of the 64-bit sums of a file's pages of 4 KiB, then of the rest.
+    """A checksum at the speed of memory: the CRC-32 of the 64-bit sums of a file's pages of 4 KiB, then of
+    the rest.
 
-    A changed byte or word, a lost, zeroed or misplaced page always or all but always (1 - 2^-32) shows; only an exchange within one page that
-    leaves its sum as it was does not. A CRC-32 of every byte took a third of the time of a save.
+    A changed byte or word, a lost, zeroed or misplaced page always or all but always (1 - 2^-32) shows; only
+    an exchange within one page that leaves its sum as it was does not. A CRC-32 of every byte took a third of
+    the time of a save.
     """
 
     def __init__(self) -> None:
@@ -114,7 +120,8 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
     """{name: (bytes, checksum)} of files.json.
 
     Raises:
-        ValueError: it is missing or not, to the last byte, what was written, or names what is no bare file name.
+        ValueError: it is missing or not, to the last byte, what was written, or names what is no bare file
+            name.
         OSError: it cannot be read.
     """
     text, content = _read_json(folder / FILES)
@@ -128,7 +135,8 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def file_problem(path: Path, size: int, expected: int | None) -> str:
-    """What is wrong with a file that must have `size` bytes and, unless None, this checksum; empty if nothing is.
+    """What is wrong with a file that must have `size` bytes and, unless None, this checksum; empty if nothing
+    is.
 
     Raises:
         OSError: it cannot be read.
@@ -249,7 +257,8 @@ def _state_problem(folder: Path) -> str:
 
 
 def _mismatch(value: Any, shape: Shape, name: str) -> str:
-    """Where `value` is not of that shape, in words; empty if it is. No whole number may need more than 64 bits."""
+    """Where `value` is not of that shape, in words; empty if it is. No whole number may need more than 64
+    bits."""
     inner: Iterable[tuple[str, Any, Shape]] = ()
     if isinstance(shape, dict) and isinstance(value, dict):
         named = [(key, value.get(key), part) for key, part in shape.items() if key]
@@ -293,7 +302,8 @@ def leftovers(root: Path) -> list[tuple[Path, str]]:
 
 
 def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None = None) -> Checkpoint | None:
-    """The checkpoint at `path`: that step folder, or of that root the newest sound one, or the one of `step`; None without one.
+    """The checkpoint at `path`: that step folder, or of that root the newest sound one, or the one of `step`;
+    None without one.
 
     `skip`: folders known to be damaged.
 
@@ -350,7 +360,8 @@ def delete(folder: Path) -> None:
 
 
 def clean_up(root: Path) -> Iterable[Path]:
-    """Removes what interrupted saves and deletions left behind; yields each folder. Only the owner of `root` may."""
+    """Removes what interrupted saves and deletions left behind; yields each folder. Only the owner of `root`
+    may."""
     for path, word in leftovers(root):
         if word in ("partial", "deleted"):
             shutil.rmtree(path, ignore_errors=True)

@@ -2,7 +2,8 @@
 
     write, fsync, delete ─▶ SaveProgress of that rank ─▶ one counter in the launch's store ─▶ SaveProgress of every rank that waits ─▶ watchdog
 
-So a save may take as long as it needs; when it moves on no rank, nobody feeds the watchdogs and they end the launch.
+So a save may take as long as it needs; when it moves on no rank, nobody feeds the watchdogs and they end the
+launch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ OPERATION_LIMIT_S = 1800.0  # that one fsync or one deletion may take
 
 
 class SaveProgress:
-    """The saves of one rank. `alive()` is called while this rank waits and a save moves somewhere, about every `interval_s`."""
+    """The saves of one rank. `alive()` is called while this rank waits and a save moves somewhere, about
+    every `interval_s`."""
 
     def __init__(self, alive: Callable[[], None] = lambda: None, interval_s: float = 5.0) -> None:
         self._alive, self._interval_s = alive, interval_s
@@ -54,7 +56,8 @@ class SaveProgress:
         future.result()
 
     def _moved_anywhere(self) -> bool:
-        """Whether a save has moved on this rank, or as far as the store tells on another, since the last call."""
+        """Whether a save has moved on this rank, or as far as the store tells on another, since the last
+        call."""
         moves, began = self._moves, self._operation_began
         moved = moves != self._told or (began is not None and time.monotonic() - began < OPERATION_LIMIT_S)
         self._told = moves
@@ -70,7 +73,8 @@ class SaveProgress:
 
 
 def estimate_save_s(root: Path, num_bytes: int) -> float:
-    """Seconds that a save of `num_bytes` into `root` takes by a write of at most 64 MiB; 0 where nothing can be written.
+    """Seconds that a save of `num_bytes` into `root` takes by a write of at most 64 MiB; 0 where nothing can
+    be written.
 
     A save waits for six fsyncs one after another: of its tensors, three small files and two folders.
     """

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SaveSchedule:
-    """Ranges (start, stop, interval): inside (start, stop] every `interval` steps counted from `start`; stop None has no end.
+    """Ranges (start, stop, interval): inside (start, stop] every `interval` steps counted from `start`; stop
+    None has no end.
 
     `10@100,18@1000,1500` is every 10 steps up to 100, from there every 18 up to 1000, from there every 1500.
-    Source: the saving schedule of https://github.com/bigscience-workshop/bigscience (tr1-13B), which took three scripts there.
+    Source: the saving schedule of https://github.com/bigscience-workshop/bigscience (tr1-13B), which took
+    three scripts there.
     """
 
     ranges: tuple[tuple[int, int | None, int], ...]
@@ -79,7 +81,8 @@ def parse_schedule(text: str, interval: int) -> SaveSchedule:
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """What stays: the newest `last` (0: all), multiples of `every` (0: none), the `best` by validation loss (0: none), and `steps`."""
+    """What stays: the newest `last` (0: all), multiples of `every` (0: none), the `best` by validation loss
+    (0: none), and `steps`."""
 
     last: int = 0
     every: int = 0
@@ -87,7 +90,8 @@ class KeepPolicy:
     steps: tuple[int, ...] = ()
 
     def to_delete(self, complete: Collection[int], losses: Mapping[int, float]) -> list[int]:
-        """The steps among `complete` that need not be kept, ascending. `losses`: validation loss by step, where there is one."""
+        """The steps among `complete` that need not be kept, ascending. `losses`: validation loss by step,
+        where there is one."""
         if not self.last:
             return []
         keep = set(sorted(complete)[-self.last :]) | set(self.steps)

@@ -1,7 +1,9 @@
-"""How a checkpoint's bytes reach the disk and come back: torch.distributed.checkpoint's file format, with three promises added.
+"""How a checkpoint's bytes reach the disk and come back: torch.distributed.checkpoint's file format, with
+three promises added.
 
-Written: every file's checksum is taken as it is written and forced to disk; the coordinator then commits: train_state.json, files.json, fsync, rename.
-Read: `.metadata` is a pickle, so only the few classes that DCP itself stores there are let in; tensors are read with `weights_only`.
+Written: every file's checksum is taken as it is written and forced to disk; the coordinator then commits:
+train_state.json, files.json, fsync, rename. Read: `.metadata` is a pickle, so only the few classes that DCP
+itself stores there are let in; tensors are read with `weights_only`.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
@@ -55,9 +57,11 @@ _METADATA_CLASSES = {
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes `final` through the folder `partial`; `train_state` goes with it. `needed_bytes` must be free before anything is written.
+    """Writes `final` through the folder `partial`; `train_state` goes with it. `needed_bytes` must be free
+    before anything is written.
 
-    `begin`: when the save began, by `time.perf_counter`. `committed()` is called on the coordinator while the others still wait.
+    `begin`: when the save began, by `time.perf_counter`. `committed()` is called on the coordinator while the
+    others still wait.
     """
 
     def __init__(
@@ -144,7 +148,8 @@ class _SummingFileSystem(FileSystem):
 
 
 class _SummingFile(io.BufferedWriter):
-    """A new file, summed as it is written front to back; closing it forces it to disk and enters it in `files`."""
+    """A new file, summed as it is written front to back; closing it forces it to disk and enters it in
+    `files`."""
 
     def __init__(self, path: Path, files: dict[str, tuple[int, int]], progress: SaveProgress) -> None:
         super().__init__(io.FileIO(path, "w"))
@@ -214,7 +219,8 @@ def _read_metadata(folder: Path) -> Metadata:
 
 
 def _is_whole(metadata: Any, sizes: dict[str, int]) -> bool:
-    """Whether this is metadata of tensors alone, all chunks of each at known places within the files of these sizes."""
+    """Whether this is metadata of tensors alone, all chunks of each at known places within the files of these
+    sizes."""
     if not isinstance(metadata, Metadata):
         return False
     for info in metadata.storage_data.values():

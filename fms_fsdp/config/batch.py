@@ -1,4 +1,4 @@
-"""The batch arithmetic of a run: global_batch_size = batch_size × data-parallel size × grad_accum_steps rows."""
+"""The batch of a run: global_batch_size = batch_size × data-parallel size × grad_accum_steps rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def divisors(total: int, most: int) -> list[int]:
 
 
 def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
-    """The three batch sizes from any two of them (or fewer: batch_size is then 2, grad_accum_steps 1).
+    """The three batch sizes from two of them; with fewer, batch_size is 2 and grad_accum_steps is 1.
 
     Raises:
         ValueError: the three contradict one another, or the global batch does not divide over the ranks.
@@ -48,8 +48,8 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
         accum = per_rank // rows
     if not rows or not accum or rows * accum * dp_size != total:
         raise ValueError(
-            f"--global_batch_size ({total}) must equal batch_size ({section.batch_size or rows}) x data-parallel "
-            f"size ({dp_size}) x grad_accum_steps ({section.grad_accum_steps or accum}); "
+            f"--global_batch_size ({total}) must equal batch_size ({section.batch_size or rows}) x "
+            f"data-parallel size ({dp_size}) x grad_accum_steps ({section.grad_accum_steps or accum}); "
             f"give two of the three, e.g. --batch_size=1"
         )
     return BatchPlan(rows, accum, dp_size)
@@ -58,9 +58,10 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
 def keep_global_batch(
     section: TrainingConfig, dp_size: int, *, total: int, usual_rows: int, keep_name: str = ""
 ) -> BatchPlan:
-    """The batch of a run that goes on with a global batch of `total` rows, whatever the number of ranks.
+    """The batch of a run that goes on with a global batch of `total` rows on any number of ranks.
 
-    A global batch that is given is the new one. Otherwise `batch_size`, else `usual_rows`, only caps a micro-step.
+    A global batch that is given is the new one. Otherwise `batch_size`, or else `usual_rows`, is the largest
+    number of rows in a micro-step.
 
     Raises:
         ValueError: `total` does not divide over the ranks, or the flags give another product.
@@ -72,7 +73,8 @@ def keep_global_batch(
         valid = divisors(total, 65536)
         raise ValueError(
             f"number of data-parallel ranks ({dp_size}) must divide the run's global batch ({total} rows); "
-            f"valid numbers: {joined(valid)}; or choose another batch with --global_batch_size=ROWS {keep_name}"
+            f"valid numbers: {joined(valid)}; or choose another batch with "
+            f"--global_batch_size=ROWS {keep_name}"
         )
     per_rank = total // dp_size
     if accum is None:
@@ -82,7 +84,8 @@ def keep_global_batch(
     if per_rank % accum or (rows is not None and rows * accum != per_rank):
         product = f"{rows or 'batch_size'} rows x {dp_size} ranks x {accum} micro-steps"
         raise ValueError(
-            f"--grad_accum_steps ({accum}) must keep the run's global batch ({total} rows), and {product} does "
-            f"not; leave it out, or choose another batch with --global_batch_size=ROWS {keep_name}"
+            f"--grad_accum_steps ({accum}) must keep the run's global batch ({total} rows), and {product} "
+            f"does not; leave it out, or choose another batch with "
+            f"--global_batch_size=ROWS {keep_name}"
         )
     return BatchPlan(per_rank // accum, accum, dp_size)

@@ -1,4 +1,4 @@
-"""Flags that act on something that other flags leave out. One that is typed in vain is refused; one from a file is noted."""
+"""Flags that other flags leave without effect: a typed one is refused, one from a file gets a note."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class Idle(NamedTuple):
 
 
 def without_effect(config: TrainConfig, strategy: str | None) -> Iterator[Idle]:
-    """The flags whose value does not matter here. `strategy`: the sharding strategy; None if it is not known yet."""
+    """The flags whose value does not matter here. `strategy`: the sharding strategy, if it is known."""
     data, evaluation, load = config.data, config.eval, config.checkpoint
     synthetic, evaluates = data.use_dummy_dataset, evaluation.eval_interval or evaluation.eval_at_start
     own_eval = bool(evaluation.eval_data_path)
     shards = "token shards; leave out --use_dummy_dataset"
     rows = (
         (not config.parallel.fsdp_activation_checkpointing,
-            "selective_checkpointing", "fsdp_activation_checkpointing", "--fsdp_activation_checkpointing=True"),
+            "selective_checkpointing", "fsdp_activation_checkpointing",
+            "--fsdp_activation_checkpointing=True"),
         (strategy == "none",
             "reduce_dtype", "sharding_strategy", "--sharding_strategy=fsdp, hsdp or ddp"),
         (strategy in ("none", "ddp"),
@@ -36,7 +37,8 @@ def without_effect(config: TrainConfig, strategy: str | None) -> Iterator[Idle]:
         (synthetic,
             "datasets weights skip_steps max_epochs", "use_dummy_dataset", shards),
         (synthetic and not own_eval,
-            "data_path sep_token logical_shards packing on_missing eval_datasets", "use_dummy_dataset", shards),
+            "data_path sep_token logical_shards packing on_missing eval_datasets", "use_dummy_dataset",
+            shards),
         (not data.dataset_builder,
             "data_kwargs", "dataset_builder", "--dataset_builder"),
         (not (evaluates or evaluation.eval_test),
@@ -62,7 +64,7 @@ def without_effect(config: TrainConfig, strategy: str | None) -> Iterator[Idle]:
 
 
 def refuse_idle_flags(config: TrainConfig, origins: Mapping[str, str]) -> None:
-    """Raises ValueError for a flag of the command line that only other flags of the command line make idle."""
+    """Raises ValueError for a typed flag that other typed flags or defaults leave without effect."""
     changed = non_defaults(config)
     for idle in without_effect(config, config.parallel.sharding_strategy):
         is_typed = all(origins.get(name, "flag") == "flag" for name in (idle.name, *idle.because))

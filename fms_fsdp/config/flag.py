@@ -2,9 +2,9 @@
 
     seq_length: int = announced_flag(4096, "number of tokens in a row", minimum=1)
 
-A row holds all that is known of a flag. `--help`, docs/configuration.md, the checks of values, the default run name and the
-rules of a resume read it. The name of the function that declares a row says what another value does to a run that goes on
-from a checkpoint. Standard library only.
+A row holds all that is known of a flag. `--help`, docs/configuration.md, the checks of values, the default
+run name and the rules of a resume read it. The name of the declaring function is the rule of a resume.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ C = TypeVar("C")
 class Flag:
     """One row of the table.
 
-    `resume`: "free", the run trains the same; "announced", the new value takes effect and is logged; "refused".
-    `in_name`: the default run name depends on the flag. `orders_data`: it decides the order of data that begin anew.
-    `form`: what a text must be: "path", "folder name" or "source name". `positional`: arguments without a name belong to it.
+    `resume`: what another value does to a run that goes on: "free", it trains the same; "announced", the new
+    value takes effect and is logged; "refused". `in_name`: the default run name depends on the flag.
+    `orders_data`: it decides the order of data that begin anew. `form`: what a text must be: "path",
+    "folder name" or "source name". `positional`: arguments without a name belong to this flag.
     """
 
     default: Any

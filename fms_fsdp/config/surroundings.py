@@ -1,4 +1,4 @@
-"""The flags of what surrounds training: validation, checkpoints, logs, traces. They may change on a resume."""
+"""The flags around training: validation, checkpoints, logs, traces. They can change on a resume."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class CheckpointConfig:
         help="the data go on where the run of ckpt_load_path stopped; "
         "False keeps step and optimizer and begins the data anew")
     load_model_only: bool = free_flag(False, in_name=True,
-        help="load only the weights of ckpt_load_path; the run starts at step 0 with a new optimizer and new data")
+        help="load only the weights of ckpt_load_path; the run starts at step 0 with new optimizer and data")
     resume: str = free_flag("auto", choices=("auto", "must", "never"),
         help="auto goes on from the newest sound checkpoint if there is one, must demands one, "
         "never demands a fresh start")
     resume_step: int | None = free_flag(None, minimum=1,
-        help="go back to the checkpoint of this step and set later ones aside; the same command, given again, "
-        "goes on from the checkpoints that it has made since")
+        help="go back to the checkpoint of this step and set later ones aside; the same command, "
+        "given again, goes on from the checkpoints that it has made since")
     checkpoint_interval: int = free_flag(1000, minimum=0,
         help="number of steps between checkpoints; the last step is saved too; 0 saves only the last step")
     save_last: bool = free_flag(True, advanced=True, help="save the last step; benchmarks turn it off")
@@ -121,7 +121,10 @@ class LogConfig:
 # fmt: off
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Traces of a few steps. A running launch writes one on demand: create the file PROFILE in its folder, or send SIGUSR2."""
+    """Traces of a few steps.
+
+    A running launch also writes one on demand: create the file PROFILE in the run folder, or send SIGUSR2.
+    """
 
     use_profiler: bool = free_flag(False, help="write a profiler trace of some steps of this launch")
     profiler_dir: str = free_flag("", form="path",

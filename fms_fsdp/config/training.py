@@ -14,7 +14,8 @@ def parse_selective_checkpointing(text: str) -> Fraction:
     """The share of blocks to checkpoint, in (0, 1]: from `1`, `1/2`, `0.33` or `every:k` (every k-th block).
 
     Raises:
-        ValueError: not such a share. fms-fsdp wrote an integer k above 1 for "every k-th"; the error shows our spelling.
+        ValueError: not such a share. In fms-fsdp an integer k above 1 meant "every k-th"; the error says how
+            to write that.
     """
     above, _, below = (f"1/{text[6:]}" if text.startswith("every:") else text).partition("/")
     parts = [exact_number(above), exact_number(below or "1")]
@@ -88,7 +89,8 @@ class DataConfig:
         help="number of tokens in a row; this is the context length of training")
     sep_token: int | None = refused_flag(None, minimum=0, orders_data=True,
         help="id of the token that ends every document (default: the id that the shards name)")
-    logical_shards: int = free_flag(1024, minimum=1, maximum=2**20, advanced=True, in_name=True, orders_data=True,
+    logical_shards: int = free_flag(1024, minimum=1, maximum=2**20, advanced=True, in_name=True,
+        orders_data=True,
         help="number of tapes that are read side by side, divided by weight; more tapes shuffle more widely, "
         "fewer tapes read less")
     packing: str = refused_flag("concat", choices=("concat", "bestfit"), orders_data=True,

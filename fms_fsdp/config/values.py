@@ -1,6 +1,6 @@
 """Text of a flag, or a value of TOML or JSON → a value of the declared type.
 
-    int: 1e6, 5_000_000, 2M, 4Ki      float: 3e-4      bool: yes, off      tuple: a,b      None: none, where it is allowed
+    int: 1e6, 5_000_000, 2M, 4Ki      float: 3e-4      bool: yes, off      tuple: a,b      None: none
 
 Every number has a limit, which is checked before any arithmetic.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from fms_fsdp.config.flag import Flag
 
-LARGEST = {int: 10**15, float: 1e30}  # of a number whose flag says nothing else
+LARGEST = {int: 10**15, float: 1e30}  # the limits of a number whose row has none
 _LONGEST_NUMBER, _LONGEST_TEXT, _LONGEST_SHOWN = 64, 1024, 200  # characters
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _WORDS = {
@@ -26,13 +26,13 @@ _EXAMPLES = {int: "an integer such as 4096, 5_000_000, 2M or 4Ki", float: "a num
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks; control characters, which could forge lines or rule a terminal, are written out."""
+    """`text` on one line; control characters, which can forge lines, are spelled out."""
     text = " ".join(text.split())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shown(text: str) -> str:
-    """`text` as messages quote it: on one line, and not at any length."""
+    """`text` as messages quote it: on one line, cut after 200 characters."""
     text = one_line(text[: _LONGEST_SHOWN + 1])
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "…"
 
@@ -124,7 +124,7 @@ def _check_form(form: str, text: str, quoted: str) -> None:
 
 
 def exact_number(text: str) -> Fraction | None:
-    """The number that a decimal text means, exactly; None for other texts. An exponent beyond ±999 counts as that."""
+    """The exact number of a decimal text; None for other texts. An exponent beyond ±999 counts as ±999."""
     match = re.fullmatch(r"([+-]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+))(?:[eE]([+-]?[0-9]+))?", text)
     if match is None or len(text) > _LONGEST_NUMBER:
         return None

@@ -17,7 +17,7 @@ from fms_fsdp.config.surroundings import CheckpointConfig, EvalConfig, LogConfig
 from fms_fsdp.config.training import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainingConfig
 from fms_fsdp.config.values import coerce
 
-# The sections and flags that an earlier release hashed into the run name. This is history: a new flag stays out.
+# The sections and flags that an earlier release hashed into the run name. A new flag does not belong here.
 _EARLIER_NAME = {
     "model": """
         model_variant num_layers hidden_size ffn_hidden_size num_attention_heads num_kv_heads
@@ -63,9 +63,9 @@ class TrainConfig:
 
     @cached_property
     def run_name(self) -> str:
-        """The given name, or `<variant>-<8 hex digits>` of the flags that are in the name and not at their default.
+        """The given name, or `<variant>-<hash>` of the flags that are in the name and not at their default.
 
-        If only the folder that an earlier release would have named exists, its name.
+        It is the name of an earlier release if only the folder of that name exists.
         """
         if self.log.run_name:
             return self.log.run_name

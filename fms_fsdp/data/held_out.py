@@ -193,17 +193,19 @@ def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -
     it is not that of the shards."""
     digest = Shard(corpus.files, corpus.sources[0].paths[0], delimiter=0).metadata.get("tokenizer_digest")
     for root in data_paths:
-        tokenizer = _tokenizer_in(root, digest)
-        if tokenizer is not None:
+        tokenizer = find_tokenizer(root)
+        if tokenizer is not None and tokenizer.vocabulary.digest == digest:
             table = tokenizer.token_bytes()
             return np.pad(table, (0, max(0, vocab_size - len(table))))
     logger.info("bits per byte are left out: no tokenizer of these shards in %s", corpus.files.root)
     return None
 
 
-def _tokenizer_in(root: str, digest: str | None) -> Tokenizer | None:
-    """Returns the tokenizer in a folder, None if there is none or another one. Raises: ValueError for a
-    description that cannot be trusted."""
+def find_tokenizer(root: str) -> Tokenizer | None:
+    """Returns the tokenizer that `prepare` left in a folder of shards, None if there is none.
+
+    Raises: ValueError for a description that cannot be trusted.
+    """
     try:
         files = open_root(root)
         data = _read_whole(files, _DESCRIBED)
@@ -211,8 +213,6 @@ def _tokenizer_in(root: str, digest: str | None) -> Tokenizer | None:
         logger.debug("no tokenizer there: %s", error)
         return None
     described, _ = parse_description(data, f"{files.root}/{_DESCRIBED}")
-    if described.digest != digest:
-        return None
     try:
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / KEPT_AS[described.kind]

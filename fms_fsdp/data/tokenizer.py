@@ -2,8 +2,9 @@
 
     load_tokenizer("byte" | FILE | FOLDER) ── encode(texts) → token arrays ── decode(ids) → text
 
-Invariant: `decode(encode([text])[0]) == text` for the byte tokenizer and for sentencepiece models trained here (identity normalisation, no
-dummy prefix, byte fallback), except for U+2581, sentencepiece's own mark for a space. Models from elsewhere keep their own rules.
+Invariant: `decode(encode([text])[0]) == text` for the byte tokenizer and for sentencepiece models trained
+here (identity normalisation, no dummy prefix, byte fallback), except for U+2581, sentencepiece's own mark for
+a space. Models from elsewhere keep their own rules.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KEPT_AS = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "token
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a shard must know of its tokenizer; `file_name` is the copy kept with the shards ("" for bytes)."""
+    """What a shard must know of its tokenizer; `file_name` is the copy beside the shards ("" for bytes)."""
 
     kind: str  # byte | sentencepiece | huggingface
     size: int
@@ -39,6 +40,10 @@ class Vocabulary:
     digest: str
     file_name: str
     eos_token: str = ""  # as asked for, where the tokenizer's own was not wanted
+
+    def kept_in(self, folder: Path) -> str:
+        """What `load_tokenizer` takes for the copy in that folder."""
+        return str(folder / self.file_name) if self.file_name else self.kind
 
 
 def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
@@ -54,9 +59,8 @@ def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
     vocabulary, kinds = Vocabulary(**values), {"size": int, "eos_id": int}
     for name, value in values.items():
         if not isinstance(value, kinds.get(name, str)) or (name == "kind" and value not in KEPT_AS):
-            raise ValueError(
-                f"{told_by} says {name} ({shown_name(value)}), which prepare never writes; restore or remove it"
-            )
+            rule = f"says {name} ({shown_name(value)}), which prepare never writes"
+            raise ValueError(f"{told_by} {rule}; restore or remove it")
     if vocabulary.kind != "byte" or vocabulary.file_name:
         safe_name(vocabulary.file_name, told_by)
     return vocabulary, content.get("trained_on")
@@ -142,7 +146,7 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, or GPT-2's `vocab.json` and `merges.txt`, through the optional package `tokenizers`."""
+    """A `tokenizer.json`, or GPT-2's `vocab.json` and `merges.txt`; needs the package `tokenizers`."""
 
     def __init__(self, path: Path, eos_token: str = "") -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs one process per core already
@@ -222,7 +226,9 @@ def _no_end(name: str, eos_token: str) -> str:
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
-    """The tokenizer `byte`, or that of a file or folder (`tokenizer.model`, `tokenizer.json`, `vocab.json` with `merges.txt`).
+    """The tokenizer `byte`, or that of a file or folder.
+
+    The files are `tokenizer.model`, `tokenizer.json`, or `vocab.json` with `merges.txt`.
 
     Raises:
         FileNotFoundError, ValueError: no such file, not a tokenizer, or one without an end token.

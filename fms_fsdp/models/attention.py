@@ -116,7 +116,8 @@ def short_attention(q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Te
 
 @functools.cache
 def _flex_attention() -> Callable[..., torch.Tensor]:
-    """flex_attention, compiled: without compilation it makes the whole score matrix. A compiled block inlines it."""
+    """flex_attention, compiled: without compilation it makes the whole score matrix. A compiled block inlines
+    it."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)

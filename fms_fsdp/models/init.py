@@ -1,10 +1,12 @@
-"""Initial weights: a function of (seed, parameter name, row) alone, so the same bits on any number of ranks, sharded or whole.
+"""Initial weights: a function of (seed, parameter name, row) alone, so the same bits on any number of ranks,
+sharded or whole.
 
     parameter ── rows 0..255 ── generator(seed, name, 0) ─┐
               ── rows 256..511 ─ generator(seed, name, 1) ─┼─ a rank draws only the blocks that hold its rows
               ── …                                         ┘
 
-Values are drawn on the CPU in fp32, whatever the device, and copied; no more than a few row blocks are in memory beside the shard itself.
+Values are drawn on the CPU in fp32, whatever the device, and copied; no more than a few row blocks are in
+memory beside the shard itself.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def init_weights(model: Llama, seed: int) -> None:
     """Fills every parameter in place: norm weights 1, biases 0, matrices normal with `init_std`; those that
     write to the residual stream (o_proj, down_proj) with `init_std / sqrt(2 num_layers)`.
 
-    Works on plain and sharded (DTensor) parameters; not collective. Source: Radford et al. 2019 (GPT-2), section 2.3, for the depth scaling.
+    Works on plain and sharded (DTensor) parameters; not collective. Source: Radford et al. 2019 (GPT-2),
+    section 2.3, for the depth scaling.
     """
     config = model.config
     for full_name, parameter in model.named_parameters():
@@ -50,7 +53,8 @@ def init_weights(model: Llama, seed: int) -> None:
 
 
 def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
-    """Normal values for the rows (and columns) this rank holds, drawn block by block on as many threads as torch uses."""
+    """Normal values for the rows (and columns) this rank holds, drawn block by block on as many threads as
+    torch uses."""
     local, first_row, columns = _local_part(parameter)
     num_columns = parameter.shape[1]
 

@@ -171,7 +171,8 @@ class Llama(nn.Module):
         document_ids_BS: torch.Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
     ) -> torch.Tensor | LossAndCount:
-        """logits_BSV, or with labels (summed loss, fp32; number of unmasked labels, int64) of this batch alone.
+        """logits_BSV, or with labels (summed loss, fp32; number of unmasked labels, int64) of this batch
+        alone.
 
         Positions default to 0..S-1, behind those of the `caches` (one for each layer); with document ids
         attention stays within a document. A part without embedding takes, and one without head gives, x_BSD.

@@ -3,8 +3,9 @@
     for each span of rows:  for each chunk in it: logits = h W^T  →  log-softmax (fp32), in place
                             loss += …,  dh = (p − onehot) W,  dW += (p − onehot)^T h
 
-The gradients are computed in the forward pass, while the span's logits are at hand, and only scaled in the backward pass: three matrix
-products in all, none repeated. A chunk's logits stay in the cache; a span's are few enough to hold and many enough that dW is seldom added up.
+The gradients are computed in the forward pass, while the span's logits are at hand, and only scaled in the
+backward pass: three matrix products in all, none repeated. A chunk's logits stay in the cache; a span's are
+few enough to hold and many enough that dW is seldom added up.
 Legend: N rows (tokens), D model, V vocabulary, P rows of a span, C of a chunk.
 """
 
@@ -33,7 +34,8 @@ def chunk_rows(num_rows: int, vocab_size: int, device_type: str) -> int:
 
 
 def _softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor) -> torch.Tensor:
-    """The fp32 log-probability of each row's label; turns the logits into probabilities, in place. Softmax in fp32."""
+    """The fp32 log-probability of each row's label; turns the logits into probabilities, in place. Softmax in
+    fp32."""
     logp_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
     label_C1 = logp_CV.gather(1, index_C1)
     logits_CV.copy_(logp_CV.exp_())
@@ -47,7 +49,8 @@ def _compiled_softmax_() -> Callable[..., torch.Tensor]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Summed loss of rows h_ND under head W_VD; gradients are made in `forward` in the dtype of h, summed over spans in fp32."""
+    """Summed loss of rows h_ND under head W_VD; gradients are made in `forward` in the dtype of h, summed
+    over spans in fp32."""
 
     @staticmethod
     def forward(
@@ -75,7 +78,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(h_PD[chunk], head_VD.T, out=dlogits_PV[chunk])
                 logp_P1[chunk] = softmax_(dlogits_PV[chunk], index_P[chunk].unsqueeze(1))
             loss -= (logp_P1 * valid_P1).sum()
-            # p - 1 at the label, exact near p = 1; not scatter_, which copies all of a bf16 tensor (torch 2.13 on CPUs)
+            # p - 1 at the label, exact near p = 1; not scatter_, which copies all of a bf16 tensor (torch
+            # 2.13 on CPUs)
             dlogits_PV[torch.arange(len(h_PD), device=h_ND.device), index_P] = (
                 logp_P1.expm1().squeeze(1).to(h_ND.dtype)
             )
@@ -106,7 +110,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _add_product(
     total_VD: torch.Tensor | None, left_VP: torch.Tensor, right_PD: torch.Tensor
 ) -> torch.Tensor:
-    """total + left @ right in fp32, slice by slice where the product has another dtype: neither it nor its fp32 copy exists as a whole."""
+    """total + left @ right in fp32, slice by slice where the product has another dtype: neither it nor its
+    fp32 copy exists as a whole."""
     if total_VD is None:
         total_VD = torch.zeros(
             left_VP.shape[0], right_PD.shape[1], dtype=torch.float32, device=left_VP.device
@@ -122,7 +127,8 @@ def _add_product(
 def linear_cross_entropy(
     h_BSD: torch.Tensor, weight_VD: torch.Tensor, labels_BS: torch.Tensor, *, compiled: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the cross-entropy over unmasked labels, fp32 scalar; their number, int64 scalar). Label -100 is masked.
+    """(sum of the cross-entropy over unmasked labels, fp32 scalar; their number, int64 scalar). Label -100 is
+    masked.
 
     `compiled` fuses what lies between the matrix products with torch.compile.
     """

@@ -2,7 +2,8 @@
 
     VARIANTS["7b"] ── ModelConfig overrides ── data's vocabulary ── seq_length ──▶ resolve_model ──▶ LlamaConfig
 
-A `LlamaConfig` that came out of `resolve_model` is consistent: heads divide the width, key/value heads divide the query heads.
+A `LlamaConfig` that came out of `resolve_model` is consistent: heads divide the width, key/value heads divide
+the query heads.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from fms_fsdp.config.batch import divisors
 class RopeScaling:
     """Stretch of the rotary frequencies for contexts longer than the pretraining one.
 
-    Frequencies whose wavelength exceeds `original_max_len / low_freq_factor` are divided by `factor`, those below
-    `original_max_len / high_freq_factor` are kept, and those between are blended.
+    Frequencies whose wavelength exceeds `original_max_len / low_freq_factor` are divided by `factor`, those
+    below `original_max_len / high_freq_factor` are kept, and those between are blended.
     Source: Llama 3.1, https://github.com/meta-llama/llama-models.
     """
 
@@ -33,7 +34,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama. `max_seq_len` is the longest row the model will see: the length of its position tables."""
+    """The shape of a Llama. `max_seq_len` is the longest row the model will see: the length of its position
+    tables."""
 
     num_layers: int
     hidden_size: int
@@ -91,7 +93,8 @@ ALIASES: dict[str, str] = {f"llama2_{name}": name for name in ("7b", "13b", "34b
 
 
 def model_from_dict(content: Mapping[str, Any]) -> LlamaConfig:
-    """The model that `dataclasses.asdict` described in a checkpoint or config.json; other entries are passed over."""
+    """The model that `dataclasses.asdict` described in a checkpoint or config.json; other entries are passed
+    over."""
     known = {spec.name: content[spec.name] for spec in fields(LlamaConfig) if spec.name in content}
     scaling = known.get("rope_scaling")
     return LlamaConfig(**known | {"rope_scaling": RopeScaling(**scaling) if scaling else None})
@@ -126,7 +129,8 @@ def canonical_variant(name: str) -> str:
 def resolve_model(
     section: ModelConfig, *, seq_length: int, data_vocab_size: int | None = None
 ) -> LlamaConfig:
-    """The model of a run: the variant, its overrides, the data's vocabulary where none is given, `seq_length` positions.
+    """The model of a run: the variant, its overrides, the data's vocabulary where none is given, `seq_length`
+    positions.
 
     Raises:
         ValueError: unknown variant, a shape that does not divide, or a vocabulary smaller than the data's.

@@ -1,4 +1,4 @@
-"""Energy counters: what this rank's GPU, and on each node the CPU packages, have used. Where the hardware does not tell there is no counter."""
+"""Energy that this rank's GPU and, once a node, the CPU packages have used, where the hardware counts it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Counter = Callable[[], float]
 
 
 class EnergyMeter:
-    """Joules of all counters of this rank since the last reading. A counter that fails is left out from then on."""
+    """Joules of all counters of this rank since the last reading. A counter that fails is read no more."""
 
     def __init__(self, counters: list[Counter]) -> None:
         self._last: list[tuple[Counter, float]] = []
         for counter in counters:
             try:
                 self._last.append((counter, counter()))
-            except Exception:  # noqa: BLE001, S112 - drivers raise what they like, and energy is never worth a run
+            except Exception:  # noqa: BLE001, S112 - drivers raise anything; energy is never worth a run
                 continue
 
     def read_j(self) -> float:
@@ -37,7 +37,7 @@ class EnergyMeter:
 
 
 def find_meter(device: torch.device, local_rank: int, powercap: Path = POWERCAP) -> EnergyMeter:
-    """The counters of this rank: its GPU by NVML; on local rank 0 the CPU packages by RAPL, if they may be read."""
+    """The counters of this rank: its GPU by NVML, and on local rank 0 the readable CPU packages by RAPL."""
     counters = _packages(powercap) if local_rank == 0 else []
     if device.type == "cuda" and (gpu := _gpu(device)) is not None:
         counters.append(gpu)
@@ -45,7 +45,10 @@ def find_meter(device: torch.device, local_rank: int, powercap: Path = POWERCAP)
 
 
 def _gpu(device: torch.device) -> Counter | None:
-    """Joules of an NVIDIA GPU since its driver was loaded, or None. Source: nvmlDeviceGetTotalEnergyConsumption, in mJ."""
+    """Joules of an NVIDIA GPU since its driver was loaded, or None.
+
+    Source: nvmlDeviceGetTotalEnergyConsumption, in mJ.
+    """
     try:
         import pynvml
 
@@ -66,7 +69,10 @@ def _packages(powercap: Path) -> list[Counter]:
 
 
 class _Package:
-    """The kernel's counter of one package, in µJ, which wraps around at `max_energy_range_uj`. Source: Linux, power/powercap/powercap.rst."""
+    """The kernel's counter of one package, in µJ; it wraps around at `max_energy_range_uj`.
+
+    Source: Linux, power/powercap/powercap.rst.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._last, self._wrapped = folder, 0, 0

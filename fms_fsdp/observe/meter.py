@@ -1,4 +1,5 @@
-"""The meter: on report steps it reads the step's outcome back from the device and tells everyone who watches the run.
+"""The meter: on report steps it reads the step's outcome back from the device and tells everyone who watches
+the run.
 
 Between reports nothing is read back. Every rank measures; rank 0's sinks and log take it in.
 """
@@ -104,7 +105,8 @@ class Meter(Hook):
         return extra
 
     def _count_zeros(self, progress: Progress) -> None:
-        """Counts the zeros of the gradient if the step that is being made will be reported (collective: every rank)."""
+        """Counts the zeros of the gradient if the step that is being made will be reported (collective: every
+        rank)."""
         if self._is_due(progress, progress.step + 1):
             self._zeros = count_zeros(self._parameters, self._mesh)
 

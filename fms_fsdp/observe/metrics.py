@@ -1,8 +1,8 @@
 """What a run measures of itself: sums over steps on the device, the time of its parts, and memory.
 
-docs/metrics.md defines each number. Between reports nothing is read back from the device: `Interval` adds up there, and
-the one transfer of a report step brings the host, which on a GPU runs ahead, and the device together before the clock
-is read.
+docs/metrics.md defines each number. Between reports nothing is read back from the device: `Interval` adds up
+there, and the one transfer of a report step brings the host, which on a GPU runs ahead, and the device
+together before the clock is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _BESIDE_STEPS = ("start", "eval", "checkpoint", "logging")  # parts of the run t
 class Clock:
     """Splits the time of a run: `mark(part)` says that what went by since the last mark belonged to `part`.
 
-    On a GPU the parts of a step are timed by its events, over the last 64 steps of an interval; its host only hands out work.
+    On a GPU the parts of a step are timed by its events, over the last 64 steps of an interval; its host only
+    hands out work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +43,8 @@ class Clock:
         self.totals: dict[str, float] = {}
 
     def mark(self, part: str) -> None:
-        """`part`: start, data, forward_backward, optimizer (ends a step), eval, checkpoint, logging; any other counts to the steps."""
+        """`part`: start, data, forward_backward, optimizer (ends a step), eval, checkpoint, logging; any
+        other counts to the steps."""
         now = time.perf_counter()
         self._seconds[part] = self._seconds.get(part, 0.0) + now - self._last
         self.totals[part] = self.totals.get(part, 0.0) + now - self._last
@@ -56,7 +58,8 @@ class Clock:
             self._events[-1].append(event)
 
     def read(self) -> dict[str, float]:
-        """Milliseconds a step by part, over the steps since the last call, and starts anew. The device must have done its work."""
+        """Milliseconds a step by part, over the steps since the last call, and starts anew. The device must
+        have done its work."""
         steps = max(1, self._steps)
         ms = {part: 1000 * seconds / steps for part, seconds in self._seconds.items()}
         timed = [events for events in self._events if len(events) == 3]
@@ -106,7 +109,8 @@ class Interval:
     def read(
         self, result: StepResult, energy_j: float, masked_rows: int, extra: Mapping[str, torch.Tensor]
     ) -> dict[str, float]:
-        """The metrics of the step and of the interval by name, and starts anew (collective: every rank; waits for the device).
+        """The metrics of the step and of the interval by name, and starts anew (collective: every rank; waits
+        for the device).
 
         `energy_j` and `masked_rows` are summed over ranks; `extra` are scalars alike on all ranks.
         """

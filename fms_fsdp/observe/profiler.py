@@ -1,11 +1,13 @@
-"""The profiler: traces of a few steps that TensorBoard's profiler page and Perfetto open, from the start of a run or on demand.
+"""The profiler: traces of a few steps that TensorBoard's profiler page and Perfetto open, from the start of a
+run or on demand.
 
     --use_profiler               after --profiler_wait steps of the launch
-    touch runs/NAME/PROFILE      in a running job, on every rank of --profiler_ranks, as often as the file is touched anew
-    kill -USR2 PID               in a running job, on that process alone
+    touch runs/NAME/PROFILE      in a running job, on every rank of --profiler_ranks, as often as the file is
+    touched anew kill -USR2 PID               in a running job, on that process alone
 
-Each window warms up, records `--profiler_active` steps and writes `profile_traces/`: the trace, its summary as text, on request the allocator's
-history. Between windows a step costs a comparison, and once a second a look at a file.
+Each window warms up, records `--profiler_active` steps and writes `profile_traces/`: the trace, its summary
+as text, on request the allocator's history. Between windows a step costs a comparison, and once a second a
+look at a file.
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ class StepProfiler(Hook):
 
 
 def dump_memory(folder: Path, rank: int) -> None:
-    """Writes the allocator's state, and its history if it was recorded, for https://docs.pytorch.org/memory_viz. Nothing on a CPU."""
+    """Writes the allocator's state, and its history if it was recorded, for
+    https://docs.pytorch.org/memory_viz. Nothing on a CPU."""
     if torch.cuda.is_available():
         folder.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{rank}.pickle"))  # type: ignore[no-untyped-call]

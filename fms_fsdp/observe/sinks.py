@@ -1,4 +1,5 @@
-"""Where the records of a run go: `metrics.jsonl` and the trackers. Rank 0 writes, the others have sinks that take nothing.
+"""Where the records of a run go: `metrics.jsonl` and the trackers. Rank 0 writes, the others have sinks that
+take nothing.
 
 docs/metrics.md defines each number of a record.
 """
@@ -21,9 +22,11 @@ from fms_fsdp.state import Progress
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one flat JSON object a line, append only; a line torn by a crash is cut off at the start.
+    """`metrics.jsonl`: one flat JSON object a line, append only; a line torn by a crash is cut off at the
+    start.
 
-    What keeps it from being written, a full disk for instance, stands in `problem`: the run then saves and ends.
+    What keeps it from being written, a full disk for instance, stands in `problem`: the run then saves and
+    ends.
     """
 
     def __init__(self, path: Path) -> None:

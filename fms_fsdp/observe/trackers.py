@@ -1,10 +1,10 @@
 """Trackers: who else is told what `metrics.jsonl` says. None of them can stop or hold up a run.
 
-    record ─▶ Background: bounded queue ─▶ a thread of its own ─▶ adapter (TensorBoard, wandb, mlflow, aim, codecarbon)
+    record ─▶ Background: bounded queue ─▶ its own thread ─▶ adapter (TensorBoard, wandb, mlflow, …)
 
-An adapter is made in its thread, because connecting may hang. One that raises is logged once and switched off; the queue
-of one that hangs fills up, and what does not fit is counted and dropped; at the end each has a moment to finish, then it
-is left behind.
+An adapter is made in its thread, because connecting may hang. One that raises is logged once and switched
+off; the queue of one that hangs fills up, and what does not fit is counted and dropped; at the end each has a
+moment to finish, then it is left behind.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RunInfo:
     config: dict[str, Any]
 
     def tracker_id(self, tracker: str, new: Callable[[], str]) -> str:
-        """The tracker's id of this run: that of the first launch, kept in `<tracker>.id`, or there `new()`."""
+        """The tracker's id of this run: that of the first launch, kept in `<tracker>.id`, else `new()`."""
         path = self.folder / f"{tracker}.id"
         if not path.exists():
             path.write_text(new())
@@ -119,7 +119,7 @@ class Background:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The finite numbers of a record that are not its place in the run; names of reports begin with `train/`."""
+    """The finite numbers of a record, without its place in the run; names of reports begin with `train/`."""
     return {
         name if name.startswith(("eval/", "test/")) else f"train/{name}": value
         for name, value in record.items()
@@ -159,7 +159,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases: one run over all launches, by the id of the first. The client decides on log-in and offline mode."""
+    """Weights & Biases: one run over all launches. The client itself decides on log-in and offline mode."""
 
     def __init__(self, section: LogConfig, run: RunInfo) -> None:
         import wandb
@@ -246,7 +246,7 @@ class Aim:
 
 
 class CodeCarbon:
-    """CodeCarbon: energy and CO2 of this node, in `emissions.csv` of the run folder. It measures by itself, without records."""
+    """CodeCarbon: energy and CO2 of this node, in `emissions.csv` of the run folder. It takes no records."""
 
     def __init__(self, section: LogConfig, run: RunInfo) -> None:
         from codecarbon import OfflineEmissionsTracker

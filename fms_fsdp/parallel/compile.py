@@ -1,4 +1,5 @@
-"""torch.compile, block by block: one compilation serves all blocks. Beside them only the softmax of the loss is compiled."""
+"""torch.compile, block by block: one compilation serves all blocks. Beside them only the softmax of the loss
+is compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from fms_fsdp.models.loss import linear_cross_entropy
 
 
 def apply_compile(model: Llama) -> None:
-    """Compiles every block and the loss in place, at their first call. A new shape compiles anew: shapes are static within a run."""
+    """Compiles every block and the loss in place, at their first call. A new shape compiles anew: shapes are
+    static within a run."""
     for block in model.blocks.values():
         block.compile(fullgraph=True, dynamic=False)
     if model.head is not None:

@@ -3,8 +3,9 @@
     untied:  embed │ block 0 │ … │ block n-1 │ head (final norm, output weight, loss)        root: nothing
     tied:            block 0 │ … │ block n-1                                                 root: embed, final norm
 
-A tied embedding is used at both ends, so it stays gathered in the root for the whole step. Under `ddp` every shard group has one rank: the same
-code path and the same precision policy, with only an all-reduce left. Weights and optimizer state are fp32; the policy gathers bf16 copies.
+A tied embedding is used at both ends, so it stays gathered in the root for the whole step. Under `ddp` every
+shard group has one rank: the same code path and the same precision policy, with only an all-reduce left.
+Weights and optimizer state are fp32; the policy gathers bf16 copies.
 """
 
 from __future__ import annotations
@@ -63,9 +64,11 @@ def _set_prefetch(blocks: list[FSDPModule], depth: int) -> None:
 
 
 def set_gradient_sync(model: nn.Module, last_micro_step: bool, mesh: Mesh) -> None:
-    """Call before each micro-step's forward: the all-reduce over replicas (hsdp, ddp) waits for the last micro-step.
+    """Call before each micro-step's forward: the all-reduce over replicas (hsdp, ddp) waits for the last
+    micro-step.
 
-    The reduce-scatter within a shard group runs every micro-step, so that gradients accumulate in fp32 shards, not in whole copies.
+    The reduce-scatter within a shard group runs every micro-step, so that gradients accumulate in fp32
+    shards, not in whole copies.
     """
     if mesh.size("dp_replicate") > 1:
         cast(FSDPModule, model).set_requires_all_reduce(last_micro_step)
@@ -80,7 +83,8 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def global_norm(tensors: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """The 2-norm of all tensors together, an fp32 scalar alike on all ranks, without a host sync (collective: every rank).
+    """The 2-norm of all tensors together, an fp32 scalar alike on all ranks, without a host sync (collective:
+    every rank).
 
     Exact on any mesh: a part that several ranks of one replica hold counts once, and one all-reduce adds
     up the squares of all parts.
@@ -122,7 +126,8 @@ def local_shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, mesh: Mesh) -> torch.Tensor:
-    """The `global_norm` of the gradients before clipping; they are scaled in place. `max_norm` 0 only measures."""
+    """The `global_norm` of the gradients before clipping; they are scaled in place. `max_norm` 0 only
+    measures."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = global_norm(gradients, mesh)
     if max_norm > 0:

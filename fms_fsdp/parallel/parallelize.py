@@ -2,8 +2,8 @@
 
     build (meta) → precision → activation checkpointing → compile per block → fully_shard → allocate → init
 
-The order matters: a checkpointed block is compiled as a whole, and FSDP's hooks stay outside of the compiled code. Initialisation comes last
-because each rank then fills only its shards.
+The order matters: a checkpointed block is compiled as a whole, and FSDP's hooks stay outside of the compiled
+code. Initialisation comes last because each rank then fills only its shards.
 """
 
 from __future__ import annotations

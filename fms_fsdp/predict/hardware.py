@@ -6,8 +6,10 @@ import time
 
 import torch
 
-# Dense bf16 tensor-core peak in FLOP/s, without sparsity. Sources: NVIDIA's data sheets of each product (A100, H100, H200, B200, L40S, A10G, V100:
-# fp16), AMD's of MI250X (one of two dies) and MI300X. The longest name that occurs in the device's name counts.
+# Dense bf16 tensor-core peak in FLOP/s, without sparsity. Sources: NVIDIA's data sheets of each product
+# (A100, H100, H200, B200, L40S, A10G, V100:
+# fp16), AMD's of MI250X (one of two dies) and MI300X. The longest name that occurs in the device's name
+# counts.
 PEAK_BF16_FLOPS = {
     "V100": 125e12,
     "A10G": 70e12,
@@ -25,7 +27,8 @@ PEAK_BF16_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of one rank: the table's for a GPU (None if it is unknown), a measured matrix product on a CPU."""
+    """Peak FLOP/s of one rank: the table's for a GPU (None if it is unknown), a measured matrix product on a
+    CPU."""
     if device.type == "cpu":
         return measure_matmul_flops(dtype)
     name = torch.cuda.get_device_name(device)
@@ -34,7 +37,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, rounds: int = 5) -> float:
-    """The best rate of `rounds` square matrix products on this process's CPU threads, in FLOP/s (about 50 ms in all)."""
+    """The best rate of `rounds` square matrix products on this process's CPU threads, in FLOP/s (about 50 ms
+    in all)."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     best = 0.0
     for _ in range(rounds + 1):

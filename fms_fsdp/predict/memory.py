@@ -27,7 +27,8 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank: `state` is its share of weights, gradients and moments, `unit` the largest unsharded unit (weights and gradients).
+    """Bytes of one rank: `state` is its share of weights, gradients and moments, `unit` the largest unsharded
+    unit (weights and gradients).
 
     `rows`: the table of positions, the rows of a step and what a block takes in of those of a micro-step.
     """
@@ -49,7 +50,8 @@ def estimate_memory(
     mixed_precision: bool = False,
     batch: BatchPlan | None = None,
 ) -> MemoryEstimate:
-    """The least that a rank needs. Under `none` nothing is gathered; mixed precision casts one weight at a time."""
+    """The least that a rank needs. Under `none` nothing is gathered; mixed precision casts one weight at a
+    time."""
     weight_bytes, units = 2 if mixed_precision else 4, num_params_by_unit(config)
     if dims.strategy == "none":
         unit = weight_bytes * units["embed"] if mixed_precision else 0  # the head's weight has that size too
@@ -101,7 +103,8 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
 def activation_bytes(config: LlamaConfig, rows: int, *, mixed_precision: bool) -> int:
     """About what the forward pass of `rows` keeps for the backward pass, without activation checkpointing.
 
-    A block keeps per token its input, both norms, queries, keys, values and attention's output, and three widths of the feed-forward.
+    A block keeps per token its input, both norms, queries, keys, values and attention's output, and three
+    widths of the feed-forward.
     """
     per_token = (
         6 * config.hidden_size + 2 * config.num_kv_heads * config.head_dim + 3 * config.ffn_hidden_size
@@ -172,7 +175,8 @@ def _free_ram() -> int | None:
 
 
 def _cgroup_limit() -> int | None:
-    """The smallest memory limit of this process's control group and its parents, version 1 or 2; None where there is none."""
+    """The smallest memory limit of this process's control group and its parents, version 1 or 2; None where
+    there is none."""
     limits = []
     for line in ["0::/", "0:memory:/", *_read("/proc/self/cgroup").splitlines()]:
         _, controllers, path = line.split(":", 2)

@@ -3,9 +3,9 @@
     plan (every rank, nothing written) ─→ claim: lock → choose the start → broadcast → the same checks on every rank
                                            → only now the folder is made and written to
 
-config.json (the latest launch) · config.<attempt>.json (each launch) · status.json · metrics.jsonl · log.txt · tensorboard/ ·
-checkpoints/ · profile_traces/ · stacks/ (of ranks that hung) · slurm_job · STOP (made by whoever wants the run to stop) ·
-.lock · .shared
+config.json (the latest launch) · config.<attempt>.json (each launch) · status.json · metrics.jsonl · log.txt
+· tensorboard/ · checkpoints/ · profile_traces/ · stacks/ (of ranks that hung) · slurm_job · STOP (made by
+whoever wants the run to stop) · .lock · .shared
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _SENTINEL = ".shared"
 
 @dataclass(frozen=True)
 class Claim:
-    """What a launch holds: its number from 1, and the plan with its start. `suspect_step`: the last attempt ended
-    because the data of this step are wrong."""
+    """What a launch holds: its number from 1, and the plan with its start. `suspect_step`: the last attempt
+    ended because the data of this step are wrong."""
 
     attempt: int
     plan: Plan
@@ -53,7 +53,8 @@ class Claim:
 
 
 def claim(parsed: Parsed[TrainConfig], plan: Plan, mesh: Mesh) -> Claim:
-    """Takes the folders for this run and chooses its start (collective: every rank). They stay locked until the process ends.
+    """Takes the folders for this run and chooses its start (collective: every rank). They stay locked until
+    the process ends.
 
     Raises:
         ValueError, OSError: another run writes there, or the checkpoint does not fit; alike on every rank.
@@ -78,7 +79,8 @@ def claim(parsed: Parsed[TrainConfig], plan: Plan, mesh: Mesh) -> Claim:
 
 
 def choose_again(parsed: Parsed[TrainConfig], plan: Plan, damaged: Sequence[Path]) -> Plan:
-    """Sets the last of `damaged` aside and takes the newest start that is not among them (collective: every rank).
+    """Sets the last of `damaged` aside and takes the newest start that is not among them (collective: every
+    rank).
 
     Raises:
         ValueError: none is left.
@@ -94,8 +96,8 @@ def choose_again(parsed: Parsed[TrainConfig], plan: Plan, damaged: Sequence[Path
 def restore(
     parsed: Parsed[TrainConfig], plan: Plan, stream: Stream, model: Llama, optimizers: Optimizers, mesh: Mesh
 ) -> tuple[Plan, Stream]:
-    """Loads the checkpoint that the plan names, or, where its files turn out to be damaged, the newest sound one
-    before it, which makes another plan (collective: every rank).
+    """Loads the checkpoint that the plan names, or, where its files turn out to be damaged, the newest sound
+    one before it, which makes another plan (collective: every rank).
 
     Raises:
         BadInput: none is sound.
@@ -117,7 +119,8 @@ def restore(
 
 
 def look_at_suspect(stream: Stream, taken: Claim) -> None:
-    """Reads the data that ended the last attempt, if this one comes to them too: if they are still wrong it ends here.
+    """Reads the data that ended the last attempt, if this one comes to them too: if they are still wrong it
+    ends here.
 
     Raises:
         BadInput: they are.
@@ -164,7 +167,8 @@ def _last_attempt(folder: Path) -> int:
 
 
 def _remove_old_request(file: Path) -> None:
-    """A STOP older than this process asked an earlier launch; one dated ahead of the clock would ask every later one."""
+    """A STOP older than this process asked an earlier launch; one dated ahead of the clock would ask every
+    later one."""
     now = time.time()
     if file.exists() and not now - process_age_s() <= file.stat().st_mtime <= now + 1:
         file.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 """What watches a run from step to step: gradients that are not finite, loss spikes, and steps that never end.
 
-A step whose gradient is not finite changes nothing: the optimizer skips it on the device (see train.py). `BadSteps` counts such steps and ends the
-run when there are too many in a row; `SpikeDetector` only speaks; `Watchdog` ends a process that hangs, with its stacks on record.
+A step whose gradient is not finite changes nothing: the optimizer skips it on the device (see train.py).
+`BadSteps` counts such steps and ends the run when there are too many in a row; `SpikeDetector` only speaks;
+`Watchdog` ends a process that hangs, with its stacks on record.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.runtime import HostCopy, log
+from fms_fsdp.runtime import HostCopy, log, own_log
 from fms_fsdp.state import Hook, Progress, StepResult
 
 
@@ -26,9 +27,11 @@ class TooManyBadSteps(RunFailed):
 
 @dataclass
 class BadSteps(Hook):
-    """Counts skipped steps. `describe(step)` names that step's data; it is called on every rank, for bad steps only.
+    """Counts skipped steps. `describe(step)` names that step's data; it is called on every rank, for bad
+    steps only.
 
-    On a GPU the verdict on a step is read while the next one runs, so that the host never waits for the device's newest work.
+    On a GPU the verdict on a step is read while the next one runs, so that the host never waits for the
+    device's newest work.
     """
 
     limit: int
@@ -74,9 +77,11 @@ class BadSteps(Hook):
 
 @dataclass
 class SpikeDetector:
-    """Compares each reported loss with the recent ones: a spike lies `threshold` of their deviations above their mean.
+    """Compares each reported loss with the recent ones: a spike lies `threshold` of their deviations above
+    their mean.
 
-    Mean and deviation are exponential averages over about 50 reports, and do not take in the spikes themselves.
+    Mean and deviation are exponential averages over about 50 reports, and do not take in the spikes
+    themselves.
     """
 
     threshold: float
@@ -100,7 +105,8 @@ class SpikeDetector:
 
 
 class Watchdog(Hook):
-    """A thread that ends this process when nothing was heard of it for `timeout_s`: stacks of all its threads go to `folder`, then exit status 1.
+    """A thread that ends this process when nothing was heard of it for `timeout_s`: stacks of all its threads
+    go to `folder`, then exit status 1.
 
     It stands beside the collectives' own timeout, which a rank that hangs outside of one never meets.
     """
@@ -136,7 +142,7 @@ class Watchdog(Hook):
                     file.flush()
                     faulthandler.dump_traceback(file)
                 reason = f"no step for {silent:.0f} s, and no save that moves (--collective_timeout_s); stacks of all threads: {self._path}"
-                log.error(reason)
+                own_log.error(reason)
                 self._on_hang(reason)
                 time.sleep(
                     3 * pause_s

@@ -1,8 +1,10 @@
-"""When a launch ends before the run does: signals, the stop file, steps, tokens and time, agreed on by all ranks.
+"""When a launch ends before the run does: signals, the stop file, steps, tokens and time, agreed on by all
+ranks.
 
-Steps, tokens and samples are counted by every rank alike. What only one rank knows, a signal, the stop file, the clock,
-is a *request*: before each step every rank tells its own, and their sum over ranks travels with the number of labels,
-which the step adds up anyway. The launch then saves after that step and ends as "resume_me": the same command goes on.
+Steps, tokens and samples are counted by every rank alike. What only one rank knows, a signal, the stop file,
+the clock, is a *request*: before each step every rank tells its own, and their sum over ranks travels with
+the number of labels, which the step adds up anyway. The launch then saves after that step and ends as
+"resume_me": the same command goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ STOP_FILE = "STOP"
 
 @dataclass
 class Limits(Hook):
-    """The limits of one launch; why it ends stands in `progress.stop`. `spent`: seconds of this launch by part."""
+    """The limits of one launch; why it ends stands in `progress.stop`. `spent`: seconds of this launch by
+    part."""
 
     section: TrainingConfig
     folder: Path
@@ -40,7 +43,8 @@ class Limits(Hook):
     _is_late: bool = False
 
     def before_step(self, progress: Progress) -> None:
-        """Enters what this rank asks for: a stop by signal, the file, the clock, or as it cannot report; each 0 or 1."""
+        """Enters what this rank asks for: a stop by signal, the file, the clock, or as it cannot report; each
+        0 or 1."""
         if self.section.exit_step and self.section.exit_step <= progress.start:
             progress.stop = f"--exit_step ({self.section.exit_step}) is reached"
             return
@@ -102,8 +106,9 @@ class Limits(Hook):
         return ""
 
     def margin_s(self, progress: Progress) -> float:
-        """What the next step, one more and the end may take: the slowest recent step twice (three times where requests are
-        heard late), the evaluations that are due, the saves with half as much again, and 10 s; or `--exit_margin_s`."""
+        """What the next step, one more and the end may take: the slowest recent step twice (three times where
+        requests are heard late), the evaluations that are due, the saves with half as much again, and 10 s;
+        or `--exit_margin_s`."""
         if self.section.exit_margin_s is not None:
             return self.section.exit_margin_s
         step = progress.step + 1

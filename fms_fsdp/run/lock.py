@@ -18,8 +18,8 @@ from types import TracebackType
 class FolderLock:
     """Holds `folder/.lock` while inside `with`, or from `take` until the process ends, however it ends.
 
-    On network file systems the lock holds between nodes (NFS 4, Lustre with -o flock, GPFS); where a file system has no locks this is said
-    and nothing is guarded.
+    On network file systems the lock holds between nodes (NFS 4, Lustre with -o flock, GPFS); where a file
+    system has no locks this is said and nothing is guarded.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +75,8 @@ _held: list[FolderLock] = []  # until the process ends
 
 
 def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
-    """Makes and locks the folders until the process ends. What exists is locked first: a refused launch makes nothing.
+    """Makes and locks the folders until the process ends. What exists is locked first: a refused launch makes
+    nothing.
 
     Raises:
         ValueError: another process holds one of them, or one cannot be made.

@@ -1,4 +1,5 @@
-"""What flags and environment ask of this machine: what cannot be had is refused, what does nothing here is told."""
+"""What flags and environment ask of this machine: what cannot be had is refused, what does nothing here is
+told."""
 
 from __future__ import annotations
 

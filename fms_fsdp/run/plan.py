@@ -1,9 +1,11 @@
-"""The checks before any work: what the flags mean on this machine, in this world, with this data. Nothing is written.
+"""The checks before any work: what the flags mean on this machine, in this world, with this data. Nothing is
+written.
 
     flags (done by parsing) → `find_machine`: devices, mesh, batch → process group → `check_data`: data, model, memory, folders
 
-The first failure is raised, alike on every rank. Rank 0 alone looks at the folders of data, once, and tells the others.
-What depends on the checkpoint is checked by `start_from`, once rank 0 holds the lock and has chosen it (claim.py).
+The first failure is raised, alike on every rank. Rank 0 alone looks at the folders of data, once, and tells
+the others. What depends on the checkpoint is checked by `start_from`, once rank 0 holds the lock and has
+chosen it (claim.py).
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the checks found, alike on every rank. `corpus` is None for synthetic data and streams of the user's own."""
+    """What the checks found, alike on every rank. `corpus` is None for synthetic data and streams of the
+    user's own."""
 
     world: runtime.World
     device: torch.device
@@ -263,10 +266,12 @@ def _open_data(cfg: TrainConfig) -> Corpus | None:
 
 
 def open_stream(cfg: TrainConfig, found: Plan) -> Stream:
-    """This rank's rows, from the step after the checkpoint's; says what the flags change in a run that goes on.
+    """This rank's rows, from the step after the checkpoint's; says what the flags change in a run that goes
+    on.
 
     Raises:
-        ValueError, OSError: the checkpoint's data state is of other data, or the batch or the length do not fit the data.
+        ValueError, OSError: the checkpoint's data state is of other data, or the batch or the length do not
+        fit the data.
     """
     build: Callable[..., Stream] = (
         load_builder(cfg.data) if cfg.data.dataset_builder else partial(build_stream, corpus=found.corpus)

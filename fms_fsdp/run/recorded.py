@@ -1,15 +1,18 @@
 """The configuration that a run recorded, read from wherever one stands now.
 
-Paths are recorded as they were typed, with the working folder of the launch beside them (`resolved.working_dir`). Readers join
-the two. Links are not resolved: what the user meant by a link may move. URIs, absolute paths and `~` stay as they are.
+Paths are recorded as they were typed, with the working folder of the launch beside them
+(`resolved.working_dir`). Readers join the two. Links are not resolved: what the user meant by a link may
+move. URIs, absolute paths and `~` stay as they are.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
 from fms_fsdp.config import TrainConfig, flag_table, from_dict
 
 _PATHS = {name for name, row in flag_table(TrainConfig).items() if row.form == "path"}
@@ -38,6 +41,22 @@ def recorded_sections(config: Mapping[str, Any], resolved: Mapping[str, Any]) ->
 def recorded_config(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> TrainConfig:
     """Returns a recorded configuration with its paths joined to the run's working folder."""
     return from_dict(recorded_sections(config, resolved))
+
+
+def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoint:
+    """Returns the newest complete checkpoint, or that of `step`, of a run folder, a folder of checkpoints or
+    one.
+
+    Raises: ValueError that calls the path by `name`.
+    """
+    folder = Path(path)
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    found = open_checkpoint(root, step=step) if path else None
+    if found is None:
+        which = "" if step is None else f" of step {step}"
+        rule = f"must hold a complete checkpoint{which}; see `python -m fms_fsdp ckpt list`"
+        raise ValueError(f"{name} ({path}) {rule}")
+    return found
 
 
 def _joined(start: str, path: Any) -> Any:

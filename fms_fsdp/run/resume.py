@@ -1,4 +1,5 @@
-"""Where a run starts: which checkpoint, whether it fits, and what the flags of this launch change in it. Reads files, trains nothing."""
+"""Where a run starts: which checkpoint, whether it fits, and what the flags of this launch change in it.
+Reads files, trains nothing."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from fms_fsdp.optim.schedules import build_schedule
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from. `continues`: step, optimizer and data go on, else only weights are taken. `why`: in words, for the log.
+    """What a run starts from. `continues`: step, optimizer and data go on, else only weights are taken.
+    `why`: in words, for the log.
 
-    `superseded`: the run's own later checkpoints, which `--resume_step` leaves behind. `fresh_data`: the data begin after the checkpoint's step.
+    `superseded`: the run's own later checkpoints, which `--resume_step` leaves behind. `fresh_data`: the data
+    begin after the checkpoint's step.
     """
 
     checkpoint: Checkpoint | None
@@ -68,7 +71,8 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
 
 
 def _go_back(root: Path, step: int, skip: Collection[Path]) -> Start:
-    """`--resume_step`: checkpoints that were made under the same flag are what came of going back, and are gone on from."""
+    """`--resume_step`: checkpoints that were made under the same flag are what came of going back, and are
+    gone on from."""
     newest = open_checkpoint(root, skip=skip)
     if (
         newest is not None
@@ -112,7 +116,8 @@ def check_model(model: LlamaConfig, checkpoint: Checkpoint) -> None:
 
 
 def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> list[str]:
-    """What differs from the launch that wrote the checkpoint, a line each: flags, world, versions, learning rate."""
+    """What differs from the launch that wrote the checkpoint, a line each: flags, world, versions, learning
+    rate."""
     assert start.checkpoint is not None
     before, now = start.checkpoint.state["config"], as_dict(cfg)
     changed: dict[str, list[str]] = {"announced": [], "free": [], "refused": []}

@@ -1,11 +1,12 @@
 """How a launch ends: `status.json` in the run folder, the exit status, and what is printed for bad input.
 
-`with Launch() as launch:` around everything turns the outcome into all three. Standard library only: a mistyped flag
-is answered before torch is imported. Under torchrun, which hides its workers' exit statuses and restarts those that
-fail, an early stop ends with 0, and bad input is printed once: by rank 0, and by a restarted attempt only if it is news.
+`with Launch() as launch:` around everything turns the outcome into all three. Standard library only: a
+mistyped flag is answered before torch is imported. Under torchrun, which hides its workers' exit statuses and
+restarts those that fail, an early stop ends with 0, and bad input is printed once: by rank 0, and by a
+restarted attempt only if it is news.
 
-A launch writes into the run folder only after `claim`: until then the folder may be another's. What a script must know
-of a launch, claimed or not, stands in the file that the environment variable LAUNCH_OUTCOME names.
+A launch writes into the run folder only after `claim`: until then the folder may be another's. What a script
+must know of a launch, claimed or not, stands in the file that the environment variable LAUNCH_OUTCOME names.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def read_status(path: Path) -> dict[str, Any]:
 class Launch:
     """One launch of one rank: what it reached and how it ended.
 
-    Set `steps_done` once the loop counts them; call `end` with FINISHED or RESUME_ME. Exceptions give the others.
+    Set `steps_done` once the loop counts them; call `end` with FINISHED or RESUME_ME. Exceptions give the
+    others.
     """
 
     def __init__(self) -> None:
@@ -55,13 +57,15 @@ class Launch:
 
     @property
     def exit_status(self) -> int:
-        """0 finished, 1 failed, 2 bad input, 75 stopped early (0 under torchrun, which would call it a failure)."""
+        """0 finished, 1 failed, 2 bad input, 75 stopped early (0 under torchrun, which would call it a
+        failure)."""
         if self.outcome == RESUME_ME and "TORCHELASTIC_RUN_ID" in os.environ:
             return 0
         return EXIT_STATUS[self.outcome or FAILED]
 
     def claim(self, folder: Path) -> None:
-        """From here on the run folder is this launch's: its lock is held. Rank 0 calls it first, then the others."""
+        """From here on the run folder is this launch's: its lock is held. Rank 0 calls it first, then the
+        others."""
         self.folder = folder
         if self.rank == 0:
             self._write(folder / "status.json", self._content(RUNNING))
@@ -79,7 +83,8 @@ class Launch:
         )
 
     def tell(self, error: BaseException | None) -> None:
-        """Enters and prints what ends this rank, once; before anything is closed, so that no peer's error comes first."""
+        """Enters and prints what ends this rank, once; before anything is closed, so that no peer's error
+        comes first."""
         if error is None or error is self._told or isinstance(error, SystemExit | GeneratorExit):
             return
         if self._told is not None:  # what failed while things were closed; the first reason stays
@@ -140,7 +145,8 @@ class Launch:
         return True
 
     def _tell_bad_input(self, error: BadInput) -> None:
-        """All ranks find the same mistake at once: rank 0 speaks, the others give it the time to (torchrun kills all when one exits)."""
+        """All ranks find the same mistake at once: rank 0 speaks, the others give it the time to (torchrun
+        kills all when one exits)."""
         known = self._told_before(self.reason)
         self._enter(BAD_INPUT, alone=error.on_one_rank, data_step=error.data_step)
         if self.rank == 0 or error.on_one_rank:
@@ -150,7 +156,8 @@ class Launch:
             time.sleep(5)
 
     def _told_before(self, reason: str) -> bool:
-        """Whether the attempt before this one, of the same torchrun, ended for the same reason; notes it for the next."""
+        """Whether the attempt before this one, of the same torchrun, ended for the same reason; notes it for
+        the next."""
         file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
         if not file:
             return False
@@ -163,7 +170,8 @@ class Launch:
         return False
 
     def _enter(self, status: str, *, alone: bool, data_step: int | None = None) -> None:
-        """Into status.json and the outcome file; `alone`: by this rank itself, not by rank 0 for all. The first end stays."""
+        """Into status.json and the outcome file; `alone`: by this rank itself, not by rank 0 for all. The
+        first end stays."""
         content = self._content(status) | ({} if data_step is None else {"data_step": data_step})
         if self.folder is not None and (alone or self.rank == 0):
             path = self.folder / "status.json"
@@ -183,7 +191,8 @@ class Launch:
         return {"status": status, "step": self.steps_done(), "reason": self.reason}
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
-        """A folder that cannot be written is no second error; on a full disk the old file's own block still has room."""
+        """A folder that cannot be written is no second error; on a full disk the old file's own block still
+        has room."""
         text = json.dumps(content) + "\n"
         try:
             write_atomically(path, text)

@@ -3,8 +3,8 @@
     before step 1   nothing can be saved: the process ends at once, also while it waits in a collective
     afterwards      `name` is set; the loop saves and ends (limits.py)
 
-A thread reads the signals from a pipe, because Python runs its handlers only when the main thread is not inside a
-library call, and a collective that waits for a dead peer may never return.
+A thread reads the signals from a pipe, because Python runs its handlers only when the main thread is not
+inside a library call, and a collective that waits for a dead peer may never return.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _AGENT_GONE = "the end of torchrun's agent"
 
 
 class StopSignal:
-    """SIGTERM, SIGINT, SIGUSR1 or SIGHUP asks for a stop after the current step; a second SIGINT interrupts at once.
+    """SIGTERM, SIGINT, SIGUSR1 or SIGHUP asks for a stop after the current step; a second SIGINT interrupts
+    at once.
 
-    SIGHUP counts unless it was ignored at the start (nohup). `name` says what asked, "" while nothing did. Set
-    `can_save` when the first step is done. Some time after the agent is gone the process ends even if a save hangs: as
-    long as torchrun itself would wait.
+    SIGHUP counts unless it was ignored at the start (nohup). `name` says what asked, "" while nothing did.
+    Set `can_save` when the first step is done. Some time after the agent is gone the process ends even if a
+    save hangs: as long as torchrun itself would wait.
     """
 
     def __init__(self, launch: Launch) -> None:

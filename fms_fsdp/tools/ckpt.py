@@ -81,8 +81,8 @@ def verify_checkpoints(config: CkptVerifyConfig) -> None:
 def prune_checkpoints(config: CkptPruneConfig) -> None:
     """The command `ckpt prune`: deletes by the policy among sound checkpoints.
 
-    Damaged ones never count as kept, and go with the leftovers. The newest that is kept is read to its last byte before
-    anything is deleted.
+    Damaged ones never count as kept, and go with the leftovers. The newest that is kept is read to its last
+    byte before anything is deleted.
     """
     root = _root(config.path)
     complete, named = complete_steps(root), named_steps(root)

@@ -3,9 +3,9 @@
     compute = FLOPs per token × tokens / (devices × achieved FLOP/s)
     FLOPs per token: 6·N + 12·L·D·S, up to 4/3 of it where blocks are recomputed
 
-The forward pass multiplies and adds each of N parameters once a token (2·N), the backward pass twice that (4·N),
-recomputation the forward pass again (2·N): 6 to 8 FLOPs a parameter and token. Source: Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473, equations 3 and 4.
+The forward pass multiplies and adds each of N parameters once a token (2·N), the backward pass twice that
+(4·N), recomputation the forward pass again (2·N): 6 to 8 FLOPs a parameter and token. Source: Narayanan et
+al. 2021, https://arxiv.org/abs/2104.04473, equations 3 and 4.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class EstimateConfig:
     save_s: float = flag(10.0, "seconds the loop stands still for a save", minimum=0)
     eval_interval: int = flag(1000, "steps between validations", minimum=1)
     eval_s: float = flag(60.0, "seconds of a validation", minimum=0)
-    restarts_a_week: float = flag(
-        2.0, "launches that end early; each loses half an interval of saves", minimum=0
-    )
+    restarts_a_week: float = flag(2.0, "launches that end early; each loses half a save interval", minimum=0)
     restart_s: float = flag(600.0, "seconds from such an end to the next step", minimum=0)
 
     def __post_init__(self) -> None:
@@ -47,7 +45,7 @@ class EstimateConfig:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Days of a training: computing alone, without and with recomputation, and what interruptions add to the longer."""
+    """Days of a training: computing, without and with recomputation, and what interruptions add."""
 
     steps: int
     plain_days: float
@@ -62,7 +60,7 @@ class Estimate:
 
 
 def estimate(config: EstimateConfig) -> Estimate:
-    """The days of each part. A measured rate already holds its recomputation: both ends of the range start from it."""
+    """The days of each part. A measured rate holds its recomputation: it gives both ends of the range."""
     steps = -(-config.num_tokens // config.batch_tokens)
     if config.tokens_per_sec_per_device is not None:
         rate, most = config.tokens_per_sec_per_device, 1.0

@@ -1,15 +1,14 @@
-"""`python -m fms_fsdp evaluate`: loss, perplexity and bits per byte of a checkpoint, on one process or under torchrun."""
+"""`python -m fms_fsdp evaluate`: loss, perplexity and bits per byte of a checkpoint, also under torchrun."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
-from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
+from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import ParallelConfig, TrainConfig, flag
 from fms_fsdp.data.held_out import HeldOut, open_held_out
 from fms_fsdp.errors import BadInput, RunFailed
@@ -17,7 +16,7 @@ from fms_fsdp.evaluate import Forward, evaluate
 from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.run.recorded import recorded_config
+from fms_fsdp.run.recorded import find_checkpoint, recorded_config
 from fms_fsdp.runtime import World, pick_device, set_up_log, start, stop
 from fms_fsdp.tools.table import table
 
@@ -30,11 +29,9 @@ class EvaluateConfig:
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
     data_path: str = flag("", "folder of the run's token shards (default: the run's)")
     eval_data_path: str = flag(
-        "", "folder of held-out token shards (default: the run's, else validation/ in data_path)"
+        "", "folder of held-out shards (default: the run's, else validation/ in data_path)"
     )
-    eval_datasets: tuple[str, ...] = flag(
-        (), "held-out sources, subfolders there (default: the run's, else all)"
-    )
+    eval_datasets: tuple[str, ...] = flag((), "held-out sources there (default: the run's, else all)")
     eval_steps: int | None = flag(None, "global batches of each source (default: the run's)", minimum=1)
     eval_test: bool = flag(False, "evaluate test/ in data_path too")
     json: bool = flag(False, "print one JSON object")
@@ -42,7 +39,7 @@ class EvaluateConfig:
 
 def main(config: EvaluateConfig) -> None:
     """The command; also under torchrun, where the checkpoint is sharded over all processes."""
-    checkpoint = _open(config)
+    checkpoint = find_checkpoint(config.path, config.step, "--path")
     cfg, batch = _run_config(config, checkpoint), checkpoint.state["resolved"]["batch"]
     world = World.from_env()
     set_up_log(world)
@@ -78,18 +75,6 @@ def main(config: EvaluateConfig) -> None:
         print(_json(checkpoint, values) if config.json else _table(checkpoint, values, sources))
     del model, forward, mesh
     stop()
-
-
-def _open(config: EvaluateConfig) -> Checkpoint:
-    path = Path(config.path)
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = open_checkpoint(root, step=config.step) if config.path else None
-    if found is None:
-        step = "" if config.step is None else f" of step {config.step}"
-        raise ValueError(
-            f"--path ({config.path}) must hold a complete checkpoint{step}; see `python -m fms_fsdp ckpt list`"
-        )
-    return found
 
 
 def _run_config(config: EvaluateConfig, checkpoint: Checkpoint) -> TrainConfig:

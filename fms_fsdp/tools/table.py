@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Collection[int] = (0,)) -> str:
-    """Returns the head and the rows in aligned columns: `text_columns` to the left, all others to the right."""
+    """The head and the rows in aligned columns: `text_columns` to the left, all others to the right."""
     lines = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 

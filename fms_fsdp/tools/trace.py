@@ -1,4 +1,4 @@
-"""`python -m fms_fsdp trace FILE`: where the time of a profiler trace went, as a table, without a browser or torch.
+"""`python -m fms_fsdp trace --path=FILE`: where the time of a profiler trace went, without browser or torch.
 
 busy     union of compute: kernels of the GPU, or the outermost operators of the CPU's main threads
 exposed  communication that no compute hides: union of both, less the compute
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.config import flag
+from fms_fsdp.tools.table import table
 
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms", "_c10d_functional")
 _PHASES = ("data", "forward", "backward", "optimizer")
@@ -28,7 +30,7 @@ Spans = npt.NDArray[np.float64]  # rows of [begin, end) in microseconds
 class TraceConfig:
     """A trace of --use_profiler."""
 
-    path: str = flag("", "a trace file (.json or .json.gz), or a folder whose newest is taken")
+    path: str = flag("", "a trace file (.json or .json.gz), or a folder, of which the newest trace is read")
     top: int = flag(15, "operators to list", minimum=1)
 
 
@@ -41,54 +43,50 @@ def main(config: TraceConfig) -> None:
             raise ValueError(f"--path ({config.path}) must hold a trace (*.pt.trace.json); found none there")
         path = found[-1]
     if not path.is_file():
-        raise ValueError(
-            f"--path ({config.path}) must be a trace file; a run writes them into profile_traces/"
-        )
-    print(summarize(path, config.top), end="")
+        rule = "must be a trace file; a run writes them into profile_traces/"
+        raise ValueError(f"--path ({config.path}) {rule}")
+    print(summarize(path, config.top))
 
 
 def summarize(path: Path, top: int = 15) -> str:
-    """The table of one trace.
+    """The tables of one trace: what the time of a step went into, and the work that took most of it.
 
     Raises:
         ValueError: the file is no trace, or one without steps.
     """
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        events = [event for event in json.loads(raw)["traceEvents"] if event.get("ph") == "X"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"--path ({path}) must be a trace of torch.profiler: {error!r}") from None
-    annotations = [event for event in events if event.get("cat") == "user_annotation"]
-    steps = spans([event for event in annotations if event["name"].startswith("ProfilerStep")])
+    events = _read_events(path)
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    steps = spans(event for event in ranges if event["name"].startswith("ProfilerStep"))
     if not len(steps):
         raise ValueError(f"--path ({path}) must be a trace of whole steps (ProfilerStep#N); it holds none")
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    operators = [event for event in events if event.get("cat") == "cpu_op"]
-    work = kernels or operators
-    communication = [event for event in work if _communicates(event["name"])]
-    within = (steps[:, 0].min(), steps[:, 1].max())
-    busy = union(spans([event for event in work if _computes(event)]), *within)
-    both = union(np.concatenate([busy, union(spans(communication), *within)]), *within)
-    total = within[1] - within[0]
-    exposed, idle = length(both) - length(busy), total - length(both)
-    lines = [f"{path.name}: {len(steps)} steps, {total / len(steps) / 1000:.2f} ms each", ""]
-    lines += [f"{'per step':<28}{'ms':>10}{'share':>9}"]
-    rows = [
-        ("compute", length(busy)),
-        ("exposed communication", exposed),
-        ("idle" if kernels else "idle or waiting", idle),
+    work = kernels or [event for event in events if event.get("cat") == "cpu_op"]
+    begin, end = steps[:, 0].min(), steps[:, 1].max()
+    total, a_step = end - begin, 1000 * len(steps)
+    busy = union(spans(event for event in work if _computes(event)), begin, end)
+    communication = spans(event for event in work if _communicates(event["name"]))
+    both = length(union(np.concatenate([busy, communication]), begin, end))
+    times = {"compute": length(busy), "exposed communication": both - length(busy)}
+    times["idle" if kernels else "idle or waiting"] = total - both
+    for name in _PHASES:
+        times[f"range {name}"] = length(spans(event for event in ranges if event["name"] == name))
+    most = sorted(self_times(work).items(), key=lambda item: -item[1][0])[:top]
+    title = f"{path.name}: {len(steps)} steps, {total / a_step:.2f} ms each"
+    parts = [(name, f"{us / a_step:.2f}", f"{us / total:.1%}") for name, us in times.items()]
+    longest = [
+        (name[:70], f"{us / a_step:.3f}", f"{us / total:.1%}", str(calls // len(steps)))
+        for name, (us, calls) in most
     ]
-    rows += [
-        (f"range {name}", length(spans([e for e in annotations if e["name"] == name]))) for name in _PHASES
-    ]
-    lines += [f"{name:<28}{value / len(steps) / 1000:>10.2f}{value / total:>8.1%}" for name, value in rows]
-    lines += ["", f"{'operator' if not kernels else 'kernel':<72}{'ms a step':>10}{'share':>9}{'calls':>9}"]
-    spent = self_times(work)
-    for name, (value, calls) in sorted(spent.items(), key=lambda item: -item[1][0])[:top]:
-        lines.append(
-            f"{name[:70]:<72}{value / len(steps) / 1000:>10.3f}{value / total:>8.1%}{calls // len(steps):>9}"
-        )
-    return "\n".join(lines) + "\n"
+    head = ("kernel" if kernels else "operator", "ms a step", "share", "calls")
+    return "\n\n".join([title, table(("per step", "ms", "share"), parts), table(head, longest)])
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return [event for event in json.loads(raw)["traceEvents"] if event.get("ph") == "X"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"--path ({path}) must be a trace of torch.profiler: {error!r}") from None
 
 
 def _computes(event: dict[str, Any]) -> bool:
@@ -102,11 +100,10 @@ def _communicates(name: str) -> bool:
     return any(word in name.lower() for word in _COMMUNICATION)
 
 
-def spans(events: list[dict[str, Any]]) -> Spans:
+def spans(events: Iterable[dict[str, Any]]) -> Spans:
     """[begin, end) of each event."""
-    return np.array(
-        [(event["ts"], event["ts"] + event["dur"]) for event in events], dtype=np.float64
-    ).reshape(-1, 2)
+    pairs = [(event["ts"], event["ts"] + event["dur"]) for event in events]
+    return np.array(pairs, dtype=np.float64).reshape(-1, 2)
 
 
 def union(pieces: Spans, begin: float, end: float) -> Spans:
@@ -127,21 +124,19 @@ def length(pieces: Spans) -> float:
     return float((pieces[:, 1] - pieces[:, 0]).sum())
 
 
-def self_times(events: list[dict[str, Any]]) -> dict[str, tuple[float, int]]:
-    """Name → (microseconds not spent in events nested inside, number of calls), over all threads or streams."""
-    total: dict[str, float] = defaultdict(float)
-    calls: dict[str, int] = defaultdict(int)
-    by_thread: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        by_thread[event.get("pid"), event.get("tid")].append(event)
-    for thread in by_thread.values():
-        stack: list[tuple[float, str]] = []
-        for event in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
-            while stack and stack[-1][0] <= event["ts"]:
-                stack.pop()
-            if stack:
-                total[stack[-1][1]] -= event["dur"]
-            total[event["name"]] += event["dur"]
-            calls[event["name"]] += 1
-            stack.append((event["ts"] + event["dur"], event["name"]))
+def self_times(events: Iterable[dict[str, Any]]) -> dict[str, tuple[float, int]]:
+    """Name → (microseconds outside of events nested inside, number of calls), over all threads or streams."""
+    total, calls = defaultdict[str, float](float), Counter[str]()
+    open_events = defaultdict[Any, list[tuple[float, str]]](
+        list
+    )  # of each thread: (end, name), outermost first
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        stack = open_events[event.get("pid"), event.get("tid")]
+        while stack and stack[-1][0] <= event["ts"]:
+            stack.pop()
+        if stack:
+            total[stack[-1][1]] -= event["dur"]
+        total[event["name"]] += event["dur"]
+        calls[event["name"]] += 1
+        stack.append((event["ts"] + event["dur"], event["name"]))
     return {name: (value, calls[name]) for name, value in total.items()}

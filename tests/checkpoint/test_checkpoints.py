@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from fms_fsdp.saving import Saver, to_delete
 
+from fms_fsdp.checkpoint.checkpoints import Checkpoints, to_delete
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, problems
 from fms_fsdp.checkpoint.retention import KeepPolicy
 from fms_fsdp.config import BatchPlan, CheckpointConfig, TrainConfig
 from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.run.plan import Plan
+from fms_fsdp.run.describe import plan_saves
+from fms_fsdp.run.plan import Plan, start_progress
 from fms_fsdp.run.resume import Start
 from fms_fsdp.runtime import World
-from tests.checkpoint.test_checkpointer import made, saved, shape
+from fms_fsdp.state import TrainState
+from tests.checkpoint.test_checkpointer import ALONE, made, saved, shape
 from tests.cli import TINY, run, status, trained
 
 
@@ -100,15 +102,19 @@ def test_the_time_of_a_save_is_known_before_the_first_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: float | None
 ) -> None:
     """By the checkpoint that the launch goes on from; where that tells none, by a measured write. Two saves may be under way."""
-    monkeypatch.setattr("fms_fsdp.saving.estimate_save_s", lambda root, num_bytes: num_bytes / 1e6)
+    monkeypatch.setattr(
+        "fms_fsdp.checkpoint.checkpoints.estimate_save_s", lambda root, num_bytes: num_bytes / 1e6
+    )
     section = CheckpointConfig(ckpt_save_path=str(tmp_path), checkpoint_interval=5)
     cfg, config = TrainConfig(checkpoint=section), shape()
     begin = Start(Checkpoint(tmp_path / "step_4", {"step": 4, "tokens_seen": 4, "save_s": known}), True, "")
-    world, layout = World(0, 0, 8, 2), ParallelDims("fsdp", 1, 8)
-    found = Plan(world, torch.device("cpu"), layout, BatchPlan(1, 1, 8), None, config, False, begin, 10)
-    model, optimizer = made(0)
-    rest: Any = (SimpleNamespace(), SimpleNamespace(), SimpleNamespace(), 1, lambda: None)
-    saver = Saver(cfg, found, model, optimizer, *rest)
-    saver.close()  # the host memory is there
+    world, dims = World(0, 0, 8, 2), ParallelDims("fsdp", dp_shard=8)
+    plan = Plan(world, torch.device("cpu"), dims, BatchPlan(1, 1, 8), None, config, False, begin, 10)
+    model, optimizers = made(0)
+    nothing: Any = SimpleNamespace()
+    state = TrainState(model, optimizers, nothing, start_progress(plan))
+    keeper = Checkpoints(section, plan_saves(cfg, plan, 1), state, ALONE, lambda: None, nothing)
+    keeper.close()  # the host memory is there
     one = 25.0 if known else 12 * num_params(config) / 4 / 1e6  # the two ranks of a node write a quarter
-    assert [saver.expected_s(step) for step in (4, 5, 6)] == pytest.approx([one, 2 * one, one])
+    expected = [state.progress.expected_save_s(step) for step in (4, 5, 6)]
+    assert expected == pytest.approx([one, 2 * one, one])

@@ -19,13 +19,13 @@ from fms_fsdp.observe.energy import EnergyMeter, find_meter
 from fms_fsdp.observe.metrics import (
     Clock,
     Interval,
-    MetricsFile,
     count_zeros,
     memory,
     parameter_norm,
     report_line,
 )
-from fms_fsdp.observe.report import Utilization
+from fms_fsdp.observe.sinks import MetricsFile
+from fms_fsdp.observe.utilization import Utilization
 from fms_fsdp.predict.hardware import measure_matmul_flops
 from fms_fsdp.runtime import Console
 

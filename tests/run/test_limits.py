@@ -12,34 +12,46 @@ import torch
 
 from fms_fsdp.config import TrainingConfig
 from fms_fsdp.run.limits import Limits
+from fms_fsdp.state import Progress, StepResult
 
 
 def limits(folder: Path, spent: dict[str, float], eval_interval: int = 0, **flags: float) -> Limits:
     section = TrainingConfig(**flags)  # type: ignore[arg-type]
-    signals = SimpleNamespace(
-        name="", can_save=False
-    )  # a real one would take the signals of the tests' own process
-    rest: Any = (signals, lambda step: 20.0, spent, eval_interval, str)
-    return Limits(section, folder, 0, 0, 1, 1, *rest)
+    # real ones would take the signals of the tests' own process
+    signals: Any = SimpleNamespace(name="", can_save=False)
+    return Limits(section, folder, True, signals, spent, eval_interval)
 
 
-def stepped(ends: Limits, spent: dict[str, float], step: int, **parts: float) -> bool:
+def beginning() -> Progress:
+    return Progress(0, 100, rows_per_step=1, tokens_per_step=1, expected_save_s=lambda step: 20.0)
+
+
+def stepped(ends: Limits, spent: dict[str, float], progress: Progress, **parts: float) -> str:
     """A step of a second and so many seconds of other things after it; none of it is waited for."""
-    stops = ends.stop_after(step, torch.tensor(ends.requests(step)))
+    ends.before_step(progress)
+    progress.step += 1
+    zero = torch.zeros(())
+    ends.after_step(progress, StepResult(zero, zero, zero, torch.tensor(progress.requests)))
     ends._step_began -= 1.0 + sum(parts.values())
     for part, seconds in parts.items():
         spent[part] = spent.get(part, 0.0) + seconds
-    return stops
+    return progress.stop
+
+
+def margin_before(ends: Limits, step: int) -> float:
+    progress = beginning()
+    progress.step = step - 1
+    return ends.margin_s(progress)
 
 
 def test_an_evaluation_and_a_save_are_no_part_of_a_step(tmp_path: Path) -> None:
     spent: dict[str, float] = {}
     ends = limits(tmp_path, spent, eval_interval=10)
-    stepped(ends, spent, 1)
-    for step in range(2, 9):
-        stepped(ends, spent, step, **({"eval": 60.0, "checkpoint": 30.0} if step == 5 else {}))
-    assert ends.margin_s(12) == pytest.approx(2 * 1 + 1.5 * 20 + 10, abs=1)
-    assert ends.margin_s(10) == ends.margin_s(9) == pytest.approx(60 + ends.margin_s(12))
+    progress = beginning()
+    for step in range(1, 9):
+        stepped(ends, spent, progress, **({"eval": 60.0, "checkpoint": 30.0} if step == 5 else {}))
+    assert margin_before(ends, 12) == pytest.approx(2 * 1 + 1.5 * 20 + 10, abs=1)
+    assert margin_before(ends, 10) == margin_before(ends, 9) == pytest.approx(60 + margin_before(ends, 12))
 
 
 def test_the_first_save_of_a_launch_is_in_the_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,11 +61,12 @@ def test_the_first_save_of_a_launch_is_in_the_margin(tmp_path: Path, monkeypatch
         spent: dict[str, float] = {}
         ends = limits(tmp_path, spent, exit_duration_in_mins=1)
         monkeypatch.setattr("fms_fsdp.run.limits.process_age_s", lambda left=seconds_left: 60 - left)
-        assert stepped(ends, spent, 1) is stops
+        assert bool(stepped(ends, spent, beginning())) is stops
 
 
 def test_a_margin_that_is_given_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for given, stops in ((300.0, True), (5.0, False)):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 60))
         ends = limits(tmp_path, {}, exit_margin_s=given)
-        assert stepped(ends, {}, 1) is stops and (stops == ("the job's end is near" in ends.reason))
+        reason = stepped(ends, {}, beginning())
+        assert bool(reason) is stops and (stops == ("the job's end is near" in reason))

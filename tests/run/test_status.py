@@ -20,7 +20,8 @@ def test_finished(tmp_path: Path) -> None:
     with Launch() as launch:
         launch.claim(tmp_path)
         assert status(tmp_path)["status"] == "running"
-        launch.step, launch.outcome, launch.reason = 7, FINISHED, "done"
+        launch.steps_done = lambda: 7
+        launch.end(FINISHED, "done")
     assert launch.exit_status == 0
     assert status(tmp_path) == {"status": "finished", "step": 7, "reason": "done"}
 

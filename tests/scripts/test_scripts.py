@@ -208,7 +208,7 @@ def test_a_stop_is_passed_on(repo: Path, number: signal.Signals) -> None:
         process.send_signal(number)
         output, _ = process.communicate(timeout=30)
     assert process.returncode == 75, output
-    assert "stopped early, the same command goes on: as told" in output
+    assert "stopped early, the same command continues the run: as told" in output
 
 
 def test_a_signal_to_the_whole_group_is_one_stop(repo: Path) -> None:

@@ -183,5 +183,5 @@ def test_an_array_goes_on_and_ends_with_the_run(submit: Callable[..., Job], undi
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]
     assert losses(job.folder) == undisturbed
     output = job.output.read_text()
-    assert "task 1 of 3 stopped in time, the next one goes on" in output
+    assert "task 1 of 3 stopped in time; the next task continues" in output
     assert ", task 2, on " in output and ", task 3, on " not in output

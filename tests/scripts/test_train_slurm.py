@@ -61,7 +61,7 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TAS
         ("finished:0", {}, 0, [], "the run is finished"),
         ("finished:0", ARRAY, 0, ["scancel --state=PENDING 5"], "the run is finished"),
         ("resume_me:75", {}, 75, ["scontrol requeue 7"], "requeued, to go on from step 3"),
-        ("resume_me:75", ARRAY, 75, [], "task 2 of 10 stopped in time, the next one goes on"),
+        ("resume_me:75", ARRAY, 75, [], "task 2 of 10 stopped in time; the next task continues"),
         ("failed:1", {}, 1, [], "failed with status 1"),
         ("bad_input:2", {}, 2, [], "bad input: as told"),
     ],
@@ -111,7 +111,7 @@ def test_a_stop_does_not_reach_the_launch_of_another_job(
 def test_a_job_that_made_no_step_ends_the_chain(
     repo: Path, submit: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    for status, words in ((75, "requeued"), (1, "error: this job made no step; give it more --time")):
+    for status, words in ((75, "requeued"), (1, "error: this job finished no step; give it more --time")):
         job = submit(PLAN="resume_me:75")
         output, _ = job.communicate(timeout=60)
         assert job.returncode == status and words in output, output

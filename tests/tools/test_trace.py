@@ -54,7 +54,8 @@ def test_communication_is_exposed_where_no_kernel_runs(tmp_path: Path) -> None:
     events += [event("ncclDevKernel_AllGather", 450, 400, "kernel", 9), event("aten::mm", 0, 2000)]
     events += [event("data", 0, 50, "user_annotation")]
     path.write_text(json.dumps({"traceEvents": events}))
-    table = {line[:28].strip(): line[28:].split() for line in summarize(path).splitlines()[3:8]}
+    rows = [line.split() for line in summarize(path).splitlines()[3:8]]
+    table = {" ".join(row[:-2]): row[-2:] for row in rows}
     assert table["compute"] == ["0.35", "35.0%"]
     assert table["exposed communication"] == ["0.12", "12.5%"]
     assert table["idle"] == ["0.53", "52.5%"]

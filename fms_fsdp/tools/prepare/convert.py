@@ -1,7 +1,7 @@
 """Token ids in the formats of other projects → token shards: `python -m fms_fsdp convert`.
 
-An end-of-document id at the end of a document is dropped, as the loader adds it: so sources with and without it may be
-mixed. One file is one slice; the rest is the pipeline of `prepare`.
+An end-of-document id at the end of a document is dropped, as the loader adds it: so sources with and without
+it may be mixed. One file is one slice; the rest is the pipeline of `prepare`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fms_fsdp.config import flag
 from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
 from fms_fsdp.tools.prepare.documents import Part, Slice
-from fms_fsdp.tools.prepare.encode import Recipe, TokenReader
+from fms_fsdp.tools.prepare.encode import TokenReader
 from fms_fsdp.tools.prepare.input_files import find_files, parse_input, unique_files
 from fms_fsdp.tools.prepare.output_folder import PreparedSource, check_plans, locked, save_tokenizer
 from fms_fsdp.tools.prepare.pipeline import ShardsConfig, make_shards
@@ -27,7 +27,7 @@ class ConvertConfig(ShardsConfig):
 
     tokenizer: str = flag("", "the tokenizer that made the ids: it says --vocab_size and --eos_id")
     vocab_size: int | None = flag(
-        None, "ids lie below it (default: the tokenizer's)", minimum=2, maximum=1 << 32
+        None, "number of ids (default: the tokenizer's)", minimum=2, maximum=1 << 32
     )
     eos_id: int | None = flag(None, "the id that ends a document (default: the tokenizer's)", minimum=0)
     column: str = flag("", "column of the ids in Parquet and Arrow files (default: tokens or input_ids)")
@@ -62,7 +62,7 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         if tokenizer:
             save_tokenizer(output, tokenizer)
         reader = TokenReader(config.column, info.sep_token)
-        return make_shards(config, sources, Recipe(reader, info, config.split, config.shard_tokens))
+        return make_shards(config, sources, reader, info)
 
 
 def _meaning_of_ids(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo:

@@ -2,30 +2,31 @@
 
     [InputFile] ── plan_slices ── [Slice] ── read_part ── Document | Problem …
 
-A slice is a fixed piece of the input, the unit of parallel work: it depends on the files and `slice_bytes` alone, never
-on the number of processes. A plain JSON-lines file is cut at line boundaries, Parquet at row groups; compressed and text
-files stay whole. Text is verbatim: line ends, tabs and spaces are kept; only a UTF-8 byte order mark at the start of a
-file is dropped, as it is not text.
+A slice is a fixed piece of the input, the unit of parallel work: it depends on the files and `slice_bytes`
+alone, never on the number of processes. A plain JSON-lines file is cut at line boundaries, Parquet at row
+groups; compressed and text files stay whole. Text is verbatim: line ends, tabs and spaces are kept; only a
+UTF-8 byte order mark at the start of a file is dropped, as it is not text.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from fms_fsdp.tools.prepare.input_files import InputFile
 
 DOCUMENT_LIMIT = 64 << 20  # bytes; tokenizers need some 50 times the size of a document
 _EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}  # rough bytes of text per byte on disk, to balance slices
 _JSON_LINES = re.compile(r"\.(jsonl|ndjson|(json|jsonl|ndjson)\.(gz|zst))$")
+_COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -37,7 +38,7 @@ class Document(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """An input record that is no document. `malformed` ones count against --max_bad_lines, others are only reported."""
+    """An input record that is no document; a `malformed` one counts against --max_bad_lines."""
 
     reason: str
     where: str = ""
@@ -46,7 +47,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a file: bytes [start, stop) of plain JSON lines, row groups [start, stop) of Parquet, else all of it."""
+    """A piece of a file: bytes [start, stop) of JSON lines, row groups of Parquet, or the whole file."""
 
     path: str
     start: int
@@ -69,7 +70,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Where the text of a record is (JSON keys or Parquet columns), and what separates documents of a text file."""
+    """Where the text of a record is (JSON keys, Parquet columns), and what separates texts in a text file."""
 
     text_key: str = "text"
     text_separator: str = ""
@@ -110,11 +111,11 @@ def plan_slices(
 
 
 def _cut(file: InputFile, slice_bytes: int) -> Iterator[Part]:
-    size = file.size * _EXPANSION.get(os.path.splitext(file.path)[1].lower(), 1)
+    size = file.size * _EXPANSION.get(_suffix(file.path), 1)
     pieces = -(-size // slice_bytes) or 1
     kind = file_kind(file.path)
     if kind == "parquet":
-        with _opened_parquet(file.path) as table:
+        with _open_parquet(file.path) as table:
             end = table.metadata.num_row_groups
     elif kind == "jsonl" and size == file.size:
         end = size
@@ -137,38 +138,30 @@ def read_part(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
             yield record
             if count == part.limit:
                 return
-    except (OSError, EOFError, zlib.error) as error:
+    except OSError as error:
         rule = f"cannot be read: {error}; repair or exclude the file"
         raise ValueError(f"--input ({part.path}) {rule}") from error
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[IO[bytes]]:
-    """A buffered, decompressed byte stream."""
-    lower = path.lower()
-    if lower.endswith(".gz"):
-        with gzip.open(path, "rb") as stream:
-            yield stream  # type: ignore[misc]
-    elif lower.endswith(".zst"):
-        import pyarrow as pa
+def _open_stream(path: str) -> io.BufferedReader:
+    """A decompressed byte stream."""
+    return io.BufferedReader(pa.input_stream(path, compression=_COMPRESSION.get(_suffix(path))), 1 << 20)
 
-        with pa.OSFile(path) as raw, pa.CompressedInputStream(raw, "zstd") as unpacked:
-            yield io.BufferedReader(unpacked, 1 << 20)
-    else:
-        with open(path, "rb", buffering=1 << 20) as plain:
-            yield plain
+
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
 
 
 def _read_json_lines(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
-    with _opened(part.path) as stream:
-        seekable = not part.path.lower().endswith((".gz", ".zst"))
+    with _open_stream(part.path) as stream:
+        is_plain = _suffix(part.path) not in _COMPRESSION
         position = 0
         if part.start:  # a line belongs to the part that holds its first byte
             stream.seek(part.start - 1)
             position = part.start - 1 + len(stream.readline())
         first = position
         for number, line in enumerate(stream, start=1):
-            if seekable and position >= part.stop:
+            if is_plain and position >= part.stop:
                 return
             length = len(line)
             if position == 0:
@@ -220,30 +213,24 @@ def _document(values: Sequence[Any], keys: Sequence[str]) -> Document | str:
     return Document(text, data) if len(data) <= DOCUMENT_LIMIT else f"longer than {DOCUMENT_LIMIT >> 20} MiB"
 
 
-@contextmanager
-def _opened_parquet(path: str) -> Iterator[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def _open_parquet(path: str) -> pq.ParquetFile:
     try:
-        table = pq.ParquetFile(path)
+        return pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
         rule = f"is not a readable Parquet file: {error}; repair or exclude it"
         raise ValueError(f"--input ({path}) {rule}") from error
-    with table:
-        yield table
 
 
 def _read_parquet(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
-    with _opened_parquet(part.path) as table:
+    with _open_parquet(part.path) as table:
         columns, meta = table.schema_arrow.names, table.metadata
         if missing := [key for key in form.keys if key not in columns]:
             has_tokens = "tokens" in columns or "input_ids" in columns
             remedy = (
                 "for token ids use `python -m fms_fsdp convert`" if has_tokens else "choose with --text_key"
             )
-            rule = f"is not a column of {part.path}, which has {', '.join(columns)}; {remedy}"
-            raise ValueError(f"--text_key ({missing[0]}) {rule}")
+            rule = f"is not a column of {part.path}, which has {', '.join(columns)}"
+            raise ValueError(f"--text_key ({missing[0]}) {rule}; {remedy}")
         row = sum(meta.row_group(group).num_rows for group in range(part.start))
         groups = list(range(part.start, part.stop))
         for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=form.keys):
@@ -259,7 +246,7 @@ def _read_parquet(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
 
 def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
     """One document per file, or what lies between the separators."""
-    with _opened(part.path) as stream:
+    with _open_stream(part.path) as stream:
         head = stream.read(8192)
         if b"\0" in head:
             yield Problem("binary file", part.path)
@@ -288,7 +275,7 @@ def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
 
 
 def _pieces(head: bytes, stream: IO[bytes], separator: bytes) -> Iterator[bytes | None]:
-    """What lies between the separators, None where it is too long; separators and empty pieces are dropped."""
+    """What lies between the separators, None where it is too long; empty pieces are dropped."""
     rest, too_long, chunk = bytearray(), False, head
     while chunk:
         searched = max(0, len(rest) - len(separator) + 1)  # no separator begins before

@@ -1,4 +1,4 @@
-"""Exact copies of documents, over all slices of a call: hashes of every slice, then marks on the later copies."""
+"""Exact copies of documents over all slices of a call: hashes of every slice, then marks on later copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fms_fsdp.tools.prepare.encode import SliceJob, TextReader, document_hash, read_batches
+from fms_fsdp.tools.prepare.documents import Document, read_part
+from fms_fsdp.tools.prepare.encode import SliceJob, TextReader, document_hash
 
 _HASHES_IN_MEMORY = 1 << 25  # 64-bit hashes compared at a time, about 1 GB of working memory
 
@@ -18,9 +19,9 @@ def hash_slice(job: SliceJob) -> None:
     """Writes the hash of every document of the slice, in order."""
     reader = job.recipe.reader
     assert isinstance(reader, TextReader)
-    batches = read_batches(job.slice.parts, reader.form)
-    hashes = [document_hash(document.data) for documents, _ in batches for document in documents]
-    _save(job.hashes, np.array(hashes, dtype=np.uint64))
+    records = (record for part in job.slice.parts for record in read_part(part, reader.form))
+    hashes = [document_hash(record.data) for record in records if isinstance(record, Document)]
+    _save(job.in_journal("hashes.npy"), np.array(hashes, dtype=np.uint64))
 
 
 def mark_copies(jobs: Sequence[SliceJob]) -> None:
@@ -28,7 +29,7 @@ def mark_copies(jobs: Sequence[SliceJob]) -> None:
 
     Memory is bounded by buckets of hashes.
     """
-    arrays = [np.load(job.hashes, mmap_mode="r") for job in jobs]
+    arrays = [np.load(job.in_journal("hashes.npy"), mmap_mode="r") for job in jobs]
     starts = np.cumsum([0, *map(len, arrays)])
     marks = np.zeros(starts[-1], dtype=bool)
     num_buckets = -(-len(marks) // _HASHES_IN_MEMORY) or 1
@@ -43,7 +44,7 @@ def mark_copies(jobs: Sequence[SliceJob]) -> None:
         ordered = values[order]
         marks[where[order[1:][ordered[1:] == ordered[:-1]]]] = True
     for job, mark in zip(jobs, np.split(marks, starts[1:-1]), strict=True):
-        _save(job.copies, mark)
+        _save(job.in_journal("duplicates.npy"), mark)
 
 
 def _save(path: Path, array: npt.NDArray[Any]) -> None:

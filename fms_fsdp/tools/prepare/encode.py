@@ -2,8 +2,8 @@
 
     reader: files ── Encoded | Problem …  ──▶  split by hash ── ShardWriter per split ── journal entry
 
-The result of a slice depends on the slice and its job alone. Its shards are renamed when whole; its journal entry is
-written after them, so an entry vouches for its shards.
+The result of a slice depends on the slice and its job alone. Its shards are renamed when whole; its journal
+entry is written after them, so an entry vouches for its shards.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from fms_fsdp.tools.prepare.shard_writer import ShardInfo, ShardWriter
 from fms_fsdp.tools.prepare.stats import Stats
 from fms_fsdp.tools.prepare.token_files import read_token_file
 
+Marks = npt.NDArray[np.bool_]
 SPLITS = ("train", "validation", "test")
-_BATCH_BYTES = 1 << 20
+_BATCH_BYTES, _BATCH_RECORDS = 1 << 20, 4096
 
 
 class Encoded(NamedTuple):
@@ -37,11 +38,9 @@ class Encoded(NamedTuple):
 
 
 class Reader(Protocol):
-    """Turns the parts of a slice into documents of token ids. Readers are values that travel to other processes."""
+    """Turns the parts of a slice into documents of token ids. A reader is a value for other processes."""
 
-    def read(
-        self, parts: Sequence[Part], copies: npt.NDArray[np.bool_] | None
-    ) -> Iterator[Encoded | Problem]:
+    def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
         """Every record, in order within a batch; `copies` marks the documents that equal an earlier one.
 
         Raises:
@@ -60,15 +59,14 @@ class TextReader:
     min_tokens: int
     max_tokens: int | None
 
-    def read(
-        self, parts: Sequence[Part], copies: npt.NDArray[np.bool_] | None
-    ) -> Iterator[Encoded | Problem]:
-        """The problems of a batch come first, then the documents left out unread, then those that were encoded."""
+    def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
+        """Of a batch the problems come first, then copies and empty documents, then the encoded ones."""
         tokenizer = load_tokenizer(self.tokenizer, self.eos_token)
         eos = np.array([tokenizer.vocabulary.eos_id], dtype=np.uint32)
         first = 0
-        for documents, problems in read_batches(parts, self.form):
-            yield from problems
+        for batch in _read_batches(parts, self.form):
+            yield from (record for record in batch if isinstance(record, Problem))
+            documents = [record for record in batch if isinstance(record, Document)]
             kept = []
             for ordinal, document in enumerate(documents, first):
                 if copies is not None and copies[ordinal]:
@@ -95,9 +93,7 @@ class TokenReader:
     column: str
     eos_id: int
 
-    def read(
-        self, parts: Sequence[Part], copies: npt.NDArray[np.bool_] | None
-    ) -> Iterator[Encoded | Problem]:
+    def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
         for part in parts:
             number = 0
             try:
@@ -109,34 +105,29 @@ class TokenReader:
                 raise ValueError(f"--input ({part.path}): {error}; document {number + 1}") from error
 
 
-def read_batches(parts: Sequence[Part], form: TextFormat) -> Iterator[tuple[list[Document], list[Problem]]]:
+def _read_batches(parts: Sequence[Part], form: TextFormat) -> Iterator[list[Document | Problem]]:
     """The records of the parts in batches of about a megabyte."""
-    documents: list[Document] = []
-    problems: list[Problem] = []
+    batch: list[Document | Problem] = []
     size = 0
-    for part in parts:
-        for record in read_part(part, form):
-            if isinstance(record, Problem):
-                problems.append(record)
-            else:
-                documents.append(record)
-                size += len(record.data)
-            if size >= _BATCH_BYTES or len(documents) + len(problems) >= 4096:
-                yield documents, problems
-                documents, problems, size = [], [], 0
-    yield documents, problems
+    for record in (record for part in parts for record in read_part(part, form)):
+        batch.append(record)
+        size += len(record.data) if isinstance(record, Document) else 0
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_RECORDS:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ShardRecipe:
     """How records become shards: alike for all sources of a call."""
 
     reader: Reader
     info: ShardInfo
     split: tuple[float, ...]
     shard_tokens: int
-    max_bad_lines: int = 0
-    dedup: bool = False
+    max_bad_lines: int
+    dedup: bool
 
 
 @dataclass(frozen=True)
@@ -145,22 +136,14 @@ class SliceJob:
 
     source: str
     slice: Slice
-    recipe: Recipe
+    recipe: ShardRecipe
     folder: Path
     journal: Path
 
-    @property
-    def entry(self) -> Path:
-        return self.journal / f"slice-{self.slice.index:05d}.json"
-
-    @property
-    def hashes(self) -> Path:
-        return self.journal / f"hashes-{self.slice.index:05d}.npy"
-
-    @property
-    def copies(self) -> Path:
-        """Which documents equal an earlier one; only with --dedup."""
-        return self.journal / f"duplicates-{self.slice.index:05d}.npy"
+    def in_journal(self, name: str) -> Path:
+        """The slice's entry "slice.json", and with --dedup its "hashes.npy" and "duplicates.npy"."""
+        stem, suffix = name.split(".")
+        return self.journal / f"{stem}-{self.slice.index:05d}.{suffix}"
 
 
 class ShardEntry(TypedDict):
@@ -181,7 +164,7 @@ class SliceResult(TypedDict):
 
 
 def document_hash(data: bytes) -> int:
-    """64 bits of the text alone: equal documents are duplicates of one another and fall into the same split."""
+    """64 bits of the content alone: equal documents are duplicates and fall into the same split."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -194,7 +177,7 @@ def encode_slice(job: SliceJob) -> SliceResult:
     recipe, parts = job.recipe, job.slice.parts
     writers = SplitWriters(job)
     stats = Stats()
-    copies = np.load(job.copies) if recipe.dedup else None
+    copies = np.load(job.in_journal("duplicates.npy")) if recipe.dedup else None
     for record in recipe.reader.read(parts, copies):
         if isinstance(record, Problem):
             stats.leave_out(record)
@@ -206,7 +189,7 @@ def encode_slice(job: SliceJob) -> SliceResult:
             raise ValueError(f"--input ({parts[0].path}): {error}; document {stats.records + 1}") from error
         stats.keep(len(record.tokens), record.document)
     result = SliceResult(shards=writers.finish(), stats=vars(stats))
-    write_json(job.entry, result)
+    write_json(job.in_journal("slice.json"), result)
     return result
 
 
@@ -218,7 +201,7 @@ def check_bad_lines(limit: int, source: str, num_bad: int, shown: Sequence[str])
 
 
 class SplitWriters:
-    """Writes the shards of one slice: an open one per split, a further one where `shard_tokens` would be passed."""
+    """Writes the shards of one slice: one per split, and the next one where `shard_tokens` is reached."""
 
     def __init__(self, job: SliceJob) -> None:
         self._job = job
@@ -248,15 +231,9 @@ class SplitWriters:
         writer = self._open.pop(split)
         size = writer.finish()
         self._full[split] += 1
-        self._finished.append(
-            {
-                "split": split,
-                "file": writer.path.name,
-                "documents": writer.num_documents,
-                "tokens": writer.num_tokens,
-                "bytes": size,
-            }
-        )
+        documents, tokens = writer.num_documents, writer.num_tokens
+        entry = ShardEntry(split=split, file=writer.path.name, documents=documents, tokens=tokens, bytes=size)
+        self._finished.append(entry)
 
     def finish(self) -> list[ShardEntry]:
         """Closes all shards and returns what the journal says of them."""

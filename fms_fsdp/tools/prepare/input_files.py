@@ -1,7 +1,7 @@
 """The files that --input names: files, folders and globs.
 
-Invariant: the same files give the same list, in byte order of their names; nothing that the command itself writes is
-in it.
+Invariant: the same files give the same list, in byte order of their names; nothing that the command itself
+writes is in it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def find_files(
 ) -> list[InputFile]:
     """The files that `path` (file, folder or glob with `**`) names, in byte order of their relative names.
 
-    Hidden files and folders and `__pycache__` are passed over, links are followed. The patterns match relative names,
-    `*` crosses `/`.
+    Hidden files and folders and `__pycache__` are passed over, links are followed. The patterns match
+    relative names, `*` crosses `/`.
 
     Raises:
         FileNotFoundError: nothing is there, or nothing is left of it.
@@ -80,8 +80,8 @@ def find_files(
     names, own = _chosen(names, include, exclude), _chosen(own, include, exclude)
     if own:
         raise ValueError(
-            f"--output ({output}) must not lie where --input ({path}) is read: {own[0]} would be read as text; "
-            "choose another folder"
+            f"--output ({output}) must not lie where --input ({path}) is read: "
+            f"{own[0]} would be read as text; choose another folder"
         )
     if not names:
         rule = "holds no files to read; check the folder, --include and --exclude"
@@ -95,7 +95,7 @@ def find_files(
 
 
 def _root_and_pattern(path: str) -> tuple[str, re.Pattern[str]]:
-    """The folder to walk, and what the names below it must match; a folder that a glob matches gives its files.
+    """The folder to walk, and what the names below it must match; a folder that matches gives its files.
 
     In a glob `*` and `?` stay within a folder, `**/` crosses any number of them.
     """

@@ -1,12 +1,13 @@
-"""The folder that `prepare` and `convert` fill: what it holds, what is under way in it, how it becomes complete.
+"""The folder that `prepare` and `convert` fill: what it holds, what is under way, how it becomes complete.
 
-    OUT/SOURCE/shard-00000.arrow …    OUT/tokenizer.model    OUT/meta/{counts.csv, summary.json, tokenizer.json}
+    OUT/SOURCE/shard-00000.arrow …    OUT/tokenizer.model
+    OUT/meta/                         counts.csv, summary.json, tokenizer.json
     OUT/validation/, OUT/test/        data folders of their own with the same sources
     OUT/.partial/SOURCE/SPLIT/…       shards of a source under way
     OUT/meta/prepare/SOURCE/          its journal: plan.json, slice-N.json
 
-Invariants: a source folder appears complete or not at all; a journal entry vouches for shards that are there; the counts
-file comes last.
+Invariants: a source folder appears complete or not at all; a journal entry vouches for shards that are there;
+the counts file comes last.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ class PreparedSource:
         return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
 
     def finished(self) -> dict[int, SliceResult]:
-        """The slices of the journal whose shards are all there. A source that lost one after a part of it was published
-        counts as not begun."""
+        """The slices of the journal whose shards are all there.
+
+        A source that lost a shard after a part of it was published counts as not begun.
+        """
         results = {}
         for entry in self.slices:
             path = self.journal / f"slice-{entry.index:05d}.json"
@@ -77,7 +80,7 @@ class PreparedSource:
         return path.is_file() and path.stat().st_size == shard["bytes"]
 
     def publish(self, splits: set[str]) -> None:
-        """Moves the finished folders of `splits` to their places, those of an overwritten source out of the way first.
+        """Moves the finished folders of `splits` to their places; those of an overwritten source go first.
 
         Goes on where an earlier call was stopped: a folder that is not there any more is published.
         """
@@ -147,8 +150,8 @@ def check_plans(
             and plan["tokenizer_digest"] != digest
         ):
             raise ValueError(
-                f"--output ({output}) holds source {name} made with another tokenizer; leave out --tokenizer and "
-                "--train_tokenizer to use that one, or choose another folder"
+                f"--output ({output}) holds source {name} made with another tokenizer; leave out --tokenizer "
+                "and --train_tokenizer to use that one, or choose another folder"
             )
     for source, key in zip(sources, keys, strict=True):
         plan = known.get(source.name)
@@ -198,7 +201,7 @@ def _journals(output: Path, pattern: str = "") -> list[Path]:
 
 
 def _read_entry(path: Path) -> SliceResult:
-    """Returns a journal entry. Raises: ValueError for one that names other files than shards of its source."""
+    """A journal entry. Raises: ValueError where it names other files than shards of its source."""
     try:
         result: SliceResult = json.loads(path.read_text())
         named = [(shard["split"], shard["file"]) for shard in result["shards"]]
@@ -212,7 +215,7 @@ def _read_entry(path: Path) -> SliceResult:
 
 
 def _write_counts(output: Path) -> None:
-    """Writes the counts of all published sources, of earlier calls too, and a summary of what each was made of."""
+    """Writes the counts of all published sources, also of earlier calls, and what each was made of."""
     rows: dict[str, list[tuple[str, int, int]]] = {split: [] for split in SPLITS}
     summary = {}
     for journal in _journals(output):

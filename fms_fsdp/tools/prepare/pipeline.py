@@ -2,8 +2,8 @@
 
     sources ── [hash slices: mark copies] ── encode, one process per slice ── publish ── counts file
 
-The shards are a function of the inputs and the options, not of the number of workers or of how often the command was
-killed: slices that are in the journal are not made again.
+The shards are a function of the inputs and the options, not of the number of workers or of how often the
+command was killed: slices that are in the journal are not made again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ from pathlib import Path
 from fms_fsdp.config import flag
 from fms_fsdp.config.values import joined
 from fms_fsdp.tools.prepare.duplicates import hash_slice, mark_copies
-from fms_fsdp.tools.prepare.encode import Recipe, SliceJob, SliceResult, check_bad_lines, encode_slice
+from fms_fsdp.tools.prepare.encode import (
+    Reader,
+    ShardRecipe,
+    SliceJob,
+    SliceResult,
+    check_bad_lines,
+    encode_slice,
+)
 from fms_fsdp.tools.prepare.output_folder import PreparedSource, finish
+from fms_fsdp.tools.prepare.shard_writer import ShardInfo
 from fms_fsdp.tools.prepare.stats import Stats
 from fms_fsdp.tools.prepare.workers import available_cores, note, run_jobs
 
@@ -26,16 +34,12 @@ class ShardsConfig:
     """Which sources to read, and how to cut and place their shards."""
 
     input: str = flag(
-        "", "NAME=PATH[,NAME=PATH…]: a source and its file, folder or quoted glob; a NAME may repeat"
+        "", "NAME=PATH[,NAME=PATH…]: sources, each a file, folder or quoted glob; a NAME may repeat"
     )
     output: str = flag("", "folder for the shards: the --data_path of training")
-    split: tuple[float, ...] = flag(
-        (1.0,), "shares train[,validation[,test]] by document hash, such as 949,50,1"
-    )
+    split: tuple[float, ...] = flag((1.0,), "shares train[,validation[,test]] by document hash, as 949,50,1")
     shard_tokens: int = flag(1 << 24, "tokens of a shard, about; one document may be longer", minimum=1)
-    num_workers: int | None = flag(
-        None, "processes (default: one per core); all give the same result", minimum=1
-    )
+    num_workers: int | None = flag(None, "processes (default: one per core); they change no byte", minimum=1)
     overwrite: bool = flag(False, "replace sources that were made from other inputs or with other options")
 
     def __post_init__(self) -> None:
@@ -50,7 +54,14 @@ class ShardsConfig:
         return Path(self.output).expanduser()
 
 
-def make_shards(config: ShardsConfig, sources: Sequence[PreparedSource], recipe: Recipe) -> dict[str, Stats]:
+def make_shards(
+    config: ShardsConfig,
+    sources: Sequence[PreparedSource],
+    reader: Reader,
+    info: ShardInfo,
+    max_bad_lines: int = 0,
+    dedup: bool = False,
+) -> dict[str, Stats]:
     """Encodes the slices that are not in the journals yet, in parallel, and completes the output folder.
 
     Returns what was read and written, by source.
@@ -58,6 +69,7 @@ def make_shards(config: ShardsConfig, sources: Sequence[PreparedSource], recipe:
     Raises:
         ValueError: an unreadable input, more malformed records than allowed, or a source without documents.
     """
+    recipe = ShardRecipe(reader, info, config.split, config.shard_tokens, max_bad_lines, dedup)
     workers = config.num_workers or available_cores()
     results: dict[str, dict[int, SliceResult]] = {source.name: source.finished() for source in sources}
     bad = {
@@ -74,7 +86,7 @@ def make_shards(config: ShardsConfig, sources: Sequence[PreparedSource], recipe:
     for job in pending:
         job.folder.mkdir(parents=True, exist_ok=True)
     if recipe.dedup and pending:
-        unhashed = [job for job in jobs if not job.hashes.is_file()]
+        unhashed = [job for job in jobs if not job.in_journal("hashes.npy").is_file()]
         for _ in run_jobs(hash_slice, unhashed, [job.slice.num_bytes for job in unhashed], workers, "hash"):
             pass
         mark_copies(jobs)

@@ -18,7 +18,7 @@ from fms_fsdp.data.tokenizer import (
     parse_description,
 )
 from fms_fsdp.tools.prepare.documents import TextFormat, json_arrays, plan_slices
-from fms_fsdp.tools.prepare.encode import Recipe, TextReader
+from fms_fsdp.tools.prepare.encode import TextReader
 from fms_fsdp.tools.prepare.input_files import find_files, parse_input, unique_files
 from fms_fsdp.tools.prepare.output_folder import PreparedSource, check_plans, locked, save_tokenizer
 from fms_fsdp.tools.prepare.pipeline import ShardsConfig, make_shards
@@ -46,13 +46,9 @@ class PrepareConfig(ShardsConfig):
     tokenizer_sample_mb: int = flag(64, "text to train it on, in MB, spread over the inputs", minimum=1)
     eos_token: str = flag("", "the token that ends a document (default: the tokenizer's own)")
     append_eos: bool = flag(False, "store that token in the shards; by default the loader adds it")
-    text_key: str = flag(
-        "text", "JSON key or Parquet column of the text; several, a,b, are joined by a line end"
-    )
+    text_key: str = flag("text", "JSON key or Parquet column of the text; a line end joins several, a,b")
     text_separator: str = flag("", r"cuts text files into documents, with \n and \t (default: one per file)")
-    include: tuple[str, ...] = flag(
-        (), "patterns of the files to read in folders, such as *.py,*.md (default: all)"
-    )
+    include: tuple[str, ...] = flag((), "patterns of files to read, such as *.py,*.md (default: all)")
     exclude: tuple[str, ...] = flag((), "patterns of file names to pass over, such as test/*")
     min_tokens: int = flag(1, "drop shorter documents", minimum=1)
     max_tokens: int | None = flag(None, "drop longer documents", minimum=1)
@@ -78,7 +74,7 @@ class PrepareConfig(ShardsConfig):
 
 
 def prepare(config: PrepareConfig) -> dict[str, Stats]:
-    """Turns the inputs into shards and returns what was read and written, by source. Goes on where an earlier call stopped.
+    """Turns the inputs into shards and returns what was read and written, by source.
 
     Raises:
         ValueError, FileNotFoundError: bad options or inputs, or an output made from others.
@@ -86,15 +82,12 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
     sources = [_find_source(config, name, paths) for name, paths in parse_input(config.input).items()]
     with locked(config.folder):
         vocabulary = _settle_tokenizer(config, sources)
-        name = str(config.folder / vocabulary.file_name) if vocabulary.file_name else vocabulary.kind
+        name = vocabulary.kept_in(config.folder)
         reader = TextReader(
             config.form, name, vocabulary.eos_token, config.append_eos, config.min_tokens, config.max_tokens
         )
         info = ShardInfo(vocabulary.size, vocabulary.eos_id, vocabulary.digest, has_eos=config.append_eos)
-        recipe = Recipe(
-            reader, info, config.split, config.shard_tokens, config.max_bad_lines, dedup=config.dedup
-        )
-        return make_shards(config, sources, recipe)
+        return make_shards(config, sources, reader, info, config.max_bad_lines, config.dedup)
 
 
 def _find_source(config: PrepareConfig, name: str, paths: Sequence[str]) -> PreparedSource:
@@ -125,8 +118,8 @@ def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     elif training:
         if known and not config.overwrite:
             raise ValueError(
-                f"--output ({output}) has a tokenizer that was not trained on these inputs with these options; "
-                "leave out --train_tokenizer to use it, choose another folder, or --overwrite=True"
+                f"--output ({output}) has a tokenizer that was not trained on these inputs with these "
+                "options; leave out --train_tokenizer to use it, choose another folder, or --overwrite=True"
             )
         tokenizer = _train(config, sources)
     elif config.tokenizer:
@@ -143,8 +136,7 @@ def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
 
 
 def _load_kept(config: PrepareConfig, known: Vocabulary) -> Tokenizer:
-    name = str(config.folder / known.file_name) if known.file_name else known.kind
-    tokenizer = load_tokenizer(name, config.eos_token or known.eos_token)
+    tokenizer = load_tokenizer(known.kept_in(config.folder), config.eos_token or known.eos_token)
     if tokenizer.vocabulary.digest != known.digest:
         rule = f"{known.file_name} was changed after it was used; restore it"
         raise ValueError(f"--output ({config.folder}): {rule}")

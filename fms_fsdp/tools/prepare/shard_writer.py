@@ -2,9 +2,10 @@
 
     documents ── add ── [record batches in memory] ── finish ── .NAME.tmp ── fsync ── rename ── NAME
 
-Format: one column `tokens: large_list<uint16|uint32>`, not null, uncompressed, at most 65,536 documents a record batch. The schema's metadata
-(UTF-8 strings) says `n_docs n_tokens max_token_id tokenizer_digest vocab_size sep_token dtype has_bos has_eos`, which is why a shard is held in
-memory until it is complete. The same documents give the same bytes.
+Format: one column `tokens: large_list<uint16|uint32>`, not null, uncompressed, at most 65,536 documents a
+record batch. The schema's metadata (UTF-8 strings) says `n_docs n_tokens max_token_id tokenizer_digest
+vocab_size sep_token dtype has_bos has_eos`, which is why a shard is held in memory until it is complete. The
+same documents give the same bytes.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class ShardWriter:
 
 
 def write_counts(path: Path, rows: Iterable[tuple[str, int, int]]) -> None:
-    """Writes the counts file: one row `source/shard, documents, tokens` per shard, in byte order of the names."""
+    """Writes the counts file: a row `source/shard, documents, tokens` per shard, in byte order of names."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COUNTS_HEADER)

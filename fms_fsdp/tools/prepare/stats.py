@@ -15,7 +15,7 @@ _SHOWN_BAD = 5
 
 @dataclass
 class Stats:
-    """Sums over records. `lengths[b]` counts kept documents of [2^(b-1), 2^b) tokens; its variables are the journal's JSON."""
+    """Sums over records, as the journal keeps them. `lengths[b]` counts texts of [2^(b-1), 2^b) tokens."""
 
     records: int = 0
     documents: int = 0

@@ -73,7 +73,10 @@ def _read_megatron(path: str) -> Iterator[Tokens]:
 
 
 def _read_datatrove(path: str) -> Iterator[Tokens]:
-    """Documents of a .ds file; the sizes say how wide an id is. Source: datatrove, pipeline/tokens/tokenizer.py."""
+    """Documents of a .ds file; sizes tell the width of an id.
+
+    Source: datatrove, pipeline/tokens/tokenizer.py.
+    """
     ends = np.fromfile(path + ".index", "<u8").astype(np.int64)
     total, size = int(ends[-1]) if len(ends) else 0, os.path.getsize(path)
     if total and size not in (2 * total, 4 * total):
@@ -110,7 +113,7 @@ def _read_arrow_ids(path: str, column: str) -> Iterator[Tokens]:
 
 
 def _ids_column(schema: pa.Schema, wanted: str, *, plain: bool = False) -> str:
-    """The name of the column of ids: lists of integers, or with `plain` integers, where a record batch is a document.
+    """The name of the column of ids: lists of integers, or with `plain` also integers: a batch is a document.
 
     Raises:
         ValueError: no such column, or not lists of integers.

@@ -13,7 +13,7 @@ _TRAINING_THREADS = 4  # fixed: part of what makes the trained model a function 
 
 
 def sample_texts(slices: Sequence[Slice], form: TextFormat, budget: int) -> Iterator[str]:
-    """Documents spread evenly over the slices, about `budget` bytes of them; at most 16 times that is read."""
+    """Documents spread evenly over the slices, about `budget` bytes; it reads at most 16 times that."""
     total = sum(entry.num_bytes for entry in slices)
     step = max(1, round(total / (16 * budget)))
     share = min(1.0, budget * step / max(1, total))
@@ -28,10 +28,10 @@ def sample_texts(slices: Sequence[Slice], form: TextFormat, budget: int) -> Iter
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
-    """A sentencepiece model (`bpe` or `unigram`) of the texts, which the caller bounds; equal texts give equal bytes.
+    """A sentencepiece model (`bpe` or `unigram`) of the texts; equal texts give equal bytes.
 
-    Ids: 0 unknown, 1 begin, 2 end, then 256 bytes that spell what the vocabulary lacks. Pieces may span line ends and
-    runs of spaces, of which source code is full; digits stand alone.
+    Ids: 0 unknown, 1 begin, 2 end, then 256 bytes that spell what the vocabulary lacks. Pieces may span line
+    ends and runs of spaces, of which source code is full; digits stand alone.
 
     Raises:
         ValueError: too little text for the vocabulary, or too many characters.
@@ -75,7 +75,7 @@ def _training_problem(text: str) -> str:
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Pieces of bounded length, cut before a line end where there is one: sentencepiece drops those at a piece's end."""
+    """Pieces of bounded length, cut before a line end: sentencepiece drops one at the end of a piece."""
     for text in texts:
         start = 0
         while start < len(text):

@@ -1,8 +1,8 @@
 """Jobs over processes, with a line of progress.
 
-Each job is a picklable value that a module-level function handles; results come in the order in which jobs finish.
-Workers are spawned (no inherited threads or locks), ignore Ctrl-C, which the parent handles, and end with their parent
-even if that is killed.
+Each job is a picklable value that a module-level function handles; results come in the order in which jobs
+finish. Workers are spawned (no inherited threads or locks), ignore Ctrl-C, which the parent handles, and end
+with their parent even if that is killed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from datetime import timedelta
 from typing import TypeVar
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-_INTERVAL_S = 10.0  # between lines of progress in a log; a terminal has one line, rewritten after every job
+_INTERVAL_S = 5.0  # between lines of progress
 
 
 def available_cores() -> int:
@@ -42,20 +43,24 @@ def run_jobs(
     With one worker the jobs run in this process, in their order.
 
     Raises:
-        ValueError: a process was killed from outside. What a job raises is raised here; the other processes end.
+        ValueError: a process was killed from outside. What a job raises passes through; the other jobs end.
     """
-    progress = _Progress(label, len(jobs), sum(sizes))
     num_workers = min(num_workers, len(jobs))
     if num_workers > 1:
         results = _run_in_processes(function, jobs, sizes, num_workers)
     else:
         results = ((i, function(job)) for i, job in enumerate(jobs))
-    try:
-        for i, result in results:
-            progress.add(sizes[i])
-            yield jobs[i], result
-    finally:
-        progress.close()
+    total_mb, done_mb = max(1e-6, sum(sizes) / 1e6), 0.0
+    started = told = time.monotonic()
+    for count, (i, result) in enumerate(results, start=1):
+        done_mb += sizes[i] / 1e6
+        now = time.monotonic()
+        if count == len(jobs) or now - told >= _INTERVAL_S:
+            told, elapsed_s = now, max(1e-3, now - started)
+            left_s = elapsed_s * (total_mb - done_mb) / max(1e-6, done_mb)
+            rate = f"{done_mb:,.1f} of {total_mb:,.1f} MB ({done_mb / elapsed_s:,.1f} MB/s)"
+            note(f"{label}: {count} of {len(jobs)} slices, {rate}, {timedelta(seconds=round(left_s))} left")
+        yield jobs[i], result
 
 
 def _run_in_processes(
@@ -72,8 +77,8 @@ def _run_in_processes(
         pool.shutdown()
     except BrokenProcessPool:
         raise ValueError(
-            "--num_workers: a worker process was killed, perhaps out of memory; run the command again to go on "
-            "where it stopped, with fewer workers or a lower --shard_tokens"
+            "--num_workers: a worker process was killed, perhaps out of memory; run the command again to go "
+            "on where it stopped, with fewer workers or a lower --shard_tokens"
         ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -91,35 +96,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-class _Progress:
-    """What is done, the rate and the time left."""
-
-    def __init__(self, label: str, num_jobs: int, num_bytes: int) -> None:
-        self._label, self._num_jobs, self._num_bytes = label, num_jobs, max(1, num_bytes)
-        self._jobs_done = self._bytes_done = 0
-        self._started = self._shown = time.monotonic()
-
-    def add(self, size: int) -> None:
-        """Counts a finished job."""
-        self._jobs_done += 1
-        self._bytes_done += size
-        now, terminal = time.monotonic(), sys.stderr.isatty()
-        if not (terminal or self._jobs_done == self._num_jobs or now - self._shown >= _INTERVAL_S):
-            return
-        self._shown, elapsed, share = now, max(1e-3, now - self._started), self._bytes_done / self._num_bytes
-        left_s = int(elapsed * (1 - share) / max(share, 1e-9))
-        line = (
-            f"{self._label}: {self._jobs_done} of {self._num_jobs} slices, {self._bytes_done / 1e6:,.1f} MB "
-            f"({self._bytes_done / 1e6 / elapsed:,.1f} MB/s), {share:.0%}, {left_s // 60}:{left_s % 60:02d} left"
-        )
-        if terminal:
-            print(f"\r\033[Kprepare: {line}", end="", file=sys.stderr, flush=True)
-        else:
-            note(line)
-
-    def close(self) -> None:
-        """Ends the line on a terminal."""
-        if self._jobs_done and sys.stderr.isatty():
-            print(file=sys.stderr)

@@ -1,8 +1,9 @@
-"""The curves of runs as matplotlib figures: `draw(runs)` → chart name → figure."""
+"""The curves of runs as one matplotlib sheet: `draw(runs)` → figure, a panel a chart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,21 +26,36 @@ CURVES: dict[str, tuple[str, str, dict[str, str]]] = {
 TIMES = ("data_wait_ms", "forward_backward_ms", "optimizer_ms", "other", "checkpoint_ms", "logging_ms")
 
 
-def draw(runs: Sequence[RunHistory], smoothing: float) -> dict[str, Any]:
-    """Every chart that the runs have numbers for; mixture and time are drawn for each run by itself."""
-    charts = {
-        "loss_by_step": _loss(runs, "step", smoothing),
-        "loss_by_tokens": _loss(runs, "tokens_seen", smoothing),
+def draw(runs: Sequence[RunHistory], smoothing: float) -> Any:
+    """A figure of every chart that the runs have numbers for; each run has its own mixture and time.
+
+    The group of each panel in the SVG is named after its chart.
+    """
+    from matplotlib.figure import Figure
+
+    panels: dict[str, Callable[[Any], None]] = {
+        "loss_by_step": partial(_draw_loss, runs, "step", smoothing),
+        "loss_by_tokens": partial(_draw_loss, runs, "tokens_seen", smoothing),
     }
     for name, (title, axis, styles) in CURVES.items():
         if any(run.series(key)[0] for run in runs for key in styles):
-            charts[name] = _curves(runs, title, axis, styles)
+            panels[name] = partial(_draw_curves, runs, title, axis, styles)
     for run in runs:
         suffix = f"_{run.name}" if len(runs) > 1 else ""
-        charts[f"time{suffix}"] = _times(run)
+        panels[f"time{suffix}"] = partial(_draw_times, run)
         if run.keys("tokens/"):
-            charts[f"mixture{suffix}"] = _mixture(run)
-    return charts
+            panels[f"mixture{suffix}"] = partial(_draw_mixture, run)
+    num_rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(14.4, 3.6 * num_rows), layout="constrained")
+    places = figure.subplots(num_rows, 2, squeeze=False).flat
+    for axes, (name, panel) in zip(places, panels.items(), strict=False):
+        axes.set(gid=name, xlabel="step")
+        axes.grid(alpha=0.25)
+        panel(axes)
+        axes.legend(fontsize="small")
+    for axes in places[len(panels) :]:
+        axes.remove()
+    return figure
 
 
 def smoothed(values: Sequence[float], weight: float) -> Floats:
@@ -52,42 +68,35 @@ def smoothed(values: Sequence[float], weight: float) -> Floats:
     return result
 
 
-def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-    axes = figure.subplots()
-    axes.set(title=title, xlabel={"tokens_seen": "tokens"}.get(x, x), ylabel=y)
-    axes.grid(alpha=0.25)
-    return figure, axes
-
-
 def _plot(axes: Any, x: Sequence[float], y: Any, **style: Any) -> None:
     stride = -(-len(x) // MOST_POINTS) or 1
     axes.plot(x[::stride], y[::stride], **style)
 
 
-def _loss(runs: Sequence[RunHistory], x: str, smoothing: float) -> Any:
-    figure, axes = _axes("Loss", x, "nats per token")
+def _stack(axes: Any, steps: Sequence[float], columns: Sequence[Any], **style: Any) -> None:
+    stride = -(-len(steps) // MOST_POINTS) or 1
+    axes.stackplot(steps[::stride], *(column[::stride] for column in columns), linewidth=0, **style)
+
+
+def _draw_loss(runs: Sequence[RunHistory], x: str, smoothing: float, axes: Any) -> None:
+    axes.set(title="Loss", xlabel="step" if x == "step" else "tokens", ylabel="nats per token")
     for number, run in enumerate(runs):
+        color = f"C{number}"
         places, values = run.series("loss", x)
-        _plot(axes, places, values, color=f"C{number}", alpha=0.25, linewidth=0.8)
-        _plot(axes, places, smoothed(values, smoothing), color=f"C{number}", linewidth=1.5, label=run.name)
-        for shade, key in enumerate(
-            key for key in run.keys("eval/", validation=True) if key.endswith("/loss")
-        ):
-            places, values = run.series(key, x, validation=True)
-            style = dict(
-                color=f"C{number}", marker="osD^v"[shade % 5], markersize=4, linestyle="--", linewidth=0.8
-            )
-            _plot(axes, places, values, label=f"{run.name} {key.removesuffix('/loss')}", **style)
-        _mark_restarts(axes, run, x, f"C{number}")
-    axes.legend(fontsize="small")
-    return figure
+        _plot(axes, places, values, color=color, alpha=0.25, linewidth=0.8)
+        _plot(axes, places, smoothed(values, smoothing), color=color, linewidth=1.5, label=run.name)
+        keys = [key for key in run.keys("eval/", validation=True) if key.endswith("/loss")]
+        for shade, key in enumerate(keys):
+            style = dict[str, Any](marker="osD^v"[shade % 5], markersize=4, linestyle="--", linewidth=0.8)
+            label = f"{run.name} {key.removesuffix('/loss')}"
+            _plot(axes, *run.series(key, x, validation=True), color=color, label=label, **style)
+        _mark_restarts(axes, run, x, color)
 
 
-def _curves(runs: Sequence[RunHistory], title: str, axis: str, styles: dict[str, str]) -> Any:
-    figure, axes = _axes(title, "step", axis)
+def _draw_curves(
+    runs: Sequence[RunHistory], title: str, axis: str, styles: dict[str, str], axes: Any
+) -> None:
+    axes.set(title=title, ylabel=axis)
     for number, run in enumerate(runs):
         for key, style in styles.items():
             places, values = run.series(key)
@@ -95,8 +104,6 @@ def _curves(runs: Sequence[RunHistory], title: str, axis: str, styles: dict[str,
                 label = f"{run.name} {key}" if len(runs) > 1 else key
                 _plot(axes, places, values, color=f"C{number}", linestyle=style, linewidth=1.2, label=label)
         _mark_restarts(axes, run, "step", f"C{number}")
-    axes.legend(fontsize="small")
-    return figure
 
 
 def _mark_restarts(axes: Any, run: RunHistory, x: str, color: str) -> None:
@@ -107,38 +114,24 @@ def _mark_restarts(axes: Any, run: RunHistory, x: str, color: str) -> None:
         axes.axvline(place, color=color, linewidth=0.8, linestyle=":", label=label)
 
 
-def _times(run: RunHistory) -> Any:
-    figure, axes = _axes(f"Time of a step: {run.name}", "step", "ms")
+def _draw_times(run: RunHistory, axes: Any) -> None:
+    axes.set(title=f"Time of a step: {run.name}", ylabel="ms")
     reports = [record for record in run.reports.values() if "forward_backward_ms" in record]
-    parts = {key: np.array([float(record.get(key) or 0) for record in reports]) for key in TIMES}
-    named = sum(parts[key] for key in TIMES[:3])
-    parts["other"] = np.maximum(
-        0.0, np.array([float(record.get("step_time_ms") or 0) for record in reports]) - named
-    )
-    stride = -(-len(reports) // MOST_POINTS) or 1
-    columns = [parts[key][::stride] for key in TIMES]
-    axes.stackplot([record["step"] for record in reports][::stride], *columns, labels=TIMES, linewidth=0)
-    axes.legend(fontsize="small", loc="upper right")
-    return figure
+    parts = {key: _column(reports, key) for key in TIMES}
+    parts["other"] = np.maximum(0.0, _column(reports, "step_time_ms") - sum(parts[key] for key in TIMES[:3]))
+    _stack(axes, [record["step"] for record in reports], list(parts.values()), labels=TIMES)
 
 
-def _mixture(run: RunHistory) -> Any:
+def _draw_mixture(run: RunHistory, axes: Any) -> None:
     """The share of each source in the tokens between two reports."""
-    figure, axes = _axes(f"Mixture: {run.name}", "step", "share of tokens")
+    axes.set(title=f"Mixture: {run.name}", ylabel="share of tokens", ylim=(0, 1))
     keys, reports = run.keys("tokens/"), list(run.reports.values())
-    counts = np.array(
-        [[0.0] * len(keys), *([float(record.get(key) or 0) for key in keys] for record in reports)]
-    )
-    used = np.maximum(0.0, np.diff(counts, axis=0))
-    shares = used / np.maximum(1.0, used.sum(axis=1, keepdims=True))
-    stride = -(-len(reports) // MOST_POINTS) or 1
-    axes.stackplot(
-        [record["step"] for record in reports][::stride],
-        *shares[::stride].T,
-        labels=[key.removeprefix("tokens/") for key in keys],
-        linewidth=0,
-        step="pre",
-    )
-    axes.set_ylim(0, 1)
-    axes.legend(fontsize="small", loc="upper right")
-    return figure
+    counts = np.stack([_column(reports, key) for key in keys])
+    used = np.maximum(0.0, np.diff(counts, axis=1, prepend=0.0))
+    shares = used / np.maximum(1.0, used.sum(axis=0))
+    names = [key.removeprefix("tokens/") for key in keys]
+    _stack(axes, list(run.reports), list(shares), labels=names, step="pre")
+
+
+def _column(reports: Sequence[dict[str, Any]], key: str) -> Floats:
+    return np.array([float(record.get(key) or 0) for record in reports])

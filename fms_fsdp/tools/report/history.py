@@ -1,4 +1,4 @@
-"""What a run folder says of a run: its reports, validations and events as lines of metrics.jsonl, its configurations, how it ended."""
+"""What a run folder says of a run: the lines of metrics.jsonl, its configurations, how it ended."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OF_A_LAUNCH = re.compile(r"config\.([1-9][0-9]{0,8})\.json")
 
 @dataclass
 class RunHistory:
-    """A run in order: step → its report, step → its validation, events; `seconds` of each launch, as far as its lines reach.
+    """A run in order: step → its report, step → its validation, events; launch → its first and last second.
 
-    Steps that a later launch made again, or went back behind, are told by the later one alone.
+    Of steps that a later launch made again, or went back behind, the records of the later launch count.
     """
 
     name: str
@@ -39,19 +39,18 @@ class RunHistory:
     @property
     def restarts(self) -> list[int]:
         """The last step before each launch but the first."""
-        steps, reports = list(self.reports), list(self.reports.values())
-        return [
-            steps[i] - 1
-            for i in range(1, len(steps))
-            if reports[i].get("attempt") != reports[i - 1].get("attempt")
-        ]
+        attempts = [(step, report.get("attempt")) for step, report in self.reports.items()]
+        pairs = zip(attempts, attempts[1:], strict=False)
+        return [step - 1 for (_, before), (step, attempt) in pairs if attempt != before]
 
     def series(
         self, key: str, x: str = "step", *, validation: bool = False
     ) -> tuple[list[float], list[float]]:
         """Places and values of a metric, where it has a number."""
         records = (self.validations if validation else self.reports).values()
-        points = [(record[x], record[key]) for record in records if _number(record.get(key)) and x in record]
+        points = [
+            (record[x], record[key]) for record in records if _is_number(record.get(key)) and x in record
+        ]
         return [place for place, _ in points], [value for _, value in points]
 
     def keys(self, prefix: str, *, validation: bool = False) -> list[str]:
@@ -73,19 +72,13 @@ class RunHistory:
             self.events.append(record)
             return
         found = self.reports if "loss" in record else self.validations
-        record = {key: value for key, value in record.items() if value is None or _number(value)} | {
-            "step": step
-        }
+        numbers = {key: value for key, value in record.items() if value is None or _is_number(value)}
         if found is self.reports:
-            record = {"loss": None} | record | {"tokens_seen": int(record["tokens_seen"])}
+            numbers = {"loss": None} | numbers | {"tokens_seen": int(record["tokens_seen"])}
         for kind in (self.reports, self.validations):
-            newest = next(reversed(kind), 0)
-            if newest > step or (kind is found and newest == step):
-                for later in [
-                    number for number in kind if number > step or (kind is found and number == step)
-                ]:
-                    del kind[later]
-        found[step] = record
+            while kind and next(reversed(kind)) >= step + (kind is not found):
+                kind.popitem()
+        found[step] = numbers | {"step": step}
 
 
 def read_run(folder: Path) -> RunHistory:
@@ -96,9 +89,8 @@ def read_run(folder: Path) -> RunHistory:
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise ValueError(
-            f"run ({folder}) must be a run folder, and there is no metrics.jsonl in it; name --output_dir"
-        )
+        rule = "must be a run folder, and there is no metrics.jsonl in it; name --output_dir"
+        raise ValueError(f"run ({folder}) {rule}")
     run = RunHistory(folder.resolve().name)
     lines = path.read_text().split("\n")
     for number, line in enumerate(lines[:-1], 1):
@@ -108,43 +100,34 @@ def read_run(folder: Path) -> RunHistory:
             rule = "must be a record with a step, and a report with tokens_seen too"
             raise ValueError(f"{path}:{number} {rule}; remove the line") from None
     if not run.reports:
-        raise ValueError(
-            f"run ({folder}) must have reported, and {path.name} holds no report yet; wait for its first"
-        )
-    numbers = sorted(
-        int(match[1]) for file in folder.iterdir() if (match := _OF_A_LAUNCH.fullmatch(file.name))
-    )
-    for name in ("config.json", *(f"config.{number}.json" for number in numbers)):
+        rule = f"must have reported, and {path.name} holds no report yet; wait for its first"
+        raise ValueError(f"run ({folder}) {rule}")
+    matches = (_OF_A_LAUNCH.fullmatch(file.name) for file in folder.iterdir())
+    launches = sorted(int(match[1]) for match in matches if match)
+    for name in ("config.json", *(f"config.{number}.json" for number in launches)):
         if content := read_status(folder / name):
-            run.configs[name] = {
-                key: section for key, section in content.items() if isinstance(section, dict)
-            }
+            run.configs[name] = {key: value for key, value in content.items() if isinstance(value, dict)}
     run.status = read_status(folder / "status.json")
     return run
 
 
 def differences(configs: dict[str, Record]) -> list[tuple[str, list[str]]]:
-    """(flag, its value in each configuration) of every flag that is not the same in all; names, paths and derived values are left out."""
-    flat = [
-        {
-            key: json.dumps(value)
-            for section in recorded_sections(config, config.get("resolved", {})).values()
-            for key, value in section.items()
-        }
-        for config in configs.values()
-    ]
-    keys = dict.fromkeys(key for values in flat for key in values)
+    """(flag, its value in each configuration) of every flag that is not the same in all.
+
+    The run's name and folder and what was derived from flags are left out.
+    """
+    flat: list[dict[str, str]] = []
+    for config in configs.values():
+        sections = recorded_sections(config, config.get("resolved", {})).values()
+        flat.append({key: json.dumps(value) for section in sections for key, value in section.items()})
+    keys = dict.fromkeys(key for values in flat for key in values if key not in ("output_dir", "run_name"))
     rows = [(key, [values.get(key, "–") for values in flat]) for key in keys]
-    return [
-        (key, values)
-        for key, values in rows
-        if len(set(values)) > 1 and key not in ("output_dir", "run_name")
-    ]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
 def _seconds(event: Record) -> list[float]:
-    return [value for key, value in event.items() if key.endswith("_s") and _number(value)]
+    return [value for key, value in event.items() if key.endswith("_s") and _is_number(value)]
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,4 +1,7 @@
-"""`python -m fms_fsdp report RUN [RUN …]`: one HTML page of a run, or of several against each other, that needs no network and no server."""
+"""`python -m fms_fsdp report RUN [RUN …]`: one HTML page of a run, or of several compared.
+
+The page needs no network and no server.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,27 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from fms_fsdp.config import flag
 from fms_fsdp.tools.report.history import RunHistory, differences, read_run
 
-_STYLE = """body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1500px;padding:0 1em;color:#222}
-table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}
-td{font-variant-numeric:tabular-nums}.charts{display:flex;flex-wrap:wrap;gap:1em}figure{margin:0;flex:1 1 600px}svg{max-width:100%;height:auto}"""
+_STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1500px;padding:0 1em;color:#222}
+table{border-collapse:collapse;margin:1em 0}td{font-variant-numeric:tabular-nums}
+svg{max-width:100%;height:auto}
+td,th{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}"""
 
 
 @dataclass(frozen=True)
 class ReportConfig:
     """A page of curves and tables from run folders."""
 
-    runs: tuple[str, ...] = flag(
-        (), "run folders; several are drawn over one another and compared", positional=True
-    )
+    runs: tuple[str, ...] = flag((), "run folders; several are drawn over one another", positional=True)
     output: str = flag("", "the page (default: report.html in the first run folder)")
-    smoothing: float = flag(
-        0.8, "weight of the past in the smoothed loss, report by report", minimum=0, maximum=0.999
-    )
-    png: bool = flag(False, "write each chart beside the page too, as <page>_<chart>.png")
+    smoothing: float = flag(0.8, "weight of the past in the smoothed loss", minimum=0, maximum=0.999)
+    png: bool = flag(False, "write the charts beside the page too, as <page>.png")
 
 
 def main(config: ReportConfig) -> None:
@@ -45,63 +47,56 @@ def main(config: ReportConfig) -> None:
         if sum(other.name == run.name for other in runs) > 1:
             run.name = folder
     path = Path(config.output or Path(config.runs[0]) / "report.html")
-    charts = _render(runs, config.smoothing, path if config.png else None)
+    charts = _render_charts(runs, config.smoothing, path.with_suffix(".png") if config.png else None)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_page(runs, charts), encoding="utf-8")
     print(path)
 
 
-def _render(runs: Sequence[RunHistory], smoothing: float, png_of: Path | None) -> dict[str, str]:
-    """Chart → its SVG, letters as text."""
+def _render_charts(runs: Sequence[RunHistory], smoothing: float, png: Path | None) -> str:
+    """The sheet of charts as SVG, letters as text; also written to `png`."""
     try:
         import matplotlib
     except ImportError:
-        raise ValueError(
-            "report needs matplotlib, which is not installed; pip install 'fms_fsdp[track]'"
-        ) from None
+        remedy = "pip install 'fms_fsdp[track]'"
+        raise ValueError(f"report needs matplotlib, which is not installed; {remedy}") from None
     from fms_fsdp.tools.report.charts import draw
 
-    with matplotlib.rc_context({"text.parse_math": False}):  # names may hold any sign
-        figures = draw(runs, smoothing)
-    drawings = {}
-    for name, figure in figures.items():
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-            text = io.StringIO()
-            figure.savefig(text, format="svg", metadata={"Date": None})
-        drawings[name] = text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
-        if png_of is not None:
-            png_of.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(png_of.with_name(f"{png_of.stem}_{name.replace('/', '_')}.png"), dpi=120)
-    return drawings
+    # names may hold any sign, so nothing is mathematics
+    with matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "report"}):
+        figure = draw(runs, smoothing)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+        if png is not None:
+            png.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(png, dpi=120)
+    return "".join(text.getvalue().partition("<svg")[1:])
 
 
-def _page(runs: Sequence[RunHistory], charts: dict[str, str]) -> str:
+def _page(runs: Sequence[RunHistory], charts: str) -> str:
     title = html.escape(", ".join(run.name for run in runs))
-    figures = "\n".join(f'<figure id="{html.escape(name)}">{svg}</figure>' for name, svg in charts.items())
-    parts = [f"<h1>{title}</h1>", _table(["", *(run.name for run in runs)], _summary(runs))]
-    parts.append(f'<div class="charts">{figures}</div>')
     if len(runs) > 1:
         compared = {run.name: run.configs.get("config.json", {}) for run in runs}
     else:
         compared = {name: content for name, content in runs[0].configs.items() if name != "config.json"}
-    rows = [[key, *values] for key, values in differences(compared)]
-    parts.append("<h2>Differences of configuration</h2>")
-    parts.append(
-        _table(["", *compared], rows) if rows else f"<p>None between {len(compared)} configurations.</p>"
-    )
-    told = [
+    changed = [[key, *values] for key, values in differences(compared)]
+    none_changed = f"<p>None between {len(compared)} configurations.</p>"
+    events = [
         [run.name, event.get("attempt", ""), event["step"], event["event"], _fields(event)]
         for run in runs
         for event in run.events[-100:]
     ]
-    if told:
-        parts += ["<h2>Events</h2>", _table(["run", "launch", "step", "event", ""], told)]
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n'
-        + "\n".join(parts)
-        + "\n</body></html>\n"
-    )
+    parts = [
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
+        f"<style>{_STYLE}</style></head><body>\n<h1>{title}</h1>",
+        _html_table(["", *(run.name for run in runs)], _summary(runs)),
+        charts,
+        "<h2>Differences of configuration</h2>",
+        _html_table(["", *compared], changed) if changed else none_changed,
+    ]
+    if events:
+        parts += ["<h2>Events</h2>", _html_table(["run", "launch", "step", "event", ""], events)]
+    return "\n".join([*parts, "</body></html>"]) + "\n"
 
 
 def _summary(runs: Sequence[RunHistory]) -> list[list[Any]]:
@@ -116,7 +111,6 @@ def _facts(run: RunHistory) -> dict[str, str]:
     resolved = run.configs.get("config.json", {}).get("resolved", {})
     versions = resolved.get("versions", {})
     model, batch, layout = (resolved.get(key, {}) for key in ("model", "batch", "layout"))
-    speeds = [value for key in ("tokens_per_sec_per_device", "mfu") for value in [sorted(run.series(key)[1])]]
     facts = {
         "status": f"{run.status.get('status', '–')}: {run.status.get('reason', '')}".rstrip(": "),
         "steps": f"{last['step']} of {resolved.get('num_steps', '?')}",
@@ -129,24 +123,23 @@ def _facts(run: RunHistory) -> dict[str, str]:
         if key.endswith("/loss") and (values := run.series(key, validation=True)[1]):
             facts[f"validation {key[5:-5]}, last and best"] = f"{values[-1]:.4f}, {min(values):.4f}"
     facts["launches, time in all"] = f"{len(run.spans) or 1}, {timedelta(seconds=round(run.seconds))}"
-    for label, values, text in zip(
-        ("median tokens/s per device", "median mfu"), speeds, (",.0f", ".1%"), strict=True
-    ):
-        if values:
-            facts[label] = format(values[len(values) // 2], text)
+    if speeds := run.series("tokens_per_sec_per_device")[1]:
+        facts["median tokens/s per device"] = f"{median_high(speeds):,.0f}"
+    if shares := run.series("mfu")[1]:
+        facts["median mfu"] = f"{median_high(shares):.1%}"
     if run.seconds > 0:
-        facts["tokens a day, start-ups and saves included"] = (
-            f"{86400 * last['tokens_seen'] / run.seconds:,.0f}"
-        )
+        a_day = 86400 * last["tokens_seen"] / run.seconds
+        facts["tokens a day, start-ups and saves included"] = f"{a_day:,.0f}"
     if last.get("masked_rows"):
         facts["rows masked in the last launch"] = f"{last['masked_rows']:,}"
     if "energy_kwh" in last:
         facts["energy of the last launch"] = f"{last['energy_kwh']:.3f} kWh"
+    device = versions.get("gpu", resolved.get("device"))
     if resolved:
         facts |= {
             "parameters": f"{model.get('num_params', 0):,}",
             "batch": f"{batch.get('global_batch_size')} rows of {model.get('max_seq_len')} tokens",
-            "hardware": f"{resolved.get('world_size')} x {versions.get('gpu', resolved.get('device'))}, {layout.get('strategy')}",
+            "hardware": f"{resolved.get('world_size')} x {device}, {layout.get('strategy')}",
             "precision": "bf16" if resolved.get("mixed_precision") else "fp32",
             "versions": ", ".join(f"{key} {value}" for key, value in versions.items() if key != "gpu"),
         }
@@ -154,14 +147,12 @@ def _facts(run: RunHistory) -> dict[str, str]:
 
 
 def _fields(event: dict[str, Any]) -> str:
-    shown = {key: value for key, value in event.items() if key not in ("event", "attempt", "step", "time")}
-    return ", ".join(
-        f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()
-    )
+    named = [item for item in event.items() if item[0] not in ("event", "attempt", "step", "time")]
+    return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in named)
 
 
-def _table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+def _html_table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     def line(cells: Iterable[Any], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
-    return "<table>" + "\n".join([line(header, "th"), *(line(row, "td") for row in rows)]) + "</table>"
+    return "<table>" + "\n".join([line(head, "th"), *(line(row, "td") for row in rows)]) + "</table>"

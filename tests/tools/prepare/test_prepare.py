@@ -448,11 +448,12 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
                 file.write(line)
         code = (
             "import resource, sys; from fms_fsdp.__main__ import main; "
-            f"main(['prepare', '--input=x={path}', '--output={tmp_path / f'out{megabytes}'}', '--tokenizer=byte', "
-            "'--shard_tokens=2M', '--num_workers=1']); "
-            "print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))"
+            f"main(['prepare', '--input=x={path}', '--output={tmp_path / f'out{megabytes}'}', "
+            "'--tokenizer=byte', '--shard_tokens=2M', '--num_workers=1']); "
+            "whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN); "
+            "print(max(resource.getrusage(who).ru_maxrss for who in whose))"
         )
-        # by way of a shell, which forks: a process started by this one directly would begin with the peak of pytest itself
+        # by way of a shell, which forks: a process started by this one would begin with the peak of pytest
         command = ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, code]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         peaks.append(int(ended.stdout.splitlines()[-1]) / 1024)

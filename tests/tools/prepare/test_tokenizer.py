@@ -140,7 +140,7 @@ def test_too_little_text_for_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_a_vocabulary_below_the_number_of_characters_is_called_too_low(model_type: str) -> None:
-    """Signs of a script, each many times and in many orders: one token each, beside the 259 that every model has."""
+    """Signs of a script, each many times, in many orders: one token each, beside the 259 of every model."""
     text = [" ".join(chr(0x4E00 + (i * step) % 400) for i in range(2000)) for step in (1, 3, 7, 11)]
     with pytest.raises(
         ValueError, match=r"--vocab_size \(300\) is too low for this text, whose characters take 66\d;"

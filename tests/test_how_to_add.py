@@ -1,0 +1,44 @@
+"""docs/how-to-add.md is true: a copy of the code follows it and has one flag more."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from fms_fsdp.config import TrainConfig
+from tests.cli import ROOT
+
+
+def run_copy(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    return subprocess.run(
+        [sys.executable, *command], cwd=tree, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_flag_is_added_as_the_page_says(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "fms_fsdp", tmp_path / "fms_fsdp", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(ROOT / "main_training.py", tmp_path / "main_training.py")
+    page = (ROOT / "docs" / "how-to-add.md").read_text()
+    block = re.search(r"## A flag.*?\n( *)```python\n(.*?)\n *```", page, re.DOTALL)
+    assert block is not None and "`OptimConfig`" in page[: block.start(2)]
+    row = textwrap.indent(textwrap.dedent(block[2]), "    ")
+    path = tmp_path / "fms_fsdp" / "config" / "training.py"
+    before, name, after = path.read_text().partition("    learning_rate: float")
+    path.write_text(f"{before}{row}\n{name}{after}")
+
+    helped = run_copy(tmp_path, "main_training.py", "--help")
+    assert "  --label_smoothing (float, default 0.0)\n      share of the prob" in helped.stdout, helped.stderr
+    written = run_copy(tmp_path, "-m", "fms_fsdp.flags")
+    assert "| `--label_smoothing` | float | `0.0` | announced | yes | share" in written.stdout
+    refused = run_copy(tmp_path, "main_training.py", "--label_smoothing=1")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "error: --label_smoothing (1) must be below 1\n"
+    code = "import fms_fsdp.config as c; print(c.TrainConfig(optim=c.OptimConfig({})).run_name)"
+    names = [run_copy(tmp_path, "-c", code.format(given)).stdout for given in ("", "label_smoothing=0.1")]
+    assert names[0] == f"{TrainConfig().run_name}\n" != names[1] != ""
