@@ -59,17 +59,8 @@ STILL_LONG = [
     "fms_fsdp/runtime.py",
     "fms_fsdp/tools/",
     "main_training.py",
-    "tests/checkpoint/",
     "tests/data/",
     "tests/distributed/",
-    "tests/models/",
-    "tests/optim/",
-    "tests/parallel/",
-    "tests/run/",
-    "tests/test_benchmarks.py",
-    "tests/test_evaluate.py",
-    "tests/test_golden.py",
-    "tests/test_training.py",
 ]
 STILL_DENSE = [
     "fms_fsdp/data/",
