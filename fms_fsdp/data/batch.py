@@ -42,8 +42,7 @@ def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[in
         )
         raise ValueError(
             f"global_batch_size ({global_batch_size}) must be divisible by the data-parallel size "
-            f"({dp_size}); "
-            f"valid sizes: {valid}"
+            f"({dp_size}); valid sizes: {valid}"
         )
     num_rows = global_batch_size // dp_size
     return dp_rank * num_rows, (dp_rank + 1) * num_rows

@@ -129,8 +129,7 @@ def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
     if not section.eval_datasets:
         raise ValueError(
             f"--eval_interval ({section.eval_interval}) needs held-out data, and data_path has no folder "
-            "validation; "
-            "prepare with --split=98,2, name sources in --eval_datasets, or set --eval_data_path"
+            "validation; prepare with --split=98,2, name sources in --eval_datasets, or set --eval_data_path"
         )
     return data.data_path, section.eval_datasets
 
@@ -162,14 +161,12 @@ def _scan(
             if trained.source(source.name):
                 raise ValueError(
                     f"--eval_datasets ({source.name}) must not be trained on; name the sources to train on "
-                    "in --datasets, "
-                    "or others here"
+                    "in --datasets, or others here"
                 )
     if (corpus.vocab_size or 0) > vocab_size:
         raise ValueError(
             f"--eval_data_path ({corpus.files.root}) has a vocabulary of {corpus.vocab_size}, the model one "
-            f"of {vocab_size}; "
-            "prepare both with one tokenizer"
+            f"of {vocab_size}; prepare both with one tokenizer"
         )
     table = _token_bytes(corpus, (data.data_path, data_path), vocab_size)
     no_marks = {source.name: "" for source in corpus.sources}  # rows that are never resumed need none
@@ -215,13 +212,14 @@ def find_tokenizer(root: str) -> Tokenizer | None:
     except (ValueError, OSError) as error:
         logger.debug("no tokenizer there: %s", error)
         return None
-    told, _ = parse_description(data, f"{files.root}/{_DESCRIBED}")
+    described, _ = parse_description(data, f"{files.root}/{_DESCRIBED}")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / KEPT_AS[told.kind]
-            if told.kind != "byte":
-                copy.write_bytes(_read_whole(files, told.file_name))
-            return load_tokenizer(told.kind if told.kind == "byte" else str(copy), told.eos_token)
+            copy = Path(folder) / KEPT_AS[described.kind]
+            if described.kind != "byte":
+                copy.write_bytes(_read_whole(files, described.file_name))
+            name = described.kind if described.kind == "byte" else str(copy)
+            return load_tokenizer(name, described.eos_token)
     except (ValueError, OSError) as error:
         logger.debug("no tokenizer there: %s", error)
         return None

@@ -19,12 +19,12 @@ from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.order.packing import Cuts
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import Files
+from fms_fsdp.data.shards.ipc import ShardError, TokenError
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.manifest import Corpus, Source, check_shard
-from fms_fsdp.data.shards.shard import Shard, ShardError, TokenError
+from fms_fsdp.data.shards.shard import Shard, TokenType
 
 ShardCache = Lru[tuple[str, int], Shard]
-TokenType = np.dtype[np.unsignedinteger[npt.NBitBase]]
 
 
 class Pieces(NamedTuple):
@@ -191,7 +191,8 @@ class SourceReader:
         last = int(window.end.searchsorted(stop, side="left")) + 1
         end = window.end[first:last].astype(np.int64)
         begin = np.empty_like(end)
-        begin[0], begin[1:] = window.end[first - 1] if first else 0, end[:-1]
+        begin[0] = window.end[first - 1] if first else 0
+        begin[1:] = end[:-1]
         skip = np.maximum(start - begin, 0)
         after = np.minimum(window.after[first:last] + np.maximum(end - stop, 0), 2)
         places = np.maximum(begin, start) - start
@@ -254,8 +255,7 @@ class SourceReader:
         if len(data) != size:
             raise ShardError(
                 f"shard ({path}) ends {size - len(data)} bytes early, in document "
-                f"{self._document_at(path, address)}; "
-                "it is truncated: restore it or --on_missing=mask"
+                f"{self._document_at(path, address)}; it is truncated: restore it or --on_missing=mask"
             )
         return np.frombuffer(data, dtype)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,9 +25,9 @@ from fms_fsdp.data.order.source_order import Rest, RowAddress, Span
 from fms_fsdp.data.order.tapes import TAIL, fit_geometry
 from fms_fsdp.data.pieces import Pieces, Row, ShardCache, SourceReader, Window
 from fms_fsdp.data.shards.content_marks import changed_shard
+from fms_fsdp.data.shards.ipc import ShardError, TokenError
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.manifest import Corpus
-from fms_fsdp.data.shards.shard import ShardError, TokenError
 
 STATE_VERSION = 2  # of the form of `state`; the order of the data has its own
 SHARD_CACHE_BYTES = 24 << 20
@@ -36,6 +36,15 @@ WINDOW_CACHE_BYTES_PER_TAPE = 128 << 10
 WEIGHTS_ALONE = "take the checkpoint's weights alone with --load_model_only"
 
 logger = logging.getLogger(__name__)
+
+
+class Known(NamedTuple):
+    """What a checkpoint keeps of a source: by it, shards that have changed are noticed."""
+
+    digest: str  # of names, order and counts
+    num_shards: int
+    num_tokens: int
+    marks: str  # of the content
 
 
 class CorpusRows:
@@ -60,15 +69,15 @@ class CorpusRows:
         self._vocab_size = vocab_size
         self._readers: dict[str, SourceReader] = {}
         self.open_sources(corpus)
-        self._known: dict[str, list[Any]] = {  # of the shards: digest, number, tokens, content
-            s.name: [s.digest, len(s.paths), s.num_tokens, corpus.marks_of(s)] for s in corpus.sources
+        self._known = {  # by source, those of earlier steps too
+            source.name: Known(source.digest, len(source.paths), source.num_tokens, corpus.marks_of(source))
+            for source in corpus.sources
         }
         num_rows = sum(source.num_tokens // section.seq_length for source in corpus.sources)
         if num_rows < global_batch_size:
             raise ValueError(
                 f"--global_batch_size ({global_batch_size}) must be at most the {num_rows} sequences of the "
-                "corpus; "
-                "lower the batch, lower --seq_length or add data"
+                "corpus; lower the batch, lower --seq_length or add data"
             )
         self.last_step: int | None = None
         self.first_exhausted = ""
@@ -184,7 +193,7 @@ class CorpusRows:
             "packing": self._section.packing,
             "sep_token": self._corpus.sep_token,
             "fit": {size: dict(sorted(fit.items())) for size, fit in self.order.fit.items()},
-            "manifest": dict(sorted(self._known.items())),
+            "manifest": {name: list(known) for name, known in sorted(self._known.items())},
             **self.order.history.state(),
         }
 
@@ -213,12 +222,11 @@ class CorpusRows:
             lengths = sorted({segment.seq_length for segment in history.segments} - {size})
             raise ValueError(
                 f"--seq_length ({size}) must divide {before} or be a multiple of it, and all lengths of a "
-                "run must divide "
-                f"the longest (so far: {', '.join(map(str, lengths))}); choose such a length, or "
-                f"{WEIGHTS_ALONE}"
+                f"run must divide the longest (so far: {', '.join(map(str, lengths))}); choose such a "
+                f"length, or {WEIGHTS_ALONE}"
             )
         changes += history.skip(self._section.skip_steps, step)
-        self._known = {**state["manifest"], **self._known}
+        self._known = {name: Known(*known) for name, known in state["manifest"].items()} | self._known
         self.order = self._order_of(history, state["fit"])
         if size != before and history.segments[-1].after == step:
             changes += self._left_out()
@@ -245,14 +253,16 @@ class CorpusRows:
         fits = fit.setdefault(str(size), {})
         for name, quota in self._quotas.items():
             if name not in fits:
-                num_rows = self._known[name][2] // size
+                num_rows = self._known[name].num_tokens // size
                 g = fit_geometry(num_rows, size, quota / NUM_SLOTS, self._section.logical_shards)
                 fits[name] = [g.num_tapes, g.blocks_per_window, g.block_tokens]
-        num_tapes = sum(max(fits.get(name, [0])[0] for fits in fit.values()) for name in self._quotas)
+        num_tapes = Counter[str]()  # the most that a source has in any length
+        for fits in fit.values():
+            num_tapes |= Counter({name: fits[name][0] for name in self._quotas if name in fits})
         self._windows.clear()
-        self._windows.capacity = WINDOW_CACHE_BYTES + WINDOW_CACHE_BYTES_PER_TAPE * num_tapes
+        self._windows.capacity = WINDOW_CACHE_BYTES + WINDOW_CACHE_BYTES_PER_TAPE * num_tapes.total()
         self._listed = None
-        num_tokens = {name: known[2] for name, known in self._known.items()}
+        num_tokens = {name: known.num_tokens for name, known in self._known.items()}
         return Order(self._seed, num_tokens, fit, history)
 
     def _left_out(self) -> list[str]:
@@ -306,37 +316,32 @@ class CorpusRows:
                 flag = name if name.endswith("version") else f"--{name}"
                 raise ValueError(
                     f"{flag} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with "
-                    "the same "
-                    "value, or take its weights alone with --load_model_only"
+                    "the same value, or take its weights alone with --load_model_only"
                 )
-        size, before = self._section.seq_length, state["history"][-1]["seq_length"]
-        if self._section.packing == "bestfit" and size != before:
+        size, old_size = self._section.seq_length, state["history"][-1]["seq_length"]
+        if self._section.packing == "bestfit" and size != old_size:
             raise ValueError(
-                f"--seq_length ({size}) must stay {before} with --packing=bestfit, whose rows are packed to "
-                "that length; "
-                "keep it, or take the weights alone with --load_model_only"
+                f"--seq_length ({size}) must stay {old_size} with --packing=bestfit, whose rows are packed "
+                "to that length; keep it, or take the weights alone with --load_model_only"
             )
-        for name, (digest, num_files, num_tokens, marks) in mine["manifest"].items():
-            known = state["manifest"].get(name)
-            if known is None:
-                continue
-            if known[0] != digest:
+        before = {name: Known(*known) for name, known in state["manifest"].items()}
+        for name in sorted(self._readers.keys() & before):
+            old, now = before[name], self._known[name]
+            if old.digest != now.digest:
                 raise ValueError(
-                    f"source ({name}) has changed since the checkpoint: {num_files} shards of {num_tokens} "
-                    "tokens, then "
-                    f"{known[1]} of {known[2]}; restore its shards, and add new ones as a source of their own"
+                    f"source ({name}) has changed since the checkpoint: {now.num_shards} shards of "
+                    f"{now.num_tokens} tokens, then {old.num_shards} of {old.num_tokens}; restore its "
+                    "shards, and add new ones as a source of their own"
                 )
-            shard = changed_shard(self.reader(name).source, known[3], marks)
+            shard = changed_shard(self.reader(name).source, old.marks, now.marks)
             if shard is not None:
                 raise ValueError(
                     f"shard ({shard}) has changed since the checkpoint, though its name and counts have not; "
-                    "restore it, or "
-                    f"{WEIGHTS_ALONE}"
+                    f"restore it, or {WEIGHTS_ALONE}"
                 )
         lost = sorted(set(state["history"][-1]["weights"]) - set(mine["manifest"]))
         if self._corpus.discovered and lost:
             raise FileNotFoundError(
                 f"source ({lost[0]}) of the checkpoint is missing in {self._corpus.files.root}; restore it, "
-                "or name the "
-                "sources to go on with in --datasets"
+                "or name the sources to go on with in --datasets"
             )

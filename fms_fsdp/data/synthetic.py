@@ -93,8 +93,8 @@ class SyntheticRows:
             if state.get(name) != mine[name]:
                 flag = "--seed" if name == "seed" else name
                 raise ValueError(
-                    f"{flag} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with the same "
-                    "data flags, or take its weights alone with --load_model_only"
+                    f"{flag} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with "
+                    "the same data flags, or take its weights alone with --load_model_only"
                 )
         segments = [Segment(after, batch, _QUOTAS, length) for after, batch, length in state["history"]]
         self._history = History(segments, [])

@@ -40,7 +40,7 @@ def test_logged_fingerprints_and_tokens_are_those_that_inspect_tells(tmp_path: P
     trained(*base, long, "--weights=1,2", *half, "--num_steps=13", nproc=4)
     said = trained(*base, short, "--weights=1,2", *half, "--num_steps=35", nproc=4)
     assert f"from step 14 on, seq_length: {SEQ} -> {SEQ // 2} tokens" in said
-    assert "from step 14 on, source b: 0 tokens of the epoch under way are passed over" in said
+    assert "from step 14 on, source b: 0 tokens of the epoch under way are left out" in said
     logged = metrics(run)
     assert sorted(logged) == list(range(1, 36))
     used: dict[tuple[str, int], np.ndarray] = {}

@@ -142,7 +142,7 @@ def test_a_run_folder_gives_the_fingerprints_of_every_step_of_its_history(
 ) -> None:
     folder, prints = run
     with inspected(InspectConfig(run=str(folder))) as data:
-        assert data.step == 60 and data.num_steps == NUM_STEPS
+        assert data.run.step == 60 and data.run.num_steps == NUM_STEPS
         assert [step_fingerprint(data, step) for step in range(1, 61)] == [
             f"{value:016x}" for value in prints
         ]
@@ -157,7 +157,7 @@ def test_inspect_takes_the_checkpoint_that_training_would_take(
     with open(root / "step_60" / "train_state.json", "a") as file:
         file.write(" ")
     with inspected(InspectConfig(run=str(folder))) as data:
-        assert data.step == 40
+        assert data.run.step == 40
     for step in (20, 40, 60):
         (root / f"step_{step}" / "files.json").unlink()
     config = json.loads((folder / "config.json").read_text())

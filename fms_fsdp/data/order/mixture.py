@@ -43,8 +43,7 @@ def slot_quotas(weights: Mapping[str, float]) -> dict[str, int]:
         if share < 1:
             raise ValueError(
                 f"weights ({weights[name]:g} for {name}) must be at least 1/{NUM_SLOTS} of their sum "
-                f"({total:g}); "
-                f"raise it to {total / NUM_SLOTS:.3g} or drop the source"
+                f"({total:g}); raise it to {total / NUM_SLOTS:.3g} or drop the source"
             )
     quotas = {name: int(share) for name, share in shares.items()}
     by_remainder = sorted(shares, key=lambda name: (quotas[name] - shares[name], name))
@@ -88,7 +87,8 @@ class Mixture(Generic[Name]):
         while waiting:
             node, places, i = waiting.pop()
             if isinstance(node, int):
-                source[places], number[places] = node, i
+                source[places] = node
+                number[places] = i
                 continue
             before, remainder = np.divmod(i * node.first_quota + node.quota // 2, node.quota)
             in_first = remainder >= node.quota - node.first_quota  # the next sequence raises `before`

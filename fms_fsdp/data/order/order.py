@@ -121,8 +121,10 @@ def _locate_rows(laps: Sequence[Lap], lap: I64, n: I64) -> tuple[I64, I64, I64, 
     for i, each in enumerate(laps):
         if isinstance(each, Rest) and (lap == i).any():
             mine = np.flatnonzero(lap == i)
+            tapes, tokens = each.locate(n[mine])
             epoch[mine] = each.epoch
-            tape[mine], token[mine] = each.locate(n[mine])
+            tape[mine] = tapes
+            token[mine] = tokens
     fraction = tape / num_tapes
     tail = np.flatnonzero(tape == TAIL)
     if len(tail):

@@ -32,8 +32,9 @@ from fms_fsdp.data.order.tapes import MAX_ROWS, MAX_TOKENS
 from fms_fsdp.data.shards.content_marks import content_marks
 from fms_fsdp.data.shards.counts import META, Counts, read_counts
 from fms_fsdp.data.shards.files import Files, LocalFiles
+from fms_fsdp.data.shards.ipc import CONVERT, ShardError, TokenError
 from fms_fsdp.data.shards.separator import delimiter_of, find_sep_token
-from fms_fsdp.data.shards.shard import CONVERT, Shard, ShardError, TokenError
+from fms_fsdp.data.shards.shard import Shard
 from fms_fsdp.safe_names import has_control_character, shown_name
 
 SUFFIX = ".arrow"
@@ -216,8 +217,7 @@ def check_shard(
         stored, others = ("without", "with") if source.delimiter == 0 else ("with", "without")
         raise ShardError(
             f"shard ({shard.path}) holds documents {stored} a trailing separator ({sep_token}), the others "
-            "of source "
-            f"{source.name} {others}; {CONVERT}"
+            f"of source {source.name} {others}; {CONVERT}"
         )
     largest = shard.metadata.get("max_token_id", "")
     if vocab_size is not None and largest.isdigit() and int(largest) >= vocab_size:
@@ -313,7 +313,8 @@ def _shards_of_source(
 ) -> list[str]:
     """Returns the shards of a source, with those `missing` that only the counts files list. Raises:
     ValueError, FileNotFoundError."""
-    listed, absent = ([p for p in _below(name, each) if p.endswith(SUFFIX)] for each in (paths, missing))
+    listed = [path for path in _below(name, paths) if path.endswith(SUFFIX)]
+    absent = [path for path in _below(name, missing) if path.endswith(SUFFIX)]
     if not listed and not absent:
         raise FileNotFoundError(
             f"--datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(_below(name, paths))}"

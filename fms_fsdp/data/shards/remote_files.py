@@ -1,8 +1,8 @@
 """Files in an object store (s3, gs, az) or behind file://, read in ranges through a bounded cache on the
 local disk.
 
-    pread -> pages of 64 KiB -> in the cache? in flight? else -> runs of pages, up to 2 MiB a request -> threads
-                                                                   ^ prefetch: what a window needs, all at once
+    pread -> pages of 64 KiB -> in the cache? in flight? else -> runs of pages, to 2 MiB a request -> threads
+                                                                 ^ prefetch: what a window needs, at once
 
 Invariant: what is read depends on the store's bytes alone; the cache, retries and the order of arrival change
 the time it takes and nothing else. Names and sizes come from one listing at the start. The cache is one
@@ -231,9 +231,7 @@ class RemoteFiles:
 
         found = self._filesystem.get_file_info(fs.FileSelector(self._folder, recursive=True))
         files = {i.path[len(self._folder) + 1 :]: i.size for i in found if i.type == fs.FileType.File}
-        return {
-            path: size for path, size in files.items() if not any(name[:1] == "." for name in path.split("/"))
-        }
+        return {path: size for path, size in files.items() if "/." not in f"/{path}"}
 
     def _retried(self, name: str, action: Callable[[], Result], tries: int) -> Result:
         """Returns what `action` returns, tried again after growing waits. Raises: OSError with name, tries

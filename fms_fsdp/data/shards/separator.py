@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fms_fsdp.config import DataConfig
-from fms_fsdp.data.shards.shard import CONVERT, Shard, ShardError
+from fms_fsdp.data.shards.ipc import CONVERT, ShardError
+from fms_fsdp.data.shards.shard import Shard
 
 _SAMPLED_DOCUMENTS = 16
 
@@ -42,8 +43,7 @@ def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) 
             if token != section.sep_token and opened[path].metadata.get("has_eos") == "true":
                 raise ValueError(
                     f"sep_token ({section.sep_token}) is {token} in shard {path}, whose documents end with "
-                    "it; "
-                    "leave the flag out"
+                    "it; leave the flag out"
                 )
         return section.sep_token
     paths = {token: path for path, token in said.items()}

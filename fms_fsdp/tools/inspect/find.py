@@ -1,7 +1,7 @@
 """When a document was, or will be, seen: `python -m fms_fsdp inspect find`, by inverting the arithmetic of
 the stream.
 
-    document -> its stretch of the circle -> windows (unpermute) -> tokens of tapes -> n, g, step (by bisection)
+    document -> its stretch of the circle -> windows (unpermute) -> tokens of tapes -> n, g, step (bisection)
 
 Invariant: the work is proportional to the document's pieces (a window is packed for each), never to the steps
 of the run. Every token of the document is accounted for in every epoch: in a row of a step, in a row that
@@ -138,7 +138,7 @@ def main(config: FindConfig) -> None:
                 f"--document ({config.document}) must be below {source.docs[file]}, the documents of "
                 f"{source.paths[file]}"
             )
-        last = config.num_steps or (data.num_steps if config.epochs is None else None)
+        last = config.num_steps or (data.run.num_steps if config.epochs is None else None)
         epochs = config.epochs or (
             math.ceil(data.rows.consumption(last)[source.name]["epoch"]) if last else 1
         )
@@ -161,7 +161,7 @@ def _print(data: Inspected, config: FindConfig, title: str, found: list[Seen], h
     for seen in found:
         tokens = f"tokens [{seen.start}, {seen.stop})"
         if seen.fate == "seen":
-            planned = "" if not data.step or (seen.step or 0) <= data.step else "  planned"
+            planned = "" if not data.run.step or (seen.step or 0) <= data.run.step else "  planned"
             print(f"  epoch {seen.epoch}  step {seen.step}  row {seen.row}  at {seen.at}  {tokens}{planned}")
         elif seen.fate == "skipped":
             print(f"  epoch {seen.epoch}  passed over by --skip_steps before step {seen.step}  {tokens}")

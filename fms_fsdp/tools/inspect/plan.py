@@ -1,7 +1,7 @@
 """What a run will have read by step N, before it trains: `python -m fms_fsdp inspect plan`.
 
-history ── position(N), find(end of epoch) ──> tokens, epochs, steps at which they end   (arithmetic alone)
-shards ─── a few rows of each source ────────> share of labels that are -100             (the only tokens read)
+history ── position(N), find(end of epoch) ──> tokens, epochs, steps at which they end (arithmetic alone)
+shards ─── a few rows of each source ────────> share of labels that are -100        (the only tokens read)
 """
 
 from __future__ import annotations
@@ -122,14 +122,12 @@ def warnings_of(plans: Iterable[SourcePlan], num_steps: int) -> list[str]:
         if plan.epochs > MANY_EPOCHS:
             lines.append(
                 f"source {plan.name} is read {plan.epochs:.1f} times by step {num_steps}; beyond about "
-                f"{MANY_EPOCHS} epochs "
-                "repeated text teaches less and less: lower its weight, or add data"
+                f"{MANY_EPOCHS} epochs repeated text teaches less and less: lower its weight, or add data"
             )
         if plan.geometry.num_main_rows == 0:
             lines.append(
                 f"source {plan.name} has {plan.geometry.num_rows} rows, too few for windows: its rows are "
-                "shuffled, but the "
-                "documents of a row are neighbours"
+                "shuffled, but the documents of a row are neighbours"
             )
         if plan.ignored is not None and plan.ignored > 0.01:
             lines.append(f"source {plan.name} has {100 * plan.ignored:.1f} % of its labels masked")
@@ -214,7 +212,7 @@ def describe_plan(data: Inspected, plans: Sequence[SourcePlan], num_steps: int) 
 def main(config: PlanConfig) -> None:
     """The command `inspect plan`."""
     with inspected(config) as data:
-        num_steps = config.num_steps or data.num_steps
+        num_steps = config.num_steps or data.run.num_steps
         if num_steps is None:
             raise ValueError("--num_steps is missing; name the step to plan for, or --run=FOLDER of a run")
         plans = plan_sources(data, num_steps, config.sample_rows)

@@ -26,9 +26,11 @@ def mixture_over_time(
     even = np.linspace(0, num_steps, min(num_steps, STEP_RANGES) + 1).astype(np.int64)
     edges: I64 = np.unique(np.concatenate([even, np.array(changes, dtype=np.int64)]))
     consumed = [history.consumed_tokens(step) for step in edges.tolist()]
-    taken = {name: np.diff([tokens[name] for tokens in consumed]) for name in sorted(consumed[-1])}
-    total = np.sum(list(taken.values()), axis=0)
-    return edges, {name: tokens / total for name, tokens in taken.items()}
+    total = np.diff([tokens.total() for tokens in consumed])
+    shares = {}
+    for name in sorted(consumed[-1]):
+        shares[name] = np.diff([tokens[name] for tokens in consumed]) / total
+    return edges, shares
 
 
 def document_lengths(data: Inspected) -> dict[str, I64]:
@@ -68,8 +70,8 @@ def draw(data: Inspected, num_steps: int, path: str) -> None:
     for name, share in shares.items():
         left.stairs(below + share, edges, baseline=below, fill=True, color=colors[name], label=name)
         below = below + share
-    if data.step and data.step <= num_steps:
-        left.axvline(data.step, color="black", linewidth=0.8, linestyle="--", label="newest checkpoint")
+    if data.run.step and data.run.step <= num_steps:
+        left.axvline(data.run.step, color="black", linewidth=0.8, linestyle="--", label="newest checkpoint")
     left.set(xlim=(0, num_steps), ylim=(0, 1), xlabel="step", ylabel="share of tokens", title="Mixture")
     left.legend(loc="upper right", fontsize="small")
     lengths = document_lengths(data)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from fms_fsdp.data.order.order import Order
 from fms_fsdp.data.order.source_order import RowAddress
 from fms_fsdp.data.order.tapes import TAIL
 from fms_fsdp.data.rows import CorpusRows
+from fms_fsdp.data.shards.ipc import ShardError
 from fms_fsdp.data.shards.manifest import Corpus, Source, open_corpus
-from fms_fsdp.data.shards.shard import ShardError
 from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.run.resume import Start, find_start
 
@@ -84,37 +84,15 @@ class StepConfig(InspectConfig):
 
 
 @dataclass(frozen=True)
-class Inspected:
-    """The data of a run. `step` is that of the newest checkpoint (0 without one), `num_steps` where the run
-    ends, if known, `changes` what the flags change from `step` + 1 on, in words."""
-
-    rows: CorpusRows
-    corpora: tuple[Corpus, ...]
-    section: DataConfig
-    vocab_size: int | None
-    step: int
-    num_steps: int | None
-    changes: tuple[str, ...]
-
-    @property
-    def order(self) -> Order:
-        return self.rows.order
-
-    def source(self, name: str) -> Source | None:
-        """Returns the source of that name, None if it is not there."""
-        return next((found for corpus in self.corpora if (found := corpus.source(name))), None)
-
-
-@dataclass(frozen=True)
 class Run:
-    """What a run folder says."""
+    """What a run folder says; without one, what holds for flags alone."""
 
-    data: DataConfig
-    seed: int
-    batch: int
-    vocab_size: int | None
-    num_steps: int | None
-    start: Start | None  # None: it has trained no step
+    data: DataConfig = field(default_factory=DataConfig)
+    seed: int = TrainingConfig().seed
+    batch: int | None = None
+    vocab_size: int | None = None
+    num_steps: int | None = None  # where the run ends
+    start: Start | None = None  # None: it has trained no step
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -127,68 +105,83 @@ class Run:
         return self.start.checkpoint.step if self.start and self.start.checkpoint else 0
 
 
+@dataclass(frozen=True)
+class Inspected:
+    """The data of a run, opened. `changes`: what the flags change from the step after the newest checkpoint
+    on, in words."""
+
+    run: Run
+    rows: CorpusRows
+    corpora: tuple[Corpus, ...]
+    section: DataConfig
+    changes: tuple[str, ...]
+
+    @property
+    def order(self) -> Order:
+        return self.rows.order
+
+    def source(self, name: str) -> Source | None:
+        """Returns the source of that name, None if it is not there."""
+        return next((found for corpus in self.corpora if (found := corpus.source(name))), None)
+
+
 @contextmanager
 def inspected(config: InspectConfig) -> Iterator[Inspected]:
     """Opens the data that the flags name; nothing of it is read yet.
 
     Raises: ValueError, FileNotFoundError: bad flags, no such run, data other than the run's.
     """
-    run = read_run(Path(config.run)) if config.run else None
-    section = data_section(config, run.data if run else None)
-    batch = config.global_batch_size or (run.batch if run else 0)
-    if not batch:
+    run = read_run(config.run)
+    section, batch = data_section(config, run.data), config.global_batch_size or run.batch
+    if batch is None:
         raise ValueError(
             "global_batch_size () must be the rows of a step; give it, or --run=FOLDER of a run that has "
             "started"
         )
-    seed = config.seed if config.seed is not None else run.seed if run else TrainingConfig().seed
     corpus = open_corpus(section)
-    vocab_size = (run.vocab_size if run else None) or corpus.vocab_size
     rows = CorpusRows(
         section,
         corpus,
-        seed=seed,
-        vocab_size=vocab_size or ANY_VOCABULARY,
+        seed=run.seed if config.seed is None else config.seed,
+        vocab_size=run.vocab_size or corpus.vocab_size or ANY_VOCABULARY,
         global_batch_size=batch,
         pin_memory=False,
     )
     try:
         corpora, changes = [corpus], list[str]()
-        if run and run.checkpoint:
-            state = run.checkpoint.state["data"]
-            changes = rows.load(state, run.step)
-            corpora += _open_dropped(rows, section, corpus, state)
-        elif run:
+        if run.checkpoint:
+            changes = rows.load(run.checkpoint.state["data"], run.step)
+            corpora += _open_dropped(rows, section, corpus, run.checkpoint.state["data"]["manifest"])
+        elif run.step:
             rows.begin_after(run.step)
-        num_steps = run.num_steps if run else None
-        yield Inspected(
-            rows, tuple(corpora), section, vocab_size, run.step if run else 0, num_steps, tuple(changes)
-        )
+        yield Inspected(run, rows, tuple(corpora), section, tuple(changes))
     finally:
         rows.close()
 
 
-def data_section(config: InspectConfig, of_run: DataConfig | None) -> DataConfig:
+def data_section(config: InspectConfig, of_run: DataConfig) -> DataConfig:
     """Returns the run's data flags with those given on the command line in their place."""
-    section = of_run or DataConfig()
-    if section.use_dummy_dataset or section.dataset_builder:
-        kind = "synthetic tokens" if section.use_dummy_dataset else "a dataset_builder of its own"
+    if of_run.use_dummy_dataset or of_run.dataset_builder:
+        kind = "synthetic tokens" if of_run.use_dummy_dataset else "a dataset_builder of its own"
         raise ValueError(
             f"run ({config.run}) trained on {kind}, which inspect cannot follow; inspect a run on shards"
         )
-    given = {name: getattr(config, name) for name in _DATA_FLAGS}
-    given = {name: value for name, value in given.items() if value not in (None, "", ())}
+    flags = vars(config)
+    given = {name: flags[name] for name in _DATA_FLAGS if flags[name] not in (None, "", ())}
     if "datasets" in given:
         given.setdefault("weights", ())
-    return replace(section, **given)
+    return replace(of_run, **given)
 
 
-def read_run(folder: Path) -> Run:
-    """Reads the newest launch's flags, and the checkpoint that the run would go on from.
+def read_run(folder: str) -> Run:
+    """Returns the newest launch's flags, and the checkpoint that the run would go on from; without a folder,
+    the defaults.
 
     Raises: ValueError, FileNotFoundError: no such run, or training would refuse its checkpoints.
     """
-    path = folder / "config.json"
+    if not folder:
+        return Run()
+    path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"run ({folder}) must be a run folder with config.json; look under runs/")
     try:
@@ -199,30 +192,28 @@ def read_run(folder: Path) -> Run:
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"run ({folder}) has a config.json that cannot be read: {error!r}") from None
     kept = replace(cfg.checkpoint, resume="auto")
-    begin = find_start(replace(cfg, checkpoint=kept, log=replace(cfg.log, output_dir=str(folder))))
+    begin = find_start(replace(cfg, checkpoint=kept, log=replace(cfg.log, output_dir=folder)))
     start = begin if begin.continues else None
     return Run(cfg.data, cfg.training.seed, batch, vocab_size, num_steps, start)
 
 
 def _open_dropped(
-    rows: CorpusRows, section: DataConfig, corpus: Corpus, state: dict[str, Any]
-) -> list[Corpus]:
+    rows: CorpusRows, section: DataConfig, corpus: Corpus, known: Mapping[str, Sequence[Any]]
+) -> Iterator[Corpus]:
     """Opens the sources that earlier steps used and the flags no longer name, as far as they are still
     there."""
-    opened = []
-    for name in sorted(set(state["manifest"]) - {source.name for source in corpus.sources}):
+    for name in sorted(set(known) - {source.name for source in corpus.sources}):
         try:
             dropped = open_corpus(replace(section, datasets=(name,), weights=()), corpus.files.clone())
         except FileNotFoundError:
             continue  # its steps can still be placed, its documents not be named
-        if dropped.sources[0].digest != state["manifest"][name][0]:
+        if dropped.sources[0].digest != known[name][0]:
             raise ValueError(
                 f"source ({name}) of earlier steps has changed since; restore its shards, or inspect a copy "
                 "of them"
             )
         rows.open_sources(dropped)
-        opened.append(dropped)
-    return opened
+        yield dropped
 
 
 def row_record(data: Inspected, address: RowAddress, step: int, row: int) -> dict[str, Any]:
@@ -283,10 +274,10 @@ def main(config: StepConfig) -> None:
 
 
 def _when(data: Inspected, step: int) -> str:
-    if data.step == 0 or step <= data.step:
+    if data.run.step == 0 or step <= data.run.step:
         return ""
     changes = f", where {'; '.join(data.changes)}" if data.changes else ""
-    return f"; planned: the newest checkpoint is of step {data.step}{changes}"
+    return f"; planned: the newest checkpoint is of step {data.run.step}{changes}"
 
 
 def _describe_row(record: dict[str, Any]) -> str:

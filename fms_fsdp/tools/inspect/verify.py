@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,9 @@ import numpy.typing as npt
 from fms_fsdp.config import flag
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import Files
+from fms_fsdp.data.shards.ipc import ShardError
 from fms_fsdp.data.shards.manifest import Corpus, Source, check_shard, open_corpus
-from fms_fsdp.data.shards.shard import Shard, ShardError
+from fms_fsdp.data.shards.shard import Shard
 from fms_fsdp.tools.inspect.step import InspectConfig, data_section, inspected, read_run
 
 SLICE_TOKENS = 1 << 20
@@ -91,7 +91,8 @@ def _verify_shard(corpus: Corpus, source: Source, file: int, vocab_size: int | N
 
 
 def _too_large(shard: Shard, address: int, tokens: Tokens, vocab_size: int | None) -> Iterator[str]:
-    """Yields a line if a token is beyond the vocabulary, or above the largest that the shard's metadata names."""
+    """Yields a line if a token is beyond the vocabulary, or above the largest that the shard's metadata
+    names."""
     largest, said = int(tokens.max()), shard.metadata.get("max_token_id", "")
     if vocab_size is not None and largest >= vocab_size:
         limit, rule = vocab_size, f"beyond vocab_size ({vocab_size})"
@@ -114,13 +115,15 @@ def _without_end(shard: Shard, address: int, tokens: Tokens, ends: I64, sep_toke
     at = (ends[last[0] : last[1]] - address) // width - 1
     for i in at[tokens[at] != sep_token].tolist()[:1]:
         yield (
-            f"shard ({shard.path}) has document {shard.document_at(address + i * width)} end with {tokens[i]}, not with "
+            f"shard ({shard.path}) has document {shard.document_at(address + i * width)} end with "
+            f"{tokens[i]}, not with "
             f"the separator ({sep_token}) as others do; write it anew with `python -m fms_fsdp convert`"
         )
 
 
 def _slices(files: Files, shard: Shard, starts: I64, stops: I64) -> Iterator[tuple[int, Tokens]]:
-    """Yields (byte position, tokens) of documents that lie at [starts, stops): of neighbours in one run of slices."""
+    """Yields (byte position, tokens) of documents that lie at [starts, stops): of neighbours in one run of
+    slices."""
     width = shard.dtype.itemsize
     gaps = np.flatnonzero(starts[1:] != stops[:-1])
     runs = np.append(starts[:1], starts[gaps + 1]), np.append(stops[gaps], stops[-1:])
@@ -131,8 +134,8 @@ def _slices(files: Files, shard: Shard, starts: I64, stops: I64) -> Iterator[tup
             if len(data) < size:
                 document = shard.document_at(address + len(data))
                 raise ShardError(
-                    f"shard ({shard.path}) ends {end - address - len(data)} bytes early, in document {document}; "
-                    "it is truncated: restore it"
+                    f"shard ({shard.path}) ends {end - address - len(data)} bytes early, in document "
+                    f"{document}; it is truncated: restore it"
                 )
             yield address, np.frombuffer(data, shard.dtype)
             address += size
@@ -140,10 +143,10 @@ def _slices(files: Files, shard: Shard, starts: I64, stops: I64) -> Iterator[tup
 
 def main(config: VerifyConfig) -> None:
     """The command `inspect verify`. Raises: ValueError with the number of problems, after a line for each."""
-    run = read_run(Path(config.run)) if config.run else None
-    section = data_section(config, run.data if run else None)
+    run = read_run(config.run)
+    section = data_section(config, run.data)
     corpus = open_corpus(dataclasses.replace(section, seq_length=1, on_missing="mask"), check_shards=False)
-    vocab_size = config.vocab_size or (run.vocab_size if run else None) or corpus.vocab_size
+    vocab_size = config.vocab_size or run.vocab_size or corpus.vocab_size
     num_shards, num_bad, num_problems = sum(len(source.paths) for source in corpus.sources), 0, 0
     start = shown = time.monotonic()
     for done, (_, problems) in enumerate(verify_corpus(corpus, vocab_size, config.num_threads), 1):
@@ -158,17 +161,15 @@ def main(config: VerifyConfig) -> None:
             )
     if num_bad:
         raise ValueError(f"{num_problems} problems in {num_bad} of {num_shards} shards; each is named above")
-    tokens, documents = (
-        sum(int(getattr(s, name).sum()) for s in corpus.sources) for name in ("tokens", "docs")
-    )
+    tokens = sum(int(source.tokens.sum()) for source in corpus.sources)
+    documents = sum(int(source.docs.sum()) for source in corpus.sources)
     bound = f"ids below {vocab_size}" if vocab_size else "ids not checked, as no --vocab_size is known"
     print(
         f"{num_shards} shards of {len(corpus.sources)} sources are whole: {documents:,} documents, "
-        f"{tokens:,} tokens, "
-        f"{bound} ({time.monotonic() - start:.1f} s)"
+        f"{tokens:,} tokens, {bound} ({time.monotonic() - start:.1f} s)"
     )
     if corpus.files.counters is not None:
         print(f"storage: {corpus.files.counters}")
-    if run and run.checkpoint:
+    if run.checkpoint:
         with inspected(config):
             print(f"they are those of the run's checkpoint of step {run.step}")

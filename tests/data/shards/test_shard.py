@@ -5,8 +5,9 @@ import pyarrow as pa
 import pytest
 
 from fms_fsdp.data.shards.files import LocalFiles
+from fms_fsdp.data.shards.ipc import MissingShardError, ShardError
 from fms_fsdp.data.shards.lru import Lru
-from fms_fsdp.data.shards.shard import MissingShardError, Shard, ShardError
+from fms_fsdp.data.shards.shard import Shard
 from tests.data.corpora import Documents, random_documents, write_lists, write_scalars
 
 DOCUMENTS = random_documents(np.random.default_rng(0), 3000)
