@@ -78,7 +78,8 @@ def test_a_run_on_a_relative_data_path_is_inspected_and_evaluated_from_another_f
     run(place, f"{ROOT}/main_training.py", *flags)
     monkeypatch.chdir(other)
     with inspected(InspectConfig(run=str(place / "run"))) as data:
-        assert data.run.step == 1 and step_fingerprint(data, 1) == metrics(place / "run")[1]["data_fingerprint"]
+        assert data.run.step == 1
+        assert step_fingerprint(data, 1) == metrics(place / "run")[1]["data_fingerprint"]
     told = json.loads(
         run(other, "-m", "fms_fsdp", "evaluate", "--path=../place/kept", "--eval_steps=1", "--json=True")
     )
