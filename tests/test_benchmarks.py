@@ -14,8 +14,9 @@ from tests.cli import ROOT
 
 @pytest.mark.slow
 def test_a_sweep_survives_what_does_not_fit_and_marks_the_best(tmp_path: Path) -> None:
-    flags = "--model_variant=tiny --seq_length=64 --batch_size=9000000,2,5000000 --mixed_precision=false --rounds=1"
-    command = f"ulimit -v 12000000; exec {sys.executable} benchmarks/bench_train.py {flags} --output={tmp_path}/r.json"
+    flags = "--model_variant=tiny --seq_length=64 --batch_size=9000000,2,5000000 --mixed_precision=false"
+    script = f"benchmarks/bench_train.py {flags} --rounds=1 --output={tmp_path}/r.json"
+    command = f"ulimit -v 12000000; exec {sys.executable} {script}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "r.json").read_text())

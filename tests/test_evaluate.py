@@ -1,4 +1,7 @@
-"""Validation: the same numbers at every world size, after a resume and offline; right by a slow reference; and nothing of the training changed."""
+"""Validation: the same numbers at every world size, after a resume and offline, as by a reference.
+
+It changes nothing of the training.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ EVAL = ("--eval_interval=2", "--eval_at_start=True", "--eval_steps=3", "--eval_t
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Paragraphs of two packages of Python's library as two sources of bytes, with validation and test splits."""
+    """Two sources of bytes, paragraphs of Python's library, with validation and test splits."""
     folder = tmp_path_factory.mktemp("corpus")
     library = Path(sysconfig.get_path("stdlib"))
     inputs = f"docs={library}/json,code={library}/email"
@@ -167,7 +170,7 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_validation(
 def test_sharded_training_is_the_same_with_and_without_validation(
     corpus: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """At two ranks also the numbers at the start are those of one, to the last bit, and a checkpoint saved after an evaluation is whole."""
+    """At two ranks the first numbers are those of one, to the last bit; a later checkpoint is complete."""
     argv = (*flags(corpus), "--num_steps=4", "--checkpoint_interval=2", "--batch_size=2")
     trained(*argv, f"--output_dir={tmp_path / 'without'}", nproc=2)
     trained(*argv, *EVAL, f"--output_dir={tmp_path / 'with'}", nproc=2)
@@ -184,7 +187,7 @@ def test_sharded_training_is_the_same_with_and_without_validation(
 def test_validation_is_equal_at_every_world_size(
     corpus: Path, tmp_path: Path, nproc: int, strategy: str
 ) -> None:
-    """The rows divide over neither groups nor ranks: the last group is filled up with masked rows, and some ranks compute nothing else."""
+    """The rows divide over neither groups nor ranks: masked rows fill groups and whole ranks."""
     assert any(source.num_rows % 8 not in (0, 7) for source in held_out(corpus, max_rows=800))
     argv = (
         *flags(corpus, batch=8),

@@ -1,4 +1,7 @@
-"""Golden values: the first losses of a fixed run. A refactor must leave them equal; a deliberate change of numerics updates them and says why."""
+"""Golden values: the first losses of a fixed run.
+
+A refactor leaves them equal. A deliberate change of numerics updates them and says why.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def first_losses(grad_accum_steps: int) -> list[float]:
 
 
 def test_the_first_five_losses_are_those_on_record() -> None:
-    """On record from torch 2.13 on x86-64; another build may round otherwise, hence not the last bit but 1e-5."""
+    """Recorded with torch 2.13 on x86-64. Another build can round differently, so it compares to 1e-5."""
     assert first_losses(1) == pytest.approx(GOLDEN, rel=1e-5)
 
 

@@ -30,12 +30,13 @@ def working_folder() -> str:
 
 def recorded_sections(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the sections of a recorded configuration, their paths joined to the run's working folder."""
-    start = resolved.get("working_dir", "")
-    return {
-        name: {key: _joined(start, value) if key in _PATHS else value for key, value in section.items()}
-        for name, section in config.items()
-        if name != "resolved" and isinstance(section, dict)
-    }
+    sections = {}
+    for name, section in config.items():
+        if name != "resolved" and isinstance(section, dict):
+            paths = _PATHS & section.keys()
+            joined = {path: _joined(resolved.get("working_dir", ""), section[path]) for path in paths}
+            sections[name] = section | joined
+    return sections
 
 
 def recorded_config(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> TrainConfig:

@@ -305,7 +305,7 @@ def late_save(root: str, late_rank: int) -> list[str]:
 
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_ranks_may_reach_a_save_in_any_order(tmp_path: Path, late_rank: int) -> None:
-    """A rank ahead of rank 0 makes the folder first: rank 0 must neither fail at that nor remove what it wrote."""
+    """A rank makes the folder before rank 0 does: rank 0 neither fails nor removes its files."""
     names = run_ranks(late_save, 2, str(tmp_path), late_rank)
     assert names[0] == names[1] and METADATA in names[0] and STATE in names[0]
     assert not problems(tmp_path / "step_3", deep=True)

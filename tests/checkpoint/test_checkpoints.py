@@ -81,7 +81,7 @@ def test_a_checkpoint_records_the_validation_loss_of_its_own_step_or_none(tmp_pa
 
 
 def test_a_full_disk_under_the_run_folder_saves_where_there_is_room(tmp_path: Path, small_disk: Path) -> None:
-    """metrics.jsonl, log.txt and TensorBoard's events meet it; the run says it in one line, fails, and has lost nothing."""
+    """No file of the run can be written: the run says so in one line and fails; nothing is lost."""
     argv = [*TINY, "--num_steps=100000", "--checkpoint_interval=0", f"--ckpt_save_path={tmp_path}"]
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 48 * 1024))
     result = run(*argv, f"--output_dir={small_disk / 'run'}")
@@ -101,7 +101,7 @@ def test_a_full_disk_under_the_run_folder_saves_where_there_is_room(tmp_path: Pa
 def test_the_time_of_a_save_is_known_before_the_first_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: float | None
 ) -> None:
-    """By the checkpoint that the launch goes on from; where that tells none, by a measured write. Two saves may be under way."""
+    """From the checkpoint of the start, or from a measured write. Two saves can run at once."""
     monkeypatch.setattr(
         "fms_fsdp.checkpoint.checkpoints.estimate_save_s", lambda root, num_bytes: num_bytes / 1e6
     )

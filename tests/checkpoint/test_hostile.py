@@ -1,4 +1,7 @@
-"""Checkpoints that somebody forged or filled with what is no file: passed over by a run, named by `ckpt verify`, waited for by nobody."""
+"""Forged checkpoints, and folders with pipes and devices in them.
+
+A run does not use them, `ckpt verify` names them, and nobody waits for them.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +162,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 def step_loaded(root: Path) -> int:
-    """The step that a run ends up with: as it does, it looks for an older one when one turns out to be damaged."""
+    """The step that a run starts from: if a checkpoint is damaged, the run looks for an older one."""
     skip: list[Path] = []
     while (found := open_checkpoint(root, skip=skip)) is not None:
         model, optimizer = made(0)

@@ -1,4 +1,4 @@
-"""A save that moves on any rank keeps all ranks alive, however long it takes; one that stands still ends them."""
+"""A save with progress on any rank keeps all ranks alive, however long it takes; one without ends them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def slowed(function: Callable[..., Any], seconds: float) -> Any:
 
 
 def watched_save(root: str, slowness: str, slow_rank: int, in_background: bool) -> list[int]:
-    """A save under a watchdog and a process group that give up after 3 s, while one rank's storage takes longer."""
+    """Storage is slow on one rank; watchdog and process group give up after 3 s."""
     rank = dist.get_rank()
     model, optimizer = made(0)
     Checkpointer(Path(root) / "imports", attempt=1, in_background=False, committed=print).save(

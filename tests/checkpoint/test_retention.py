@@ -8,7 +8,7 @@ from fms_fsdp.checkpoint.retention import KeepPolicy, check_keep_best, parse_sch
 
 
 def test_one_schedule_does_what_took_three_scripts() -> None:
-    """10@100,18@1000,1500: 10 checkpoints to step 100, 50 more to 1000, then every 1500 counted from there."""
+    """10@100,18@1000,1500: 10 checkpoints up to step 100, 50 more up to 1000, then every 1500 from there."""
     schedule = parse_schedule("10@100,18@1000,1500", interval=7)
     due = [step for step in range(1, 10_001) if schedule.is_due(step)]
     assert due[:10] == list(range(10, 101, 10))

@@ -1,7 +1,8 @@
 """Runs a function on several gloo processes of this machine and returns what each rank returned.
 
-`run_ranks(fn, world_size, *args)` spawns `world_size` processes, initialises gloo over a file store in each, calls `fn(*args)` and returns
-the list of results by rank. `fn` must be importable (a module-level function). An exception on any rank is raised here with its traceback.
+`run_ranks(fn, world_size, *args)` spawns `world_size` processes, initialises gloo over a file store in each,
+calls `fn(*args)` and returns the list of results by rank. `fn` must be importable (a module-level function).
+An exception on any rank is raised here with its traceback.
 """
 
 from __future__ import annotations

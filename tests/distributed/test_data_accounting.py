@@ -28,7 +28,7 @@ def count_tokens(files: Files, record: dict[str, Any], used: dict[tuple[str, int
 
 @pytest.mark.slow
 def test_logged_fingerprints_and_tokens_are_those_that_inspect_tells(tmp_path: Path) -> None:
-    """2 ranks, then 4 with another mixture and batch, then rows half as long; b goes through a whole epoch on the way."""
+    """2 ranks, then 4 with another mixture and batch, then rows half as long; b passes a whole epoch."""
     files = write_corpus(tmp_path / "corpus", SIZES, mean=60)
     run = tmp_path / "run"
     base = ["--model_variant=tiny", "--mixed_precision=False", "--report_interval=1", f"--output_dir={run}"]

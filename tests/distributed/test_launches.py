@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def count_lines(file: Path) -> int:
 
 @pytest.mark.slow
 def test_a_launch_that_begins_while_another_ends_goes_on_where_that_one_ended(tmp_path: Path) -> None:
-    """Its ranks all begin at the last checkpoint of the other, whichever they would have found a moment earlier."""
+    """All its ranks start from the last checkpoint of the other launch."""
     argv = [*TINY, "--checkpoint_interval=5", "--min_lr_ratio=1", "--warmup_steps=1", "--trackers=none"]
     first, other = (
         [*LAUNCH, *argv, f"--output_dir={tmp_path / 'run'}", f"--num_steps={n}"] for n in (300, 400)
@@ -104,7 +105,8 @@ def test_one_of_two_torchruns_is_killed_and_all_ranks_stop(tmp_path: Path) -> No
     ]
     launch += ["--rdzv_id=half", "main_training.py", *TINY, "--num_steps=100000", f"--output_dir={tmp_path}"]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    agents = [subprocess.Popen(launch, cwd=ROOT, env=ENVIRONMENT, **silent) for _ in range(2)]  # type: ignore[call-overload]
+    start = partial(subprocess.Popen, launch, cwd=ROOT, env=ENVIRONMENT, **silent)
+    agents = [start() for _ in range(2)]
     try:
         assert wait_for(lambda: count_lines(tmp_path / "metrics.jsonl") > 3, 90)
         ranks = [pid for agent in agents for pid in workers(agent.pid)]

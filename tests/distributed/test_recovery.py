@@ -40,7 +40,7 @@ def wait_for(condition: object, timeout_s: float) -> bool:
 
 
 def kill_at(moment: str, process: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> bool:
-    """Kills one of two workers with -9 in a step, in a save or in the commit of a save; False if the run ended before."""
+    """Kills one of two workers with -9 in a step, a save or its commit; False if the run ended before."""
     file = folder / "metrics.jsonl"
 
     def num_lines() -> int:
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_four_ranks_goes_on_in_any_world(
 
 @pytest.mark.slow
 def test_a_save_slower_than_the_grace_period_leaves_the_last_one(tmp_path: Path) -> None:
-    """torchrun gives its workers 2 s here and the save takes 6: nothing half-written is taken for a checkpoint, and the run goes on from the last."""
+    """torchrun gives its workers 2 s and the save takes 6: no checkpoint is half written; the run goes on."""
     script = tmp_path / "slow.py"
     script.write_text(
         "import os, sys, time\nsys.path.insert(0, os.getcwd())\nimport main_training\n"

@@ -1,4 +1,4 @@
-"""Sharded training against one process: initial weights to the last bit, losses and norms over 20 AdamW steps.
+"""Sharded training against one process: initial weights to the last bit, losses and norms of 20 steps.
 
 The processes of one world size are spawned once and run all its cases.
 """

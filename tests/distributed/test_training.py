@@ -1,4 +1,7 @@
-"""The whole line under torchrun: the same losses and the same data at every world size, resumes that change it, and bad input told once."""
+"""The whole flow under torchrun: the same losses and data at every world size, and resumes that change it.
+
+Bad input is reported once.
+"""
 
 from __future__ import annotations
 

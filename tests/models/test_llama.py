@@ -214,7 +214,7 @@ def test_rotary_table_depends_on_relative_position_only() -> None:
 
 @pytest.mark.parametrize("groups", [4, 2])
 def test_short_attention_is_attention(groups: int) -> None:
-    """Outputs and gradients, against the fused kernel in fp32; in bf16 no further from it than the fused kernel in bf16."""
+    """Outputs and gradients, against the fused kernel in fp32; in bf16 with no larger error than it."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 48, 16, generator=generator) for heads in (4, groups, groups))
     upstream = torch.randn(2, 4, 48, 16, generator=generator)

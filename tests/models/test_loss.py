@@ -22,7 +22,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.fixture(params=["one chunk", "uneven chunks", "spans of one chunk", "spans of two chunks"])
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """201 rows: at once; in chunks of 101; in spans too, whose products are added up, a few rows of the weight at a time."""
+    """201 rows: at once, in chunks of 101, and in spans of a few rows of the weight."""
     chunk = 1 << 30 if request.param == "one chunk" else 64 * 501 * 4
     monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", chunk)
     if "spans" in request.param:

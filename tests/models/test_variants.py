@@ -62,7 +62,7 @@ def test_formulas_equal_the_model_on_the_meta_device(config: LlamaConfig) -> Non
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_flops_equal_torchs_counter(name: str) -> None:
-    """The counter sees no embedding lookup, and attention as if it were not causal, with its scores recomputed in the backward pass."""
+    """The counter sees no embedding lookup, but full attention, whose scores are computed twice."""
     config, seq = VARIANTS[name], 128
     model = on_meta(config)
     tokens = torch.zeros(2, seq, dtype=torch.long, device="meta")

@@ -97,7 +97,7 @@ KINDS = list(build_each(nn.Linear(4, 4)))
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_not_finite_changes_no_bit_and_the_next_one_does(kind: str, bad: float) -> None:
-    """Weights, moments and step counts; the gradient itself need not show it: another rank's may be the bad one."""
+    """Weights, moments and step counts stay, even if the gradient of this rank is finite."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizers = Optimizers(model, build_each(model)[kind])

@@ -55,7 +55,8 @@ def test_strategies_fill_the_world_in_any_case() -> None:
         ),
         (
             dict(sharding_strategy="hsdp", hsdp_shard_size=3),
-            r"--hsdp_shard_size \(3\) must divide the world size \(8 = replicas x hsdp_shard_size\); valid sizes: 1, 2, 4, 8",
+            r"--hsdp_shard_size \(3\) must divide the world size \(8 = replicas x hsdp_shard_size\); "
+            "valid sizes: 1, 2, 4, 8",
         ),
         (
             dict(sharding_strategy="hsdp", local=5),

@@ -1,4 +1,7 @@
-"""The recipe on one process: selection of blocks, compilation, clipping, order. World sizes: tests/distributed/test_sharded_training.py."""
+"""The recipe on one process: selection of blocks, compilation, clipping, order.
+
+tests/distributed/test_sharded_training.py has the world sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One launch: who may write in a run folder, what a signal does, and what a launch that was refused leaves behind."""
+"""One launch: who may write into a run folder, what a signal does, what a refused launch leaves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def flip_a_byte(checkpoint: Path) -> None:
 
 def start(*argv: str, **settings: object) -> subprocess.Popen[bytes]:
     command = [sys.executable, "main_training.py", *argv]
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **settings)  # type: ignore[call-overload,no-any-return]
+    settings |= {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    return subprocess.Popen(command, **settings)  # type: ignore[call-overload,no-any-return]
 
 
 def wait_for(condition: Callable[[], bool], patience_s: float = 90) -> None:
@@ -183,7 +184,8 @@ def test_a_terminal_that_is_closed_does_not_stop_the_save(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_run_outlives_the_shell_that_started_it(tmp_path: Path) -> None:
-    script = f"{sys.executable} main_training.py {' '.join(LONG)} --output_dir={tmp_path} >/dev/null 2>&1 & echo $!"
+    command = f"{sys.executable} main_training.py {' '.join(LONG)} --output_dir={tmp_path}"
+    script = f"{command} >/dev/null 2>&1 & echo $!"
     pid = int(
         subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     )

@@ -61,7 +61,8 @@ def test_a_run_on_a_relative_data_path_is_inspected_and_evaluated_from_another_f
     other.mkdir()
     inputs = f"code={sysconfig.get_path('stdlib')}/json"
     options = {"include": ("*.py",), "num_workers": 1, "text_separator": r"\n\n", "split": (80.0, 20.0)}
-    prepare(PrepareConfig(inputs, str(place / "tokens"), tokenizer="byte", **options))  # type: ignore[arg-type]
+    output = str(place / "tokens")
+    prepare(PrepareConfig(inputs, output, tokenizer="byte", **options))  # type: ignore[arg-type]
     shape = ("--model_variant=tiny", "--seq_length=32", "--global_batch_size=2", "--num_steps=1")
     flags = (*shape, "--data_path=tokens", "--ckpt_save_path=kept", "--output_dir=run")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -77,7 +78,8 @@ def test_a_run_on_a_relative_data_path_is_inspected_and_evaluated_from_another_f
     run(place, f"{ROOT}/main_training.py", *flags)
     monkeypatch.chdir(other)
     with inspected(InspectConfig(run=str(place / "run"))) as data:
-        assert data.step == 1 and step_fingerprint(data, 1) == metrics(place / "run")[1]["data_fingerprint"]
+        assert data.run.step == 1
+        assert step_fingerprint(data, 1) == metrics(place / "run")[1]["data_fingerprint"]
     told = json.loads(
         run(other, "-m", "fms_fsdp", "evaluate", "--path=../place/kept", "--eval_steps=1", "--json=True")
     )

@@ -250,10 +250,11 @@ def test_gradients_that_are_not_finite_end_the_run_with_the_data_named(tmp_path:
 
 
 def test_a_rank_that_hangs_leaves_its_stacks(tmp_path: Path) -> None:
-    """One of two ranks stands still: both tell where they were, and the launch ends instead of waiting for ever."""
+    """One of two ranks hangs: both write their stacks, and the launch ends."""
     script = tmp_path / "hanging.py"
     script.write_text(
-        "import os, sys, time\nsys.path.insert(0, os.getcwd())\nimport main_training, fms_fsdp.train as train\n"
+        "import os, sys, time\nsys.path.insert(0, os.getcwd())\n"
+        "import main_training, fms_fsdp.train as train\n"
         "step = train.train_step\n"
         "def hang(recipe, batch, number, requests):\n"
         "    if number == 3 and os.environ['RANK'] == '1':\n        time.sleep(1000)\n"
@@ -352,7 +353,7 @@ def start_of(cfg: TrainConfig, *, num_steps: int = 1000, fresh_data: bool = Fals
 
 
 def test_a_seed_of_fresh_data_is_said_to_take_effect() -> None:
-    """With --resuming_dataset=False the data of the checkpoint do not go on: what decides their order is new."""
+    """With --resuming_dataset=False the data begin anew, so the flags that decide their order take effect."""
     before, now = (parse_flags(TrainConfig, ["--data_path=a", f"--seed={seed}"]) for seed in (1, 2))
     for fresh_data, words in (
         (True, "from step 601 on: "),

@@ -37,7 +37,7 @@ def fingerprints(folder: Path) -> dict[int, str]:
 def test_the_data_of_a_loaded_checkpoint_go_on_or_begin_afresh(
     flags: tuple[str, ...], whole: Path, tmp_path: Path, resuming: bool
 ) -> None:
-    """Afresh: step 4 has the rows of step 1, also after the new run has been stopped and goes on from its own checkpoint."""
+    """The data begin anew: step 4 has the rows of step 1, also after the new run was stopped and resumed."""
     given = f"--ckpt_load_path={whole / 'checkpoints' / 'step_3'}"
     command = (
         *flags,

@@ -23,7 +23,12 @@ IN_THE_NAME_THOUGH_FREE = {
 }
 OUT_THOUGH_ANNOUNCED = {"num_steps", "num_tokens", "num_samples", "skip_steps"}
 # values that fit where the one made from the default would not; and what a flag needs beside it
-VALUES: dict[str, Any] = {"selective_checkpointing": "1/2", "datasets": ("a",), "data_kwargs": ("a=b",), "trackers": ("aim",)}  # fmt: skip
+VALUES: dict[str, Any] = {
+    "selective_checkpointing": "1/2",
+    "datasets": ("a",),
+    "data_kwargs": ("a=b",),
+    "trackers": ("aim",),
+}
 BESIDE: dict[str, dict[str, Any]] = {
     "weights": {"datasets": ("a",)},
     "load_model_only": {"ckpt_load_path": "x"},

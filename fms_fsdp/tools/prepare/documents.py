@@ -318,7 +318,8 @@ def json_arrays(files: Sequence[InputFile], form: TextFormat) -> list[str]:
             continue
         if len(records) < (1 if is_array else 2) or not all(isinstance(record, dict) for record in records):
             continue
-        if any(isinstance(_document([r.get(key) for key in form.keys], form.keys), str) for r in records):
+        fields = [list(map(record.get, form.keys)) for record in records]
+        if any(isinstance(_document(values, form.keys), str) for values in fields):
             found.append(file.path)
             continue
         remedy = "write it as JSON lines, one record a line, to" if is_array else "rename it to"
