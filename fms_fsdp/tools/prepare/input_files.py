@@ -73,10 +73,8 @@ def find_files(
         root, names, own = os.path.dirname(path), [os.path.basename(path)], list[str]()
     else:
         root, pattern = _root_and_pattern(path)
-        names, own = (
-            [name for name in found if pattern.fullmatch(name)]
-            for found in (_walk(root or "."), _own_names(root or ".", output))
-        )
+        names = list(filter(pattern.fullmatch, _walk(root or ".")))
+        own = list(filter(pattern.fullmatch, _own_names(root or ".", output)))
     names, own = _chosen(names, include, exclude), _chosen(own, include, exclude)
     if own:
         raise ValueError(

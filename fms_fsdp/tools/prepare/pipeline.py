@@ -8,6 +8,7 @@ command was killed: slices that are in the journal are not made again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +73,9 @@ def make_shards(
     recipe = ShardRecipe(reader, info, config.split, config.shard_tokens, max_bad_lines, dedup)
     workers = config.num_workers or available_cores()
     results: dict[str, dict[int, SliceResult]] = {source.name: source.finished() for source in sources}
-    bad = {
-        name: sum(result["stats"]["num_bad"] for result in found.values()) for name, found in results.items()
-    }
+    bad = Counter[str]()
+    for name, found in results.items():
+        bad[name] = sum(result["stats"]["num_bad"] for result in found.values())
     jobs = [
         SliceJob(source.name, entry, recipe, source.partial, source.journal)
         for source in sources
@@ -95,5 +96,4 @@ def make_shards(
         results[job.source][job.slice.index] = result
         bad[job.source] += result["stats"]["num_bad"]
         check_bad_lines(recipe.max_bad_lines, job.source, bad[job.source], result["stats"]["bad"])
-    in_order = {name: [result for _, result in sorted(found.items())] for name, found in results.items()}
-    return finish(config.folder, sources, in_order)
+    return finish(config.folder, sources, results)

@@ -121,8 +121,12 @@ def differences(configs: dict[str, Record]) -> list[tuple[str, list[str]]]:
         sections = recorded_sections(config, config.get("resolved", {})).values()
         flat.append({key: json.dumps(value) for section in sections for key, value in section.items()})
     keys = dict.fromkeys(key for values in flat for key in values if key not in ("output_dir", "run_name"))
-    rows = [(key, [values.get(key, "–") for values in flat]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    rows = []
+    for key in keys:
+        shown = [values.get(key, "–") for values in flat]
+        if len(set(shown)) > 1:
+            rows.append((key, shown))
+    return rows
 
 
 def _seconds(event: Record) -> list[float]:

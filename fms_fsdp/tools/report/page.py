@@ -103,7 +103,10 @@ def _summary(runs: Sequence[RunHistory]) -> list[list[Any]]:
     """Rows of the table on top: a label, then the value of each run; rows that no run fills are left out."""
     columns = [_facts(run) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
-    return [[label, *(column.get(label, "–") for column in columns)] for label in labels]
+    rows = []
+    for label in labels:
+        rows.append([label, *(column.get(label, "–") for column in columns)])
+    return rows
 
 
 def _facts(run: RunHistory) -> dict[str, str]:
