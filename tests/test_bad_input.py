@@ -305,3 +305,10 @@ def test_the_command_ends_with_2_and_one_line(
     ended = run(*TINY, "--num_steps=1", *(flags or (f"--output_dir={tmp_path / 'run'}",)), **variables)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
     assert ended.stderr.startswith(f"error: {words}") and not (tmp_path / "run").exists()
+
+
+def test_checkpoints_that_are_never_evaluated_cannot_be_ranked() -> None:
+    flags = ("--keep_best=1", "--keep_last_n=1", "--eval_interval=3")
+    text = refusal(*flags, "--checkpoint_interval=0")
+    assert text.startswith("--keep_best (1) ranks checkpoints whose own step is evaluated")
+    assert plan(*flags, "--checkpoint_interval=6").begin.checkpoint is None

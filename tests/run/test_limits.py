@@ -70,3 +70,40 @@ def test_a_margin_that_is_given_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
         ends = limits(tmp_path, {}, exit_margin_s=given)
         reason = stepped(ends, {}, beginning())
         assert bool(reason) is stops and (stops == ("the job's end is near" in reason))
+
+
+@pytest.mark.parametrize(
+    "flags", [{"exit_interval": 3}, {"exit_step": 13}, {"exit_tokens": 30}, {"exit_samples": 6}]
+)
+def test_a_limit_ends_the_launch_with_the_step_that_reaches_it(
+    tmp_path: Path, flags: dict[str, float]
+) -> None:
+    """Launches count their own steps, tokens and samples; `--exit_step` counts those of the run."""
+    ends = limits(tmp_path, {}, **flags)
+    progress = Progress(10, 100, rows_per_step=2, tokens_per_step=10)
+    reasons = [stepped(ends, {}, progress) for _ in range(3)]
+    ((flag, value),) = flags.items()
+    assert reasons[:2] == ["", ""] and reasons[2].startswith(f"--{flag} ({value})")
+
+
+def test_a_launch_at_its_exit_step_stops_before_a_step(tmp_path: Path) -> None:
+    progress = Progress(5, 100, rows_per_step=1, tokens_per_step=1)
+    limits(tmp_path, {}, exit_step=5).before_step(progress)
+    assert progress.stop == "--exit_step (5) is reached" and progress.step == 5
+
+
+def test_the_stop_file_is_seen_by_rank_0_alone_and_ends_the_launch(tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    other = limits(tmp_path, {})
+    other.is_main = False
+    assert stepped(other, {}, beginning()) == ""
+    assert stepped(limits(tmp_path, {}), {}, beginning()) == f"stopped by the file {tmp_path / 'STOP'}"
+
+
+def test_a_signal_and_records_that_cannot_be_written_end_the_launch(tmp_path: Path) -> None:
+    ends, progress = limits(tmp_path, {}), beginning()
+    assert stepped(ends, {}, progress) == "" and ends.signals.can_save
+    ends.signals.name = "SIGTERM"
+    assert stepped(ends, {}, progress) == "stopped by SIGTERM"
+    progress.problem = "metrics.jsonl cannot be written: No space left on device"
+    assert stepped(ends, {}, progress) == progress.problem
