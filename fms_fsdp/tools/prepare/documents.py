@@ -14,7 +14,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple
 
@@ -198,6 +198,10 @@ def _parse_line(line: bytes, form: TextFormat) -> Document | str:
         return "not JSON"
     if not isinstance(record, dict):
         return "not a JSON object"
+    return _document_of(record, form)
+
+
+def _document_of(record: Mapping[str, Any], form: TextFormat) -> Document | str:
     return _document([record.get(key) for key in form.keys], form.keys)
 
 
@@ -318,8 +322,7 @@ def json_arrays(files: Sequence[InputFile], form: TextFormat) -> list[str]:
             continue
         if len(records) < (1 if is_array else 2) or not all(isinstance(record, dict) for record in records):
             continue
-        fields = [list(map(record.get, form.keys)) for record in records]
-        if any(isinstance(_document(values, form.keys), str) for values in fields):
+        if any(isinstance(_document_of(record, form), str) for record in records):
             found.append(file.path)
             continue
         remedy = "write it as JSON lines, one record a line, to" if is_array else "rename it to"

@@ -164,20 +164,22 @@ def check_plans(
 
 
 def finish(
-    output: Path, sources: Sequence[PreparedSource], results: dict[str, list[SliceResult]]
+    output: Path, sources: Sequence[PreparedSource], results: dict[str, dict[int, SliceResult]]
 ) -> dict[str, Stats]:
     """Publishes the sources and writes the counts; returns what each was made of.
 
     Raises:
         ValueError: a source is empty.
     """
-    stats = {name: _merged_stats(found) for name, found in results.items()}
-    for name, found in results.items():
-        if SPLITS[0] not in splits_of(found):
+    stats = {}
+    for source in sources:
+        name, found = source.name, sorted(results[source.name].items())
+        stats[name] = _merged_stats(result for _, result in found)
+        if SPLITS[0] not in splits_of(results[name].values()):
             reasons = stats[name].reasons() or "no records"
             raise ValueError(f"--input: source {name} has no documents left to train on; {reasons}")
     for source in sources:
-        source.publish(splits_of(results[source.name]))
+        source.publish(splits_of(results[source.name].values()))
     with suppress(OSError):
         (output / ".partial").rmdir()  # if nothing else is under way in it
     _write_counts(output)

@@ -96,5 +96,4 @@ def make_shards(
         results[job.source][job.slice.index] = result
         bad[job.source] += result["stats"]["num_bad"]
         check_bad_lines(recipe.max_bad_lines, job.source, bad[job.source], result["stats"]["bad"])
-    in_order = {name: list(dict(sorted(found.items())).values()) for name, found in results.items()}
-    return finish(config.folder, sources, in_order)
+    return finish(config.folder, sources, results)

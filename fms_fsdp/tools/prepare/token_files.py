@@ -13,16 +13,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
+
+from fms_fsdp.data.tokenizer import Tokens
 
 PATTERNS = ("*.idx", "*.ds", "*.parquet", "*.arrow")
 _COLUMNS = ("tokens", "input_ids")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-
-Tokens = npt.NDArray[Any]
 
 
 def ids_file(path: str) -> str:

@@ -123,9 +123,9 @@ def differences(configs: dict[str, Record]) -> list[tuple[str, list[str]]]:
     keys = dict.fromkeys(key for values in flat for key in values if key not in ("output_dir", "run_name"))
     rows = []
     for key in keys:
-        row = [values.get(key, "–") for values in flat]
-        if len(set(row)) > 1:
-            rows.append((key, row))
+        shown = [values.get(key, "–") for values in flat]
+        if len(set(shown)) > 1:
+            rows.append((key, shown))
     return rows
 
 
