@@ -50,7 +50,6 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 STILL_LONG = [
     "fms_fsdp/__main__.py",
     "fms_fsdp/checkpoint/",
-    "fms_fsdp/data/",
     "fms_fsdp/evaluate.py",
     "fms_fsdp/mesh.py",
     "fms_fsdp/models/",
@@ -59,7 +58,6 @@ STILL_LONG = [
     "fms_fsdp/predict/",
     "fms_fsdp/run/",
     "fms_fsdp/runtime.py",
-    "fms_fsdp/tools/",
     "fms_fsdp/train.py",
     "main_training.py",
     "tests/",
