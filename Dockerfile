@@ -1,8 +1,9 @@
-# The packages of this repository on a stock PyTorch image; the repository itself is mounted. See docs/clusters.md.
+# Adds the packages of this repository to a PyTorch image; the container mounts the repository.
+# See docs/clusters.md.
 #   docker build --tag fms-fsdp .
 ARG IMAGE=pytorch/pytorch:latest
 FROM ${IMAGE}
-# pin IMAGE to a tag with torch 2.11 to 2.13, which stays as the image has it
+# Set IMAGE to a tag with torch 2.11 to 2.13; the installation keeps that torch.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1 PYTHON=python3 HOME=/tmp USER=trainer
 COPY pyproject.toml /tmp/
 RUN python3 -c "import tomllib; print(*tomllib.load(open('/tmp/pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" >/tmp/packages.txt \

@@ -1,6 +1,6 @@
 """Trains a Llama: the whole flow, once.
 
-flags → config → machine (devices, axes, batch) → process group, mesh → plan (data, model, memory; nothing written)
+flags → config → machine (devices, axes, batch) → process group, mesh → plan (data, model, memory)
       → claim (rank 0 locks the folders and chooses the checkpoint) → data stream
       → model (meta → precision → AC → compile → FSDP → init) → optimizers → load → train(step, hooks)
 

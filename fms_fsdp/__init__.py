@@ -16,9 +16,9 @@ def load_model(
 ) -> tuple[Llama, Tokenizer | None]:
     """The model of a checkpoint with fp32 weights, ready to compute logits, and the tokenizer of its data.
 
-    `path`: a run folder, a folder of checkpoints, or one checkpoint; of several the newest, or that of `step`.
-    The tokenizer is None where the data have none beside them. No process group is needed: a checkpoint of any
-    sharding loads.
+    `path`: a run folder, a folder of checkpoints, or one checkpoint; of several the newest, or that of
+    `step`. The tokenizer is None where the data have none beside them. No process group is needed: a
+    checkpoint of any sharding loads.
 
         model, tokenizer = fms_fsdp.load_model("runs/quickstart")
         tokens = torch.from_numpy(tokenizer.encode(["Once upon a time"])[0].astype("int64"))[None]

@@ -10,40 +10,22 @@ import sys
 import typing
 from collections.abc import Sequence
 
-# command, of one word or two → (module:function, what it does); the type of the function's `config` declares
-# the flags, and the module is imported only to run the command
+# command, of one word or two → (module:function in fms_fsdp.tools, what it does); the type of the function's
+# `config` declares the flags, and the module is imported only to run the command
 COMMANDS = {
-    "prepare": (
-        "fms_fsdp.tools.prepare.prepare:main",
-        "text, source code, JSON lines, Parquet → token shards",
-    ),
-    "convert": (
-        "fms_fsdp.tools.prepare.convert:main",
-        "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards",
-    ),
-    "inspect plan": (
-        "fms_fsdp.tools.inspect.plan:main",
-        "tokens and epochs of each source by step N, a picture",
-    ),
-    "inspect step": (
-        "fms_fsdp.tools.inspect.step:main",
-        "files, documents and tokens in the rows of any step",
-    ),
-    "inspect find": ("fms_fsdp.tools.inspect.find:main", "when a document was or will be seen"),
-    "inspect verify": (
-        "fms_fsdp.tools.inspect.verify:main",
-        "every shard against the counts, to its last token",
-    ),
-    "trace": ("fms_fsdp.tools.trace:main", "where the time of a profiler trace went, as a table"),
-    "evaluate": ("fms_fsdp.tools.evaluate:main", "loss, perplexity and bits per byte of a checkpoint"),
-    "ckpt list": ("fms_fsdp.tools.ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
-    "ckpt verify": ("fms_fsdp.tools.ckpt:verify_checkpoints", "every byte against its checksum"),
-    "ckpt prune": (
-        "fms_fsdp.tools.ckpt:prune_checkpoints",
-        "delete what need not be kept; a dry run by default",
-    ),
-    "estimate": ("fms_fsdp.tools.estimate:main", "how long a training will take, as a range"),
-    "report": ("fms_fsdp.tools.report.page:main", "a page of curves and tables from run folders"),
+    "prepare": ("prepare.prepare:main", "text, source code, JSON lines, Parquet → token shards"),
+    "convert": ("prepare.convert:main", "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards"),
+    "inspect plan": ("inspect.plan:main", "tokens and epochs of each source by step N, a picture"),
+    "inspect step": ("inspect.step:main", "files, documents and tokens in the rows of any step"),
+    "inspect find": ("inspect.find:main", "when a document was or will be seen"),
+    "inspect verify": ("inspect.verify:main", "every shard against the counts, to its last token"),
+    "trace": ("trace:main", "where the time of a profiler trace went, as a table"),
+    "evaluate": ("evaluate:main", "loss, perplexity and bits per byte of a checkpoint"),
+    "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
+    "ckpt verify": ("ckpt:verify_checkpoints", "every byte against its checksum"),
+    "ckpt prune": ("ckpt:prune_checkpoints", "delete what need not be kept; a dry run by default"),
+    "estimate": ("estimate:main", "how long a training will take, as a range"),
+    "report": ("report.page:main", "a page of curves and tables from run folders"),
 }
 
 
@@ -58,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     from fms_fsdp.flags import parse_flags
 
     module, _, function_name = COMMANDS[command][0].partition(":")
-    run = getattr(importlib.import_module(module), function_name)
+    run = getattr(importlib.import_module(f"fms_fsdp.tools.{module}"), function_name)
     config_type = typing.get_type_hints(run)["config"]
     try:
         run(parse_flags(config_type, argv[num_words:], f"python -m fms_fsdp {command}"))

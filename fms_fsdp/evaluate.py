@@ -1,7 +1,8 @@
 """Loss, perplexity and bits per byte on held-out rows: in a run, and of a checkpoint by the command
 `evaluate`.
 
-    HeldOut.rows ── groups of batch_size rows, shared out over ranks ── forward without gradients ── sums by group ── one exact sum
+    HeldOut.rows ── groups of batch_size rows, shared out over ranks ── forward without gradients
+                 ── sums by group ── one exact sum
 
 Invariant: a group of rows is computed as a whole by one rank, and the sums of all groups are added exactly,
 so the numbers depend neither on the world size nor on who computes what. Nothing of the training is touched:

@@ -83,7 +83,8 @@ def pick_device(world: World) -> torch.device:
         return torch.device("cpu")
     if world.local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"--nproc_per_node ({world.local_world_size}) must not exceed the node's GPUs ({torch.cuda.device_count()}); lower it"
+            f"--nproc_per_node ({world.local_world_size}) must not exceed the node's GPUs "
+            f"({torch.cuda.device_count()}); lower it"
         )
     return torch.device("cuda", world.local_rank)
 
@@ -294,7 +295,7 @@ class Console(logging.StreamHandler[TextIO]):
 
 
 def set_up_log(world: World) -> None:
-    """Rank 0 prints plain lines; every other rank, with its number, the warnings about what it alone knows."""
+    """Rank 0 prints plain lines; the others, with their number, the warnings about what they alone know."""
     handler = Console(sys.stdout)
     prefix = "" if world.rank == 0 else f"[rank {world.rank}] "
     handler.setFormatter(logging.Formatter(prefix + "%(message)s"))
@@ -315,7 +316,8 @@ def show_progress(text: str) -> None:
 def log_to_file(path: Path) -> None:
     """Also appends this rank's lines to `path`, with the time."""
     handler = logging.FileHandler(path)
-    handler.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk, which metrics.jsonl tells
+    # a full disk is told by metrics.jsonl
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)

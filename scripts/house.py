@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fms_fsdp"
 BUDGETS = {"trains": 5900, "tools": 2200}  # what the house is to come to
-CEILINGS = {"trains": 8800, "tools": 3200}  # what breaks the rule; lower it when the house shrinks
+CEILINGS = {"trains": 8600, "tools": 2950}  # what breaks the rule; lower it when the house shrinks
 LONGEST_LINE, LONGEST_FUNCTION, LONGEST_FILE = 110, 60, 400
 # Who may import whom, from the bottom: a module may import its own unit and the units of earlier lines.
 LAYERS = [
@@ -45,24 +45,35 @@ LAYERS = [
     ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-# Rooms with lines, functions or files that are still too long, and types that are still defined twice. Both
-# only shrink.
+# Rooms with lines, functions or files that are still too long, rooms that are still too dense, and types that
+# are still defined twice. The lists only shrink.
 STILL_LONG = [
-    "fms_fsdp/__main__.py",
     "fms_fsdp/checkpoint/",
     "fms_fsdp/evaluate.py",
-    "fms_fsdp/mesh.py",
     "fms_fsdp/models/",
     "fms_fsdp/observe/",
     "fms_fsdp/parallel/",
     "fms_fsdp/predict/",
     "fms_fsdp/run/",
     "fms_fsdp/runtime.py",
-    "fms_fsdp/train.py",
     "main_training.py",
-    "tests/",
+    "tests/checkpoint/",
+    "tests/distributed/",
+    "tests/models/",
+    "tests/optim/",
+    "tests/parallel/",
+    "tests/run/",
+    "tests/test_benchmarks.py",
+    "tests/test_evaluate.py",
+    "tests/test_golden.py",
+    "tests/test_training.py",
+]
+STILL_DENSE = [
+    "fms_fsdp/run/",
+    "fms_fsdp/tools/",
 ]
 STILL_TWICE: set[str] = set()
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 COMMENTS = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -74,7 +85,7 @@ COMMENTS = {
 
 
 def python_files(*folders: str) -> list[Path]:
-    """The Python files below the folders, sorted; a folder fit a file."""
+    """The Python files below the folders, sorted; a folder may be a file."""
     found = set[Path]()
     for folder in folders:
         found |= set((ROOT / folder).rglob("*.py")) | (
@@ -95,9 +106,10 @@ def module_file(name: str) -> Path | None:
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of the modules that a file imports: at its top, in functions, and by name in a text.
+    """Full names of the modules that a file imports: at its top, in functions, and by a text.
 
-    A text that begins with a package, such as f"fms_fsdp.tools.{name}", counts as all modules of the package.
+    A text names a module, as "fms_fsdp.train" or "fms_fsdp.train:train"; a text that begins with a package,
+    as f"fms_fsdp.tools.{name}", counts as all its modules.
     """
     names = set[str]()
     for node in ast.walk(parsed(path)):
@@ -106,8 +118,8 @@ def imported(path: Path) -> set[str]:
                 names |= {alias.name for alias in node.names}
             case ast.ImportFrom(module=str(module)):
                 names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
-            case ast.Constant(value=str(text)) if re.fullmatch(rf"{PACKAGE}(\.\w+)+", text):
-                names.add(text)
+            case ast.Constant(value=str(text)) if re.fullmatch(rf"{PACKAGE}(\.\w+)+(:\w+)?", text):
+                names.add(text.partition(":")[0])
             case ast.JoinedStr(values=[ast.Constant(value=str(text)), *_]) if re.fullmatch(
                 rf"{PACKAGE}(\.\w+)+\.", text
             ):
@@ -204,6 +216,18 @@ def long_parts() -> Iterator[str]:
                     yield f"{place}: {node.name} has {count} lines, at most {LONGEST_FUNCTION} fit"
 
 
+def dense_lines() -> Iterator[str]:
+    """Comprehensions within a comprehension, and tuples on the left with a slice among them."""
+    for path in python_files(PACKAGE, "main_training.py"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, COMPREHENSIONS):
+                if any(isinstance(inner, COMPREHENSIONS) for inner in ast.walk(node) if inner is not node):
+                    yield f"{_shown(path)}:{node.lineno}: a comprehension stands within a comprehension"
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+                if any(isinstance(part, ast.Slice) for part in ast.walk(node.targets[0])):
+                    yield f"{_shown(path)}:{node.lineno}: a slice is assigned to in a tuple"
+
+
 def types_defined_twice() -> dict[str, list[str]]:
     """Names of classes that stand more than once in the package, with their files."""
     places = defaultdict[str, list[str]](list)
@@ -218,6 +242,7 @@ def broken_rules() -> Iterator[str]:
     """A line for each broken rule."""
     yield from broken_layers()
     yield from (fault for fault in [*long_parts(), *long_lines()] if not fault.startswith(tuple(STILL_LONG)))
+    yield from (fault for fault in dense_lines() if not fault.startswith(tuple(STILL_DENSE)))
     for name, files in types_defined_twice().items():
         if name not in STILL_TWICE:
             yield f"class {name}: must be defined once; it stands in {', '.join(files)}"
@@ -231,11 +256,14 @@ def figures() -> Iterator[str]:
     for name, (count, files) in sizes().items():
         limits = f"budget {BUDGETS[name]:,}, ceiling {CEILINGS[name]:,}"
         yield f"{name}: {count:,} lines of code in {files} files ({limits})"
-    lines, parts, twice = list(long_lines()), list(long_parts()), types_defined_twice()
-    yield f"too long: {len(lines)} lines, {len(parts)} functions and files; types defined twice: {len(twice)}"
+    lines, parts, dense = list(long_lines()), list(long_parts()), list(dense_lines())
+    twice = types_defined_twice()
+    yield f"too long: {len(lines)} lines, {len(parts)} functions and files; too dense: {len(dense)} lines"
+    yield f"types defined twice: {len(twice)}"
     clean = [room for room in STILL_LONG if not any(fault.startswith(room) for fault in lines + parts)]
+    clean += [room for room in STILL_DENSE if not any(fault.startswith(room) for fault in dense)]
     if clean := [*clean, *sorted(STILL_TWICE - twice.keys())]:
-        yield f"now clean, take these out of STILL_LONG and STILL_TWICE: {', '.join(clean)}"
+        yield f"now clean, take these out of the lists: {', '.join(clean)}"
 
 
 def _shown(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Settings of the test processes, before torch is imported: threads that wait do not spin, so that tests may share two cores."""
+"""Settings of the test processes, before torch is imported: idle threads sleep; tests share cores."""
 
 from __future__ import annotations
 

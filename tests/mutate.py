@@ -1,12 +1,13 @@
-"""Would the tests notice? Puts one small fault at a time into a copy of the code and runs the quick tests on it.
+"""Would the tests notice? Puts one small fault at a time into a copy of the code and runs the tests.
 
     bash scripts/mutate.sh --sample=60 --seed=1
 
-    every place where a fault can be put ─ seed ─▶ sample ─▶ copy with the fault ─▶ the tests that run its line, nearest first
-    quick suite under `coverage`, once ─▶ line → tests                              └ the test that fails must pass without it
+    places for a fault ─ seed ─▶ sample ─▶ copy with the fault ─▶ the tests that run its line, nearest first
+    quick suite under `coverage`, once ─▶ line → tests           └ the test that fails must pass without it
 
-The checkout is read, never written. Each verdict is a line of a file in `--work`, so a run that was stopped goes on where it
-was. A survivor either changes no behaviour, which a person must judge, or shows a test that is missing.
+The script reads the checkout and never writes to it. Each verdict is a line of a file in `--work`, so a run
+that was stopped continues. A fault that no test notices changes no behaviour, which a person must judge, or a
+test is missing.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def chosen(sample: int, seed: int) -> list[Fault]:
 
 
 def distances(fault: Fault) -> dict[str, int]:
-    """Test files with the number of imports between each and the fault; 0 for those of the fault's own name, 99 for none."""
+    """Test files with their number of imports up to the fault; 0: of its name, 99: no imports lead there."""
     known: dict[Path, set[Path]] = {}
     found = {}
     for test in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -240,7 +241,7 @@ context = ${{PYTEST_CURRENT_TEST-none}}
         self._data.read()
 
     def tests(self, fault: Fault) -> list[str]:
-        """Names of the tests that ran a line, with their cases left out; whole files where a fixture ran it."""
+        """Names of the tests that ran a line, without their cases; whole files if a fixture ran it."""
         files = [name for name in self._data.measured_files() if name.endswith(f"/{fault.path}")]
         contexts = {
             context for name in files for context in self._data.contexts_by_lineno(name).get(fault.line, [])
@@ -271,7 +272,7 @@ def copy_tree(target: Path) -> Path:
 
 
 def first_failure(tree: Path, tests: list[str], skipped: set[str], budget_s: float) -> str:
-    """The first test that fails in `tree`; "hang" where one makes no end; "" where all pass, or the budget is used up."""
+    """The first test that fails in `tree`; "hang" if one does not end; "" if all pass within the budget."""
     command = [sys.executable, *PYTEST, "-x", *(f"--deselect={name}" for name in sorted(skipped)), *tests]
     output = tree.with_suffix(".log")
     with open(output, "w") as file:
@@ -307,7 +308,7 @@ def first_failure(tree: Path, tests: list[str], skipped: set[str], budget_s: flo
 
 
 def judge(fault: Fault, clean: Path, faulty: Path, covered: Covered, sound: set[str], budget_s: float) -> str:
-    """What noticed the fault within the budget, "" if nothing did. `sound`: tests known to pass without any fault."""
+    """What noticed the fault within the budget, or "". `sound`: tests that pass without any fault."""
     path, broken, begin = faulty / fault.path, set[str](), time.monotonic()
     original = path.read_text()
     path.write_text(original[: fault.start] + fault.after + original[fault.stop :])
@@ -370,11 +371,13 @@ def main() -> None:
         )
         verdict = f"killed by {noticed}" if noticed else "SURVIVED"
         print(
-            f"{time.strftime('%H:%M')} {count}/{len(faults)} {fault.path}:{fault.line} {fault.kind}: {change}: {verdict}",
+            f"{time.strftime('%H:%M')} {count}/{len(faults)} {fault.path}:{fault.line} {fault.kind}: "
+            f"{change}: {verdict}",
             flush=True,
         )
     print(
-        f"{killed} of {len(faults)} faults noticed: {100 * killed / max(1, len(faults)):.0f} % (seed {given.seed}; {log})"
+        f"{killed} of {len(faults)} faults noticed: {100 * killed / max(1, len(faults)):.0f} % "
+        f"(seed {given.seed}; {log})"
     )
 
 

@@ -1,4 +1,7 @@
-"""What cannot be used is refused in one line that names it, at once, with nothing written; what has no effect is refused or told."""
+"""An input that cannot be used is refused at once, in one line that names it, and nothing is written.
+
+A flag without effect is refused or gets a note.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +63,10 @@ def refusal(*argv: str, ranks: int = 1) -> str:
         ("--num_steps=1e-999999999", "--num_steps (1e-999999999) must be an integer"),
         ("--num_steps=-1e999999999", "--num_steps (-1e999999999) must be at least"),
         ("--keep_last_n=1 --keep_steps=1e999999999", "--keep_steps (1e999999999) must be at most"),
-        ("--fsdp_activation_checkpointing=True --selective_checkpointing=1e-999999999", "--selective_checkpointing (1e-9999"),
-        ("--fsdp_activation_checkpointing=True --selective_checkpointing=every:1e999999999", "--selective_checkpointing (every"),
+        ("--fsdp_activation_checkpointing=True --selective_checkpointing=1e-999999999",
+            "--selective_checkpointing (1e-9999"),
+        ("--fsdp_activation_checkpointing=True --selective_checkpointing=every:1e999999999",
+            "--selective_checkpointing (every"),
         ("--num_attention_heads=1e12 --hidden_size=2e12 --num_kv_heads=7", "--num_kv_heads (7) must divide"),
         ("--num_attention_heads=7 --hidden_size=1e15", "--num_attention_heads (7) must divide hidden_size"),
         ("--num_steps=" + "9" * 1_000_000, "--num_steps (9999"),

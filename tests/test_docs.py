@@ -1,4 +1,4 @@
-"""Every command in a bash block of the README and of docs/ runs as it stands there, in a copy of the repository."""
+"""Every command in a bash block of the README and of docs/ runs in a copy of the repository."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ def test_each_broken_rule_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (package / "models/named.py").write_text('LATER = ("fms_fsdp.train", 1)\nclass OptimConfig: ...\n')
     (package / "data/long.py").write_text("\n" * 400 + "# " + "x" * 109)
     (package / "data/longer.py").write_text("def build() -> None:" + "\n    pass" * 60)
+    (package / "models/dense.py").write_text("x = [[y for y in z] for z in w]\na[1:], b = c\n")
     (package / "strange.py").touch()
     (package / "train.py").write_text("import fms_fsdp.tools.trace\n" + "x = 0\n" * 9000)
     monkeypatch.setattr(house, "ROOT", tmp_path)
@@ -47,6 +48,8 @@ def test_each_broken_rule_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "data/long.py: 401 lines, at most 400",
         "data/long.py:401: 111 characters, at most 110",
         "data/longer.py:1: build has 61 lines, at most 60",
+        "models/dense.py:1: a comprehension stands within a comprehension",
+        "models/dense.py:2: a slice is assigned to in a tuple",
         "fms_fsdp/strange: must have a line in LAYERS",
         "tools/trace.py: must not be imported by what trains",
         "trains: ",
@@ -56,7 +59,9 @@ def test_each_broken_rule_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_what_trains_counts_imports_inside_functions_and_modules_loaded_by_name(tmp_path: Path) -> None:
     path = tmp_path / "some.py"
-    path.write_text('import json\n\ndef run() -> None:\n    from a import b\n    load("fms_fsdp.train")\n')
+    path.write_text(
+        'import json\n\ndef run() -> None:\n    from a import b\n    load("fms_fsdp.train:run")\n'
+    )
     assert house.imported(path) == {"json", "a", "a.b", "fms_fsdp.train"}
     path = tmp_path / "other.py"
     path.write_text('load(f"fms_fsdp.optim.{name}")\n')

@@ -1,6 +1,6 @@
 """Saving and loading a run's state through torch.distributed.checkpoint, in the background and exactly.
 
-    save:  tensors ─copy to host─→ │ thread: plan, write, sum, fsync ─→ commit (rename) ─→ delete what need not be kept
+    save:  tensors ─copy to host─→ │ thread: plan, write, sum, fsync ─→ commit (rename) ─→ delete old ones
     load:  files ─┬─ DCP reads what this rank needs, whatever the sharding was
                   └─ checksums, each file by one rank ─→ agreed: sound or DamagedCheckpoint
 
@@ -188,7 +188,7 @@ class Checkpointer:
 
 
 def collect_tensors(model: nn.Module, optimizers: OptimizerState | None) -> Tensors:
-    """All that is to be stored, or loaded in place, by a name free of wrappers; the values are those in use."""
+    """All that is to be stored, or loaded in place, by a name free of wrappers; the values in use."""
     found = {f"model.{clean_name(name)}": weight.detach() for name, weight in model.named_parameters()}
     state = {} if optimizers is None else optimizers.state_dict()
     return found | {f"optimizer.{name}": value for name, value in state.items()}

@@ -125,7 +125,8 @@ class Checkpoints(Hook):
             self._failed(error)
             if last:
                 raise RunFailed(
-                    f"the last checkpoint (step {step}) could not be written: {error}; make room and start it "
+                    f"the last checkpoint (step {step}) could not be written: {error}; make room and start "
+                    "it "
                     f"again: it goes on from step {self._newest}"
                 ) from error
 

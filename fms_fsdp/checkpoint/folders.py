@@ -2,7 +2,7 @@
 torch.
 
     step_<N>.partial-<attempt>/   being written
-    step_<N>/                     complete: renamed once everything in it is on disk; the name is never reused for other content
+    step_<N>/                     complete: renamed once everything in it is on disk; the name is never reused
     step_<N>.damaged-<k>/         set aside: a file is missing, cut or changed
     step_<N>.superseded-<k>/      set aside: --resume_step went back to an earlier one
     step_<N>.deleted/             on its way out
@@ -351,7 +351,7 @@ def set_aside(folder: Path, word: str) -> Path:
 
 
 def delete(folder: Path) -> None:
-    """Removes a checkpoint folder: renamed first, so that what is half deleted is never taken for complete."""
+    """Removes a checkpoint folder: renamed first, so that nothing half deleted is taken for complete."""
     doomed = folder.with_name(folder.name.partition(".")[0] + ".deleted")
     if folder != doomed:
         shutil.rmtree(doomed, ignore_errors=True)

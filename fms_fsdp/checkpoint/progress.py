@@ -1,6 +1,7 @@
 """Whether a save moves, as all ranks see it: one that waits for another's save is not one that hangs.
 
-    write, fsync, delete ─▶ SaveProgress of that rank ─▶ one counter in the launch's store ─▶ SaveProgress of every rank that waits ─▶ watchdog
+    write, fsync, delete ─▶ SaveProgress of that rank ─▶ one counter in the launch's store
+                         ─▶ SaveProgress of every rank that waits ─▶ its watchdog
 
 So a save may take as long as it needs; when it moves on no rank, nobody feeds the watchdogs and they end the
 launch.

@@ -50,7 +50,8 @@ def check_keep_best(keep_best: int, schedule: SaveSchedule, eval_interval: int) 
     """Raises ValueError if no checkpoint but the last would have a validation loss to be ranked by."""
     if keep_best and not schedule.meets(eval_interval):
         raise ValueError(
-            f"--keep_best ({keep_best}) ranks checkpoints whose own step is evaluated, and none is before the last: "
+            f"--keep_best ({keep_best}) ranks checkpoints whose own step is evaluated, and none is before "
+            "the last: "
             f"let --checkpoint_interval or --checkpoint_schedule meet --eval_interval ({eval_interval})"
         )
 
@@ -71,7 +72,8 @@ def parse_schedule(text: str, interval: int) -> SaveSchedule:
         every, stop = (int(match[1]), int(match[2]) if match[2] else None) if match else (0, None)
         if every < 1 or (stop is None and index < len(parts) - 1) or (stop is not None and stop <= start):
             raise ValueError(
-                f"--checkpoint_schedule ({text}) must be INTERVAL@LAST_STEP,…,INTERVAL with rising steps, such as 10@100,18@1000,1500; "
+                f"--checkpoint_schedule ({text}) must be INTERVAL@LAST_STEP,…,INTERVAL with rising steps, "
+                "such as 10@100,18@1000,1500; "
                 f"mend ({part.strip()})"
             )
         ranges.append((start, stop, every))

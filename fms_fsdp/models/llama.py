@@ -110,7 +110,9 @@ class Embed(nn.Embedding):
         if config.pos_emb == "learned":
             self.positions = nn.Parameter(torch.zeros(config.max_seq_len, config.hidden_size))
 
-    def forward(self, tokens_BS: torch.Tensor, positions: slice | torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, tokens_BS: torch.Tensor, positions: slice | torch.Tensor
+    ) -> torch.Tensor:
         x_BSD = F.embedding(tokens_BS, self.weight)
         return x_BSD if self.positions is None else x_BSD + self.positions[positions]
 

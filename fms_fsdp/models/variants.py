@@ -1,6 +1,6 @@
 """The Llama variants as one table, and the shape of one run's model: variant + overrides → `LlamaConfig`.
 
-    VARIANTS["7b"] ── ModelConfig overrides ── data's vocabulary ── seq_length ──▶ resolve_model ──▶ LlamaConfig
+    VARIANTS["7b"] ─ ModelConfig overrides ─ data's vocabulary ─ seq_length ─▶ resolve_model ─▶ LlamaConfig
 
 A `LlamaConfig` that came out of `resolve_model` is consistent: heads divide the width, key/value heads divide
 the query heads.
@@ -142,10 +142,12 @@ def resolve_model(
         and section.vocab_size < data_vocab_size
     ):
         raise ValueError(
-            f"--vocab_size ({section.vocab_size}) must not be below the data's vocabulary ({data_vocab_size}); "
+            f"--vocab_size ({section.vocab_size}) must not be below the data's vocabulary "
+            f"({data_vocab_size}); "
             f"leave it out or raise it to {data_vocab_size}"
         )
-    names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_kv_heads rope_theta norm_eps tie_embeddings init_std"
+    names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_kv_heads"
+    names += " rope_theta norm_eps tie_embeddings init_std"
     given = {name: value for name in names.split() if (value := getattr(section, name)) is not None}
     if "num_attention_heads" in given and variant.num_kv_heads == variant.num_attention_heads:
         given.setdefault(
@@ -178,6 +180,7 @@ def _check_shape(config: LlamaConfig) -> None:
         )
     if config.pos_emb == "rope" and config.head_dim % 2:
         raise ValueError(
-            f"--num_attention_heads ({heads}) must leave an even head size of hidden_size ({hidden}) for rotary embeddings, "
+            f"--num_attention_heads ({heads}) must leave an even head size of hidden_size ({hidden}) for "
+            "rotary embeddings, "
             f"not {config.head_dim} = {hidden} / {heads}; change it or use --pos_emb=learned"
         )

@@ -184,12 +184,14 @@ def report_line(record: Mapping[str, Any], num_steps: int) -> str:
     used = ", ".join(
         f"{name} {record[f'epoch/{name}']:.3g} ep {_short(record[f'tokens/{name}'])}" for name in sources
     )
-    return (
-        f"step {record['step']:>{width}}/{num_steps} · loss {record['loss']:.4f} · lr {record['lr']:.2e} · grad norm {record['grad_norm']:.3f}"
-        f" · {_short(record['tokens_seen'])} tokens · {record['tokens_per_sec_per_device']:,.0f} tok/s/device{mfu}"
-        f" · step {record['step_time_ms']:.0f} ms (data {record['data_wait_ms']:.1f}) · {record['peak_mem_gib']:.2f} GiB"
-        f" · {left} left, till {record['finish_at']}{masked}{' · ' if used else ''}{used}"
-    )
+    parts = [
+        f"step {record['step']:>{width}}/{num_steps} · loss {record['loss']:.4f} · lr {record['lr']:.2e}",
+        f"grad norm {record['grad_norm']:.3f} · {_short(record['tokens_seen'])} tokens",
+        f"{record['tokens_per_sec_per_device']:,.0f} tok/s/device{mfu}",
+        f"step {record['step_time_ms']:.0f} ms (data {record['data_wait_ms']:.1f})",
+        f"{record['peak_mem_gib']:.2f} GiB · {left} left, till {record['finish_at']}{masked}",
+    ]
+    return " · ".join([*parts, used] if used else parts)
 
 
 def _short(number: float) -> str:

@@ -127,4 +127,5 @@ def dump_memory(folder: Path, rank: int) -> None:
     https://docs.pytorch.org/memory_viz. Nothing on a CPU."""
     if torch.cuda.is_available():
         folder.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{rank}.pickle"))  # type: ignore[no-untyped-call]
+        path = str(folder / f"memory_rank{rank}.pickle")
+        torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]

@@ -15,7 +15,6 @@ import queue
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,12 +48,14 @@ class RunInfo:
     folder: Path
     config: dict[str, Any]
 
-    def tracker_id(self, tracker: str, new: Callable[[], str]) -> str:
-        """The tracker's id of this run: that of the first launch, kept in `<tracker>.id`, else `new()`."""
+    def known_id(self, tracker: str) -> str | None:
+        """The tracker's own id of this run, from an earlier launch."""
         path = self.folder / f"{tracker}.id"
-        if not path.exists():
-            path.write_text(new())
-        return path.read_text()
+        return path.read_text() if path.exists() else None
+
+    def keep_id(self, tracker: str, value: str) -> None:
+        """Leaves the id for later launches, in `<tracker>.id`."""
+        (self.folder / f"{tracker}.id").write_text(value)
 
 
 def build_trackers(section: LogConfig, run: RunInfo) -> list[Background]:
@@ -168,12 +169,13 @@ class Wandb:
             project=section.tracker_project,
             entity=section.tracker_entity or None,
             name=run.name,
-            id=run.tracker_id("wandb", lambda: uuid.uuid4().hex[:8]),
+            id=run.known_id("wandb"),
             resume="allow",
             dir=str(run.folder),
             config=run.config,
             settings=wandb.Settings(console="off", quiet=True),
         )
+        run.keep_id("wandb", self._run.id)
         # its own counter refuses the steps that a resumed run makes again
         self._run.define_metric("*", step_metric="step")
 
@@ -188,33 +190,26 @@ class MLflow:
     """MLflow: one run over all launches, at MLFLOW_TRACKING_URI, else in `mlruns/` of the run folder."""
 
     def __init__(self, section: LogConfig, run: RunInfo) -> None:
-        from mlflow.tracking import MlflowClient
+        import mlflow
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "mlruns").absolute().as_uri()
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow 3 asks whether files are meant
-        self._client: Any = MlflowClient(uri)
-        self._id = run.tracker_id("mlflow", lambda: self._new(section, run))
-        self._client.update_run(self._id, status="RUNNING")
-
-    def _new(self, section: LogConfig, run: RunInfo) -> str:
-        found = self._client.get_experiment_by_name(section.tracker_project)
-        experiment = found.experiment_id if found else self._client.create_experiment(section.tracker_project)
-        made = self._client.create_run(experiment, run_name=run.name)
-        for name, values in run.config.items():
-            for key, value in values.items():
-                self._client.log_param(made.info.run_id, f"{name}.{key}", value)
-        return str(made.info.run_id)
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            mlflow.set_tracking_uri((run.folder / "mlruns").absolute().as_uri())
+        mlflow.set_experiment(section.tracker_project)
+        known = run.known_id("mlflow")
+        started = mlflow.start_run(run_id=known, run_name=run.name, log_system_metrics=False)
+        run.keep_id("mlflow", started.info.run_id)
+        if known is None:
+            for name, values in run.config.items():
+                mlflow.log_params({f"{name}.{key}": value for key, value in values.items()})
+        self._mlflow: Any = mlflow
 
     def write(self, record: Record) -> None:
-        from mlflow.entities import Metric
-
-        stamp = int(1000 * time.time())
         values = scalars(record) | {"tokens_seen": record["tokens_seen"]}
-        metrics = [Metric(name, value, stamp, record["step"]) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics)
+        self._mlflow.log_metrics(values, step=record["step"])
 
     def close(self) -> None:
-        self._client.set_terminated(self._id)
+        self._mlflow.end_run()
 
 
 class Aim:
@@ -223,17 +218,17 @@ class Aim:
     def __init__(self, section: LogConfig, run: RunInfo) -> None:
         import aim
 
+        folder = str(run.folder)
         if not (run.folder / ".aim").exists():
-            aim.Repo.from_path(str(run.folder), init=True)
-        known = run.folder / "aim.id"
+            aim.Repo.from_path(folder, init=True)
         self._run: Any = aim.Run(
-            run_hash=known.read_text() if known.exists() else None,
-            repo=str(run.folder),
+            run_hash=run.known_id("aim"),
+            repo=folder,
             experiment=section.tracker_project,
             system_tracking_interval=None,
             capture_terminal_logs=False,
         )
-        run.tracker_id("aim", lambda: str(self._run.hash))
+        run.keep_id("aim", self._run.hash)
         self._run.name = run.name
         self._run["config"] = run.config
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which blocks keep only their input and recompute the rest in the backward pass."""
+"""Activation checkpointing: which blocks keep only their input, and recompute the rest for the gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fms_fsdp.models.llama import Llama
 def select_blocks(num_blocks: int, share: Fraction) -> list[bool]:
     """For each block whether it recomputes: `floor(num_blocks * share)` of them, at least one, evenly spaced.
 
-    Block i is chosen where i * share passes a whole number; 1/k chooses every k-th. 1/2 of 6 → the 2nd, 4th and 6th.
+    Block i is chosen where i * share passes a whole number; 1/k chooses every k-th. 1/2 of 6: the 2nd, 4th
+    and 6th.
     """
     share = max(share, Fraction(1, num_blocks))
     return [int((i + 1) * share) > int(i * share) for i in range(num_blocks)]

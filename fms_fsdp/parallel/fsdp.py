@@ -1,7 +1,7 @@
 """Sharding with FSDP2: one unit per block, and what the training loop needs to know about sharded gradients.
 
-    untied:  embed │ block 0 │ … │ block n-1 │ head (final norm, output weight, loss)        root: nothing
-    tied:            block 0 │ … │ block n-1                                                 root: embed, final norm
+    untied:  embed │ block 0 │ … │ block n-1 │ head (final norm, output weight, loss)  root: nothing
+    tied:            block 0 │ … │ block n-1                                          root: embed, final norm
 
 A tied embedding is used at both ends, so it stays gathered in the root for the whole step. Under `ddp` every
 shard group has one rank: the same code path and the same precision policy, with only an all-reduce left.

@@ -43,7 +43,7 @@ def apply_precision(model: Llama, dtype: torch.dtype) -> None:
 
 
 class _CastProduct(torch.autograd.Function):
-    """x W^T in the dtype of x; the backward pass casts W anew, so that no copy of it is kept between the two."""
+    """x W^T in the dtype of x; the backward pass casts W anew, so no copy of it is kept between the two."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

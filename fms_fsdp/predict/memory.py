@@ -1,6 +1,7 @@
 """Will it fit: the bytes a rank needs for certain, against the bytes it has.
 
-    needed    = (parameters + gradients + two AdamW moments, all fp32) / dp_shard + the largest unit FSDP gathers + rows
+    needed    = (parameters + gradients + two AdamW moments, all fp32) / dp_shard
+                + the largest unit that FSDP gathers + rows
     available = the GPU's memory, or min(cgroup limit, free RAM) / processes on this machine
 
 Of the activations only the input of one block counts: a run refused here could not take its first step.
@@ -85,18 +86,24 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
         return
     if estimate.rows > estimate.state + estimate.unit:
         raise ValueError(
-            f"--seq_length and the batch ({estimate.rows / _GIB:.1f} GiB of rows and positions per rank) must fit the "
-            f"{available / _GIB:.1f} GiB of memory available to it; lower one of --seq_length, --batch_size, --grad_accum_steps, --global_batch_size"
+            f"--seq_length and the batch ({estimate.rows / _GIB:.1f} GiB of rows and positions per rank) "
+            "must fit the "
+            f"{available / _GIB:.1f} GiB of memory available to it; lower one of --seq_length, "
+            "--batch_size, --grad_accum_steps, --global_batch_size"
         )
     room = available - estimate.unit - estimate.rows
     all_state = estimate.state * estimate.dp_shard
-    remedy = "choose a smaller model (--model_variant, --num_layers, --hidden_size, --ffn_hidden_size, --vocab_size)"
+    flags = "--model_variant, --num_layers, --hidden_size, --ffn_hidden_size, --vocab_size"
+    remedy = f"choose a smaller model ({flags})"
     if room > 0:
-        remedy = f"shard over at least {-(-all_state // room)} such devices (--sharding_strategy=fsdp), or {remedy}"
+        devices = -(-all_state // room)
+        remedy = f"shard over at least {devices} such devices (--sharding_strategy=fsdp), or {remedy}"
     raise ValueError(
-        f"--model_variant ({variant}: {estimate.total / _GIB:.1f} GiB per rank, {estimate.state / _GIB:.1f} of weights, "
+        f"--model_variant ({variant}: {estimate.total / _GIB:.1f} GiB per rank, {estimate.state / _GIB:.1f} "
+        "of weights, "
         f"gradients and optimizer state, "
-        f"{estimate.unit / _GIB:.1f} unsharded) must fit the {available / _GIB:.1f} GiB of memory available to it; {remedy}"
+        f"{estimate.unit / _GIB:.1f} unsharded) must fit the {available / _GIB:.1f} GiB of memory available "
+        f"to it; {remedy}"
     )
 
 
@@ -155,7 +162,8 @@ def _advice(
         yield f"--fsdp_activation_checkpointing=True saves about {(kept - inputs) / _GIB:.1f} GiB"
     if batch_size > 1:
         yield (
-            f"--batch_size={batch_size // 2} with twice the --grad_accum_steps saves about {kept / 2 / _GIB:.1f} GiB"
+            f"--batch_size={batch_size // 2} with twice the --grad_accum_steps saves about "
+            f"{kept / 2 / _GIB:.1f} GiB"
         )
     yield f"--seq_length={config.max_seq_len // 2} saves about {kept / 2 / _GIB:.1f} GiB"
     if dims.size("dp") > dims.dp_shard:

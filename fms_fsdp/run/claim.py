@@ -1,6 +1,6 @@
 """The claim of a launch: rank 0 locks the folders, chooses and checks the checkpoint, and tells the others.
 
-    plan (every rank, nothing written) ─→ claim: lock → choose the start → broadcast → the same checks on every rank
+    plan (every rank, nothing written) ─→ claim: lock → choose the start → broadcast → the same checks by all
                                            → only now the folder is made and written to
 
 config.json (the latest launch) · config.<attempt>.json (each launch) · status.json · metrics.jsonl · log.txt
@@ -199,7 +199,8 @@ def _check_shared(root: Path, world: World, mesh: Mesh, patience_s: float = 30.0
     count = int(mesh.sum(torch.tensor([blind]), "world").item())
     if count:
         raise ValueError(
-            f"folder ({root}) must be shared by all nodes, and {count} of them do not see what rank 0 writes there; "
+            f"folder ({root}) must be shared by all nodes, and {count} of them do not see what rank 0 "
+            "writes there; "
             "choose an --output_dir on a shared file system"
         )
 

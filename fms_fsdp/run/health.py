@@ -66,7 +66,8 @@ class BadSteps(Hook):
         self.in_a_row += 1
         self.total += 1
         text = (
-            f"step {step}: the gradient norm is {grad_norm}; the step changed nothing ({self.in_a_row} in a row, "
+            f"step {step}: the gradient norm is {grad_norm}; the step changed nothing ({self.in_a_row} in a "
+            "row, "
             f"--max_bad_steps {self.limit}). {self.describe(step)}"
         )
         log.warning(text)
@@ -141,7 +142,8 @@ class Watchdog(Hook):
                     file.write(f"\nno step for {silent:.0f} s, and no save that moves\n")
                     file.flush()
                     faulthandler.dump_traceback(file)
-                reason = f"no step for {silent:.0f} s, and no save that moves (--collective_timeout_s); stacks of all threads: {self._path}"
+                why = f"no step for {silent:.0f} s, and no save that moves (--collective_timeout_s)"
+                reason = f"{why}; stacks of all threads: {self._path}"
                 own_log.error(reason)
                 self._on_hang(reason)
                 time.sleep(

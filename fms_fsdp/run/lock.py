@@ -18,23 +18,25 @@ from types import TracebackType
 class FolderLock:
     """Holds `folder/.lock` while inside `with`, or from `take` until the process ends, however it ends.
 
-    On network file systems the lock holds between nodes (NFS 4, Lustre with -o flock, GPFS); where a file
-    system has no locks this is said and nothing is guarded.
+    On network file systems the lock holds between nodes (NFS 4, Lustre with -o flock, GPFS). A file system
+    without locks guards nothing; a line on stderr says so.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, patience_s: float = 10.0, remedy: str = "stop it, or choose another --run_name"
+    ) -> None:
+        self._folder, self._patience_s, self._remedy = folder, patience_s, remedy
         self._descriptor = -1
 
-    def take(self, patience_s: float = 10.0) -> FolderLock:
-        """Takes the lock; waits a little for an owner that is about to die.
+    def take(self) -> FolderLock:
+        """Takes the lock; waits `patience_s` for an owner that is about to die.
 
         Raises:
             ValueError: another process holds it.
         """
         path = self._folder / ".lock"
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + self._patience_s
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,14 +45,13 @@ class FolderLock:
                 if time.monotonic() > deadline:
                     owner = path.read_text().strip() or "another process"
                     self.release()
-                    raise ValueError(
-                        f"folder ({self._folder}) must have one writer, and {owner} is writing there; "
-                        "stop it, or choose another --run_name"
-                    ) from None
+                    rule = f"must have one writer, and {owner} is writing there"
+                    raise ValueError(f"folder ({self._folder}) {rule}; {self._remedy}") from None
                 time.sleep(0.2)
             except OSError as error:
                 print(
-                    f"{self._folder}: no lock against a second run here ({error.strerror})", file=sys.stderr
+                    f"{self._folder}: no lock against a second writer here ({error.strerror})",
+                    file=sys.stderr,
                 )
                 break
         os.ftruncate(self._descriptor, 0)
@@ -85,8 +86,9 @@ def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
     for folder in sorted(resolved, key=lambda folder: not folder.exists()):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _held.append(FolderLock(folder).take(patience_s))
+            _held.append(FolderLock(folder, patience_s).take())
         except OSError as error:
             raise ValueError(
-                f"folder ({folder}) must be one that can be made and written: {error.strerror}; choose another --output_dir"
+                f"folder ({folder}) must be one that can be made and written: {error.strerror}; choose "
+                "another --output_dir"
             ) from error

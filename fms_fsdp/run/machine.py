@@ -34,7 +34,8 @@ def check_machine(parsed: Parsed[TrainConfig], device: torch.device, dims: Paral
         raise ValueError("--memory_snapshot (True) needs a GPU, whose allocator it records; leave it out")
     if cfg.parallel.cpu_offload and dims.strategy == "none":
         raise ValueError(
-            "--cpu_offload (True) needs a sharded model; add --sharding_strategy=fsdp, which one process can use too"
+            "--cpu_offload (True) needs a sharded model; add --sharding_strategy=fsdp, which one process "
+            "can use too"
         )
     for name in _FILES:
         if (path := Path(cfg.output_dir, name)).exists() and not path.is_file():

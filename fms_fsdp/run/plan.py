@@ -1,7 +1,8 @@
 """The checks before any work: what the flags mean on this machine, in this world, with this data. Nothing is
 written.
 
-    flags (done by parsing) → `find_machine`: devices, mesh, batch → process group → `check_data`: data, model, memory, folders
+    flags (done by parsing) → `find_machine`: devices, axes, batch → process group
+                            → `check_data`: data, model, memory, folders
 
 The first failure is raised, alike on every rank. Rank 0 alone looks at the folders of data, once, and tells
 the others. What depends on the checkpoint is checked by `start_from`, once rank 0 holds the lock and has
@@ -212,7 +213,8 @@ def _check_trackers(names: tuple[str, ...]) -> None:
         package, wanted = _TRACKER_PACKAGES[name]
         if find_spec(package) is None:
             raise ValueError(
-                f"--trackers ({name}) needs the package {package}, which is not installed; pip install {wanted}"
+                f"--trackers ({name}) needs the package {package}, which is not installed; pip install "
+                f"{wanted}"
             )
 
 
@@ -220,7 +222,8 @@ def _check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(_nearest(folder)).free
     if free < needed:
         raise ValueError(
-            f"--ckpt_save_path ({folder}) must have room for one checkpoint: {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; "
+            f"--ckpt_save_path ({folder}) must have room for one checkpoint: {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB are free; "
             "free some or choose another folder"
         )
 
@@ -296,7 +299,8 @@ def open_stream(cfg: TrainConfig, found: Plan) -> Stream:
             runtime.log.info("from step %d on, %s", found.start + 1, change)
     if stream.last_step is not None and found.num_steps > stream.last_step:
         raise ValueError(
-            f"--num_steps ({found.num_steps}) must not exceed {stream.last_step}, the last step that --max_epochs ({cfg.data.max_epochs:g}) "
+            f"--num_steps ({found.num_steps}) must not exceed {stream.last_step}, the last step that "
+            f"--max_epochs ({cfg.data.max_epochs:g}) "
             f"leaves the shortest source; lower it or raise --max_epochs"
         )
     return stream

@@ -29,7 +29,7 @@ def working_folder() -> str:
 
 
 def recorded_sections(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the sections of a recorded configuration with their paths joined to the run's working folder."""
+    """Returns the sections of a recorded configuration, their paths joined to the run's working folder."""
     start = resolved.get("working_dir", "")
     return {
         name: {key: _joined(start, value) if key in _PATHS else value for key, value in section.items()}

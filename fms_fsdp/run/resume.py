@@ -39,7 +39,8 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
     section, own_root = cfg.checkpoint, Path(cfg.ckpt_save_path)
     if section.resume == "never" and named_steps(own_root):
         raise ValueError(
-            f"--resume (never) must find no checkpoints in {own_root}; choose another --run_name, or remove them "
+            f"--resume (never) must find no checkpoints in {own_root}; choose another --run_name, or remove "
+            "them "
             f"(python -m fms_fsdp ckpt prune --path={own_root} --after=0 --yes)"
         )
     if section.resume_step is not None and named_steps(own_root):
@@ -51,21 +52,26 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
         given = open_checkpoint(Path(section.ckpt_load_path), skip=skip, step=section.resume_step)
         if given is None:
             raise ValueError(
-                f"--ckpt_load_path ({section.ckpt_load_path}) must be a checkpoint root or a complete step_<N> folder; found none there"
+                f"--ckpt_load_path ({section.ckpt_load_path}) must be a checkpoint root or a complete "
+                "step_<N> folder; found none there"
             )
         taken = "only weights are taken from" if section.load_model_only else "going on from"
         fresh = not section.resuming_dataset and not section.load_model_only
-        why = f"{taken} step {given.step} of {given.folder}{', with fresh data' if fresh else ''}{_passed_over(given)}"
+        more = f"{', with fresh data' if fresh else ''}{_passed_over(given)}"
+        why = f"{taken} step {given.step} of {given.folder}{more}"
         return Start(given, not section.load_model_only, why, fresh_data=fresh)
     if section.resume == "must" or section.resume_step is not None:
         flag = f"--resume_step ({section.resume_step})" if section.resume_step else "--resume (must)"
         raise ValueError(
-            f"{flag} must find a checkpoint in {own_root}; none is there: check --run_name or --ckpt_load_path"
+            f"{flag} must find a checkpoint in {own_root}; none is there: check --run_name or "
+            "--ckpt_load_path"
         )
     if damaged := [folder.name for folder, word in leftovers(own_root) if word == "damaged"]:
         raise ValueError(
-            f"checkpoints in {own_root} ({', '.join(damaged)}) are damaged and no sound one is there; choose another "
-            f"--run_name to start afresh, or remove them (python -m fms_fsdp ckpt prune --path={own_root} --leftovers --yes)"
+            f"checkpoints in {own_root} ({', '.join(damaged)}) are damaged and no sound one is there; "
+            "choose another "
+            f"--run_name to start afresh, or remove them (python -m fms_fsdp ckpt prune --path={own_root} "
+            "--leftovers --yes)"
         )
     return Start(None, False, f"starting fresh: no checkpoint in {own_root}")
 
@@ -147,7 +153,7 @@ def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> lis
 
 
 def schedule_jump(cfg: TrainConfig, num_steps: int, start: Start) -> str:
-    """The step that the learning rate takes at the resume, in words; empty if the schedule goes on as it was."""
+    """How the learning rate jumps at the resume, in words; empty if the schedule goes on as it was."""
     assert start.checkpoint is not None
     state, step = start.checkpoint.state, start.checkpoint.step + 1
     known = {
@@ -161,7 +167,8 @@ def schedule_jump(cfg: TrainConfig, num_steps: int, start: Start) -> str:
     old, new = (f"{schedule(step, base):.3e}" for schedule, base in rates)
     if old == new:
         return ""
-    return f"learning rate of step {step}: {old} -> {new} (num_steps {state['resolved']['num_steps']} -> {num_steps})"
+    steps = f"num_steps {state['resolved']['num_steps']} -> {num_steps}"
+    return f"learning rate of step {step}: {old} -> {new} ({steps})"
 
 
 def _plain(value: Any) -> Any:

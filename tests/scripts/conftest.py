@@ -25,7 +25,8 @@ launch = Launch()
 launch.claim(folder)
 Path("called.json").write_text(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
 def end(status, code):
-    launch.outcome, launch.step, launch.reason = status, 3, os.environ.get("REASON", "as told")
+    launch.steps_done = lambda: 3
+    launch.end(status, os.environ.get("REASON", "as told"))
     launch.__exit__(None, None, None)
     sys.exit(code)
 plan = os.environ.get("PLAN", "finished:0")

@@ -1,4 +1,7 @@
-"""Synthetic tokens that come slowly in the first of a chain of SLURM jobs, for `--dataset_builder=tests.scripts.paced_stream:build`."""
+"""Synthetic tokens that come slowly in the first job of a chain of SLURM jobs.
+
+For `--dataset_builder=tests.scripts.paced_stream:build`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from fms_fsdp.data.stream import TokenStream, build_stream
 
 
 def build(section: DataConfig, **settings: Any) -> TokenStream:
-    """The stream of --use_dummy_dataset, with a second before each batch until the job is requeued or the next of the array runs."""
+    """The stream of --use_dummy_dataset; in the first job of a chain it waits a second before each batch."""
     stream = build_stream(section, corpus=None, **settings)
     first = (
         os.environ.get("SLURM_RESTART_COUNT", "0") == "0"

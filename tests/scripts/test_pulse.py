@@ -82,8 +82,10 @@ def test_without_slurm_the_lock_tells_who_lives(folder: Path) -> None:
         ("PENDING JobArrayTaskLimit\nRUNNING None", 0, 1, 0, "TRAINING step 20, last sign 1 min ago"),
         ("PENDING Resources", 0, 99, 0, "WAITING job 123: PENDING Resources"),
         ("", 0, 1, 3, "GONE job 123 is not in the queue; status running: told so"),
-        ("slurm_load_jobs error: Invalid job id specified", 1, 1, 3, "GONE job 123 is not in the queue; status running: told so"),
-        ("slurm_load_jobs error: Unable to contact slurm controller", 1, 1, 4, "UNKNOWN slurm_load_jobs error: Unable to contact slurm controller"),
+        ("slurm_load_jobs error: Invalid job id specified", 1, 1, 3,
+            "GONE job 123 is not in the queue; status running: told so"),
+        ("slurm_load_jobs error: Unable to contact slurm controller", 1, 1, 4,
+            "UNKNOWN slurm_load_jobs error: Unable to contact slurm controller"),
     ],
 )  # fmt: skip
 def test_what_the_queue_says(

@@ -1,4 +1,4 @@
-"""The shell scripts, with stand-ins for training and for torchrun: which commands they run and how they end."""
+"""The shell scripts, with stand-ins for training and torchrun: which commands they run and how they end."""
 
 from __future__ import annotations
 
@@ -124,8 +124,13 @@ def test_the_hint_for_a_longer_run_names_its_length_once(repo: Path) -> None:
     assert "longer  bash scripts/train.sh --run_name=my\\ run --num_steps=3000" in ended.stdout
 
 
-@pytest.mark.parametrize("name", ["NNODES", "NODE_RANK", "NPROC_PER_NODE", "MAX_RESTARTS", "MASTER_PORT", "SLURM_STEP_NUM_NODES",
-                                  "SLURM_GPUS_ON_NODE"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MAX_RESTARTS", "MASTER_PORT"),
+        *("SLURM_STEP_NUM_NODES", "SLURM_GPUS_ON_NODE"),
+    ],
+)
 @pytest.mark.parametrize("text", ["x[$(touch ran)]", "abc", "-1", "08x", "9" * 30, "1\n2", "1.5"])
 def test_a_number_of_the_environment_is_checked_before_any_arithmetic(
     repo: Path, name: str, text: str
@@ -212,7 +217,7 @@ def test_a_stop_is_passed_on(repo: Path, number: signal.Signals) -> None:
 
 
 def test_a_signal_to_the_whole_group_is_one_stop(repo: Path) -> None:
-    """As SLURM and terminals send it, twice: the launch hears it once, and its output is still written down."""
+    """SLURM and terminals send it twice: the launch gets it once, and the script still records its output."""
     with subprocess.Popen(
         ["bash", repo / "scripts/train.sh"],
         env=environment(PLAN="count"),
@@ -236,7 +241,8 @@ def fake_programs(repo: Path) -> Path:
     folder.mkdir()
     python = folder / "python"
     python.write_text(
-        f'#!/bin/bash\nif [[ "$*" == *torch.distributed.run* ]]; then printf "%s\\n" "$@" >>"{repo}/torchrun.txt"; exit 0; fi\n'
+        '#!/bin/bash\nif [[ "$*" == *torch.distributed.run* ]]; then'
+        f' printf "%s\\n" "$@" >>"{repo}/torchrun.txt"; exit 0; fi\n'
         f'exec "{sys.executable}" "$@"\n'
     )
     scontrol = folder / "scontrol"
@@ -355,7 +361,8 @@ def test_the_environment_is_made_with_the_constraints(repo: Path, tmp_path: Path
         'if [[ "$1 $2" == "-m venv" ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0; fi\n'
         'if [[ "$1 $2" == "-m pip" && "$3" == "install" ]]; then printf "%s\\n" "$@" >"$LOG"; exit 3; fi\n'
         'if [[ "$1" == "-c" && "$2" == *version_info* && $# == 2 ]]; then exit 0; fi\n'
-        '[[ "$1" == "--version" ]] && echo Python 3.12.0\nexit $([[ "$1" == --version ]] && echo 0 || echo 1)\n'
+        '[[ "$1" == "--version" ]] && echo Python 3.12.0\n'
+        'exit $([[ "$1" == --version ]] && echo 0 || echo 1)\n'
     )
     (fake / "python3").chmod(0o755)
     env = environment(LOG=str(tmp_path / "pip.txt"), PATH=f"{fake}:/usr/bin:/bin")
@@ -371,7 +378,7 @@ def test_the_environment_is_made_with_the_constraints(repo: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_two_nodes_without_a_scheduler_train(tmp_path: Path) -> None:
-    """Real training, two launches on this machine that are a node each, stopped by a signal to one of them."""
+    """Real training: two launches on this machine, a node each; a signal to one of them stops both."""
     folder = tmp_path / "run"
     flags = [*TINY, "--num_steps=100000", f"--output_dir={folder}"]
     nodes = [

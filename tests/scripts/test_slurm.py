@@ -1,4 +1,4 @@
-"""scripts/train.slurm on a real SLURM, any that sbatch reaches: chains of jobs whose loss curve is that of one undisturbed run."""
+"""scripts/train.slurm on any SLURM that sbatch reaches: a chain of jobs has the loss curve of one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts/train.slurm decides, with stand-ins for SLURM's commands; tests/scripts/test_slurm.py has the real ones."""
+"""The decisions of scripts/train.slurm, with stand-ins for the commands of SLURM."""
 
 from __future__ import annotations
 
@@ -67,9 +67,14 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TAS
     ],
 )
 def test_how_a_job_ends(
-    repo: Path, submit: Callable[..., subprocess.Popen[str]], plan: str, settings: dict[str, str], status: int,
-    requests: list[str], words: str,
-) -> None:  # fmt: skip
+    repo: Path,
+    submit: Callable[..., subprocess.Popen[str]],
+    plan: str,
+    settings: dict[str, str],
+    status: int,
+    requests: list[str],
+    words: str,
+) -> None:
     job = submit(PLAN=plan, **settings)
     output, _ = job.communicate(timeout=60)
     assert job.returncode == status and words in output, output

@@ -14,7 +14,7 @@ from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
 from fms_fsdp.tools.prepare.documents import Part, Slice
 from fms_fsdp.tools.prepare.encode import TokenReader
 from fms_fsdp.tools.prepare.input_files import find_files, parse_input, unique_files
-from fms_fsdp.tools.prepare.output_folder import PreparedSource, check_plans, locked, save_tokenizer
+from fms_fsdp.tools.prepare.output_folder import PreparedSource, check_plans, lock_output, save_tokenizer
 from fms_fsdp.tools.prepare.pipeline import ShardsConfig, make_shards
 from fms_fsdp.tools.prepare.shard_writer import ShardInfo
 from fms_fsdp.tools.prepare.stats import Stats, describe
@@ -56,7 +56,7 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         "split": list(config.split),
         "shard_tokens": config.shard_tokens,
     }
-    with locked(output):
+    with lock_output(output):
         keys = [{"inputs": source.inputs_digest, **options} for source in sources]
         check_plans(output, sources, keys, info.tokenizer_digest, config.overwrite)
         if tokenizer:

@@ -12,19 +12,19 @@ the counts file comes last.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fms_fsdp.atomic import write_json
 from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.run.lock import FolderLock
 from fms_fsdp.safe_names import safe_name
 from fms_fsdp.tools.prepare.documents import Slice
 from fms_fsdp.tools.prepare.encode import SPLITS, ShardEntry, SliceResult
@@ -107,18 +107,10 @@ def splits_of(results: Iterable[SliceResult]) -> set[str]:
     return {shard["split"] for result in results for shard in result["shards"]}
 
 
-@contextmanager
-def locked(output: Path) -> Iterator[None]:
-    """Makes the folder and keeps a second `prepare` out of it; the lock dies with the process."""
+def lock_output(output: Path) -> FolderLock:
+    """Makes the folder; the lock keeps a second `prepare` or `convert` out of it."""
     output.mkdir(parents=True, exist_ok=True)
-    with open(output / ".prepare.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(
-                f"--output ({output}) is being written by another prepare; wait for it"
-            ) from None
-        yield
+    return FolderLock(output, patience_s=0.0, remedy="wait for it, or choose another --output")
 
 
 def save_tokenizer(output: Path, tokenizer: Tokenizer, trained_on: dict[str, Any] | None = None) -> None:

@@ -20,7 +20,7 @@ from fms_fsdp.data.tokenizer import (
 from fms_fsdp.tools.prepare.documents import TextFormat, json_arrays, plan_slices
 from fms_fsdp.tools.prepare.encode import TextReader
 from fms_fsdp.tools.prepare.input_files import find_files, parse_input, unique_files
-from fms_fsdp.tools.prepare.output_folder import PreparedSource, check_plans, locked, save_tokenizer
+from fms_fsdp.tools.prepare.output_folder import PreparedSource, check_plans, lock_output, save_tokenizer
 from fms_fsdp.tools.prepare.pipeline import ShardsConfig, make_shards
 from fms_fsdp.tools.prepare.shard_writer import ShardInfo
 from fms_fsdp.tools.prepare.stats import Stats, describe
@@ -80,7 +80,7 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
         ValueError, FileNotFoundError: bad options or inputs, or an output made from others.
     """
     sources = [_find_source(config, name, paths) for name, paths in parse_input(config.input).items()]
-    with locked(config.folder):
+    with lock_output(config.folder):
         vocabulary = _settle_tokenizer(config, sources)
         name = vocabulary.kept_in(config.folder)
         reader = TextReader(

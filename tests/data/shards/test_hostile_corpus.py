@@ -67,8 +67,8 @@ def test_a_tokenizer_that_is_named_elsewhere_is_refused_and_overwrites_nothing(
     ):
         prepare(PrepareConfig(f"more={tmp_path / 'text'}", str(corpus), num_workers=1))
     assert (tmp_path / "victim").read_text() == "mine"
-    after = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.name != ".prepare.lock"]
-    assert sorted(after) == [path for path in before if path.name != ".prepare.lock"]
+    after = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.name != ".lock"]
+    assert sorted(after) == [path for path in before if path.name != ".lock"]
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,12 @@ def test_unfit_files_are_named(tmp_path: Path) -> None:
         assert name in str(error.value) and not (tmp_path / "out/x").exists()
 
 
+def test_the_document_that_does_not_fit_is_counted(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"tokens": [[1], [EOS], [2, 60_000], [3]]}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=r"x\.parquet\): token id \(60000\) must lie in .*; document 3$"):
+        run(tmp_path / "out", f"x={tmp_path / 'x.parquet'}")
+
+
 def test_what_the_ids_mean_must_be_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--vocab_size and --eos_id"):
         ConvertConfig("x=y", "out", vocab_size=10)

@@ -1,0 +1,22 @@
+"""The one table of text."""
+
+from __future__ import annotations
+
+import pytest
+
+from fms_fsdp.tools.table import table
+
+
+def test_texts_stand_left_and_numbers_right() -> None:
+    rows = [("a", "1", "x"), ("longer", "1,000", "")]
+    assert table(("name", "n", "state"), rows, text_columns=(0, 2)).splitlines() == [
+        "name        n  state",
+        "a           1  x",
+        "longer  1,000",
+    ]
+
+
+def test_a_table_may_have_no_rows_but_every_row_all_columns() -> None:
+    assert table(("name", "n"), []) == "name  n"
+    with pytest.raises(ValueError):
+        table(("name", "n"), [("a",)])
