@@ -25,11 +25,21 @@ from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
 from fms_fsdp.run.stop_signal import StopSignal
 
 set_thread_waiting()
+
+
+def begin(argv: list[str]) -> tuple[Launch, StopSignal, Parsed[TrainConfig] | None]:
+    """From here on signals are heard; the flags, or None where they are refused, which `launch` has told."""
+    launch = Launch()
+    signals = StopSignal(launch)
+    with launch, checking_input():
+        return launch, signals, parse_with_origins(TrainConfig, argv)
+    return launch, signals, None
+
+
 if __name__ == "__main__":
-    with Launch() as early, checking_input():
-        parse_with_origins(TrainConfig, sys.argv[1:])
-    if early.outcome:
-        sys.exit(early.exit_status)
+    begun = begin(sys.argv[1:])
+    if begun[2] is None:
+        sys.exit(begun[0].exit_status)
 
 from fms_fsdp import runtime
 from fms_fsdp.checkpoint.checkpoints import Checkpoints
@@ -55,12 +65,15 @@ from fms_fsdp.train import TrainStep, train
 
 def main(argv: list[str]) -> int:
     """One launch; returns its exit status: 0 finished, 1 failed, 2 bad input, 75 stopped early."""
-    with Launch() as launch:
-        signals = StopSignal(launch)
-        with checking_input():
-            parsed = parse_with_origins(TrainConfig, argv)
-        pretrain(parsed, launch, signals)
-        runtime.stop()
+    return run(*begin(argv))
+
+
+def run(launch: Launch, signals: StopSignal, parsed: Parsed[TrainConfig] | None) -> int:
+    """What has begun, to its end."""
+    if parsed is not None:
+        with launch:
+            pretrain(parsed, launch, signals)
+            runtime.stop()
     return launch.exit_status
 
 
@@ -154,7 +167,7 @@ def run_loop(
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
+    status = run(*begun)
     if status in (1, 2) or any(thread.name.startswith("tracker ") for thread in threading.enumerate()):
         os._exit(
             status
