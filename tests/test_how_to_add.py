@@ -42,3 +42,16 @@ def test_a_flag_is_added_as_the_page_says(tmp_path: Path) -> None:
     code = "import fms_fsdp.config as c; print(c.TrainConfig(optim=c.OptimConfig({})).run_name)"
     names = [run_copy(tmp_path, "-c", code.format(given)).stdout for given in ("", "label_smoothing=0.1")]
     assert names[0] == f"{TrainConfig().run_name}\n" != names[1] != ""
+
+
+def test_the_page_names_at_most_three_files_for_each_addition() -> None:
+    page = (ROOT / "docs" / "how-to-add.md").read_text()
+    sections = page.split("\n## ")[1:]
+    assert [section.split("\n")[0].split()[-1] for section in sections] == [
+        *("flag", "option", "optimizer", "format", "tracker")
+    ]
+    for section in sections:
+        steps = re.findall(r"^(?:\d\.|-) .*", section, re.MULTILINE)
+        assert 2 <= len(steps) <= 3, section
+    for path in re.findall(r"`((?:fms_fsdp|tests|docs|scripts)/[\w./-]*)`", page):
+        assert (ROOT / path).exists(), path
