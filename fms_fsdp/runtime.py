@@ -132,7 +132,7 @@ def start(
     nccl serves GPU tensors and gloo CPU ones, so that small host-side agreements never wait for the GPU.
     Every restart of torchrun gets a store prefix of its own: stale keys of the last attempt otherwise race
     with the new ranks. Collectives give up a minute after the watchdog, so that every rank's stacks are on
-    record first.
+    record first; only the group in which checkpoints are written has no limit of its own.
     """
     random.seed(training.seed)
     np.random.seed(training.seed % 2**32)

@@ -1,10 +1,11 @@
-"""Will it fit: the bytes a rank needs for certain, against the bytes it has.
+"""Will it fit: the least that a rank needs, against the bytes it has.
 
     needed    = (parameters + gradients + two AdamW moments, all fp32) / dp_shard
                 + the largest unit that FSDP gathers + rows
     available = the GPU's memory, or min(cgroup limit, free RAM) / processes on this machine
 
-Of the activations only the input of one block counts: a run refused here could not take its first step.
+Of the activations only the input of one block counts, and the host copy of a background save is left out:
+a run that is refused here could not take its first step.
 """
 
 from __future__ import annotations
