@@ -58,8 +58,8 @@ class Optimizers:
         self.parts[0].register_step_pre_hook(lambda *_: call())
 
     def state_dict(self) -> dict[str, Any]:
-        """`<parameter>.<key>` → value, as sharded as the parameters are; tensors are those in use."""
-        flat = get_optimizer_state_dict(self._model, self.parts, options=_FLAT)
+        """`<parameter>.<key>` → value, by name, as sharded as the parameters are; tensors are those in use."""
+        flat = dict(sorted(get_optimizer_state_dict(self._model, self.parts, options=_FLAT).items()))
         return {key.removeprefix("state."): value for key, value in flat.items() if key.startswith("state.")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -83,6 +83,20 @@ def saved(root: Path, *steps: int, in_background: bool = False, width: int = 8) 
     return values(model, optimizer)
 
 
+def test_what_was_loaded_is_saved_in_the_same_bytes(tmp_path: Path) -> None:
+    """Also of optimizers whose groups are not in the order of the parameters."""
+    saved(tmp_path / "first", 3)
+    model, optimizers = made(1)
+    checkpoint = open_checkpoint(tmp_path / "first")
+    assert checkpoint is not None
+    load_checkpoint(checkpoint, model, optimizers, ALONE)
+    again = Checkpointer(tmp_path / "again", attempt=1, in_background=False, committed=lambda step: None)
+    again.save(3, model, optimizers, STATE_VALUES, now=True)
+    again.close()
+    files = [(tmp_path / name / "step_3" / "__0_0.distcp").read_bytes() for name in ("first", "again")]
+    assert files[0] == files[1]
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 def test_what_was_saved_is_loaded_to_the_last_bit(tmp_path: Path, in_background: bool) -> None:
     before = saved(tmp_path, 3, in_background=in_background)
