@@ -33,9 +33,15 @@ def flip_a_byte(checkpoint: Path) -> None:
     file.write_bytes(data)
 
 
+def hear_all_signals() -> None:
+    """In a new process: the tests may run under nohup, or in a shell's background, which ignore some."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(*argv: str, **settings: object) -> subprocess.Popen[bytes]:
     command = [sys.executable, "main_training.py", *argv]
-    settings |= {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    settings |= {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "preexec_fn": hear_all_signals}
     return subprocess.Popen(command, **settings)  # type: ignore[call-overload,no-any-return]
 
 
@@ -135,7 +141,12 @@ def test_a_signal_while_the_ranks_still_look_for_each_other_ends_the_launch_at_o
     rendezvous = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29655"}
     command = [sys.executable, "main_training.py", *TINY, f"--output_dir={tmp_path / 'run'}"]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | rendezvous, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=os.environ | rendezvous,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_all_signals,
     )
     wait_for(lambda: len(os.listdir(f"/proc/{process.pid}/task")) > 1)  # it listens
     time.sleep(6 if number == signal.SIGTERM else 0)  # then it waits for the other rank
