@@ -139,6 +139,26 @@ def test_a_token_beyond_the_vocabulary_is_found_by_reading(files: Files, tmp_pat
     )  # never masked
 
 
+@pytest.mark.parametrize(("dtype", "token"), [("int64", -100), ("int64", -1), ("uint64", 2**64 - 100)])
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_a_token_below_zero_or_beyond_64_bits_is_refused(
+    tmp_path: Path, dtype: str, token: int, document_mask: bool
+) -> None:
+    for place in (0, 5, 29):
+        whole = np.array([*range(10, 40)], dtype=dtype)
+        whole[place] = token
+        write_lists(tmp_path / "big" / "a.arrow", [whole] * 50, dtype=dtype)
+        for size in (32, 1):
+            refused(
+                Files(tmp_path),
+                r"shard \(big/a.arrow\) holds token 9223372036854775807 in document \d+, beyond vocab_size",
+                batch=40,
+                seq_length=size,
+                document_mask=document_mask,
+                on_missing="mask",
+            )
+
+
 class TestSeparator:
     def test_is_taken_from_the_shards(self, files: Files) -> None:
         assert files.corpus(sep_token=None, seq_length=64).sep_token == SEP
