@@ -194,6 +194,27 @@ class TestSeparator:
             r"shard \(web/b.arrow\) holds documents with a trailing separator \(3\), the others .* without",
         )
 
+    @pytest.mark.parametrize(
+        ("said", "stored", "word"), [("true", False, "without"), ("false", True, "with")]
+    )
+    def test_stored_other_than_the_shard_says_is_refused(
+        self, tmp_path: Path, said: str, stored: bool, word: str
+    ) -> None:
+        on_disk = [np.append(document, SEP) if stored else document for document in DOCUMENTS * 20]
+        match = (
+            rf"shard \(web/a.arrow\) says has_eos {said}, but holds documents {word} a trailing .* \(3\); "
+        )
+        write_lists(tmp_path / "web" / "a.arrow", on_disk, has_eos=said)
+        refused(Files(tmp_path), match)
+        on_disk[3] = np.append(on_disk[3], SEP) if said == "false" else on_disk[3]
+        write_lists(tmp_path / "web" / "a.arrow", on_disk, has_eos=said)
+        refused(Files(tmp_path), match)
+
+    def test_that_ends_a_text_by_chance_is_no_contradiction(self, tmp_path: Path) -> None:
+        mixed = [np.append(document, SEP) if i % 2 else document for i, document in enumerate(DOCUMENTS * 20)]
+        write_lists(tmp_path / "web" / "a.arrow", mixed, has_eos="false")
+        assert Files(tmp_path).corpus(seq_length=64).sources[0].delimiter == 1
+
     def test_beyond_the_vocabulary_is_refused(self, files: Files) -> None:
         with pytest.raises(ValueError, match=r"sep_token \(5000\) must be below vocab_size \(5000\)"):
             files.stream(2, seq_length=64, sep_token=5000)
