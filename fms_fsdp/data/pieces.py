@@ -25,6 +25,7 @@ from fms_fsdp.data.shards.manifest import Corpus, Source, check_shard
 from fms_fsdp.data.shards.shard import Shard, TokenType
 
 ShardCache = Lru[tuple[str, int], Shard]
+_LARGEST = np.uint64((1 << 63) - 1)
 
 
 class Pieces(NamedTuple):
@@ -257,13 +258,15 @@ class SourceReader:
                 f"shard ({path}) ends {size - len(data)} bytes early, in document "
                 f"{self._document_at(path, address)}; it is truncated: restore it or --on_missing=mask"
             )
-        return np.frombuffer(data, dtype)
+        values: I64 = np.frombuffer(data, dtype)
+        # no token of 8 bytes, which may be one below 0, passes for -100, or wraps around
+        return values if dtype.itemsize < 8 else np.minimum(values, _LARGEST)
 
     def _refuse_tokens(self, window: Window, first: int, places: I64, lengths: I64, out: Row) -> None:
         """Raises TokenError naming the first piece that holds a token beyond the vocabulary."""
         for i, (place, length) in enumerate(zip(places.tolist(), lengths.tolist(), strict=True)):
             stretch = np.append(out.tokens[place : place + length], out.labels[place + length - 1])
-            stretch = stretch[(stretch >= self._vocab_size) | ((stretch < 0) & (stretch != IGNORED_LABEL))]
+            stretch = stretch[stretch >= self._vocab_size]
             if len(stretch):
                 path, _ = window.files[window.file[first + i]]
                 document = self._document_at(path, int(window.address[first + i]))

@@ -12,6 +12,7 @@ most rows goes first. A row of a shard that is not there loses the first such ro
 from __future__ import annotations
 
 import gc
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 
@@ -20,6 +21,8 @@ from fms_fsdp.safe_names import safe_name
 
 META = "meta"
 TABLES = f"{META}/*counts*.csv"
+LARGEST_TABLE = 1 << 30  # bytes, about 10 million rows
+_REPEATED = re.compile(r"^(\./+)+|(?<=/)(\.?/)+")  # what leads nowhere: "./", and "//"
 Counts = dict[str, tuple[int, int]]  # (documents, tokens) by the path of the shard
 
 
@@ -30,7 +33,9 @@ def read_counts(files: Files, paths: Collection[str]) -> Counts:
         if not (table.startswith(f"{META}/") and "counts" in table and table.endswith(".csv")):
             continue
         try:
-            rows.update(_parse(files.pread(table, files.size(table), 0)))
+            if (size := files.size(table)) > LARGEST_TABLE:
+                raise ValueError(f"it has {size:,} bytes, more than {LARGEST_TABLE:,}")
+            rows.update(_parse(files.pread(table, size, 0)))
         except (ValueError, LookupError) as error:  # pyarrow's are of these kinds
             raise ValueError(
                 f"counts file ({table}) must hold `dataset/filename,documents,tokens`: "
@@ -85,12 +90,13 @@ def _parse(data: bytes) -> Counts:
         return {}
     types = {"f0": "string", "f1": "int64", "f2": "int64"}
     table = csv.read_csv(
-        BufferReader(data),
+        BufferReader(data if data.endswith(b"\n") else data + b"\n"),
         csv.ReadOptions(use_threads=False, autogenerate_column_names=True, skip_rows=1),
         convert_options=csv.ConvertOptions(column_types=types, include_columns=list(types), null_values=[]),
         memory_pool=system_memory_pool(),  # pyarrow's own would keep 24 MiB
     )
     paths, docs, tokens = (column.to_pylist() for column in table.columns)
+    paths = [_REPEATED.sub("", path) for path in paths]
     collecting = gc.isenabled()
     # 100,000 tuples in a row: the collector would look through all of torch's objects again and again
     gc.disable()

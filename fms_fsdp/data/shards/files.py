@@ -6,6 +6,7 @@ descriptors. Another storage is another class with these methods (`remote_files`
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,7 +95,13 @@ class LocalFiles:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.name.startswith("."):
                     continue
-                if not entry.is_dir():
+                try:
+                    is_folder = entry.is_dir()
+                except OSError as error:  # a link to itself: whoever opens it gets the error
+                    if error.errno != errno.ELOOP:
+                        raise
+                    is_folder = False
+                if not is_folder:
                     yield path
                     continue
                 real = os.path.realpath(entry.path)

@@ -15,19 +15,25 @@ _SAMPLED_DOCUMENTS = 16
 def delimiter_of(shard: Shard, sep_token: int) -> int:
     """Returns 1 if the stream must end the shard's documents with a separator, 0 if they end with it already.
 
-    The shard's `has_eos` decides; without it, its first documents.
+    The shard's `has_eos` decides, if its first documents do not contradict it; without it, these decide.
 
-    Raises: ShardError if some of these end with the separator and some do not.
+    Raises: ShardError if one of these lacks the separator that `has_eos` promises, or all end with one that
+    it denies; without it, if some end with the separator and some do not.
     """
-    if "has_eos" in shard.metadata:
-        return 0 if shard.metadata["has_eos"] == "true" else 1
+    said = shard.metadata.get("has_eos")
     ends = {token == sep_token for token in shard.last_tokens(_SAMPLED_DOCUMENTS)}
-    if len(ends) > 1:
+    if said is None and len(ends) > 1:
         raise ShardError(
             f"shard ({shard.path}) holds documents with and without a trailing separator ({sep_token}); "
             f"{CONVERT}"
         )
-    return 0 if ends == {True} else 1
+    if (said == "true" and False in ends) or (said == "false" and ends == {True}):
+        without = "without" if said == "true" else "with"
+        raise ShardError(
+            f"shard ({shard.path}) says has_eos {said}, but holds documents {without} a trailing separator "
+            f"({sep_token}); {CONVERT}"
+        )
+    return 0 if said == "true" or (said is None and ends == {True}) else 1
 
 
 def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) -> int:

@@ -73,3 +73,35 @@ def test_a_source_too_large_to_be_counted_is_refused(tmp_path: Path, tokens: int
         ValueError, match=r"source \(a\) must have at most [\d,]+ tokens; divide it into several"
     ):
         files.corpus(seq_length=16, on_missing="mask")
+
+
+@pytest.mark.parametrize(
+    "row", ["a//s.arrow", "a/./s.arrow", "./a/s.arrow", ".//a/././/s.arrow", "/x//a/s.arrow"]
+)
+def test_a_row_with_a_doubled_slash_or_a_dot_is_the_shard_itself(tmp_path: Path, row: str) -> None:
+    assert read(tmp_path, ["a/s.arrow"], [row]) == {"a/s.arrow": 1}
+
+
+def test_names_with_dots_stay_as_they_are(tmp_path: Path) -> None:
+    names = ["a./s.arrow", "a/..s.arrow", "a/.b/s.arrow", "a../s.arrow"]
+    assert list(read(tmp_path, names, names)) == names
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_single_row_without_a_final_newline_is_read(tmp_path: Path, end: str) -> None:
+    (tmp_path / "meta").mkdir()
+    for rows in (1, 3):
+        text = "dataset/filename,documents,tokens" + "".join(f"\na/s{i}.arrow,1,7" for i in range(rows)) + end
+        (tmp_path / "meta" / "counts.csv").write_bytes(text.encode())
+        found = read_counts(LocalFiles(str(tmp_path)), ["meta/counts.csv"])
+        assert found == {f"a/s{i}.arrow": (1, 7) for i in range(rows)}
+
+
+def test_a_huge_counts_file_is_refused_unread(tmp_path: Path) -> None:
+    (tmp_path / "meta").mkdir()
+    with open(tmp_path / "meta" / "counts.csv", "wb") as sink:
+        sink.truncate(64 << 30)
+    with pytest.raises(
+        ValueError, match=r"counts file \(meta/counts.csv\) .* it has 68,719,476,736 bytes, .*"
+    ):
+        read_counts(LocalFiles(str(tmp_path)), ["meta/counts.csv"])

@@ -149,3 +149,20 @@ def test_a_shard_whose_name_breaks_the_line_is_refused(tmp_path: Path) -> None:
             ValueError, match=r"^shard \('web/a\\nb.arrow'\) must have no control character .*rename it$"
         ):
             files.corpus(seq_length=64, data_path=path)
+
+
+def test_a_shard_that_is_a_link_to_itself_is_refused_by_name_and_masked_where_it_is_counted(
+    tmp_path: Path,
+) -> None:
+    files = write_corpus(tmp_path, {"web": [3000, 2000]})
+    (tmp_path / "web" / "shard-00001.arrow").unlink()
+    (tmp_path / "web" / "shard-00001.arrow").symlink_to("shard-00001.arrow")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(
+        ValueError, match=r"shard \(web/shard-00001.arrow\) cannot be read: .*--on_missing=mask"
+    ):
+        files.corpus(seq_length=64)
+    with files.stream(6, seq_length=64, on_missing="mask") as stream:
+        for _ in range(12):
+            stream.next_batch()
+        assert stream.num_masked_rows > 0

@@ -139,6 +139,26 @@ def test_a_token_beyond_the_vocabulary_is_found_by_reading(files: Files, tmp_pat
     )  # never masked
 
 
+@pytest.mark.parametrize(("dtype", "token"), [("int64", -100), ("int64", -1), ("uint64", 2**64 - 100)])
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_a_token_below_zero_or_beyond_64_bits_is_refused(
+    tmp_path: Path, dtype: str, token: int, document_mask: bool
+) -> None:
+    for place in (0, 5, 29):
+        whole = np.array([*range(10, 40)], dtype=dtype)
+        whole[place] = token
+        write_lists(tmp_path / "big" / "a.arrow", [whole] * 50, dtype=dtype)
+        for size in (32, 1):
+            refused(
+                Files(tmp_path),
+                r"shard \(big/a.arrow\) holds token 9223372036854775807 in document \d+, beyond vocab_size",
+                batch=40,
+                seq_length=size,
+                document_mask=document_mask,
+                on_missing="mask",
+            )
+
+
 class TestSeparator:
     def test_is_taken_from_the_shards(self, files: Files) -> None:
         assert files.corpus(sep_token=None, seq_length=64).sep_token == SEP
@@ -173,6 +193,27 @@ class TestSeparator:
             Files(tmp_path),
             r"shard \(web/b.arrow\) holds documents with a trailing separator \(3\), the others .* without",
         )
+
+    @pytest.mark.parametrize(
+        ("said", "stored", "word"), [("true", False, "without"), ("false", True, "with")]
+    )
+    def test_stored_other_than_the_shard_says_is_refused(
+        self, tmp_path: Path, said: str, stored: bool, word: str
+    ) -> None:
+        on_disk = [np.append(document, SEP) if stored else document for document in DOCUMENTS * 20]
+        match = (
+            rf"shard \(web/a.arrow\) says has_eos {said}, but holds documents {word} a trailing .* \(3\); "
+        )
+        write_lists(tmp_path / "web" / "a.arrow", on_disk, has_eos=said)
+        refused(Files(tmp_path), match)
+        on_disk[3] = np.append(on_disk[3], SEP) if said == "false" else on_disk[3]
+        write_lists(tmp_path / "web" / "a.arrow", on_disk, has_eos=said)
+        refused(Files(tmp_path), match)
+
+    def test_that_ends_a_text_by_chance_is_no_contradiction(self, tmp_path: Path) -> None:
+        mixed = [np.append(document, SEP) if i % 2 else document for i, document in enumerate(DOCUMENTS * 20)]
+        write_lists(tmp_path / "web" / "a.arrow", mixed, has_eos="false")
+        assert Files(tmp_path).corpus(seq_length=64).sources[0].delimiter == 1
 
     def test_beyond_the_vocabulary_is_refused(self, files: Files) -> None:
         with pytest.raises(ValueError, match=r"sep_token \(5000\) must be below vocab_size \(5000\)"):
