@@ -58,7 +58,7 @@ class Optimizers:
         self.parts[0].register_step_pre_hook(lambda *_: call())
 
     def state_dict(self) -> dict[str, Any]:
-        """`<parameter>.<key>` → value, by name, as sharded as the parameters are; tensors are those in use."""
+        """`<parameter>.<key>` → value, by name, as sharded as the parameters are; the tensors in use."""
         flat = dict(sorted(get_optimizer_state_dict(self._model, self.parts, options=_FLAT).items()))
         return {key.removeprefix("state."): value for key, value in flat.items() if key.startswith("state.")}
 

@@ -213,7 +213,7 @@ def check_shard(
             "counts file says "
             f"{expected[0]} and {expected[1]}; restore the shard or correct {META}/*counts*.csv"
         )
-    if expected[1] > 0 and delimiter_of(shard, sep_token) != source.delimiter:
+    if expected[1] > 0 and delimiter_of(shard, sep_token, trusted=True) != source.delimiter:
         stored, others = ("without", "with") if source.delimiter == 0 else ("with", "without")
         raise ShardError(
             f"shard ({shard.path}) holds documents {stored} a trailing separator ({sep_token}), the others "
