@@ -40,7 +40,7 @@ class Progress:
     stop        why the launch ends after the step under way; empty while it goes on
     problem     why the records of this rank cannot be written; empty while they can
     validation  the last step that was evaluated, and its loss
-    expected_save_s  seconds that saving may take if the launch ends with the step after this one
+    expected_save_s  of a step: seconds that saving may take if the launch ends with it
     """
 
     start: int

@@ -56,7 +56,7 @@ STATE_VALUES: dict[str, Any] = {
 }
 
 
-def made(seed: int, width: int = 8) -> tuple[nn.Module, torch.optim.AdamW]:
+def made(seed: int, width: int = 8) -> tuple[nn.Module, Optimizers]:
     model = Llama(shape(width))
     init_weights(model, seed)
     optimizer = build_optimizers(OptimConfig(), model)
