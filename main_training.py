@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.cpu_threads import set_thread_waiting
+from fms_fsdp.cpu_tuning import set_thread_waiting
 from fms_fsdp.errors import checking_input
 from fms_fsdp.flags import Parsed, describe_flags, parse_with_origins
 from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
@@ -28,7 +28,7 @@ set_thread_waiting()
 
 
 def begin(argv: list[str]) -> tuple[Launch, StopSignal, Parsed[TrainConfig] | None]:
-    """From here on signals are heard; the flags, or None where they are refused, which `launch` has told."""
+    """Listens to signals and parses the flags; None where they are refused, which `launch` has printed."""
     launch = Launch()
     signals = StopSignal(launch)
     with launch, checking_input():
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(launch: Launch, signals: StopSignal, parsed: Parsed[TrainConfig] | None) -> int:
-    """What has begun, to its end."""
+    """Trains with what `begin` returned; returns the exit status."""
     if parsed is not None:
         with launch:
             pretrain(parsed, launch, signals)
@@ -78,7 +78,8 @@ def run(launch: Launch, signals: StopSignal, parsed: Parsed[TrainConfig] | None)
 
 
 def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -> None:
-    """Checks, claims, builds, loads and trains (collective: every rank); `launch` knows how it ended."""
+    """Checks, claims, builds, loads and trains (collective: every rank); `launch` gets to know how it
+    ended."""
     cfg, phases = parsed.config, runtime.Phases()
     phases.done("launch")
     with checking_input():

@@ -1,4 +1,4 @@
-"""Training throughput against `transformers`' Llama of the same shape, on the same data, in one process.
+"""Training throughput against `transformers`' Llama of the same shape, on the same data, in turns.
 
     for each precision × mode:   warm up both, then rounds of
         matmul rate │ ours × steps │ reference × steps │ matmul rate
@@ -6,7 +6,9 @@
 It compares eager with eager and compiled with compiled. Both train on dummy tokens with fused AdamW and clip
 by the global norm. The reference runs as its users run it: SDPA attention, fp32 weights, bf16 by
 `torch.autocast`, `torch.compile` of the whole model. Ours runs the steps of the training loop: `parallelize`,
-loss over all labels, `clip_grad_norm`.
+loss over all labels, `clip_grad_norm`, with the waiting of threads and the allocator that main_training.py
+sets. Each has a process of its own, and one stands still while the other runs. `--tuned=both` gives the
+reference our waiting and allocator too: what is left is the difference of the models.
 
 The matmul rate is the rate of the model's own products: every projection and the head, forward and for both
 gradients, at the rows of a step. A share of it counts only products: no embedding lookup and half of the
@@ -17,35 +19,32 @@ causal attention. `share_by_convention` counts (6N + 12LDS), as `mfu` does.
     python benchmarks/against_transformers.py --model_variant=hidden256   # another shape; hidden768 too
 
 The ratio of a round compares neighbours in time; the result is the median over rounds. Run it on a quiet
-machine. `--peak_memory_at=32000` also runs each contestant in a process of its own with that vocabulary, and
-compares the most memory that each of them had resident.
-"""
+machine. `--peak_memory_at=32000` also runs some steps of each contestant with that vocabulary, and compares
+the most memory that each of them had resident."""
 
-# ruff: noqa: E402 - the threads' environment is set before torch is imported
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import itertools
 import json
+import multiprocessing
+import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-from fms_fsdp.cpu_threads import set_thread_waiting
-
-set_thread_waiting()  # as main_training.py does, before torch is imported; for both contestants
 
 import torch
 
 from fms_fsdp.config import ModelConfig, ParallelConfig
+from fms_fsdp.cpu_tuning import keep_freed_memory, set_thread_waiting
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
@@ -68,6 +67,7 @@ VOCABULARIES = {"hidden256": 8192, "hidden768": 32_000}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALONE = Mesh(ParallelDims("none"), 0, "cpu")
 Step = Callable[[torch.Tensor], torch.Tensor]
+Case = tuple[str, bool]  # precision, and whether compiled
 
 
 def our_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
@@ -180,72 +180,118 @@ def matmul_flops(config: LlamaConfig, rows: int, dtype: torch.dtype) -> float:
     return flops / seconds
 
 
-def bench_case(
-    config: LlamaConfig, precision: str, compiled: bool, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Raw rounds of one precision and mode, and their medians."""
-    torch._dynamo.reset()
+class Contestant:
+    """A model that trains in a process of its own, when it is asked to.
+
+    Waiting of threads is an environment that torch reads when it is imported, so `tuned` needs a new process.
+    """
+
+    def __init__(self, name: str, tuned: bool, *setting: Any) -> None:
+        environment = dict(os.environ)
+        if tuned:
+            set_thread_waiting()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, name, tuned, *setting), daemon=True)
+        self._process.start()
+        theirs.close()
+        os.environ.clear()
+        os.environ.update(environment)
+
+    def ask(self, request: str) -> Any:
+        """What `serve` answers; EOFError where the process has died."""
+        self._pipe.send(request)
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join()
+
+
+def serve(
+    pipe: Connection, name: str, tuned: bool, config: LlamaConfig, args: argparse.Namespace, case: Case
+) -> None:
+    """Answers until the pipe is closed: losses of the warm-up, tokens/s of a round, or peak GiB."""
+    if tuned:
+        keep_freed_memory()
     generator = torch.Generator().manual_seed(0)
     batches = [
         torch.randint(0, config.vocab_size, (args.batch_size, args.seq_length), generator=generator)
         for _ in range(args.steps)
     ]
-    makers = {"ours": our_step, "reference": reference_step}
-    contestants = {name: makers[name](config, precision, compiled) for name in args.contestants.split(",")}
-    begin = time.perf_counter()
-    losses = {
-        name: [step(batches[0]).item() for _ in range(args.warmup)] for name, step in contestants.items()
-    }
-    case: dict[str, Any] = {"precision": precision, "mode": "compiled" if compiled else "eager"}
-    case |= {"warmup_s": round(time.perf_counter() - begin, 1), "warmup_losses": losses}
-    if not args.rounds:
-        return case
-    rounds = []
-    for index in range(args.rounds):
-        order = list(contestants.items())[:: 1 if index % 2 == 0 else -1]
-        before = matmul_flops(config, args.batch_size * args.seq_length, DTYPES[precision])
-        measured = {f"{name}_tokens_per_sec": tokens_per_sec(step, batches) for name, step in order}
-        after = matmul_flops(config, args.batch_size * args.seq_length, DTYPES[precision])
-        rounds.append({"matmul_gflops": (before + after) / 2e9, **measured})
+    step = {"ours": our_step, "reference": reference_step}[name](config, *case)
+    with contextlib.suppress(EOFError):
+        while True:
+            request = pipe.recv()
+            if request == "warm up":
+                pipe.send([step(batches[0]).item() for _ in range(args.warmup)])
+            elif request == "round":
+                pipe.send(tokens_per_sec(step, batches))
+            else:
+                pipe.send(round(memory(torch.device("cpu"))["peak_mem_gib"], 3))
+
+
+def bench_case(config: LlamaConfig, case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Raw rounds of one precision and mode, and their medians."""
+    precision, compiled = case
+    with contextlib.ExitStack() as stack:
+        contestants: dict[str, Contestant] = {}
+        for name in args.contestants.split(","):
+            tuned = name == "ours" or args.tuned == "both"
+            contestants[name] = Contestant(name, tuned, config, args, case)
+            stack.callback(contestants[name].close)
+        result: dict[str, Any] = {"precision": precision, "mode": "compiled" if compiled else "eager"}
+        begin = time.perf_counter()
+        result["warmup_losses"] = {name: one.ask("warm up") for name, one in contestants.items()}
+        result["warmup_s"] = round(time.perf_counter() - begin, 1)
+        rounds = []
+        for index in range(args.rounds):
+            order = list(contestants.items())[:: 1 if index % 2 == 0 else -1]
+            before = matmul_flops(config, args.batch_size * args.seq_length, DTYPES[precision])
+            measured = {f"{name}_tokens_per_sec": one.ask("round") for name, one in order}
+            after = matmul_flops(config, args.batch_size * args.seq_length, DTYPES[precision])
+            rounds.append({"matmul_gflops": (before + after) / 2e9, **measured})
+        result |= {f"{name}_peak_mem_gib": one.ask("memory") for name, one in contestants.items()}
+    return result | (summary(config, rounds, args) if rounds else {})
+
+
+def summary(config: LlamaConfig, rounds: list[dict[str, float]], args: argparse.Namespace) -> dict[str, Any]:
+    """Medians of the rounds, shares of the matmul rate, and the ratio of the two."""
+    case: dict[str, Any] = {}
     attention = 12 * config.num_layers * config.hidden_size * args.seq_length
     multiplied = (matmul_flops_per_token(config, args.seq_length) - attention / 2) / 1e9
     per_token = flops_per_token(config, args.seq_length) / 1e9
     medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
     case |= {key: round(value, 1) for key, value in medians.items()}
-    for name in contestants:
+    names = args.contestants.split(",")
+    for name in names:
         shares = [one[f"{name}_tokens_per_sec"] / one["matmul_gflops"] for one in rounds]
         case[f"{name}_share_of_matmul"] = round(multiplied * statistics.median(shares), 3)
         case[f"{name}_share_by_convention"] = round(per_token * statistics.median(shares), 3)
-    if len(contestants) == 2:
+    if len(names) == 2:
         ratios = [one["ours_tokens_per_sec"] / one["reference_tokens_per_sec"] for one in rounds]
         case["ratio"] = round(statistics.median(ratios), 3)
     return case | {"rounds": rounds}
 
 
-def peak_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Peak resident GiB of a process of one contestant, by precision and mode; `ratio`: ours to theirs."""
+def peak_memory(args: argparse.Namespace, config: LlamaConfig) -> list[dict[str, Any]]:
+    """Peak resident GiB of each contestant, by precision and mode; `ratio`: ours to theirs."""
+    config = dataclasses.replace(config, vocab_size=args.peak_memory_at)
+    args = argparse.Namespace(**{**vars(args), "rounds": 0, "warmup": 10})
     rows = []
-    for mode, precision in itertools.product(args.mode.split(","), args.precision.split(",")):
-        row: dict[str, Any] = {"mode": mode, "precision": precision, "vocab_size": args.peak_memory_at}
-        for name in args.contestants.split(","):
-            with tempfile.NamedTemporaryFile(suffix=".json") as file:
-                flags = [
-                    f"--{key}={getattr(args, key)}" for key in ("model_variant", "batch_size", "seq_length")
-                ]
-                flags += [
-                    f"--mode={mode}",
-                    f"--precision={precision}",
-                    f"--contestants={name}",
-                    f"--output={file.name}",
-                ]
-                flags += [f"--vocab_size={args.peak_memory_at}", "--rounds=0", "--warmup=10"]
-                subprocess.run([sys.executable, __file__, *flags], check=True, stdout=subprocess.DEVNULL)
-                row[name] = json.loads(Path(file.name).read_text())["peak_mem_gib"]
-        if "ours" in row and "reference" in row:
-            row["ratio"] = round(row["ours"] / row["reference"], 3)
+    for case in cases_of(args):
+        row = bench_case(config, case, args)
+        if args.contestants == "ours,reference":
+            row["ratio"] = round(row["ours_peak_mem_gib"] / row["reference_peak_mem_gib"], 3)
         print(f"peak memory: {row}", flush=True)
         rows.append(row)
     return rows
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """Precision, and whether compiled, of each case."""
+    modes, precisions = args.mode.split(","), args.precision.split(",")
+    return [(precision, mode == "compiled") for mode, precision in itertools.product(modes, precisions)]
 
 
 def hardware() -> dict[str, Any]:
@@ -289,7 +335,10 @@ def parse_args() -> argparse.Namespace:
         "--warmup", type=int, default=3, help="optimizer steps of each contestant before the rounds"
     )
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each contestant in a round")
-    parser.add_argument("--contestants", default="ours,reference", help="one alone to see its peak memory")
+    parser.add_argument("--contestants", default="ours,reference", help="or one alone")
+    parser.add_argument(
+        "--tuned", default="ours", choices=("ours", "both"), help="who has our waiting and allocator"
+    )
     parser.add_argument("--peak_memory_at", type=int, default=0, help="vocabulary; 0 leaves memory out")
     parser.add_argument(
         "--output", default="", help="result file (default: benchmarks/results/against_transformers.json)"
@@ -323,20 +372,18 @@ def main() -> None:
         f"{args.model_variant}: {num_params(config):,} parameters, "
         f"{args.batch_size} x {args.seq_length} tokens a step"
     )
-    for mode in args.mode.split(","):
-        for precision in args.precision.split(","):
-            case = bench_case(config, precision, mode == "compiled", args)
-            cases.append(case)
-            if not args.rounds:
-                continue
-            shown = [f"ratio {case['ratio']:.2f}"] if "ratio" in case else []
-            for name in args.contestants.split(","):
-                rate, share = case[f"{name}_tokens_per_sec"], case[f"{name}_share_of_matmul"]
-                shown.append(f"{name} {rate:8.0f} tok/s = {share:.0%} of {case['matmul_gflops']:.0f} GFLOP/s")
-            print(f"{precision} {mode:8s}: {', '.join(shown)}", flush=True)
-    result["peak_mem_gib"] = round(memory(torch.device("cpu"))["peak_mem_gib"], 3)
+    for precision, compiled in cases_of(args):
+        case = bench_case(config, (precision, compiled), args)
+        cases.append(case)
+        if not args.rounds:
+            continue
+        shown = [f"ratio {case['ratio']:.2f}"] if "ratio" in case else []
+        for name in args.contestants.split(","):
+            rate, share = case[f"{name}_tokens_per_sec"], case[f"{name}_share_of_matmul"]
+            shown.append(f"{name} {rate:8.0f} tok/s = {share:.0%} of {case['matmul_gflops']:.0f} GFLOP/s")
+        print(f"{precision} {case['mode']:8s}: {', '.join(shown)}", flush=True)
     if args.peak_memory_at:
-        result["peak_memory"] = peak_memory(args)
+        result["peak_memory"] = peak_memory(args, config)
     suffix = f"_{args.model_variant}" if args.model_variant in SHAPES else ""
     path = Path(args.output or Path(__file__).parent / "results" / f"against_transformers{suffix}.json")
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,8 +1,8 @@
 """Measures the cost of checkpoints as ratios to the limits of the machine, all in one run.
 
-stall  the time that the loop waits for a background save, against a plain copy of the same bytes to host
-memory save   bytes on disk per second, fsync included, against a plain writer of equal bytes and process
-count load   verified load from a cold page cache, against a plain reader of equal bytes and process count
+stall  time that the loop waits for a background save, against a copy of the same bytes to host memory
+save   bytes on disk per second, fsync included, against a plain writer of equal bytes and process count
+load   verified load from a cold page cache, against a plain reader of equal bytes and process count
 start  launch to the first step done after a resume, by phase (main_training.py under torchrun)
 
 python benchmarks/bench_checkpoint.py [--variant=194m --ranks=2 --rounds=3 --folder=/tmp/bench_checkpoint]
@@ -71,14 +71,16 @@ def plain_read(path: Path, target: memoryview) -> None:
             start += count
 
 
-def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers]:
-    """Starts the process group, builds the model and its optimizers (collective: every rank)."""
+def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, dict[str, Any]]:
+    """Starts the process group, builds the model and its optimizers, and what is recorded of them
+    (collective: every rank)."""
     from fms_fsdp import runtime
     from fms_fsdp.config import TrainConfig
     from fms_fsdp.flags import parse_with_origins
     from fms_fsdp.mesh import Mesh
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
+    from fms_fsdp.run.describe import plan_saves
     from fms_fsdp.run.plan import make_plan
 
     flags = [
@@ -97,7 +99,8 @@ def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers]:
     model = parallelize(
         found.model, parsed.config.parallel, mesh, device=device, mixed_precision=precision, seed=seed
     )
-    return mesh, model, build_optimizers(parsed.config.optim, model)
+    state = {"tokens_seen": 0, "data": {}, **plan_saves(parsed.config, found, attempt=1).record}
+    return mesh, model, build_optimizers(parsed.config.optim, model), state
 
 
 def worker(folder: Path, variant: str, rounds: int) -> None:
@@ -112,7 +115,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     from fms_fsdp.runtime import World
 
     world = World.from_env()
-    mesh, model, optimizer = build_run(folder, variant)
+    mesh, model, optimizer, state = build_run(folder, variant)
     tensors = collect_tensors(model, optimizer)
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
     size = sum(t.numel() * t.element_size() for t in local)
@@ -128,7 +131,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
         row = {"copy_s": timed(lambda: [b.copy_(t) for b, t in zip(buffers, local, strict=True)])}
         if step % 2:
             row["write_s"] = timed(lambda: plain_write(mine, raw))
-        row["stall_s"] = timed(partial(checkpointer.save, step, model, optimizer, {}, now=False))
+        row["stall_s"] = timed(partial(checkpointer.save, step, model, optimizer, state, now=False))
         row["save_s"] = row["stall_s"] + timed(checkpointer.wait)
         if not step % 2:  # by turns: the second of the two finds less of the memory warm
             row["write_s"] = timed(lambda: plain_write(mine, raw))

@@ -10,6 +10,8 @@ import sys
 import typing
 from collections.abc import Sequence
 
+from fms_fsdp.errors import printing
+
 # command, of one word or two → (module:function in fms_fsdp.tools, what it does); the type of the function's
 # `config` declares the flags, and the module is imported only to run the command
 COMMANDS = {
@@ -43,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
     run = getattr(importlib.import_module(f"fms_fsdp.tools.{module}"), function_name)
     config_type = typing.get_type_hints(run)["config"]
     try:
-        run(parse_flags(config_type, argv[num_words:], f"python -m fms_fsdp {command}"))
+        with printing():
+            run(parse_flags(config_type, argv[num_words:], f"python -m fms_fsdp {command}"))
     except (ValueError, OSError) as error:
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,3 +38,13 @@ def checking_input() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise BadInput(str(error)) from error
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Lets a reader of the output that has seen enough, such as `head`, end it without an error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -110,8 +110,8 @@ def _mean(name: str, loss_sum: float, num_labels: float) -> dict[str, float]:
 class Evaluator(Hook):
     """Evaluates when it is time, and leaves the loss for the checkpoint of that step.
 
-    `forward.alive` is told between groups of rows; `mark(part)` tells the clock that a part of the run has
-    ended.
+    `forward.alive` is called between groups of rows; `mark(part)` tells the clock that a part of the run
+    has ended.
     """
 
     def __init__(

@@ -29,6 +29,7 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.effects import refuse_idle_flags
 from fms_fsdp.config.flag import Flag, build_config, flag_table, flag_values
 from fms_fsdp.config.values import coerce, one_line, shown
+from fms_fsdp.errors import printing
 
 C = TypeVar("C")
 
@@ -68,7 +69,8 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     texts = _split(argv, next((row.name for row in table.values() if row.positional), ""))
     if texts.keys() & {"help", "h"}:
         if os.environ.get("RANK", "0") == "0":
-            print(help_text(config_type, usage))
+            with printing():
+                print(help_text(config_type, usage))
         raise SystemExit(0)
     given = {name: _agreed_text(name, same, table) for name, same in texts.items()}
     overlays, folder = given.pop("config", ""), given.pop("config_dir", "")
@@ -261,10 +263,7 @@ def _table_row(row: Flag) -> str:
     return f"| {' | '.join([*cells, 'yes' if row.in_name else '', row.help])}.{choices} |"
 
 
-_TABLE_HEAD = (
-    "| flag | type | default | on resume | in the name | meaning |",
-    "|---|---|---|---|---|---|",
-)
+_TABLE_HEAD = ("| flag | type | default | on resume | in the name | meaning |", "|---|---|---|---|---|---|")
 _PREFACE = """# Configuration
 
 `python -m fms_fsdp.flags` writes this page; a test checks that it agrees with the code.
@@ -295,4 +294,5 @@ launch to launch, and the run goes on."""
 
 
 if __name__ == "__main__":
-    print(markdown(TrainConfig), end="")
+    with printing():
+        print(markdown(TrainConfig), end="")

@@ -28,12 +28,13 @@ import torch.distributed as dist
 
 from fms_fsdp.config import ParallelConfig, TrainingConfig
 from fms_fsdp.config.values import shown
+from fms_fsdp.cpu_tuning import keep_freed_memory
 
 T = TypeVar("T")
-log = logging.getLogger("fms_fsdp")  # what all ranks say alike: rank 0 is heard
+log = logging.getLogger("fms_fsdp")  # for lines that are the same on all ranks: rank 0 prints them
 own_log = logging.getLogger(
     "fms_fsdp.rank"
-)  # what one rank alone knows: each is heard, as with loggers of modules
+)  # for what one rank alone knows: each rank prints, as with loggers of modules
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def resolve_mixed_precision(section: ParallelConfig, device: torch.device, keep_
 def start(
     section: ParallelConfig, training: TrainingConfig, world: World, device: torch.device, *, group: bool
 ) -> None:
-    """Seeds, kernels, and, if `group`, the process group (collective: every rank).
+    """Seeds, kernels, memory of the CPU, and, if `group`, the process group (collective: every rank).
 
     nccl serves GPU tensors and gloo CPU ones, so that small host-side agreements never wait for the GPU.
     Every restart of torchrun gets a store prefix of its own: stale keys of the last attempt otherwise race
@@ -143,6 +144,8 @@ def start(
         torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     if not group:
         return
     accelerated = device.type == "cuda" and section.dist_backend != "gloo"
@@ -166,7 +169,7 @@ def start(
 
 
 def meet(store: dist.Store, world: World, timeout_s: float) -> str:
-    """A name that all ranks of this attempt, and no others, come away with (collective: every rank).
+    """A name that all ranks of this attempt, and no others, know afterwards (collective: every rank).
 
     The store of torchrun's agent outlives its workers, and its restart counts differ between nodes: a node
     whose own workers were well does not count. So rank 0 calls with a fresh name, each rank answers with one
@@ -316,7 +319,7 @@ def show_progress(text: str) -> None:
 def log_to_file(path: Path) -> None:
     """Also appends this rank's lines to `path`, with the time."""
     handler = logging.FileHandler(path)
-    # a full disk is told by metrics.jsonl
+    # metrics.jsonl reports a full disk
     handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     log.addHandler(handler)

@@ -1,7 +1,7 @@
-"""What a run is between two steps, and how those who watch over it are called.
+"""The state of a run between two steps, and the hooks that are called around each step.
 
 TrainState    model, optimizers, stream and progress: what a checkpoint holds
-Progress      belongs to the loop; what one hook finds out for others to know stands in it
+Progress      belongs to the loop; one hook writes here what other hooks need
 Hook          called around every step on every rank, in the order of a list; no hook holds another
 """
 
@@ -36,7 +36,7 @@ class StepResult:
 class Progress:
     """Where a run is: `step` is the last step done, `start` the last one before this launch.
 
-    requests    what this rank asks for, told to all ranks with the next step
+    requests    what this rank asks for, sent to all ranks with the next step
     stop        why the launch ends after the step under way; empty while it goes on
     problem     why the records of this rank cannot be written; empty while they can
     validation  the last step that was evaluated, and its loss
@@ -84,7 +84,7 @@ class TrainState:
 
 
 class Hook:
-    """Something that happens around each step, on every rank. `part`: where its time is counted."""
+    """Work that is done around each step, on every rank. `part`: the part of the time it counts to."""
 
     part = "hooks"
 

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fms_fsdp.config import (
-    TrainConfig,
-    TrainingConfig,
-    as_dict,
-    parse_selective_checkpointing,
-    resolve_batch,
-)
+from fms_fsdp.config import TrainConfig, TrainingConfig, as_dict, parse_selective_checkpointing, resolve_batch
 from fms_fsdp.config.flag import flag_table
-from fms_fsdp.flags import (
-    SHIPPED,
-    describe_flags,
-    help_text,
-    markdown,
-    parse_flags,
-    parse_with_origins,
-)
+from fms_fsdp.flags import SHIPPED, describe_flags, help_text, markdown, parse_flags, parse_with_origins
 from fms_fsdp.models.variants import resolve_model
 
 ROOT = Path(__file__).parent.parent
@@ -177,6 +166,20 @@ def test_help_prints_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as caught:
         parse("--help")
     assert caught.value.code == 0 and "--model_variant" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", ["main_training.py --help", "-m fms_fsdp prepare --help", "-m fms_fsdp.flags"]
+)
+def test_a_reader_who_has_seen_enough_causes_no_error(command: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; '{sys.executable}' {command} | head -c 1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, len(done.stdout), done.stderr) == (0, 1, "")
 
 
 def test_the_run_name_depends_on_what_is_trained_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from fms_fsdp.checkpoint.folders import open_checkpoint
 from fms_fsdp.config import TrainConfig
 from tests.cli import ROOT
 
@@ -55,3 +57,24 @@ def test_the_page_names_at_most_three_files_for_each_addition() -> None:
         assert 2 <= len(steps) <= 3, section
     for path in re.findall(r"`((?:fms_fsdp|tests|docs|scripts)/[\w./-]*)`", page):
         assert (ROOT / path).exists(), path
+
+
+def test_a_variant_of_a_users_own_script_trains_as_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "how-to-add.md").read_text()
+    script = re.search(r"## A variant.*?```python\n(.*?)\n```", page, re.DOTALL)
+    assert script is not None and "`my_training.py`" in page
+    (tmp_path / "my_training.py").write_text(script[1])
+    flags = ["--model_variant=mine", "--use_dummy_dataset=True", "--seq_length=32", "--batch_size=2"]
+    flags += ["--num_steps=1", f"--output_dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "my_training.py", *flags],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert open_checkpoint(tmp_path / "run" / "checkpoints") is not None
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert recorded["resolved"]["model"]["hidden_size"] == 96

@@ -42,8 +42,8 @@ from fms_fsdp.models.variants import model_from_dict
 Tensors = dict[str, torch.Tensor]
 _ENDLESS = timedelta(days=30)
 
-# DCP warns that it works in a single process even when told so (torch 2.11 to 2.13); said to all threads, as
-# saves have their own
+# DCP warns about a single process even where `no_dist` says so (torch 2.11 to 2.13). The filter is for all
+# threads, because saves have a thread of their own
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -72,8 +72,8 @@ class Checkpointer:
 
     `in_background`: `save` returns once the tensors are copied to host memory; at most one save is in flight.
     `committed(step)` is called on rank 0, in the thread that wrote, when `root/step_<step>` is complete; the
-    save ends, on every rank, when it returns. `progress` knows whether a save moves; the group's own timeout
-    ends none.
+    save ends, on every rank, when it returns. `progress` knows whether a save moves; no timeout of the
+    process group ends a save.
     """
 
     def __init__(
@@ -106,19 +106,13 @@ class Checkpointer:
         return self._in_flight is not None and not self._in_flight.done()
 
     def reserve(self, model: nn.Module, optimizers: OptimizerState) -> None:
-        """Begins to allocate the host memory of the copies: at the first save that would hold up the loop for
-        several times the copy."""
+        """Starts to allocate the host memory of the copies. In the first save it would stop the loop for
+        several times as long as a copy."""
         if self._in_background:
             self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizers))
 
     def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizers: OptimizerState,
-        state: dict[str, Any],
-        *,
-        now: bool,
+        self, step: int, model: nn.Module, optimizers: OptimizerState, state: dict[str, Any], *, now: bool
     ) -> None:
         """Starts a checkpoint of `step`, or with `now` completes it.
 
@@ -188,7 +182,7 @@ class Checkpointer:
 
 
 def collect_tensors(model: nn.Module, optimizers: OptimizerState | None) -> Tensors:
-    """All that is to be stored, or loaded in place, by a name free of wrappers; the values in use."""
+    """All tensors to store or to load in place, by their names without wrappers."""
     found = {f"model.{clean_name(name)}": weight.detach() for name, weight in model.named_parameters()}
     state = {} if optimizers is None else optimizers.state_dict()
     return found | {f"optimizer.{name}": value for name, value in state.items()}
@@ -232,11 +226,11 @@ def load_checkpoint(
 
 
 def _explained(failure: CheckpointException, folder: Path) -> BaseException:
-    """What a failure to load means: storage that cannot be read, a fault of ours, or files that hold no such
+    """The error that a failure to load means: unreadable storage, a fault of ours, or files without such
     tensors."""
     rank, (inner, _) = min(failure.failures.items())
     if isinstance(inner, OSError):
-        return RunFailed(f"{folder} cannot be read by rank {rank}: {inner}; mend the storage and start again")
+        return RunFailed(f"rank {rank} cannot read {folder}: {inner}; repair the storage and start again")
     out_of_memory = MemoryError | torch.OutOfMemoryError | torch.AcceleratorError
     if not isinstance(inner, Exception) or isinstance(inner, out_of_memory):
         return failure
@@ -268,7 +262,7 @@ class _Findings:
             raise DamagedCheckpoint(folder, "; ".join(damage))
         if unreadable := [text for each in everyone for text in each.unreadable]:
             raise RunFailed(
-                f"checkpoint file {unreadable[0]}; it is not damaged: mend the storage and start again"
+                f"checkpoint file {unreadable[0]}; it is not damaged: repair the storage and start again"
             )
 
 
@@ -328,7 +322,7 @@ def _global_bytes(tensors: Tensors) -> int:
 
 
 def _first_line(error: BaseException) -> str:
-    """What a person needs of DCP's collection of tracebacks: the first rank's own error."""
+    """The first rank's own error, out of DCP's collection of tracebacks."""
     if isinstance(error, CheckpointException):
         rank, (inner, _) = min(error.failures.items())
         return f"rank {rank}: {inner}".splitlines()[0]

@@ -25,8 +25,8 @@ class SavePlan:
 
     `superseded`: later checkpoints of the run, which it leaves behind. `save_s`: seconds that a save took in
     an earlier launch, None if not known. `node_bytes`: what a node writes in one. `record`: the configuration
-    and what follows from it, kept beside the tensors. `patience_s`: how often a save that moves is told.
-    """
+    and what follows from it, kept beside the tensors. `patience_s`: how often a save that moves feeds the
+    watchdog."""
 
     root: Path
     attempt: int
@@ -38,11 +38,11 @@ class SavePlan:
 
 
 class Checkpoints(Hook):
-    """Saves what is due, and at a stop. A save that fails (a full disk) is told; the last good checkpoint
-    stands.
+    """Saves what is due, and at a stop. A save that fails (a full disk) is logged; the last good checkpoint
+    stays.
 
-    `alive()` tells the watchdog, while this rank waits for a save, that one moves. `event` enters a failure
-    into the records.
+    `alive()` feeds the watchdog while this rank waits for a save that moves. `event` writes a failure into
+    metrics.jsonl.
     """
 
     part = "checkpoint"
@@ -126,8 +126,7 @@ class Checkpoints(Hook):
             if last:
                 raise RunFailed(
                     f"the last checkpoint (step {step}) could not be written: {error}; make room and start "
-                    "it "
-                    f"again: it goes on from step {self._newest}"
+                    f"again: the run goes on from step {self._newest}"
                 ) from error
 
     def _settle(self) -> None:
@@ -147,7 +146,7 @@ class Checkpoints(Hook):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _committed(self, step: int) -> None:
-        """On rank 0, in the thread that wrote, while the others wait for the end of the save."""
+        """Runs on rank 0, in the thread that wrote, while the others wait for the end of the save."""
         self._newest = step
         self._written.add(step)
         log.info("saved %s (%.1f s)", self._root / f"step_{step}", self._checkpointer.save_s)
@@ -164,8 +163,8 @@ def to_delete(root: Path, policy: KeepPolicy, start: int, written: Collection[in
     """Steps in `root` that need not be kept. What counts is what this launch loaded (`start`) and has
     `written`, and what is older, by size.
 
-    What lies between and was not written by this launch was passed over: it keeps nothing from being kept,
-    and is not deleted.
+    Newer steps that this launch did not write were passed over as damaged: they do not count, and are not
+    deleted.
     """
     steps = [step for step in named_steps(root) if step <= start or step in written]
     steps = [step for step in steps if not size_problems(root / f"step_{step}")]

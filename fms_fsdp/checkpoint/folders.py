@@ -5,7 +5,7 @@ torch.
     step_<N>/                     complete: renamed once everything in it is on disk; the name is never reused
     step_<N>.damaged-<k>/         set aside: a file is missing, cut or changed
     step_<N>.superseded-<k>/      set aside: --resume_step went back to an earlier one
-    step_<N>.deleted/             on its way out
+    step_<N>.deleted/             being deleted
 
 A complete folder holds `files.json`: size and checksum of every other file, and a CRC-32 of that list. It is
 written last. `problems` is the one definition of complete, used by save, load and clean-up: without a deep
@@ -76,8 +76,8 @@ class Checksum:
     """A checksum at the speed of memory: the CRC-32 of the 64-bit sums of a file's pages of 4 KiB, then of
     the rest.
 
-    A changed byte or word, a lost, zeroed or misplaced page always or all but always (1 - 2^-32) shows; only
-    an exchange within one page that leaves its sum as it was does not. A CRC-32 of every byte took a third of
+    A changed byte or word, a lost, zeroed or misplaced page is found (with probability 1 - 2^-32); only an
+    exchange within one page that keeps its sum is not. A CRC-32 of every byte took a third of
     the time of a save.
     """
 
@@ -167,7 +167,7 @@ def _checksum(file: FileIO) -> int:
 
 
 def open_file(path: Path) -> FileIO:
-    """Opens a file to be read, without ever waiting for what is none: a FIFO, a device. Links are followed.
+    """Opens a regular file for reading; never waits for a FIFO or a device. Links are followed.
 
     Raises:
         ValueError: it is missing or no regular file.
@@ -257,8 +257,8 @@ def _state_problem(folder: Path) -> str:
 
 
 def _mismatch(value: Any, shape: Shape, name: str) -> str:
-    """Where `value` is not of that shape, in words; empty if it is. No whole number may need more than 64
-    bits."""
+    """A text that says where `value` is not of that shape; empty if it is. No whole number may need more than
+    64 bits."""
     inner: Iterable[tuple[str, Any, Shape]] = ()
     if isinstance(shape, dict) and isinstance(value, dict):
         named = [(key, value.get(key), part) for key, part in shape.items() if key]
@@ -294,7 +294,8 @@ def named_steps(root: Path) -> list[int]:
 
 
 def leftovers(root: Path) -> list[tuple[Path, str]]:
-    """Folders of unfinished, damaged, superseded or half deleted checkpoints in `root`, with that word."""
+    """Folders of unfinished, damaged, superseded or half deleted checkpoints in `root`, each with its
+    word."""
     if not root.is_dir():
         return []
     matches = [(path, _ANY.fullmatch(path.name)) for path in sorted(root.iterdir())]

@@ -3,7 +3,7 @@
     write, fsync, delete ─▶ SaveProgress of that rank ─▶ one counter in the launch's store
                          ─▶ SaveProgress of every rank that waits ─▶ its watchdog
 
-So a save may take as long as it needs; when it moves on no rank, nobody feeds the watchdogs and they end the
+So a save may take as long as it needs; when it moves on no rank, the watchdogs are not fed and end the
 launch.
 """
 
@@ -35,12 +35,12 @@ class SaveProgress:
             self._store = dist.PrefixStore("saves", dist.distributed_c10d._get_default_store())
 
     def moved(self) -> None:
-        """Says that this rank's save has come further."""
+        """Counts one more sign that this rank's save moves."""
         self._moves += 1
 
     @contextmanager
     def operation(self) -> Iterator[None]:
-        """Around one call that gives no sign of life while it lasts, such as an fsync."""
+        """Marks one call that shows no progress while it lasts, such as an fsync."""
         self._operation_began = time.monotonic()
         try:
             yield
@@ -57,8 +57,7 @@ class SaveProgress:
         future.result()
 
     def _moved_anywhere(self) -> bool:
-        """Whether a save has moved on this rank, or as far as the store tells on another, since the last
-        call."""
+        """Whether a save has moved on this rank, or by the store on another, since the last call."""
         moves, began = self._moves, self._operation_began
         moved = moves != self._told or (began is not None and time.monotonic() - began < OPERATION_LIMIT_S)
         self._told = moves

@@ -13,7 +13,7 @@ class SaveSchedule:
     """Ranges (start, stop, interval): inside (start, stop] every `interval` steps counted from `start`; stop
     None has no end.
 
-    `10@100,18@1000,1500` is every 10 steps up to 100, from there every 18 up to 1000, from there every 1500.
+    `10@100,18@1000,1500` means every 10 steps up to 100, then every 18 up to 1000, then every 1500.
     Source: the saving schedule of https://github.com/bigscience-workshop/bigscience (tr1-13B), which took
     three scripts there.
     """
@@ -50,9 +50,8 @@ def check_keep_best(keep_best: int, schedule: SaveSchedule, eval_interval: int) 
     """Raises ValueError if no checkpoint but the last would have a validation loss to be ranked by."""
     if keep_best and not schedule.meets(eval_interval):
         raise ValueError(
-            f"--keep_best ({keep_best}) ranks checkpoints whose own step is evaluated, and none is before "
-            "the last: "
-            f"let --checkpoint_interval or --checkpoint_schedule meet --eval_interval ({eval_interval})"
+            f"--keep_best ({keep_best}) ranks checkpoints whose step is evaluated, and none is before the "
+            f"last; let an evaluation (--eval_interval {eval_interval}) fall on the step of a checkpoint"
         )
 
 
@@ -74,7 +73,7 @@ def parse_schedule(text: str, interval: int) -> SaveSchedule:
             raise ValueError(
                 f"--checkpoint_schedule ({text}) must be INTERVAL@LAST_STEP,…,INTERVAL with rising steps, "
                 "such as 10@100,18@1000,1500; "
-                f"mend ({part.strip()})"
+                f"correct ({part.strip()})"
             )
         ranges.append((start, stop, every))
         start = stop or start

@@ -229,10 +229,6 @@ def build_stream(
         )
     make: Callable[..., RowProducer] = SyntheticRows if corpus is None else partial(CorpusRows, corpus=corpus)
     rows = make(
-        section,
-        seed=seed,
-        vocab_size=vocab_size,
-        global_batch_size=global_batch_size,
-        pin_memory=pin_memory,
+        section, seed=seed, vocab_size=vocab_size, global_batch_size=global_batch_size, pin_memory=pin_memory
     )
     return TokenStream(rows, dp_rank=dp_rank, dp_size=dp_size, prefetch=prefetch)

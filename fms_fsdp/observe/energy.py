@@ -13,7 +13,7 @@ Counter = Callable[[], float]
 
 
 class EnergyMeter:
-    """Joules of all counters of this rank since the last reading. A counter that fails is read no more."""
+    """Joules of all counters of this rank since the last reading. A counter that fails is not read again."""
 
     def __init__(self, counters: list[Counter]) -> None:
         self._last: list[tuple[Counter, float]] = []

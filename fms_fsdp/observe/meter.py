@@ -1,7 +1,7 @@
-"""The meter: on report steps it reads the step's outcome back from the device and tells everyone who watches
-the run.
+"""The meter: on report steps it reads the outcome of the step from the device, and writes it to log and
+sinks.
 
-Between reports nothing is read back. Every rank measures; rank 0's sinks and log take it in.
+Between reports nothing is read back. Every rank measures; the sinks and the log of rank 0 write it.
 """
 
 from __future__ import annotations

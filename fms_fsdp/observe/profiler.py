@@ -2,12 +2,12 @@
 run or on demand.
 
     --use_profiler               after --profiler_wait steps of the launch
-    touch runs/NAME/PROFILE      in a running job, on every rank of --profiler_ranks, as often as the file is
-    touched anew kill -USR2 PID               in a running job, on that process alone
+    touch runs/NAME/PROFILE      in a running job, on every rank of --profiler_ranks; touch again to repeat
+    kill -USR2 PID               in a running job, on that process alone
 
 Each window warms up, records `--profiler_active` steps and writes `profile_traces/`: the trace, its summary
-as text, on request the allocator's history. Between windows a step costs a comparison, and once a second a
-look at a file.
+as text, on request the allocator's history. Between windows a step costs one comparison, and once a second
+one look at a file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StepProfiler(Hook):
         self._signalled = True
 
     def before_step(self, progress: Progress) -> None:
-        """Opens the first window of a launch that is to begin with its first step."""
+        """Opens a window that begins with the first step of the launch."""
         if self._begin_at == progress.steps_of_launch == 0:
             self._open_window()
 
@@ -124,7 +124,7 @@ class StepProfiler(Hook):
 
 def dump_memory(folder: Path, rank: int) -> None:
     """Writes the allocator's state, and its history if it was recorded, for
-    https://docs.pytorch.org/memory_viz. Nothing on a CPU."""
+    https://docs.pytorch.org/memory_viz. Does nothing on a CPU."""
     if torch.cuda.is_available():
         folder.mkdir(parents=True, exist_ok=True)
         path = str(folder / f"memory_rank{rank}.pickle")

@@ -1,5 +1,5 @@
-"""Where the records of a run go: `metrics.jsonl` and the trackers. Rank 0 writes, the others have sinks that
-take nothing.
+"""Where the records of a run go: `metrics.jsonl` and the trackers. Rank 0 writes; the sinks of other ranks
+do nothing.
 
 docs/metrics.md defines each number of a record.
 """
@@ -25,8 +25,7 @@ class MetricsFile:
     """`metrics.jsonl`: one flat JSON object a line, append only; a line torn by a crash is cut off at the
     start.
 
-    What keeps it from being written, a full disk for instance, stands in `problem`: the run then saves and
-    ends.
+    `problem` says why it cannot be written, for example a full disk: the run then saves and ends.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,11 +61,7 @@ class Sinks:
     """All places that a record is written to. `spent`: seconds of this launch by part, entered at its end."""
 
     def __init__(
-        self,
-        file: MetricsFile | None,
-        trackers: list[Background],
-        attempt: int,
-        spent: Mapping[str, float],
+        self, file: MetricsFile | None, trackers: list[Background], attempt: int, spent: Mapping[str, float]
     ) -> None:
         self.attempt = attempt
         self._file, self._trackers, self._spent = file, trackers, spent
@@ -88,13 +83,13 @@ class Sinks:
             tracker.write(record)
 
     def event(self, name: str, step: int, **fields: Any) -> None:
-        """Enters something that is no measurement into metrics.jsonl."""
+        """Writes an event, which is no measurement, into metrics.jsonl."""
         if self._file is not None:
             now = round(time.time(), 3)
             self._file.write({"event": name, "attempt": self.attempt, "step": step, "time": now, **fields})
 
     def close(self) -> None:
-        """Lets the trackers finish, and enters what this launch spent its time on."""
+        """Lets the trackers finish, and writes what this launch spent its time on."""
         for tracker in self._trackers:
             tracker.close()
         if self._file is not None:

@@ -1,4 +1,4 @@
-"""Which data a step was made of: their fingerprint, and in words for messages about steps that went wrong."""
+"""Which data a step was made of: a fingerprint, and a sentence for messages about steps that went wrong."""
 
 from __future__ import annotations
 

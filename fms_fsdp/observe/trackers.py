@@ -1,10 +1,10 @@
-"""Trackers: who else is told what `metrics.jsonl` says. None of them can stop or hold up a run.
+"""Trackers: copies of `metrics.jsonl` in TensorBoard, wandb and others. None can stop or delay a run.
 
     record ─▶ Background: bounded queue ─▶ its own thread ─▶ adapter (TensorBoard, wandb, mlflow, …)
 
 An adapter is made in its thread, because connecting may hang. One that raises is logged once and switched
 off; the queue of one that hangs fills up, and what does not fit is counted and dropped; at the end each has a
-moment to finish, then it is left behind.
+short time to finish, then the run ends without it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What trackers are told of the run at its start."""
+    """What a tracker gets to know of the run at its start."""
 
     name: str
     folder: Path
@@ -54,7 +54,7 @@ class RunInfo:
         return path.read_text() if path.exists() else None
 
     def keep_id(self, tracker: str, value: str) -> None:
-        """Leaves the id for later launches, in `<tracker>.id`."""
+        """Writes the id for later launches, in `<tracker>.id`."""
         (self.folder / f"{tracker}.id").write_text(value)
 
 
@@ -95,14 +95,16 @@ class Background:
             self.dropped += 1
 
     def close(self) -> None:
-        """Lets the adapter finish, for a while."""
+        """Waits a short time for the adapter to finish."""
         deadline = time.monotonic() + PATIENCE_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             with suppress(queue.Full):
                 self._queue.put_nowait(None)
             self._thread.join(0.1)
         if self._thread.is_alive():
-            log.warning("tracker %s did not end within %.0f s and is left behind", self._name, PATIENCE_S)
+            log.warning(
+                "tracker %s did not end within %.0f s; the run ends without it", self._name, PATIENCE_S
+            )
         if self.dropped:
             log.warning("tracker %s was too slow: %d records were not written", self._name, self.dropped)
 

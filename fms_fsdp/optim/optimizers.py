@@ -43,7 +43,7 @@ class Optimizers:
             if _skips_by_itself(part):
                 device = part.param_groups[0]["params"][0].device
                 bad = (~torch.isfinite(grad_norm)).to(device, torch.float32)
-                part.found_inf = bad  # type: ignore[attr-defined]  # as torch.amp.GradScaler tells it
+                part.found_inf = bad  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
                 part.step()
             elif host_says:
                 part.step()

@@ -1,4 +1,4 @@
-"""In which numbers the model computes: weights and optimizer state are fp32, products are bf16 where asked.
+"""The dtypes of the model: weights and optimizer state are fp32, products are bf16 where asked.
 
     sharded     FSDP gathers bf16 copies of a unit's weights and frees them after use
     unsharded   every module casts its own weight, in the forward and again in the backward pass

@@ -46,11 +46,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: LlamaConfig,
-    dims: ParallelDims,
-    *,
-    mixed_precision: bool = False,
-    batch: BatchPlan | None = None,
+    config: LlamaConfig, dims: ParallelDims, *, mixed_precision: bool = False, batch: BatchPlan | None = None
 ) -> MemoryEstimate:
     """The least that a rank needs. Under `none` nothing is gathered; mixed precision casts one weight at a
     time."""

@@ -1,4 +1,4 @@
-"""The claim of a launch: rank 0 locks the folders, chooses and checks the checkpoint, and tells the others.
+"""The claim of a launch: rank 0 locks the folders, chooses and checks the checkpoint, and sends it to all.
 
     plan (every rank, nothing written) ─→ claim: lock → choose the start → broadcast → the same checks by all
                                            → only now the folder is made and written to
@@ -119,11 +119,10 @@ def restore(
 
 
 def look_at_suspect(stream: Stream, taken: Claim) -> None:
-    """Reads the data that ended the last attempt, if this one comes to them too: if they are still wrong it
-    ends here.
+    """Reads the data that ended the last attempt, if this attempt needs them too.
 
     Raises:
-        BadInput: they are.
+        BadInput: the data are still wrong.
     """
     step = taken.suspect_step
     if step is None or step <= taken.plan.start:
@@ -135,14 +134,14 @@ def look_at_suspect(stream: Stream, taken: Claim) -> None:
 
 
 def _set_aside_own(cfg: TrainConfig, damaged: Iterable[Path]) -> None:
-    """Only in the run's own folder of checkpoints, which it has locked."""
+    """Renames a damaged checkpoint, in the run's own folder only, which this launch has locked."""
     for folder in damaged:
         if folder.resolve().parent == Path(cfg.ckpt_save_path).resolve() and folder.is_dir():
             log.warning("set aside: %s", set_aside(folder, "damaged"))
 
 
 def record_launch(launch: Launch, cfg: TrainConfig, taken: Claim) -> None:
-    """Enters this launch in its folder (collective: every rank)."""
+    """Writes the records of this launch into its folder (collective: every rank)."""
     folder, rank = Path(cfg.output_dir), taken.plan.world.rank
 
     def write() -> None:
@@ -167,8 +166,7 @@ def _last_attempt(folder: Path) -> int:
 
 
 def _remove_old_request(file: Path) -> None:
-    """A STOP older than this process asked an earlier launch; one dated ahead of the clock would ask every
-    later one."""
+    """Removes a STOP file that an earlier launch was asked to obey, or that is dated ahead of the clock."""
     now = time.time()
     if file.exists() and not now - process_age_s() <= file.stat().st_mtime <= now + 1:
         file.unlink(missing_ok=True)

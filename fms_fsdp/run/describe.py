@@ -32,7 +32,7 @@ def resolved(plan: Plan) -> dict[str, Any]:
 
 
 def describe(plan: Plan) -> str:
-    """What a person wants to know before step 1, a line each."""
+    """What a user wants to know before step 1, one line for each fact."""
     batch, dims = plan.batch, plan.dims
     tokens = batch.global_batch_size * plan.model.max_seq_len
     held_out = ", ".join(f"{source.group}/{source.name} {source.num_rows} rows" for source in plan.held_out)

@@ -1,7 +1,7 @@
-"""What watches a run from step to step: gradients that are not finite, loss spikes, and steps that never end.
+"""Watches a run from step to step: gradients that are not finite, loss spikes, and steps that never end.
 
 A step whose gradient is not finite changes nothing: the optimizer skips it on the device (see train.py).
-`BadSteps` counts such steps and ends the run when there are too many in a row; `SpikeDetector` only speaks;
+`BadSteps` counts such steps and ends the run when there are too many in a row; `SpikeDetector` only logs;
 `Watchdog` ends a process that hangs, with its stacks on record.
 """
 
@@ -30,8 +30,8 @@ class BadSteps(Hook):
     """Counts skipped steps. `describe(step)` names that step's data; it is called on every rank, for bad
     steps only.
 
-    On a GPU the verdict on a step is read while the next one runs, so that the host never waits for the
-    device's newest work.
+    On a GPU the norm of a step is read while the next step runs, so that the host never waits for the newest
+    work of the device.
     """
 
     limit: int
@@ -54,7 +54,7 @@ class BadSteps(Hook):
             self._count(before[0], before[1].read())
 
     def after_training(self, progress: Progress) -> None:
-        """Counts the step whose verdict is still on its way."""
+        """Counts the last step, whose norm has not been read yet."""
         if self._pending is not None:
             (step, norm), self._pending = self._pending, None
             self._count(step, norm.read())
@@ -91,7 +91,7 @@ class SpikeDetector:
     _count: int = 0
 
     def is_spike(self, loss: float) -> bool:
-        """Whether `loss` is one; also takes note of it. Never before the 20th report."""
+        """Whether `loss` is a spike; also adds it to the averages. Never true before the 20th report."""
         if not math.isfinite(loss):
             return False
         deviation = max(math.sqrt(self._variance), 0.005 * abs(self._mean))
@@ -106,10 +106,10 @@ class SpikeDetector:
 
 
 class Watchdog(Hook):
-    """A thread that ends this process when nothing was heard of it for `timeout_s`: stacks of all its threads
-    go to `folder`, then exit status 1.
+    """A thread that ends this process with status 1 when nobody has fed it for `timeout_s`. It first writes
+    the stacks of all threads to `folder`.
 
-    It stands beside the collectives' own timeout, which a rank that hangs outside of one never meets.
+    The timeout of collectives is not enough: a rank may hang outside of a collective.
     """
 
     def __init__(self, timeout_s: float, folder: Path, rank: int, on_hang: Callable[[str], None]) -> None:
@@ -120,7 +120,7 @@ class Watchdog(Hook):
         self._thread.start()
 
     def before_step(self, progress: Progress) -> None:
-        """A step that begins is a sign of life."""
+        """A step that begins shows that this rank is alive."""
         self.feed()
 
     def feed(self) -> None:

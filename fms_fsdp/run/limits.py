@@ -2,7 +2,7 @@
 ranks.
 
 Steps, tokens and samples are counted by every rank alike. What only one rank knows, a signal, the stop file,
-the clock, is a *request*: before each step every rank tells its own, and their sum over ranks travels with
+the clock, is a *request*: before each step every rank adds its own; their sum over ranks is sent with
 the number of labels, which the step adds up anyway. The launch then saves after that step and ends as
 "resume_me": the same command goes on.
 """
@@ -25,8 +25,8 @@ STOP_FILE = "STOP"
 
 @dataclass
 class Limits(Hook):
-    """The limits of one launch; why it ends stands in `progress.stop`. `spent`: seconds of this launch by
-    part."""
+    """The limits of one launch; the reason of its end is written to `progress.stop`. `spent`: seconds of this
+    launch by part."""
 
     section: TrainingConfig
     folder: Path
@@ -43,8 +43,8 @@ class Limits(Hook):
     _is_late: bool = False
 
     def before_step(self, progress: Progress) -> None:
-        """Enters what this rank asks for: a stop by signal, the file, the clock, or as it cannot report; each
-        0 or 1."""
+        """Writes what this rank asks for into `progress.requests`, each 0 or 1: a signal, the file, the
+        clock, or records that cannot be written."""
         if self.section.exit_step and self.section.exit_step <= progress.start:
             progress.stop = f"--exit_step ({self.section.exit_step}) is reached"
             return
@@ -60,7 +60,7 @@ class Limits(Hook):
         progress.requests = asked
 
     def _measure(self, progress: Progress, now: float) -> None:
-        """Notes how long the last step took, and apart from that its evaluation and its save."""
+        """Measures the last step; its evaluation and its save are measured apart."""
         parts = ("eval", "checkpoint")
         beside = {part: self.spent.get(part, 0.0) - self._spent_before.get(part, 0.0) for part in parts}
         if progress.steps_of_launch > 1:  # the first step compiles and warms up
@@ -70,7 +70,7 @@ class Limits(Hook):
         self._step_began, self._spent_before = now, dict(self.spent)
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
-        """Says whether this launch ends with the step, alike on every rank.
+        """Sets `progress.stop` if this launch ends with this step; the same on every rank.
 
         On a GPU the requests of the step before count, so that the host does not wait for its newest work.
         """

@@ -1,6 +1,6 @@
 """One writer per folder: a lock that dies with its owner, wherever it runs. Standard library only.
 
-A run locks its folder and its folder of checkpoints, under the paths that links and `..` lead to.
+A run locks its folder and its folder of checkpoints, by their real paths, without links and `..`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FolderLock:
         self._descriptor = -1
 
     def take(self) -> FolderLock:
-        """Takes the lock; waits `patience_s` for an owner that is about to die.
+        """Takes the lock; waits `patience_s` for an owner that is about to end.
 
         Raises:
             ValueError: another process holds it.
@@ -76,8 +76,8 @@ _held: list[FolderLock] = []  # until the process ends
 
 
 def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
-    """Makes and locks the folders until the process ends. What exists is locked first: a refused launch makes
-    nothing.
+    """Makes and locks the folders until the process ends. Folders that exist are locked first, so a refused
+    launch makes nothing.
 
     Raises:
         ValueError: another process holds one of them, or one cannot be made.

@@ -1,5 +1,5 @@
-"""What flags and environment ask of this machine: what cannot be had is refused, what does nothing here is
-told."""
+"""What the flags and the environment ask of this machine: the impossible is refused, what has no effect is
+logged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_machine(parsed: Parsed[TrainConfig], device: torch.device, dims: Paral
     """Logs a note for each flag that does nothing here.
 
     Raises:
-        ValueError: a backend, a device or a place to write that cannot be had.
+        ValueError: this machine has no such backend or device, or a file stands where one must be written.
     """
     cfg = parsed.config
     check_attention(cfg.model.attn_impl, device)

@@ -4,9 +4,9 @@ written.
     flags (done by parsing) → `find_machine`: devices, axes, batch → process group
                             → `check_data`: data, model, memory, folders
 
-The first failure is raised, alike on every rank. Rank 0 alone looks at the folders of data, once, and tells
-the others. What depends on the checkpoint is checked by `start_from`, once rank 0 holds the lock and has
-chosen it (claim.py).
+The first failure is raised, alike on every rank. Only rank 0 lists the folders of data, once, and sends
+the list to all. What depends on the checkpoint is checked by `start_from`, after rank 0 has the lock and has
+chosen the checkpoint (claim.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TRACKER_PACKAGES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run runs: what follows from the flags and the hardware."""
+    """Devices, axes and batch: what follows from the flags and the hardware."""
 
     world: runtime.World
     device: torch.device
@@ -167,7 +167,7 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
 
 
 def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:
-    """`found` with that start, and the batch and the number of steps that follow from it.
+    """`found` with `start`, and the batch and the number of steps that follow from it.
 
     Raises:
         ValueError: the checkpoint is of another model or batch, or already past the end.
@@ -202,7 +202,7 @@ def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:
 
 
 def start_progress(plan: Plan) -> Progress:
-    """Where the run stands before the first step of this launch."""
+    """The progress of the run before the first step of this launch."""
     rows = plan.batch.global_batch_size
     tokens = rows * plan.model.max_seq_len
     return Progress(plan.start, plan.num_steps, rows, tokens, plan.tokens_at_start)
@@ -269,8 +269,7 @@ def _open_data(cfg: TrainConfig) -> Corpus | None:
 
 
 def open_stream(cfg: TrainConfig, found: Plan) -> Stream:
-    """This rank's rows, from the step after the checkpoint's; says what the flags change in a run that goes
-    on.
+    """This rank's rows, from the step after the checkpoint's; logs what the flags change in a resumed run.
 
     Raises:
         ValueError, OSError: the checkpoint's data state is of other data, or the batch or the length do not

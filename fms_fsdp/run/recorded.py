@@ -1,8 +1,8 @@
-"""The configuration that a run recorded, read from wherever one stands now.
+"""The configuration that a run recorded, readable from any working folder.
 
 Paths are recorded as they were typed, with the working folder of the launch beside them
-(`resolved.working_dir`). Readers join the two. Links are not resolved: what the user meant by a link may
-move. URIs, absolute paths and `~` stay as they are.
+(`resolved.working_dir`). Readers join the two. Links are not resolved: the user
+may move what a link names. URIs, absolute paths and `~` stay as they are.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
     """Returns the newest complete checkpoint, or that of `step`, of a run folder, a folder of checkpoints or
     one.
 
-    Raises: ValueError that calls the path by `name`.
+    Raises: ValueError, with `name` as the name of the path.
     """
     folder = Path(path)
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder

@@ -1,5 +1,5 @@
 """Where a run starts: which checkpoint, whether it fits, and what the flags of this launch change in it.
-Reads files, trains nothing."""
+Reads files only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fms_fsdp.optim.schedules import build_schedule
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from. `continues`: step, optimizer and data go on, else only weights are taken.
-    `why`: in words, for the log.
+    """What a run starts from. `continues`: step, optimizer and data continue; else only weights are taken.
+    `why`: a sentence for the log.
 
     `superseded`: the run's own later checkpoints, which `--resume_step` leaves behind. `fresh_data`: the data
     begin after the checkpoint's step.
@@ -77,8 +77,8 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
 
 
 def _go_back(root: Path, step: int, skip: Collection[Path]) -> Start:
-    """`--resume_step`: checkpoints that were made under the same flag are what came of going back, and are
-    gone on from."""
+    """Applies `--resume_step`. A run that already went back to that step continues from its newest
+    checkpoint."""
     newest = open_checkpoint(root, skip=skip)
     if (
         newest is not None
@@ -153,7 +153,7 @@ def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> lis
 
 
 def schedule_jump(cfg: TrainConfig, num_steps: int, start: Start) -> str:
-    """How the learning rate jumps at the resume, in words; empty if the schedule goes on as it was."""
+    """A sentence on how the learning rate jumps at the resume; empty if the schedule is the same."""
     assert start.checkpoint is not None
     state, step = start.checkpoint.state, start.checkpoint.step + 1
     known = {

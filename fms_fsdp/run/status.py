@@ -3,10 +3,10 @@
 `with Launch() as launch:` around everything turns the outcome into all three. Standard library only: a
 mistyped flag is answered before torch is imported. Under torchrun, which hides its workers' exit statuses and
 restarts those that fail, an early stop ends with 0, and bad input is printed once: by rank 0, and by a
-restarted attempt only if it is news.
+restarted attempt only if its text is another.
 
 A launch writes into the run folder only after `claim`: until then the folder may be another's. What a script
-must know of a launch, claimed or not, stands in the file that the environment variable LAUNCH_OUTCOME names.
+must know of any launch is written to the file that the environment variable LAUNCH_OUTCOME names.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ class Launch:
             self._write_outcome(RUNNING)
 
     def has_failed(self) -> bool:
-        """Whether some rank of this launch has entered a failure."""
+        """Whether some rank of this launch has recorded a failure."""
         return self.folder is not None and read_status(self.folder / "status.json").get("status") in (
             FAILED,
             BAD_INPUT,
         )
 
     def tell(self, error: BaseException | None) -> None:
-        """Enters and prints what ends this rank, once; before anything is closed, so that no peer's error
-        comes first."""
+        """Records and prints the error that ends this rank, once, before anything is closed: so no error of a
+        peer comes first."""
         if error is None or error is self._told or isinstance(error, SystemExit | GeneratorExit):
             return
         if self._told is not None:  # what failed while things were closed; the first reason stays
@@ -111,7 +111,7 @@ class Launch:
         self.outcome, self.reason = outcome, reason
 
     def fail(self, reason: str) -> None:
-        """Enters a failure of this rank."""
+        """Records a failure of this rank."""
         self.outcome, self.reason = FAILED, reason
         self._enter(FAILED, alone=True)
 
@@ -145,8 +145,8 @@ class Launch:
         return True
 
     def _tell_bad_input(self, error: BadInput) -> None:
-        """All ranks find the same mistake at once: rank 0 speaks, the others give it the time to (torchrun
-        kills all when one exits)."""
+        """Rank 0 prints a mistake that all ranks find at once; the others wait for that, because torchrun
+        kills all when one exits."""
         known = self._told_before(self.reason)
         self._enter(BAD_INPUT, alone=error.on_one_rank, data_step=error.data_step)
         if self.rank == 0 or error.on_one_rank:
@@ -170,8 +170,8 @@ class Launch:
         return False
 
     def _enter(self, status: str, *, alone: bool, data_step: int | None = None) -> None:
-        """Into status.json and the outcome file; `alone`: by this rank itself, not by rank 0 for all. The
-        first end stays."""
+        """Writes status.json and the outcome file; `alone`: this rank writes for itself, not rank 0 for all.
+        The first end stays."""
         content = self._content(status) | ({} if data_step is None else {"data_step": data_step})
         if self.folder is not None and (alone or self.rank == 0):
             path = self.folder / "status.json"
@@ -191,8 +191,7 @@ class Launch:
         return {"status": status, "step": self.steps_done(), "reason": self.reason}
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
-        """A folder that cannot be written is no second error; on a full disk the old file's own block still
-        has room."""
+        """Writes the file, if it can be written; on a full disk the block of the old file still has room."""
         text = json.dumps(content) + "\n"
         try:
             write_atomically(path, text)
@@ -210,6 +209,7 @@ class Launch:
 
 
 def _from_environment(name: str) -> int:
-    """A number that torchrun sets; 0 where it is none: what it should be is checked with the other input."""
+    """A number that torchrun sets; 0 where the text is no number, which is refused later with the other
+    input."""
     text = os.environ.get(name, "0")
     return int(text) if text.isdecimal() and len(text) < 10 else 0

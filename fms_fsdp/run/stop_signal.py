@@ -3,8 +3,8 @@
     before step 1   nothing can be saved: the process ends at once, also while it waits in a collective
     afterwards      `name` is set; the loop saves and ends (limits.py)
 
-A thread reads the signals from a pipe, because Python runs its handlers only when the main thread is not
-inside a library call, and a collective that waits for a dead peer may never return.
+A thread reads the signals from a pipe: Python runs handlers only when the main thread is not inside a
+library call, and a collective that waits for a dead peer may never return.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ class StopSignal:
     """SIGTERM, SIGINT, SIGUSR1 or SIGHUP asks for a stop after the current step; a second SIGINT interrupts
     at once.
 
-    SIGHUP counts unless it was ignored at the start (nohup). `name` says what asked, "" while nothing did.
-    Set `can_save` when the first step is done. Some time after the agent is gone the process ends even if a
-    save hangs: as long as torchrun itself would wait.
-    """
+    SIGHUP counts unless it was ignored at the start (nohup). `name` is what asked for the stop, "" before
+    that. Set `can_save` when the first step is done. Some time after the agent is gone the process ends even
+    if a save hangs: as long as torchrun itself would wait."""
 
     def __init__(self, launch: Launch) -> None:
         self.name = ""
@@ -50,7 +49,7 @@ class StopSignal:
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, which may be late."""
+        """Runs in the main thread, which may be late."""
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             raise KeyboardInterrupt
@@ -77,7 +76,7 @@ class StopSignal:
             self._launch.leave(RESUME_ME, f"stopped by {name} before the first step; nothing is saved")
 
     def _leave_dead_terminals(self) -> None:
-        """Output to a terminal that is gone would fail, and with it the save."""
+        """Sends output to nowhere if its terminal is closed: a failing print would fail the save."""
         for descriptor in self._terminals:
             try:
                 termios.tcgetattr(descriptor)

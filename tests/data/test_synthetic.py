@@ -63,10 +63,7 @@ def test_resume_continues_also_with_another_batch() -> None:
         assert shorter.load_state_dict(state, 2) == ["seq_length: 100 -> 64 tokens"]
         assert torch.equal(
             shorter.batch_at(2).tokens_BS, expected[1]
-        ) and shorter.next_batch().tokens_BS.shape == (
-            8,
-            64,
-        )
+        ) and shorter.next_batch().tokens_BS.shape == (8, 64)
         assert shorter.consumption() == {"synthetic": {"epoch": 0.0, "tokens": 2 * 800 + 8 * 64}}
     with stream(seed=2) as other, pytest.raises(ValueError, match=r"seed \(2\) is 1 in the checkpoint"):
         other.load_state_dict(state, 2)

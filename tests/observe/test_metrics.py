@@ -16,14 +16,7 @@ import torch
 
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.observe.energy import EnergyMeter, find_meter
-from fms_fsdp.observe.metrics import (
-    Clock,
-    Interval,
-    count_zeros,
-    memory,
-    parameter_norm,
-    report_line,
-)
+from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, parameter_norm, report_line
 from fms_fsdp.observe.sinks import MetricsFile
 from fms_fsdp.observe.utilization import Utilization
 from fms_fsdp.predict.hardware import measure_matmul_flops

@@ -93,11 +93,7 @@ def write_run(folder: Path, files: Files, stream: TokenStream, step: int, **data
     config = TrainConfig(data=section, training=TrainingConfig(seed=1), checkpoint=CheckpointConfig())
     batch = stream.rows.global_batch_size
     sizes = {"batch_size": batch, "global_batch_size": batch}
-    resolved = {
-        "batch": sizes,
-        "model": asdict(LlamaConfig(1, 8, 8, 1, 1, VOCAB)),
-        "num_steps": NUM_STEPS,
-    }
+    resolved = {"batch": sizes, "model": asdict(LlamaConfig(1, 8, 8, 1, 1, VOCAB)), "num_steps": NUM_STEPS}
     checkpoint = folder / "checkpoints" / f"step_{step}"
     checkpoint.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**as_dict(config), "resolved": resolved}))

@@ -96,7 +96,8 @@ def _parse(data: bytes) -> Counts:
         memory_pool=system_memory_pool(),  # pyarrow's own would keep 24 MiB
     )
     paths, docs, tokens = (column.to_pylist() for column in table.columns)
-    paths = [_REPEATED.sub("", path) for path in paths]
+    if b"./" in data or b"//" in data:
+        paths = [_REPEATED.sub("", path) for path in paths]
     collecting = gc.isenabled()
     # 100,000 tuples in a row: the collector would look through all of torch's objects again and again
     gc.disable()

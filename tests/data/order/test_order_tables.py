@@ -143,10 +143,7 @@ def test_rows_windows_and_tails_of_a_source() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "rows", "tokens"),
-    [
-        ((30, 60), (1641, 30), [1500, 1560, 58140, 99300]),
-        ((60, 30), (3232, 0), [2940, 2970, 30870, 97890]),
-    ],
+    [((30, 60), (1641, 30), [1500, 1560, 58140, 99300]), ((60, 30), (3232, 0), [2940, 2970, 30870, 97890])],
 )
 def test_a_change_of_the_row_length_in_an_epoch(
     sizes: tuple[int, int], rows: tuple[int, int], tokens: list[int]

@@ -2,15 +2,7 @@ import numpy as np
 import pytest
 
 from fms_fsdp.data.order.permute import bit_reverse, permute
-from fms_fsdp.data.order.tapes import (
-    MAX_ROWS,
-    MAX_TOKENS,
-    TAIL,
-    Geometry,
-    Tapes,
-    fit_geometry,
-    locate,
-)
+from fms_fsdp.data.order.tapes import MAX_ROWS, MAX_TOKENS, TAIL, Geometry, Tapes, fit_geometry, locate
 
 
 def tapes_of(

@@ -1,0 +1,74 @@
+"""How threads wait, by what shares the cores; what becomes of freed memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from fms_fsdp.cpu_tuning import set_thread_waiting
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [
+        ({}, True),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"LOCAL_WORLD_SIZE": "2"}, False),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, False),
+        ({"OMP_NUM_THREADS": "zero"}, True),
+    ],
+)
+def test_threads_spin_only_where_each_has_a_core(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(os, "environ", dict(given))
+    set_thread_waiting()
+    chosen = {name: text for name, text in os.environ.items() if name not in given}
+    assert chosen == ({"GOMP_SPINCOUNT": "3000"} if spins else {"OMP_WAIT_POLICY": "PASSIVE"})
+
+
+@pytest.mark.parametrize("given", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
+def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    set_thread_waiting()
+    assert os.environ == given
+
+
+# Prints how many pages the system had to fill while 30 blocks of 48 MiB were made and freed.
+_FAULTS = """
+import resource, sys, torch
+from fms_fsdp.cpu_tuning import keep_freed_memory
+print(keep_freed_memory() if sys.argv[1] == "kept" else None)
+for _ in range(20):
+    torch.ones(12 << 20)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(30):
+    torch.ones(12 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def _told(choice: str, env: dict[str, str] | None = None) -> tuple[str, int]:
+    command = [sys.executable, "-c", _FAULTS, choice]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **(env or {})}, check=True
+    )
+    answer, faults = done.stdout.split()
+    return answer, int(faults)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_memory_that_was_freed_is_taken_again_without_new_pages() -> None:
+    """A page may be 4 KiB or 2 MiB, so the blocks need some thousand pages or some hundred."""
+    usual, kept = _told("usual")[1], _told("kept")
+    assert kept[0] == "True"
+    assert kept[1] < usual / 20
+
+
+def test_what_the_user_chose_for_the_allocator_stays() -> None:
+    assert _told("kept", {"MALLOC_TRIM_THRESHOLD_": "131072"})[0] == "False"
