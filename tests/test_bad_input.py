@@ -310,5 +310,5 @@ def test_the_command_ends_with_2_and_one_line(
 def test_checkpoints_that_are_never_evaluated_cannot_be_ranked() -> None:
     flags = ("--keep_best=1", "--keep_last_n=1", "--eval_interval=3")
     text = refusal(*flags, "--checkpoint_interval=0")
-    assert text.startswith("--keep_best (1) ranks checkpoints whose own step is evaluated")
+    assert text.startswith("--keep_best (1) ranks checkpoints whose step is evaluated")
     assert plan(*flags, "--checkpoint_interval=6").begin.checkpoint is None

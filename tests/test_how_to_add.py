@@ -50,7 +50,7 @@ def test_the_page_names_at_most_three_files_for_each_addition() -> None:
     page = (ROOT / "docs" / "how-to-add.md").read_text()
     sections = page.split("\n## ")[1:]
     assert [section.split("\n")[0].split()[-1] for section in sections] == [
-        *("flag", "option", "optimizer", "format", "tracker")
+        *("flag", "option", "variant", "optimizer", "format", "tracker")
     ]
     for section in sections:
         steps = re.findall(r"^(?:\d\.|-) .*", section, re.MULTILINE)

@@ -40,7 +40,7 @@ def test_keep_best_with_intervals_that_never_meet_is_refused(text: str) -> None:
         assert schedule.meets(interval) == meets, interval
         check_keep_best(0, schedule, interval)
         if not meets:
-            with pytest.raises(ValueError, match=r"--keep_best \(2\) .* meet --eval_interval \("):
+            with pytest.raises(ValueError, match=rf"--keep_best \(2\) .*--eval_interval {interval}\)"):
                 check_keep_best(2, schedule, interval)
 
 
