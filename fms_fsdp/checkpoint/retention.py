@@ -72,8 +72,7 @@ def parse_schedule(text: str, interval: int) -> SaveSchedule:
         if every < 1 or (stop is None and index < len(parts) - 1) or (stop is not None and stop <= start):
             raise ValueError(
                 f"--checkpoint_schedule ({text}) must be INTERVAL@LAST_STEP,…,INTERVAL with rising steps, "
-                "such as 10@100,18@1000,1500; "
-                f"correct ({part.strip()})"
+                f"such as 10@100,18@1000,1500; correct ({part.strip()})"
             )
         ranges.append((start, stop, every))
         start = stop or start

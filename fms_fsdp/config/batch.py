@@ -85,7 +85,6 @@ def keep_global_batch(
         product = f"{rows or 'batch_size'} rows x {dp_size} ranks x {accum} micro-steps"
         raise ValueError(
             f"--grad_accum_steps ({accum}) must keep the run's global batch ({total} rows), and {product} "
-            f"does not; leave it out, or choose another batch with "
-            f"--global_batch_size=ROWS {keep_name}"
+            f"does not; leave it out, or choose another batch with --global_batch_size=ROWS {keep_name}"
         )
     return BatchPlan(per_rank // accum, accum, dp_size)

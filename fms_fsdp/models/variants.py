@@ -143,8 +143,7 @@ def resolve_model(
     ):
         raise ValueError(
             f"--vocab_size ({section.vocab_size}) must not be below the data's vocabulary "
-            f"({data_vocab_size}); "
-            f"leave it out or raise it to {data_vocab_size}"
+            f"({data_vocab_size}); leave it out or raise it to {data_vocab_size}"
         )
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_kv_heads"
     names += " rope_theta norm_eps tie_embeddings init_std"

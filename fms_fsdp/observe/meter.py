@@ -154,9 +154,8 @@ class Meter(Hook):
             return
         first, stop = step - self._report_interval, step + self._report_interval
         log.warning(
-            "step %d: the loss is a spike; its data: python -m fms_fsdp inspect step --step=%d; to pass "
-            "over such "
-            "data, go back with --resume_step and use --skip_steps=%d:%d",
+            "step %d: the loss is a spike; its data: python -m fms_fsdp inspect step --step=%d; to pass over "
+            "such data, go back with --resume_step and use --skip_steps=%d:%d",
             *(step, step, first, stop),
         )
         self._sinks.event("spike", step, loss=record["loss"], data_fingerprint=record["data_fingerprint"])

@@ -84,8 +84,7 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
     if estimate.rows > estimate.state + estimate.unit:
         raise ValueError(
             f"--seq_length and the batch ({estimate.rows / _GIB:.1f} GiB of rows and positions per rank) "
-            "must fit the "
-            f"{available / _GIB:.1f} GiB of memory available to it; lower one of --seq_length, "
+            f"must fit the {available / _GIB:.1f} GiB of memory available to it; lower one of --seq_length, "
             "--batch_size, --grad_accum_steps, --global_batch_size"
         )
     room = available - estimate.unit - estimate.rows
@@ -97,10 +96,8 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
         remedy = f"shard over at least {devices} such devices (--sharding_strategy=fsdp), or {remedy}"
     raise ValueError(
         f"--model_variant ({variant}: {estimate.total / _GIB:.1f} GiB per rank, {estimate.state / _GIB:.1f} "
-        "of weights, "
-        f"gradients and optimizer state, "
-        f"{estimate.unit / _GIB:.1f} unsharded) must fit the {available / _GIB:.1f} GiB of memory available "
-        f"to it; {remedy}"
+        f"of weights, gradients and optimizer state, {estimate.unit / _GIB:.1f} unsharded) must fit the "
+        f"{available / _GIB:.1f} GiB of memory available to it; {remedy}"
     )
 
 

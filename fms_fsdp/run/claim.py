@@ -197,9 +197,8 @@ def _check_shared(root: Path, world: World, mesh: Mesh, patience_s: float = 30.0
     count = int(mesh.sum(torch.tensor([blind]), "world").item())
     if count:
         raise ValueError(
-            f"folder ({root}) must be shared by all nodes, and {count} of them do not see what rank 0 "
-            "writes there; "
-            "choose an --output_dir on a shared file system"
+            f"folder ({root}) must be shared by all nodes, and {count} of them do not see what rank 0 writes "
+            "there; choose an --output_dir on a shared file system"
         )
 
 

@@ -67,8 +67,7 @@ class BadSteps(Hook):
         self.total += 1
         text = (
             f"step {step}: the gradient norm is {grad_norm}; the step changed nothing ({self.in_a_row} in a "
-            "row, "
-            f"--max_bad_steps {self.limit}). {self.describe(step)}"
+            f"row, --max_bad_steps {self.limit}). {self.describe(step)}"
         )
         log.warning(text)
         if self.limit and self.in_a_row >= self.limit:

@@ -223,8 +223,7 @@ def _check_disk(folder: Path, needed: int) -> None:
     if free < needed:
         raise ValueError(
             f"--ckpt_save_path ({folder}) must have room for one checkpoint: {needed / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} GiB are free; "
-            "free some or choose another folder"
+            f"{free / 2**30:.1f} GiB are free; free some or choose another folder"
         )
 
 

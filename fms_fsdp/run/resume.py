@@ -40,8 +40,7 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
     if section.resume == "never" and named_steps(own_root):
         raise ValueError(
             f"--resume (never) must find no checkpoints in {own_root}; choose another --run_name, or remove "
-            "them "
-            f"(python -m fms_fsdp ckpt prune --path={own_root} --after=0 --yes)"
+            f"them (python -m fms_fsdp ckpt prune --path={own_root} --after=0 --yes)"
         )
     if section.resume_step is not None and named_steps(own_root):
         return _go_back(own_root, section.resume_step, skip)
@@ -68,10 +67,9 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
         )
     if damaged := [folder.name for folder, word in leftovers(own_root) if word == "damaged"]:
         raise ValueError(
-            f"checkpoints in {own_root} ({', '.join(damaged)}) are damaged and no sound one is there; "
-            "choose another "
-            f"--run_name to start afresh, or remove them (python -m fms_fsdp ckpt prune --path={own_root} "
-            "--leftovers --yes)"
+            f"checkpoints in {own_root} ({', '.join(damaged)}) are damaged and no sound one is there; choose "
+            "another --run_name to start afresh, or remove them (python -m fms_fsdp ckpt prune "
+            f"--path={own_root} --leftovers --yes)"
         )
     return Start(None, False, f"starting fresh: no checkpoint in {own_root}")
 

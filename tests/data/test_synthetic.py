@@ -71,10 +71,9 @@ def test_resume_continues_also_with_another_batch() -> None:
 
 def test_training_on_synthetic_tokens_imports_neither_pyarrow_nor_sentencepiece() -> None:
     code = (
-        "import sys; from fms_fsdp.config import DataConfig; from fms_fsdp.data.stream import build_stream;"
-        "s = build_stream(DataConfig(use_dummy_dataset=True), None, seed=1, vocab_size=9, "
-        "global_batch_size=1, dp_rank=0, dp_size=1);"
-        "s.next_batch(); s.close(); assert not {'pyarrow', 'sentencepiece', 'torch.distributed.tensor'} & "
-        "set(sys.modules)"
+        "import sys; from fms_fsdp.config import DataConfig; from fms_fsdp.data.stream import build_stream;s "
+        "= build_stream(DataConfig(use_dummy_dataset=True), None, seed=1, vocab_size=9, global_batch_size=1, "
+        "dp_rank=0, dp_size=1);s.next_batch(); s.close(); assert not {'pyarrow', 'sentencepiece', "
+        "'torch.distributed.tensor'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -174,11 +174,10 @@ def test_a_save_slower_than_the_grace_period_leaves_the_last_one(tmp_path: Path)
     """torchrun gives its workers 2 s and the save takes 6: no checkpoint is half written; the run goes on."""
     script = tmp_path / "slow.py"
     script.write_text(
-        "import os, sys, time\nsys.path.insert(0, os.getcwd())\nimport main_training\n"
-        "from fms_fsdp.checkpoint import storage\n"
-        "finish = storage.CheckpointWriter.finish\n"
-        "def slow(self, metadata, results):\n    time.sleep(6)\n    finish(self, metadata, results)\n"
-        "storage.CheckpointWriter.finish = slow\nos._exit(main_training.main(sys.argv[1:]))\n"
+        "import os, sys, time\nsys.path.insert(0, os.getcwd())\nimport main_training\nfrom "
+        "fms_fsdp.checkpoint import storage\nfinish = storage.CheckpointWriter.finish\ndef slow(self, "
+        "metadata, results):\n    time.sleep(6)\n    finish(self, metadata, "
+        "results)\nstorage.CheckpointWriter.finish = slow\nos._exit(main_training.main(sys.argv[1:]))\n"
     )
     flags = [*TINY, "--num_steps=100000", "--checkpoint_interval=0", f"--output_dir={tmp_path / 'run'}"]
     trained(*TINY, "--num_steps=2", f"--output_dir={tmp_path / 'run'}", nproc=2)

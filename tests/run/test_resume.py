@@ -253,13 +253,10 @@ def test_a_rank_that_hangs_leaves_its_stacks(tmp_path: Path) -> None:
     """One of two ranks hangs: both write their stacks, and the launch ends."""
     script = tmp_path / "hanging.py"
     script.write_text(
-        "import os, sys, time\nsys.path.insert(0, os.getcwd())\n"
-        "import main_training, fms_fsdp.train as train\n"
-        "step = train.train_step\n"
-        "def hang(recipe, state, batch, clock):\n"
-        "    if state.progress.step == 3 and os.environ['RANK'] == '1':\n        time.sleep(1000)\n"
-        "    return step(recipe, state, batch, clock)\n"
-        "train.train_step = hang\nos._exit(main_training.main(sys.argv[1:]))\n"
+        "import os, sys, time\nsys.path.insert(0, os.getcwd())\nimport main_training, fms_fsdp.train as "
+        "train\nstep = train.train_step\ndef hang(recipe, state, batch, clock):\n    if state.progress.step "
+        "== 3 and os.environ['RANK'] == '1':\n        time.sleep(1000)\n    return step(recipe, state, "
+        "batch, clock)\ntrain.train_step = hang\nos._exit(main_training.main(sys.argv[1:]))\n"
     )
     command = [
         sys.executable,

@@ -444,10 +444,9 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
             for _ in range(megabytes * 10**6 // len(line)):
                 file.write(line)
         code = (
-            "import resource, sys; from fms_fsdp.__main__ import main; "
-            f"main(['prepare', '--input=x={path}', '--output={tmp_path / f'out{megabytes}'}', "
-            "'--tokenizer=byte', '--shard_tokens=2M', '--num_workers=1']); "
-            "whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN); "
+            f"import resource, sys; from fms_fsdp.__main__ import main; main(['prepare', '--input=x={path}', "
+            f"'--output={tmp_path / f'out{megabytes}'}', '--tokenizer=byte', '--shard_tokens=2M', "
+            "'--num_workers=1']); whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN); "
             "print(max(resource.getrusage(who).ru_maxrss for who in whose))"
         )
         # by way of a shell, which forks: a process started by this one would begin with the peak of pytest
@@ -461,12 +460,10 @@ def test_orphaned_workers_end(tmp_path: Path) -> None:
     """Workers that wait for a job when their parent is killed do not stay behind."""
     script = tmp_path / "parent.py"
     script.write_text(
-        "import multiprocessing, os, signal\n"
-        "from fms_fsdp.tools.prepare.workers import run_jobs\n"
-        "if __name__ == '__main__':\n"
-        "    for _ in run_jobs(abs, [1, 2, 3], [1, 1, 1], 2, 'test'):\n"
-        "        print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import multiprocessing, os, signal\nfrom fms_fsdp.tools.prepare.workers import run_jobs\nif "
+        "__name__ == '__main__':\n    for _ in run_jobs(abs, [1, 2, 3], [1, 1, 1], 2, 'test'):\n        "
+        "print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n        "
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=env)
