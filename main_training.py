@@ -21,6 +21,7 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.cpu_tuning import set_thread_waiting
 from fms_fsdp.errors import checking_input
 from fms_fsdp.flags import Parsed, describe_flags, parse_with_origins
+from fms_fsdp.run.questions import answer
 from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
 from fms_fsdp.run.stop_signal import StopSignal
 
@@ -32,6 +33,7 @@ def begin(argv: list[str]) -> tuple[Launch, StopSignal, Parsed[TrainConfig] | No
     launch = Launch()
     signals = StopSignal(launch)
     with launch, checking_input():
+        answer(argv)
         return launch, signals, parse_with_origins(TrainConfig, argv)
     return launch, signals, None
 

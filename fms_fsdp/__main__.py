@@ -5,6 +5,7 @@ Exit statuses: 0 done, 2 bad input (one line on stderr), 130 stopped by Ctrl-C.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 import typing
@@ -57,14 +58,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) -> int:
-    print("usage: python -m fms_fsdp COMMAND [--flag=value …]   (COMMAND --help lists its flags)")
-    for name in listed:
-        print(f"  {name:<15} {COMMANDS[name][1]}")
+    asked = " ".join(argv[:num_words])
+    if near := difflib.get_close_matches(asked, listed, n=1, cutoff=0.6):
+        print(f"fms_fsdp: command ({asked}) does not exist; did you mean {near[0]}?", file=sys.stderr)
+        return 2
+    with printing():
+        print("usage: python -m fms_fsdp COMMAND [--flag=value …]   (COMMAND --help lists its flags)")
+        for name in listed:
+            print(f"  {name:<15} {COMMANDS[name][1]}")
     if argv and argv[-1] in ("-h", "--help", "help"):
         return 0
     if len(argv) >= num_words:
         rule = f"does not exist; commands: {', '.join(listed)}"
-        print(f"fms_fsdp: command ({' '.join(argv[:num_words])}) {rule}", file=sys.stderr)
+        print(f"fms_fsdp: command ({asked}) {rule}", file=sys.stderr)
     return 2
 
 

@@ -5,20 +5,19 @@
 
 `-` and `_` are equal in names. An unknown name, a value that does not fit its flag, a stray argument and a
 flag given twice with two values are `ValueError`s of one line. Works for `TrainConfig` (sections) and for any
-flat dataclass whose fields `config.flag` declares. `python -m fms_fsdp.flags` prints docs/configuration.md.
+flat dataclass whose fields `config.flag` declares.
 """
 
 from __future__ import annotations
 
 import difflib
-import inspect
 import json
 import os
 import re
 import tomllib
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -34,6 +33,9 @@ from fms_fsdp.errors import printing
 C = TypeVar("C")
 
 SHIPPED = Path(__file__).parent / "configs"
+_FILES = {"config", "config_dir"}  # of flags; the other names are rows of the table
+FIRST_FLAGS = "model_variant data_path use_dummy_dataset seq_length batch_size num_steps learning_rate"
+FIRST_FLAGS += " sharding_strategy eval_interval run_name"
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,19 @@ def parse_with_origins(
 
 def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     table = flag_table(config_type)
-    texts = _split(argv, next((row.name for row in table.values() if row.positional), ""))
-    if texts.keys() & {"help", "h"}:
+    texts, bare = _split(argv, next((row.name for row in table.values() if row.positional), ""))
+    if asked := texts.get("help", texts.get("h")):
         if os.environ.get("RANK", "0") == "0":
             with printing():
-                print(help_text(config_type, usage))
+                print(help_text(config_type, usage, every="all" in asked))
         raise SystemExit(0)
+    if unknown := [
+        _is_no_flag(name, table, "--" + name) for name in texts if name not in table.keys() | _FILES
+    ]:
+        raise ValueError(". ".join(unknown))
+    for name in bare:
+        if name not in table or table[name].kind is not bool:
+            raise ValueError(f"--{name} needs a value; write --{name}=VALUE (--help=all says what it means)")
     given = {name: _agreed_text(name, same, table) for name, same in texts.items()}
     overlays, folder = given.pop("config", ""), given.pop("config_dir", "")
     if folder and not overlays:
@@ -86,7 +95,6 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
                 overridden.append(f"{name}: {path} replaces {origins[name]}")
             values[name], origins[name] = value, str(path)
     for name, text in given.items():
-        _check_known(name, table, "--" + name)
         if name in values:
             overridden.append(f"{name}: the flag replaces {origins[name]}")
         values[name], origins[name] = text, "flag"
@@ -101,19 +109,23 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     return Parsed(config, origins, tuple(overridden))
 
 
-def _split(argv: Sequence[str], positional: str) -> dict[str, list[str]]:
-    """Name → texts of each `--name=value` or `--name value`. `--name` alone is "True", `--noname` "False".
+def _split(argv: Sequence[str], positional: str) -> tuple[dict[str, list[str]], set[str]]:
+    """Name → texts of each `--name=value` or `--name value`, and the names that came without a value.
 
-    Arguments without a name make up the list of the flag `positional`, if there is one.
+    `--name` alone is "True", `--noname` "False". Arguments without a name make up the list of the flag
+    `positional`, if there is one.
     """
     caught: dict[str, list[str]] = {}
     strays: list[str] = []
+    bare: set[str] = set()
 
     @fire.decorators.SetParseFn(str)  # type: ignore[untyped-decorator]
     def catch(*stray: str, **named: str) -> None:
         strays.extend(stray)
         for name, text in named.items():
             caught.setdefault(name.replace("-", "_"), []).append(text)
+            if len(group) == 1 and "=" not in group[0]:
+                bare.add(name.replace("-", "_"))
 
     groups: list[list[str]] = [[]]  # fire gets one flag at a time: it would keep the last of two equal names
     for argument in argv:
@@ -128,7 +140,7 @@ def _split(argv: Sequence[str], positional: str) -> dict[str, list[str]]:
         raise ValueError(f"argument ({shown(strays[0])}) is not a flag; write --name=value")
     if strays:
         caught.setdefault(positional, []).append(",".join(strays))
-    return caught
+    return caught, bare
 
 
 def _agreed_text(name: str, texts: Sequence[str], table: Mapping[str, Flag]) -> str:
@@ -142,11 +154,21 @@ def _agreed_text(name: str, texts: Sequence[str], table: Mapping[str, Flag]) -> 
     return texts[0]
 
 
-def _check_known(name: str, table: Mapping[str, Flag], quoted: str) -> None:
-    if name not in table:
-        near = difflib.get_close_matches(name[:100], table, n=1, cutoff=0.5)
-        hint = f"did you mean --{near[0]}?" if near else "--help lists all flags"
-        raise ValueError(f"{shown(quoted)} is not a flag; {hint}")
+def _is_no_flag(name: str, table: Mapping[str, Flag], quoted: str) -> str:
+    """A sentence on a name that is no flag: what another program's flag is here, or which flag is like it."""
+    answer = _other_names().get(name.rpartition(".")[2]) if "learning_rate" in table else None
+    near = difflib.get_close_matches(name[:100], table, n=1, cutoff=0.75)
+    hint = answer or (f"did you mean --{near[0]}?" if near else "--help=all lists all flags")
+    return f"{shown(quoted)} is not a flag; {hint}"
+
+
+@cache
+def _other_names() -> dict[str, str]:
+    """What flags of other programs are here, or why they are not, by their names."""
+    content: dict[str, dict[str, Any]]
+    content = tomllib.loads((Path(__file__).parent / "other_names.toml").read_text())
+    here = {name: f"write {flag}" for flag, names in content["here"].items() for name in names}
+    return here | content["gone"]
 
 
 def _find_overlay(name: str, folder: str) -> Path:
@@ -180,7 +202,8 @@ def _read_overlay(path: Path, table: Mapping[str, Flag]) -> dict[str, Any]:
             raise ValueError(
                 f"{path}: the table [{section}] is not a section; sections: {', '.join(sections)}"
             )
-        _check_known(name, table, quoted)
+        if name not in table:
+            raise ValueError(_is_no_flag(name, table, quoted))
         if section and table[name].section != section:
             raise ValueError(f"{quoted} belongs to the table [{table[name].section}]; move it there")
         if name in flat and flat[name] != value:
@@ -201,16 +224,19 @@ def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield "", key.replace("-", "_"), value
 
 
-def _sections(config_type: type[Any]) -> Iterator[tuple[str, list[Flag]]]:
+def sections_of(config_type: type[Any]) -> Iterator[tuple[str, list[Flag]]]:
+    """Each section with its rows."""
     for section, rows in groupby(flag_table(config_type).values(), lambda row: row.section):
         yield section, list(rows)
 
 
-def _type_name(row: Flag) -> str:
+def type_name(row: Flag) -> str:
+    """The type of a flag as help shows it."""
     return f"{row.kind.__name__}{',…' if row.is_list else ''}{' or none' if row.is_optional else ''}"
 
 
-def _shown_value(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """A value as it is written on the command line."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "empty"
     return "empty" if value == "" else str(value)
@@ -219,80 +245,27 @@ def _shown_value(value: Any) -> str:
 def describe_flags(parsed: Parsed[Any]) -> str:
     """The config by section. `*` marks a value that is not the default; its origin follows."""
     lines, values = [], flag_values(parsed.config)
-    for section, rows in _sections(type(parsed.config)):
+    for section, rows in sections_of(type(parsed.config)):
         lines.append(f"[{section}]")
         for row in rows:
             value = values[row.name]
             is_default, origin = value == row.default, parsed.origins.get(row.name, "")
             mark, ending = (" ", "") if is_default else ("*", f"  ({origin})")
-            lines.append(f"  {mark} {row.name} = {_shown_value(value)}{ending}")
+            lines.append(f"  {mark} {row.name} = {shown_value(value)}{ending}")
     return "\n".join([*lines, *(f"overridden: {item}" for item in parsed.overridden)])
 
 
-def help_text(config_type: type[Any], usage: str) -> str:
-    """All flags by section, with type, default, meaning and choices."""
+def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
+    """The flags by section, with type, default, meaning and choices: of a training the first ones, or `every`
+    one."""
     lines = [f"usage: {usage} [--config=a.toml,b.toml] [--config_dir=DIR] [--flag=value …]"]
-    for section, rows in _sections(config_type):
-        lines.append(f"\n{section}")
-        for row in rows:
+    first = FIRST_FLAGS.split() if config_type is TrainConfig and not every else ()
+    for section, rows in sections_of(config_type):
+        lines += [] if first else [f"\n{section}"]
+        for row in [row for row in rows if row.name in first or not first]:
             choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
-            lines.append(f"  --{row.name} ({_type_name(row)}, default {_shown_value(row.default)}){choices}")
+            lines.append(f"  --{row.name} ({type_name(row)}, default {shown_value(row.default)}){choices}")
             lines.append(f"      {row.help}{' (advanced)' if row.advanced else ''}")
-    return "\n".join(lines)
-
-
-def markdown(config_type: type[Any]) -> str:
-    """docs/configuration.md: a table for each section, and one for its advanced flags."""
-    lines, types = [_PREFACE], typing.get_type_hints(config_type)
-    for section, rows in _sections(config_type):
-        lines.append(f"\n## {section}\n\n{inspect.cleandoc(types[section].__doc__)}\n")
-        advanced = [row for row in rows if row.advanced]
-        lines += [*_TABLE_HEAD, *(_table_row(row) for row in rows if not row.advanced)]
-        if advanced:
-            lines += [
-                "\nAdvanced: keep the default unless you know why.\n",
-                *_TABLE_HEAD,
-                *map(_table_row, advanced),
-            ]
-    return "\n".join(lines) + "\n"
-
-
-def _table_row(row: Flag) -> str:
-    choices = f" One of {', '.join(f'`{choice}`' for choice in row.choices)}." if row.choices else ""
-    cells = [f"`--{row.name}`", _type_name(row), f"`{_shown_value(row.default)}`", row.resume]
-    return f"| {' | '.join([*cells, 'yes' if row.in_name else '', row.help])}.{choices} |"
-
-
-_TABLE_HEAD = ("| flag | type | default | on resume | in the name | meaning |", "|---|---|---|---|---|---|")
-_PREFACE = """# Configuration
-
-`python -m fms_fsdp.flags` writes this page; a test checks that it agrees with the code.
-
-Write flags in any order, as `--seq_length=2048` or `--seq-length 2048`. `--config=a.toml,b.toml` reads files
-of flags. A later file replaces the values of an earlier one, and flags replace the values of files. A file
-holds flags by name, at its top or in tables that have the names of the sections below. The file can also be
-JSON: `--config=runs/NAME/config.json` repeats a run. `--config_dir=DIR` names the folder in which a file with
-a bare name is looked for. The package ships overlays, which need no folder: `bench`, `profile`, `continue`
-(train finished weights on other data), `pretrain_7b` and the shapes of GPT-3. It is useful to keep one file
-for the model and one for the site: `--config=model.toml,site.toml`.
-
-You can write an integer as `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`, a boolean as `true`/`false`,
-`yes`/`no` or `1`/`0` in upper or lower case, and a list as `a,b`. `none` clears a value that can be absent. A
-name that is not a flag is an error, which names the most similar flag. A flag that is given twice must have
-the same value both times. A flag of the command line must have an effect. If other flags of the command line
-prevent it, the launch is refused. If a file, the machine or the number of ranks prevents it, the log has a
-note. All checks run before any work, in this order: flags, world and mesh, data, memory.
-
-The column "on resume" says what happens if a run goes on from a checkpoint and the flag has another value.
-`free`: the run trains the same. `announced`: the new value takes effect from that step on, and the log says
-so. `refused`: the launch ends with one line. The flags of the model together must give the model of the
-checkpoint.
-
-The column "in the name" marks the flags that the default run name is made of. If one of them changes, the
-command names another run, unless `--run_name` or `--output_dir` is given. Any other flag can change from
-launch to launch, and the run goes on."""
-
-
-if __name__ == "__main__":
-    with printing():
-        print(markdown(TrainConfig), end="")
+    return "\n".join(
+        [*lines, *(["\n--help=all lists every flag, --list_variants the models"] if first else [])]
+    )

@@ -301,7 +301,14 @@ main() {
     check_environment
     # shellcheck disable=SC2119 # it needs no extras; the arguments of this script are flags
     use_environment
-    case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" main_training.py --help ;; esac
+    local question
+    for question in "$@"; do
+        case "$question" in
+        --help | --help=* | -h | --version | --list[_-]variants)
+            exec "$PYTHON" main_training.py "$question"
+            ;;
+        esac
+    done
     local args=("${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}") own_data=""
     if given config; then
         args=() own_data=yes

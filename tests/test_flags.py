@@ -14,8 +14,9 @@ import pytest
 
 from fms_fsdp.config import TrainConfig, TrainingConfig, as_dict, parse_selective_checkpointing, resolve_batch
 from fms_fsdp.config.flag import flag_table
-from fms_fsdp.flags import SHIPPED, describe_flags, help_text, markdown, parse_flags, parse_with_origins
+from fms_fsdp.flags import SHIPPED, describe_flags, help_text, parse_flags, parse_with_origins
 from fms_fsdp.models.variants import resolve_model
+from fms_fsdp.tools.flags_page import markdown
 
 ROOT = Path(__file__).parent.parent
 
@@ -153,13 +154,15 @@ def test_every_flag_has_a_meaning_and_a_unique_name() -> None:
     assert all(len(spec.help) > 10 for spec in fields.values())
     sections = [part.name for part in dataclasses.fields(TrainConfig)]
     assert list(dict.fromkeys(spec.section for spec in fields.values())) == sections
-    shown = help_text(TrainConfig, "x")
+    shown = help_text(TrainConfig, "x", every=True)
     assert all(f"--{name} (" in shown for name in fields)
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
     committed = (ROOT / "docs" / "configuration.md").read_text()
-    assert committed == markdown(TrainConfig), "run: python -m fms_fsdp.flags > docs/configuration.md"
+    assert committed == markdown(TrainConfig), (
+        "run: python -m fms_fsdp.tools.flags_page > docs/configuration.md"
+    )
 
 
 def test_help_prints_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +172,7 @@ def test_help_prints_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    "command", ["main_training.py --help", "-m fms_fsdp prepare --help", "-m fms_fsdp.flags"]
+    "command", ["main_training.py --help", "-m fms_fsdp prepare --help", "-m fms_fsdp.tools.flags_page"]
 )
 def test_a_reader_who_has_seen_enough_causes_no_error(command: str) -> None:
     done = subprocess.run(

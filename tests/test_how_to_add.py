@@ -36,7 +36,7 @@ def test_a_flag_is_added_as_the_page_says(tmp_path: Path) -> None:
 
     helped = run_copy(tmp_path, "main_training.py", "--help")
     assert "  --label_smoothing (float, default 0.0)\n      share of the prob" in helped.stdout, helped.stderr
-    written = run_copy(tmp_path, "-m", "fms_fsdp.flags")
+    written = run_copy(tmp_path, "-m", "fms_fsdp.tools.flags_page")
     assert "| `--label_smoothing` | float | `0.0` | announced | yes | share" in written.stdout
     refused = run_copy(tmp_path, "main_training.py", "--label_smoothing=1")
     assert (refused.returncode, refused.stdout) == (2, "")

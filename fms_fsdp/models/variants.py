@@ -81,6 +81,9 @@ VARIANTS: dict[str, LlamaConfig] = {
     "70b": LlamaConfig(80, 8192, 28672, 64, 8),
     "llama3_8b": _llama3(32, 4096, 14336, 32),
     "llama3_70b": _llama3(80, 8192, 28672, 64),
+    "llama3_1.8b": _llama3(24, 2048, 7168, 16),
+    "llama3_3.2b": _llama3(24, 3072, 8192, 24),
+    "llama3_194m": LlamaConfig(10, 1024, 2816, 8, 8, 128256, rope_theta=5e5),
     "llama3.2_1b": _llama3(16, 2048, 8192, 32, tied_and_scaled=True),
     "llama3.2_3b": _llama3(28, 3072, 8192, 24, tied_and_scaled=True),
     "1.4b": LlamaConfig(24, 2048, 6144, 16, 4),
@@ -90,6 +93,8 @@ VARIANTS: dict[str, LlamaConfig] = {
 }
 
 ALIASES: dict[str, str] = {f"llama2_{name}": name for name in ("7b", "13b", "34b", "70b", "1.4b", "194m")}
+# fms-fsdp's names with the length of a row, which is --seq_length here
+ALIASES |= {f"{name}_4k": name for name in VARIANTS if name.startswith("llama3_")}
 
 
 def model_from_dict(content: Mapping[str, Any]) -> LlamaConfig:
@@ -121,6 +126,8 @@ def canonical_variant(name: str) -> str:
     found = ALIASES.get(lowered, lowered)
     if found in VARIANTS:
         return found
+    if lowered.startswith("mamba"):
+        raise ValueError(f"--model_variant ({name}) is no Llama; this project trains Llamas: --list_variants")
     near = difflib.get_close_matches(lowered, [*VARIANTS, *ALIASES], n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ValueError(f"--model_variant ({name}) is not known; {hint}choose one of: {', '.join(VARIANTS)}")

@@ -1,0 +1,43 @@
+"""What a user asks in place of a training: `--version` and `--list_variants`. Works without torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Sequence
+
+from fms_fsdp.errors import printing
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.variants import VARIANTS
+
+_STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of AdamW, all fp32
+
+
+def answer(argv: Sequence[str]) -> None:
+    """Prints the answer and ends the process with status 0, if `argv` holds such a question."""
+    questions = {"--version": version, "--list_variants": variants, "--list-variants": variants}
+    for argument in argv:
+        if argument in questions:
+            if os.environ.get("RANK", "0") == "0":
+                with printing():
+                    print(questions[argument]())
+            raise SystemExit(0)
+
+
+def version() -> str:
+    """The versions of this package, where it is installed, and of torch."""
+    found = {each.name.replace("-", "_"): each.version for each in importlib.metadata.distributions()}
+    return ", ".join(f"{name} {found[name]}" for name in ("fms_fsdp", "torch") if name in found)
+
+
+def variants() -> str:
+    """A table of the variants: shape, parameters, and GiB of training state a rank."""
+    head = f"{'variant':<14}{'layers':>6}{'width':>7}{'parameters':>16}"
+    lines = [f"{'':43}  GiB of weights, gradients and moments on each of"]
+    lines.append(head + "".join(f"{ranks:>10}" for ranks in ("1 rank", "8 ranks", "64 ranks")))
+    for name, config in VARIANTS.items():
+        count = num_params(config)
+        shape = f"{name:<14}{config.num_layers:>6}{config.hidden_size:>7}{count:>16,}"
+        gib = [count * _STATE_BYTES / ranks / 2**30 for ranks in (1, 8, 64)]
+        lines.append(shape + "".join(f"{each:10,.2f}" for each in gib))
+    return "\n".join(lines)
