@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -11,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fms_fsdp.config import TrainConfig, TrainingConfig, as_dict, parse_selective_checkpointing, resolve_batch
 from fms_fsdp.config.flag import flag_table
-from fms_fsdp.flags import SHIPPED, describe_flags, help_text, parse_flags, parse_with_origins
+from fms_fsdp.flags import (
+    FIRST_FLAGS,
+    SHIPPED,
+    _other_names,
+    describe_flags,
+    help_text,
+    parse_flags,
+    parse_with_origins,
+)
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.tools.flags_page import markdown
 
@@ -169,6 +180,76 @@ def test_help_prints_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as caught:
         parse("--help")
     assert caught.value.code == 0 and "--model_variant" in capsys.readouterr().out
+
+
+def test_names_of_other_programs_are_answered_with_flags_that_exist() -> None:
+    flags = flag_table(TrainConfig)
+    for name, answer in _other_names().items():
+        assert name not in flags, name
+        with pytest.raises(ValueError) as caught:
+            parse(f"--{name}=1")
+        assert str(caught.value) == f"--{name} is not a flag; {answer}"
+        for flag in re.findall(r"--(\w+)", answer):
+            assert flag in flags or flag in ("config", "nproc_per_node", "nnodes", "tokenizer"), answer
+
+
+def test_a_dotted_name_is_known_by_its_last_part() -> None:
+    with pytest.raises(ValueError, match=r"--optimizer.lr is not a flag; write --learning_rate"):
+        parse("--optimizer.lr=1")
+
+
+def test_all_unknown_flags_are_answered_at_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        parse("--num_workers=1", "--lr=3", "--colour=red", "--num_step=2")
+    assert str(caught.value) == (
+        "--num_workers is not a flag; one thread reads ahead; there are no worker processes. "
+        "--lr is not a flag; write --learning_rate. --colour is not a flag; --help=all lists all flags. "
+        "--num_step is not a flag; did you mean --num_steps?"
+    )
+
+
+@pytest.mark.parametrize("argument", ["--model_variant", "--nomodel_variant", "--seq-length", "--config"])
+def test_a_flag_without_its_value_is_refused(argument: str) -> None:
+    with pytest.raises(ValueError, match=r"--\w+ needs a value; write --\w+=VALUE"):
+        parse(argument)
+
+
+def test_switches_need_no_value() -> None:
+    config = parse("--use_torch_compile", "--noasync_checkpoint")
+    assert (config.parallel.use_torch_compile, config.checkpoint.async_checkpoint) == (True, False)
+
+
+def test_help_opens_with_the_flags_that_a_newcomer_needs() -> None:
+    first = help_text(TrainConfig, "x", every=False)
+    flags = re.findall(r"^  --(\w+) ", first, re.MULTILINE)
+    assert len(flags) == 10 and set(flags) == set(FIRST_FLAGS.split())
+    assert len(re.findall(r"^  --", help_text(TrainConfig, "x", every=True), re.MULTILINE)) > 100
+
+
+@pytest.mark.parametrize(
+    ("question", "part"),
+    [
+        ("--list_variants", "\n7b                32   4096   6,738,415,616    100.41"),
+        ("--version", f"torch {torch.__version__}"),
+        ("--help=all", "--profiler_stacks"),
+    ],
+)
+def test_questions_are_answered_by_the_entrypoint_and_by_the_script(question: str, part: str) -> None:
+    answers, before = [], sorted(ROOT.glob("runs/*"))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for command in ([sys.executable, "main_training.py"], ["bash", "scripts/train.sh"]):
+        done = subprocess.run(
+            [*command, question],
+            cwd=ROOT,
+            env=os.environ | {"PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        answers.append(done.stdout)
+    assert part in answers[0] and answers[0] == answers[1]
+    assert sorted(ROOT.glob("runs/*")) == before
 
 
 @pytest.mark.parametrize(

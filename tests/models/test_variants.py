@@ -128,6 +128,7 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
             dict(model_variant="7bb"),
             r"--model_variant \(7bb\) is not known; did you mean 7b\? choose one of: 7b, 13b",
         ),
+        (dict(model_variant="mamba_9.8b"), r"--model_variant \(mamba_9.8b\) is no Llama"),
         (dict(model_variant="zzz"), r"--model_variant \(zzz\) is not known; choose one of"),
         (
             dict(num_attention_heads=33),
@@ -148,6 +149,19 @@ def test_a_wrong_shape_is_refused_in_one_line(flags: dict[str, object], message:
     with pytest.raises(ValueError, match=message) as error:
         resolve_model(ModelConfig(**flags), seq_length=8, data_vocab_size=512)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
+
+
+FMS_FSDP = "llama2_70b llama2_34b llama2_13b llama2_7b llama2_1.4b llama3_8b llama3_8b_4k llama3_1.8b"
+FMS_FSDP += " llama3_1.8b_4k llama3_3.2b llama3_3.2b_4k llama3_70b llama3_70b_4k llama3_194m_4k"
+
+
+@pytest.mark.parametrize("name", FMS_FSDP.split())
+def test_every_llama_of_fms_fsdp_is_found_by_its_name(name: str) -> None:
+    config = resolve_model(ModelConfig(model_variant=name), seq_length=8)
+    size = name.split("_")[1]
+    billions = float(size.rstrip("bm")) / (1000 if size.endswith("m") else 1)
+    own = config.vocab_size * config.hidden_size * 2 / 1e9  # the names count with or without the embeddings
+    assert 0.98 * billions - own - 0.1 < num_params(config) / 1e9 < 1.13 * billions + own
 
 
 def test_a_registered_variant_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
