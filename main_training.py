@@ -172,7 +172,6 @@ def run_loop(
 if __name__ == "__main__":
     status = run(*begun)
     if status in (1, 2) or any(thread.name.startswith("tracker ") for thread in threading.enumerate()):
-        os._exit(
-            status
-        )  # peers may hang in a collective, or a tracker in its client: clean-up would wait for them
+        # peers may hang in a collective, or a tracker in its client: clean-up would wait for them
+        os._exit(status)
     sys.exit(status)

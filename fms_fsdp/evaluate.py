@@ -78,9 +78,8 @@ def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
     before: tuple[int, torch.Tensor] | None = None
     for first in range(0, len(sums), mesh.size("dp")):
         forward.alive()
-        group = first + mesh.place(
-            "dp"
-        )  # the last ones may be past the end: all masked, for FSDP needs every rank in every pass
+        # the last ones may be past the end: all masked, for FSDP needs every rank in every pass
+        group = first + mesh.place("dp")
         try:
             batch = source.rows(group * size, (group + 1) * size)
         except (ValueError, OSError) as error:
@@ -139,9 +138,8 @@ class Evaluator(Hook):
         if not sources:
             return
         if self._forward.device.type == "cuda":
-            torch.cuda.synchronize(
-                self._forward.device
-            )  # what the device still has to do belongs to the steps
+            # what the device still has to do belongs to the steps
+            torch.cuda.synchronize(self._forward.device)
         self._mark("hooks")
         begin = time.perf_counter()
         values = evaluate(self._forward, sources)

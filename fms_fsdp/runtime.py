@@ -32,9 +32,8 @@ from fms_fsdp.cpu_tuning import keep_freed_memory
 
 T = TypeVar("T")
 log = logging.getLogger("fms_fsdp")  # for lines that are the same on all ranks: rank 0 prints them
-own_log = logging.getLogger(
-    "fms_fsdp.rank"
-)  # for what one rank alone knows: each rank prints, as with loggers of modules
+# for what one rank alone knows: each rank prints, as with loggers of modules
+own_log = logging.getLogger("fms_fsdp.rank")
 
 
 @dataclass(frozen=True)

@@ -311,9 +311,8 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         local = _on_host(tensor.to_local())
         return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pin).fill_(
-        0
-    )  # filled: zeros alone touch no memory
+    # filled: zeros alone touch no memory
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pin).fill_(0)
 
 
 def _global_bytes(tensors: Tensors) -> int:

@@ -195,9 +195,8 @@ class HuggingFaceTokenizer:
 
     def token_bytes(self) -> Tokens:
         content = json.loads(self._tokenizer.to_str())
-        by_bytes = "ByteLevel" in json.dumps(
-            [content["pre_tokenizer"], content["decoder"]]
-        )  # a character is a byte
+        # a character is a byte
+        by_bytes = "ByteLevel" in json.dumps([content["pre_tokenizer"], content["decoder"]])
         table = np.zeros(self.vocabulary.size, dtype=np.int64)
         for piece, i in self._tokenizer.get_vocab(with_added_tokens=False).items():
             table[i] = len(piece) if by_bytes else _piece_bytes(piece)

@@ -134,10 +134,8 @@ def linear_cross_entropy(
     """
     labels_N = labels_BS.reshape(-1)
     if not torch.is_grad_enabled():
-        h_BSD, weight_VD = (
-            h_BSD.detach(),
-            weight_VD.detach(),
-        )  # else the gradients would be computed all the same
+        # else the gradients would be computed all the same
+        h_BSD, weight_VD = (h_BSD.detach(), weight_VD.detach())
     loss_sum: torch.Tensor = _LinearCrossEntropy.apply(
         h_BSD.reshape(-1, h_BSD.shape[-1]), weight_VD, labels_N, compiled
     )  # type: ignore[no-untyped-call]

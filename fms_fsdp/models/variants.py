@@ -156,9 +156,8 @@ def resolve_model(
     names += " rope_theta norm_eps tie_embeddings init_std"
     given = {name: value for name in names.split() if (value := getattr(section, name)) is not None}
     if "num_attention_heads" in given and variant.num_kv_heads == variant.num_attention_heads:
-        given.setdefault(
-            "num_kv_heads", given["num_attention_heads"]
-        )  # a multi-head variant stays multi-head
+        # a multi-head variant stays multi-head
+        given.setdefault("num_kv_heads", given["num_attention_heads"])
     config = replace(
         variant,
         **given,

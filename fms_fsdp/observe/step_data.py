@@ -13,9 +13,8 @@ from fms_fsdp.mesh import Mesh
 def global_fingerprint(batch: Batch, mesh: Mesh) -> str:
     """The fingerprint of the global batch, of which `batch` is this rank's part (collective: every rank)."""
     own = fingerprint(batch, first_row=mesh.place("dp") * len(batch.tokens_BS))
-    as_int64 = np.array([own % 2**64], dtype=np.uint64).view(
-        np.int64
-    )  # the same bits: sums wrap around alike
+    # the same bits: sums wrap around alike
+    as_int64 = np.array([own % 2**64], dtype=np.uint64).view(np.int64)
     total = mesh.sum(torch.from_numpy(as_int64), "dp")
     return f"{int(total.item()) % 2**64:016x}"
 

@@ -40,9 +40,8 @@ def apply_fsdp(model: Llama, section: ParallelConfig, mesh: Mesh, *, mixed_preci
     if not model.config.tie_embeddings:
         if model.embed is not None:
             shard(model.embed, reshard_after_forward=reshard)
-            cast(FSDPModule, model.embed).set_unshard_in_backward(
-                False
-            )  # a lookup's gradient needs no weight
+            # a lookup's gradient needs no weight
+            cast(FSDPModule, model.embed).set_unshard_in_backward(False)
         if model.head is not None:
             shard(model.head, reshard_after_forward=False)
     shard(model)
@@ -90,9 +89,8 @@ def global_norm(tensors: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     norms = {copies: _local_norm(local_shards(some)) for copies, some in by_copies.items()}
     if mesh.device_mesh is None:
         return norms[1]
-    device = (
-        mesh.device_mesh.device_type
-    )  # under CPU offload the shards lie elsewhere than the process group works
+    # under CPU offload the shards lie elsewhere than the process group works
+    device = mesh.device_mesh.device_type
     squared = sum(
         (norm.square().to(device) / copies for copies, norm in norms.items()), torch.zeros((), device=device)
     )

@@ -54,16 +54,14 @@ def estimate_memory(
     if dims.strategy == "none":
         unit = weight_bytes * units["embed"] if mixed_precision else 0  # the head's weight has that size too
     else:
-        whole_ends = (
-            units["embed"] + units["head"] if config.tie_embeddings else 0
-        )  # a tied embedding is in the root
+        # a tied embedding is in the root
+        whole_ends = units["embed"] + units["head"] if config.tie_embeddings else 0
         unit = weight_bytes * max(*units.values(), whole_ends)
     rows = 0
     if batch is not None:
         positions = 8 * config.head_dim * config.max_seq_len if config.pos_emb == "rope" else 0
-        a_row = (
-            32 * batch.grad_accum_steps + weight_bytes * config.hidden_size
-        )  # four int64 columns of the stream
+        # four int64 columns of the stream
+        a_row = 32 * batch.grad_accum_steps + weight_bytes * config.hidden_size
         rows = positions + batch.batch_size * config.max_seq_len * a_row
     return MemoryEstimate(-(-_STATE_BYTES * num_params(config) // dims.dp_shard), unit, dims.dp_shard, rows)
 

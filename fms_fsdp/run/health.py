@@ -145,7 +145,7 @@ class Watchdog(Hook):
                 reason = f"{why}; stacks of all threads: {self._path}"
                 own_log.error(reason)
                 self._on_hang(reason)
-                time.sleep(
-                    3 * pause_s
-                )  # torchrun ends the others as soon as one ends: they record their stacks first
+                # torchrun ends the others as soon as one ends: they record their stacks
+                # first
+                time.sleep(3 * pause_s)
                 os._exit(1)

@@ -127,9 +127,8 @@ def length(pieces: Spans) -> float:
 def self_times(events: Iterable[dict[str, Any]]) -> dict[str, tuple[float, int]]:
     """Name → (microseconds outside of events nested inside, number of calls), over all threads or streams."""
     total, calls = defaultdict[str, float](float), Counter[str]()
-    open_events = defaultdict[Any, list[tuple[float, str]]](
-        list
-    )  # of each thread: (end, name), outermost first
+    # of each thread: (end, name), outermost first
+    open_events = defaultdict[Any, list[tuple[float, str]]](list)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         stack = open_events[event.get("pid"), event.get("tid")]
         while stack and stack[-1][0] <= event["ts"]:

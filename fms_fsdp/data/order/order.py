@@ -18,9 +18,8 @@ from fms_fsdp.data.order.source_order import Lap, Rest, RowAddress, SourceOrder,
 from fms_fsdp.data.order.tapes import TAIL, Geometry, locate
 
 PLANNED_ROWS = 512
-Consumption = dict[
-    str, dict[str, float | int]
-]  # "epoch": epochs gone through, "tokens": trained on, by source
+# "epoch": epochs gone through, "tokens": trained on, by source
+Consumption = dict[str, dict[str, float | int]]
 Fit = dict[str, dict[str, list[int]]]  # tapes, blocks a window, tokens a block, by row length and source
 
 

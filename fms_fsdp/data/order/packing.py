@@ -63,9 +63,8 @@ def pack_bestfit(lengths: I64, key: int, seq_length: int) -> Cuts:
     piece, skip, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     rank = np.empty(num_rows, dtype=np.int64)
     rank[shuffled(num_rows, key)] = np.arange(num_rows)
-    order = np.argsort(
-        rank[np.concatenate(rows)], kind="stable"
-    )  # inside a row: in shuffled order, split ones last
+    # inside a row: in shuffled order, split ones last
+    order = np.argsort(rank[np.concatenate(rows)], kind="stable")
     return Cuts(piece[order], skip[order], length[order])
 
 

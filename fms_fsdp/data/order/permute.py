@@ -79,9 +79,8 @@ def unpermute(image: I64, n: int | I64, key: int | U64) -> I64:
 
 def _walk(index: I64, n: int | I64, key: int | U64, rounds: range) -> I64:
     n, key = np.broadcast_to(n, index.shape), np.broadcast_to(np.asarray(key, dtype=np.uint64), index.shape)
-    bits = np.maximum(2, np.frexp(n - 1.0)[1]).astype(
-        np.uint64
-    )  # frexp's exponent of an integer is its bit length
+    # frexp's exponent of an integer is its bit length
+    bits = np.maximum(2, np.frexp(n - 1.0)[1]).astype(np.uint64)
     out = index.astype(np.uint64)
     walking = np.arange(len(out))
     while len(walking):

@@ -14,12 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_WRITTEN = (
-    "NAME/shard-00000.arrow",
-    "meta/counts.csv",
-    "meta/summary.json",
-    "tokenizer.model",
-)  # to an output
+# to an output
+_WRITTEN = ("NAME/shard-00000.arrow", "meta/counts.csv", "meta/summary.json", "tokenizer.model")
 _RESERVED = ("meta", "validation", "test")
 
 
