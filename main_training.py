@@ -17,15 +17,17 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from fms_fsdp.config import TrainConfig
 from fms_fsdp.cpu_tuning import set_thread_waiting
-from fms_fsdp.errors import checking_input
+from fms_fsdp.errors import check_installed, checking_input
+
+check_installed()
+set_thread_waiting()
+
+from fms_fsdp.config import TrainConfig
 from fms_fsdp.flags import Parsed, describe_flags, parse_with_origins
 from fms_fsdp.run.questions import answer
 from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
 from fms_fsdp.run.stop_signal import StopSignal
-
-set_thread_waiting()
 
 
 def begin(argv: list[str]) -> tuple[Launch, StopSignal, Parsed[TrainConfig] | None]:

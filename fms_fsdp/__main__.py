@@ -11,7 +11,7 @@ import sys
 import typing
 from collections.abc import Sequence
 
-from fms_fsdp.errors import printing
+from fms_fsdp.errors import check_installed, printing
 
 # command, of one word or two → (module:function in fms_fsdp.tools, what it does); the type of the function's
 # `config` declares the flags, and the module is imported only to run the command
@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     command = " ".join(argv[:num_words])
     if command not in COMMANDS:
         return _print_commands(argv, num_words, in_group or list(COMMANDS))
+    check_installed()
     from fms_fsdp.flags import parse_flags
 
     module, _, function_name = COMMANDS[command][0].partition(":")

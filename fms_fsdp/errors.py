@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_PACKAGES = ("torch", "fire", "numpy", "pyarrow")  # without one of them no command works
+
+
+def check_installed() -> None:
+    """Ends the process with one line, where a package is missing: mostly the environment is not active."""
+    for name in _PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            remedy = "source .venv/bin/activate (bash scripts/train.sh makes it), or pip install -e ."
+            print(f"error: {sys.executable} has no package {name}; {remedy}", file=sys.stderr)
+            sys.exit(2)
 
 
 class BadInput(Exception):

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +20,7 @@ from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.flags import SHIPPED, parse_flags, parse_with_origins
 from fms_fsdp.run.plan import Plan, make_plan
 from fms_fsdp.runtime import World, set_up_log
-from tests.cli import run
+from tests.cli import ROOT, run
 
 TINY = (
     "--model_variant=tiny",
@@ -312,3 +315,25 @@ def test_checkpoints_that_are_never_evaluated_cannot_be_ranked() -> None:
     text = refusal(*flags, "--checkpoint_interval=0")
     assert text.startswith("--keep_best (1) ranks checkpoints whose step is evaluated")
     assert plan(*flags, "--checkpoint_interval=6").begin.checkpoint is None
+
+
+@pytest.mark.parametrize("command", ["main_training.py", "-m fms_fsdp prepare", "-m fms_fsdp report runs/x"])
+def test_an_environment_without_the_packages_is_one_line_with_the_remedy(command: str) -> None:
+    bare = [sys.executable, "-S", *command.split()]  # without site-packages
+    done = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    remedy = "source .venv/bin/activate (bash scripts/train.sh makes it), or pip install -e ."
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {sys.executable} has no package torch; {remedy}\n"
+
+
+def test_no_remedy_names_a_package_that_no_index_has() -> None:
+    files = [
+        *ROOT.glob("fms_fsdp/**/*.py"),
+        *ROOT.glob("docs/*.md"),
+        ROOT / "README.md",
+        *ROOT.glob("scripts/*"),
+    ]
+    named = {
+        name for file in files for name in re.findall(r"pip install '?(?!-)([\w\[\]-]+)", file.read_text())
+    }
+    assert named <= {"wandb", "mlflow", "aim", "codecarbon", "tokenizers", "matplotlib", "zstandard"}, named

@@ -154,7 +154,7 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError:
             raise ValueError(
-                f"--tokenizer ({path}) needs the package tokenizers; pip install 'fms_fsdp[hf]'"
+                f"--tokenizer ({path}) needs the package tokenizers; pip install tokenizers"
             ) from None
         try:
             if path.name == "vocab.json":

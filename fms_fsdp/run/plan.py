@@ -39,13 +39,7 @@ from fms_fsdp.run.machine import check_machine
 from fms_fsdp.run.resume import Start, check_model
 from fms_fsdp.state import Progress
 
-# tracker → the package it needs, and what pip installs it by
-_TRACKER_PACKAGES = {
-    "wandb": ("wandb", "'fms_fsdp[track]'"),
-    "mlflow": ("mlflow", "'fms_fsdp[track]'"),
-    "aim": ("aim", "aim"),
-    "codecarbon": ("codecarbon", "codecarbon"),
-}
+_TRACKER_PACKAGES = {"wandb", "mlflow", "aim", "codecarbon"}  # each tracker needs the package of its name
 
 
 @dataclass(frozen=True)
@@ -209,12 +203,10 @@ def start_progress(plan: Plan) -> Progress:
 
 
 def _check_trackers(names: tuple[str, ...]) -> None:
-    for name in set(names) & set(_TRACKER_PACKAGES):
-        package, wanted = _TRACKER_PACKAGES[name]
-        if find_spec(package) is None:
+    for name in set(names) & _TRACKER_PACKAGES:
+        if find_spec(name) is None:
             raise ValueError(
-                f"--trackers ({name}) needs the package {package}, which is not installed; pip install "
-                f"{wanted}"
+                f"--trackers ({name}) needs the package {name}, which is not installed; pip install {name}"
             )
 
 

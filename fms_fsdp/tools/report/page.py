@@ -58,8 +58,7 @@ def _render_charts(runs: Sequence[RunHistory], smoothing: float, png: Path | Non
     try:
         import matplotlib
     except ImportError:
-        remedy = "pip install 'fms_fsdp[track]'"
-        raise ValueError(f"report needs matplotlib, which is not installed; {remedy}") from None
+        raise ValueError("report needs matplotlib, which is not installed; pip install matplotlib") from None
     from fms_fsdp.tools.report.charts import draw
 
     # names may hold any sign, so nothing is mathematics
