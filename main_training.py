@@ -24,7 +24,7 @@ check_installed()
 set_thread_waiting()
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.flags import Parsed, describe_flags, parse_with_origins
+from fms_fsdp.flags import Parsed, describe_changes, describe_flags, parse_with_origins
 from fms_fsdp.run.questions import answer
 from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
 from fms_fsdp.run.stop_signal import StopSignal
@@ -107,7 +107,8 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
     with checking_input():
         record_launch(launch, cfg, taken)
     look_at_suspect(stream, taken)
-    runtime.log.info("%s\n%s", describe_flags(parsed), describe(plan))
+    runtime.log_for_files(describe_flags(parsed))
+    runtime.log.info("%s\n%s", describe_changes(parsed), describe(plan))
     announce(cfg, plan)
     phases.done("data")
     device, mixed, seed = plan.device, plan.mixed_precision, cfg.training.seed

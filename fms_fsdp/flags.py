@@ -14,6 +14,7 @@ import difflib
 import json
 import os
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -240,6 +241,14 @@ def shown_value(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "empty"
     return "empty" if value == "" else str(value)
+
+
+def describe_changes(parsed: Parsed[Any]) -> str:
+    """The values that are not defaults, as flags in lines of 110 characters."""
+    rows, values = flag_table(type(parsed.config)), flag_values(parsed.config)
+    names = [name for name in rows if name in parsed.origins and values[name] != rows[name].default]
+    text = " ".join(["flags:", *(f"--{name}={shown_value(values[name])}" for name in names)])
+    return textwrap.fill(text, 110, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False)
 
 
 def describe_flags(parsed: Parsed[Any]) -> str:

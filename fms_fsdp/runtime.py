@@ -266,7 +266,7 @@ class Phases:
         self._last = now
 
     def text(self) -> str:
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        parts = ", ".join(f"{name} {took:.1f}" for name, took in self.seconds.items() if took >= 0.05)
         return f"{sum(self.seconds.values()):.1f} s from launch to the first step done: {parts}"
 
 
@@ -301,11 +301,17 @@ def set_up_log(world: World) -> None:
     handler = Console(sys.stdout)
     prefix = "" if world.rank == 0 else f"[rank {world.rank}] "
     handler.setFormatter(logging.Formatter(prefix + "%(message)s"))
+    handler.addFilter(lambda record: not hasattr(record, "for_files"))
     log.handlers[:] = [handler]
     log.propagate = False
     log.setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
     if world.rank > 0:
         handler.addFilter(lambda record: record.name != log.name)
+
+
+def log_for_files(text: str) -> None:
+    """Appends a long text to log.txt, not to the terminal."""
+    log.info(text, extra={"for_files": True})
 
 
 def show_progress(text: str) -> None:

@@ -6,7 +6,9 @@ Between reports nothing is read back. Every rank measures; the sinks and the log
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from datetime import datetime
 from typing import Any
 
@@ -58,6 +60,7 @@ class Meter(Hook):
         self._energy = find_meter(plan.device, plan.world.local_rank)
         self._interval = Interval(mesh, plan.device)
         self._zeros: torch.Tensor | None = None
+        self._paces: deque[float] = deque(maxlen=20)  # seconds a step, of the last reports
         self._energy_j, self._began = 0.0, time.time()
         if cfg.log.log_num_zeros:
             state.optimizers.before_step(lambda: self._count_zeros(state.progress))
@@ -78,9 +81,9 @@ class Meter(Hook):
         record = self._record(progress, values, self._clock.read(), progress.batch)
         self._sinks.write(progress, record)
         progress.problem = self._sinks.problem
-        log.info(
-            report_line(record | {"step": step, "tokens_seen": progress.tokens_seen}, progress.num_steps)
-        )
+        place = {"step": step, "tokens_seen": progress.tokens_seen}
+        validation = progress.validation[1] if progress.validation else None
+        log.info(report_line(record | place, progress.num_steps, validation))
         if progress.steps_of_launch == 1:
             self._tell_phases(step)
         self._tell_spike(step, record)
@@ -117,7 +120,8 @@ class Meter(Hook):
         rate = 1000 * progress.tokens_per_step / times["step_time_ms"]
         beside = times["eval_ms"] + times["checkpoint_ms"] + times["logging_ms"]
         left = progress.num_steps - progress.step
-        now, eta_s = time.time(), left * (times["step_time_ms"] + beside) / 1000
+        self._paces.append((times["step_time_ms"] + beside) / 1000)
+        now, eta_s = time.time(), left * statistics.median(self._paces)
         own_rate = rate / self._mesh.size("world")
         record: dict[str, Any] = {
             "samples_seen": progress.tokens_seen * progress.rows_per_step // progress.tokens_per_step,

@@ -174,24 +174,30 @@ def memory(device: torch.device) -> dict[str, float]:
         return {"peak_mem_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 
-def report_line(record: Mapping[str, Any], num_steps: int) -> str:
-    """The record as one line for a terminal or a log file."""
-    mfu = f" · mfu {100 * record['mfu']:.1f} %" if "mfu" in record else ""
-    left = timedelta(seconds=round(record["eta_s"]))
-    width = len(str(num_steps))
-    sources = [name[6:] for name in record if name.startswith("epoch/") and record[name] > 0]
-    masked = f" · {record['masked_rows']} rows masked" if record.get("masked_rows") else ""
-    used = ", ".join(
-        f"{name} {record[f'epoch/{name}']:.3g} ep {_short(record[f'tokens/{name}'])}" for name in sources
-    )
-    parts = [
-        f"step {record['step']:>{width}}/{num_steps} · loss {record['loss']:.4f} · lr {record['lr']:.2e}",
-        f"grad norm {record['grad_norm']:.3f} · {_short(record['tokens_seen'])} tokens",
-        f"{record['tokens_per_sec_per_device']:,.0f} tok/s/device{mfu}",
-        f"step {record['step_time_ms']:.0f} ms (data {record['data_wait_ms']:.1f})",
-        f"{record['peak_mem_gib']:.2f} GiB · {left} left, till {record['finish_at']}{masked}",
-    ]
-    return " · ".join([*parts, used] if used else parts)
+def report_line(record: Mapping[str, Any], num_steps: int, validation: float | None = None) -> str:
+    """The record as one line of at most 110 characters, with the mean loss since the last one.
+
+    `validation` is the latest validation loss. What matters least is left out where the line is too long.
+    """
+    parts = {
+        "step": f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
+        "loss": f"loss {record['loss_mean']:.4f}",
+        "masked": f"{record['masked_rows']} rows masked" if record.get("masked_rows") else "",
+        "validation": "" if validation is None else f"val {validation:.4f}",
+        "lr": f"lr {record['lr']:.2e}",
+        "norm": f"norm {record['grad_norm']:.3f}",
+        "tokens": f"{_short(record['tokens_seen'])} tokens",
+        "rate": f"{record['tokens_per_sec_per_device']:,.0f} tok/s/device",
+        "mfu": f"mfu {100 * record['mfu']:.0f} %" if "mfu" in record else "",
+        "memory": f"{record['peak_mem_gib']:.1f} GiB",
+        "left": f"{timedelta(seconds=round(record['eta_s']))} left",
+    }
+    for part in ("", "memory", "mfu", "tokens", "lr", "norm", "rate"):
+        parts[part] = ""
+        line = "  ".join(filter(None, parts.values()))
+        if len(line) <= 110:
+            break
+    return line
 
 
 def _short(number: float) -> str:

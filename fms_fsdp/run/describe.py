@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,10 @@ def describe(plan: Plan) -> str:
         f"batch: {batch.batch_size} rows x {batch.dp_size} ranks x {batch.grad_accum_steps} micro-steps = "
         f"{batch.global_batch_size} rows = {tokens:,} tokens a step",
     ]
+    if plan.corpus is not None:
+        have, read = sum(source.num_tokens for source in plan.corpus.sources), tokens * plan.num_steps
+        names = textwrap.shorten(", ".join(source.name for source in plan.corpus.sources), 40)
+        lines.append(f"data: {names}: {have:,} tokens; the run reads {read:,}, {read / have:.2g} epochs")
     return "\n".join(lines + ([f"held out: {held_out}"] if held_out else []))
 
 

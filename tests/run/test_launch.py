@@ -215,3 +215,16 @@ def test_a_stop_file_dated_ahead_of_the_clock_stops_no_later_launch(tmp_path: Pa
     os.utime(stop, (ahead, ahead))
     trained(*TINY, "--num_steps=3", f"--output_dir={tmp_path}")
     assert status(tmp_path)["status"] == "finished" and not stop.exists()
+
+
+def test_a_fresh_run_prints_a_dozen_lines_and_keeps_the_whole_configuration_in_its_log(
+    tmp_path: Path,
+) -> None:
+    output = trained(*TINY, "--num_steps=2", f"--output_dir={tmp_path}").splitlines()
+    first = next(number for number, line in enumerate(output) if line.startswith("step 1/2"))
+    assert first <= 12 and all(len(line) <= 110 or str(tmp_path) in line for line in output), output
+    assert any(line.startswith("flags: --model_variant=tiny --use_dummy_dataset=True") for line in output)
+    assert not any("learning_rate" in line for line in output)
+    log = (tmp_path / "log.txt").read_text()
+    assert "    learning_rate = 0.0003" in log and "  * num_steps = 2  (flag)" in log
+    assert all(line in log for line in output[1:])
