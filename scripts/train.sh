@@ -60,6 +60,21 @@ given() {
     return 1
 }
 
+# The value of a flag that the user gave, written with "=" or as the next argument.
+value_of() {
+    local number name
+    for ((number = 0; number < ${#USER_ARGS[@]}; number++)); do
+        name="${USER_ARGS[number]%%=*}"
+        [[ "${name//-/_}" == "__$1" || "${name//-/_}" == "_$1" ]] || continue
+        if [[ "${USER_ARGS[number]}" == *=* ]]; then
+            echo "${USER_ARGS[number]#*=}"
+        else
+            echo "${USER_ARGS[number + 1]:-}"
+        fi
+        return
+    done
+}
+
 # shellcheck disable=SC2329 # called through under_lock
 prepare_data() {
     local prose="data/quickstart_text/prose.jsonl" inputs skip
@@ -274,7 +289,8 @@ made    $RUN_DIR/metrics.jsonl      loss, speed and memory, one JSON object a li
 look    $python -m fms_fsdp report "$RUN_DIR"      one page of curves; needs matplotlib
         $python -m tensorboard.main --logdir "$RUN_DIR/tensorboard"
 longer  ${longer[*]} --num_steps=3000
-yours   $python -m fms_fsdp prepare --input=web=FOLDER --output=data/web --tokenizer=$DATA_DIR/tokenizer.model
+yours   $python -m fms_fsdp prepare --input=web=FOLDER --output=data/web --split=98,2 \\
+            --tokenizer=$DATA_DIR/tokenizer.model
         bash scripts/train.sh --data_path=data/web --datasets=web --weights=1
 TEXT
 }
@@ -314,6 +330,9 @@ main() {
         args=() own_data=yes
     elif given data_path || given use_dummy_dataset || given dataset_builder; then
         args=("${MODEL_ARGS[@]}" "${TRAIN_ARGS[@]}") own_data=yes
+        if [[ -d "$(value_of data_path)/validation" ]]; then
+            args+=(--eval_interval="${EVAL_INTERVAL:-300}")
+        fi
     fi
     drop_defaults
     args+=("$@")

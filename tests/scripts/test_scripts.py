@@ -77,6 +77,24 @@ def test_data_of_the_users_own(repo: Path, flags: list[str], missing: list[str],
 
 
 @pytest.mark.parametrize(
+    ("flags", "interval"),
+    [
+        (["--data_path=own"], "--eval_interval=300"),
+        (["--data-path", "own"], "--eval_interval=300"),
+        (["--data_path=own", "--eval-interval=7"], "--eval-interval=7"),
+        (["--data_path=other"], ""),
+    ],
+)
+def test_own_data_with_a_held_out_part_is_validated(repo: Path, flags: list[str], interval: str) -> None:
+    for folder in ("own/validation/web", "other/web"):
+        (repo / folder).mkdir(parents=True)
+    ended = train(repo, *flags)
+    assert ended.returncode == 0, ended.stderr
+    assert [word for word in called(repo)["argv"] if "eval" in word] == ([interval] if interval else [])
+    assert "--split=98,2" in ended.stdout
+
+
+@pytest.mark.parametrize(
     ("flag", "dropped"),
     [
         ("--num_tokens=1M", "--num_steps"),
