@@ -232,6 +232,17 @@ def test_what_cannot_be_drawn_is_told_in_one_line(
     assert message in error and error.count("\n") == 1
 
 
+def test_what_is_no_run_beside_runs_is_left_out_with_a_note(
+    tmp_path: Path, restarted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    (tmp_path / "no_run").mkdir()
+    assert main(["report", str(tmp_path / "no_run"), str(restarted), f"--output={page}"]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == str(page) and restarted.name in page.read_text()
+    assert err.startswith(f"note: left out: run ({tmp_path / 'no_run'}) must be a run folder")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on PATH")
 def test_a_browser_draws_the_page_from_disk(restarted: Path) -> None:

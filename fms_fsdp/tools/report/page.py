@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import io
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,18 +36,28 @@ class ReportConfig:
 
 
 def main(config: ReportConfig) -> None:
-    """Writes the page and prints its path.
+    """Writes the page and prints its path. Folders that cannot be drawn are left out with a note.
 
     Raises:
-        ValueError: no run is named, one is none, two have the same name, or matplotlib is missing.
+        ValueError: no run is named, none can be drawn, or matplotlib is missing.
     """
     if not config.runs:
         raise ValueError("runs () must name at least one run folder: python -m fms_fsdp report RUN [RUN …]")
-    runs = [read_run(Path(folder)) for folder in config.runs]
-    for run, folder in zip(runs, config.runs, strict=True):
+    found, problems = {}, []
+    for folder in config.runs:
+        try:
+            found[folder] = read_run(Path(folder))
+        except ValueError as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    for problem in problems:
+        print(f"note: left out: {problem}", file=sys.stderr)
+    runs = list(found.values())
+    for folder, run in found.items():
         if sum(other.name == run.name for other in runs) > 1:
             run.name = folder
-    path = Path(config.output or Path(config.runs[0]) / "report.html")
+    path = Path(config.output or Path(next(iter(found))) / "report.html")
     charts = _render_charts(runs, config.smoothing, path.with_suffix(".png") if config.png else None)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_page(runs, charts), encoding="utf-8")
