@@ -29,7 +29,6 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             content = path.read_bytes()
             whole = content.rfind(b"\n") + 1

@@ -9,10 +9,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from fms_fsdp.__main__ import main
-from fms_fsdp.tools.report.charts import smoothed
+from fms_fsdp.tools.report.charts import _draw_mixture, smoothed
 from fms_fsdp.tools.report.history import differences, read_run
 
 BROWSER = next(
@@ -164,6 +166,13 @@ def test_smoothing_is_the_weighted_mean_of_what_went_before() -> None:
         assert found == pytest.approx(
             sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
         )
+
+
+def test_the_shares_of_the_sources_add_up_to_one(restarted: Path) -> None:
+    axes = Figure().subplots()
+    _draw_mixture(read_run(restarted), axes)
+    outline = np.concatenate([path.vertices for path in axes.collections[-1].get_paths()])
+    assert len(axes.collections) == 2 and outline[:, 1].max() == pytest.approx(1.0)
 
 
 def test_differences_are_the_flags_that_are_not_the_same_in_all() -> None:
