@@ -147,7 +147,7 @@ def test_rows_masked_on_any_rank_are_counted_and_told(tmp_path: Path) -> None:
     assert one.returncode == two.returncode == 0, two.stderr
     counts = [[record["masked_rows"] for record in metrics(tmp_path / name).values()] for name in ("0", "2")]
     assert counts[0] == counts[1] and counts[0][-1] > 0
-    assert f"· {counts[1][-1]} rows masked" in two.stdout
+    assert f"  {counts[1][-1]} rows masked  " in two.stdout
     assert "[rank 1] row masked: " in two.stdout
 
 

@@ -266,3 +266,20 @@ def test_cache_evicts_what_was_used_longest_ago() -> None:
     assert gone == ["b"] and cache.get("b") is None and cache.total_cost == 8
     cache.put("large", "large", 100)
     assert gone == ["b", "a", "c"] and cache.get("large") == "large"
+
+
+@pytest.mark.parametrize(("place", "change"), [(0, 1), (-1, -1)])
+def test_offsets_that_leave_out_tokens_are_named(tmp_path: Path, place: int, change: int) -> None:
+    documents = [np.arange(5, dtype=np.uint16) + 7, np.arange(6, dtype=np.uint16) + 70]
+    path = tmp_path / "a.arrow"
+    write_lists(path, documents)
+    whole = path.read_bytes()
+    for kind in (np.int32, np.int64):
+        offsets = np.array([0, 5, 11], dtype=kind)
+        if whole.count(offsets.tobytes()) == 1:
+            changed = offsets.copy()
+            changed[place] += change
+            path.write_bytes(whole.replace(offsets.tobytes(), changed.tobytes()))
+    assert path.read_bytes() != whole
+    with pytest.raises(ShardError, match="has offsets that disagree with its length"):
+        read_all(path, delimiter=0)
