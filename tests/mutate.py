@@ -314,7 +314,7 @@ def judge(fault: Fault, clean: Path, faulty: Path, covered: Covered, sound: set[
     path.write_text(original[: fault.start] + fault.after + original[fault.stop :])
     far = distances(fault)
     own = [name for name, distance in far.items() if distance == 0]
-    tests = sorted(covered.tests(fault), key=lambda name: far.get(name.partition("::")[0], 99)) + own
+    tests = own + sorted(covered.tests(fault), key=lambda name: far.get(name.partition("::")[0], 99))
     try:
         while tests and (left_s := budget_s - (time.monotonic() - begin)) > 0:
             noticed = first_failure(faulty, tests, broken, left_s)

@@ -34,7 +34,7 @@ def test_a_flag_is_added_as_the_page_says(tmp_path: Path) -> None:
     before, name, after = path.read_text().partition("    learning_rate: float")
     path.write_text(f"{before}{row}\n{name}{after}")
 
-    helped = run_copy(tmp_path, "main_training.py", "--help")
+    helped = run_copy(tmp_path, "main_training.py", "--help=all")
     assert "  --label_smoothing (float, default 0.0)\n      share of the prob" in helped.stdout, helped.stderr
     written = run_copy(tmp_path, "-m", "fms_fsdp.tools.flags_page")
     assert "| `--label_smoothing` | float | `0.0` | announced | yes | share" in written.stdout
