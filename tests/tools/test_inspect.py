@@ -21,7 +21,7 @@ from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.run.resume import find_start
 from fms_fsdp.tools.inspect.find import Seen, find_document, find_file
-from fms_fsdp.tools.inspect.plan import describe_plan, ignored_share, plan_sources
+from fms_fsdp.tools.inspect.plan import describe_plan, ignored_share, plan_sources, warnings_of
 from fms_fsdp.tools.inspect.plot import document_lengths, mixture_over_time
 from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected, row_record, step_fingerprint
 from fms_fsdp.tools.inspect.verify import verify_corpus
@@ -323,6 +323,15 @@ def test_plan_prints_tables_warnings_and_a_picture(
     printed = capsys.readouterr().out
     assert "warning: source a is read" in printed and "from step 1 on: 4 rows of 32 tokens a step" in printed
     assert (tmp_path / "pictures" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("ignored", "warned"), [(None, 0), (0.01, 0), (0.011, 1), (0.5, 1)])
+def test_plan_warns_of_more_than_a_hundredth_of_masked_labels(
+    files: Files, ignored: float | None, warned: int
+) -> None:
+    with inspected(flags(files, seq_length=64)) as data:
+        plans = [replace(plan, ignored=ignored) for plan in plan_sources(data, 1, 0) if plan.name == "c"]
+    assert sum("of its labels masked" in line for line in warnings_of(plans, 1)) == warned
 
 
 def test_a_picture_without_matplotlib_names_the_remedy(
