@@ -11,7 +11,7 @@ import pytest
 
 from fms_fsdp.data.order.mixture import slot_quotas
 from fms_fsdp.data.order.state import check_state
-from fms_fsdp.data.order.tapes import fit_geometry
+from fms_fsdp.data.order.tapes import MAX_ROWS, fit_geometry
 from tests.data.corpora import Files, write_corpus
 
 SIZES = {"a": [9000], "b": [3000, 2000], "c": [1500]}
@@ -141,3 +141,12 @@ def test_weights_of_a_run_sum_to_the_slots_and_another_number_of_tokens_is_refus
         state["manifest"]["a"][2] += 1  # the same cut, other tokens
         with pytest.raises(ValueError, match=r"source \(a\) has changed since the checkpoint"):
             stream.load_state_dict(state, 3)
+
+
+def test_more_rows_than_can_be_counted_are_refused(files: Files) -> None:
+    with files.stream(4, seq_length=32) as stream:
+        state = copy.deepcopy(stream.state_dict())
+    state["history"][0]["batch"] = 1 << 30
+    check_state(state, MAX_ROWS >> 30)
+    with pytest.raises(ValueError, match="^number of rows by step 65537 "):
+        check_state(state, (MAX_ROWS >> 30) + 1)
