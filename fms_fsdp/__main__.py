@@ -60,19 +60,19 @@ def main(argv: Sequence[str]) -> int:
 
 def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) -> int:
     asked = " ".join(argv[:num_words])
-    if near := difflib.get_close_matches(asked, listed, n=1, cutoff=0.6):
-        print(f"fms_fsdp: command ({asked}) does not exist; did you mean {near[0]}?", file=sys.stderr)
-        return 2
-    with printing():
-        print("usage: python -m fms_fsdp COMMAND [--flag=value …]   (COMMAND --help lists its flags)")
-        for name in listed:
-            print(f"  {name:<15} {COMMANDS[name][1]}")
-    if argv and argv[-1] in ("-h", "--help", "help"):
-        return 0
-    if len(argv) >= num_words:
-        rule = f"does not exist; commands: {', '.join(listed)}"
-        print(f"fms_fsdp: command ({asked}) {rule}", file=sys.stderr)
-    return 2
+    wants_help = bool(argv) and argv[-1] in ("-h", "--help", "help")
+    is_whole = len(argv) >= num_words and not wants_help
+    last_words = {name.split()[-1]: name for name in listed}
+    near = difflib.get_close_matches(argv[num_words - 1], last_words, n=1) if is_whole else []
+    if not near:
+        with printing():
+            print("usage: python -m fms_fsdp COMMAND [--flag=value …]   (COMMAND --help lists its flags)")
+            for name in listed:
+                print(f"  {name:<15} {COMMANDS[name][1]}")
+    if is_whole:
+        hint = f"did you mean {last_words[near[0]]}?" if near else f"commands: {', '.join(listed)}"
+        print(f"fms_fsdp: command ({asked}) does not exist; {hint}", file=sys.stderr)
+    return 0 if wants_help else 2
 
 
 if __name__ == "__main__":

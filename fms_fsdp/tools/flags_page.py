@@ -53,9 +53,10 @@ for the model and one for the site: `--config=model.toml,site.toml`.
 You can write an integer as `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`, a boolean as `true`/`false`,
 `yes`/`no` or `1`/`0` in upper or lower case, and a list as `a,b`. `none` clears a value that can be absent. A
 name that is not a flag is an error. It names the most similar flag, or says what the name of another program
-is here. A flag that is given twice must have the same value both times. A flag of the command line must have an effect. If other flags of the command line
-prevent it, the launch is refused. If a file, the machine or the number of ranks prevents it, the log has a
-note. All checks run before any work, in this order: flags, world and mesh, data, memory.
+is here. A flag that is given twice must have the same value both times. A flag of the command line must have
+an effect. If other flags of the command line prevent it, the launch is refused. If a file, the machine or the
+number of ranks prevents it, the log has a note. All checks run before any work, in this order: flags, world
+and mesh, data, memory.
 
 The column "on resume" says what happens if a run goes on from a checkpoint and the flag has another value.
 `free`: the run trains the same. `announced`: the new value takes effect from that step on, and the log says

@@ -276,7 +276,10 @@ def test_inspect_alone_lists_its_four_commands(capsys: pytest.CaptureFixture[str
     assert command(["inspect"]) == 2
     shown = capsys.readouterr()
     assert [line.split()[1] for line in shown.out.splitlines()[1:]] == ["plan", "step", "find", "verify"]
-    assert command(["inspect", "plna"]) == 2 and "command (inspect plna)" in capsys.readouterr().err
+    assert command(["inspect", "plna"]) == 2
+    rule = "does not exist; did you mean inspect plan?"
+    assert capsys.readouterr() == ("", f"fms_fsdp: command (inspect plna) {rule}\n")
+    assert command(["inspect", "xyz"]) == 2 and "commands: inspect plan, " in capsys.readouterr().err
     assert command(["inspect", "--help"]) == 0
 
 
