@@ -20,7 +20,7 @@ from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, param
 from fms_fsdp.observe.sinks import MetricsFile
 from fms_fsdp.observe.utilization import Utilization
 from fms_fsdp.predict.hardware import measure_matmul_flops
-from fms_fsdp.runtime import Console
+from fms_fsdp.runtime import Console, log, show_progress
 
 CPU = torch.device("cpu")
 ALONE = Mesh(ParallelDims("none"), 0, "cpu")
@@ -230,3 +230,10 @@ def test_memory_of_this_process_is_below_its_peak() -> None:
 
 def test_the_matmul_rate_is_positive() -> None:
     assert measure_matmul_flops(torch.float32, size=128, rounds=2) > 1e6
+
+
+def test_progress_reaches_the_live_line_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(log, "handlers", [logging.NullHandler(), Console(terminal)])
+    show_progress("step 3/9")
+    assert terminal.getvalue().endswith("step 3/9")

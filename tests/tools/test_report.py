@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,15 @@ def test_what_cannot_be_drawn_is_told_in_one_line(
     assert main(["report", *make(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_report_without_matplotlib_names_the_remedy(
+    restarted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", str(restarted)]) == 2
+    error = "report: error: report needs matplotlib, which is not installed; pip install matplotlib\n"
+    assert capsys.readouterr() == ("", error)
 
 
 def test_what_is_no_run_beside_runs_is_left_out_with_a_note(
