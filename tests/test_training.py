@@ -234,3 +234,10 @@ def test_a_profiled_run_writes_a_trace_that_tensorboard_and_perfetto_read(tmp_pa
     names = {event.get("name") for event in events}
     assert {"forward", "backward", "optimizer"} <= names
     assert sum(event.get("name") == "forward" and event.get("ph") == "X" for event in events) == 2
+
+
+def test_every_report_counts_the_zeros_of_its_own_step(tmp_path: Path) -> None:
+    trained(*TINY, "--log_num_zeros=True", "--report_interval=3", "--num_steps=6", f"--output_dir={tmp_path}")
+    assert {step: "grad_zeros" in record for step, record in metrics(tmp_path).items()} == dict.fromkeys(
+        (1, 3, 6), True
+    )

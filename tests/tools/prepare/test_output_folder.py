@@ -12,6 +12,7 @@ import pytest
 
 from fms_fsdp.tools.prepare import pipeline
 from fms_fsdp.tools.prepare.convert import ConvertConfig, convert
+from fms_fsdp.tools.prepare.output_folder import _read_entry
 from tests.tools.prepare import test_prepare
 from tests.tools.prepare.test_prepare import OPTIONS, contents, run, write_jsonl
 
@@ -137,3 +138,12 @@ def test_convert_refuses_to_read_what_it_writes(tmp_path: Path, corpus: str) -> 
         convert(
             ConvertConfig(f"again={tmp_path / 'data'}", str(tmp_path / "data" / "more"), tokenizer="byte")
         )
+
+
+@pytest.mark.parametrize(
+    "text", ['{"shards": [{"split": "x", "file": "a.arrow"}]}', '{"shards": [{}]}', "[", "3"]
+)
+def test_a_journal_entry_of_another_hand_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "entry.json").write_text(text)
+    with pytest.raises(ValueError, match=r"entry.json is not what prepare wrote; remove it$"):
+        _read_entry(tmp_path / "entry.json")
