@@ -7,7 +7,7 @@ flags → config → machine (devices, axes, batch) → process group, mesh → 
 torchrun --nproc_per_node=8 main_training.py --model_variant=7b --sharding_strategy=hsdp --data_path=DIR
 """
 
-# ruff: noqa: E402 - a mistyped flag is answered, and the CPU threads are set, before torch is imported
+# ruff: noqa: E402 - a mistyped flag is answered, and CPU and memory are set, before torch is imported
 from __future__ import annotations
 
 import os
@@ -17,11 +17,12 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from fms_fsdp.cpu_tuning import set_thread_waiting
+from fms_fsdp.cpu_tuning import let_gpu_memory_grow, set_thread_waiting
 from fms_fsdp.errors import check_installed, checking_input
 
 check_installed()
 set_thread_waiting()
+let_gpu_memory_grow()
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.flags import Parsed, describe_changes, describe_flags, parse_with_origins
@@ -47,6 +48,7 @@ if __name__ == "__main__":
 
 from fms_fsdp import runtime
 from fms_fsdp.checkpoint.checkpoints import Checkpoints
+from fms_fsdp.checkpoint.exports import Exporter
 from fms_fsdp.evaluate import Evaluator, Forward
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.meter import Meter
@@ -55,14 +57,15 @@ from fms_fsdp.observe.profiler import StepProfiler
 from fms_fsdp.observe.sinks import open_sinks
 from fms_fsdp.observe.step_data import describe_data
 from fms_fsdp.optim.optimizers import build_optimizers
-from fms_fsdp.optim.schedules import build_schedule
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.memory import explaining_out_of_memory
 from fms_fsdp.run.claim import claim, look_at_suspect, record_launch, restore
 from fms_fsdp.run.describe import announce, describe, plan_saves
+from fms_fsdp.run.garbage import GarbageCollector
 from fms_fsdp.run.health import BadSteps, Watchdog
 from fms_fsdp.run.limits import Limits
-from fms_fsdp.run.plan import Plan, check_data, find_machine, open_stream, start_progress
+from fms_fsdp.run.plan import Plan, check_data, find_machine, open_stream, start_loss_scale, start_progress
+from fms_fsdp.samples import Sampler
 from fms_fsdp.state import TrainState
 from fms_fsdp.train import TrainStep, train
 
@@ -92,7 +95,7 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
         machine = find_machine(parsed, world)
     phases.done("checks")
     runtime.start(cfg.parallel, cfg.training, world, machine.device, group=machine.dims.strategy != "none")
-    mesh = Mesh(machine.dims, world.rank, machine.device.type)
+    mesh = Mesh(machine.dims, world.rank, machine.device.type, runtime.group_timeout(cfg.parallel))
     phases.done("group")
     with checking_input():
         taken = claim(parsed, check_data(parsed, machine), mesh)
@@ -108,16 +111,17 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
         record_launch(launch, cfg, taken)
     look_at_suspect(stream, taken)
     runtime.log_for_files(describe_flags(parsed))
-    runtime.log.info("%s\n%s", describe_changes(parsed), describe(plan))
+    runtime.log.info("%s\n%s", describe_changes(parsed), describe(cfg, plan))
     announce(cfg, plan)
     phases.done("data")
-    device, mixed, seed = plan.device, plan.mixed_precision, cfg.training.seed
-    model = parallelize(plan.model, cfg.parallel, mesh, device=device, mixed_precision=mixed, seed=seed)
-    optimizers = build_optimizers(cfg.optim, model)
+    device, precision, seed = plan.device, plan.precision, cfg.training.seed
+    model = parallelize(plan.model, cfg.parallel, mesh, device=device, precision=precision, seed=seed)
+    with checking_input():
+        optimizers = build_optimizers(cfg.optim, model, precision, seed)
     phases.done("model")
     plan, stream = restore(parsed, plan, stream, model, optimizers, mesh)
     phases.done("load")
-    state = TrainState(model, optimizers, stream, start_progress(plan))
+    state = TrainState(model, optimizers, stream, start_progress(plan), start_loss_scale(cfg, plan))
     launch.steps_done = lambda: state.progress.step
     run_loop(cfg, plan, taken.attempt, mesh, state, launch, signals, phases)
     done, step = state.progress.is_done, state.progress.step
@@ -138,8 +142,9 @@ def run_loop(
 ) -> None:
     """Trains to the end, or until a limit, with everything that watches over it (collective: every rank)."""
     folder, device, mask = Path(cfg.output_dir), plan.device, cfg.data.document_mask
-    clock, schedule = Clock(device), build_schedule(cfg.optim, plan.num_steps)
-    recipe = TrainStep(mesh, device, schedule, plan.batch.grad_accum_steps, cfg.optim.grad_clip, mask)
+    clock, schedule = Clock(device), plan.schedule
+    seed = cfg.training.seed if plan.model.has_dropout else None
+    recipe = TrainStep(mesh, device, schedule, plan.batch.batch_size, cfg.optim.grad_clip, mask, seed)
     with ExitStack() as house:  # closes from the last to the first, all of them, also when a step fails
         sinks = open_sinks(cfg, mesh, attempt, clock.totals)
         house.callback(sinks.close)
@@ -152,20 +157,30 @@ def run_loop(
         saves, describe_step = plan_saves(cfg, plan, attempt), partial(describe_data, state.stream, mesh)
         hooks = [
             watchdog,
-            BadSteps(cfg.training.max_bad_steps, describe_step, cfg.keep_name),
+            BadSteps(cfg.training.max_bad_steps, describe_step, cfg.keep_name, state.loss_scale),
             Meter(cfg, plan, mesh, state, schedule, sinks, clock, phases),
             profiler,
             Limits(cfg.training, folder, mesh.is_main, signals, clock.totals, cfg.eval.eval_interval),
             Evaluator(cfg.eval, forward, plan.held_out, sinks, clock.mark),
+            Sampler(cfg, plan.prompts, state.model, mesh, sinks, watchdog.feed, clock.mark),
             Checkpoints(cfg.checkpoint, saves, state, mesh, watchdog.feed, sinks.event),
+            Exporter(cfg.checkpoint.export_interval, saves.root, folder / "exports", mesh),
+            GarbageCollector(cfg.training.gc_interval),
         ]
         for hook in hooks:
             house.callback(hook.close)
         house.push(lambda kind, error, trace: launch.tell(error))
-        rows = plan.batch.batch_size
+        rows, precision, state_size = plan.batch.batch_size, plan.precision, plan.optimizer_bytes
         house.enter_context(
             explaining_out_of_memory(
-                cfg.parallel, plan.model, plan.dims, rows, plan.mixed_precision, cfg.keep_name
+                cfg.parallel,
+                plan.model,
+                plan.dims,
+                rows,
+                plan.seq_length,
+                precision,
+                state_size,
+                cfg.keep_name,
             )
         )
         house.push(profiler.dump_at_failure)

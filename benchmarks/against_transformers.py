@@ -29,7 +29,6 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
-import json
 import multiprocessing
 import os
 import platform
@@ -42,9 +41,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_file import HELP, write_result
 
-from fms_fsdp.config import ModelConfig, ParallelConfig
-from fms_fsdp.cpu_tuning import keep_freed_memory, set_thread_waiting
+from fms_fsdp.config import ModelConfig, ParallelConfig, Precision
+from fms_fsdp.cpu_tuning import keep_freed_memory, let_gpu_memory_grow, set_thread_waiting
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
@@ -77,7 +77,7 @@ def our_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
         ParallelConfig(use_torch_compile=compiled),
         ALONE,
         device=torch.device("cpu"),
-        mixed_precision=precision == "bf16",
+        precision=Precision(compute=precision),
         seed=0,
     )
     optimizer = torch.optim.AdamW(
@@ -183,11 +183,13 @@ def matmul_flops(config: LlamaConfig, rows: int, dtype: torch.dtype) -> float:
 class Contestant:
     """A model that trains in a process of its own, when it is asked to.
 
-    Waiting of threads is an environment that torch reads when it is imported, so `tuned` needs a new process.
+    Waiting of threads and memory of GPUs are settings that torch reads when it is imported, so `tuned` needs
+    a new process.
     """
 
     def __init__(self, name: str, tuned: bool, *setting: Any) -> None:
         environment = dict(os.environ)
+        let_gpu_memory_grow()  # both
         if tuned:
             set_thread_waiting()
         context = multiprocessing.get_context("spawn")
@@ -340,9 +342,7 @@ def parse_args() -> argparse.Namespace:
         "--tuned", default="ours", choices=("ours", "both"), help="who has our waiting and allocator"
     )
     parser.add_argument("--peak_memory_at", type=int, default=0, help="vocabulary; 0 leaves memory out")
-    parser.add_argument(
-        "--output", default="", help="result file (default: benchmarks/results/against_transformers.json)"
-    )
+    parser.add_argument("--output", type=Path, help=HELP)
     return parser.parse_args()
 
 
@@ -384,10 +384,7 @@ def main() -> None:
         print(f"{precision} {case['mode']:8s}: {', '.join(shown)}", flush=True)
     if args.peak_memory_at:
         result["peak_memory"] = peak_memory(args, config)
-    suffix = f"_{args.model_variant}" if args.model_variant in SHAPES else ""
-    path = Path(args.output or Path(__file__).parent / "results" / f"against_transformers{suffix}.json")
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written: {path}")
+    write_result(result, args.output)
 
 
 if __name__ == "__main__":

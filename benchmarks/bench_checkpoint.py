@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from result_file import HELP, write_result
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -95,12 +97,12 @@ def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, 
     runtime.start(parsed.config.parallel, parsed.config.training, world, found.device, group=True)
     mesh = Mesh(found.dims, world.rank, found.device.type)
     device, seed = found.device, parsed.config.training.seed
-    precision = found.mixed_precision
+    precision = found.precision
     model = parallelize(
-        found.model, parsed.config.parallel, mesh, device=device, mixed_precision=precision, seed=seed
+        found.model, parsed.config.parallel, mesh, device=device, precision=precision, seed=seed
     )
     state = {"tokens_seen": 0, "data": {}, **plan_saves(parsed.config, found, attempt=1).record}
-    return mesh, model, build_optimizers(parsed.config.optim, model), state
+    return mesh, model, build_optimizers(parsed.config.optim, model, precision, seed), state
 
 
 def worker(folder: Path, variant: str, rounds: int) -> None:
@@ -220,11 +222,14 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("/tmp/bench_checkpoint"), help="needs five checkpoints' room"
     )
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "checkpoint.json")
+    parser.add_argument("--output", type=Path, help=HELP)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.worker:
         worker(flags.folder, flags.variant, flags.rounds)
+    from fms_fsdp.cpu_tuning import let_gpu_memory_grow
+
+    let_gpu_memory_grow()  # in the processes of torchrun
     load_before = os.getloadavg()[0]
     shutil.rmtree(flags.folder, ignore_errors=True)
     flags.folder.mkdir(parents=True)
@@ -250,7 +255,7 @@ def main() -> None:
         **result,
         "start_after_resume": start,
     }
-    flags.output.write_text(json.dumps(record, indent=1) + "\n")
+    write_result(record, flags.output)
     print(json.dumps({name: value for name, value in record.items() if name != "rounds"}, indent=1))
 
 

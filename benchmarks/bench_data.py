@@ -1,6 +1,6 @@
 """Measures the data stream against its targets and writes one result file.
 
-    python benchmarks/bench_data.py [--data=FOLDER] [--tokens=300e6] [--steps=2000] [--name=NAME]
+    python benchmarks/bench_data.py [--data=FOLDER] [--tokens=300e6] [--steps=2000] [--output=FILE]
 
 It makes (once) a corpus of 300 M tokens in 500,000 lognormal documents, 3 sources, 64 files, in both layouts.
 It reads the corpus at S = 4096, 2 rows a batch, one rank, on one thread. Every measurement is a process of
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from result_file import HELP, write_result
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import empty_batch
@@ -358,7 +359,7 @@ def main() -> None:
     parser.add_argument("--data", default="/tmp/bench_data", help="folder for the corpora, about 2 GB")
     parser.add_argument("--tokens", type=float, default=300e6)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--name", default="data")
+    parser.add_argument("--output", type=Path, help=HELP)
     parser.add_argument("--measure", choices=MEASUREMENTS, help=argparse.SUPPRESS)
     parser.add_argument("--packing", default="concat", help=argparse.SUPPRESS)
     flags = parser.parse_args()
@@ -367,9 +368,7 @@ def main() -> None:
         return
     result = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
     result |= run(Path(flags.data), int(flags.tokens), flags.steps)
-    path = Path(__file__).parent / "results" / f"{flags.name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written: {path}")
+    write_result(result, flags.output)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,15 @@
 Any flag of main_training.py can have several values, joined by commas. Batch sizes run in ascending order. If
 one runs out of memory, the larger ones of the same combination are left out. A rate is the median over
 reports of four steps, without the first report. `--compare` runs transformers' Llama on the same batch in one
-process, by benchmarks/against_transformers.py. Each sweep writes one result file with hardware, versions,
-command and every report. The table marks the best combination of each variant and length.
+process, by benchmarks/against_transformers.py; `--torchrun` starts one process by torchrun too. Each sweep
+writes one result file with hardware, versions, command and every report. The table marks the best combination
+of each variant and length.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -28,9 +27,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from result_file import about_machine, write_result
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-OWN = {"nproc": "1", "rounds": "5", "timeout_s": "1800", "output": "", "compare": "false"}
+OWN = {
+    "nproc": "1",
+    "rounds": "5",
+    "timeout_s": "1800",
+    "output": "",
+    "compare": "false",
+    "torchrun": "false",
+}
 STEPS_A_REPORT = 4
 Case = dict[str, str]
 
@@ -69,7 +77,7 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
     flags += ["--use_dummy_dataset=True", f"--num_steps={steps}", f"--report_interval={STEPS_A_REPORT}"]
     flags += [f"--output_dir={folder}", "--checkpoint_interval=0", "--save_last=False"]
     launch = [sys.executable]
-    if own["nproc"] != "1":
+    if own["nproc"] != "1" or own["torchrun"] == "true":
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={own['nproc']}"]
     command = [*launch, "main_training.py", *flags]
     begin = time.perf_counter()
@@ -192,27 +200,9 @@ def main() -> None:
                 f"  against transformers, {row['precision']} {row['mode']}: {row['ratio']:.2f}",
                 file=sys.stderr,
             )
-    import torch
-
-    from fms_fsdp.runtime import versions
-
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "hardware": {
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "gpus": torch.cuda.device_count(),
-        },
-        "versions": versions(),
-        "results": results,
-    }
-    output = Path(
-        own["output"] or ROOT / "benchmarks" / "results" / f"train_{time.strftime('%Y-%m-%d_%H%M%S')}.json"
-    )
-    output.write_text(json.dumps(record, indent=1) + "\n")
+    record = about_machine() | {"date": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "results": results}
     print(table(results))
-    print(f"written: {output}", file=sys.stderr)
+    write_result(record, Path(own["output"]) if own["output"] else None)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Our reader of shards (`pread`) against pyarrow's own reader on a memory map: why shards are not mapped.
 
-    python benchmarks/compare_readers.py --data=FOLDER_OF_BENCH_DATA
+    python benchmarks/compare_readers.py --data=FOLDER_OF_BENCH_DATA [--output=FILE]
 
 For both layouts, in a process for each case: milliseconds to open a shard, tokens/s of
 random documents with files in the page cache (warm) and removed from it (cold, posix_fadvise), and MiB of
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from result_file import HELP, write_result
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -153,12 +154,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", required=True, help="the folder that bench_data.py made")
-    results = []
-    for case in compare(Path(parser.parse_args().data)):
+    parser.add_argument("--output", type=Path, help=HELP)
+    flags, results = parser.parse_args(), []
+    for case in compare(Path(flags.data)):
         print({key: value for key, value in case.items() if key != "rounds"}, flush=True)
         results.append(case)
-    path = Path(__file__).parent / "results" / "readers.json"
-    path.write_text(json.dumps({"pyarrow": pa.__version__, "cases": results}, indent=1) + "\n")
+    write_result({"pyarrow": pa.__version__, "cases": results}, flags.output)
 
 
 if __name__ == "__main__":

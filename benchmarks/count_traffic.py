@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from result_file import HELP, write_result
+
 SEP, VOCAB, SEQ_LENGTH, PER_NODE = 0, 1000, 64, 8
 SOURCES = ("web", "code", "books", "talks")
 
@@ -170,7 +172,7 @@ def main() -> None:
     parser.add_argument("--world_size", type=int, default=1024)
     parser.add_argument("--files", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "traffic.json")
+    parser.add_argument("--output", type=Path, help=HELP)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -202,9 +204,7 @@ def main() -> None:
         for phase, counts in phases.items():
             print(f"{rank_name}, {phase}: {', '.join(f'{count} x {what}' for what, count in counts.items())}")
     shape = {"world_size": given.world_size, "files": given.files, "steps": given.steps}
-    given.output.write_text(
-        json.dumps({"command": " ".join(sys.argv), **shape, "counts": ranks}, indent=1) + "\n"
-    )
+    write_result({"command": " ".join(sys.argv), **shape, "counts": ranks}, given.output)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ def load_model(
     """The model of a checkpoint with fp32 weights, ready to compute logits, and the tokenizer of its data.
 
     `path`: a run folder, a folder of checkpoints, or one checkpoint; of several the newest, or that of
-    `step`. The tokenizer is None where the data have none beside them. No process group is needed: a
+    `step`. Or a folder of Hugging Face, which is read in place. The tokenizer is None where the data, or the
+    folder, have none. No process group is needed: a
     checkpoint of any sharding loads.
 
         model, tokenizer = fms_fsdp.load_model("runs/quickstart")
@@ -25,7 +26,8 @@ def load_model(
         logits = model(tokens)
 
     Raises:
-        ValueError: no complete checkpoint is there, or a damaged one.
+        ValueError: no complete checkpoint is there, or a damaged one; or a folder of Hugging Face that is not
+            whole, or of a model that there is not here.
     """
     from fms_fsdp.loading import load  # torch: not for those who only read flags
 

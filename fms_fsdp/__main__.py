@@ -1,21 +1,26 @@
-"""The commands beside training: `python -m fms_fsdp COMMAND --flag=value …`, each with its own `--help`.
+"""All commands: `fms-fsdp COMMAND --flag=value …`, or `python -m fms_fsdp COMMAND …`; each has a `--help`.
 
-Exit statuses: 0 done, 2 bad input (one line on stderr), 130 stopped by Ctrl-C.
+Exit statuses: 0 done, 2 bad input (one line on stderr), 130 stopped by Ctrl-C; `train` has those of
+main_training.py.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import runpy
 import sys
 import typing
 from collections.abc import Sequence
 
-from fms_fsdp.errors import check_installed, printing
+from fms_fsdp.cpu_tuning import let_gpu_memory_grow, set_thread_waiting
+from fms_fsdp.errors import PROGRAM, check_installed, printing
 
+CALLED = PROGRAM or "python -m fms_fsdp"
 # command, of one word or two → (module:function in fms_fsdp.tools, what it does); the type of the function's
 # `config` declares the flags, and the module is imported only to run the command
 COMMANDS = {
+    "train": ("", "train a model, as main_training.py does; several processes: torchrun -m main_training"),
     "prepare": ("prepare.prepare:main", "text, source code, JSON lines, Parquet → token shards"),
     "convert": ("prepare.convert:main", "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards"),
     "inspect plan": ("inspect.plan:main", "tokens and epochs of each source by step N, a picture"),
@@ -24,6 +29,9 @@ COMMANDS = {
     "inspect verify": ("inspect.verify:main", "every shard against the counts, to its last token"),
     "trace": ("trace:main", "where the time of a profiler trace went, as a table"),
     "evaluate": ("evaluate:main", "loss, perplexity and bits per byte of a checkpoint"),
+    "generate": ("generate:main", "text that a checkpoint writes after a prompt"),
+    "import": ("import_weights.import_weights:main", "a folder of Hugging Face → a run with its weights"),
+    "export": ("export.export:main", "a checkpoint → a folder that Hugging Face's transformers load"),
     "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
     "ckpt verify": ("ckpt:verify_checkpoints", "every byte against its checksum"),
     "ckpt prune": ("ckpt:prune_checkpoints", "delete what need not be kept; a dry run by default"),
@@ -32,15 +40,24 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Runs one command; returns its exit status."""
+    check_installed()
+    let_gpu_memory_grow()
+    set_thread_waiting()  # both before a command imports torch
+    if argv[:1] == ["--version"]:
+        from fms_fsdp.run.questions import answer
+
+        answer(argv)
     group = argv[0] if argv else ""
     in_group = [name for name in COMMANDS if name.startswith(f"{group} ")]
     num_words = 2 if in_group else 1
     command = " ".join(argv[:num_words])
     if command not in COMMANDS:
         return _print_commands(argv, num_words, in_group or list(COMMANDS))
-    check_installed()
+    if command == "train":  # it ends the process
+        sys.argv[1:] = argv[1:]
+        runpy.run_module("main_training", run_name="__main__")
     from fms_fsdp.flags import parse_flags
 
     module, _, function_name = COMMANDS[command][0].partition(":")
@@ -48,7 +65,9 @@ def main(argv: Sequence[str]) -> int:
     config_type = typing.get_type_hints(run)["config"]
     try:
         with printing():
-            run(parse_flags(config_type, argv[num_words:], f"python -m fms_fsdp {command}"))
+            if {"-h", "--help"} & set(argv):
+                print(f"{command}: {COMMANDS[command][1]}")
+            run(parse_flags(config_type, argv[num_words:], f"{CALLED} {command}"))
     except (ValueError, OSError) as error:
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -66,7 +85,7 @@ def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) 
     near = difflib.get_close_matches(argv[num_words - 1], last_words, n=1) if is_whole else []
     if not near:
         with printing():
-            print("usage: python -m fms_fsdp COMMAND [--flag=value …]   (COMMAND --help lists its flags)")
+            print(f"usage: {CALLED} COMMAND [--flag=value …]   (COMMAND --help lists its flags)")
             for name in listed:
                 print(f"  {name:<15} {COMMANDS[name][1]}")
     if is_whole:
@@ -76,4 +95,4 @@ def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) 
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,9 +1,12 @@
-"""Writes of files that a reader sees complete or not at all. Standard library only."""
+"""Writes of files and folders that a reader sees complete or not at all. Standard library only."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,23 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path`, which takes its place at the end, or is removed where something fails.
+
+    What a killed process left of it is removed first.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 

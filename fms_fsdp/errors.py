@@ -1,4 +1,4 @@
-"""Errors of one line for the user: a run is refused or cannot go on. Standard library only."""
+"""What a user is told in one line: a run is refused or cannot go on. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# how the user called the commands; empty where main_training.py or another script runs
+_CALLED = os.path.basename(sys.argv[0].replace("/__main__.py", ""))
+PROGRAM = {"fms-fsdp": "fms-fsdp", "fms_fsdp": "python -m fms_fsdp"}.get(_CALLED, "")
 _PACKAGES = ("torch", "fire", "numpy", "pyarrow")  # without one of them no command works
 
 

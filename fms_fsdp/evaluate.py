@@ -12,6 +12,7 @@ no random number is drawn, no gradient made, no row of the stream consumed.
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.profiler import record_function
 
 from fms_fsdp.config import EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL
-from fms_fsdp.data.held_out import HeldOut
+from fms_fsdp.data.held_out import HeldOut, close_held_out
 from fms_fsdp.errors import BadInput
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.sinks import Sinks
@@ -45,8 +46,8 @@ class Forward:
 
 @torch.no_grad()
 def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
-    """`<group>/<source>/loss`, `…/ppl` and, where known, `…/bits_per_byte`, and `<group>/loss` and `…/ppl`
-    over all tokens of a group (collective: every rank).
+    """`<group>/<source>/loss`, `…/ppl` and, where known, `…/bits_per_byte`; `<group>/loss` and so on over all
+    tokens of a group (collective: every rank).
 
     Raises:
         BadInput: a shard cannot be read.
@@ -56,14 +57,13 @@ def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
     forward.model.eval()
     try:
         for group in dict.fromkeys(source.group for source in sources):
-            totals = []
+            totals: list[tuple[float, float, float]] = []
             for source in (source for source in sources if source.group == group):
-                loss_sum, num_labels, num_bytes = _sums(forward, source)
-                totals.append((loss_sum, num_labels))
-                values |= _mean(f"{group}/{source.name}", loss_sum, num_labels)
-                if num_bytes:
-                    values[f"{group}/{source.name}/bits_per_byte"] = loss_sum / math.log(2) / num_bytes
-            values |= _mean(group, *map(math.fsum, zip(*totals, strict=True)))
+                totals.append(_sums(forward, source))
+                values |= _means(f"{group}/{source.name}", *totals[-1])
+            loss_sum, num_labels, num_bytes = (math.fsum(column) for column in zip(*totals, strict=True))
+            has_bytes = all(total[2] for total in totals)
+            values |= _means(group, loss_sum, num_labels, num_bytes if has_bytes else 0)
     finally:
         forward.model.train(was_training)
         reshard(forward.model)
@@ -75,7 +75,7 @@ def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
     if not known."""
     mesh, size = forward.mesh, forward.batch_size
     sums = torch.zeros(-(-source.num_rows // size), 3, dtype=torch.float64)
-    before: tuple[int, torch.Tensor] | None = None
+    losses = torch.zeros(len(sums), dtype=torch.float64, device=forward.device)
     for first in range(0, len(sums), mesh.size("dp")):
         forward.alive()
         # the last ones may be past the end: all masked, for FSDP needs every rank in every pass
@@ -87,23 +87,20 @@ def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
         columns = batch if forward.document_mask else batch[:2]
         with record_function("evaluate"):
             loss_sum, _ = forward.model(*(column.to(forward.device, non_blocking=True) for column in columns))
-        if before is not None:  # read while the device computes the next group
-            sums[before[0], 0] = before[1].item()
-        before = None
         if group < len(sums):
+            losses[group] = loss_sum
             labels = batch.labels_BS[batch.labels_BS != IGNORED_LABEL].numpy()
             sums[group, 1] = len(labels)
             sums[group, 2] = 0 if source.token_bytes is None else int(source.token_bytes[labels].sum())
-            before = group, loss_sum
-    if before is not None:
-        sums[before[0], 0] = before[1].item()
+    sums[:, 0] = losses.cpu()
     loss, labels_, bytes_ = (math.fsum(column) for column in mesh.sum(sums, "dp").T.tolist())
     return loss, labels_, bytes_
 
 
-def _mean(name: str, loss_sum: float, num_labels: float) -> dict[str, float]:
+def _means(name: str, loss_sum: float, num_labels: float, num_bytes: float) -> dict[str, float]:
     loss = loss_sum / max(1.0, num_labels)
-    return {f"{name}/loss": loss, f"{name}/ppl": math.exp(loss) if loss < 700 else math.inf}
+    values = {f"{name}/loss": loss, f"{name}/ppl": math.exp(loss) if loss < 700 else math.inf}
+    return values | ({f"{name}/bits_per_byte": loss_sum / math.log(2) / num_bytes} if num_bytes else {})
 
 
 class Evaluator(Hook):
@@ -161,15 +158,17 @@ class Evaluator(Hook):
 
     def close(self) -> None:
         """Closes the files."""
-        for source in self._sources:
-            source.stream.close()
+        close_held_out(self._sources)
 
 
 def _line(values: dict[str, float]) -> str:
-    """The losses as one line."""
-    shown = []
-    for name in (key.removesuffix("/loss") for key in values if key.endswith("/loss")):
-        bits = values.get(f"{name}/bits_per_byte")
+    """The loss of each group over all its tokens, then those of its sources, as one line."""
+    losses = {key.removesuffix("/loss"): loss for key, loss in values.items() if key.endswith("/loss")}
+    parts = []
+    for group in (name for name in losses if "/" not in name):
+        bits = values.get(f"{group}/bits_per_byte")
         more = "" if bits is None else f", {bits:.3f} bits/byte"
-        shown.append(f"{name} loss {values[f'{name}/loss']:.4f} (ppl {values[f'{name}/ppl']:.2f}{more})")
-    return " · ".join(shown)
+        parts.append(f"{group} loss {losses[group]:.4f}, ppl {values[f'{group}/ppl']:.2f}{more}")
+        for name in (name for name in losses if name.startswith(f"{group}/")):
+            parts.append(f"{name.partition('/')[2]} {losses[name]:.4f}")
+    return textwrap.shorten(" · ".join(parts), 200, placeholder=" …")

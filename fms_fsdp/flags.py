@@ -29,10 +29,11 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.effects import refuse_idle_flags
 from fms_fsdp.config.flag import Flag, build_config, flag_table, flag_values
 from fms_fsdp.config.values import coerce, one_line, shown
-from fms_fsdp.errors import printing
+from fms_fsdp.errors import PROGRAM, printing
 
 C = TypeVar("C")
 
+TRAINING = f"{PROGRAM} train" if PROGRAM else "python main_training.py"
 SHIPPED = Path(__file__).parent / "configs"
 _FILES = {"config", "config_dir"}  # of flags; the other names are rows of the table
 FIRST_FLAGS = "model_variant data_path use_dummy_dataset seq_length batch_size num_steps learning_rate"
@@ -48,14 +49,12 @@ class Parsed(Generic[C]):
     overridden: tuple[str, ...]
 
 
-def parse_flags(config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py") -> C:
+def parse_flags(config_type: type[C], argv: Sequence[str], usage: str = TRAINING) -> C:
     """The config of `parse_with_origins`."""
     return parse_with_origins(config_type, argv, usage).config
 
 
-def parse_with_origins(
-    config_type: type[C], argv: Sequence[str], usage: str = "python main_training.py"
-) -> Parsed[C]:
+def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = TRAINING) -> Parsed[C]:
     """The config of `argv`, which is without the program's name. `--help` prints all flags and exits with 0.
 
     Raises:
@@ -75,9 +74,8 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
             with printing():
                 print(help_text(config_type, usage, every="all" in asked))
         raise SystemExit(0)
-    if unknown := [
-        _is_no_flag(name, table, "--" + name) for name in texts if name not in table.keys() | _FILES
-    ]:
+    known = table.keys() | _FILES
+    if unknown := [_is_no_flag(name, table, "--" + name) for name in texts if name not in known]:
         raise ValueError(". ".join(unknown))
     for name in bare:
         if name not in table or table[name].kind is not bool:
@@ -110,7 +108,7 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     return Parsed(config, origins, tuple(overridden))
 
 
-def _split(argv: Sequence[str], positional: str) -> tuple[dict[str, list[str]], set[str]]:
+def _split(argv: Sequence[str], positional: str) -> tuple[dict[str, list[str]], list[str]]:
     """Name → texts of each `--name=value` or `--name value`, and the names that came without a value.
 
     `--name` alone is "True", `--noname` "False". Arguments without a name make up the list of the flag
@@ -118,7 +116,7 @@ def _split(argv: Sequence[str], positional: str) -> tuple[dict[str, list[str]], 
     """
     caught: dict[str, list[str]] = {}
     strays: list[str] = []
-    bare: set[str] = set()
+    bare: list[str] = []
 
     @fire.decorators.SetParseFn(str)  # type: ignore[untyped-decorator]
     def catch(*stray: str, **named: str) -> None:
@@ -126,7 +124,7 @@ def _split(argv: Sequence[str], positional: str) -> tuple[dict[str, list[str]], 
         for name, text in named.items():
             caught.setdefault(name.replace("-", "_"), []).append(text)
             if len(group) == 1 and "=" not in group[0]:
-                bare.add(name.replace("-", "_"))
+                bare.append(name.replace("-", "_"))
 
     groups: list[list[str]] = [[]]  # fire gets one flag at a time: it would keep the last of two equal names
     for argument in argv:
@@ -270,7 +268,7 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
     lines = [f"usage: {usage} [--config=a.toml,b.toml] [--config_dir=DIR] [--flag=value …]"]
     first = FIRST_FLAGS.split() if config_type is TrainConfig and not every else ()
     for section, rows in sections_of(config_type):
-        lines += [] if first else [f"\n{section}"]
+        lines += [f"\n{section}"] if section and not first else []
         for row in [row for row in rows if row.name in first or not first]:
             choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
             lines.append(f"  --{row.name} ({type_name(row)}, default {shown_value(row.default)}){choices}")

@@ -9,7 +9,8 @@ name.
     replica  pp x dp_shard x cp x tp       ranks that hold one copy of the model among them
     world    all five
 
-    none: 1    fsdp: dp_shard = W    hsdp: dp_replicate = W/s, dp_shard = s    ddp: dp_replicate = W
+    none: 1    fsdp, zero1, zero2: dp_shard = W
+    hsdp: dp_replicate = W/s, dp_shard = s    ddp: dp_replicate = W
 
 No other module asks for the world's size, rank or process group to learn about data, labels, norms or files.
 """
@@ -18,13 +19,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fms_fsdp.config import ParallelConfig
+from fms_fsdp.config.flag import flag_table
 
 T = TypeVar("T")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -34,13 +38,16 @@ _JOINED = {
     "replica": ("pp", "dp_shard", "cp", "tp"),
     "world": AXES,
 }
-_STRATEGIES = ("fsdp", "hsdp", "ddp", "none")
+_STRATEGIES = flag_table(ParallelConfig)["sharding_strategy"].choices
 _PREFER_HSDP = ("7b", "13b", "llama2_7b", "llama2_13b")  # they fit one node, and HSDP communicates less
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The size of every axis. The strategy `none` has no process group."""
+    """The size of every axis, and how long a shard group holds whole weights and gradients.
+
+    The strategy `none` has no process group.
+    """
 
     strategy: str
     dp_replicate: int = 1
@@ -48,6 +55,14 @@ class ParallelDims:
     pp: int = 1
     cp: int = 1
     tp: int = 1
+    reshard_after_forward: bool = True
+    sync_each_micro_step: bool = True
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether gathered weights stay to the end of the step; a group of one rank gains nothing by freeing
+        them."""
+        return not self.reshard_after_forward or self.dp_shard == 1
 
     def size(self, axis: str) -> int:
         """How many ranks an axis, or a product of axes, has."""
@@ -86,9 +101,7 @@ def resolve_dims(
         return ParallelDims(strategy)
     if strategy == "ddp":
         return ParallelDims(strategy, dp_replicate=world_size)
-    if strategy == "fsdp":
-        return ParallelDims(strategy, dp_shard=world_size)
-    shard_size = section.hsdp_shard_size or local_world_size
+    shard_size = (section.hsdp_shard_size or local_world_size) if strategy == "hsdp" else world_size
     if world_size % shard_size:
         valid = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         source = "" if section.hsdp_shard_size else ", the devices of a node,"
@@ -96,16 +109,25 @@ def resolve_dims(
             f"--hsdp_shard_size ({shard_size}){source} must divide the world size "
             f"({world_size} = replicas x hsdp_shard_size); valid sizes: {valid}"
         )
-    return ParallelDims(strategy, dp_replicate=world_size // shard_size, dp_shard=shard_size)
+    return ParallelDims(
+        strategy,
+        dp_replicate=world_size // shard_size,
+        dp_shard=shard_size,
+        reshard_after_forward=section.resolved("reshard_after_forward"),
+        sync_each_micro_step=section.resolved("sync_each_micro_step"),
+    )
 
 
 class Mesh:
     """The axes with this process in them: its places, and sums over the ranks of an axis.
 
     Making one is collective: every rank. Without a process group (`none`) every sum is of one rank.
+    `timeout`: of collectives; that of the default group does not pass to the groups of axes.
     """
 
-    def __init__(self, dims: ParallelDims, rank: int, device_type: str) -> None:
+    def __init__(
+        self, dims: ParallelDims, rank: int, device_type: str, timeout: timedelta = default_pg_timeout
+    ) -> None:
         self.dims, self._rank = dims, rank
         self.device_mesh: DeviceMesh | None = None
         self._groups: dict[str, dist.ProcessGroup | None] = {}
@@ -123,6 +145,8 @@ class Mesh:
                 self._groups[joined] = self._groups[present[0]]
             elif present:
                 self._groups[joined] = self.device_mesh[present]._flatten(joined).get_group()
+        for group in set(self._groups.values()):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     @property
     def is_main(self) -> bool:

@@ -8,26 +8,25 @@ import os
 import platform
 import random
 import re
-import shutil
 import subprocess
 import sys
 import time
 import uuid
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from fms_fsdp.config import ParallelConfig, TrainingConfig
+from fms_fsdp.config import ParallelConfig, Precision, PrecisionConfig, TrainingConfig
 from fms_fsdp.config.values import shown
+from fms_fsdp.console import Console
 from fms_fsdp.cpu_tuning import keep_freed_memory
 
 T = TypeVar("T")
@@ -102,26 +101,29 @@ def cpu_has_bf16() -> bool:
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(features))
 
 
-def resolve_mixed_precision(section: ParallelConfig, device: torch.device, keep_name: str = "") -> bool:
-    """Whether to compute in bf16: as asked, else wherever the hardware does so natively; logs what was chosen
-    and why.
+def resolve_precision(section: PrecisionConfig, device: torch.device, keep_name: str = "") -> Precision:
+    """As asked, else bf16 wherever the hardware computes it natively; logs what was chosen and why.
 
     Raises:
-        ValueError: a GPU without bf16, unless fp32 was asked for.
+        ValueError: a GPU without bf16, unless fp32 or fp16 was asked for.
     """
-    wanted = section.mixed_precision
+    wanted = section.named
     if device.type == "cuda":
-        if wanted is not False and not torch.cuda.is_bf16_supported(including_emulation=False):
+        wanted = wanted or "bf16"
+        if wanted not in ("fp32", "fp16") and not torch.cuda.is_bf16_supported(including_emulation=False):
             name = torch.cuda.get_device_name(device)
-            remedy = f"add --mixed_precision=False {keep_name}".rstrip()
-            raise ValueError(f"--mixed_precision (True) needs bf16, which {name} lacks; {remedy}")
-        return wanted is not False
+            remedy = f"add --precision=fp16 or --precision=fp32 {keep_name}".rstrip()
+            raise ValueError(f"--precision ({wanted}) needs bf16, which {name} lacks; {remedy}")
+        return section.resolve(wanted)
     native = cpu_has_bf16()
-    if wanted and not native:
-        log.warning("--mixed_precision=True: this CPU has no native bf16, so bf16 is emulated and slow")
+    if wanted in ("fp16", "float8"):
+        log.warning("--precision=%s is slow on a CPU, and here for tests", wanted)
+    elif wanted not in (None, "fp32") and not native:
+        log.warning("--precision=%s: this CPU has no native bf16, so bf16 is emulated and slow", wanted)
     if wanted is None:
-        log.info("mixed_precision: %s (this CPU %s native bf16)", native, "has" if native else "has no")
-    return native if wanted is None else wanted
+        wanted = "bf16" if native else "fp32"
+        log.info("precision: %s (this CPU %s native bf16)", wanted, "has" if native else "has no")
+    return section.resolve(wanted)
 
 
 def start(
@@ -131,8 +133,7 @@ def start(
 
     nccl serves GPU tensors and gloo CPU ones, so that small host-side agreements never wait for the GPU.
     Every restart of torchrun gets a store prefix of its own: stale keys of the last attempt otherwise race
-    with the new ranks. Collectives give up a minute after the watchdog, so that every rank's stacks are on
-    record first; only the group in which checkpoints are written has no limit of its own.
+    with the new ranks.
     """
     random.seed(training.seed)
     np.random.seed(training.seed % 2**32)
@@ -147,9 +148,8 @@ def start(
         keep_freed_memory()
     if not group:
         return
-    accelerated = device.type == "cuda" and section.dist_backend != "gloo"
-    backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
-    timeout = timedelta(seconds=section.collective_timeout_s + 60)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and section.dist_backend != "gloo" else "gloo"
+    timeout = group_timeout(section)
     store: Any = None  # torch finds its own by the environment
     if "MASTER_ADDR" not in os.environ:
         store = dist.HashStore()
@@ -157,14 +157,18 @@ def start(
         port = int(os.environ["MASTER_PORT"])
         agent = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
         store = dist.PrefixStore(meet(agent, world, section.collective_timeout_s), agent)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=world.rank if store is not None else -1,
-        world_size=world.world_size if store is not None else -1,
-        timeout=timeout,
-        device_id=device if accelerated else None,
-    )
+    # without `device_id`: with one, groups of axes are split off, and gloo's part of them with nccl's options
+    rank, size = (world.rank, world.world_size) if store is not None else (-1, -1)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def group_timeout(section: ParallelConfig) -> timedelta:
+    """When a collective gives up: a minute after the watchdog, so that every rank's stacks are on record
+    first.
+
+    Only the group in which checkpoints are written has no limit of its own.
+    """
+    return timedelta(seconds=section.collective_timeout_s + 60)
 
 
 def meet(store: dist.Store, world: World, timeout_s: float) -> str:
@@ -268,32 +272,6 @@ class Phases:
     def text(self) -> str:
         parts = ", ".join(f"{name} {took:.1f}" for name, took in self.seconds.items() if took >= 0.05)
         return f"{sum(self.seconds.values()):.1f} s from launch to the first step done: {parts}"
-
-
-class Console(logging.StreamHandler[TextIO]):
-    """Plain lines; on a terminal also one below them that `show` rewrites. Control characters reach nothing
-    but a terminal."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
-        self.is_live = stream.isatty()
-        self._shown_at = 0.0
-
-    def show(self, text: str) -> None:
-        """Rewrites the live line, at most four times a second."""
-        now = time.monotonic()
-        if not self.is_live or now - self._shown_at < 0.25:
-            return
-        with self.lock or nullcontext():
-            self.stream.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
-            self.stream.flush()
-            self._shown_at = now
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._shown_at:
-            self.stream.write("\r\x1b[K")
-            self._shown_at = 0.0
-        super().emit(record)
 
 
 def set_up_log(world: World) -> None:

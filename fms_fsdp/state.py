@@ -15,6 +15,7 @@ from torch import nn
 
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.data.stream import Stream
+from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import Optimizers
 
 
@@ -22,20 +23,24 @@ from fms_fsdp.optim.optimizers import Optimizers
 class StepResult:
     """One step's outcome, still on the device.
 
-    `loss_sum`: of this rank; `num_labels`: of all ranks; `grad_norm`: before clipping; `requests`: the sums
-    over ranks of what each asked for before the step.
+    `loss_sum`: of this rank; `num_labels`: of all ranks; `grad_norm`: before clipping, without the loss
+    scale; `requests`: the sums over ranks of what each asked for before the step; `loss_scale`: of fp16.
     """
 
     loss_sum: torch.Tensor
     num_labels: torch.Tensor
     grad_norm: torch.Tensor
     requests: torch.Tensor
+    loss_scale: torch.Tensor | None = None
 
 
 @dataclass
 class Progress:
     """Where a run is: `step` is the last step done, `start` the last one before this launch.
 
+    rows_seen, tokens_seen    trained on by the end of `step`, over all launches of the run
+    rows_at_end               of the whole run, as the flags of this launch plan it
+    batch_rows, batch_tokens  of `step`
     requests    what this rank asks for, sent to all ranks with the next step
     stop        why the launch ends after the step under way; empty while it goes on
     problem     why the records of this rank cannot be written; empty while they can
@@ -45,9 +50,11 @@ class Progress:
 
     start: int
     num_steps: int
-    rows_per_step: int
-    tokens_per_step: int
-    tokens_at_start: int = 0
+    rows_seen: int = 0
+    tokens_seen: int = 0
+    rows_at_end: int = 0
+    batch_rows: int = 0
+    batch_tokens: int = 0
     step: int = -1
     batch: Batch | None = None
     requests: list[int] = field(default_factory=list)
@@ -58,15 +65,23 @@ class Progress:
 
     def __post_init__(self) -> None:
         self.step = self.start
+        self._before = self.rows_seen, self.tokens_seen
+
+    def count(self, rows: int, tokens: int) -> None:
+        """Takes in a step that was made of so many rows and tokens, of all ranks."""
+        self.step += 1
+        self.batch_rows, self.batch_tokens = rows, tokens
+        self.rows_seen += rows
+        self.tokens_seen += tokens
 
     @property
     def steps_of_launch(self) -> int:
         return self.step - self.start
 
     @property
-    def tokens_seen(self) -> int:
-        """Tokens trained on by the end of `step`, over all launches of the run."""
-        return self.tokens_at_start + self.steps_of_launch * self.tokens_per_step
+    def seen_in_launch(self) -> tuple[int, int]:
+        """Rows and tokens of this launch."""
+        return self.rows_seen - self._before[0], self.tokens_seen - self._before[1]
 
     @property
     def is_done(self) -> bool:
@@ -81,6 +96,7 @@ class TrainState:
     optimizers: Optimizers
     stream: Stream
     progress: Progress
+    loss_scale: LossScale | None = None
 
 
 class Hook:

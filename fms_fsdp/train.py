@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.errors import BadInput
 from fms_fsdp.mesh import Mesh
+from fms_fsdp.models.dropout import row_keys
 from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.schedules import Schedule
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
@@ -29,14 +30,18 @@ from fms_fsdp.state import Hook, StepResult, TrainState
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What a step needs beside the state and the batch."""
+    """What a step needs beside the state and the batch.
+
+    `dropout_seed`: None, unless the model drops values.
+    """
 
     mesh: Mesh
     device: torch.device
     schedule: Schedule
-    grad_accum_steps: int
+    batch_size: int  # rows of a micro-step
     grad_clip: float
     document_mask: bool
+    dropout_seed: int | None = None
 
 
 def train(recipe: TrainStep, state: TrainState, hooks: Sequence[Hook], clock: Clock) -> None:
@@ -56,11 +61,13 @@ def train(recipe: TrainStep, state: TrainState, hooks: Sequence[Hook], clock: Cl
         try:
             with record_function("data"):
                 progress.batch = batch = state.stream.next_batch()
+            if (rows := len(batch.tokens_BS)) % recipe.batch_size:
+                raise ValueError(f"stream gave {rows} rows; it must give a multiple of {recipe.batch_size}")
         except (ValueError, FileNotFoundError) as error:
             raise BadInput(str(error), on_one_rank=True, data_step=progress.step + 1) from error
         clock.mark("data")
         result = train_step(recipe, state, batch, clock)
-        progress.step += 1
+        progress.count(*_size(batch, recipe.mesh))
         for hook in hooks:
             hook.after_step(progress, result)
             clock.mark(hook.part)
@@ -73,35 +80,53 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
 
     The requests of all ranks are added up beside the number of labels, in one message.
     """
-    mesh, model, accum = recipe.mesh, state.model, recipe.grad_accum_steps
+    mesh, model, accum = recipe.mesh, state.model, len(batch.tokens_BS) // recipe.batch_size
+    scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")
     own = torch.tensor([own_labels, *state.progress.requests])
     sums = mesh.sum(own.to(recipe.device, non_blocking=True), "world")
     num_labels = sums[0].clamp(min=1)
     loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
-    for micro_step, micro in enumerate(micro_batches(recipe, batch)):
+    for micro_step, micro in enumerate(micro_batches(recipe, batch, state.progress.step + 1)):
         set_gradient_sync(model, last_micro_step=micro_step == accum - 1, mesh=mesh)
         with record_function("forward"):
             micro_loss, _ = model(*micro)
         with record_function("backward"):
-            (micro_loss * (mesh.size("loss") / num_labels)).backward()
+            (micro_loss * (mesh.size("loss") / num_labels * scale)).backward()
         loss_sum += micro_loss.detach()
     clock.mark("forward_backward")
     with record_function("optimizer"):
-        grad_norm = clip_grad_norm(parameters, recipe.grad_clip, mesh)
-        state.optimizers.step(partial(recipe.schedule, state.progress.step + 1), grad_norm)
+        if state.optimizers.clip_by_themselves:
+            grad_norm = clip_grad_norm(parameters, 0.0, mesh) / scale
+        else:
+            grad_norm = clip_grad_norm(parameters, recipe.grad_clip, mesh, scale)
+        progress = state.progress
+        tokens = progress.tokens_seen + _size(batch, mesh)[1]
+        rate = partial(recipe.schedule, progress.step + 1, tokens)
+        state.optimizers.step(rate, grad_norm, recipe.grad_clip, scale)
         state.optimizers.zero_grad()
+        if state.loss_scale is not None:
+            state.loss_scale.update(grad_norm)
     clock.mark("optimizer")
-    return StepResult(loss_sum, num_labels, grad_norm, sums[1:])
+    made_with = None if state.loss_scale is None else state.loss_scale.before
+    return StepResult(loss_sum, num_labels, grad_norm, sums[1:], made_with)
 
 
-def micro_batches(recipe: TrainStep, batch: Batch) -> Iterator[tuple[torch.Tensor | None, ...]]:
+def _size(batch: Batch, mesh: Mesh) -> tuple[int, int]:
+    """Rows and tokens of the global batch, of which `batch` is this rank's part."""
+    return mesh.size("dp") * len(batch.tokens_BS), mesh.size("dp") * batch.tokens_BS.numel()
+
+
+def micro_batches(recipe: TrainStep, batch: Batch, step: int) -> Iterator[tuple[torch.Tensor | None, ...]]:
     """The model's arguments for each micro-step: consecutive slices of the rank's rows, on the device."""
     mask = (batch.positions_BS, batch.document_ids_BS) if recipe.document_mask else (None, None)
+    keys_B, num_rows = None, len(batch.tokens_BS)
+    if recipe.dropout_seed is not None:
+        keys_B = row_keys(recipe.dropout_seed, step, recipe.mesh.place("dp") * num_rows, num_rows)
     moved = [
-        None if column is None else column.to(recipe.device, non_blocking=True).chunk(recipe.grad_accum_steps)
-        for column in (batch.tokens_BS, batch.labels_BS, *mask)
+        None if column is None else column.to(recipe.device, non_blocking=True).split(recipe.batch_size)
+        for column in (batch.tokens_BS, batch.labels_BS, *mask, keys_B)
     ]
-    for micro_step in range(recipe.grad_accum_steps):
+    for micro_step in range(len(batch.tokens_BS) // recipe.batch_size):
         yield tuple(None if column is None else column[micro_step] for column in moved)

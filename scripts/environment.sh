@@ -5,11 +5,15 @@
 #   use_environment [EXTRA ...]          # sets PYTHON; EXTRA is one of pyproject.toml, such as dev
 #
 # It takes PYTHON if that is set, otherwise the active environment if that has all packages, otherwise .venv
-# in the repository, which it makes if it is missing. Write the settings of a site (modules, proxies,
-# NCCL_SOCKET_IFNAME) into scripts/site.sh, which this file reads if it exists. On a machine without a GPU,
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
+# in the repository, which it makes if it is missing. If the script then sets TORCH_VERSION, such as 2.11, it
+# takes .venv-torch-2.11, with the newest torch of that version.
+#
+# Write the settings of a site (modules, proxies, NCCL_SOCKET_IFNAME) into scripts/site.sh, which this file
+# reads if it exists. On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# saves gigabytes.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV=.venv TORCH_VERSION=""
 # shellcheck source=/dev/null
 [[ ! -f "$ROOT/scripts/site.sh" ]] || source "$ROOT/scripts/site.sh"
 
@@ -78,20 +82,33 @@ newest_python() {
 }
 
 use_environment() {
-    if [[ -n "${PYTHON:-}" ]]; then
+    local candidate candidates=(python3 "$ROOT/$VENV/bin/python")
+    if [[ -n "$TORCH_VERSION" ]]; then
+        VENV=".venv-torch-$TORCH_VERSION"
+        candidates=("$ROOT/$VENV/bin/python")
+    elif [[ -n "${PYTHON:-}" ]]; then
         satisfies "$PYTHON" "$@" ||
             give_up "PYTHON ($PYTHON) lacks packages of pyproject.toml; install them or unset it"
         return
     fi
-    local candidate
-    for candidate in python3 "$ROOT/.venv/bin/python"; do
+    for candidate in "${candidates[@]}"; do
         if satisfies "$candidate" "$@"; then
             PYTHON="$candidate"
             return
         fi
     done
-    PYTHON="$ROOT/.venv/bin/python"
+    PYTHON="$ROOT/$VENV/bin/python"
     under_lock make_environment "$@"
+}
+
+# Shows on a terminal, in one line, how long pip has been at work and what it does, by its output in the file
+# $1; ends with the script.
+watch_pip() {
+    local what
+    while [[ -t 2 ]] && sleep 1 && kill -0 $$ 2>/dev/null; do
+        what="$(grep -oE '(Collecting|Downloading|Building|Installing) .*' "$1" | tail -n 1)" || true
+        printf '\r\e[K%s: %d s  %.60s' "$(basename "$0")" "$SECONDS" "$what" >&2
+    done
 }
 
 make_environment() {
@@ -99,16 +116,32 @@ make_environment() {
     if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
         local base
         base="$(newest_python)"
-        say "makes an environment in .venv with $("$base" --version)"
-        "$base" -m venv "$ROOT/.venv" ||
+        say "makes an environment in $VENV with $("$base" --version)"
+        "$base" -m venv "$ROOT/$VENV" ||
             give_up "python venv failed; install python3-venv, or activate an environment of your own"
     fi
-    local extras
+    local extras constraints="$ROOT/constraints.txt" torch=()
     extras="$(IFS=,; echo "$*")"
-    say "installing packages into .venv${extras:+ ($extras)}; this happens once and takes a minute or more"
-    "$PYTHON" -m pip install -qq --no-input --disable-pip-version-check \
-        --constraint "$ROOT/constraints.txt" --editable "$ROOT${extras:+[$extras]}" ||
-        give_up "pip could not install the packages; see its message above"
+    if [[ -n "$TORCH_VERSION" ]]; then  # with what that version of torch needs
+        constraints="$(mktemp)"
+        grep -vE '^(torch|setuptools)==' "$ROOT/constraints.txt" >"$constraints"
+        torch=("torch==$TORCH_VERSION.*")
+    fi
+    say "installing packages into $VENV${extras:+ ($extras)}; this happens once and takes a minute or more"
+    local output watcher code=0
+    output="$(mktemp)"
+    watch_pip "$output" &
+    watcher=$!
+    "$PYTHON" -m pip install --no-input --disable-pip-version-check --progress-bar=off \
+        --constraint "$constraints" "${torch[@]}" --editable "$ROOT${extras:+[$extras]}" >"$output" 2>&1 ||
+        code=$?
+    kill "$watcher" 2>/dev/null || true
+    wait "$watcher" 2>/dev/null || true
+    [[ ! -t 2 ]] || printf '\r\e[K' >&2
+    ((code == 0)) || tail -n 15 "$output" >&2
+    rm -f "$output"
+    [[ -z "$TORCH_VERSION" ]] || rm -f "$constraints"
+    ((code == 0)) || give_up "pip could not install the packages; see its message above"
     satisfies "$PYTHON" "$@" ||
-        give_up ".venv still lacks packages of pyproject.toml; remove the folder .venv and try again"
+        give_up "$VENV still lacks packages of pyproject.toml; remove the folder $VENV and try again"
 }

@@ -1,19 +1,25 @@
 #!/usr/bin/env bash
-# Runs the quick tests, with --all also the slow ones. pytest gets all further arguments.
+# Runs the quick tests, with --all also the slow ones, with --torch=2.11 under another version of torch, in an
+# environment of its own. Up to four files of tests run at a time (one: -n0). pytest gets
+# all further arguments.
 #
-#   bash scripts/test.sh [--all] [tests/data -k resume ...]
+#   bash scripts/test.sh [--all] [--torch=VERSION] [tests/data -k resume ...]
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
-use_environment dev
 selection=(-m "not slow")
 arguments=()
 for argument in "$@"; do
-    if [[ "$argument" == --all ]]; then
-        selection=()
-    else
-        arguments+=("$argument")
-    fi
+    case "$argument" in
+        --all) selection=() ;;
+        --torch=*) TORCH_VERSION="${argument#*=}" ;;
+        *) arguments+=("$argument") ;;
+    esac
 done
-exec "$PYTHON" -m pytest -q "${selection[@]}" "${arguments[@]}"
+if [[ ! "${TORCH_VERSION:-2.11}" =~ ^2\.[0-9]+(\.[0-9]+)?$ ]]; then
+    say "error: --torch ($TORCH_VERSION) must be a version such as 2.11"
+    exit 2
+fi
+use_environment dev
+exec "$PYTHON" -m pytest -q -n auto --maxprocesses=4 --dist=loadfile "${selection[@]}" "${arguments[@]}"

@@ -15,8 +15,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
-# ---- What to train: edit here, set variables of the environment, or pass flags
-# -------------------------------
+# ---- What to train: edit here, set variables of the environment, or pass flags ----
 DATA_DIR="${DATA_DIR:-data/quickstart}"               # token shards; prepare_data makes them if needed
 MODEL_ARGS=(
     --model_variant="${MODEL_VARIANT:-quickstart}"    # a variant: quickstart, 194m, llama3.2_1b, 7b, ...
@@ -26,22 +25,20 @@ DATA_ARGS=(
     --data_path="$DATA_DIR"                           # folder with one subfolder per source
     --datasets="${DATASETS:-stdlib,packages,prose}"   # the sources
     --weights="${WEIGHTS:-2,2,1}"                     # their shares of the tokens
-    --eval_interval="${EVAL_INTERVAL:-300}"           # steps between validations on held-out text
+    --eval_interval="${EVAL_INTERVAL:-175}"           # steps between validations on held-out text
 )
 TRAIN_ARGS=(
-    --batch_size="${BATCH_SIZE:-8}"                   # rows per device and micro-step
-    --num_steps="${NUM_STEPS:-900}"                   # optimizer steps in total
-    --learning_rate="${LEARNING_RATE:-4e-3}"          # peak, after the warm-up
+    --batch_size="${BATCH_SIZE:-16}"                  # rows per device and micro-step
+    --num_steps="${NUM_STEPS:-700}"                   # optimizer steps in total
+    --learning_rate="${LEARNING_RATE:-2e-3}"          # peak, after the warm-up
     --report_interval="${REPORT_INTERVAL:-20}"        # steps between report lines
-    --checkpoint_interval="${CHECKPOINT_INTERVAL:-300}"  # steps between checkpoints
+    --checkpoint_interval="${CHECKPOINT_INTERVAL:-350}"  # steps between checkpoints
 )
-# ---- Where to train: the script detects it, or variables of the environment say it
-# --------------------------- NPROC_PER_NODE   processes on this machine (default: one per GPU of the job or
-# machine; without GPUs one
+# ---- Where to train: the script detects it, or variables of the environment say it ----
+# NPROC_PER_NODE   processes on this machine (default: one per GPU of the job or machine; without GPUs one
 #                  process that uses all cores)
 # NNODES, NODE_RANK, MASTER_ADDR   number of nodes, this node's number from 0, name of the first node
-# (default:
-#                  from SLURM)
+#                  (default: from SLURM)
 # MASTER_PORT      port of the rendezvous between nodes (default: from the number of the SLURM job)
 # MAX_RESTARTS     how often torchrun starts failed workers again, from the last checkpoint (default: 0)
 # RUN_NAME         name of the run, if no flag and no file of --config names it
@@ -84,6 +81,8 @@ prepare_data() {
     skip='site-packages/*,dist-packages/*,test/*,tests/*,*/test/*,*/tests/*,idlelib/*,lib2to3/*'
     # These files hold tables, not text.
     skip+=',_vendor/*,*/_vendor/*,encodings/*,html/entities.py,locale.py,*_pb2*.py,*_mappings.py'
+    skip+=',_sysconfigdata*,pydoc_data/*,stringprep.py,*_casefix.py,*_char_codes.py,*opcode*.py'
+    skip+=',_compat_pickle.py'
     "$PYTHON" -m fms_fsdp prepare --input="$inputs" --output="$DATA_DIR" --include='*.py,*.jsonl' \
         --exclude="$skip" --train_tokenizer --vocab_size=1024 --tokenizer_sample_mb=16 --shard_tokens=1M \
         --split=98,2 --dedup
@@ -112,6 +111,13 @@ except ValueError as error:
 PYTHON_CODE
 }
 
+# Says whether torch.compile finds what it needs: a C++ compiler and, beside it, Python's headers.
+can_compile() {
+    command -v "${CXX:-g++}" >/dev/null && "$PYTHON" -c '
+import pathlib, sys, sysconfig
+sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").is_file())'
+}
+
 count_gpus() {
     if [[ -n "${SLURM_GPUS_ON_NODE:-}" ]]; then
         echo "$SLURM_GPUS_ON_NODE"
@@ -130,7 +136,6 @@ choose_launch() {
     local nodes="${SLURM_STEP_NUM_NODES:-${NNODES:-1}}" first="${MASTER_ADDR:-}"
     gpus="$(count_gpus)"
     if ((gpus > 0)); then
-        export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
         export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
     fi
     local processes="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
@@ -201,14 +206,15 @@ pass_on() {
     stopping=yes
 }
 
-# Appends the launch's output to console.txt, from its first line on, as soon as the launch owns the run
-# folder.
+# Appends the launch's output to console.txt, from its first line on and without colours, as soon as the
+# launch owns the run folder.
 copy_to_console() {
     until claimed; do
         kill -0 "$1" 2>/dev/null || break
         sleep 0.2
     done
-    ! claimed || tail -n +1 -s 0.1 -f --pid="$1" "$SCRATCH/console.txt" >>"$RUN_DIR/console.txt"
+    ! claimed || tail -n +1 -s 0.1 -f --pid="$1" "$SCRATCH/console.txt" |
+        sed -u 's/\x1b\[[0-9;]*m//g' >>"$RUN_DIR/console.txt"
 }
 
 # Runs the launch with its output on the terminal and in console.txt. A signal to the process group reaches
@@ -222,9 +228,12 @@ launch() {
         exec tee -a --output-error=warn-nopipe "$SCRATCH/console.txt" <"$SCRATCH/output"
     ) &
     (trap '' TERM INT HUP USR1 && copy_to_console "$!") &
-    local session=()
+    local session=() terminal=""
     command -v setsid >/dev/null && session=(setsid)
-    LAUNCH_OUTCOME="$SCRATCH/outcome.json" PYTHONUNBUFFERED=1 "${session[@]}" "${LAUNCH[@]}" "$@" \
+    # The launch shows its live line on the terminal itself, beside the pipe.
+    [[ ! -t 1 ]] || terminal="$(readlink "/proc/$$/fd/1")"
+    LAUNCH_TERMINAL="$terminal" LAUNCH_OUTCOME="$SCRATCH/outcome.json" PYTHONUNBUFFERED=1 \
+        "${session[@]}" "${LAUNCH[@]}" "$@" \
         >"$SCRATCH/output" 2>&1 &
     local child=$!
     trap 'pass_on TERM' TERM HUP USR1
@@ -255,21 +264,9 @@ read_outcome() {
     esac
 }
 
-tell_results() {
-    "$PYTHON" - "$RUN_DIR" <<'PYTHON_CODE'
-import json
-import sys
-from pathlib import Path
-
-folder = Path(sys.argv[1])
-file = folder / "metrics.jsonl"
-records = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-losses = {record["step"]: record["loss"] for record in records if record.get("loss") is not None}
-if losses:
-    first, last = min(losses), max(losses)
-    print(f"loss {losses[first]:.3f} at step {first}, {losses[last]:.3f} at step {last}")
-PYTHON_CODE
-    local python="${PYTHON#"$ROOT"/}" argument length="" longer=(bash scripts/train.sh)
+# Prints the command of a longer run: this one with another length, over which the learning rate falls.
+longer_command() {
+    local argument length="" longer=(bash scripts/train.sh)
     for argument in "${USER_ARGS[@]}"; do
         if [[ "$argument" != -* ]]; then
             [[ -n "$length" ]] || longer+=("$(printf '%q' "$argument")")
@@ -277,21 +274,72 @@ PYTHON_CODE
         fi
         length=""
         case "$argument" in
-            *num[_-]steps | *num[_-]tokens | *num[_-]samples) length=yes ;; # its value is the next argument
-            *num[_-]steps=* | *num[_-]tokens=* | *num[_-]samples=*) ;;
+            *num[_-]steps | *num[_-]tokens | *num[_-]samples | *lr[_-]decay) length=yes ;; # then its value
+            *num[_-]steps=* | *num[_-]tokens=* | *num[_-]samples=* | *lr[_-]decay=*) ;;
             *) longer+=("$(printf '%q' "$argument")") ;;
         esac
     done
+    [[ "$REASON" =~ [0-9]+ ]] || BASH_REMATCH=(1000) # "finished 900 steps"
+    length="$((3 * BASH_REMATCH[0]))"
+    longer+=("--num_steps=$length")
+    [[ "${USER_ARGS[*]}" == *lr[_-]schedule* ]] || longer+=("--lr_decay=$length")
+    echo "${longer[*]}"
+}
+
+# Prints text that the model writes, if it has a tokenizer and at most a billion parameters. The page shows
+# the text too.
+tell_sample() {
+    local size data="$DATA_DIR" prompt="def main("
+    [[ -z "$own_data" ]] || data="$(value_of data_path)" prompt=""
+    size="$(sed -n 's/.*"num_params": *\([0-9]*\).*/\1/p' "$RUN_DIR/config.json" 2>/dev/null)" || true
+    compgen -G "$data/tokenizer.*" >/dev/null || return 0
+    ((${size:-0} <= 1000000000)) || return 0
+    if timeout 12 "$PYTHON" -m fms_fsdp generate --path="$RUN_DIR" --prompt="$prompt" \
+        >"$SCRATCH/sample" 2>"$SCRATCH/sample_error"; then
+        cat "$SCRATCH/sample" >>"$RUN_DIR/samples.txt"
+        sed '1s/^/sample  /; 2,$s/^/        /' "$SCRATCH/sample"
+    else
+        echo "it took more than 12 s" >>"$SCRATCH/sample_error" # read only if there is nothing before it
+        say "note: no sample could be written: $(head -n 1 "$SCRATCH/sample_error")"
+    fi
+}
+
+# Prints the results of a finished run, a sample of its text and the address of its page, within 20 seconds,
+# and what to do next.
+tell_results() {
+    "$PYTHON" - "$RUN_DIR/metrics.jsonl" <<'PYTHON_CODE' || say "note: $RUN_DIR/metrics.jsonl cannot be read"
+import json
+import sys
+
+with open(sys.argv[1]) as file:
+    last = {key: value for line in file for key, value in json.loads(line).items() if value is not None}
+parts = [f"loss {last['loss_mean']:.4f}, the mean since the last report"] if "loss_mean" in last else []
+for name in ("validation", "test"):
+    key = name.replace("validation", "eval")
+    if f"{key}/loss" in last:
+        bits = last.get(f"{key}/bits_per_byte")
+        bits = "" if bits is None else f" ({bits:.3f} bits per byte)"
+        parts.append(f"{name} loss {last[f'{key}/loss']:.4f}{bits}")
+print("result ", "; ".join(parts))
+PYTHON_CODE
+    tell_sample
+    local page="$RUN_DIR/report.html"
+    if timeout 8 "$PYTHON" -m fms_fsdp report "$RUN_DIR" >"$SCRATCH/report" 2>&1; then
+        echo "report  file://$(realpath "$page")"
+    else
+        echo "it took more than 8 s" >>"$SCRATCH/report"
+        say "note: the page of curves could not be made: $(head -n 1 "$SCRATCH/report")"
+    fi
+    echo "folder  $RUN_DIR: metrics.jsonl, checkpoints, log.txt, console.txt"
+    if [[ -z "${VIRTUAL_ENV:-}" && "$PYTHON" == "$ROOT/.venv/bin/python" ]]; then
+        echo "next    source .venv/bin/activate"
+    fi
     cat <<TEXT
-made    $RUN_DIR/metrics.jsonl      loss, speed and memory, one JSON object a line
-        $RUN_DIR/checkpoints/       a longer run starts from these
-        $RUN_DIR/console.txt        all output
-look    $python -m fms_fsdp report "$RUN_DIR"      one page of curves; needs matplotlib
-        $python -m tensorboard.main --logdir "$RUN_DIR/tensorboard"
-longer  ${longer[*]} --num_steps=3000
-yours   $python -m fms_fsdp prepare --input=web=FOLDER --output=data/web --split=98,2 \\
+curves  tensorboard --logdir $(printf '%q' "$RUN_DIR/tensorboard")
+longer  $(longer_command)
+yours   python -m fms_fsdp prepare --input=docs --output=data/docs --split=98,2 \\
             --tokenizer=$DATA_DIR/tokenizer.model
-        bash scripts/train.sh --data_path=data/web --datasets=web --weights=1
+        bash scripts/train.sh --data_path=data/docs --datasets=docs     (your folder in the place of docs)
 TEXT
 }
 
@@ -330,10 +378,11 @@ main() {
         args=() own_data=yes
     elif given data_path || given use_dummy_dataset || given dataset_builder; then
         args=("${MODEL_ARGS[@]}" "${TRAIN_ARGS[@]}") own_data=yes
-        if [[ -d "$(value_of data_path)/validation" ]]; then
-            args+=(--eval_interval="${EVAL_INTERVAL:-300}")
+        if given data_path && [[ -d "$(value_of data_path)/validation" ]]; then
+            args+=(--eval_interval="${EVAL_INTERVAL:-175}")
         fi
     fi
+    if [[ -z "$own_data" ]] && can_compile; then args+=(--use_torch_compile=True); fi
     drop_defaults
     args+=("$@")
     RUN_DIR="$(find_run_folder "${args[@]}")" || exit 2

@@ -1,15 +1,58 @@
-"""Settings of the test processes, before torch is imported: idle threads sleep; tests share cores."""
+"""Settings of the test processes, before torch is imported.
+
+Idle threads sleep, because tests share cores. GPUs are hidden: all tests run on the CPU, wherever they run;
+those in tests/gpu give their processes the first of the GPUs back.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# kept under another name for tests/gpu, and for test processes of this one
+os.environ.setdefault("GPUS_OF_TESTS", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# a shell without job control lets what runs in its background ignore Ctrl-C, and programs hand that on
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Estimate:
+    """Says once a minute how many tests are done and how long the others will take."""
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session, self._done, self._failed = session, 0, 0
+        self._total = 0
+        self._began = self._told = time.monotonic()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._failed += report.failed
+        self._done += report.when == "teardown"
+        now, total = time.monotonic(), self._total or self._session.testscollected
+        if now - self._told < 60 or report.when != "teardown" or self._done == total:
+            return
+        self._told = now
+        left = timedelta(seconds=round((now - self._began) * (total - self._done) / self._done))
+        failed = f"{self._failed} failed, " if self._failed else ""
+        reporter = self._session.config.pluginmanager.getplugin("terminalreporter")
+        reporter.ensure_newline()
+        reporter.write_line(f"{self._done:,} of {total:,} tests, {failed}about {left} left")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
+        self._total = len(ids)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # a worker of pytest-xdist says nothing
+        session.config.pluginmanager.register(Estimate(session))
 
 
 @pytest.fixture

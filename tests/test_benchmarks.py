@@ -1,8 +1,9 @@
-"""The sweep of benchmarks/bench_train.py: real runs, and those that do not fit."""
+"""Real runs of benchmarks: the sweep of bench_train.py, and the comparison of programs."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +27,103 @@ def test_a_sweep_survives_what_does_not_fit_and_marks_the_best(tmp_path: Path) -
     assert record["versions"]["torch"] and "bench_train.py" in record["command"]
     rows = done.stdout.splitlines()
     assert rows[0].startswith("| batch_size | tokens/s/device") and " * |" in rows[2] and "memory" in rows[3]
+
+
+@pytest.mark.slow
+def test_a_result_goes_into_the_temporary_folder_and_never_into_the_checkout(tmp_path: Path) -> None:
+    results = ROOT / "benchmarks" / "results"
+    before = {path: path.read_bytes() for path in results.iterdir()}
+    command = [sys.executable, "benchmarks/count_traffic.py", "--world_size=16", "--files=8", "--steps=2"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    written = Path(done.stderr.splitlines()[-1].removeprefix("written: "))
+    assert written.is_relative_to(tmp_path) and json.loads(written.read_text())["counts"]
+    assert {path: path.read_bytes() for path in results.iterdir()} == before
+
+
+@pytest.mark.slow
+def test_optimizers_are_measured_beside_torch_s_own(tmp_path: Path) -> None:
+    script = "benchmarks/bench_optim.py --variant=tiny --rounds=1 --optimizers=adamw,muon,sm3"
+    command = [sys.executable, *script.split(), f"--output={tmp_path}/r.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "r.json").read_text())
+    found = {name: result["bytes_a_parameter"] for name, result in record["results"].items()}
+    assert (
+        list(found) == ["torch_adamw", "adamw", "muon", "sm3"]
+        and found["adamw"] == 8
+        and not record["left_out"]
+    )
+
+
+@pytest.mark.slow
+def test_generation_is_measured_beside_transformers(tmp_path: Path) -> None:
+    script = "benchmarks/bench_generate.py --variants=tiny --tokens=2 --prefill=8 --rounds=1 --megabytes=4"
+    command = [sys.executable, *script.split(), f"--output={tmp_path}/r.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for result in json.loads((tmp_path / "r.json").read_text())["results"]:
+        rates = result["tokens_per_sec"]
+        assert list(rates) == ["ours", "transformers", "static"] and min(rates["ours"].values()) > 0
+        assert result["ratio"]["decode_16"]["static"] > 0 and result["bandwidth_share"] > 0
+
+
+def test_the_steps_to_a_loss_are_read_between_two_evaluations() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from bench_loss import steps_to_reach
+
+    curve = {10: 5.0, 20: 4.0, 30: 3.0}
+    assert [steps_to_reach(curve, loss) for loss in (6.0, 3.5, 3.0, 2.0)] == [10.0, 25.0, 30.0, None]
+
+
+def test_every_script_of_results_takes_output() -> None:
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        other = ("bench_train", "result_file", "gpu_compare", "gpu_copy")  # its own way, or no result
+        assert '"--output"' in path.read_text() or path.stem in other, path
+        assert '/ "results"' not in path.read_text() and "benchmarks/results" not in path.read_text(), path
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_programs_are_counted_by_their_code_their_packages_and_their_answer_to_a_mistyped_flag(
+    tmp_path: Path,
+) -> None:
+    env, site = tmp_path / "env", tmp_path / "env" / "lib" / "python3.11" / "site-packages"
+    _write(site / "litgpt" / "__init__.py", '"""Text."""\n\nversion = 1  # one line\n')
+    _write(site / "litgpt" / "pretrain.py", "from .model import (\n    Model,\n)\nfrom .deep import near\n")
+    _write(site / "litgpt" / "model.py", "class Model:\n    pass\n")
+    _write(site / "litgpt" / "deep" / "__init__.py", "")
+    _write(site / "litgpt" / "deep" / "near.py", "from ..model import Model\nfrom ...outside import x\n")
+    _write(site / "litgpt" / "chat.py", "a = 1\nb = 2\nc = 3\n")
+    _write(site / "litgpt" / "tests" / "test_model.py", "a = 1\n")
+    for name in ("litgpt", "torch", "filelock", "brought"):
+        _write(site / f"{name}-1.5.dist-info" / "METADATA", f"Name: {name}\nVersion: 1.5\n")
+        _write(site / f"{name}-1.5.dist-info" / "RECORD", f"{name}.bin,,\n")
+        _write(site / f"{name}.bin", "x" * 2_000_000)
+    _write(env / "bin" / "litgpt", '#!/bin/sh\necho usage\necho "error: what is $3" >&2\nexit 2\n')
+    (env / "bin" / "litgpt").chmod(0o755)
+    command = ["benchmarks/compare_programs.py", f"--litgpt={env}", f"--output={tmp_path}/r.json"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record.keys() == {"date", "python", "litgpt"}
+    found = record["litgpt"]
+    assert found["installed"] == {"versions": {"torch": "1.5"}, "version": "1.5", "packages": 1, "mb": 2.0}
+    assert found["lines"] == {
+        "package_lines": 12,
+        "package_files": 6,
+        "training_lines": 9,
+        "training_files": 5,
+    }
+    assert found["mistyped_flag"]["answer"] == "error: what is --learning_rat=1"
+    assert found["mistyped_flag"]["exit_status"] == 2 and len(found["mistyped_flag"]["cpu_s_rounds"]) == 3

@@ -6,10 +6,12 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from fms_fsdp.cpu_tuning import set_thread_waiting
+from fms_fsdp.cpu_tuning import let_gpu_memory_grow, set_thread_waiting
+from tests.cli import ROOT
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,32 @@ def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch, given: dict[
     monkeypatch.setattr(os, "environ", dict(given))
     set_thread_waiting()
     assert os.environ == given
+
+
+@pytest.mark.parametrize("given", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", ""])
+def test_gpu_memory_grows_in_place_unless_the_user_set_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    before = {given: "backend:cudaMallocAsync"} if given else {}
+    monkeypatch.setattr(os, "environ", dict(before))
+    let_gpu_memory_grow()
+    assert os.environ == (before or {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+
+
+@pytest.mark.parametrize("module", ["main_training", "fms_fsdp.__main__"])
+def test_every_command_sets_the_allocator_before_torch_is_there(tmp_path: Path, module: str) -> None:
+    """A torch of ours tells the setting that it finds."""
+    (tmp_path / "torch.py").write_text("import os; raise SystemExit(os.environ['PYTORCH_CUDA_ALLOC_CONF'])")
+    argv = ["evaluate"] if module != "main_training" else ["--use_dummy_dataset=True"]
+    environment = {name: text for name, text in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *argv],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr.strip() == "expandable_segments:True"
 
 
 # Prints how many pages the system had to fill while 30 blocks of 48 MiB were made and freed.

@@ -1,49 +1,136 @@
-"""Every command in a bash block of the README and of docs/ runs in a copy of the repository."""
+"""What README and docs/ tell a reader to type works as printed.
+
+Blocks of commands run in the order of the pages, in a copy of the repository with an environment of its own.
+A block after `<!-- needs: gpu -->` (or cluster, network, docker) cannot run here: the parser of the program
+reads it, as it reads the commands within sentences.
+"""
 
 from __future__ import annotations
 
-import os
+import importlib
 import re
 import shlex
-import shutil
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from fms_fsdp.__main__ import COMMANDS
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.flags import parse_flags
 from tests.cli import ROOT
+from tests.fresh import copy_tracked, make_environment, outside
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TESTS_THEMSELVES = ("bash scripts/test.sh", "bash scripts/check.sh")
+FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+NEEDS = re.compile(r"<!-- needs: (gpu|cluster|network|docker) -->\n\Z")
+PROGRAMS = "python|torchrun|bash|source|fms-fsdp|sbatch|srun|docker|torchx|tensorboard|for"
+COMMAND = re.compile(rf"^ *([A-Z_]+=\S* )*({PROGRAMS}) ", re.MULTILINE)
+ACTIVATE = "source .venv/bin/activate"
+PLACEHOLDERS = {"…", "...", "[flags]", "[RUN", "…]"}
+TRAINING = {"main_training.py", "main_training", "train.sh", "train.slurm", "my_training.py"}
+# the commands stay as printed: these variables make them short
+SHORT = {"NUM_STEPS": "2", "RUN_NAME": "docs", "PYTEST_ADDOPTS": "--collect-only"}
 
 
-def commands() -> list[str]:
-    """All commands of all bash blocks, in order, comments and continuation lines resolved, each once."""
-    found = []
+class Block(NamedTuple):
+    """Commands of a page: where they stand, what they need and whether the environment is active there."""
+
+    place: str
+    text: str
+    needs: str
+    is_active: bool
+
+
+def blocks() -> Iterator[Block]:
     for page in PAGES:
-        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                line = re.sub(r"\s+#.*", "", line).strip()
-                if line and not line.startswith(("#", *TESTS_THEMSELVES)):
-                    found.append(line)
-    return list(dict.fromkeys(found))
+        content = page.read_text()
+        for fence in FENCED.finditer(content):
+            if fence[1] == "bash":
+                before = content[: fence.start()]
+                needs = NEEDS.search(before)
+                is_active = page.name != "README.md" or ACTIVATE in before
+                place = f"{page.stem}:{before.count(chr(10)) + 1}"
+                yield Block(place, fence[2], needs[1] if needs else "", is_active)
+
+
+def inline_commands() -> Iterator[tuple[str, str]]:
+    """Page and command of each `command` within sentences, tables and manifests."""
+    for page in PAGES:
+        for language, text in FENCED.findall(page.read_text()):
+            for command in re.findall(r"\bbash scripts/[^\"\n]+", text if language == "yaml" else ""):
+                yield page.stem, command
+        for quoted in re.findall(r"`([^`]+)`", FENCED.sub("", page.read_text())):
+            if COMMAND.match(text := " ".join(quoted.split())):
+                yield page.stem, text
+
+
+def read_by_its_parser(line: str) -> None:
+    """Lets the program that a line of shell starts parse its flags; fails if it starts none that is known."""
+    words = [word for word in shlex.split(line, comments=True) if word not in PLACEHOLDERS]
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        del words[0]
+    if words[0] == "torchrun":
+        known = get_args_parser()._option_string_actions
+        script = next((i for i, word in enumerate(words[1:], 1) if not word.startswith("-")), len(words))
+        assert all(word.partition("=")[0] in known for word in words[1:script]), line
+    for i, word in enumerate(words):
+        rest = words[i + 1 :]
+        if " " in word and any(name in word for name in TRAINING):  # a command for another machine
+            return read_by_its_parser(re.split("&& *", word)[-1])
+        if Path(word).name in TRAINING:
+            assert (ROOT / word).is_file() or word in ("main_training", "my_training.py"), line
+            flags = [flag for flag in rest if flag != "--" and flag != "--model_variant=mine"]
+            return _parse(TrainConfig, flags)
+        if word in ("fms_fsdp", "fms-fsdp") and (i == 0 or words[i - 1] == "-m"):
+            if rest[:1] == ["train"]:
+                return _parse(TrainConfig, rest[1:])
+            num_words = 1 if rest[0] in COMMANDS else 2
+            module, _, name = COMMANDS[" ".join(rest[:num_words])][0].partition(":")
+            run = getattr(importlib.import_module(f"fms_fsdp.tools.{module}"), name)
+            if flags := rest[num_words:]:  # without flags a sentence only names the command
+                _parse(typing.get_type_hints(run)["config"], flags)
+            return None
+        if word == "benchmarks/bench_train.py":
+            sys.path.insert(0, str(ROOT / "benchmarks"))
+            bench = importlib.import_module("bench_train")
+            for case in bench.cases(bench.parse(rest)[1]):
+                _parse(TrainConfig, [f"--{flag}={value}" for flag, value in case.items()])
+            return None
+        if word.startswith(("scripts/", "benchmarks/", "fms_fsdp.tools.")):
+            file = ROOT / (word if "/" in word else word.replace(".", "/") + ".py")
+            flags = [flag.partition("=")[0] for flag in rest if flag.startswith("--")]
+            assert file.is_file() and all(flag in file.read_text() for flag in flags), line
+            return None
+    assert words[0] in ("docker", "source", "tensorboard", "torchrun", "sbatch"), line
+
+
+def _parse(config_type: type[Any], flags: list[str]) -> None:
+    try:
+        parse_flags(config_type, flags)
+    except SystemExit as ended:  # --help
+        assert ended.code == 0
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tracked files of the repository, and the prepared quickstart data where there are some."""
-    folder = tmp_path_factory.mktemp("copy")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in listed.splitlines():
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, folder / name)
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git tracks, with the environment that scripts/train.sh makes in it."""
+    folder = tmp_path_factory.mktemp("clone")
+    copy_tracked(folder)
+    make_environment(folder / ".venv", "--editable", str(folder))
     return folder
 
 
-def test_there_are_commands_to_run() -> None:
-    assert "bash scripts/train.sh" in commands() and len(commands()) > 4
+def test_the_commands_of_all_pages_are_found() -> None:
+    found = {block.text: block for block in blocks()}
+    assert not found["bash scripts/train.sh\n"].is_active
+    assert {"gpu", "cluster", "network", "docker"} == {block.needs for block in blocks()} - {""}
+    assert ("README", "bash scripts/check.sh") in inline_commands()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -54,14 +141,63 @@ def test_a_page_is_finished_and_its_links_lead_somewhere(page: Path) -> None:
     assert all((page.parent / link).exists() for link in links), links
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_stand_in_bash_blocks(page: Path) -> None:
+    for language, text in FENCED.findall(page.read_text()):
+        assert language in ("bash", "python") or not COMMAND.search(text), text
+        assert language, f"a block of {page.name} names no language: {text}"
+
+
+@pytest.mark.parametrize(("page", "command"), sorted(set(inline_commands())))
+def test_a_command_within_a_sentence_is_one_that_its_program_takes(page: str, command: str) -> None:
+    read_by_its_parser(command)
+
+
+@pytest.mark.parametrize("block", [block for block in blocks() if block.needs], ids=lambda block: block.place)
+def test_a_command_that_needs_more_than_this_machine_is_read_by_its_parser(block: Block) -> None:
+    lines = [line for line in block.text.replace("\\\n", " ").splitlines() if COMMAND.match(line)]
+    lines += re.findall(r"^ +ssh .*", block.text, re.MULTILINE)
+    assert lines
+    for line in lines:
+        if not line.startswith("for "):
+            read_by_its_parser(line.removesuffix("&"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python main_training.py --nmu_steps=3",
+        "sbatch --nodes=2 scripts/train.slurm --no_such=1",
+        "ssh node 'cd x && NNODES=4 bash scripts/train.sh --no_such=1'",
+        "python -m fms_fsdp prepare --no_such=1",
+        "fms-fsdp no_such",
+        "torchrun --no_such=2 main_training.py",
+        "python scripts/no_such.py",
+        "python benchmarks/bench_train.py --no_such=1,2",
+        "python no_such.py",
+    ],
+)
+def test_a_command_that_no_program_takes_is_noticed(line: str) -> None:
+    with pytest.raises((ValueError, KeyError, AssertionError, FileNotFoundError)):
+        read_by_its_parser(line)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands())
-def test_a_documented_command_works(copy: Path, command: str) -> None:
-    if command.startswith("bash scripts/train.sh") and "--num_steps" not in command:
-        command += " --num_steps=2 --run_name=docs"
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(copy)}
+@pytest.mark.parametrize(
+    "block", [block for block in blocks() if not block.needs], ids=lambda block: block.place
+)
+def test_a_block_of_commands_works_as_printed(clone: Path, block: Block) -> None:
+    script = f"{ACTIVATE}\n{block.text}" if block.is_active else block.text
+    command = ["bash", "-e", "-o", "pipefail", "-c", script]
+    environment = outside() | SHORT
+    del environment["OMP_NUM_THREADS"]
     result = subprocess.run(
-        shlex.split(command), cwd=copy, env=environment, capture_output=True, text=True, timeout=900
+        command,
+        cwd=clone,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        stdin=subprocess.DEVNULL,
     )
-    assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    assert result.returncode == 0, f"{block.text}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"

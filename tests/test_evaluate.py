@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from fms_fsdp.checkpoint.checkpointer import load_checkpoint
 from fms_fsdp.checkpoint.folders import complete_steps, open_checkpoint
-from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig
-from fms_fsdp.data.held_out import HeldOut, open_held_out
+from fms_fsdp.config import FP32, DataConfig, EvalConfig, ParallelConfig
+from fms_fsdp.data.held_out import HeldOut, open_held_out, scan_held_out
 from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.data.tokenizer import ByteTokenizer
 from fms_fsdp.mesh import Mesh, ParallelDims
@@ -30,7 +30,7 @@ from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from tests.cli import ROOT, metrics, run, trained
 
 SEQ = 32
-FLAGS = ("--model_variant=tiny", f"--seq_length={SEQ}", "--report_interval=1", "--mixed_precision=False")
+FLAGS = ("--model_variant=tiny", f"--seq_length={SEQ}", "--report_interval=1", "--precision=fp32")
 EVAL = ("--eval_interval=2", "--eval_at_start=True", "--eval_steps=3", "--eval_test=True")
 
 
@@ -83,9 +83,15 @@ def offline(*argv: str, nproc: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def held_out(corpus: Path, max_rows: int = 12, **changes: Any) -> tuple[HeldOut, ...]:
-    section = EvalConfig(**{"eval_interval": 1, **changes})
     data = DataConfig(data_path=str(corpus), seq_length=SEQ)
-    return open_held_out(section, data, open_corpus(data), vocab_size=512, max_rows=max_rows)
+    return opened(data, max_rows, **{"eval_interval": 1, **changes})
+
+
+def opened(data: DataConfig, max_rows: int, vocab_size: int = 512, **flags: Any) -> tuple[HeldOut, ...]:
+    """At most `max_rows` rows of each source that the flags evaluate."""
+    section = EvalConfig(eval_steps=max_rows, **flags)
+    trained = None if data.use_dummy_dataset else open_corpus(data)
+    return open_held_out(section, scan_held_out(section, data, trained, vocab_size=vocab_size), 1)
 
 
 def test_a_run_records_what_it_evaluates_and_learns(whole: Path) -> None:
@@ -94,7 +100,7 @@ def test_a_run_records_what_it_evaluates_and_learns(whole: Path) -> None:
     names = {
         f"eval/{source}/{what}" for source in ("code", "docs") for what in ("loss", "ppl", "bits_per_byte")
     }
-    assert set(found[0]) == names | {"eval/loss", "eval/ppl"}
+    assert set(found[0]) == names | {"eval/loss", "eval/ppl", "eval/bits_per_byte"}
     assert {name for name in found[4] if name.startswith("test/")} == {
         n.replace("eval", "test") for n in set(found[0])
     }
@@ -132,11 +138,11 @@ def test_the_numbers_are_those_of_a_slow_reference(corpus: Path, whole: Path) ->
         ParallelConfig(),
         Mesh(ParallelDims("none"), 0, "cpu"),
         device=torch.device("cpu"),
-        mixed_precision=False,
+        precision=FP32,
         seed=0,
     )
     load_checkpoint(checkpoint, model, None, Mesh(ParallelDims("none"), 0, "cpu"))
-    recorded, sums = evaluations(whole)[4], [0.0, 0]
+    recorded, sums = evaluations(whole)[4], [0.0, 0, 0]
     for source in held_out(corpus):
         loss, count, num_bytes = 0.0, 0, 0
         for row in range(source.num_rows):
@@ -154,8 +160,13 @@ def test_the_numbers_are_those_of_a_slow_reference(corpus: Path, whole: Path) ->
         assert recorded[f"eval/{source.name}/loss"] == pytest.approx(loss / count, rel=1e-6)
         bits = loss / math.log(2) / num_bytes
         assert recorded[f"eval/{source.name}/bits_per_byte"] == pytest.approx(bits, rel=1e-6)
-        sums = [sums[0] + loss, sums[1] + count]
+        sums = [sums[0] + loss, sums[1] + count, sums[2] + num_bytes]
     assert recorded["eval/loss"] == pytest.approx(sums[0] / sums[1], rel=1e-6)
+    assert recorded["eval/bits_per_byte"] == pytest.approx(sums[0] / math.log(2) / sums[2], rel=1e-6)
+    lines = (whole / "log.txt").read_text().splitlines()
+    line = next(text for text in lines if "evaluation at step 4" in text)
+    assert f"eval loss {recorded['eval/loss']:.4f}" in line
+    assert f"docs {recorded['eval/docs/loss']:.4f}" in line
 
 
 def test_training_is_the_same_to_the_last_bit_with_and_without_validation(
@@ -221,6 +232,7 @@ def test_keep_best_keeps_the_checkpoint_of_the_lowest_validation_loss(corpus: Pa
         "--keep_last_n=1",
         "--keep_best=1",
         "--learning_rate=0.5",
+        "--min_lr_ratio=1",
         "--warmup_steps=0",
     )
     argv = (
@@ -295,9 +307,7 @@ def test_rows_do_not_depend_on_grouping_and_none_comes_twice(corpus: Path) -> No
 
 def test_synthetic_rows_are_other_than_those_trained_on() -> None:
     data = DataConfig(use_dummy_dataset=True, seq_length=SEQ)
-    sources = open_held_out(
-        EvalConfig(eval_interval=1, eval_test=True), data, None, vocab_size=512, max_rows=5
-    )
+    sources = opened(data, 5, eval_interval=1, eval_test=True)
     assert [(source.group, source.name, source.num_rows) for source in sources] == [
         ("eval", "synthetic", 5),
         ("test", "synthetic", 5),
@@ -311,8 +321,7 @@ def test_nothing_is_opened_unless_asked_for(corpus: Path) -> None:
 
 def test_weights_of_the_training_data_do_not_concern_it(corpus: Path) -> None:
     data = DataConfig(data_path=str(corpus), datasets=("docs", "code"), weights=(2, 1), seq_length=SEQ)
-    section = EvalConfig(eval_interval=1, eval_test=True)
-    sources = open_held_out(section, data, open_corpus(data), vocab_size=512, max_rows=3)
+    sources = opened(data, 3, eval_interval=1, eval_test=True)
     names = [(group, name) for group in ("eval", "test") for name in ("code", "docs")]
     assert [(source.group, source.name) for source in sources] == names
 
@@ -343,15 +352,14 @@ def test_data_without_a_split_is_refused_until_a_source_is_held_out(corpus: Path
     ):
         held_out(tmp_path)
     data = DataConfig(data_path=str(tmp_path), datasets=("code",), seq_length=SEQ)
-    section = EvalConfig(eval_interval=1, eval_datasets=("docs",))
-    (source,) = open_held_out(section, data, open_corpus(data), vocab_size=512, max_rows=3)
+    (source,) = opened(data, 3, eval_interval=1, eval_datasets=("docs",))
     assert source.name == "docs" and source.token_bytes is not None
 
 
 def test_a_vocabulary_beyond_the_models_is_refused(corpus: Path) -> None:
     data = DataConfig(data_path=str(corpus), seq_length=SEQ)
     with pytest.raises(ValueError, match=r"has a vocabulary of 258, the model one of 200"):
-        open_held_out(EvalConfig(eval_interval=1), data, None, vocab_size=200, max_rows=3)
+        opened(data, 3, vocab_size=200, eval_interval=1)
 
 
 def test_keep_best_without_validation_is_refused() -> None:
@@ -364,7 +372,7 @@ def test_keep_best_without_validation_is_refused() -> None:
 
 def test_an_object_store_is_evaluated_like_a_folder(corpus: Path) -> None:
     data = DataConfig(data_path=f"file://{corpus}", seq_length=SEQ)
-    remote = open_held_out(EvalConfig(eval_interval=1), data, open_corpus(data), vocab_size=512, max_rows=3)
+    remote = opened(data, 3, eval_interval=1)
     for here, there in zip(held_out(corpus, max_rows=3), remote, strict=True):
         assert torch.equal(here.rows(0, 3).labels_BS, there.rows(0, 3).labels_BS)
         assert there.token_bytes is not None and there.token_bytes.tolist() == [1] * 256 + [0] * 256
@@ -374,3 +382,65 @@ def test_a_missing_test_split_is_told(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "docs").symlink_to(corpus / "docs")
     with pytest.raises(FileNotFoundError, match=r"--eval_test \(.*/test\) is not a folder"):
         held_out(tmp_path, eval_interval=0, eval_test=True)
+
+
+def test_a_test_folder_elsewhere_is_evaluated_once_when_the_run_is_finished(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Not by a launch that is stopped, and in its own number of rows; the command gives the same numbers."""
+    argv = (*flags(corpus), "--num_steps=4", "--checkpoint_interval=2", f"--output_dir={tmp_path}")
+    argv = (*argv, f"--test_data_path={corpus / 'validation'}", "--test_steps=2")
+    assert run(*argv, "--exit_interval=2").returncode == 75
+    records = (tmp_path / "metrics.jsonl").read_text()
+    assert "test/" not in records
+    output = trained(*argv)
+    assert "evaluation at step 4 · test loss" in output
+    assert "test/code 8 rows, test/docs 8 rows" in (tmp_path / "log.txt").read_text()
+    assert "evaluation" not in trained(*argv), "a run that is finished is not evaluated again"
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (found,) = (record for record in lines if "test/loss" in record)
+    assert (found["step"], found["attempt"]) == (4, 2) and "eval/loss" not in found
+    told = json.loads(
+        offline(f"--path={tmp_path}", "--json=True", "--eval_test=True", "--eval_steps=2").stdout
+    )
+    shown = {name: value for name, value in found.items() if name.startswith("test/")}
+    assert shown == {name: value for name, value in told.items() if name.startswith("test/")}
+    assert shown == {name.replace("eval/", "test/"): told[name] for name in told if name.startswith("eval/")}
+
+
+@pytest.mark.slow
+def test_the_test_folder_gives_the_same_numbers_at_every_world_size(corpus: Path, tmp_path: Path) -> None:
+    argv = ("--use_dummy_dataset=True", "--global_batch_size=4", "--num_steps=2", "--batch_size=2")
+    argv = (*FLAGS, *argv, "--vocab_size=512", f"--test_data_path={corpus / 'test'}", "--learning_rate=0")
+    found = []
+    for nproc in (0, 2):
+        trained(*argv, f"--output_dir={tmp_path / str(nproc)}", nproc=nproc)
+        lines = (tmp_path / str(nproc) / "metrics.jsonl").read_text().splitlines()
+        (record,) = (record for record in map(json.loads, lines) if "test/loss" in record)
+        found.append({name: value for name, value in record.items() if name.startswith("test/")})
+    assert found[0] == found[1] and set(found[0]) >= {"test/loss", "test/docs/loss", "test/code/loss"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--test_data_path=/none", "--test_data_path (/none) is not a folder"),
+        ("--test_data_path={corpus}", "--test_data_path, source (code) must not be trained on"),
+        ("--test_steps=3", "--test_steps (3) has no effect without --eval_test=True or --test_data_path"),
+    ],
+)
+def test_a_bad_test_folder_is_refused_before_any_work(
+    corpus: Path, tmp_path: Path, flag: str, message: str
+) -> None:
+    argv = (*flags(corpus), flag.format(corpus=corpus), f"--output_dir={tmp_path / 'run'}")
+    result = run(*argv)
+    assert result.returncode == 2 and message in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_bad_test_folder_is_refused_alike_on_every_rank(corpus: Path, tmp_path: Path) -> None:
+    argv = (*flags(corpus), "--test_data_path=/none", f"--output_dir={tmp_path / 'run'}")
+    result = run(*argv, nproc=2)
+    assert result.returncode != 0 and not (tmp_path / "run").exists()
+    assert result.stderr.count("--test_data_path (/none) is not a folder") == 1, result.stderr

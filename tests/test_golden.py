@@ -6,18 +6,17 @@ A refactor leaves them equal. A deliberate change of numerics updates them and s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
 
-from fms_fsdp.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig
+from fms_fsdp.config import FP32, DataConfig, ModelConfig, OptimConfig, ParallelConfig
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.optimizers import build_optimizers
-from fms_fsdp.optim.schedules import cosine_with_warmup
+from fms_fsdp.optim.schedules import Corners, Schedule
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.state import Progress, TrainState
 from fms_fsdp.train import TrainStep, train_step
@@ -37,17 +36,17 @@ def first_losses(grad_accum_steps: int) -> list[float]:
     """Losses of five fp32 steps of `tiny` on 4 rows of 64 synthetic tokens, on one thread."""
     cpu, mesh = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
     config = resolve_model(ModelConfig(model_variant="tiny"), seq_length=64)
-    model = parallelize(config, ParallelConfig(), mesh, device=cpu, mixed_precision=False, seed=1)
+    model = parallelize(config, ParallelConfig(), mesh, device=cpu, precision=FP32, seed=1)
     section = DataConfig(use_dummy_dataset=True, seq_length=64)
     sizes = dict(global_batch_size=4, dp_rank=0, dp_size=1)
-    schedule = partial(cosine_with_warmup, warmup_steps=2, num_steps=5, min_ratio=0.1)
-    recipe = TrainStep(mesh, cpu, schedule, grad_accum_steps, grad_clip=1.0, document_mask=False)
+    schedule = Schedule(OptimConfig(learning_rate=1e-2), Corners(False, 2, 2, 5))
+    recipe = TrainStep(mesh, cpu, schedule, 4 // grad_accum_steps, grad_clip=1.0, document_mask=False)
     optimizers, results = build_optimizers(OptimConfig(learning_rate=1e-2), model), []
     with build_stream(section, None, seed=1, vocab_size=config.vocab_size, **sizes) as stream:
-        state = TrainState(model, optimizers, stream, Progress(0, 5, 4, 4 * 64))
+        state = TrainState(model, optimizers, stream, Progress(0, 5))
         for _ in range(5):
             results.append(train_step(recipe, state, stream.next_batch(), Clock(cpu)))
-            state.progress.step += 1
+            state.progress.count(4, 4 * 64)
     return [(result.loss_sum / result.num_labels).item() for result in results]
 
 

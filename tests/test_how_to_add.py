@@ -30,7 +30,7 @@ def test_a_flag_is_added_as_the_page_says(tmp_path: Path) -> None:
     block = re.search(r"## A flag.*?\n( *)```python\n(.*?)\n *```", page, re.DOTALL)
     assert block is not None and "`OptimConfig`" in page[: block.start(2)]
     row = textwrap.indent(textwrap.dedent(block[2]), "    ")
-    path = tmp_path / "fms_fsdp" / "config" / "training.py"
+    path = tmp_path / "fms_fsdp" / "config" / "optim.py"
     before, name, after = path.read_text().partition("    learning_rate: float")
     path.write_text(f"{before}{row}\n{name}{after}")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.config import OptimConfig, ParallelConfig
+from fms_fsdp.config import FP32, OptimConfig, ParallelConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.variants import LlamaConfig
@@ -25,13 +25,13 @@ def test_a_global_batch_without_a_label_has_loss_and_norm_zero_and_is_no_skipped
         ParallelConfig(),
         ALONE,
         device=CPU,
-        mixed_precision=False,
+        precision=FP32,
         seed=1,
     )
     optimizers = build_optimizers(OptimConfig(), model)
-    recipe = TrainStep(ALONE, CPU, lambda step, base: 1e-3, 2, grad_clip=1.0, document_mask=False)
+    recipe = TrainStep(ALONE, CPU, lambda step, tokens, base: 1e-3, 1, grad_clip=1.0, document_mask=False)
     nothing: Any = None
-    state = TrainState(model, optimizers, nothing, Progress(0, 1, 2, 16))
+    state = TrainState(model, optimizers, nothing, Progress(0, 1))
     tokens = torch.arange(16).view(2, 8)
     batch = Batch(tokens, torch.full_like(tokens, IGNORED_LABEL), None, None)
     result = train_step(recipe, state, batch, Clock(CPU))

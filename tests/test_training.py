@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -230,6 +231,10 @@ def test_a_profiled_run_writes_a_trace_that_tensorboard_and_perfetto_read(tmp_pa
     argv = ["--use_profiler=True", "--profiler_wait=1", "--profiler_warmup=1", "--profiler_active=2"]
     trained(*TINY, "--num_steps=6", *argv, f"--output_dir={tmp_path}")
     (trace,) = (tmp_path / "profile_traces").glob("*.pt.trace.json")
+    told = (tmp_path / "log.txt").read_text()
+    assert f"trace {trace}; its times: python -m fms_fsdp trace --path={trace}\n" in told
+    assert "https://ui.perfetto.dev and chrome://tracing open it" in told
+    assert trace.with_name(trace.name.replace("pt.trace.json", "summary.txt")).is_file()
     events = json.loads(trace.read_text())["traceEvents"]
     names = {event.get("name") for event in events}
     assert {"forward", "backward", "optimizer"} <= names
@@ -241,3 +246,12 @@ def test_every_report_counts_the_zeros_of_its_own_step(tmp_path: Path) -> None:
     assert {step: "grad_zeros" in record for step, record in metrics(tmp_path).items()} == dict.fromkeys(
         (1, 3, 6), True
     )
+
+
+def test_bare_lines_between_reports_have_step_and_time_alone(tmp_path: Path) -> None:
+    argv = ("--report_interval=4", "--print_interval=2", "--num_steps=7", "--diagnostics=True")
+    output = trained(*TINY, *argv, f"--output_dir={tmp_path}")
+    bare = [line for line in output.splitlines() if re.fullmatch(r"step \d/7 at \d\d:\d\d:\d\d", line)]
+    assert [line.split()[1] for line in bare] == ["2/7", "6/7"]  # 4 is a report
+    assert all(record["host_rss_gib"] > 0 and "shm_gib" in record for record in metrics(tmp_path).values())
+    assert list(metrics(tmp_path)) == [1, 4, 7]

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -28,16 +28,17 @@ from torch import nn
 from torch.distributed._state_dict_utils import _copy_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files, read_state
+from fms_fsdp.checkpoint.host_memory import host_copies
 from fms_fsdp.checkpoint.progress import SaveProgress
 from fms_fsdp.checkpoint.storage import CheckpointReader, CheckpointWriter
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import clean_name
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import build_model
 from fms_fsdp.models.variants import model_from_dict
+from fms_fsdp.runtime import own_log
 
 Tensors = dict[str, torch.Tensor]
 _ENDLESS = timedelta(days=30)
@@ -71,6 +72,7 @@ class Checkpointer:
     """Writes the checkpoints of one launch into `root`; all methods are collective.
 
     `in_background`: `save` returns once the tensors are copied to host memory; at most one save is in flight.
+    `host_bytes`: what the copies may take of this rank's host memory; if that is too little, `save` waits.
     `committed(step)` is called on rank 0, in the thread that wrote, when `root/step_<step>` is complete; the
     save ends, on every rank, when it returns. `progress` knows whether a save moves; no timeout of the
     process group ends a save.
@@ -84,13 +86,10 @@ class Checkpointer:
         in_background: bool,
         committed: Callable[[int], None],
         progress: SaveProgress | None = None,
+        host_bytes: int = 2**62,
     ) -> None:
-        self._root, self._attempt, self._committed, self._in_background = (
-            root,
-            attempt,
-            committed,
-            in_background,
-        )
+        self._root, self._attempt, self._committed = root, attempt, committed
+        self._in_background, self._host_bytes = in_background, host_bytes
         self._progress = progress or SaveProgress()
         self._host: Tensors | None = None
         self._in_flight: Future[None] | None = None
@@ -112,9 +111,15 @@ class Checkpointer:
             self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizers))
 
     def save(
-        self, step: int, model: nn.Module, optimizers: OptimizerState, state: dict[str, Any], *, now: bool
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: OptimizerState | None,
+        state: dict[str, Any],
+        *,
+        now: bool,
     ) -> None:
-        """Starts a checkpoint of `step`, or with `now` completes it.
+        """Starts a checkpoint of `step`, or with `now` completes it; without optimizers, of weights alone.
 
         Raises:
             SaveFailed: this save with `now`, or the one that was in flight, could not be written.
@@ -122,6 +127,8 @@ class Checkpointer:
         self.wait()
         begin = time.perf_counter()
         tensors = collect_tensors(model, optimizers)
+        if self._in_background and self._host is None and not now:
+            self._allocate(tensors)
         wait = now or not self._in_background
         state = {"step": step, **state}
         held = tensors if wait else self._copy_to_host(tensors)
@@ -151,11 +158,15 @@ class Checkpointer:
             self._pool.shutdown(wait=False)  # the thread is idle, unless the wait was interrupted
 
     def _allocate(self, tensors: Tensors) -> None:
-        self._host = {name: _on_host(tensor) for name, tensor in tensors.items()}
+        """Without room for the copies this rank's saves hold up its loop: better than to end the run."""
+        try:
+            self._host = host_copies(tensors, self._host_bytes)
+        except (RuntimeError, MemoryError) as error:
+            self._in_background = False
+            text = "no host memory for background saves (%s): the loop waits for each save"
+            own_log.warning(text, str(error).partition("\n")[0])
 
     def _copy_to_host(self, tensors: Tensors) -> Tensors:
-        if self._host is None:
-            self._allocate(tensors)
         assert self._host is not None
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
         copied: Tensors = _copy_state_dict(tensors, self._host, non_blocking=on_gpu)
@@ -266,14 +277,20 @@ class _Findings:
             )
 
 
-StateSizes = Callable[[dict[str, torch.Size]], Iterable[tuple[str, torch.Size]]]
+def load_tensor(reader: CheckpointReader, name: str) -> torch.Tensor:
+    """One tensor of a checkpoint, whole, in this process."""
+    entry = cast(TensorStorageMetadata, reader.metadata.state_dict_metadata[name])
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+    return tensor
 
 
-def content_problems(folder: Path, state_sizes: StateSizes) -> list[str]:
+def content_problems(folder: Path, optimizers_of: Callable[[nn.Module], OptimizerState]) -> list[str]:
     """Why a checkpoint whose files are what was written cannot be loaded all the same; [] if it can. Reads it
     a tensor at a time.
 
-    `state_sizes`: of parameters' names and sizes, those of the optimizer's state.
+    `optimizers_of`: builds those of a model, which is one without memory here; of weights alone none are
+    needed.
 
     Raises:
         OSError: a file cannot be read.
@@ -281,20 +298,18 @@ def content_problems(folder: Path, state_sizes: StateSizes) -> list[str]:
     try:
         reader = CheckpointReader(folder)
         saved = reader.metadata.state_dict_metadata
-        config = model_from_dict(read_state(folder)["resolved"]["model"])
+        state = read_state(folder)
+        config = model_from_dict(state["resolved"]["model"])
         if config.num_layers > len(saved):
             raise ValueError(f"{config.num_layers} layers in {len(saved)} tensors")
         with torch.device("meta"):
-            weights = collect_tensors(Llama(config), None)
-        sizes = {name: tensor.size() for name, tensor in weights.items()}
-        plain = {name.removeprefix("model."): size for name, size in sizes.items()}
-        sizes |= {f"optimizer.{name}": size for name, size in state_sizes(plain)}
-        for name, size in sizes.items():
+            model = build_model(config)
+        optimizers = None if state.get("weights_only") else optimizers_of(model)
+        for name, tensor in collect_tensors(model, optimizers).items():
             entry = saved.get(name)
-            if not isinstance(entry, TensorStorageMetadata) or entry.size != size:
-                raise ValueError(f"no {name} of {tuple(size)}")
-            tensor = torch.empty(size, dtype=entry.properties.dtype)
-            dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+            if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():
+                raise ValueError(f"no {name} of {tuple(tensor.size())}")
+            load_tensor(reader, name)
     except CheckpointException as error:
         _, (inner, _) = min(error.failures.items())
         if isinstance(inner, OSError):
@@ -303,16 +318,6 @@ def content_problems(folder: Path, state_sizes: StateSizes) -> list[str]:
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
         return [f"it cannot be loaded: {error}"]
     return []
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros of the same shape and sharding in host memory, pinned where the tensor is on a GPU."""
-    pin = tensor.device.type == "cuda"
-    if isinstance(tensor, DTensor):
-        local = _on_host(tensor.to_local())
-        return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    # filled: zeros alone touch no memory
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pin).fill_(0)
 
 
 def _global_bytes(tensors: Tensors) -> int:

@@ -26,7 +26,7 @@ class SavePlan:
     `superseded`: later checkpoints of the run, which it leaves behind. `save_s`: seconds that a save took in
     an earlier launch, None if not known. `node_bytes`: what a node writes in one. `record`: the configuration
     and what follows from it, kept beside the tensors. `patience_s`: how often a save that moves feeds the
-    watchdog."""
+    watchdog. `host_bytes`: what this rank may use of host memory."""
 
     root: Path
     attempt: int
@@ -35,6 +35,7 @@ class SavePlan:
     node_bytes: int
     record: dict[str, Any]
     patience_s: float
+    host_bytes: int = 2**62
 
 
 class Checkpoints(Hook):
@@ -77,6 +78,7 @@ class Checkpoints(Hook):
             in_background=section.async_checkpoint,
             committed=self._committed,
             progress=self._progress,
+            host_bytes=plan.host_bytes,
         )
         self._checkpointer.save_s = plan.save_s
         due = self._schedule.next_after(self._start)
@@ -114,10 +116,13 @@ class Checkpoints(Hook):
         evaluated, step = progress.validation, progress.step
         state = {
             "tokens_seen": progress.tokens_seen,
+            "rows_seen": progress.rows_seen,
             "validation_loss": evaluated[1] if evaluated and evaluated[0] == step else None,
             "data": self._state.stream.state_dict(),
             **self._plan.record,
         }
+        if self._state.loss_scale is not None:
+            state["loss_scale"] = self._state.loss_scale.state_dict()
         try:
             self._pending_step = step
             self._checkpointer.save(step, self._state.model, self._state.optimizers, state, now=at_once)

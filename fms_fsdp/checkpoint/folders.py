@@ -30,23 +30,28 @@ from typing import Any
 
 import numpy as np
 
+from fms_fsdp.config import OptimConfig, flag_table
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
 from fms_fsdp.safe_names import open_regular, safe_name
 
 Shape = Any  # see _STATE_SHAPE
-Number = "number"
+Number, Text, Texts = "number", "text", "texts"  # each or null
 FILES, STATE, METADATA = "files.json", "train_state.json", ".metadata"
 _PAGE = 4096
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _ANY = re.compile(r"step_([0-9]+)(?:\.(partial|damaged|superseded|deleted)(?:-\d+)?)?")
 _LARGEST_JSON = 256 << 20
+_TEXTS = {
+    name: Texts if row.is_list else Text for name, row in flag_table(OptimConfig).items() if row.kind is str
+}
+_CORNERS: Shape = {"in_tokens": bool, "warmup": int, "decay_start": int, "decay_end": int, "step_size": int}
 # what a run needs of train_state.json: a type, a list or a table of one shape, a row of given shapes, or a
 # table of given names
 _STATE_SHAPE: Shape = {
     "step": int,
     "tokens_seen": int,
     "data": dict,
-    "config": {"": dict, "optim": {"": Number}},
+    "config": {"": dict, "optim": {"": Number, **_TEXTS}},
     "resolved": {"model": dict, "batch": {"batch_size": int, "global_batch_size": int}, "num_steps": int},
 }
 _SYNTHETIC_SHAPE: Shape = {"history": [(int, int, int)]}
@@ -232,13 +237,17 @@ def _state_problem(folder: Path) -> str:
         return text
     if folder.name != f"step_{state['step']}":
         return f"{STATE} is of step {state['step']}"
-    versions = {"versions": {"": str}} if "versions" in state["resolved"] else {}
+    later: Shape = {"versions": {"": str}, "schedule": _CORNERS}  # of later releases
+    later = {name: shape for name, shape in later.items() if name in state["resolved"]}
     data = state["data"]  # of our own streams; a user's stream knows its own
     data_shape = (
         _SYNTHETIC_SHAPE if "synthetic" in data else _CORPUS_SHAPE if data.get("state_version") == 2 else {}
     )
-    numbers: Shape = {name: Number for name in ("save_s", "validation_loss") if name in state}
-    for part, shape in ((state["resolved"], versions), (state, numbers), (data, data_shape)):
+    numbers: Shape = {"save_s": Number, "validation_loss": Number, "rows_seen": int}
+    numbers["loss_scale"] = {"scale": Number, "steps": int, "left": int}
+    numbers = {name: shape for name, shape in numbers.items() if name in state}
+    ramps: Shape = {"ramps": {"": (int, int, int)}} if "ramps" in data and data_shape else {}
+    for part, shape in ((state["resolved"], later), (state, numbers), (data, data_shape), (data, ramps)):
         if text := _mismatch(part, shape, STATE):
             return text
     if data_shape and not data["history"]:
@@ -273,6 +282,11 @@ def _mismatch(value: Any, shape: Shape, name: str) -> str:
         ]
     elif shape is Number:
         return "" if value is None or type(value) in (bool, int, float) else f"{name} must be a number"
+    elif shape is Texts:
+        is_list = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        return "" if value is None or is_list else f"{name} must be a list of texts"
+    elif shape is Text:
+        return "" if value is None or isinstance(value, str) else f"{name} must be a text"
     elif shape is int:
         return "" if type(value) is int and 0 <= value < 2**63 else f"{name} must be a whole number"
     elif not isinstance(shape, type) or not isinstance(value, shape):

@@ -21,10 +21,7 @@ class SaveSchedule:
     ranges: tuple[tuple[int, int | None, int], ...]
 
     def is_due(self, step: int) -> bool:
-        for start, stop, interval in self.ranges:
-            if step > start and (stop is None or step <= stop):
-                return (step - start) % interval == 0
-        return False
+        return self.next_after(step - 1) == step
 
     def next_after(self, step: int) -> int | None:
         """The first step past `step` that is due."""

@@ -44,16 +44,8 @@ from fms_fsdp.checkpoint.progress import SaveProgress
 
 _PIECE = 16 << 20  # bytes of a large tensor that are written at a time
 
-_METADATA_CLASSES = {
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-}
+_METADATA_CLASSES = set("BytesStorageMetadata ChunkStorageMetadata TensorStorageMetadata Metadata".split())
+_METADATA_CLASSES |= set("MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING".split())
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -74,7 +66,8 @@ class CheckpointWriter(FileSystemWriter):
         begin: float,
         committed: Callable[[], None],
     ) -> None:
-        super().__init__(partial, single_file_per_rank=True, sync_files=False)
+        # copying ahead, DCP would wait for all work of the GPU, once for every large tensor, even of the host
+        super().__init__(partial, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0)
         self._summing = self.fs = _SummingFileSystem(progress)
         self._final, self._train_state, self._needed = final, train_state, needed_bytes
         self._progress, self._begin, self._committed = progress, begin, committed
@@ -190,26 +183,34 @@ def _without_zip_checksums() -> Iterator[None]:
 class CheckpointReader(FileSystemReader):
     """DCP's reader of files; `.metadata` may name nothing but DCP's own classes, and places within the files.
 
+    `prefix`: of another program's checkpoint, which has no files.json, only tensors of such names are seen.
+
     Raises:
         ValueError: there is no such `.metadata`.
         OSError: it cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = "") -> None:
         super().__init__(folder)
-        self.metadata = _read_metadata(folder)
+        self.metadata = _read_metadata(folder, prefix)
         self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
 
-def _read_metadata(folder: Path) -> Metadata:
+def _read_metadata(folder: Path, prefix: str) -> Metadata:
     with open_file(folder / METADATA) as file:
         content = io.BytesIO(file.read())
-    sizes = {name: size for name, (size, _) in read_files(folder).items()}
+    if prefix:
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    else:
+        sizes = {name: size for name, (size, _) in read_files(folder).items()}
     try:
         metadata = _MetadataUnpickler(content).load()
+        for table in (metadata.state_dict_metadata, metadata.storage_data):
+            for key in [key for key in table if not getattr(key, "fqn", key).startswith(prefix)]:
+                del table[key]
         problem = "" if _is_whole(metadata, sizes) else "it describes no whole tensors in these files"
     except Exception as error:  # noqa: BLE001 - a pickle of anything may raise anything
         problem = " ".join(str(error).split()) or type(error).__name__

@@ -1,6 +1,6 @@
 """The configuration of a run: frozen section dataclasses with one flat name space of flags.
 
-    TrainConfig ── model · data · parallel · optim · training · eval · checkpoint · log · profiler
+    TrainConfig ── model · data · parallel · precision · optim · training · eval · checkpoint · log · profiler
 
 `--seq_length` means `config.data.seq_length`: a name is unique over all sections. `None` means "derived":
 from the variant, the data, the world or the hardware. A section checks itself when it is made; `TrainConfig`
@@ -8,18 +8,24 @@ adds the checks across sections. Standard library only.
 """
 
 from fms_fsdp.config.batch import BatchPlan as BatchPlan
+from fms_fsdp.config.batch import check_rampup as check_rampup
 from fms_fsdp.config.batch import keep_global_batch as keep_global_batch
 from fms_fsdp.config.batch import resolve_batch as resolve_batch
 from fms_fsdp.config.flag import flag as flag
 from fms_fsdp.config.flag import flag_table as flag_table
-from fms_fsdp.config.flag import non_defaults as non_defaults
+from fms_fsdp.config.model import ModelConfig as ModelConfig
+from fms_fsdp.config.optim import OptimConfig as OptimConfig
+from fms_fsdp.config.precision import BF16 as BF16
+from fms_fsdp.config.precision import FP32 as FP32
+from fms_fsdp.config.precision import NUM_BYTES as NUM_BYTES
+from fms_fsdp.config.precision import Precision as Precision
+from fms_fsdp.config.precision import PrecisionConfig as PrecisionConfig
+from fms_fsdp.config.precision import recorded_precision as recorded_precision
 from fms_fsdp.config.surroundings import CheckpointConfig as CheckpointConfig
 from fms_fsdp.config.surroundings import EvalConfig as EvalConfig
 from fms_fsdp.config.surroundings import LogConfig as LogConfig
 from fms_fsdp.config.surroundings import ProfilerConfig as ProfilerConfig
 from fms_fsdp.config.training import DataConfig as DataConfig
-from fms_fsdp.config.training import ModelConfig as ModelConfig
-from fms_fsdp.config.training import OptimConfig as OptimConfig
 from fms_fsdp.config.training import ParallelConfig as ParallelConfig
 from fms_fsdp.config.training import TrainingConfig as TrainingConfig
 from fms_fsdp.config.training import parse_selective_checkpointing as parse_selective_checkpointing

@@ -1,24 +1,34 @@
-"""The batch of a run: global_batch_size = batch_size × data-parallel size × grad_accum_steps rows."""
+"""The batch of a run: global_batch_size = batch_size × data-parallel size × grad_accum_steps rows.
+
+With a ramp that is the batch at its end; before it, steps have fewer micro-steps of as many rows.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fms_fsdp.config.ramp import MAX_INCREMENTS, BatchRamp
 from fms_fsdp.config.training import TrainingConfig
 from fms_fsdp.config.values import joined
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Rows of a micro-step on one rank, micro-steps of a step, and data-parallel ranks."""
+    """Rows of a micro-step on one rank, micro-steps of a step, and data-parallel ranks; `rampup`: start,
+    increment and samples of the ramp to it."""
 
     batch_size: int
     grad_accum_steps: int
     dp_size: int
+    rampup: tuple[int, ...] = ()
 
     @property
     def global_batch_size(self) -> int:
         return self.batch_size * self.dp_size * self.grad_accum_steps
+
+    @property
+    def ramp(self) -> BatchRamp:
+        return BatchRamp.to(self.global_batch_size, self.rampup)
 
 
 def divisors(total: int, most: int) -> list[int]:
@@ -34,16 +44,18 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
     """
     rows, accum, total = section.batch_size, section.grad_accum_steps, section.global_batch_size
     if total is None:
-        return BatchPlan(rows or 2, accum or 1, dp_size)
+        return _with_ramp(section, BatchPlan(rows or 2, accum or 1, dp_size))
     if total % dp_size:
         valid = divisors(total, max(4096, 2 * dp_size))
         raise ValueError(
             f"--global_batch_size ({total}) must be divisible by the data-parallel size ({dp_size}); "
             f"valid sizes: {joined(valid)}"
         )
+    check_rampup(section.rampup_batch_size, total)
     per_rank = total // dp_size
     if rows is None:
-        rows = per_rank // accum if accum else (2 if per_rank % 2 == 0 else 1)
+        unit = BatchRamp.to(total, section.rampup_batch_size).unit // dp_size
+        rows = per_rank // accum if accum else (2 if unit % 2 == 0 else 1)
     if accum is None and rows:
         accum = per_rank // rows
     if not rows or not accum or rows * accum * dp_size != total:
@@ -52,7 +64,45 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
             f"data-parallel size ({dp_size}) x grad_accum_steps ({section.grad_accum_steps or accum}); "
             f"give two of the three, e.g. --batch_size=1"
         )
-    return BatchPlan(rows, accum, dp_size)
+    return _with_ramp(section, BatchPlan(rows, accum, dp_size))
+
+
+def check_rampup(rampup: tuple[int, ...], end: int) -> None:
+    """Raises ValueError unless start, increment and samples of a ramp lead to a batch of `end` rows."""
+    if not rampup:
+        return
+    if len(rampup) != 3:
+        raise ValueError(
+            f"--rampup_batch_size ({joined(rampup)}) must be start,increment,samples; write 16,16,5_000_000"
+        )
+    start, increment, _ = rampup
+    if start >= end or (end - start) % increment or (end - start) // increment > MAX_INCREMENTS:
+        raise ValueError(
+            f"--rampup_batch_size ({joined(rampup)}) must lead from {start} rows to the global batch ({end}) "
+            f"in whole increments, at most {MAX_INCREMENTS:,} of them; choose a start below it and an "
+            f"increment that divides {max(1, end - start)}"
+        )
+
+
+def _with_ramp(section: TrainingConfig, batch: BatchPlan) -> BatchPlan:
+    """`batch` with the ramp that leads to it.
+
+    Raises:
+        ValueError: the ramp does not lead there, or one of its batches does not divide over the ranks.
+    """
+    if not section.rampup_batch_size:
+        return batch
+    check_rampup(section.rampup_batch_size, batch.global_batch_size)
+    start, increment, _ = rampup = section.rampup_batch_size
+    micro_step = batch.batch_size * batch.dp_size
+    if start % micro_step or increment % micro_step:
+        smaller = "" if batch.batch_size == 1 else "--batch_size=1, or "
+        raise ValueError(
+            f"--rampup_batch_size ({joined(rampup)}) must have only batches that are divisible by "
+            f"data-parallel size ({batch.dp_size}) x batch_size ({batch.batch_size}); write {smaller}a start "
+            f"and an increment that are multiples of {micro_step}"
+        )
+    return replace(batch, rampup=rampup)
 
 
 def keep_global_batch(
@@ -76,15 +126,17 @@ def keep_global_batch(
             f"valid numbers: {joined(valid)}; or choose another batch with "
             f"--global_batch_size=ROWS {keep_name}"
         )
+    check_rampup(section.rampup_batch_size, total)
     per_rank = total // dp_size
     if accum is None:
-        cap = min(rows or usual_rows, per_rank)
-        fitting = next(size for size in range(cap, 0, -1) if per_rank % size == 0)
-        return BatchPlan(fitting, per_rank // fitting, dp_size)
+        unit = max(1, BatchRamp.to(total, section.rampup_batch_size).unit // dp_size)
+        cap = min(rows or usual_rows, unit)
+        fitting = next(size for size in range(cap, 0, -1) if unit % size == 0)
+        return _with_ramp(section, BatchPlan(fitting, per_rank // fitting, dp_size))
     if per_rank % accum or (rows is not None and rows * accum != per_rank):
         product = f"{rows or 'batch_size'} rows x {dp_size} ranks x {accum} micro-steps"
         raise ValueError(
             f"--grad_accum_steps ({accum}) must keep the run's global batch ({total} rows), and {product} "
             f"does not; leave it out, or choose another batch with --global_batch_size=ROWS {keep_name}"
         )
-    return BatchPlan(per_rank // accum, accum, dp_size)
+    return _with_ramp(section, BatchPlan(per_rank // accum, accum, dp_size))

@@ -25,13 +25,15 @@ class Flag:
 
     `resume`: what another value does to a run that goes on: "free", it trains the same; "announced", the new
     value takes effect and is logged; "refused". `in_name`: the default run name depends on the flag.
-    `orders_data`: it decides the order of data that begin anew. `form`: what a text must be: "path",
-    "folder name" or "source name". `positional`: arguments without a name belong to this flag.
+    `orders_data`: it decides the order of data that begin anew. `aliases`: other words for choices. `form`:
+    what a text must be: "path", "folder name" or "source name". `positional`: arguments without a name belong
+    to this flag.
     """
 
     default: Any
     help: str
     choices: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
@@ -64,8 +66,7 @@ class Flag:
 def flag(default: Any, help: str, **rules: Any) -> Any:
     """A dataclass field that declares a flag; `rules` are fields of `Flag`."""
     rules.setdefault("in_name", rules.get("resume") in ("announced", "refused"))
-    row = Flag(default, help, **rules)
-    return dataclasses.field(default=default, metadata={"flag": row})
+    return dataclasses.field(default=default, metadata={"flag": Flag(default, help, **rules)})
 
 
 free_flag = partial(flag, resume="free")

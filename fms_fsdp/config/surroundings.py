@@ -11,7 +11,11 @@ from fms_fsdp.config.values import joined
 # fmt: off
 @dataclass(frozen=True)
 class EvalConfig:
-    """Validation on held-out data. It does not change what is trained."""
+    """Validation on held-out data. It does not change what is trained.
+
+    When to change: set `eval_interval` in every run whose result matters. More `eval_steps` make the loss
+    less noisy and take longer.
+    """
 
     eval_interval: int = free_flag(0, minimum=0,
         help="number of steps between evaluations on held-out data; the last step is evaluated too; 0 is off")
@@ -25,11 +29,24 @@ class EvalConfig:
     eval_datasets: tuple[str, ...] = free_flag((), form="source name",
         help="held-out sources, by the names of their subfolders there (default: all)")
     eval_test: bool = free_flag(False, help="evaluate test/ in data_path once, after the last step")
+    test_data_path: str = free_flag("", form="path",
+        help="folder of token shards to evaluate once, after the last step, in place of test/ in data_path")
+    test_steps: int | None = free_flag(None, minimum=1, maximum=10**6,
+        help="number of global batches of each source in that evaluation (default: eval_steps)")
+    sample_interval: int = free_flag(0, minimum=0,
+        help="number of steps between texts that the model writes, also after the last step; 0 is off; the "
+        "data need their tokenizer beside them")
+    sample_prompts: tuple[str, ...] = free_flag((),
+        help="beginnings of these texts, or a file with one in each line (default: a new document)")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a run saves, where, what it keeps, and what it starts from."""
+    """What a run saves, where, what it keeps, and what it starts from.
+
+    When to change: `checkpoint_interval` is the work that you can bear to lose. `keep_last_n` where the disk
+    is small, `keep_best` with validation. `ckpt_load_path` to start from another run's weights.
+    """
 
     ckpt_save_path: str = free_flag("", form="path",
         help="folder of checkpoints (default: checkpoints/ in the run folder); "
@@ -47,6 +64,9 @@ class CheckpointConfig:
     resume_step: int | None = free_flag(None, minimum=1,
         help="go back to the checkpoint of this step and set later ones aside; the same command, "
         "given again, goes on from the checkpoints that it has made since")
+    export_interval: int = free_flag(0, minimum=0,
+        help="number of steps between exports to exports/ in the run folder, as folders of Hugging Face, of "
+        "checkpoints that are saved anyway; the last step is exported too; 0 is off")
     checkpoint_interval: int = free_flag(1000, minimum=0,
         help="number of steps between checkpoints; the last step is saved too; 0 saves only the last step")
     save_last: bool = free_flag(True, advanced=True, help="save the last step; benchmarks turn it off")
@@ -66,12 +86,8 @@ class CheckpointConfig:
     # fmt: on
 
     def __post_init__(self) -> None:
-        beside = {
-            "keep_every": self.keep_every,
-            "keep_best": self.keep_best,
-            "keep_steps": self.keep_steps,
-        }
-        for name, value in beside.items():
+        for name in ("keep_every", "keep_best", "keep_steps"):
+            value = getattr(self, name)
             if value and not self.keep_last_n:
                 raise ValueError(
                     f"--{name} ({joined(value)}) has no effect where --keep_last_n (0) keeps every "
@@ -86,13 +102,21 @@ class CheckpointConfig:
 # fmt: off
 @dataclass(frozen=True)
 class LogConfig:
-    """Where a run lives and what it reports."""
+    """Where a run lives and what it reports.
+
+    When to change: `run_name` for a name that you can remember. `report_interval` larger where a step
+    is short.
+    """
 
     output_dir: str = free_flag("", form="path", help="the run folder (default: runs/<run_name>)")
     run_name: str = free_flag("", form="folder name",
         help="name of the run (default: the variant and a hash of the flags that are in the name)")
     report_interval: int = free_flag(10, minimum=1,
         help="number of steps between reports; the first and the last step always report")
+    print_interval: int = free_flag(0, minimum=0,
+        help="number of steps between bare lines of step and time, which wait for no device; 0 is off")
+    diagnostics: bool = free_flag(False,
+        help="report shared and resident memory, temperatures and clocks, where the machine shows them")
     log_param_norm: bool = free_flag(False, help="report the norm of all parameters")
     log_num_zeros: bool = free_flag(False, advanced=True,
         help="report how many entries of the gradient are zero")
@@ -109,6 +133,9 @@ class LogConfig:
         help="names of the metrics that trackers receive, such as loss,lr,*_ms (default: all)")
     tensorboard_dir: str = free_flag("", form="path",
         help="folder of TensorBoard's files (default: tensorboard/ in the run folder)")
+    tensorboard_queue_size: int = free_flag(1, minimum=1, maximum=10**6, advanced=True,
+        help="number of events that one write to TensorBoard's file takes together; with 1 a run that is "
+        "killed loses none of them, and a report is one short write; raise it where the file system is slow")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -124,6 +151,8 @@ class ProfilerConfig:
     """Traces of a few steps.
 
     A running launch also writes one on demand: create the file PROFILE in the run folder, or send SIGUSR2.
+
+    When to change: a look at a few steps needs only `use_profiler`; memory and shapes make traces large.
     """
 
     use_profiler: bool = free_flag(False, help="write a profiler trace of some steps of this launch")

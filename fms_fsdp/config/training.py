@@ -1,4 +1,4 @@
-"""The flags of what is trained: model, data, parallelism, optimizer, length. One row a flag: see flag.py."""
+"""The flags of a training: data, parallelism, optimizer, length. One row a flag: see flag.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
+from fms_fsdp.config.ramp import BatchIntervals
 from fms_fsdp.config.values import exact_number, joined, shown
 
 
@@ -37,45 +38,14 @@ def parse_selective_checkpointing(text: str) -> Fraction:
 
 # fmt: off
 @dataclass(frozen=True)
-class ModelConfig:
-    """The model: the name of a variant, and fields that replace its values.
-
-    On resume, the flags together must give the model of the checkpoint.
-    """
-
-    model_variant: str = refused_flag("7b", form="folder name",
-        help="name of the Llama variant; an unknown name prints all names")
-    num_layers: int | None = refused_flag(None, minimum=1,
-        help="number of transformer blocks (default: the variant's)")
-    hidden_size: int | None = refused_flag(None, minimum=1,
-        help="width of the residual stream (default: the variant's)")
-    ffn_hidden_size: int | None = refused_flag(None, minimum=1,
-        help="inner width of the SwiGLU feed-forward block (default: the variant's)")
-    num_attention_heads: int | None = refused_flag(None, minimum=1,
-        help="number of query heads; it must divide hidden_size (default: the variant's)")
-    num_kv_heads: int | None = refused_flag(None, minimum=1,
-        help="number of key/value heads; it must divide num_attention_heads (default: the variant's)")
-    rope_theta: float | None = refused_flag(None, minimum=1,
-        help="base of the rotary frequencies (default: the variant's)")
-    norm_eps: float | None = refused_flag(None, minimum=0,
-        help="epsilon inside the norms (default: the variant's)")
-    vocab_size: int | None = refused_flag(None, minimum=2,
-        help="number of rows of the embedding (default: the data's; the variant's if the data name none)")
-    tie_embeddings: bool | None = refused_flag(None,
-        help="the output head uses the weights of the embedding (default: the variant's)")
-    init_std: float | None = free_flag(None, above=0, maximum=10, in_name=True,
-        help="standard deviation of the initial weights (default: the variant's)")
-    norm: str = refused_flag("rmsnorm", choices=("rmsnorm", "layernorm"), advanced=True,
-        help="type of the normalization layers")
-    pos_emb: str = refused_flag("rope", choices=("rope", "learned"), advanced=True,
-        help="type of the positional encoding")
-    attn_impl: str = free_flag("auto", choices=("auto", "flash", "efficient", "math"), advanced=True,
-        help="backend of scaled_dot_product_attention; with auto, torch chooses it")
-
-
-@dataclass(frozen=True)
 class DataConfig:
-    """The data: which sources, in which proportions, and how documents become rows."""
+    """The data: which sources, in which proportions, and how documents become rows.
+
+    When to change: always name `data_path`. `weights` where a good source is small; `inspect plan` shows how
+    often each is read. `seq_length` is what the model can look back on: longer rows cost memory and time.
+    `document_mask` for short documents that have nothing to do with one another; `packing=bestfit` where
+    documents should stay whole.
+    """
 
     use_dummy_dataset: bool = announced_flag(False,
         help="train on synthetic tokens, for tests and benchmarks; they need no files and cost no time")
@@ -152,30 +122,46 @@ class DataConfig:
 # fmt: off
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is divided over devices, in which precision it computes, and what it computes twice."""
+    """How the model is divided over devices, and what it computes twice.
 
-    sharding_strategy: str | None = free_flag(None, choices=("fsdp", "hsdp", "ddp", "none"),
+    When to change: start with the defaults. If memory is short, first `batch_size`, then `recompute`: `cheap`
+    with compile, `ops`, `blocks` with a share of them. Then `hsdp_shard_size` or `fsdp`, last `cpu_offload`.
+    On a CPU, once shapes are settled, `use_torch_compile`. docs/performance.md has the order for tuning.
+    """
+
+    sharding_strategy: str | None = free_flag(None, choices=("fsdp", "hsdp", "ddp", "none", "zero1", "zero2"),
         help="fsdp shards over all devices, hsdp shards within groups of devices, ddp replicates, none uses "
-        "one process (default: none on one device, hsdp for 7b and 13b, otherwise fsdp)")
+        "one process; zero2 is fsdp that gathers weights once a step, zero1 reduces gradients once too "
+        "(default: none on one device, hsdp for 7b and 13b, otherwise fsdp)")
     hsdp_shard_size: int | None = free_flag(None, minimum=1,
         help="number of devices that share one copy of the model under hsdp (default: the devices of a node)")
-    mixed_precision: bool | None = announced_flag(None,
-        help="compute in bf16 and keep weights and reductions in fp32 "
-        "(default: on if the hardware computes bf16)")
-    reduce_dtype: str = announced_flag("fp32", choices=("fp32", "bf16"), advanced=True,
-        help="precision of gradient reductions")
-    fsdp_activation_checkpointing: bool = free_flag(False,
-        help="compute activations again in the backward pass; this saves memory and costs time")
+    recompute: str | None = free_flag(None, choices=("none", "cheap", "ops", "blocks"),
+        help="what the backward pass computes again, to save memory: cheap is all but matrix products and "
+        "attention (needs compile), ops is all but what --recompute_ops names, blocks is whole blocks "
+        "(default: none)")
+    fsdp_activation_checkpointing: bool | None = free_flag(None,
+        help="another name: True is --recompute=blocks, False is --recompute=none")
     selective_checkpointing: str = free_flag("1", advanced=True,
-        help="share of the blocks that compute activations again, evenly spaced: 1, 1/2, 0.33 or every:k")
+        help="share of the blocks that --recompute=blocks takes, evenly spaced: 1, 1/2, 0.33 or every:k")
+    recompute_ops: tuple[str, ...] = free_flag(("attention", "every_second_product"), advanced=True,
+        choices=("attention", "every_second_product", "products"),
+        help="what --recompute=ops keeps")
     low_cpu_fsdp: bool = free_flag(True,
         help="build the model on the meta device and initialise it shard by shard; "
         "no rank holds the whole model")
-    use_torch_compile: bool = free_flag(False, help="compile each block with torch.compile")
-    reshard_after_forward: bool = free_flag(True, advanced=True,
-        help="free the gathered weights after the forward pass (ZeRO-3); False keeps them (ZeRO-2)")
+    use_torch_compile: bool | None = free_flag(None,
+        help="compile each block with torch.compile (default: on GPUs)")
+    reshard_after_forward: bool | None = free_flag(None, advanced=True,
+        help="free the gathered weights after the forward pass (ZeRO-3); False keeps them to the end of the "
+        "step (default: True, but False for zero1 and zero2)")
+    sync_each_micro_step: bool | None = free_flag(None, advanced=True,
+        help="reduce gradients to shards in every micro-step; False keeps whole ones and reduces them once a "
+        "step (default: True, but False for zero1)")
+    fsdp_blocks_per_group: int = free_flag(1, minimum=1, advanced=True,
+        help="number of consecutive blocks that are gathered and reduced together; the last group may be "
+        "smaller")
     fsdp_prefetch: int = free_flag(0, minimum=0, advanced=True,
-        help="number of blocks that are gathered ahead of use, in addition to FSDP's own prefetch")
+        help="number of groups of blocks that are gathered ahead of use, in addition to FSDP's own prefetch")
     cpu_offload: bool = free_flag(False, advanced=True,
         help="keep sharded weights, gradients and optimizer state in host memory")
     dist_backend: str = free_flag("auto", choices=("auto", "nccl", "gloo"), advanced=True,
@@ -187,47 +173,46 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         parse_selective_checkpointing(self.selective_checkpointing)
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW and the schedule of its learning rate."""
-
-    learning_rate: float = announced_flag(3e-4, minimum=0,
-        help="peak learning rate, at the end of the warm-up")
-    warmup_steps: int | None = announced_flag(None, minimum=0,
-        help="number of steps of the linear warm-up (default: 5 % of num_steps, at most 2000)")
-    min_lr_ratio: float = announced_flag(0.1, minimum=0, maximum=1,
-        help="learning rate at the end of the cosine, as a share of the peak")
-    adam_beta1: float = announced_flag(0.9, minimum=0, below=1, help="decay of the first moment")
-    adam_beta2: float = announced_flag(0.95, minimum=0, below=1, help="decay of the second moment")
-    adam_eps: float = announced_flag(1e-8, minimum=0, maximum=1, advanced=True,
-        help="number that is added to the root of the second moment")
-    weight_decay: float = announced_flag(0.1, minimum=0,
-        help="decoupled weight decay of matrices; norms have none")
-    grad_clip: float = announced_flag(1.0, minimum=0,
-        help="largest global norm of the gradient; 0 does not clip")
-    # fmt: on
-
-    def warmup(self, num_steps: int) -> int:
-        """Steps of warm-up in a run of `num_steps`.
-
-        Raises:
-            ValueError: the warm-up is longer than the run.
-        """
-        if self.warmup_steps is None:
-            return min(2000, max(1, num_steps // 20))
-        if self.warmup_steps > num_steps:
+        alias = self.fsdp_activation_checkpointing
+        other = "blocks" if alias else "none"
+        if None not in (alias, self.recompute) and other != self.recompute:
             raise ValueError(
-                f"--warmup_steps ({self.warmup_steps}) must not exceed --num_steps ({num_steps}); raise that"
+                f"--recompute ({self.recompute}) must not contradict --fsdp_activation_checkpointing "
+                f"({alias}), which is --recompute={other}; leave that out"
             )
-        return self.warmup_steps
+        for name, value in self._implied().items():
+            if getattr(self, name) not in (None, value):
+                raise ValueError(
+                    f"--{name} ({not value}) must not contradict --sharding_strategy "
+                    f"({self.sharding_strategy}), for which it is {value}; leave one of them out"
+                )
+
+    def _implied(self) -> dict[str, bool]:
+        """What a strategy decides, that other strategies leave to flags."""
+        strategy = (self.sharding_strategy or "").lower()
+        if strategy not in ("zero1", "zero2"):
+            return {}
+        return {"reshard_after_forward": False, "sync_each_micro_step": strategy == "zero2"}
+
+    def resolved(self, name: str) -> bool:
+        """`reshard_after_forward` or `sync_each_micro_step`, by the strategy or by its flag."""
+        return self._implied().get(name, getattr(self, name) is not False)
+
+    @property
+    def recomputes(self) -> str:
+        """`recompute`, by whichever of its two names it is given."""
+        return self.recompute or ("blocks" if self.fsdp_activation_checkpointing else "none")
 
 
 # fmt: off
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The length of the run and of a launch, the batch, the seed."""
+    """The length of the run and of a launch, the batch, the seed.
+
+    When to change: `batch_size` is as large as the memory allows; `global_batch_size` decides how the model
+    learns and stays the same on any number of devices. The length in steps, tokens or samples, one of them.
+    The limits of a launch where a machine is lent for some hours.
+    """
 
     seed: int = refused_flag(2023, minimum=0, maximum=2**63 - 1, orders_data=True,
         help="seed of the weights and of the order of the data")
@@ -237,12 +222,18 @@ class TrainingConfig:
         help="length of the run in tokens, such as 300B; give it instead of num_steps")
     num_samples: int | None = announced_flag(None, minimum=1, in_name=False,
         help="length of the run in rows of seq_length tokens; give it instead of num_steps")
+    num_epochs: str = announced_flag("", in_name=False,
+        help="length of the run in passes over the data, such as 1.5, or over one source, such as wiki:2; "
+        "give it instead of num_steps")
     batch_size: int | None = announced_flag(None, minimum=1,
         help="number of rows for each data-parallel rank and micro-step (default: 2, or from the other two)")
     grad_accum_steps: int | None = announced_flag(None, minimum=1,
         help="number of micro-steps in an optimizer step (default: 1, or from the other two)")
     global_batch_size: int | None = announced_flag(None, minimum=1,
         help="number of rows in an optimizer step = batch_size x data-parallel size x grad_accum_steps")
+    rampup_batch_size: tuple[int, ...] = announced_flag((), minimum=1,
+        help="start,increment,samples: begin with start rows in an optimizer step and grow by increment rows "
+        "at a time to global_batch_size, which is reached after so many samples (rows)")
     deterministic: bool = announced_flag(False, advanced=True,
         help="use only deterministic kernels; they are slower (CPU runs always repeat bit for bit)")
     max_bad_steps: int = free_flag(10, minimum=0,
@@ -260,29 +251,48 @@ class TrainingConfig:
         help="end the launch that reaches this step of the run")
     exit_duration_in_mins: float | None = free_flag(None, above=0,
         help="end this launch within this many minutes of its start, the last checkpoint included")
+    gc_interval: int = free_flag(50, minimum=0, advanced=True,
+        help="number of steps between two collections of Python's garbage, at the same step on every rank; "
+        "0 leaves it to Python")
     exit_margin_s: float | None = free_flag(None, minimum=0, advanced=True,
         help="number of seconds before the time limit at which this launch begins to end "
         "(default: measured from its steps, evaluations and saves)")
     # fmt: on
 
     def __post_init__(self) -> None:
-        lengths = {
-            "num_steps": self.num_steps,
-            "num_tokens": self.num_tokens,
-            "num_samples": self.num_samples,
-        }
-        first, *others = [name for name, value in lengths.items() if value is not None] or [""]
+        names = ("num_steps", "num_tokens", "num_samples", "num_epochs")
+        lengths = {name: getattr(self, name) for name in names}
+        first, *others = [name for name, value in lengths.items() if value not in (None, "", "-1")] or [""]
         if others:
             raise ValueError(
                 f"--{others[0]} ({lengths[others[0]]}) must not be given beside --{first}; choose one of them"
             )
+        self.epochs()
 
-    def steps_at(self, rows: int, seq_length: int, start: int = 0, tokens_seen: int = 0) -> int:
-        """The last step of the run, if each step from `start` on takes `rows` of `seq_length` tokens.
+    def epochs(self) -> tuple[str, float] | None:
+        """The source of `num_epochs` ("" for all) and how often it is gone through; None if not given.
+
+        Raises:
+            ValueError: it is neither a number above 0 nor such a number behind the name of a source.
+        """
+        source, _, text = self.num_epochs.rpartition(":")
+        number = exact_number(text)
+        if self.num_epochs in ("", "-1"):
+            return None
+        if number is None or not 0 < number <= 10**6:
+            raise ValueError(
+                f"--num_epochs ({shown(self.num_epochs)}) must be a number above 0 and at most 1,000,000, or "
+                "such a number behind the name of a source; write 2 or wiki:2"
+            )
+        return source, float(number)
+
+    def steps_at(self, batches: BatchIntervals, seq_length: int, start: int = 0, tokens_seen: int = 0) -> int:
+        """The last step of the run, by its length in steps, tokens or samples; `batches` holds from `start`
+        on.
 
         `tokens_seen`: the tokens of the steps up to `start`.
         """
         if self.num_tokens is None and self.num_samples is None:
             return 1000 if self.num_steps is None else self.num_steps
         tokens = self.num_tokens if self.num_tokens is not None else (self.num_samples or 0) * seq_length
-        return max(start, start + -(-(tokens - tokens_seen) // (rows * seq_length)), 1)
+        return max(start + batches.steps_for(-(-(tokens - tokens_seen) // seq_length)), 1)

@@ -8,6 +8,7 @@ Every number has a limit, which is checked before any arithmetic.
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import re
 from fractions import Fraction
@@ -41,6 +42,16 @@ def joined(values: Any) -> str:
     """A value, or the values of a list, as messages quote them."""
     items = values if isinstance(values, list | tuple) else [values]
     return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in items)
+
+
+def short(value: float, digits: int = 6) -> str:
+    """A number in few characters: 0.25, 12k, 3e-5."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.{digits}g}{letter}"
+    power = math.floor(math.log10(abs(value))) if value else 0
+    is_tiny = -300 < power < -3
+    return f"{value / 10.0**power:.{digits}g}e{power}" if is_tiny else f"{value:.{digits}g}"
 
 
 def coerce(row: Flag, value: Any) -> Any:
@@ -78,7 +89,7 @@ def _scalar(row: Flag, value: Any) -> Any:
 
 
 def _number(row: Flag, text: str, quoted: str) -> int | float:
-    number = _integer(text) if row.kind is int else _float(text)
+    number = whole_number(text) if row.kind is int else _float(text)
     if number is None:
         raise ValueError(f"{quoted} must be {_EXAMPLES[row.kind]}")
     most = LARGEST[row.kind] if row.maximum is None else row.maximum
@@ -101,8 +112,9 @@ def _text(row: Flag, text: str, quoted: str) -> str:
         raise ValueError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten it")
     if row.form:
         _check_form(row.form, text, quoted)
-    if not row.choices:
+    if not row.choices or (row.form == "module:function" and ":" in text):
         return text
+    text = row.aliases.get(text.lower(), text)
     if text.lower() not in row.choices:
         near = difflib.get_close_matches(text.lower(), row.choices, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -134,7 +146,7 @@ def exact_number(text: str) -> Fraction | None:
         return None
 
 
-def _integer(text: str) -> int | None:
+def whole_number(text: str) -> int | None:
     """An exact integer from 4096, 5_000_000, 4k, 2M, 1.5B, 4Ki or 1e6; None for anything else."""
     match = re.fullmatch(r"(.*?)(ki|mi|gi|[kmbt]?)", text, re.IGNORECASE)
     number = exact_number(match[1]) if match is not None else None

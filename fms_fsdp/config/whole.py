@@ -12,10 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.config.flag import build_config, flag_table, non_defaults
+from fms_fsdp.config.flag import Flag, build_config, flag_table, non_defaults
+from fms_fsdp.config.model import ModelConfig
+from fms_fsdp.config.optim import OptimConfig
+from fms_fsdp.config.precision import PrecisionConfig
 from fms_fsdp.config.surroundings import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
-from fms_fsdp.config.training import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainingConfig
-from fms_fsdp.config.values import coerce
+from fms_fsdp.config.training import DataConfig, ParallelConfig, TrainingConfig
+from fms_fsdp.config.values import coerce, joined
 
 # The sections and flags that an earlier release hashed into the run name. A new flag does not belong here.
 _EARLIER_NAME = {
@@ -35,6 +38,7 @@ _EARLIER_NAME = {
     "optim": "learning_rate warmup_steps min_lr_ratio adam_beta1 adam_beta2 adam_eps weight_decay grad_clip",
     "training": "seed batch_size grad_accum_steps global_batch_size deterministic",
 }
+_MOVED = {"mixed_precision": "parallel", "reduce_dtype": "parallel"}  # flag → its section in earlier releases
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class TrainConfig:
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     optim: OptimConfig = OptimConfig()
     training: TrainingConfig = TrainingConfig()
     eval: EvalConfig = EvalConfig()
@@ -52,11 +57,37 @@ class TrainConfig:
     profiler: ProfilerConfig = ProfilerConfig()
 
     def __post_init__(self) -> None:
-        if self.training.num_steps is not None:
-            self.optim.warmup(self.training.num_steps)
+        num_steps, warmup_steps = self.training.num_steps, self.optim.warmup_steps
+        if num_steps is not None and warmup_steps is not None and warmup_steps > num_steps:
+            raise ValueError(
+                f"--warmup_steps ({warmup_steps}) must not exceed --num_steps ({num_steps}); raise that"
+            )
+        own, no_shards = self.data.dataset_builder, self.data.use_dummy_dataset or self.data.dataset_builder
+        for name, is_wrong in (
+            ("num_epochs", self.training.epochs() and no_shards),
+            ("rampup_batch_size", self.training.rampup_batch_size and own),
+        ):
+            if is_wrong:
+                other = "dataset_builder" if own else "use_dummy_dataset"
+                raise ValueError(
+                    f"--{name} ({joined(getattr(self.training, name))}) cannot be followed with --{other}, "
+                    "whose data are not token shards; leave one of them out"
+                )
         if self.checkpoint.keep_best and not self.eval.eval_interval:
             raise ValueError(
                 f"--keep_best ({self.checkpoint.keep_best}) compares validation losses; set --eval_interval"
+            )
+        if self.model.init_from_hf and self.checkpoint.ckpt_load_path:
+            raise ValueError(
+                f"--init_from_hf ({self.model.init_from_hf}) must not be given beside --ckpt_load_path; "
+                "leave one of them out"
+            )
+        section = self.checkpoint
+        scheduled, interval = section.checkpoint_schedule, section.checkpoint_interval
+        if section.export_interval and (scheduled or not interval or section.export_interval % interval):
+            raise ValueError(
+                f"--export_interval ({section.export_interval}) must be a multiple of --checkpoint_interval "
+                f"({interval}{', with a --checkpoint_schedule' if scheduled else ''}); change one of them"
             )
         if self.checkpoint.load_model_only and not self.checkpoint.ckpt_load_path:
             raise ValueError("--load_model_only (True) needs the weights' place; add --ckpt_load_path=FOLDER")
@@ -81,12 +112,19 @@ class TrainConfig:
 
     def _name_of(self, hashed: dict[str, Any]) -> str:
         digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.model.model_variant}-{digest}"
+        return f"{self.model.name}-{digest}"
 
     def _hashed_earlier(self) -> dict[str, Any]:
         content = dataclasses.asdict(self)
+        for name, section in _MOVED.items():
+            content[section][name] = content["precision"][name]
         for section, names in _EARLIER_NAME.items():
             content[section] = {name: content[section][name] for name in names.split()}
+        for name in ("fsdp_activation_checkpointing", "use_torch_compile"):  # their default was False
+            content["parallel"][name] = bool(content["parallel"][name])
+        content["parallel"]["reshard_after_forward"] = self.parallel.reshard_after_forward is not False
+        for name, default in (("norm", "rmsnorm"), ("pos_emb", "rope")):  # theirs were those
+            content["model"][name] = content["model"][name] or default
         return {section: content[section] for section in _EARLIER_NAME}
 
     @property
@@ -106,6 +144,12 @@ def as_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
     return plain
 
 
+def recorded_value(content: Mapping[str, Any], row: Flag) -> Any:
+    """A flag's value in what `as_dict` of this release or an earlier one wrote; its default if missing."""
+    sections = (content.get(section, {}) for section in (row.section, _MOVED.get(row.name, "")))
+    return next((section[row.name] for section in sections if row.name in section), row.default)
+
+
 def from_dict(content: Mapping[str, Any]) -> TrainConfig:
     """The configuration that `as_dict` of this release or an earlier one wrote.
 
@@ -114,9 +158,9 @@ def from_dict(content: Mapping[str, Any]) -> TrainConfig:
     Raises:
         ValueError: a value does not fit its flag.
     """
-    values = {}
-    for name, row in flag_table(TrainConfig).items():
-        section = content.get(row.section, {})
-        if name in section:
-            values[name] = coerce(row, section[name])
-    return build_config(TrainConfig, values)
+    table = flag_table(TrainConfig)
+    values = {name: recorded_value(content, row) for name, row in table.items()}
+    found = {
+        name: coerce(table[name], value) for name, value in values.items() if value != table[name].default
+    }
+    return build_config(TrainConfig, found)

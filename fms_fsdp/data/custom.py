@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.data.order.order import Consumption
 from fms_fsdp.data.stream import Stream
+from fms_fsdp.own_code import load_function
 
 REQUIRED = ("next_batch", "state_dict", "load_state_dict", "close")
 
@@ -68,13 +68,7 @@ def load_builder(section: DataConfig) -> Callable[..., Stream]:
     Raises: ValueError if there is no such module or function, or (when called) if the stream lacks a method.
     """
     name = section.dataset_builder
-    module, _, function = name.partition(":")
-    try:
-        build = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--dataset_builder ({name}) must be importable as module:function: {error}"
-        ) from None
+    build = load_function("--dataset_builder", name)
     kwargs = dict(item.split("=", 1) for item in section.data_kwargs)
 
     def checked_build(*args: Any, **settings: Any) -> CustomStream:

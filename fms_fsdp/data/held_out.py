@@ -59,56 +59,44 @@ class HeldOut:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutListing:
-    """What one rank has found out about the held-out sources of a group, for the others. Can be pickled."""
+    """What one rank has found out about the held-out sources of a group, for the others. Can be pickled.
+
+    `listing` is None for synthetic tokens.
+    """
 
     group: str
     data: DataConfig
-    listing: Listing
-    token_bytes: I64 | None
+    vocab_size: int
+    listing: Listing | None = None
+    token_bytes: I64 | None = None
 
 
 def scan_held_out(
     section: EvalConfig, data: DataConfig, trained: Corpus | None, *, vocab_size: int
 ) -> tuple[HeldOutListing, ...]:
-    """Returns the held-out corpora that the flags name: for one rank, which sends them to the others; () for
-    synthetic tokens.
+    """Returns the held-out corpora that the flags name, () if nothing is to be evaluated: for one rank, which
+    sends them to the others.
 
     Raises: ValueError, FileNotFoundError if there are none, or they are trained on, or of a larger
     vocabulary.
     """
-    if data.use_dummy_dataset and not section.eval_data_path:
-        return ()
     found = []
-    for group in _groups(section):
-        root, names = _root(section, data) if group == "eval" else (_join(data.data_path, "test"), ())
-        held_out = replace(data, data_path=root, datasets=names, weights=())
-        found.append(_scan(group, held_out, data.data_path, trained, vocab_size))
+    for group, flag, root, names in _places(section, data):
+        listing = HeldOutListing(group, data, vocab_size)
+        if root:
+            held_out = replace(data, data_path=root, datasets=names, weights=())
+            listing = _scan(replace(listing, data=held_out), flag, data.data_path, trained)
+        found.append(listing)
     return tuple(found)
 
 
 def open_held_out(
-    section: EvalConfig,
-    data: DataConfig,
-    trained: Corpus | None,
-    *,
-    vocab_size: int,
-    max_rows: int,
-    scanned: tuple[HeldOutListing, ...] | None = None,
+    section: EvalConfig, scanned: Iterable[HeldOutListing], global_batch_size: int
 ) -> tuple[HeldOut, ...]:
-    """Returns the held-out sources that the flags name, () if nothing is to be evaluated; at most `max_rows`
-    of each. With what another rank has `scanned` no file or folder is looked at.
-
-    Raises: ValueError, FileNotFoundError if there are none, or they are trained on, or of a larger
-    vocabulary.
-    """
-    if data.use_dummy_dataset and not section.eval_data_path:
-        streams = {
-            group: _stream(data, None, SEED + (group == "test"), vocab_size) for group in _groups(section)
-        }
-        return tuple(HeldOut(group, "synthetic", max_rows, stream, None) for group, stream in streams.items())
-    if scanned is None:
-        scanned = scan_held_out(section, data, trained, vocab_size=vocab_size)
-    return tuple(source for each in scanned for source in _open(each, vocab_size, max_rows))
+    """Returns the sources that `scan_held_out` has found, with as many rows as the flags ask for."""
+    steps = {"eval": section.eval_steps, "test": section.test_steps or section.eval_steps}
+    rows = {group: count * global_batch_size for group, count in steps.items()}
+    return tuple(source for each in scanned for source in _open(each, rows[each.group]))
 
 
 def close_held_out(sources: Iterable[HeldOut]) -> None:
@@ -117,8 +105,16 @@ def close_held_out(sources: Iterable[HeldOut]) -> None:
         source.stream.close()
 
 
-def _groups(section: EvalConfig) -> list[str]:
-    return ["eval"] * bool(section.eval_interval or section.eval_at_start) + ["test"] * section.eval_test
+def _places(section: EvalConfig, data: DataConfig) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """Group, flag, folder and sources of what is evaluated: without a folder synthetic tokens, without
+    sources all of the folder."""
+    is_synthetic = data.use_dummy_dataset and not section.eval_data_path
+    if section.eval_interval or section.eval_at_start:
+        yield "eval", "--eval_data_path", *(("", ()) if is_synthetic else _root(section, data))
+    if section.test_data_path:
+        yield "test", "--test_data_path", section.test_data_path, ()
+    elif section.eval_test:
+        yield "test", "--eval_test", "" if is_synthetic else _join(data.data_path, "test"), ()
 
 
 def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
@@ -146,38 +142,38 @@ def _join(data_path: str, folder: str) -> str:
     return f"{path.rstrip('/')}/{folder}{mark}{options}"
 
 
-def _scan(
-    group: str, data: DataConfig, data_path: str, trained: Corpus | None, vocab_size: int
-) -> HeldOutListing:
-    data = replace(data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None)
+def _scan(found: HeldOutListing, flag: str, data_path: str, trained: Corpus | None) -> HeldOutListing:
+    data = replace(found.data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None)
     try:
         corpus = open_corpus(data)
     except (ValueError, FileNotFoundError) as error:
-        flag = "--eval_test" if group == "test" else "--eval_data_path"
         text = str(error).replace("--datasets", "--eval_datasets").replace("--data_path", flag)
         raise type(error)(text) from error
     if trained is not None and trained.files.root == corpus.files.root:
         for source in corpus.sources:
             if trained.source(source.name):
-                raise ValueError(
-                    f"--eval_datasets ({source.name}) must not be trained on; name the sources to train on "
-                    "in --datasets, or others here"
-                )
-    if (corpus.vocab_size or 0) > vocab_size:
+                name = "--eval_datasets" if found.group == "eval" else f"{flag}, source"
+                remedy = "name the sources to train on in --datasets, or others here"
+                raise ValueError(f"{name} ({source.name}) must not be trained on; {remedy}")
+    if (corpus.vocab_size or 0) > found.vocab_size:
         raise ValueError(
-            f"--eval_data_path ({corpus.files.root}) has a vocabulary of {corpus.vocab_size}, the model one "
-            f"of {vocab_size}; prepare both with one tokenizer"
+            f"{flag} ({corpus.files.root}) has a vocabulary of {corpus.vocab_size}, the model one "
+            f"of {found.vocab_size}; prepare both with one tokenizer"
         )
-    table = _token_bytes(corpus, (data.data_path, data_path), vocab_size)
+    table = _token_bytes(corpus, (data.data_path, data_path), found.vocab_size)
     no_marks = {source.name: "" for source in corpus.sources}  # rows that are never resumed need none
-    return HeldOutListing(group, data, list_corpus(corpus, no_marks), table)
+    return replace(found, data=data, listing=list_corpus(corpus, no_marks), token_bytes=table)
 
 
-def _open(scanned: HeldOutListing, vocab_size: int, max_rows: int) -> Iterator[HeldOut]:
+def _open(scanned: HeldOutListing, max_rows: int) -> Iterator[HeldOut]:
+    if scanned.listing is None:
+        stream = _stream(scanned.data, None, SEED + (scanned.group == "test"), scanned.vocab_size)
+        yield HeldOut(scanned.group, "synthetic", max_rows, stream, None)
+        return
     corpus = open_corpus(scanned.data, listing=scanned.listing)
     for source in corpus.sources:
         num_rows = min(max_rows, source.num_tokens // scanned.data.seq_length)
-        stream = _stream(scanned.data, replace(corpus, sources=(source,)), SEED, vocab_size)
+        stream = _stream(scanned.data, replace(corpus, sources=(source,)), SEED, scanned.vocab_size)
         yield HeldOut(scanned.group, source.name, num_rows, stream, scanned.token_bytes)
 
 

@@ -8,6 +8,7 @@ Invariant: the global batch t is a function of (manifest, seed, history, t). No 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
-from fms_fsdp.data.order.history import History, Segment
+from fms_fsdp.data.order.history import MAX_STEPS, History, Segment
 from fms_fsdp.data.order.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.order.order import Consumption, Fit, Order
 from fms_fsdp.data.order.packing import Cuts, pack_bestfit, pack_concat
@@ -59,10 +60,11 @@ class CorpusRows:
         seed: int,
         vocab_size: int,
         global_batch_size: int,
+        rampup: tuple[int, ...] = (),
         pin_memory: bool,
     ) -> None:
         self._section, self._corpus, self._seed, self._pin_memory = section, corpus, seed, pin_memory
-        self.global_batch_size = global_batch_size
+        self.global_batch_size, self._rampup = global_batch_size, rampup
         self._masked: Counter[int] = Counter()  # rows of this rank by step
         self._quotas = slot_quotas({source.name: source.weight for source in corpus.sources})
         self.files = corpus.files.clone()
@@ -109,7 +111,7 @@ class CorpusRows:
         """Returns a rank's rows of the step's global batch, which may be of another size. Raises: ShardError
         with the step."""
         segment = self.order.history.segment(step)
-        start, stop = rows_of_rank(segment.batch, dp_rank, dp_size)
+        start, stop = rows_of_rank(segment.batch_at(step), dp_rank, dp_size)
         batch = empty_batch(stop - start, segment.seq_length, pin_memory=self._pin_memory)
         columns = [tensor.numpy() for tensor in batch]
         self._masked.pop(step, None)  # a step that is read again counts once
@@ -214,7 +216,7 @@ class CorpusRows:
                 f"as earlier releases allowed; go on with the release that wrote it, or {WEIGHTS_ALONE}"
             )
         before = history.segments[-1].seq_length
-        changes = history.change(step, self.global_batch_size, self._quotas, size)
+        changes = history.change(step, self.global_batch_size, self._quotas, size, self._rampup)
         if history.unfit_lengths():
             lengths = sorted({segment.seq_length for segment in history.segments} - {size})
             raise ValueError(
@@ -234,12 +236,38 @@ class CorpusRows:
         """Returns by source, dropped ones too, what it has supplied by the end of `step`."""
         return self.order.consumption(step)
 
+    def end_of_epochs(self, source: str, epochs: float, step: int) -> tuple[int, str]:
+        """Returns the first step, not before `step`, by whose end the source is gone through `epochs` times;
+        with "" for it, the rows of all sources together, in the shares of the mixture. And the epochs of each
+        by then, in words.
+
+        Raises: ValueError if the mixture has no such source.
+        """
+        history, order = self.order.history, self.order
+        if source and source not in self._quotas:
+            raise ValueError(
+                f"--num_epochs ({source}:{epochs:g}) must name a source of the mixture; there are: "
+                f"{', '.join(sorted(self._quotas))}"
+            )
+        names = [source] if source else list(self._quotas)
+        rows = sum(order.source(name).num_rows_until(epochs) for name in names)
+
+        def supplied(after: int) -> int:
+            position = history.position(after)
+            return sum(position[name] for name in names)
+
+        last = step + bisect_left(range(step, MAX_STEPS), rows, key=supplied)
+        used = order.consumption(last)
+        passes = ", ".join(f"{name} {used[name]['epoch']:.2f} times" for name in sorted(self._quotas))
+        whole = f"source {source}" if source else "as many rows as all sources have together"
+        return last, f"{epochs:g} x {whole} are read by step {last:,}; by then: {passes}"
+
     def close(self) -> None:
         self.files.close()
 
     def _new_history(self, step: int) -> History:
-        first = Segment(step, self.global_batch_size, self._quotas, self._section.seq_length)
-        history = History([first], [])
+        size = self._section.seq_length
+        history = History([Segment(step, self.global_batch_size, self._quotas, size, self._rampup)], [])
         history.skip(self._section.skip_steps, step)
         return history
 

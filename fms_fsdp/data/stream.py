@@ -74,7 +74,7 @@ class Stream(Protocol):
 class RowProducer(Protocol):
     """What a TokenStream draws from: pure functions of the step, and the history that a checkpoint keeps."""
 
-    global_batch_size: int
+    global_batch_size: int  # at the end of a ramp
     last_step: int | None  # by --max_epochs; None: no end
     first_exhausted: str  # the source that ends at `last_step`
 
@@ -107,8 +107,8 @@ class RowProducer(Protocol):
 class TokenStream:
     """The `Stream` of a RowProducer.
 
-    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in the
-    global batch.
+    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in a global
+    batch of full size.
     """
 
     def __init__(self, rows: RowProducer, *, dp_rank: int, dp_size: int, prefetch: int) -> None:
@@ -214,10 +214,13 @@ def build_stream(
     global_batch_size: int,
     dp_rank: int,
     dp_size: int,
+    rampup: tuple[int, ...] = (),
     pin_memory: bool = False,
     prefetch: int = 2,
 ) -> TokenStream:
-    """Returns the stream of this rank: of synthetic tokens if `corpus` is None. `prefetch` counts steps.
+    """Returns the stream of this rank: of synthetic tokens if `corpus` is None.
+
+    `rampup`: start, increment and samples of a ramp to `global_batch_size`. `prefetch` counts steps.
 
     Raises: ValueError if the batch cannot be shared out or is larger than the corpus, or for weights too
     small.
@@ -229,6 +232,11 @@ def build_stream(
         )
     make: Callable[..., RowProducer] = SyntheticRows if corpus is None else partial(CorpusRows, corpus=corpus)
     rows = make(
-        section, seed=seed, vocab_size=vocab_size, global_batch_size=global_batch_size, pin_memory=pin_memory
+        section,
+        seed=seed,
+        vocab_size=vocab_size,
+        global_batch_size=global_batch_size,
+        rampup=rampup,
+        pin_memory=pin_memory,
     )
     return TokenStream(rows, dp_rank=dp_rank, dp_size=dp_size, prefetch=prefetch)

@@ -15,7 +15,7 @@ import numpy as np
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import Batch, empty_batch, rows_of_rank
-from fms_fsdp.data.order.history import History, Segment
+from fms_fsdp.data.order.history import History, Segment, rampup_of
 from fms_fsdp.data.order.mixture import NUM_SLOTS
 from fms_fsdp.data.order.order import Consumption
 from fms_fsdp.data.order.permute import I64, ORDER_VERSION, U64, derive_key, mix64
@@ -29,14 +29,21 @@ class SyntheticRows:
     """Produces the rows of a step (see `stream.RowProducer`)."""
 
     def __init__(
-        self, section: DataConfig, *, seed: int, vocab_size: int, global_batch_size: int, pin_memory: bool
+        self,
+        section: DataConfig,
+        *,
+        seed: int,
+        vocab_size: int,
+        global_batch_size: int,
+        rampup: tuple[int, ...],
+        pin_memory: bool,
     ) -> None:
         if vocab_size < 2:
             raise ValueError(f"vocab_size ({vocab_size}) must be at least 2 for synthetic tokens")
         self._alphabet = 1 << (min(vocab_size, _MAX_ALPHABET).bit_length() - 1)
         self._seed, self._seq_length, self._pin_memory = seed, section.seq_length, pin_memory
-        self.global_batch_size = global_batch_size
-        self._history = History([Segment(0, global_batch_size, _QUOTAS, section.seq_length)], [])
+        self.global_batch_size, self._rampup = global_batch_size, rampup
+        self._history = History([Segment(0, global_batch_size, _QUOTAS, section.seq_length, rampup)], [])
         power, total = [1], [0]
         for _ in range(2 * _CELL - 1):
             power.append(power[-1] * _FACTOR % self._alphabet)
@@ -51,7 +58,7 @@ class SyntheticRows:
         """Returns a rank's rows of the step's global batch, which may have been of another size."""
         segment = self._history.segment(step)
         length = segment.seq_length
-        start, stop = rows_of_rank(segment.batch, dp_rank, dp_size)
+        start, stop = rows_of_rank(segment.batch_at(step), dp_rank, dp_size)
         out = empty_batch(stop - start, length, pin_memory=self._pin_memory)
         tokens = self._tokens(step, start, stop, length)
         out.tokens_BS.numpy()[:] = tokens[:, :-1]
@@ -84,6 +91,7 @@ class SyntheticRows:
             "synthetic": self._alphabet,
             "seed": self._seed,
             "history": [[s.after, s.batch, s.seq_length] for s in self._history.segments],
+            **self._history.ramps(),
         }
 
     def load(self, state: dict[str, Any], step: int) -> list[str]:
@@ -96,9 +104,12 @@ class SyntheticRows:
                     f"{flag} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with "
                     "the same data flags, or take its weights alone with --load_model_only"
                 )
-        segments = [Segment(after, batch, _QUOTAS, length) for after, batch, length in state["history"]]
+        segments = [
+            Segment(after, batch, _QUOTAS, length, rampup_of(state, after))
+            for after, batch, length in state["history"]
+        ]
         self._history = History(segments, [])
-        return self._history.change(step, self.global_batch_size, _QUOTAS, self._seq_length)
+        return self._history.change(step, self.global_batch_size, _QUOTAS, self._seq_length, self._rampup)
 
     def consumption(self, step: int) -> Consumption:
         return {name: {"epoch": 0.0, "tokens": self._history.consumed_tokens(step)[name]} for name in _QUOTAS}

@@ -1,13 +1,16 @@
 """Counts of parameters and floating-point operations, as formulas of the configuration. Nothing is built.
 
-    num_params = embed + num_layers × block + head        flops_per_token = 6 · num_params + 12 · L · D · S
+    num_params = embed + num_layers × block + head        flops_per_token = 6 · num_params + 12 · H K · Σ T
 
 The second is the convention of the published training reports: every parameter counts, attention counts as if
-it were not causal. Beside it stand what of that is matrix products (`matmul_flops_per_token`), and what
-activation checkpointing adds (`recomputed_flops_per_token`).
+it were not causal: T is the length of a row, or of a layer's window where that is less, summed over the
+layers. Beside it stand what of that is matrix products (`matmul_flops_per_token`), and what activation
+checkpointing adds (`recomputed_flops_per_token`). Only a `--model_builder`'s model is built, to be counted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from fms_fsdp.models.variants import LlamaConfig
 
@@ -15,15 +18,55 @@ from fms_fsdp.models.variants import LlamaConfig
 def num_params_by_unit(config: LlamaConfig) -> dict[str, int]:
     """Parameters of one embedding, one block and the head: the units FSDP gathers. A tied head has only its
     norm."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    norm = hidden if config.norm == "rmsnorm" else 2 * hidden
-    attention = 2 * hidden * hidden + 2 * hidden * config.num_kv_heads * config.head_dim
-    positions = config.max_seq_len * hidden if config.pos_emb == "learned" else 0
+    if config.model_builder:
+        return _counted(config)
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    q_size, kv_size = _attention_sizes(config)
+    inner = 2 * ffn if config.activation == "swiglu" else ffn  # outputs of the first products
+    vocab = config.padded_vocab_size * hidden
+    block = 2 * hidden * (q_size + kv_size) + hidden * (inner + ffn) + 2 * _norm(config, hidden)
+    if config.bias:
+        block += q_size + 2 * kv_size + inner + 2 * hidden
+    if config.qk_norm:
+        block += 2 * _norm(config, config.head_dim)
     return {
-        "embed": vocab * hidden + positions,
-        "block": attention + 3 * hidden * config.ffn_hidden_size + 2 * norm,
-        "head": norm + (0 if config.tie_embeddings else vocab * hidden),
+        "embed": vocab + _position_rows(config) * hidden,
+        "block": block,
+        "head": _norm(config, hidden) + (0 if config.tie_embeddings else vocab),
     }
+
+
+def _norm(config: LlamaConfig, size: int) -> int:
+    return {"rmsnorm": size, "layernorm": 2 * size, "scalenorm": 1}[config.norm]
+
+
+def _position_rows(config: LlamaConfig) -> int:
+    return config.max_seq_len if config.pos_emb == "learned" else 0
+
+
+def _attention_sizes(config: LlamaConfig) -> tuple[int, int]:
+    """The widths of all query heads and of all key heads."""
+    return config.num_attention_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+
+def _attended(config: LlamaConfig, seq_length: int) -> int:
+    """Keys that a token sees, summed over the layers, as if attention were not causal."""
+    return sum(min(window or seq_length, seq_length) for window in config.windows)
+
+
+def _counted(config: LlamaConfig) -> dict[str, int]:
+    """The counts of a user's own model, from the model."""
+    import torch
+
+    from fms_fsdp.models.llama import build_model
+
+    with torch.device("meta"):
+        model = build_model(config)
+    units = {"embed": model.embed, "block": model.blocks["0"], "head": model.head}
+    counts = dict.fromkeys(units, 0)
+    for name, part in units.items():
+        counts[name] = sum(weight.numel() for weight in part.parameters()) if part is not None else 0
+    return counts
 
 
 def num_params(config: LlamaConfig) -> int:
@@ -33,26 +76,36 @@ def num_params(config: LlamaConfig) -> int:
 
 
 def flops_per_token(config: LlamaConfig, seq_length: int) -> int:
-    """FLOPs of forward and backward for one token, recomputation excluded: 6N + 12·L·D·S.
+    """FLOPs of forward and backward for one token, recomputation excluded: 6N + 12·L·D·S, for windows less.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B; N counts all parameters.
     """
-    return 6 * num_params(config) + 12 * config.num_layers * config.hidden_size * seq_length
+    return 6 * num_params(config) + 12 * _attention_sizes(config)[0] * _attended(config, seq_length)
 
 
 def matmul_flops_per_token(config: LlamaConfig, seq_length: int) -> int:
-    """`flops_per_token` without the embedding lookup, which multiplies nothing; a tied embedding counts once,
-    as the head."""
-    positions = config.max_seq_len if config.pos_emb == "learned" else 0
-    rows = positions + (0 if config.tie_embeddings else config.vocab_size)
+    """`flops_per_token` without the embedding lookup, which multiplies nothing, and the rows that fill up the
+    head; a tied embedding counts once, as the head."""
+    rows = _position_rows(config) + config.padded_vocab_size - config.vocab_size
+    rows += 0 if config.tie_embeddings else config.padded_vocab_size
     return flops_per_token(config, seq_length) - 6 * rows * config.hidden_size
 
 
-def recomputed_flops_per_token(config: LlamaConfig, seq_length: int, num_blocks: int) -> int:
-    """FLOPs that the backward pass repeats for one token where `num_blocks` blocks are checkpointed.
+def recomputed_flops_per_token(
+    config: LlamaConfig, seq_length: int, num_blocks: int, kept: Collection[str] = ()
+) -> int:
+    """FLOPs that the backward pass repeats for one token where `num_blocks` blocks compute again all but
+    `kept` (names of `--recompute_ops`).
 
     A block's recomputation stops at the input of its last product, whose result nothing in the backward pass
     needs.
     """
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
-    return num_blocks * (2 * (num_params_by_unit(config)["block"] - hidden * ffn) + 4 * hidden * seq_length)
+    q_size, kv_size = _attention_sizes(config)
+    weights = num_params_by_unit(config)["block"] - hidden * ffn
+    if "every_second_product" in kept:
+        weights = hidden * (q_size + kv_size + ffn)  # of queries, values and the gate or up
+    if "products" in kept:
+        weights = 0
+    attended = 0 if "attention" in kept else _attended(config, seq_length) // config.num_layers
+    return num_blocks * (2 * weights + 4 * q_size * attended)

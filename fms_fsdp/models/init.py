@@ -34,12 +34,14 @@ def clean_name(name: str) -> str:
 @torch.no_grad()
 def init_weights(model: Llama, seed: int) -> None:
     """Fills every parameter in place: norm weights 1, biases 0, matrices normal with `init_std`; those that
-    write to the residual stream (o_proj, down_proj) with `init_std / sqrt(2 num_layers)`.
+    write to the residual stream (o_proj, down_proj) with `init_std / sqrt(2 num_layers)`, if
+    `residual_scaled_init`.
 
     Works on plain and sharded (DTensor) parameters; not collective. Source: Radford et al. 2019 (GPT-2),
     section 2.3, for the depth scaling.
     """
     config = model.config
+    depth = 2 * config.num_layers if config.residual_scaled_init else 1
     for full_name, parameter in model.named_parameters():
         name = clean_name(full_name)
         if name.endswith("bias"):
@@ -48,15 +50,15 @@ def init_weights(model: Llama, seed: int) -> None:
             parameter.fill_(1.0)
         else:
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std
+            std = config.init_std / math.sqrt(depth) if residual else config.init_std
             _fill_normal(parameter, std, f"{seed}:{name}")
 
 
 def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
     """Normal values for the rows (and columns) this rank holds, drawn block by block on as many threads as
     torch uses."""
-    local, first_row, columns = _local_part(parameter)
-    num_columns = parameter.shape[1]
+    local, (rows, columns) = local_part(parameter)
+    num_columns, first_row = parameter.shape[1], rows.start
 
     def fill(block: int) -> None:
         generator = torch.Generator().manual_seed(_hash64(f"{key}:{block}"))
@@ -72,10 +74,11 @@ def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
             list(pool.map(fill, blocks))
 
 
-def _local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, int, slice]:
-    """(this rank's part, its first global row, its global columns)."""
+def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
+    """This rank's part of a parameter, and its place in the whole, a slice for each dim."""
     if not isinstance(parameter, DTensor):
-        return parameter.detach(), 0, slice(None)  # detached: no_grad does not reach the pool's threads
+        # detached: no_grad does not reach the pool's threads
+        return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(
@@ -83,7 +86,7 @@ def _local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, int, slice]:
     )
     local = parameter.to_local().detach()
     assert tuple(local.shape) == tuple(shape), (local.shape, shape)
-    return local, offset[0], slice(offset[1], offset[1] + shape[1])
+    return local, tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
 def _hash64(text: str) -> int:

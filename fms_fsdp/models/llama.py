@@ -1,20 +1,23 @@
-"""Llama: a decoder-only transformer, written to be read next to its paper.
+"""Llama: a decoder-only transformer, written to be read next to its paper; and its relatives.
 
     tokens_BS → Embed → Block × num_layers → Head → logits_BSV, or with labels (loss_sum, num_labels)
     Block: x + Attention(norm(x)), then x + FeedForward(norm(x))
 
 B batch, S sequence, D model, F ffn, V vocabulary, H query heads, G key/value heads, K head dim.
 
-Plain modules of torch: every module computes in the dtype of its weights, which is the business of
-parallel/precision.py. The rotary table is fp32 always.
+The options of other models (docs/models.md) choose modules where the model is built. Plain modules of torch:
+every module computes in the dtype of its weights, which is the business of parallel/precision.py. The rotary
+table is fp32 always.
 
-Source: Touvron et al. 2023 (Llama 2); Shazeer 2020 (SwiGLU); Zhang and Sennrich 2019 (RMSNorm).
+Source: Touvron et al. 2023 (Llama 2); Shazeer 2020 (SwiGLU); Zhang and Sennrich 2019 (RMSNorm); Nguyen and
+Salazar 2019 (ScaleNorm); So et al. 2021 (squared ReLU); Gemma Team 2024 (capped logits).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,22 +26,41 @@ from torch import nn
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
-from fms_fsdp.models.attention import KeyValueCache, attention, document_mask, rope_table, rotate
+from fms_fsdp.models.attention import KeyValueCache, attention
+from fms_fsdp.models.dropout import Dropout, layer_keys
 from fms_fsdp.models.loss import linear_cross_entropy
+from fms_fsdp.models.masks import alibi_score, attention_mask
+from fms_fsdp.models.positions import rope_table, rotate, waves
 from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.own_code import load_function
 
 LossAndCount = tuple[torch.Tensor, torch.Tensor]
 
 
-def build_linear(in_features: int, out_features: int) -> nn.Linear:
-    """A linear layer without bias, as all of a Llama are."""
-    return nn.Linear(in_features, out_features, bias=False)
+def build_linear(config: LlamaConfig, in_features: int, out_features: int) -> nn.Linear:
+    """A linear layer of a block, without bias in a Llama."""
+    return nn.Linear(in_features, out_features, bias=config.bias)
 
 
-def build_norm(config: LlamaConfig) -> nn.RMSNorm | nn.LayerNorm:
-    """The norm the configuration names; both compute in fp32 inside."""
-    norm = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
-    return norm(config.hidden_size, eps=config.norm_eps)
+class ScaleNorm(nn.Module):
+    """g x / |x| with one number g, here x / rms(x) times a weight: 1 is the paper's first g, sqrt(D)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = (size,), eps
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.size, eps=self.eps) * self.weight.to(x.dtype)
+
+
+_NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "scalenorm": ScaleNorm}
+
+
+def build_norm(config: LlamaConfig, size: int) -> nn.Module:
+    """The norm the configuration names; all compute in fp32 inside."""
+    norm: nn.Module = _NORMS[config.norm](size, eps=config.norm_eps)
+    return norm
 
 
 class Attention(nn.Module):
@@ -46,25 +68,40 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_dim, self.backend = config.head_dim, config.attn_impl
-        kv_size = config.num_kv_heads * config.head_dim
-        self.q_proj = build_linear(config.hidden_size, config.hidden_size)
-        self.k_proj = build_linear(config.hidden_size, kv_size)
-        self.v_proj = build_linear(config.hidden_size, kv_size)
-        self.o_proj = build_linear(config.hidden_size, config.hidden_size)
+        self.head_dim = config.head_dim
+        score = alibi_score(config.num_attention_heads) if config.pos_emb == "alibi" else None
+        self.attend = partial(attention, backend=config.attn_impl, score=score)
+        q_size, kv_size = (
+            heads * config.head_dim for heads in (config.num_attention_heads, config.num_kv_heads)
+        )
+        self.q_proj = build_linear(config, config.hidden_size, q_size)
+        self.k_proj = build_linear(config, config.hidden_size, kv_size)
+        self.v_proj = build_linear(config, config.hidden_size, kv_size)
+        self.o_proj = build_linear(config, q_size, config.hidden_size)
+        self.q_norm, self.k_norm = (
+            build_norm(config, config.head_dim) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
+        self.dropout = Dropout(config.attn_dropout, place=1)
 
     def forward(
-        self, x_BSD: torch.Tensor, rope: torch.Tensor | None, mask: Any, cache: KeyValueCache | None = None
+        self,
+        x_BSD: torch.Tensor,
+        rope: torch.Tensor | None,
+        mask: Any,
+        cache: KeyValueCache | None = None,
+        keys_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads = (*x_BSD.shape[:-1], -1, self.head_dim)
-        q_BSHK, k_BSGK = self.q_proj(x_BSD).view(heads), self.k_proj(x_BSD).view(heads)
+        q_BSHK = self.q_norm(self.q_proj(x_BSD).view(heads))
+        k_BSGK = self.k_norm(self.k_proj(x_BSD).view(heads))
         v_BGSK = self.v_proj(x_BSD).view(heads).transpose(1, 2)
         if rope is not None:
             q_BSHK, k_BSGK = rotate(q_BSHK, rope), rotate(k_BSGK, rope)
         k_BGSK = k_BSGK.transpose(1, 2)
         if cache is not None:
             k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
-        out_BHSK = attention(q_BSHK.transpose(1, 2), k_BGSK, v_BGSK, mask=mask, backend=self.backend)
+        drop = partial(self.dropout, keys_B=keys_B) if self.dropout.rate and keys_B is not None else None
+        out_BHSK = self.attend(q_BSHK.transpose(1, 2), k_BGSK, v_BGSK, mask=mask, drop=drop)
         projected_BSD: torch.Tensor = self.o_proj(out_BHSK.transpose(1, 2).flatten(2))
         return projected_BSD
 
@@ -74,12 +111,42 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = build_linear(config.hidden_size, config.ffn_hidden_size)
-        self.up_proj = build_linear(config.hidden_size, config.ffn_hidden_size)
-        self.down_proj = build_linear(config.ffn_hidden_size, config.hidden_size)
+        self.gate_proj = build_linear(config, config.hidden_size, config.ffn_hidden_size)
+        self.up_proj = build_linear(config, config.hidden_size, config.ffn_hidden_size)
+        self.down_proj = build_linear(config, config.ffn_hidden_size, config.hidden_size)
+        self.dropout = Dropout(config.ffn_dropout, place=2)
 
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        out_BSD: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+    def forward(self, x_BSD: torch.Tensor, keys_B: torch.Tensor | None = None) -> torch.Tensor:
+        inner_BSF = F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
+        out_BSD: torch.Tensor = self.down_proj(self.dropout(inner_BSF, keys_B))
+        return out_BSD
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """Squared ReLU."""
+    return F.relu(x).square()
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": relu2,
+}
+
+
+class PlainFeedForward(nn.Module):
+    """Two matrices: down(activation(up(x)))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.activation = _ACTIVATIONS[config.activation]
+        self.up_proj = build_linear(config, config.hidden_size, config.ffn_hidden_size)
+        self.down_proj = build_linear(config, config.ffn_hidden_size, config.hidden_size)
+        self.dropout = Dropout(config.ffn_dropout, place=2)
+
+    def forward(self, x_BSD: torch.Tensor, keys_B: torch.Tensor | None = None) -> torch.Tensor:
+        inner_BSF = self.activation(self.up_proj(x_BSD))
+        out_BSD: torch.Tensor = self.down_proj(self.dropout(inner_BSF, keys_B))
         return out_BSD
 
 
@@ -88,33 +155,51 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config)
+        self.attention_norm = build_norm(config, config.hidden_size)
         self.attention = Attention(config)
-        self.ffn_norm = build_norm(config)
-        self.feed_forward = FeedForward(config)
+        self.ffn_norm = build_norm(config, config.hidden_size)
+        self.feed_forward = (FeedForward if config.activation == "swiglu" else PlainFeedForward)(config)
+        self.is_parallel = config.parallel_residual  # then the feed-forward reads x, as attention does
+        self.attention_dropout, self.ffn_dropout = (Dropout(config.dropout, place) for place in (3, 4))
 
     def forward(
-        self, x_BSD: torch.Tensor, rope: torch.Tensor | None, mask: Any, cache: KeyValueCache | None = None
+        self,
+        x_BSD: torch.Tensor,
+        rope: torch.Tensor | None,
+        mask: Any,
+        cache: KeyValueCache | None = None,
+        keys_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, mask, cache)
-        out_BSD: torch.Tensor = x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
+        attended_BSD = self.attention(self.attention_norm(x_BSD), rope, mask, cache, keys_B)
+        sum_BSD = x_BSD + self.attention_dropout(attended_BSD, keys_B)
+        fed_BSD = self.feed_forward(self.ffn_norm(x_BSD if self.is_parallel else sum_BSD), keys_B)
+        out_BSD: torch.Tensor = sum_BSD + self.ffn_dropout(fed_BSD, keys_B)
         return out_BSD
 
 
 class Embed(nn.Embedding):
-    """Token embedding, plus a learned position embedding where the configuration asks for one."""
+    """Token embedding, plus learned positions or waves where the configuration asks for them."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config.vocab_size, config.hidden_size)
+        super().__init__(config.padded_vocab_size, config.hidden_size)
         self.positions: nn.Parameter | None = None
         if config.pos_emb == "learned":
             self.positions = nn.Parameter(torch.zeros(config.max_seq_len, config.hidden_size))
+        self.has_waves = config.pos_emb == "sinusoidal"
+        self.dropout = Dropout(config.dropout, place=0)
 
     def forward(  # type: ignore[override]
-        self, tokens_BS: torch.Tensor, positions: slice | torch.Tensor
+        self, tokens_BS: torch.Tensor, positions: slice | torch.Tensor, keys_B: torch.Tensor | None = None
     ) -> torch.Tensor:
         x_BSD = F.embedding(tokens_BS, self.weight)
-        return x_BSD if self.positions is None else x_BSD + self.positions[positions]
+        if self.positions is not None:
+            x_BSD = x_BSD + self.positions[positions]
+        if self.has_waves:
+            if isinstance(positions, slice):
+                positions = torch.arange(positions.start, positions.stop, device=x_BSD.device)
+            x_BSD = x_BSD + waves(positions, x_BSD.shape[-1]).to(x_BSD.dtype)
+        out_BSD: torch.Tensor = self.dropout(x_BSD, keys_B)
+        return out_BSD
 
 
 class Head(nn.Linear):
@@ -124,8 +209,9 @@ class Head(nn.Linear):
     """
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config.hidden_size, config.vocab_size, bias=False)
-        self.norm = build_norm(config)
+        super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
+        self.vocab_size, self.softcap, self.z_loss = config.vocab_size, config.logit_softcap, config.z_loss
+        self.norm = build_norm(config, config.hidden_size)
         self.loss = linear_cross_entropy
         if config.tie_embeddings:
             self.register_parameter("weight", None)
@@ -134,10 +220,14 @@ class Head(nn.Linear):
         self, x_BSD: torch.Tensor, labels_BS: torch.Tensor | None, tied_weight_VD: torch.Tensor | None
     ) -> torch.Tensor | LossAndCount:
         weight_VD = self.weight if tied_weight_VD is None else tied_weight_VD
+        if len(weight_VD) > self.vocab_size:  # the rows that fill up are in no product
+            weight_VD = weight_VD[: self.vocab_size]
         x_BSD = self.norm(x_BSD)
-        if labels_BS is None:
-            return F.linear(x_BSD, weight_VD.to(x_BSD.dtype))
-        return self.loss(x_BSD, weight_VD, labels_BS)
+        if labels_BS is not None:
+            z_loss = self.z_loss if self.training else 0.0
+            return self.loss(x_BSD, weight_VD, labels_BS, z_loss=z_loss, softcap=self.softcap)
+        logits_BSV = F.linear(x_BSD, weight_VD.to(x_BSD.dtype))
+        return self.softcap * torch.tanh(logits_BSV / self.softcap) if self.softcap else logits_BSV
 
 
 class Llama(nn.Module):
@@ -171,28 +261,51 @@ class Llama(nn.Module):
         labels_BS: torch.Tensor | None = None,
         positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
+        keys_B: torch.Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
     ) -> torch.Tensor | LossAndCount:
         """logits_BSV, or with labels (summed loss, fp32; number of unmasked labels, int64) of this batch
         alone.
 
-        Positions default to 0..S-1, behind those of the `caches` (one for each layer); with document ids
-        attention stays within a document. A part without embedding takes, and one without head gives, x_BSD.
+        Positions default to 0..S-1, behind those of the `caches` (one for each layer), with which only the
+        last position has logits (S = 1); with document ids attention stays within a document. Only with
+        `keys_B` (dropout.row_keys) is there dropout. A part without embedding takes, and one without head
+        gives, x_BSD.
         """
         start = caches[0].length if caches else 0
         stop = start + tokens_BS.shape[1]
         assert stop <= self.config.max_seq_len, (stop, self.config.max_seq_len)
         positions = slice(start, stop) if positions_BS is None else positions_BS
         rope = self.rope[positions] if self.config.pos_emb == "rope" else None
-        mask = None if document_ids_BS is None else document_mask(document_ids_BS)
-        x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS, positions)
+        windows, cached = self.config.windows, caches is not None
+        seen = slice(start, stop)
+        masks = {
+            window: attention_mask(
+                self.config, window, document_ids_BS, seen, tokens_BS.device, cached=cached
+            )
+            for window in set(windows)
+        }
+        x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS, positions, keys_B)
         traced = autograd_profiler._is_profiler_enabled  # names of blocks in traces, at no cost without one
         for i, (layer, block) in enumerate(self.blocks.items()):
-            cache = () if caches is None else (caches[i],)
+            cache, keys = caches[i] if caches else None, layer_keys(keys_B, int(layer))
             with record_function(f"block {layer}") if traced else contextlib.nullcontext():
-                x_BSD = block(x_BSD, rope, mask, *cache)
+                x_BSD = block(x_BSD, rope, masks[windows[int(layer)]], cache, keys)
         if self.head is None:
             return x_BSD
+        if cached:
+            x_BSD = x_BSD[:, -1:]
         tied = self.embed.weight if self.config.tie_embeddings and self.embed is not None else None
         output: torch.Tensor | LossAndCount = self.head(x_BSD, labels_BS, tied)
         return output
+
+
+def build_model(config: LlamaConfig) -> Llama:
+    """A Llama of this shape, or what the user's `--model_builder` makes of it.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    build = load_function("--model_builder", config.model_builder) if config.model_builder else Llama
+    model: Llama = build(config)
+    return model

@@ -22,8 +22,10 @@ from fms_fsdp.data.batch import IGNORED_LABEL
 
 # fp32 logits of a chunk: within the cache of a CPU, large enough products for a GPU
 _CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
-_SPAN_BYTES = 64 << 20  # the same of a span, if a chunk is not more
+# the same of a span, if a chunk is not more; on a GPU so many that the sum over spans is seldom needed
+_SPAN_BYTES = {"cpu": 64 << 20, "cuda": 4 << 30}
 _SLICE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # fp32 rows of dW that are added up at a time
+_ROW_MULTIPLE = {"cpu": 1, "cuda": 64}  # of numbers, at which a row of logits begins
 
 
 def chunk_rows(num_rows: int, vocab_size: int, device_type: str) -> int:
@@ -33,18 +35,66 @@ def chunk_rows(num_rows: int, vocab_size: int, device_type: str) -> int:
     return -(-num_rows // num_chunks)
 
 
-def _softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor) -> torch.Tensor:
-    """The fp32 log-probability of each row's label; turns the logits into probabilities, in place. Softmax in
-    fp32."""
+def _empty_rows(like: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
+    """(num_rows, vocab_size) without values. On a GPU a row begins at a multiple of 128 bytes: products of
+    other rows, as of 50,257 bf16 numbers, are slow there."""
+    multiple = _ROW_MULTIPLE.get(like.device.type, 64)
+    rows = like.new_empty(num_rows, -(-vocab_size // multiple) * multiple)
+    rows[:, vocab_size:] = 0  # a product may read there, and times zero only a finite number is nothing
+    return rows[:, :vocab_size]
+
+
+_LossAndGradient = tuple[torch.Tensor, torch.Tensor]
+
+
+def _softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor) -> _LossAndGradient:
+    """The fp32 loss of each row, and its gradient at the row's label; turns the logits into their gradients
+    elsewhere, which are the probabilities, in place. Softmax in fp32."""
     logp_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
     label_C1 = logp_CV.gather(1, index_C1)
     logits_CV.copy_(logp_CV.exp_())
-    return label_C1
+    return -label_C1, label_C1.expm1()  # p - 1, exact near p = 1
+
+
+def _compiled_softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor) -> _LossAndGradient:
+    """The same, what lies between the products as one kernel.
+
+    The labels' logits are taken outside of it: code that torch 2.11 compiles reads them after the logits have
+    been overwritten.
+    """
+    label_C1 = _compiled_normalise_()(logits_CV, logits_CV.gather(1, index_C1))
+    return -label_C1, label_C1.expm1()
+
+
+def _shaped_softmax_(
+    logits_CV: torch.Tensor, index_C1: torch.Tensor, *, z_loss: float, softcap: float
+) -> _LossAndGradient:
+    """The same of logits c tanh(logits / c), with z_loss · log(Z)² in the loss; a factor of 0 leaves its part
+    out. Its gradient: (p (1 + 2 z_loss log Z) - onehot) · (1 - tanh²)."""
+    capped_CV = logits_CV.float()
+    slope_CV = torch.ones(1, 1, device=logits_CV.device).expand_as(capped_CV)
+    if softcap:
+        tanh_CV = (capped_CV / softcap).tanh()
+        capped_CV, slope_CV = softcap * tanh_CV, 1 - tanh_CV.square()
+    logz_C1 = capped_CV.logsumexp(dim=-1, keepdim=True)
+    logp_CV, pull_C1 = capped_CV - logz_C1, 2 * z_loss * logz_C1
+    label_C1 = logp_CV.gather(1, index_C1)
+    logits_CV.copy_(logp_CV.exp() * (1 + pull_C1) * slope_CV)
+    gradient_C1 = (label_C1.expm1() + label_C1.exp() * pull_C1) * slope_CV.gather(1, index_C1)
+    return z_loss * logz_C1.square() - label_C1, gradient_C1
+
+
+def _normalise_(logits_CV: torch.Tensor, label_C1: torch.Tensor) -> torch.Tensor:
+    top_C1 = logits_CV.float().amax(dim=-1, keepdim=True)
+    shifted_CV = logits_CV.float() - top_C1
+    total_C1 = shifted_CV.exp().sum(dim=-1, keepdim=True).log()
+    logits_CV.copy_((shifted_CV - total_C1).exp())
+    return (label_C1.float() - top_C1) - total_C1
 
 
 @functools.cache
-def _compiled_softmax_() -> Callable[..., torch.Tensor]:
-    compiled: Callable[..., torch.Tensor] = torch.compile(_softmax_, fullgraph=True, dynamic=False)
+def _compiled_normalise_() -> Callable[..., torch.Tensor]:
+    compiled: Callable[..., torch.Tensor] = torch.compile(_normalise_, fullgraph=True, dynamic=False)
     return compiled
 
 
@@ -54,35 +104,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, compiled: bool
+        ctx: Any,
+        h_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        labels_N: torch.Tensor,
+        softmax_: Callable[[torch.Tensor, torch.Tensor], _LossAndGradient],
     ) -> torch.Tensor:
-        softmax_ = _compiled_softmax_() if compiled else _softmax_
         valid_N1 = (labels_N != IGNORED_LABEL).unsqueeze(1)
         index_N = labels_N.clamp(min=0)
         head_VD = weight_VD.to(h_ND.dtype)
         num_rows, vocab_size = h_ND.shape[0], weight_VD.shape[0]
         rows = chunk_rows(num_rows, vocab_size, h_ND.device.type)
-        span = rows * max(1, _SPAN_BYTES // (rows * vocab_size * 4))
+        span = rows * max(1, _SPAN_BYTES.get(h_ND.device.type, 4 << 30) // (rows * vocab_size * 4))
         need_h, need_weight, *_ = ctx.needs_input_grad
         dh_ND = torch.empty_like(h_ND) if need_h else None
         dweight_VD: torch.Tensor | None = None
         loss = torch.zeros((), dtype=torch.float32, device=h_ND.device)
-        dlogits_PV = h_ND.new_empty(min(span, num_rows), vocab_size)
+        dlogits_PV = _empty_rows(h_ND, min(span, num_rows), vocab_size)
         for start in range(0, num_rows, span):
             part = slice(start, start + span)
             h_PD, valid_P1, index_P = h_ND[part], valid_N1[part], index_N[part]
             dlogits_PV = dlogits_PV[: len(h_PD)]
-            logp_P1 = torch.empty(len(h_PD), 1, dtype=torch.float32, device=h_ND.device)
+            loss_P1, label_P1 = torch.empty(2, len(h_PD), 1, dtype=torch.float32, device=h_ND.device)
             for first in range(0, len(h_PD), rows):
                 chunk = slice(first, first + rows)
                 torch.mm(h_PD[chunk], head_VD.T, out=dlogits_PV[chunk])
-                logp_P1[chunk] = softmax_(dlogits_PV[chunk], index_P[chunk].unsqueeze(1))
-            loss -= (logp_P1 * valid_P1).sum()
-            # p - 1 at the label, exact near p = 1; not scatter_, which copies all of a bf16 tensor (torch
-            # 2.13 on CPUs)
-            dlogits_PV[torch.arange(len(h_PD), device=h_ND.device), index_P] = (
-                logp_P1.expm1().squeeze(1).to(h_ND.dtype)
-            )
+                loss_P1[chunk], label_P1[chunk] = softmax_(dlogits_PV[chunk], index_P[chunk].unsqueeze(1))
+            loss += (loss_P1 * valid_P1).sum()
+            # not scatter_, which copies all of a bf16 tensor (torch 2.13 on CPUs)
+            row_P = torch.arange(len(h_PD), device=h_ND.device)
+            dlogits_PV[row_P, index_P] = label_P1.squeeze(1).to(h_ND.dtype)
             if dh_ND is not None:  # masked rows are dropped here and in h, not in the much larger dlogits
                 torch.mul(dlogits_PV @ head_VD, valid_P1, out=dh_ND[part])
             if need_weight:
@@ -94,17 +145,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        (dloss,) = grads
-        dh_ND, dweight_VD = ctx.saved_tensors
-        return (
-            None if dh_ND is None else dh_ND * dloss.to(dh_ND.dtype),
-            None if dweight_VD is None else dweight_VD * dloss.to(dweight_VD.dtype),
-            None,
-            None,
-        )
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dh_ND, dweight_VD = (_scaled(gradient, *grads) for gradient in ctx.saved_tensors)
+        return dh_ND, dweight_VD, None, None
+
+
+def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | None:
+    """gradient * factor, rounded once: a factor in bf16 would be off by up to 0.4 % everywhere."""
+    if gradient is None:
+        return None
+    # of two dims, so that the product is made in fp32
+    return torch.mul(gradient, factor.reshape(1, 1), out=torch.empty_like(gradient))
 
 
 def _add_product(
@@ -113,9 +164,7 @@ def _add_product(
     """total + left @ right in fp32, slice by slice where the product has another dtype: neither it nor its
     fp32 copy exists as a whole."""
     if total_VD is None:
-        total_VD = torch.zeros(
-            left_VP.shape[0], right_PD.shape[1], dtype=torch.float32, device=left_VP.device
-        )
+        total_VD = left_VP.new_zeros(left_VP.shape[0], right_PD.shape[1], dtype=torch.float32)
     if left_VP.dtype == torch.float32:
         return total_VD.addmm_(left_VP, right_PD)
     rows = max(1, _SLICE_BYTES.get(left_VP.device.type, 256 << 20) // (4 * right_PD.shape[1]))
@@ -125,18 +174,29 @@ def _add_product(
 
 
 def linear_cross_entropy(
-    h_BSD: torch.Tensor, weight_VD: torch.Tensor, labels_BS: torch.Tensor, *, compiled: bool = False
+    h_BSD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    labels_BS: torch.Tensor,
+    *,
+    compiled: bool = False,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the cross-entropy over unmasked labels, fp32 scalar; their number, int64 scalar). Label -100 is
-    masked.
+    """(sum of the loss over unmasked labels, fp32 scalar; their number, int64 scalar). Label -100 is masked.
 
-    `compiled` fuses what lies between the matrix products with torch.compile.
+    The loss is the cross-entropy of logits c tanh(logits / c), c the `softcap`, plus z_loss · log(Z)² where
+    Z = sum of exp(logits); 0 leaves either out. Without both, `compiled` fuses what lies between the matrix
+    products with torch.compile.
+    Source: Chowdhery et al. 2022 (PaLM), section 5, for z_loss; Gemma Team 2024 for the cap.
     """
+    softmax_ = _compiled_softmax_ if compiled else _softmax_
+    if z_loss or softcap:
+        softmax_ = functools.partial(_shaped_softmax_, z_loss=z_loss, softcap=softcap)
     labels_N = labels_BS.reshape(-1)
     if not torch.is_grad_enabled():
         # else the gradients would be computed all the same
         h_BSD, weight_VD = (h_BSD.detach(), weight_VD.detach())
     loss_sum: torch.Tensor = _LinearCrossEntropy.apply(
-        h_BSD.reshape(-1, h_BSD.shape[-1]), weight_VD, labels_N, compiled
+        h_BSD.reshape(-1, h_BSD.shape[-1]), weight_VD, labels_N, softmax_
     )  # type: ignore[no-untyped-call]
     return loss_sum, (labels_N != IGNORED_LABEL).sum()

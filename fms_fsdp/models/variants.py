@@ -1,41 +1,50 @@
-"""The Llama variants as one table, and the shape of one run's model: variant + overrides → `LlamaConfig`.
+"""The variants as one table, and the shape of one run's model: variant + overrides → `LlamaConfig`.
 
     VARIANTS["7b"] ─ ModelConfig overrides ─ data's vocabulary ─ seq_length ─▶ resolve_model ─▶ LlamaConfig
 
 A `LlamaConfig` that came out of `resolve_model` is consistent: heads divide the width, key/value heads divide
-the query heads.
+the query heads. Its fields have the names of the flags.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from fms_fsdp.config import ModelConfig
+from fms_fsdp.config import ModelConfig, flag_table
 from fms_fsdp.config.batch import divisors
+from fms_fsdp.config.values import exact_number
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Stretch of the rotary frequencies for contexts longer than the pretraining one.
 
-    Frequencies whose wavelength exceeds `original_max_len / low_freq_factor` are divided by `factor`, those
-    below `original_max_len / high_freq_factor` are kept, and those between are blended.
-    Source: Llama 3.1, https://github.com/meta-llama/llama-models.
+    "linear" divides all frequencies by `factor`. "llama3" divides those whose wavelength exceeds
+    `original_max_len / low_freq_factor`, keeps those below `original_max_len / high_freq_factor`, and blends
+    those between.
+    Source: Chen et al. 2023, https://arxiv.org/abs/2306.15595 (linear); Llama 3.1,
+    https://github.com/meta-llama/llama-models.
     """
 
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
+    kind: str = "llama3"
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama. `max_seq_len` is the longest row the model will see: the length of its position
-    tables."""
+    """The shape of a model; the default of each option is Llama's. docs/models.md explains the options.
+
+    `max_seq_len` is the longest row the model will see: the length of its position tables. A `head_dim` of 0
+    becomes hidden_size / num_attention_heads.
+    """
 
     num_layers: int
     hidden_size: int
@@ -52,25 +61,68 @@ class LlamaConfig:
     pos_emb: str = "rope"
     attn_impl: str = "auto"
     max_seq_len: int = 4096
+    head_dim: int = 0
+    activation: str = "swiglu"
+    bias: bool = False
+    rope_pct: float = 1.0
+    qk_norm: bool = False
+    parallel_residual: bool = False
+    attn_window: int = 0
+    attn_window_pattern: str = "L"
+    logit_softcap: float = 0.0
+    z_loss: float = 0.0
+    residual_scaled_init: bool = True
+    vocab_multiple_of: int = 1
+    dropout: float = 0.0
+    attn_dropout: float = 0.0
+    ffn_dropout: float = 0.0
+    model_builder: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the head; those beyond the vocabulary are never used."""
+        return -(-self.vocab_size // self.vocab_multiple_of) * self.vocab_multiple_of
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dims of each head are rotated."""
+        return int(self.head_dim * self.rope_pct) if self.pos_emb == "rope" else 0
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of attention of each layer; 0 is the whole row."""
+        kinds = itertools.islice(itertools.cycle(self.attn_window_pattern), self.num_layers)
+        return tuple(self.attn_window if kind == "L" else 0 for kind in kinds)
+
+    @property
+    def has_dropout(self) -> bool:
+        return bool(self.dropout or self.attn_dropout or self.ffn_dropout)
 
 
-def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, tied_and_scaled: bool = False) -> LlamaConfig:
-    scaling = RopeScaling(factor=32.0) if tied_and_scaled else None
-    return LlamaConfig(
-        layers,
-        hidden,
-        ffn,
-        heads,
-        8,
-        128256,
-        rope_theta=5e5,
-        rope_scaling=scaling,
-        tie_embeddings=tied_and_scaled,
-    )
+def _llama3(layers: int, hidden: int, ffn: int, heads: int, factor: float = 0, **more: Any) -> LlamaConfig:
+    scaling = RopeScaling(factor) if factor else None
+    return LlamaConfig(layers, hidden, ffn, heads, 8, 128256, rope_theta=5e5, rope_scaling=scaling, **more)
+
+
+def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> LlamaConfig:
+    """As GPT-2. Source: Radford et al. 2019."""
+    style: dict[str, Any] = dict(norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned")
+    style |= dict(vocab_size=50257, vocab_multiple_of=128, tie_embeddings=True, max_seq_len=2048)
+    return LlamaConfig(layers, hidden, 4 * hidden, heads, heads, **style | more)
+
+
+def _neox(layers: int, hidden: int, heads: int, multiple: int = 128) -> LlamaConfig:
+    """As GPT-NeoX: attention and feed-forward side by side, a quarter of each head rotated.
+
+    Source: Black et al. 2022, https://arxiv.org/abs/2204.06745.
+    """
+    style: dict[str, Any] = dict(pos_emb="rope", rope_pct=0.25, parallel_residual=True, activation="gelu")
+    style |= dict(vocab_size=50277, vocab_multiple_of=multiple, tie_embeddings=False)
+    return _gpt(layers, hidden, heads, **style)
 
 
 VARIANTS: dict[str, LlamaConfig] = {
@@ -84,12 +136,38 @@ VARIANTS: dict[str, LlamaConfig] = {
     "llama3_1.8b": _llama3(24, 2048, 7168, 16),
     "llama3_3.2b": _llama3(24, 3072, 8192, 24),
     "llama3_194m": LlamaConfig(10, 1024, 2816, 8, 8, 128256, rope_theta=5e5),
-    "llama3.2_1b": _llama3(16, 2048, 8192, 32, tied_and_scaled=True),
-    "llama3.2_3b": _llama3(28, 3072, 8192, 24, tied_and_scaled=True),
+    "llama3.1_8b": _llama3(32, 4096, 14336, 32, 8.0),
+    "llama3.1_70b": _llama3(80, 8192, 28672, 64, 8.0),
+    "llama3.1_405b": _llama3(126, 16384, 53248, 128, 8.0),
+    "llama3.2_1b": _llama3(16, 2048, 8192, 32, 32.0, tie_embeddings=True),
+    "llama3.2_3b": _llama3(28, 3072, 8192, 24, 32.0, tie_embeddings=True),
     "1.4b": LlamaConfig(24, 2048, 6144, 16, 4),
     "194m": LlamaConfig(10, 1024, 2816, 8, 8),
     "quickstart": LlamaConfig(6, 256, 704, 4, 4, 8192, tie_embeddings=True, init_std=0.05),
     "tiny": LlamaConfig(2, 128, 352, 4, 2, 512),
+    # layers, hidden, heads. GPT-3: Brown et al. 2020, table 2.1, with all layers dense
+    "gpt_160m": _gpt(12, 768, 12, norm="rmsnorm", pos_emb="none", tie_embeddings=False),
+    "gpt3_125m": _gpt(12, 768, 12),
+    "gpt3_350m": _gpt(24, 1024, 16),
+    "gpt3_760m": _gpt(24, 1536, 16),
+    "gpt3_1.3b": _gpt(24, 2048, 16),  # the table's 24 heads of 128 do not fit a width of 2048
+    "gpt3_2.7b": _gpt(32, 2560, 32),
+    "gpt3_6.7b": _gpt(32, 4096, 32),
+    "gpt3_13b": _gpt(40, 5120, 40),  # the table's 5140 is no multiple of 40
+    "gpt3_175b": _gpt(96, 12288, 96),
+    "tr1_13b": _gpt(40, 5120, 32),  # https://github.com/bigscience-workshop/bigscience, tr1-13B-base
+    # https://github.com/EleutherAI/pythia
+    "pythia_14m": _neox(6, 128, 4),
+    "pythia_31m": _neox(6, 256, 8),
+    "pythia_70m": _neox(6, 512, 8),
+    "pythia_160m": _neox(12, 768, 12),
+    "pythia_410m": _neox(24, 1024, 16),
+    "pythia_1b": _neox(16, 2048, 8),
+    "pythia_1.4b": _neox(24, 2048, 16),
+    "pythia_2.8b": _neox(32, 2560, 32),
+    "pythia_6.9b": _neox(32, 4096, 32, multiple=256),
+    "pythia_12b": _neox(36, 5120, 40, multiple=512),
+    "neox_20b": _neox(44, 6144, 64, multiple=256),
 }
 
 ALIASES: dict[str, str] = {f"llama2_{name}": name for name in ("7b", "13b", "34b", "70b", "1.4b", "194m")}
@@ -136,13 +214,14 @@ def canonical_variant(name: str) -> str:
 def resolve_model(
     section: ModelConfig, *, seq_length: int, data_vocab_size: int | None = None
 ) -> LlamaConfig:
-    """The model of a run: the variant, its overrides, the data's vocabulary where none is given, `seq_length`
-    positions.
+    """The model of a run: the variant or what a config.json says, its overrides, the data's vocabulary where
+    none is given, `seq_length` positions.
 
     Raises:
-        ValueError: unknown variant, a shape that does not divide, or a vocabulary smaller than the data's.
+        ValueError: unknown variant, a shape that does not divide, a vocabulary smaller than the data's, or
+            another shape than that of the weights to begin with.
     """
-    variant = VARIANTS[canonical_variant(section.model_variant)]
+    variant, is_theirs = _base_shape(section), bool(section.init_from_hf or section.hf_config)
     if (
         section.vocab_size is not None
         and data_vocab_size is not None
@@ -152,40 +231,125 @@ def resolve_model(
             f"--vocab_size ({section.vocab_size}) must not be below the data's vocabulary "
             f"({data_vocab_size}); leave it out or raise it to {data_vocab_size}"
         )
-    names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_kv_heads"
-    names += " rope_theta norm_eps tie_embeddings init_std"
-    given = {name: value for name in names.split() if (value := getattr(section, name)) is not None}
+    derived = {"vocab_size", "max_seq_len", "rope_scaling"}
+    names = {spec.name for spec in fields(LlamaConfig)} & {
+        spec.name for spec in fields(ModelConfig)
+    } - derived
+    given = {name: value for name in names if (value := getattr(section, name)) is not None}
+    if not is_theirs or given.keys() & {"hidden_size", "num_attention_heads"}:
+        given.setdefault("head_dim", 0)
     if "num_attention_heads" in given and variant.num_kv_heads == variant.num_attention_heads:
         # a multi-head variant stays multi-head
         given.setdefault("num_kv_heads", given["num_attention_heads"])
+    if (hidden := given.get("hidden_size", variant.hidden_size)) != variant.hidden_size:
+        share = variant.ffn_hidden_size / variant.hidden_size
+        given.setdefault("ffn_hidden_size", max(1, round(share * hidden / 128)) * 128)
+    if section.rope_scaling is not None:
+        given["rope_scaling"] = _parse_scaling(section.rope_scaling)
+    least = variant.vocab_size if section.init_from_hf else 0
     config = replace(
         variant,
         **given,
-        vocab_size=section.vocab_size or data_vocab_size or variant.vocab_size,
-        norm=section.norm,
-        pos_emb=section.pos_emb,
-        attn_impl=section.attn_impl,
-        max_seq_len=seq_length,
+        vocab_size=section.vocab_size or max(data_vocab_size or variant.vocab_size, least),
+        max_seq_len=section.max_seq_len or max(seq_length, variant.max_seq_len if is_theirs else 0),
     )
-    _check_shape(config)
+    if config.max_seq_len < seq_length:
+        raise ValueError(
+            f"--max_seq_len ({config.max_seq_len}) must not be below --seq_length ({seq_length}); raise it, "
+            "or leave it out"
+        )
+    if section.init_from_hf:
+        _check_same(config, variant, section)
+    _check_shape(config, derives_heads=given.get("head_dim") == 0)
+    for name in ("rope_theta", "rope_scaling", "rope_pct") if config.pos_emb != "rope" else ():
+        if (value := getattr(section, name)) is not None:
+            raise ValueError(f"--{name} ({value}) has no effect without --pos_emb=rope; leave it out")
     return config
 
 
-def _check_shape(config: LlamaConfig) -> None:
+def _base_shape(section: ModelConfig) -> LlamaConfig:
+    """The shape whose values flags replace."""
+    flag = "init_from_hf" if section.init_from_hf else "hf_config"
+    path = Path(getattr(section, flag))
+    if not getattr(section, flag):
+        return VARIANTS[canonical_variant(section.model_variant)]
+    from fms_fsdp.models.from_hf import read_shape  # it imports this module
+
+    try:
+        return read_shape(path if path.is_file() else path / "config.json")
+    except ValueError as error:
+        raise ValueError(f"--{flag} ({path}) cannot be taken: {error}") from None
+
+
+def _check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig) -> None:
+    """Raises ValueError where a run that begins with weights has another shape than they have."""
+    table = flag_table(ModelConfig)
+    names = {spec.name for spec in fields(LlamaConfig) if table[spec.name].resume == "refused"}
+    for name in sorted(names - {"z_loss", "vocab_multiple_of", "vocab_size"}):
+        there, asked = getattr(weights, name), getattr(config, name)
+        if there != asked:
+            raise ValueError(f"--{name} ({asked}) must be that of --init_from_hf ({there}); leave it out")
+    if config.pos_emb == "learned" and config.max_seq_len != weights.max_seq_len:
+        flag = "max_seq_len" if section.max_seq_len else "seq_length"
+        rule = f"must fit the {weights.max_seq_len} positions that --init_from_hf has learned"
+        raise ValueError(f"--{flag} ({config.max_seq_len}) {rule}; set it so")
+    is_larger = config.vocab_size > weights.vocab_size and section.init_new_tokens == "mean"
+    if config.vocab_size != weights.vocab_size and not is_larger:
+        raise ValueError(
+            f"--init_from_hf ({section.init_from_hf}) has {weights.vocab_size} tokens and must have those "
+            f"of the data or of --vocab_size ({config.vocab_size}); prepare the data with its tokenizer, or "
+            "give a larger vocabulary --init_new_tokens=mean"
+        )
+
+
+def _parse_scaling(text: str) -> RopeScaling | None:
+    """`linear:4`, `llama3:8` or `llama3:8:1:4:8192`; a linear one of 1 is none.
+
+    Raises:
+        ValueError: not such a text.
+    """
+    kind, *numbers = text.split(":")
+    values = [float(exact_number(number) or 0) for number in numbers]
+    lengths = {"linear": (1,), "llama3": (1, 4)}.get(kind, ())
+    if len(values) not in lengths or min(values) < 1 or (len(values) == 4 and values[1] >= values[2]):
+        raise ValueError(
+            f"--rope_scaling ({text}) must be linear:FACTOR or llama3:FACTOR[:LOW:HIGH:LENGTH], of numbers "
+            "from 1 on, LOW below HIGH; write it so"
+        )
+    if kind == "linear":
+        return RopeScaling(values[0], kind="linear") if values[0] > 1 else None
+    factor, low, high, length = values if len(values) == 4 else (*values, 1.0, 4.0, 8192.0)
+    return RopeScaling(factor, low, high, int(length))
+
+
+def _check_shape(config: LlamaConfig, *, derives_heads: bool) -> None:
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_kv_heads
-    if hidden % heads:
+    if hidden % heads and derives_heads:
         valid = ", ".join(map(str, divisors(hidden, 1024)))
         raise ValueError(
-            f"--num_attention_heads ({heads}) must divide hidden_size ({hidden}); valid: {valid}"
+            f"--num_attention_heads ({heads}) must divide hidden_size ({hidden}); valid: {valid}; or give "
+            "--head_dim"
         )
     if heads % kv_heads:
         valid = ", ".join(map(str, divisors(heads, 1024)))
         raise ValueError(
             f"--num_kv_heads ({kv_heads}) must divide num_attention_heads ({heads}); valid: {valid}"
         )
-    if config.pos_emb == "rope" and config.head_dim % 2:
+    if config.pos_emb == "rope" and (config.rotary_dim % 2 or not config.rotary_dim):
         raise ValueError(
             f"--num_attention_heads ({heads}) must leave an even head size of hidden_size ({hidden}) for "
-            "rotary embeddings, "
-            f"not {config.head_dim} = {hidden} / {heads}; change it or use --pos_emb=learned"
+            f"rotary embeddings, not {config.rotary_dim} = {config.rope_pct:g} x {config.head_dim}; change "
+            "it, --head_dim or --rope_pct, or use --pos_emb=learned"
+        )
+    if config.pos_emb == "sinusoidal" and hidden % 2:
+        raise ValueError(f"--hidden_size ({hidden}) must be even for --pos_emb=sinusoidal; change it")
+    if not config.attn_window_pattern or set(config.attn_window_pattern) - set("LG"):
+        raise ValueError(
+            f"--attn_window_pattern ({config.attn_window_pattern}) must be made of the letters L and G; "
+            "write it as LLG"
+        )
+    if config.attn_dropout and config.attn_impl not in ("auto", "math"):
+        raise ValueError(
+            f"--attn_impl ({config.attn_impl}) has no dropout that repeats on any number of devices; leave "
+            "it out, or --attn_dropout"
         )

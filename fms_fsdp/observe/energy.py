@@ -2,64 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from fms_fsdp.observe.sensors import Sensor, nvml_gpu, read_all
+
 POWERCAP = Path("/sys/class/powercap")
-Counter = Callable[[], float]
 
 
 class EnergyMeter:
-    """Joules of all counters of this rank since the last reading. A counter that fails is not read again."""
+    """Joules of all counters of this rank since the last reading."""
 
-    def __init__(self, counters: list[Counter]) -> None:
-        self._last: list[tuple[Counter, float]] = []
-        for counter in counters:
-            try:
-                self._last.append((counter, counter()))
-            except Exception:  # noqa: BLE001, S112 - drivers raise anything; energy is never worth a run
-                continue
+    def __init__(self, counters: list[Sensor]) -> None:
+        self._counters = {str(number): counter for number, counter in enumerate(counters)}
+        self._last = read_all(self._counters)
 
     def read_j(self) -> float:
         """Joules since the last call, or since the start; 0 without counters."""
-        readings, self._last, joules = self._last, [], 0.0
-        for counter, before in readings:
-            try:
-                now = counter()
-            except Exception:  # noqa: BLE001, S112 - as above
-                continue
-            joules += now - before
-            self._last.append((counter, now))
-        return joules
+        before, self._last = self._last, read_all(self._counters)
+        return sum((now - before[name] for name, now in self._last.items() if name in before), 0.0)
 
 
 def find_meter(device: torch.device, local_rank: int, powercap: Path = POWERCAP) -> EnergyMeter:
-    """The counters of this rank: its GPU by NVML, and on local rank 0 the readable CPU packages by RAPL."""
+    """The counters of this rank: its GPU by NVML, and on local rank 0 the readable CPU packages by RAPL.
+
+    Source: nvmlDeviceGetTotalEnergyConsumption, mJ since the driver was loaded.
+    """
     counters = _packages(powercap) if local_rank == 0 else []
-    if device.type == "cuda" and (gpu := _gpu(device)) is not None:
-        counters.append(gpu)
+    if device.type == "cuda" and (gpu := nvml_gpu(device)) is not None:
+        nvml, handle = gpu
+        counters.append(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000)
     return EnergyMeter(counters)
 
 
-def _gpu(device: torch.device) -> Counter | None:
-    """Joules of an NVIDIA GPU since its driver was loaded, or None.
-
-    Source: nvmlDeviceGetTotalEnergyConsumption, in mJ.
-    """
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle: Any = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
-    except Exception:  # noqa: BLE001 - no package, no driver, no NVIDIA
-        return None
-
-
-def _packages(powercap: Path) -> list[Counter]:
+def _packages(powercap: Path) -> list[Sensor]:
     """A counter of joules for each CPU package of the node (`intel-rapl:N`; AMD's are found there too)."""
     return [
         _Package(folder).read_j

@@ -20,6 +20,7 @@ from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.energy import find_meter
 from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, parameter_norm, report_line
+from fms_fsdp.observe.sensors import find_sensors, read_all
 from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.observe.step_data import global_fingerprint
 from fms_fsdp.observe.utilization import find_utilization
@@ -49,18 +50,22 @@ class Meter(Hook):
         self._mesh, self._device, self._stream, self._sinks = mesh, plan.device, state.stream, sinks
         self._clock, self._phases = clock, phases
         self._schedule, self._base_rate = schedule, cfg.optim.learning_rate
-        self._report_interval, self._with_norm = cfg.log.report_interval, cfg.log.log_param_norm
+        self._section, self._report_interval = cfg.log, cfg.log.report_interval
         self._parameters = list(state.model.parameters())
-        self._utilization = find_utilization(plan.model, cfg.parallel, plan.device, plan.mixed_precision)
+        self._utilization = find_utilization(
+            plan.model, plan.seq_length, cfg.parallel, plan.device, plan.precision
+        )
         if self._utilization.peak_flops is None:
             log.info(
                 "mfu is not reported: the peak of %s is not known", torch.cuda.get_device_name(plan.device)
             )
         self._spikes = SpikeDetector(cfg.training.spike_threshold)
         self._energy = find_meter(plan.device, plan.world.local_rank)
+        self._sensors = find_sensors(plan.device) if cfg.log.diagnostics else {}
         self._interval = Interval(mesh, plan.device)
         self._zeros: torch.Tensor | None = None
-        self._paces: deque[float] = deque(maxlen=20)  # seconds a step, of the last reports
+        self._paces: deque[float] = deque(maxlen=20)  # seconds a row, of the last reports
+        self._reported = 0, 0  # steps and tokens of this launch, by the last report
         self._energy_j, self._began = 0.0, time.time()
         if cfg.log.log_num_zeros:
             state.optimizers.before_step(lambda: self._count_zeros(state.progress))
@@ -72,10 +77,12 @@ class Meter(Hook):
         if not self._is_due(progress, step):
             following = min(progress.num_steps, (step // self._report_interval + 1) * self._report_interval)
             show_progress(f"step {step}/{progress.num_steps} · next report at step {following}")
+            if self._section.print_interval and step % self._section.print_interval == 0:
+                log.info("step %d/%d at %s", step, progress.num_steps, datetime.now().strftime("%H:%M:%S"))
             return
         assert progress.batch is not None
         values = self._interval.read(
-            result, self._energy.read_j(), self._stream.num_masked_rows, self._alike_on_all_ranks()
+            result, self._energy.read_j(), self._stream.num_masked_rows, self._alike_on_all_ranks(result)
         )
         self._clock.mark("device")
         record = self._record(progress, values, self._clock.read(), progress.batch)
@@ -99,9 +106,9 @@ class Meter(Hook):
         always = (1, progress.start + 1, progress.num_steps)
         return step in always or step % self._report_interval == 0
 
-    def _alike_on_all_ranks(self) -> dict[str, torch.Tensor]:
-        extra = {}
-        if self._with_norm:
+    def _alike_on_all_ranks(self, result: StepResult) -> dict[str, torch.Tensor]:
+        extra = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
+        if self._section.log_param_norm:
             extra["param_norm"] = parameter_norm(self._parameters, self._mesh)
         if self._zeros is not None:
             extra["grad_zeros"] = self._zeros
@@ -117,23 +124,29 @@ class Meter(Hook):
         self, progress: Progress, values: dict[str, float], times: dict[str, float], batch: Batch
     ) -> dict[str, Any]:
         energy_j = values.pop("energy_j")
-        rate = 1000 * progress.tokens_per_step / times["step_time_ms"]
+        done = progress.steps_of_launch, progress.seen_in_launch[1]
+        steps, tokens = (now - before for now, before in zip(done, self._reported, strict=True))
+        self._reported = done
+        rate = 1000 * tokens / steps / times["step_time_ms"]
         beside = times["eval_ms"] + times["checkpoint_ms"] + times["logging_ms"]
-        left = progress.num_steps - progress.step
-        self._paces.append((times["step_time_ms"] + beside) / 1000)
-        now, eta_s = time.time(), left * statistics.median(self._paces)
+        left = progress.rows_at_end - progress.rows_seen
+        pace = (times["step_time_ms"] + beside) / 1000 / progress.batch_rows
+        if progress.steps_of_launch > 1:  # the first step compiles and warms up
+            self._paces.append(pace)
+        now, eta_s = time.time(), left * statistics.fmean(self._paces or [pace])
         own_rate = rate / self._mesh.size("world")
         record: dict[str, Any] = {
-            "samples_seen": progress.tokens_seen * progress.rows_per_step // progress.tokens_per_step,
+            "samples_seen": progress.rows_seen,
             **values,
-            "lr": self._schedule(progress.step, self._base_rate),
-            "batch_rows": progress.rows_per_step,
-            "batch_tokens": progress.tokens_per_step,
+            "lr": self._schedule(progress.step, progress.tokens_seen, self._base_rate),
+            "batch_rows": progress.batch_rows,
+            "batch_tokens": progress.batch_tokens,
             "tokens_per_sec_per_device": own_rate,
             "tokens_per_sec": rate,
             **self._utilization.of(own_rate),
             **times,
             **memory(self._device),
+            **read_all(self._sensors),
             "eta_s": eta_s,
             "finish_at": datetime.fromtimestamp(now + eta_s).strftime("%Y-%m-%d %H:%M"),
         }

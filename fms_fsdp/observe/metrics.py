@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fms_fsdp.config.values import short
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.parallel.fsdp import global_norm, local_shards, num_copies
 from fms_fsdp.state import StepResult
@@ -25,6 +26,7 @@ from fms_fsdp.state import StepResult
 Record = dict[str, Any]
 _TIMED_STEPS = 64  # of an interval, the last ones, by the events of a GPU
 _BESIDE_STEPS = ("start", "eval", "checkpoint", "logging")  # parts of the run that are no part of a step
+_SHOWN_PARTS = ("forward_backward", "optimizer", "eval", "checkpoint", "logging")
 
 
 class Clock:
@@ -71,11 +73,7 @@ class Clock:
         return {
             "step_time_ms": 1000 * host / steps,
             "data_wait_ms": ms.get("data", 0.0),
-            "forward_backward_ms": ms.get("forward_backward", 0.0),
-            "optimizer_ms": ms.get("optimizer", 0.0),
-            "eval_ms": ms.get("eval", 0.0),
-            "checkpoint_ms": ms.get("checkpoint", 0.0),
-            "logging_ms": ms.get("logging", 0.0),
+            **{f"{part}_ms": ms.get(part, 0.0) for part in _SHOWN_PARTS},
         }
 
 
@@ -88,7 +86,6 @@ class Interval:
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh = mesh
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._steps = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -186,23 +183,13 @@ def report_line(record: Mapping[str, Any], num_steps: int, validation: float | N
         "validation": "" if validation is None else f"val {validation:.4f}",
         "lr": f"lr {record['lr']:.2e}",
         "norm": f"norm {record['grad_norm']:.3f}",
-        "tokens": f"{_short(record['tokens_seen'])} tokens",
+        "tokens": f"{short(record['tokens_seen'], 3)} tokens",
         "rate": f"{record['tokens_per_sec_per_device']:,.0f} tok/s/device",
         "mfu": f"mfu {100 * record['mfu']:.0f} %" if "mfu" in record else "",
         "memory": f"{record['peak_mem_gib']:.1f} GiB",
         "left": f"{timedelta(seconds=round(record['eta_s']))} left",
     }
-    for part in ("", "memory", "mfu", "tokens", "lr", "norm", "rate"):
-        parts[part] = ""
-        line = "  ".join(filter(None, parts.values()))
-        if len(line) <= 110:
-            break
-    return line
-
-
-def _short(number: float) -> str:
-    for unit in ("", "k", "M", "B"):
-        if abs(number) < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}T"
+    for least in ("memory", "mfu", "tokens", "lr", "norm", "rate"):
+        if len("  ".join(filter(None, parts.values()))) > 110:
+            del parts[least]
+    return "  ".join(filter(None, parts.values()))

@@ -18,13 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from fms_fsdp.config import ProfilerConfig
 from fms_fsdp.runtime import log, process_age_s
 from fms_fsdp.state import Hook, Progress, StepResult
 
 PROFILE_FILE = "PROFILE"
+_WRITTEN = (
+    "trace %s; its times: python -m fms_fsdp trace --path=%s\n"
+    "  https://ui.perfetto.dev and chrome://tracing open it; TensorBoard's profiler page needs the internet"
+)
 
 
 class StepProfiler(Hook):
@@ -108,13 +112,11 @@ class StepProfiler(Hook):
         self._open.start()
 
     def _write(self, window: profile) -> None:
-        known = set(self._folder.glob("*.json"))
-        tensorboard_trace_handler(str(self._folder), worker_name=f"rank{self._rank}")(window)
-        for path in set(self._folder.glob(f"rank{self._rank}.*.json")) - known:
-            path.with_name(path.name.partition(".pt.trace")[0] + ".summary.txt").write_text(
-                self._table(window)
-            )
-            log.info("trace %s", path)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank{self._rank}.{time.time_ns()}.pt.trace.json"
+        window.export_chrome_trace(str(path))
+        path.with_name(path.name.replace("pt.trace.json", "summary.txt")).write_text(self._table(window))
+        log.info(_WRITTEN, path, path)
 
     def _table(self, window: profile) -> str:
         """The operators that took most time, by torch's own account."""

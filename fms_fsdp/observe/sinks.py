@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.config import TrainConfig, as_dict
+from fms_fsdp.config import TrainConfig
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.metrics import Record
 from fms_fsdp.observe.trackers import Background, RunInfo, build_trackers
@@ -30,11 +31,7 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         if path.exists():
-            content = path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole < len(content):
-                with open(path, "r+b") as torn:
-                    torn.truncate(whole)
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
         self.problem = ""
 
@@ -74,12 +71,20 @@ class Sinks:
     def write(self, progress: Progress, values: Mapping[str, Any]) -> None:
         """Writes a record of the step just done."""
         self._step = progress.step
-        place = {"attempt": self.attempt, "step": progress.step, "tokens_seen": progress.tokens_seen}
-        record: Record = {**place, "time": round(time.time(), 3), **values}
+        record = self._placed(progress, values)
         if self._file is not None:
             self._file.write(record)
         for tracker in self._trackers:
             tracker.write(record)
+
+    def text(self, progress: Progress, name: str, text: str) -> None:
+        """Hands a text of the step just done to the trackers; it is no record of metrics.jsonl."""
+        for tracker in self._trackers:
+            tracker.write(self._placed(progress, {name: text}))
+
+    def _placed(self, progress: Progress, values: Mapping[str, Any]) -> Record:
+        place = {"attempt": self.attempt, "step": progress.step, "tokens_seen": progress.tokens_seen}
+        return {**place, "time": round(time.time(), 3), **values}
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Writes an event, which is no measurement, into metrics.jsonl."""
@@ -103,5 +108,5 @@ def open_sinks(cfg: TrainConfig, mesh: Mesh, attempt: int, spent: Mapping[str, f
     if not mesh.is_main:
         return Sinks(None, [], attempt, spent)
     folder = Path(cfg.output_dir)
-    trackers = build_trackers(cfg.log, RunInfo(cfg.run_name, folder, as_dict(cfg)))
-    return Sinks(MetricsFile(folder / "metrics.jsonl"), trackers, attempt, spent)
+    file = MetricsFile(folder / "metrics.jsonl")  # first: a tracker reads it too
+    return Sinks(file, build_trackers(cfg.log, RunInfo(cfg.run_name, folder, cfg)), attempt, spent)

@@ -9,10 +9,12 @@ short time to finish, then the run ends without it.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import queue
 import socket
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from fms_fsdp.config import LogConfig
+from fms_fsdp.config import LogConfig, TrainConfig, as_dict, flag_table
+from fms_fsdp.config.flag import non_defaults
+from fms_fsdp.flags import shown_value
 from fms_fsdp.observe.metrics import Record
 from fms_fsdp.runtime import log
 
@@ -31,6 +35,15 @@ THREAD_PREFIX = "tracker "
 QUEUE_SIZE = 1000  # records
 PATIENCE_S = 30.0  # at the end of a launch
 _POSITIONS = ("step", "tokens_seen", "samples_seen", "attempt", "time")
+_GROUPS = {  # of TensorBoard, by patterns of names; what matches none of them is in the group `loss`
+    "eval": ("eval/*", "test/*", "eval_s"),
+    "speed": ("tokens_per_sec*", "tflops*", "*mfu*", "hfu", "eta_s", "power_w", "energy_kwh", "*_c", "*_mhz"),
+    "time_ms": ("*_ms",),
+    "memory": ("*_gib", "alloc_retries"),
+    "data": ("epoch/*", "tokens/*", "batch_*", "masked_rows"),
+}
+_LOSSES = ("loss", "loss_mean", "*/loss")
+_COMPARED = ("eval/loss", "eval/best_loss", "loss/loss_mean")  # tags on TensorBoard's page HPARAMS
 
 
 class Tracker(Protocol):
@@ -46,7 +59,7 @@ class RunInfo:
 
     name: str
     folder: Path
-    config: dict[str, Any]
+    config: TrainConfig
 
     def known_id(self, tracker: str) -> str | None:
         """The tracker's own id of this run, from an earlier launch."""
@@ -121,44 +134,110 @@ class Background:
             log.error("tracker %s is switched off: %s: %s", self._name, type(error).__name__, text)
 
 
-def scalars(record: Record) -> dict[str, float]:
-    """The finite numbers of a record, without its place in the run; names of reports begin with `train/`."""
+def numbers(record: Record) -> dict[str, float]:
+    """The finite numbers of a record, without its place in the run."""
     return {
-        name if name.startswith(("eval/", "test/")) else f"train/{name}": value
+        name: value
         for name, value in record.items()
         if name not in _POSITIONS and isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record under the names that trackers show; those of reports begin with `train/`."""
+    named = numbers(record).items()
+    return {name if name.startswith(("eval/", "test/")) else f"train/{name}": value for name, value in named}
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def tag(name: str) -> str:
+    """What TensorBoard calls a number: `group/name`."""
+    group = next((group for group, patterns in _GROUPS.items() if _matches(name, patterns)), "loss")
+    return name if name.startswith(f"{group}/") else f"{group}/{name}"
+
+
 class TensorBoard:
-    """Every scalar over steps under its name, and over tokens under `by_tokens/`."""
+    """Numbers as `group/name` over steps, losses over tokens too, and once the flags as text and hparams."""
 
     def __init__(self, section: LogConfig, run: RunInfo) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event = Event
+        self._event, self._summary = Event, Summary
         folder = Path(section.tensorboard_dir or run.folder / "tensorboard")
         folder.mkdir(parents=True, exist_ok=True)
+        is_first = not any(folder.glob("events.out.tfevents.*"))
         place = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         # not SummaryWriter: its own thread prints a traceback where the disk is full
-        self._file = open(folder / f"events.out.tfevents.{place}", "wb", buffering=0)  # noqa: SIM115
+        self._file = open(folder / f"events.out.tfevents.{place}", "wb")  # noqa: SIM115
         self._writer = RecordWriter(self._file)
-        self._writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        self._held, self._queue_size = 0, section.tensorboard_queue_size
+        self._add(file_version="brain.Event:2")
+        self._validations = _validations(run.folder / "metrics.jsonl")
+        for summary in _describe(run.config) if is_first else ():
+            self._add(summary=summary)
 
     def write(self, record: Record) -> None:
-        for prefix, step in (("", record["step"]), ("by_tokens/", record["tokens_seen"])):
-            event = self._event(wall_time=time.time(), step=step)
-            for name, value in scalars(record).items():
-                event.summary.value.add(tag=prefix + name, simple_value=value)
-            self._writer.write(event.SerializeToString())
+        if "samples" in record:
+            from torch.utils.tensorboard.summary import text
+
+            lines = textwrap.indent(record["samples"], "    ")  # as it is: the page reads Markdown
+            summary = text("samples", lines)  # type: ignore[no-untyped-call]
+            return self._add(step=record["step"], summary=summary)
+        values = numbers(record)
+        if "eval/loss" in values:
+            self._validations[record["step"]] = values["eval/loss"]
+            so_far = [loss for step, loss in self._validations.items() if step <= record["step"]]
+            values["eval/best_loss"] = min(so_far)
+        over_steps = {tag(name): value for name, value in values.items()}
+        over_tokens = {f"versus_tokens/{name}": values[name] for name in values if _matches(name, _LOSSES)}
+        for step, shown in ((record["step"], over_steps), (record["tokens_seen"], over_tokens)):
+            points = [self._summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
+            self._add(step=step, summary=self._summary(value=points))
+
+    def _add(self, **content: Any) -> None:
+        """Appends an event, and writes those that were held back if they are enough."""
+        self._writer.write(self._event(wall_time=time.time(), **content).SerializeToString())
+        self._held += 1
+        if self._held >= self._queue_size:
+            self._file.flush()
+            self._held = 0
 
     def close(self) -> None:
         self._file.close()
+
+
+def _validations(path: Path) -> dict[int, float]:
+    """Step → validation loss, of earlier launches."""
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines if '"eval/loss": ' in line]
+    return {record["step"]: record["eval/loss"] for record in records if record["eval/loss"] is not None}
+
+
+def _describe(config: TrainConfig) -> tuple[Any, ...]:
+    """For TensorBoard: all flags as one table, and as hparams those that a run trains by, the changed ones
+    first."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from torch.utils.tensorboard.summary import hparams, text
+
+    changed, compared = non_defaults(config), {}
+    lines = ["| flag | value | default |", "|---|---|---|"]
+    for name, row in flag_table(TrainConfig).items():
+        value = changed.get(name, row.default)
+        lines.append(f"| {name} | `{shown_value(value)}` | `{shown_value(row.default)}` |")
+        if row.in_name or row.resume != "free":
+            compared[name] = value if row.type in (int, float) else shown_value(value)
+    experiment, session, _ = hparams(compared, dict.fromkeys(_COMPARED))  # type: ignore[no-untyped-call]
+    described = experiment.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(described.content)
+    for info in content.experiment.hparam_infos:
+        info.differs = info.name in changed  # the page shows such flags first
+    described.content = content.SerializeToString()
+    return text("config", "\n".join(lines)), experiment, session  # type: ignore[no-untyped-call]
 
 
 class Wandb:
@@ -174,7 +253,7 @@ class Wandb:
             id=run.known_id("wandb"),
             resume="allow",
             dir=str(run.folder),
-            config=run.config,
+            config=as_dict(run.config),
             settings=wandb.Settings(console="off", quiet=True),
         )
         run.keep_id("wandb", self._run.id)
@@ -202,7 +281,7 @@ class MLflow:
         started = mlflow.start_run(run_id=known, run_name=run.name, log_system_metrics=False)
         run.keep_id("mlflow", started.info.run_id)
         if known is None:
-            for name, values in run.config.items():
+            for name, values in as_dict(run.config).items():
                 mlflow.log_params({f"{name}.{key}": value for key, value in values.items()})
         self._mlflow: Any = mlflow
 
@@ -232,7 +311,7 @@ class Aim:
         )
         run.keep_id("aim", self._run.hash)
         self._run.name = run.name
-        self._run["config"] = run.config
+        self._run["config"] = as_dict(run.config)
 
     def write(self, record: Record) -> None:
         for name, value in scalars(record).items():

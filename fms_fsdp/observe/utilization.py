@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fms_fsdp.config import ParallelConfig, parse_selective_checkpointing
+from fms_fsdp.config import ParallelConfig, Precision, parse_selective_checkpointing
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.activation import select_blocks
+from fms_fsdp.parallel.precision import DTYPES
 from fms_fsdp.predict.hardware import peak_flops
 
 
@@ -32,17 +33,18 @@ class Utilization:
 
 
 def find_utilization(
-    model: LlamaConfig, section: ParallelConfig, device: torch.device, mixed_precision: bool
+    model: LlamaConfig, seq_length: int, section: ParallelConfig, device: torch.device, precision: Precision
 ) -> Utilization:
     """The FLOPs of a model under its recipe, on this device."""
-    seq_length = model.max_seq_len
-    flops, recomputing = flops_per_token(model, seq_length), 0
-    if section.fsdp_activation_checkpointing:
+    flops, recomputing, kept = flops_per_token(model, seq_length), 0, tuple[str, ...]()
+    if section.recomputes == "blocks":
         share = parse_selective_checkpointing(section.selective_checkpointing)
         recomputing = sum(select_blocks(model.num_layers, share))
+    elif section.recomputes == "ops":
+        recomputing, kept = model.num_layers, section.recompute_ops
     return Utilization(
         model=flops,
         matmul=matmul_flops_per_token(model, seq_length),
-        hardware=flops + recomputed_flops_per_token(model, seq_length, recomputing),
-        peak_flops=peak_flops(device, torch.bfloat16 if mixed_precision else torch.float32),
+        hardware=flops + recomputed_flops_per_token(model, seq_length, recomputing, kept),
+        peak_flops=peak_flops(device, DTYPES[precision.compute]),
     )

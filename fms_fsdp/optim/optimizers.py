@@ -6,20 +6,26 @@ kernel leave it out on the device; for every other one the host reads the verdic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from fms_fsdp.config import OptimConfig
+from fms_fsdp.config import FP32, NUM_BYTES, OptimConfig, Precision
+from fms_fsdp.config.precision import check_rounding
+from fms_fsdp.config.values import joined
+from fms_fsdp.models.flops import num_params, num_params_by_unit
+from fms_fsdp.models.init import clean_name
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.optim.quantized import check_even, dequantized, num_bytes
+from fms_fsdp.optim.registry import BUILDERS, Build, load_builder, read_settings
+from fms_fsdp.optim.rounded import RoundedAdamW
+from fms_fsdp.optim.shards import shard_of
 
-STATE_BYTES = 8  # a parameter, of AdamW: two fp32 moments
+_STAND_IN = 256  # rows and columns of a matrix whose state is looked at before the model is built
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -30,20 +36,38 @@ class Optimizers:
         self._model, self.parts = model, list(parts)
         for part in self.parts:
             for group in part.param_groups:
-                group["base_lr"] = group["lr"]
+                group["base_lr"] = float(group["lr"])
 
-    def step(self, rate: Callable[[float], float], grad_norm: torch.Tensor) -> None:
-        """One step with the rate `rate(base rate)` of each group, unless `grad_norm` is not finite."""
-        host_says = True
+    @property
+    def clip_by_themselves(self) -> bool:
+        """Whether `step` clips: fused kernels of GPUs scale the gradient while they read it."""
+        return all(_skips_by_itself(part) and _device_of(part).type == "cuda" for part in self.parts)
+
+    def step(
+        self,
+        rate: Callable[[float], float],
+        grad_norm: torch.Tensor,
+        max_norm: float = 0.0,
+        loss_scale: torch.Tensor | float = 1.0,
+    ) -> None:
+        """One step with the rate `rate(base rate)` of each group, unless `grad_norm` is not finite.
+
+        Where the optimizers `clip_by_themselves`, gradients still hold a `loss_scale`, which `grad_norm` does
+        not, and those of a norm above `max_norm` are scaled down to it; 0 scales none.
+        """
+        host_says, scale = True, None
+        if self.clip_by_themselves and (max_norm > 0 or isinstance(loss_scale, torch.Tensor)):
+            clip = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else 1.0
+            scale = clip * loss_scale  # kernels divide by it
         if not all(_skips_by_itself(part) for part in self.parts):
             host_says = bool(torch.isfinite(grad_norm).item())
         for part in self.parts:
             for group in part.param_groups:
-                group["lr"] = rate(group["base_lr"])
+                _set_rate(group, rate(group["base_lr"]))
             if _skips_by_itself(part):
-                device = part.param_groups[0]["params"][0].device
-                bad = (~torch.isfinite(grad_norm)).to(device, torch.float32)
-                part.found_inf = bad  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
+                bad = (~torch.isfinite(grad_norm)).to(_device_of(part), torch.float32)
+                # as torch.amp.GradScaler sets them
+                part.found_inf, part.grad_scale = bad, scale  # type: ignore[attr-defined]
                 part.step()
             elif host_says:
                 part.step()
@@ -57,53 +81,159 @@ class Optimizers:
         """Lets `call` run before each step of the first optimizer, when the gradients are whole."""
         self.parts[0].register_step_pre_hook(lambda *_: call())
 
-    def state_dict(self) -> dict[str, Any]:
-        """`<parameter>.<key>` → value, by name, as sharded as the parameters are; the tensors in use."""
-        flat = dict(sorted(get_optimizer_state_dict(self._model, self.parts, options=_FLAT).items()))
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """`<parameter>.<key>` → tensor, by name, as sharded as the parameters are; the tensors in use, but
+        for quantized ones, which are stored as fp32, so that they fit any sharding."""
+        lazy = [part for part in self.parts if not part.state]
+        state = {name: dequantized(value) for name, value in self.tensors_in_use().items()}
+        for part in lazy:
+            part.state.clear()  # torch has filled it by a step without gradient; its own first step does
+        return state
+
+    def tensors_in_use(self) -> dict[str, torch.Tensor]:
+        """The state itself, by the names of `state_dict`."""
+        found: dict[str, Any] = get_optimizer_state_dict(self._model, self.parts, options=_FLAT)
+        flat = dict(sorted(found.items()))
         return {key.removeprefix("state."): value for key, value in flat.items() if key.startswith("state.")}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes over a state of the form of `state_dict`; groups and rates stay those of this launch."""
-        now = get_optimizer_state_dict(self._model, self.parts, options=_FLAT)
-        groups = {key: value for key, value in now.items() if not key.startswith("state.")}
-        flat = groups | {f"state.{key}": value for key, value in state.items()}
-        set_optimizer_state_dict(self._model, self.parts, flat, options=_FLAT)
+        for name, value in self.tensors_in_use().items():
+            shard_of(value).copy_(shard_of(state[name]))
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    device: torch.device = optimizer.param_groups[0]["params"][0].device
+    return device
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # set by torch's fused optimizers
 
 
-def build_optimizers(section: OptimConfig, model: nn.Module) -> Optimizers:
-    """AdamW over all parameters, fused, with its state allocated, so that a checkpoint can be loaded into it.
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
-    Decay applies to tensors of two or more dims only.
-    Source: Loshchilov and Hutter, "Decoupled weight decay regularization", https://arxiv.org/abs/1711.05101.
+
+def build_optimizers(
+    section: OptimConfig, model: nn.Module, precision: Precision = FP32, seed: int = 0
+) -> Optimizers:
+    """The optimizers that `--optimizer` names, with their state, so that a checkpoint can be loaded into it.
+
+    Muon takes the matrices of the blocks, AdamW then all others; every other optimizer takes all parameters.
+    One of the user's own may make its state at its first step. `seed` is that of rounding by chance.
+
+    Raises:
+        ValueError: a flag does not fit the optimizer, or it needs what is not there.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=section.learning_rate,
-        betas=(section.adam_beta1, section.adam_beta2),
-        eps=section.adam_eps,
-        fused=True,
-    )
-    for parameter in parameters:
-        adamw.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        }
-    return Optimizers(model, [adamw])
+    check_rounding(precision, section)
+    named = {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    name, kwargs = section.optimizer, section.optimizer_kwargs
+    if precision.is_rounded:
+        decoupled = name == "adamw"
+        build = partial(RoundedAdamW, names=named, precision=precision, seed=seed, decoupled=decoupled)
+        return Optimizers(model, [_build_part(name, section, (), named, build)])
+    if name != "muon":
+        return Optimizers(model, [_build_part(name, section, kwargs, named)])
+    hidden = {name: p for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
+    if not hidden:
+        raise ValueError("--optimizer (muon) needs matrices in blocks, and the model has none; use adamw")
+    others = {name: p for name, p in named.items() if name not in hidden}
+    parts = [_build_part("muon", section, kwargs, hidden)]
+    return Optimizers(model, parts + ([_build_part("adamw", section, (), others)] if others else []))
 
 
-def state_sizes(names: dict[str, torch.Size]) -> Iterator[tuple[str, torch.Size]]:
-    """Names and sizes of the state that `build_optimizers` keeps of parameters of these names and sizes."""
-    for name, size in names.items():
-        yield f"{name}.step", torch.Size()
-        yield f"{name}.exp_avg", size
-        yield f"{name}.exp_avg_sq", size
+def _build_part(
+    name: str,
+    section: OptimConfig,
+    kwargs: Sequence[str],
+    named: Mapping[str, torch.Tensor],
+    own: Build | None = None,
+) -> torch.optim.Optimizer:
+    """One optimizer over these parameters, with a group of those that decay and one of the others."""
+    build, settings = own or load_builder(name), read_settings(name, section, kwargs)
+    if own or any(parameter.is_meta for parameter in named.values()):
+        settings.pop("fused", None)  # no kernel there
+    groups: dict[float, list[torch.Tensor]] = {}
+    for key, parameter in named.items():
+        of_embedding = key.startswith("embed.")
+        decays = section.decay_norms if parameter.ndim < 2 else section.decay_embeddings or not of_embedding
+        groups.setdefault(section.weight_decay if decays else 0.0, []).append(parameter)
+    part = build([{"params": some, "weight_decay": decay} for decay, some in groups.items()], **settings)
+    if name in BUILDERS and not part.state:
+        _make_state(part, build, settings)
+    return part
+
+
+def _make_state(part: torch.optim.Optimizer, build: Build, settings: Mapping[str, Any]) -> None:
+    """Makes what one of torch's optimizers would make at its first step: a count of steps, and zeros.
+
+    Names are those of a parameter of its own that is stepped once; torchao's, which would compile first, are
+    known.
+    """
+    quantized = getattr(part, "_new_buffer", None)
+    if quantized is None:
+        probe = nn.Parameter(torch.zeros(1))
+        probe.grad = torch.zeros(1)
+        stepped = build([probe], **settings)
+        stepped.step()
+        names = list(stepped.state[probe])
+    else:
+        names = ["step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if settings.get("amsgrad") else [])]
+    for parameter in (each for group in part.param_groups for each in group["params"]):
+        if quantized is not None:
+            check_even(parameter)
+        for name in names:
+            if name == "step":
+                device = parameter.device if settings.get("fused") else None
+                value = torch.zeros((), dtype=torch.float32, device=device)
+            elif quantized is not None:
+                value = quantized(parameter, signed=name == "exp_avg")
+            else:
+                value = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            part.state[parameter][name] = value
+
+
+def state_of_stand_in(section: OptimConfig, precision: Precision = FP32) -> dict[str, torch.Tensor]:
+    """The state that the optimizers keep of a model of one matrix in a block and one outside, by name.
+
+    Raises:
+        ValueError: the flags name no optimizer that can be built, or settings that it does not take.
+    """
+    dtype = torch.bfloat16 if precision.weights == "bf16" else torch.float32
+    with torch.device("meta"):  # so that no random number is drawn
+        linear = partial(nn.Linear, _STAND_IN, _STAND_IN, bias=False, dtype=dtype)
+        matrices = {name: linear() for name in ("blocks", "embed")}
+    model = nn.ModuleDict(matrices).to_empty(device="cpu")
+    try:
+        state = build_optimizers(section, model, precision).tensors_in_use()
+        if odd := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+            raise TypeError(f"its state must be tensors, to be saved, and {odd[0]} is none")
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if str(error).startswith("--"):
+            raise
+        kwargs = f" --optimizer_kwargs={joined(section.optimizer_kwargs)}" if section.optimizer_kwargs else ""
+        raise ValueError(f"--optimizer={section.optimizer}{kwargs} cannot be built: {error}") from error
+    return state
+
+
+def state_bytes(
+    section: OptimConfig, config: LlamaConfig, precision: Precision = FP32, *, saved: bool = False
+) -> int:
+    """About the bytes of the optimizers' state of the whole model: in memory, or in a checkpoint."""
+    units, total = num_params_by_unit(config), 0.0
+    counts = {"blocks": config.num_layers * units["block"], "embed": units["embed"] + units["head"]}
+    for name, value in state_of_stand_in(section, precision).items():
+        size = num_bytes(dequantized(value) if saved else value)
+        total += size / _STAND_IN**2 * counts[name.partition(".")[0]] if value.ndim else 0
+    return round(total)
+
+
+def checkpoint_bytes(section: OptimConfig, config: LlamaConfig, precision: Precision) -> int:
+    """About the bytes of a checkpoint: weights and the optimizers' state."""
+    weights = NUM_BYTES[precision.weights] * num_params(config)
+    return weights + state_bytes(section, config, precision, saved=True)

@@ -1,12 +1,37 @@
-"""Activation checkpointing: which blocks keep only their input, and recompute the rest for the gradient."""
+"""Recomputation: what the backward pass computes again, so that the forward pass need not keep it.
+
+    blocks   chosen blocks keep their input only
+    ops      every block keeps its input and the results of some operations
+
+The third way, `cheap`, is the compiler's (compile.py).
+Source: Chen et al. 2016, "Training deep nets with sublinear memory cost", https://arxiv.org/abs/1604.06174.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Collection
 from fractions import Fraction
+from typing import Any
 
+import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fms_fsdp.config import ParallelConfig, parse_selective_checkpointing
 from fms_fsdp.models.llama import Llama
+
+# a warning of what we do on purpose: what a block computes again has no operation in place
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+_ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN._scaled_mm.default}
+_ATTENTION = {
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+}
 
 
 def select_blocks(num_blocks: int, share: Fraction) -> list[bool]:
@@ -19,13 +44,37 @@ def select_blocks(num_blocks: int, share: Fraction) -> list[bool]:
     return [int((i + 1) * share) > int(i * share) for i in range(num_blocks)]
 
 
-def apply_activation_checkpointing(model: Llama, share: Fraction) -> None:
-    """Wraps the chosen blocks in place."""
-    chosen = select_blocks(len(model.blocks), share)
-    for layer, recomputes in zip(list(model.blocks), chosen, strict=True):
+def apply_recomputation(model: Llama, section: ParallelConfig) -> None:
+    """Wraps the chosen blocks in place, for `blocks` and `ops`."""
+    share = parse_selective_checkpointing(section.selective_checkpointing)
+    settings: dict[str, Any] = {"preserve_rng_state": False}  # the model draws no random numbers
+    if section.recomputes == "ops":
+        share, settings["context_fn"] = Fraction(1), lambda: _contexts(section.recompute_ops)
+    for layer, recomputes in zip(list(model.blocks), select_blocks(len(model.blocks), share), strict=True):
         if recomputes:
-            model.blocks[layer] = checkpoint_wrapper(
-                model.blocks[layer],
-                checkpoint_impl=CheckpointImpl.NO_REENTRANT,
-                preserve_rng_state=False,  # the model draws no random numbers
-            )
+            block, kind = model.blocks[layer], CheckpointImpl.NO_REENTRANT
+            model.blocks[layer] = checkpoint_wrapper(block, checkpoint_impl=kind, **settings)
+
+
+def _contexts(kept: Collection[str]) -> Any:
+    """The contexts of one forward pass of a block and of its recomputation."""
+    return create_selective_checkpoint_contexts(_policy(kept))  # type: ignore[no-untyped-call]
+
+
+def _policy(kept: Collection[str]) -> Callable[..., CheckpointPolicy]:
+    """Says of each operation, in the order of the pass, whether its result is kept.
+
+    Of the products every second one: k, o and up of q, k, v, o, gate, up, down. The result of the last one is
+    not needed by the backward pass.
+    """
+    num_products = {False: 0, True: 0}  # by whether it is the recomputation
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = "attention" in kept and operation in _ATTENTION
+        if operation in _PRODUCTS:
+            num_products[context.is_recompute] += 1
+            is_second = num_products[context.is_recompute] % 2 == 0
+            keep = "products" in kept or ("every_second_product" in kept and is_second)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy

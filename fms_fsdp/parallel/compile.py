@@ -8,25 +8,47 @@ import shutil
 from functools import partial
 
 import torch
+import torch._functorch.config as functorch_config
 
+from fms_fsdp.config import ParallelConfig
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.loss import linear_cross_entropy
 
 
-def apply_compile(model: Llama) -> None:
+def compiles(section: ParallelConfig, device: torch.device) -> bool:
+    """`--use_torch_compile`; where it is not given, whether the device is a GPU that has a compiler."""
+    if section.use_torch_compile is not None:
+        return section.use_torch_compile
+    return device.type == "cuda" and not missing_compiler(device)
+
+
+def apply_compile(model: Llama, *, recompute: bool) -> None:
     """Compiles every block and the loss in place, at their first call. A new shape compiles anew: shapes are
-    static within a run."""
+    static within a run.
+
+    With `recompute` the backward pass computes again all but matrix products and attention. That setting is
+    the process's: torch reads it when a block is compiled.
+    """
+    functorch_config.aggressive_recomputation = recompute
     for block in model.blocks.values():
         block.compile(fullgraph=True, dynamic=False)
     if model.head is not None:
-        model.head.loss = partial(linear_cross_entropy, compiled=True)
+        model.head.loss = partial(model.head.loss, compiled=True)
 
 
-def check_compile(device: torch.device) -> None:
-    """Raises ValueError where `--use_torch_compile` cannot work: on a CPU without a C++ compiler."""
-    compiler = os.environ.get("CXX", "g++")
-    if device.type == "cpu" and shutil.which(compiler) is None:
-        raise ValueError(
-            f"--use_torch_compile (True) needs a C++ compiler on the CPU, and {compiler} is not on the PATH; "
-            "install g++, set CXX, or leave the flag out"
-        )
+def missing_compiler(device: torch.device) -> str:
+    """The compiler that compiled code for this device needs, if it is not on the PATH; else nothing."""
+    variable, usual = ("CXX", "g++") if device.type == "cpu" else ("CC", "gcc")
+    name = os.environ.get(variable, usual)
+    return "" if shutil.which(name) else f"{name} is not on the PATH; install it, or set {variable}"
+
+
+def check_compile(section: ParallelConfig, device: torch.device) -> None:
+    """Raises ValueError where blocks would be compiled without a compiler, or where `--recompute=cheap` would
+    find no compiled blocks."""
+    if not compiles(section, device):
+        if section.recomputes == "cheap":
+            raise ValueError(
+                "--recompute (cheap) needs --use_torch_compile=True; add it, or use ops or blocks"
+            )
+    elif missing := missing_compiler(device):
+        raise ValueError(f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out")

@@ -1,11 +1,16 @@
-"""Sharding with FSDP2: one unit per block, and what the training loop needs to know about sharded gradients.
+"""Sharding with FSDP2: one unit per block or group of blocks, and what the training loop needs to know about
+sharded gradients.
 
     untied:  embed │ block 0 │ … │ block n-1 │ head (final norm, output weight, loss)  root: nothing
     tied:            block 0 │ … │ block n-1                                          root: embed, final norm
 
+    fsdp, hsdp   every micro-step: gather a unit in the forward and again in the backward pass, reduce-scatter
+    zero2        gather once a step; every micro-step: reduce-scatter
+    zero1        gather once a step, reduce-scatter once a step
+
 A tied embedding is used at both ends, so it stays gathered in the root for the whole step. Under `ddp` every
 shard group has one rank: the same code path and the same precision policy, with only an all-reduce left.
-Weights and optimizer state are fp32; the policy gathers bf16 copies.
+The policy gathers copies in the dtype of products (precision.py).
 """
 
 from __future__ import annotations
@@ -19,24 +24,26 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fms_fsdp.config import ParallelConfig
+from fms_fsdp.config import ParallelConfig, Precision
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.precision import fsdp_policy
 
 
-def apply_fsdp(model: Llama, section: ParallelConfig, mesh: Mesh, *, mixed_precision: bool) -> None:
+def apply_fsdp(model: Llama, section: ParallelConfig, mesh: Mesh, precision: Precision) -> None:
     """Shards the model in place, unit by unit. Collective: every rank."""
     pinned = torch.cuda.is_available()
     shard = partial(
         fully_shard,
         mesh=mesh.device_mesh,
-        mp_policy=fsdp_policy(section, mixed_precision),
+        mp_policy=fsdp_policy(precision),
         offload_policy=CPUOffloadPolicy(pin_memory=pinned) if section.cpu_offload else OffloadPolicy(),
     )
-    reshard = section.reshard_after_forward and mesh.size("dp_shard") > 1
-    for block in model.blocks.values():
-        shard(block, reshard_after_forward=reshard)
+    reshard, size = not mesh.dims.keeps_weights, section.fsdp_blocks_per_group
+    blocks = list(model.blocks.values())
+    groups = [blocks[first : first + size] for first in range(0, len(blocks), size)]
+    for group in groups:
+        shard(group, reshard_after_forward=reshard)
     if not model.config.tie_embeddings:
         if model.embed is not None:
             shard(model.embed, reshard_after_forward=reshard)
@@ -45,27 +52,33 @@ def apply_fsdp(model: Llama, section: ParallelConfig, mesh: Mesh, *, mixed_preci
         if model.head is not None:
             shard(model.head, reshard_after_forward=False)
     shard(model)
-    _set_prefetch(cast("list[FSDPModule]", list(model.blocks.values())), section.fsdp_prefetch)
+    _set_prefetch([cast(FSDPModule, group[0]) for group in groups], section.fsdp_prefetch)
 
 
-def _set_prefetch(blocks: list[FSDPModule], depth: int) -> None:
-    """Every block gathers the `depth` blocks that follow it, in the forward and in the backward pass."""
+def _set_prefetch(groups: list[FSDPModule], depth: int) -> None:
+    """Every group gathers the `depth` groups that follow it, in the forward and in the backward pass."""
     if depth == 0:
         return
-    for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + depth])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - depth) : i][::-1])
+    for i, group in enumerate(groups):
+        group.set_modules_to_forward_prefetch(groups[i + 1 : i + 1 + depth])
+        group.set_modules_to_backward_prefetch(groups[max(0, i - depth) : i][::-1])
 
 
 def set_gradient_sync(model: nn.Module, last_micro_step: bool, mesh: Mesh) -> None:
-    """Call before each micro-step's forward: the all-reduce over replicas (hsdp, ddp) waits for the last
-    micro-step.
+    """Call before each micro-step's forward: says what waits for the last micro-step.
 
-    The reduce-scatter within a shard group runs every micro-step, so that gradients accumulate in fp32
-    shards, not in whole copies.
+    The all-reduce over replicas (hsdp, ddp) always waits. The reduce-scatter within a shard group does not,
+    so that gradients accumulate in shards, unless `sync_each_micro_step` is off: then they accumulate whole.
+    Weights that are kept are freed after the last micro-step.
     """
+    if not isinstance(model, FSDPModule):
+        return
     if mesh.size("dp_replicate") > 1:
-        cast(FSDPModule, model).set_requires_all_reduce(last_micro_step)
+        model.set_requires_all_reduce(last_micro_step)
+    if not mesh.dims.sync_each_micro_step:
+        model.set_requires_gradient_sync(last_micro_step)
+    if mesh.dims.keeps_weights:
+        model.set_reshard_after_backward(last_micro_step)
 
 
 def reshard(model: nn.Module) -> None:
@@ -118,12 +131,20 @@ def local_shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, mesh: Mesh) -> torch.Tensor:
-    """The `global_norm` of the gradients before clipping; they are scaled in place. `max_norm` 0 only
-    measures."""
+def clip_grad_norm(
+    parameters: Iterable[torch.Tensor], max_norm: float, mesh: Mesh, loss_scale: torch.Tensor | float = 1.0
+) -> torch.Tensor:
+    """The `global_norm` of the gradients before clipping; larger ones are scaled in place. `max_norm` 0 clips
+    none. The gradients hold a `loss_scale`, which is taken out of them and of the norm.
+
+    What lies on the CPU is not touched where the factor is 1: that saves a pass over the gradients.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total = global_norm(gradients, mesh)
-    if max_norm > 0:
+    total = global_norm(gradients, mesh) / loss_scale
+    if max_norm > 0 or isinstance(loss_scale, torch.Tensor):
         shards = local_shards(gradients)
-        torch._foreach_mul_(shards, (max_norm / (total + 1e-6)).clamp(max=1.0).to(shards[0].device))
+        clip = (max_norm / (total + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(total)
+        factor = (clip / loss_scale).to(shards[0].device)
+        if factor.device.type != "cpu" or factor != 1:
+            torch._foreach_mul_(shards, factor)
     return total

@@ -1,6 +1,6 @@
 """The parallel recipe: the order in which a model becomes a sharded, recomputing, compiled one.
 
-    build (meta) → precision → activation checkpointing → compile per block → fully_shard → allocate → init
+    build (meta) → precision → recomputation → compile per block → fully_shard → allocate → init
 
 The order matters: a checkpointed block is compiled as a whole, and FSDP's hooks stay outside of the compiled
 code. Initialisation comes last because each rank then fills only its shards.
@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import torch
 
-from fms_fsdp.config import ParallelConfig, parse_selective_checkpointing
+from fms_fsdp.config import ParallelConfig, Precision
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import init_weights
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import Llama, build_model
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.parallel.activation import apply_activation_checkpointing
-from fms_fsdp.parallel.compile import apply_compile
+from fms_fsdp.parallel.activation import apply_recomputation
+from fms_fsdp.parallel.compile import apply_compile, compiles
+from fms_fsdp.parallel.float8 import apply_float8
 from fms_fsdp.parallel.fsdp import apply_fsdp
-from fms_fsdp.parallel.precision import apply_precision
+from fms_fsdp.parallel.precision import apply_precision, cast_weights, sum_gradients_in_fp32
 
 
 def check_attention(attn_impl: str, device: torch.device) -> None:
     """Raises ValueError for a backend of attention that the device lacks."""
-    if device.type == "cpu" and attn_impl == "efficient":
-        raise ValueError("--attn_impl (efficient) exists on GPU only; choose one of: auto, flash, math")
+    if device.type == "cpu" and attn_impl in ("cudnn", "efficient"):
+        raise ValueError(f"--attn_impl ({attn_impl}) exists on GPU only; choose one of: auto, flash, math")
 
 
 def parallelize(
@@ -33,7 +34,7 @@ def parallelize(
     mesh: Mesh,
     *,
     device: torch.device,
-    mixed_precision: bool,
+    precision: Precision,
     seed: int,
 ) -> Llama:
     """The model of this rank, initialised and ready to train; its weights are the same on any mesh.
@@ -43,21 +44,26 @@ def parallelize(
     """
     check_attention(config.attn_impl, device)
     with torch.device("meta" if section.low_cpu_fsdp else "cpu"):
-        model = Llama(config)
+        model = build_model(config)
     if not section.low_cpu_fsdp:
         init_weights(model, seed)
+    cast_weights(model, precision)
     if mesh.device_mesh is None:
-        apply_precision(model, torch.bfloat16 if mixed_precision else torch.float32)
-    if section.fsdp_activation_checkpointing:
-        apply_activation_checkpointing(model, parse_selective_checkpointing(section.selective_checkpointing))
-    if section.use_torch_compile:
-        apply_compile(model)
+        apply_precision(model, precision)
+    if precision.float8:
+        apply_float8(model, precision.float8)
+    if section.recomputes in ("ops", "blocks"):
+        apply_recomputation(model, section)
+    if compiles(section, device):
+        apply_compile(model, recompute=section.recomputes == "cheap")
     if mesh.device_mesh is not None:
-        apply_fsdp(model, section, mesh, mixed_precision=mixed_precision)
+        apply_fsdp(model, section, mesh, precision)
     if section.low_cpu_fsdp:
         model.to_empty(device="cpu" if section.cpu_offload else device)
         init_weights(model, seed)
     elif not section.cpu_offload:
         model.to(device)
     model.rope = model.rope.to(device)
+    if precision.gradients != precision.weights:
+        sum_gradients_in_fp32(model)
     return model

@@ -1,6 +1,6 @@
-"""The dtypes of the model: weights and optimizer state are fp32, products are bf16 where asked.
+"""The dtypes of the model: what its weights are kept in, and what it computes in.
 
-    sharded     FSDP gathers bf16 copies of a unit's weights and frees them after use
+    sharded     FSDP gathers copies of a unit's weights in the dtype of products, and frees them after use
     unsharded   every module casts its own weight, in the forward and again in the backward pass
 
 Neither way keeps a second copy of all weights. Both give each module weights of the dtype it computes in.
@@ -15,25 +15,52 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fms_fsdp.config import ParallelConfig
+from fms_fsdp.config import Precision
 from fms_fsdp.models.llama import Llama
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-def fsdp_policy(section: ParallelConfig, mixed_precision: bool) -> MixedPrecisionPolicy:
-    """bf16 weights for compute and gradients reduced in `reduce_dtype`.
+
+def fsdp_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Gathered weights of the dtype of products, and that of reductions.
 
     Inputs are not cast, so the rotary table stays fp32.
     """
     return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if mixed_precision else None,
-        reduce_dtype=torch.bfloat16 if section.reduce_dtype == "bf16" else torch.float32,
+        param_dtype=None if precision.compute == precision.weights else DTYPES[precision.compute],
+        reduce_dtype=DTYPES[precision.reduce],
         cast_forward_inputs=False,
     )
 
 
-def apply_precision(model: Llama, dtype: torch.dtype) -> None:
-    """Lets an unsharded model with fp32 weights compute in `dtype`, in place; nothing to do for fp32."""
-    if dtype == torch.float32:
+def sum_gradients_in_fp32(model: nn.Module) -> None:
+    """Lets the gradients of bf16 weights add up in fp32 over micro-steps: those of a model that is ready.
+
+    FSDP rounds the gradient of each micro-step to bf16 once. What it adds up itself, before it sends it
+    (hsdp over replicas, `sync_each_micro_step` off), is in `reduce_dtype`, and rounded once a step.
+    """
+    for parameter in model.parameters():
+        parameter.grad_dtype = None  # of any type
+        parameter.register_post_accumulate_grad_hook(_widen_gradient)  # type: ignore[no-untyped-call]
+
+
+def _widen_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    if parameter.grad.device.type == "cpu" and torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()  # under CPU offload it may still be on its way (torch 2.11)
+    parameter.grad = parameter.grad.float()
+
+
+def cast_weights(model: nn.Module, precision: Precision) -> None:
+    """Lets the model keep its weights in their dtype, in place; buffers, as the rotary table, stay."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[precision.weights])
+
+
+def apply_precision(model: Llama, precision: Precision) -> None:
+    """Lets an unsharded model compute in another dtype than that of its weights, in place."""
+    dtype = DTYPES[precision.compute]
+    if precision.compute == precision.weights:
         return
     for module in model.modules():
         if type(module) in _CASTING:
@@ -63,9 +90,10 @@ class _CastProduct(torch.autograd.Function):
 class _CastLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():  # the compiler casts again by itself where that saves memory
-            return F.linear(input, self.weight.to(input.dtype))
-        product: torch.Tensor = _CastProduct.apply(input, self.weight)  # type: ignore[no-untyped-call]
-        return product
+            product = F.linear(input, self.weight.to(input.dtype))
+        else:
+            product = _CastProduct.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias.to(input.dtype)
 
 
 class _CastRMSNorm(nn.RMSNorm):

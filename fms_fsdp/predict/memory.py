@@ -1,7 +1,9 @@
 """Will it fit: the least that a rank needs, against the bytes it has.
 
-    needed    = (parameters + gradients + two AdamW moments, all fp32) / dp_shard
-                + the largest unit that FSDP gathers + rows
+    needed    = (parameters, gradients and the optimizer's state) / dp_shard
+                + the weights that FSDP gathers: its largest unit, or all where they are kept
+                + whole gradients, where they wait for the last micro-step
+                + rows
     available = the GPU's memory, or min(cgroup limit, free RAM) / processes on this machine
 
 Of the activations only the input of one block counts, and the host copy of a background save is left out:
@@ -12,58 +14,98 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from fms_fsdp.config import BatchPlan, ParallelConfig, parse_selective_checkpointing
+from fms_fsdp.config import (
+    FP32,
+    NUM_BYTES,
+    BatchPlan,
+    ParallelConfig,
+    Precision,
+    parse_selective_checkpointing,
+)
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
 
-_STATE_BYTES = 16  # per parameter: weight, gradient and two moments in fp32
+_ADAMW_BYTES = 8  # per parameter: two moments in fp32
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank: `state` is its share of weights, gradients and moments, `unit` the largest unsharded
-    unit (weights and gradients).
+    """Bytes of one rank: `state` is its share of weights, gradients and optimizer state, `unit` the
+    weights gathered at once.
 
-    `rows`: the table of positions, the rows of a step and what a block takes in of those of a micro-step.
+    `gradients`: whole ones, beyond the rank's share of them. `rows`: the table of positions, the rows of a
+    step and what a block takes in of those of a micro-step.
     """
 
     state: int
     unit: int
-    dp_shard: int
+    dims: ParallelDims
     rows: int = 0
+    gradients: int = 0
 
     @property
     def total(self) -> int:
-        return self.state + self.unit + self.rows
+        return self.state + self.unit + self.rows + self.gradients
+
+    def by_holder(self, device: torch.device, section: ParallelConfig) -> dict[torch.device, MemoryEstimate]:
+        """What each device has to hold; with `cpu_offload` the state lies in host memory."""
+        if not section.cpu_offload or device.type == "cpu":
+            return {device: self}
+        host = MemoryEstimate(self.state, 0, self.dims)
+        return {torch.device("cpu"): host, device: replace(self, state=0)}
 
 
 def estimate_memory(
-    config: LlamaConfig, dims: ParallelDims, *, mixed_precision: bool = False, batch: BatchPlan | None = None
+    config: LlamaConfig,
+    dims: ParallelDims,
+    section: ParallelConfig,
+    *,
+    precision: Precision = FP32,
+    batch: BatchPlan | None = None,
+    seq_length: int = 0,
+    optimizer_bytes: int | None = None,
 ) -> MemoryEstimate:
-    """The least that a rank needs. Under `none` nothing is gathered; mixed precision casts one weight at a
-    time."""
-    weight_bytes, units = 2 if mixed_precision else 4, num_params_by_unit(config)
+    """The least that a rank needs. Under `none` nothing is gathered; what computes in another dtype than
+    that of weights casts one weight at a time.
+
+    `optimizer_bytes`: of the optimizer's state of the whole model (default: AdamW's).
+    """
+    weight_bytes, units = NUM_BYTES[precision.compute], num_params_by_unit(config)
+    a_gradient = NUM_BYTES[precision.gradients]
     if dims.strategy == "none":
-        unit = weight_bytes * units["embed"] if mixed_precision else 0  # the head's weight has that size too
+        casts = precision.compute != precision.weights
+        unit = weight_bytes * units["embed"] if casts else 0  # the head's weight has that size too
+    elif dims.keeps_weights:
+        unit = weight_bytes * num_params(config)
     else:
         # a tied embedding is in the root
         whole_ends = units["embed"] + units["head"] if config.tie_embeddings else 0
-        unit = weight_bytes * max(*units.values(), whole_ends)
-    rows = 0
+        group = units["block"] * min(section.fsdp_blocks_per_group, config.num_layers)
+        unit = weight_bytes * max(*units.values(), group, whole_ends)
+    rows = gradients = 0
     if batch is not None:
-        positions = 8 * config.head_dim * config.max_seq_len if config.pos_emb == "rope" else 0
+        if batch.grad_accum_steps > 1 and not dims.sync_each_micro_step:
+            shard = (
+                a_gradient * num_params(config) // dims.dp_shard
+            )  # takes the place of the whole ones, part by part
+            gradients = max(0, NUM_BYTES[precision.reduce] * num_params(config) - shard)
+        positions = 8 * config.rotary_dim * config.max_seq_len
         # four int64 columns of the stream
         a_row = 32 * batch.grad_accum_steps + weight_bytes * config.hidden_size
-        rows = positions + batch.batch_size * config.max_seq_len * a_row
-    return MemoryEstimate(-(-_STATE_BYTES * num_params(config) // dims.dp_shard), unit, dims.dp_shard, rows)
+        rows = positions + batch.batch_size * seq_length * a_row
+    if optimizer_bytes is None:
+        optimizer_bytes = _ADAMW_BYTES * num_params(config)
+    kept = (NUM_BYTES[precision.weights] + a_gradient) * num_params(config)
+    state = -(-(kept + optimizer_bytes) // dims.dp_shard)
+    return MemoryEstimate(state, unit, dims, rows, gradients)
 
 
 def available_memory(device: torch.device, local_world_size: int) -> int:
@@ -79,36 +121,42 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
     available = available_memory(device, local_world_size)
     if estimate.total <= available:
         return
-    if estimate.rows > estimate.state + estimate.unit:
+    if 2 * estimate.rows > estimate.total:
         raise ValueError(
             f"--seq_length and the batch ({estimate.rows / _GIB:.1f} GiB of rows and positions per rank) "
             f"must fit the {available / _GIB:.1f} GiB of memory available to it; lower one of --seq_length, "
             "--batch_size, --grad_accum_steps, --global_batch_size"
         )
-    room = available - estimate.unit - estimate.rows
-    all_state = estimate.state * estimate.dp_shard
+    room = available - (estimate.total - estimate.state)
+    all_state = estimate.state * estimate.dims.dp_shard
     flags = "--model_variant, --num_layers, --hidden_size, --ffn_hidden_size, --vocab_size"
     remedy = f"choose a smaller model ({flags})"
     if room > 0:
         devices = -(-all_state // room)
         remedy = f"shard over at least {devices} such devices (--sharding_strategy=fsdp), or {remedy}"
+    elif estimate.dims.strategy != "none" and estimate.dims.keeps_weights:
+        remedy = f"gather one block at a time (--sharding_strategy=fsdp, on several devices), or {remedy}"
     raise ValueError(
         f"--model_variant ({variant}: {estimate.total / _GIB:.1f} GiB per rank, {estimate.state / _GIB:.1f} "
-        f"of weights, gradients and optimizer state, {estimate.unit / _GIB:.1f} unsharded) must fit the "
+        f"of weights, gradients and optimizer state, {(estimate.unit + estimate.gradients) / _GIB:.1f} "
+        f"unsharded) must fit the "
         f"{available / _GIB:.1f} GiB of memory available to it; {remedy}"
     )
 
 
-def activation_bytes(config: LlamaConfig, rows: int, *, mixed_precision: bool) -> int:
+def activation_bytes(config: LlamaConfig, rows: int, seq_length: int, precision: Precision) -> int:
     """About what the forward pass of `rows` keeps for the backward pass, without activation checkpointing.
 
     A block keeps per token its input, both norms, queries, keys, values and attention's output, and three
-    widths of the feed-forward.
+    widths of the feed-forward, two where it has no gate; under dropout of attention the weights too, in fp32
+    before it and after.
     """
-    per_token = (
-        6 * config.hidden_size + 2 * config.num_kv_heads * config.head_dim + 3 * config.ffn_hidden_size
-    )
-    return rows * config.max_seq_len * config.num_layers * per_token * (2 if mixed_precision else 4)
+    per_token = 4 * config.hidden_size + (3 if config.activation == "swiglu" else 2) * config.ffn_hidden_size
+    per_token += 2 * (config.num_attention_heads + config.num_kv_heads) * config.head_dim
+    per_token *= NUM_BYTES[precision.compute]
+    if config.attn_dropout:
+        per_token += 8 * config.num_attention_heads * seq_length
+    return rows * seq_length * config.num_layers * per_token
 
 
 @contextmanager
@@ -117,7 +165,9 @@ def explaining_out_of_memory(
     config: LlamaConfig,
     dims: ParallelDims,
     batch_size: int,
-    mixed_precision: bool,
+    seq_length: int,
+    precision: Precision,
+    optimizer_bytes: int,
     keep_name: str,
 ) -> Iterator[None]:
     """Inside, running out of memory ends the run with the flags that would help and about what each saves.
@@ -134,33 +184,46 @@ def explaining_out_of_memory(
             error
         ):
             raise
-        advice = "; ".join(_advice(section, config, dims, batch_size, mixed_precision))
+        estimate = estimate_memory(
+            config, dims, section, precision=precision, optimizer_bytes=optimizer_bytes
+        )
+        advice = "; ".join(_advice(section, config, estimate, batch_size, seq_length, precision))
         reason = f"out of memory ({str(error).splitlines()[0]}); what would help: {advice}"
         raise RunFailed(f"{reason}; to go on with this run add {keep_name}", on_one_rank=True) from error
 
 
 def _advice(
-    section: ParallelConfig, config: LlamaConfig, dims: ParallelDims, batch_size: int, mixed_precision: bool
+    section: ParallelConfig,
+    config: LlamaConfig,
+    estimate: MemoryEstimate,
+    batch_size: int,
+    seq_length: int,
+    precision: Precision,
 ) -> Iterator[str]:
-    kept = activation_bytes(config, batch_size, mixed_precision=mixed_precision)
-    state = estimate_memory(config, dims, mixed_precision=mixed_precision).state
-    if section.fsdp_activation_checkpointing:
+    dims, state = estimate.dims, estimate.state
+    kept = activation_bytes(config, batch_size, seq_length, precision)
+    if section.recomputes == "blocks":
         share = float(parse_selective_checkpointing(section.selective_checkpointing))
         if share < 1:
             yield f"--selective_checkpointing=1 saves about {(1 - share) * kept / _GIB:.1f} GiB"
         kept = int(kept * (1 - share))
     else:
-        inputs = kept * config.hidden_size // (6 * config.hidden_size + 3 * config.ffn_hidden_size)
-        yield f"--fsdp_activation_checkpointing=True saves about {(kept - inputs) / _GIB:.1f} GiB"
+        a_number = NUM_BYTES[precision.compute]
+        inputs = batch_size * seq_length * config.num_layers * config.hidden_size * a_number
+        if section.recomputes == "none":
+            yield f"--recompute=cheap with --use_torch_compile=True saves about {0.4 * kept / _GIB:.1f} GiB"
+        yield f"--recompute=blocks saves about {(kept - inputs) / _GIB:.1f} GiB"
     if batch_size > 1:
         yield (
             f"--batch_size={batch_size // 2} with twice the --grad_accum_steps saves about "
             f"{kept / 2 / _GIB:.1f} GiB"
         )
-    yield f"--seq_length={config.max_seq_len // 2} saves about {kept / 2 / _GIB:.1f} GiB"
+    yield f"--seq_length={seq_length // 2} saves about {kept / 2 / _GIB:.1f} GiB"
     if dims.size("dp") > dims.dp_shard:
         saved = state * (1 - dims.dp_shard / dims.size("dp"))
         yield f"--sharding_strategy=fsdp saves about {saved / _GIB:.1f} GiB of weights and optimizer state"
+    elif not dims.reshard_after_forward:
+        yield f"--sharding_strategy=fsdp saves about {estimate.unit / _GIB:.1f} GiB of gathered weights"
     yield f"twice the devices under fsdp save about {state / 2 / _GIB:.1f} GiB"
     if torch.cuda.is_available() and not section.cpu_offload:
         sharded = " --sharding_strategy=fsdp" if dims.strategy == "none" else ""

@@ -24,6 +24,7 @@ import torch
 from fms_fsdp.atomic import write_atomically
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import set_aside
+from fms_fsdp.checkpoint.hf_folder import load_weights, open_folder
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import BadInput, checking_input
@@ -64,9 +65,9 @@ def claim(parsed: Parsed[TrainConfig], plan: Plan, mesh: Mesh) -> Claim:
 
     def take() -> tuple[Start, dict[str, Any]]:
         if not folder.exists() and not root.exists():  # a new run is checked before its folder is made
-            start_from(parsed, plan, find_start(cfg))
+            start_from(parsed, plan, _find_start(cfg))
         lock_folders([folder, root])
-        begin = find_start(cfg)
+        begin = _find_start(cfg)
         _set_aside_own(cfg, begin.checkpoint.passed_over if begin.checkpoint else ())
         return begin, read_status(folder / "status.json")
 
@@ -76,6 +77,14 @@ def claim(parsed: Parsed[TrainConfig], plan: Plan, mesh: Mesh) -> Claim:
         _check_shared(shared, world, mesh)
     attempt = agreed(lambda: _last_attempt(folder) + 1)
     return Claim(attempt, plan, last.get("data_step"))
+
+
+def _find_start(cfg: TrainConfig) -> Start:
+    """The start, whose weights of Hugging Face were looked at."""
+    begin = find_start(cfg)
+    if begin.weights:
+        open_folder(Path(begin.weights), "--init_from_hf")
+    return begin
 
 
 def choose_again(parsed: Parsed[TrainConfig], plan: Plan, damaged: Sequence[Path]) -> Plan:
@@ -96,12 +105,15 @@ def choose_again(parsed: Parsed[TrainConfig], plan: Plan, damaged: Sequence[Path
 def restore(
     parsed: Parsed[TrainConfig], plan: Plan, stream: Stream, model: Llama, optimizers: Optimizers, mesh: Mesh
 ) -> tuple[Plan, Stream]:
-    """Loads the checkpoint that the plan names, or, where its files turn out to be damaged, the newest sound
-    one before it, which makes another plan (collective: every rank).
+    """Loads the weights or the checkpoint that the plan names; where files of a checkpoint turn out to be
+    damaged, the newest sound one before it, which makes another plan (collective: every rank).
 
     Raises:
         BadInput: none is sound.
     """
+    if plan.begin.weights:
+        with checking_input():
+            load_weights(Path(plan.begin.weights), model, mesh)
     damaged: list[Path] = []
     while plan.checkpoint is not None:
         try:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fms_fsdp.checkpoint.checkpoints import SavePlan
-from fms_fsdp.config import TrainConfig, as_dict
+from fms_fsdp.config import NUM_BYTES, BatchPlan, ParallelConfig, Precision, TrainConfig, as_dict
+from fms_fsdp.config.ramp import BatchIntervals
+from fms_fsdp.mesh import ParallelDims
+from fms_fsdp.models.attention import chosen_backend
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.optim.optimizers import STATE_BYTES
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.optim.optimizers import checkpoint_bytes
+from fms_fsdp.parallel.precision import DTYPES
+from fms_fsdp.predict.communication import bytes_sent
+from fms_fsdp.predict.memory import available_memory, estimate_memory
 from fms_fsdp.run.plan import Plan
 from fms_fsdp.run.recorded import working_folder
 from fms_fsdp.run.resume import differences, schedule_jump
-from fms_fsdp.runtime import log, versions
+from fms_fsdp.runtime import log, log_for_files, versions
 
 
 def resolved(plan: Plan) -> dict[str, Any]:
@@ -25,55 +35,132 @@ def resolved(plan: Plan) -> dict[str, Any]:
         "layout": asdict(plan.dims),
         "batch": asdict(plan.batch) | {"global_batch_size": plan.batch.global_batch_size},
         "model": asdict(plan.model) | {"num_params": num_params(plan.model)},
-        "mixed_precision": plan.mixed_precision,
+        "precision": asdict(plan.precision),
         "num_steps": plan.num_steps,
+        "schedule": asdict(plan.schedule.corners),
         "versions": versions(),
         "working_dir": working_folder(),
     }
 
 
-def describe(plan: Plan) -> str:
+def describe(cfg: TrainConfig, plan: Plan) -> str:
     """What a user wants to know before step 1, one line for each fact."""
     batch, dims = plan.batch, plan.dims
-    tokens = batch.global_batch_size * plan.model.max_seq_len
+    tokens = batch.global_batch_size * plan.seq_length
+    ramp = f", from {batch.ramp.start} rows on over {batch.ramp.samples:,} samples" if batch.rampup else ""
     held_out = ", ".join(f"{source.group}/{source.name} {source.num_rows} rows" for source in plan.held_out)
-    precision = "bf16 compute, fp32 master weights" if plan.mixed_precision else "fp32"
+    precision = plan.precision.in_words
+    if plan.device.type == "cuda":
+        dtype = DTYPES[plan.precision.compute]
+        flex = cfg.data.document_mask or any(plan.model.windows) or plan.model.pos_emb == "alibi"
+        kernel = "flex" if flex else chosen_backend(plan.model, dtype, plan.device)
+        precision += f", {kernel} attention"
     lines = [
-        f"model: {num_params(plan.model):,} parameters, {precision}",
+        f"model: {num_params(plan.model):,} parameters, feed-forward width {plan.model.ffn_hidden_size}, "
+        f"{precision}",
         f"world: {plan.world.world_size} x {plan.device.type}, {dims.strategy}: "
         f"{dims.dp_replicate} replicas x {dims.dp_shard} shards",
+        describe_sharding(plan.model, dims, cfg.parallel, batch, plan.precision, plan.optimizer_bytes),
         f"batch: {batch.batch_size} rows x {batch.dp_size} ranks x {batch.grad_accum_steps} micro-steps = "
-        f"{batch.global_batch_size} rows = {tokens:,} tokens a step",
+        f"{batch.global_batch_size} rows = {tokens:,} tokens a step{ramp}",
     ]
+    if plan.model.attn_dropout:
+        weights = batch.batch_size * plan.model.num_attention_heads * plan.seq_length**2
+        lines.append(f"attention: dropout keeps all weights, {4 * weights / 2**30:.2g} GiB a layer and copy")
     if plan.corpus is not None:
-        have, read = sum(source.num_tokens for source in plan.corpus.sources), tokens * plan.num_steps
+        have = sum(source.num_tokens for source in plan.corpus.sources)
+        read = plan.tokens_at(plan.num_steps)
         names = textwrap.shorten(", ".join(source.name for source in plan.corpus.sources), 40)
         lines.append(f"data: {names}: {have:,} tokens; the run reads {read:,}, {read / have:.2g} epochs")
+    lines += [f"length: {plan.epochs}"] if plan.epochs else []
     return "\n".join(lines + ([f"held out: {held_out}"] if held_out else []))
+
+
+def describe_ramp(batches: BatchIntervals, start: int = 0, rows_seen: int = 0) -> str:
+    """The batches of the steps after `start`, a line each: how many steps each lasts, and up to where."""
+    lines = [f"batch ramp from step {start + 1} on, {rows_seen:,} rows seen:"]
+    for interval, following in pairwise(batches.intervals):
+        lines.append(
+            f"  {interval.batch:,} rows for {following.step - interval.step:,} steps, to step "
+            f"{start + following.step:,} and {rows_seen + following.row:,} rows"
+        )
+    return "\n".join([*lines, f"  {batches.intervals[-1].batch:,} rows from there on"])
+
+
+def describe_sharding(
+    model: LlamaConfig,
+    dims: ParallelDims,
+    section: ParallelConfig,
+    batch: BatchPlan,
+    precision: Precision,
+    optimizer_bytes: int,
+) -> str:
+    """A line for the memory of a rank, and one for what it sends in a step, where it sends anything."""
+    share = num_params(model) / dims.dp_shard
+    need = estimate_memory(model, dims, section, precision=precision, batch=batch)
+    weights, gradients = (NUM_BYTES[dtype] * share for dtype in (precision.weights, precision.gradients))
+    state = optimizer_bytes / dims.dp_shard
+    sizes = [size / 2**30 for size in (weights, need.unit, gradients + need.gradients, state)]
+    held = "weights {:.3g}, gathered {:.3g}, gradients {:.3g}, optimizer {:.3g}"
+    accum = batch.grad_accum_steps
+    sent = bytes_sent(model, dims, precision, accum)
+    over = ", ".join(f"{axis} {size / 2**30:.3g}" for axis, size in sent.items())
+    lines = [f"memory, GiB a rank: {held.format(*sizes)}", f"network, GiB sent by a rank in a step: {over}"]
+    return "\n".join(lines[: 1 + bool(sent)])
 
 
 def announce(cfg: TrainConfig, plan: Plan) -> None:
     """Logs what the run starts from, and what this launch changes in it."""
     log.info(plan.begin.why)
+    log_for_files(describe_schedule(plan))
+    if plan.batch.rampup:
+        log_for_files(describe_ramp(plan.batches, plan.start, plan.rows_at_start))
     if not plan.continues:
         return
     assert plan.checkpoint is not None
     saved = plan.checkpoint.state["resolved"]["batch"]
     batch = asdict(plan.batch) | {"global_batch_size": plan.batch.global_batch_size}
-    if batch != saved and batch["global_batch_size"] == saved["global_batch_size"]:
+    changed = any(batch[name] != saved.get(name) for name in ("batch_size", "grad_accum_steps", "dp_size"))
+    if changed and batch["global_batch_size"] == saved["global_batch_size"]:
         shape = "{batch_size} rows x {dp_size} ranks x {grad_accum_steps} micro-steps"
         text = "batch: %s, before %s: the global batch stays %d rows"
         log.info(text, shape.format(**batch), shape.format(**saved), batch["global_batch_size"])
     for line in differences(cfg, resolved(plan), plan.begin):
         log.info(line)
-    if jump := schedule_jump(cfg, plan.num_steps, plan.begin):
+    if jump := schedule_jump(plan.schedule, plan.begin):
         log.warning(jump)
+    if plan.num_steps > plan.checkpoint.state["resolved"]["num_steps"] and _decay_ends_early(plan):
+        end, longer = plan.schedule.corners.decay_end, f"--lr_decay={plan.num_steps}"
+        unit = "token" if plan.schedule.corners.in_tokens else "step"
+        log.info(
+            "note: the learning rate falls no more from %s %d on; %s decays to the end", unit, end, longer
+        )
+
+
+def describe_schedule(plan: Plan) -> str:
+    """The corners of the learning rate in steps, samples and tokens, by the batch of this launch."""
+    corners = plan.schedule.corners
+
+    def shown(place: int) -> str:
+        step, tokens = (plan.step_at(place), place) if corners.in_tokens else (place, plan.tokens_at(place))
+        return f"step {step:,} ({tokens // plan.seq_length:,} samples, {tokens:,} tokens)"
+
+    parts = {"warm-up to": corners.warmup, "decay from": corners.decay_start, "to": corners.decay_end}
+    text = ", ".join(f"{word} {shown(place)}" for word, place in parts.items())
+    return f"learning rate: {plan.schedule.section.lr_schedule}, {text}"
+
+
+def _decay_ends_early(plan: Plan) -> bool:
+    if plan.schedule.section.lr_schedule == "constant":
+        return False
+    corners, last = plan.schedule.corners, plan.num_steps
+    return corners.decay_end < (plan.tokens_at(last) if corners.in_tokens else last)
 
 
 def plan_saves(cfg: TrainConfig, plan: Plan, attempt: int) -> SavePlan:
     """What the checkpoints of this launch need of its plan."""
     world, loaded = plan.world, plan.checkpoint
-    bytes_saved = (4 + STATE_BYTES) * num_params(plan.model)
+    bytes_saved = checkpoint_bytes(cfg.optim, plan.model, plan.precision)
     return SavePlan(
         Path(cfg.ckpt_save_path),
         attempt,
@@ -82,4 +169,5 @@ def plan_saves(cfg: TrainConfig, plan: Plan, attempt: int) -> SavePlan:
         node_bytes=bytes_saved * world.local_world_size // world.world_size,
         record={"config": as_dict(cfg), "resolved": resolved(plan)},
         patience_s=min(5.0, cfg.parallel.collective_timeout_s / 4),
+        host_bytes=available_memory(torch.device("cpu"), world.local_world_size),
     )

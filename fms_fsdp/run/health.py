@@ -1,8 +1,9 @@
 """Watches a run from step to step: gradients that are not finite, loss spikes, and steps that never end.
 
 A step whose gradient is not finite changes nothing: the optimizer skips it on the device (see train.py).
-`BadSteps` counts such steps and ends the run when there are too many in a row; `SpikeDetector` only logs;
-`Watchdog` ends a process that hangs, with its stacks on record.
+`BadSteps` counts such steps and ends the run when there are too many in a row, or in fp16 when the loss
+scale can be halved no more; `SpikeDetector` only logs; `Watchdog` ends a process that hangs, with its stacks
+on record.
 """
 
 from __future__ import annotations
@@ -12,23 +13,27 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from fms_fsdp.errors import RunFailed
+from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.runtime import HostCopy, log, own_log
 from fms_fsdp.state import Hook, Progress, StepResult
 
 
 class TooManyBadSteps(RunFailed):
-    """The gradient was not finite for more steps in a row than allowed; the last checkpoint stands."""
+    """The gradient was not finite for more steps in a row than allowed, or at the lowest loss scale; the last
+    checkpoint stands."""
 
 
 @dataclass
 class BadSteps(Hook):
     """Counts skipped steps. `describe(step)` names that step's data; it is called on every rank, for bad
-    steps only.
+    steps only. Steps that a dynamic `loss_scale` has skipped do not count: it is lowered until none is.
 
     On a GPU the norm of a step is read while the next step runs, so that the host never waits for the newest
     work of the device.
@@ -37,6 +42,7 @@ class BadSteps(Hook):
     limit: int
     describe: Callable[[int], str]
     keep_name: str
+    loss_scale: LossScale | None = None
     in_a_row: int = 0
     total: int = 0
     _pending: tuple[int, HostCopy] | None = None
@@ -45,9 +51,12 @@ class BadSteps(Hook):
         """Notes the gradient norm of the step, the same on every rank (collective).
 
         Raises:
-            TooManyBadSteps: `limit` steps in a row were skipped.
+            TooManyBadSteps: `limit` steps in a row were skipped, or the loss scale can be halved no more.
         """
-        before, self._pending = self._pending, (progress.step, HostCopy(result.grad_norm))
+        outcome, scale = [result.grad_norm], self.loss_scale
+        if scale is not None and scale.is_dynamic:
+            outcome += [scale.before, scale.scale, scale.is_stuck]
+        before, self._pending = self._pending, (progress.step, HostCopy(torch.stack(outcome)))
         if result.grad_norm.device.type != "cuda":
             before, self._pending = self._pending, None
         if before is not None:
@@ -56,13 +65,16 @@ class BadSteps(Hook):
     def after_training(self, progress: Progress) -> None:
         """Counts the last step, whose norm has not been read yet."""
         if self._pending is not None:
-            (step, norm), self._pending = self._pending, None
-            self._count(step, norm.read())
+            (step, outcome), self._pending = self._pending, None
+            self._count(step, outcome.read())
 
-    def _count(self, step: int, grad_norm: float) -> None:
+    def _count(self, step: int, outcome: Sequence[float]) -> None:
+        grad_norm, *scales = outcome
         if math.isfinite(grad_norm):
             self.in_a_row = 0
             return
+        if scales:
+            return self._tell_overflow(step, *scales)
         self.in_a_row += 1
         self.total += 1
         text = (
@@ -73,6 +85,18 @@ class BadSteps(Hook):
         if self.limit and self.in_a_row >= self.limit:
             advice = "Look at the data, pass over it with --skip_steps, or lower --learning_rate"
             raise TooManyBadSteps(f"{text} {advice} with {self.keep_name}")
+
+    def _tell_overflow(self, step: int, before: float, now: float, is_stuck: float) -> None:
+        text = f"step {step}: the gradient overflows fp16; the step changed nothing, the loss scale was"
+        if not is_stuck:
+            return log.info("%s %g and is %g", text, before, now)
+        advice = (
+            "Use --precision=bf16 or fp32, pass over the data with --skip_steps, or lower --learning_rate"
+        )
+        raise TooManyBadSteps(
+            f"{text} {before:g}, the lowest (--min_loss_scale). {self.describe(step)} {advice} "
+            f"with {self.keep_name}"
+        )
 
 
 @dataclass

@@ -82,14 +82,14 @@ class Limits(Hook):
         progress.stop = self._limit_reached(progress) or self._request_heard(progress, requests)
 
     def _limit_reached(self, progress: Progress) -> str:
-        section, done = self.section, progress.steps_of_launch
-        if section.exit_interval and done >= section.exit_interval:
+        section, (rows, tokens) = self.section, progress.seen_in_launch
+        if section.exit_interval and progress.steps_of_launch >= section.exit_interval:
             return f"--exit_interval ({section.exit_interval}) steps are done"
         if section.exit_step and progress.step >= section.exit_step:
             return f"--exit_step ({section.exit_step}) is reached"
-        if section.exit_tokens and done * progress.tokens_per_step >= section.exit_tokens:
+        if section.exit_tokens and tokens >= section.exit_tokens:
             return f"--exit_tokens ({section.exit_tokens}) are reached"
-        if section.exit_samples and done * progress.rows_per_step >= section.exit_samples:
+        if section.exit_samples and rows >= section.exit_samples:
             return f"--exit_samples ({section.exit_samples}) are reached"
         return ""
 

@@ -15,28 +15,36 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from fms_fsdp import runtime
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.checkpoint.retention import check_keep_best, parse_schedule
-from fms_fsdp.config import BatchPlan, TrainConfig, keep_global_batch, resolve_batch
+from fms_fsdp.config import BatchPlan, OptimConfig, Precision, TrainConfig, keep_global_batch, resolve_batch
+from fms_fsdp.config.ramp import BatchIntervals
 from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.held_out import HeldOut, HeldOutListing, close_held_out, open_held_out, scan_held_out
+from fms_fsdp.data.prompts import Prompts, scan_prompts
+from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.shards.manifest import Corpus, open_corpus, scan_corpus
-from fms_fsdp.data.stream import Stream, build_stream
+from fms_fsdp.data.stream import Stream, TokenStream, build_stream
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import ParallelDims, resolve_dims
-from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.hf import find_family
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
+from fms_fsdp.optim.loss_scale import LossScale
+from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes, state_of_stand_in
+from fms_fsdp.optim.schedules import Corners, Length, Schedule
 from fms_fsdp.parallel.compile import check_compile
+from fms_fsdp.parallel.float8 import check_float8
 from fms_fsdp.predict.memory import check_memory, estimate_memory
 from fms_fsdp.run.machine import check_machine
-from fms_fsdp.run.resume import Start, check_model
+from fms_fsdp.run.resume import Start, check_model, check_same_optimizer, keep_width, kept_corners
 from fms_fsdp.state import Progress
 
 _TRACKER_PACKAGES = {"wandb", "mlflow", "aim", "codecarbon"}  # each tracker needs the package of its name
@@ -50,7 +58,7 @@ class Machine:
     device: torch.device
     dims: ParallelDims
     batch: BatchPlan
-    mixed_precision: bool
+    precision: Precision
 
 
 @dataclass(frozen=True)
@@ -64,11 +72,16 @@ class Plan:
     batch: BatchPlan
     corpus: Corpus | None
     model: LlamaConfig
-    mixed_precision: bool
+    precision: Precision
     begin: Start
     num_steps: int
+    seq_length: int
+    optimizer_bytes: int = 0  # of the state of the whole model
+    schedule: Schedule = Schedule(OptimConfig(), Corners(False, 0, 0, 0))  # until the start is known
+    epochs: str = ""  # in words, where they are the length of the run
     held_out: tuple[HeldOut, ...] = ()
     held_out_listings: tuple[HeldOutListing, ...] = ()
+    prompts: Prompts | None = None  # of samples during training
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -89,6 +102,32 @@ class Plan:
         return (
             int(self.checkpoint.state["tokens_seen"]) if self.checkpoint is not None and self.continues else 0
         )
+
+    @property
+    def rows_at_start(self) -> int:
+        if self.checkpoint is None or not self.continues:
+            return 0
+        state = self.checkpoint.state
+        if "rows_seen" in state:
+            return int(state["rows_seen"])
+        return int(self.tokens_at_start // state["config"]["data"]["seq_length"])  # of an earlier release
+
+    @cached_property
+    def batches(self) -> BatchIntervals:
+        """The batches of the steps from `start` on."""
+        return BatchIntervals(self.batch.ramp, self.rows_at_start)
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens of the run by the end of a step; those before `start` are shared out evenly."""
+        if step < self.start:
+            return self.tokens_at_start * step // self.start
+        return self.tokens_at_start + self.batches.rows_of(step - self.start) * self.seq_length
+
+    def step_at(self, tokens: int) -> int:
+        """The first step by whose end so many tokens are read: the inverse of `tokens_at`."""
+        if tokens < self.tokens_at_start:
+            return -(-tokens * self.start // self.tokens_at_start)
+        return self.start + self.batches.steps_for(-(-(tokens - self.tokens_at_start) // self.seq_length))
 
 
 def make_plan(parsed: Parsed[TrainConfig], world: runtime.World) -> Plan:
@@ -114,16 +153,16 @@ def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
     device = runtime.pick_device(world)
     dims = resolve_dims(
         cfg.parallel,
-        variant=cfg.model.model_variant,
+        variant=cfg.model.name,
         world_size=world.world_size,
         local_world_size=world.local_world_size,
     )
-    if cfg.parallel.use_torch_compile:
-        check_compile(device)
+    check_compile(cfg.parallel, device)
     check_machine(parsed, device, dims)
     batch = resolve_batch(cfg.training, dims.size("dp"))
-    mixed_precision = runtime.resolve_mixed_precision(cfg.parallel, device, cfg.keep_name)
-    return Machine(world, device, dims, batch, mixed_precision)
+    precision = runtime.resolve_precision(cfg.precision, device, cfg.keep_name)
+    state_of_stand_in(cfg.optim, precision)
+    return Machine(world, device, dims, batch, precision)
 
 
 def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
@@ -132,31 +171,42 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
     Raises:
         ValueError, OSError: the first check that fails, as one line.
     """
-    cfg, world, device, dims, batch = (
-        parsed.config,
-        machine.world,
-        machine.device,
-        machine.dims,
-        machine.batch,
-    )
+    cfg, world, batch = parsed.config, machine.world, machine.batch
+    device, dims = machine.device, machine.dims
     corpus = _open_data(cfg)
     vocab_size = corpus.vocab_size if corpus is not None else None
-    model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
+    seq_length = cfg.data.seq_length
+    model = resolve_model(cfg.model, seq_length=seq_length, data_vocab_size=vocab_size)
     scan = partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
-    fresh, mixed_precision = Start(None, False, ""), machine.mixed_precision
-    found = Plan(world, device, dims, batch, corpus, model, mixed_precision, fresh, 0)
-    found = replace(found, held_out_listings=runtime.agreed(scan))
-    found = start_from(parsed, replace(found, held_out=_open_held_out(cfg, found)), fresh)
-    holder = torch.device("cpu") if cfg.parallel.cpu_offload else device
-    estimate = estimate_memory(model, dims, mixed_precision=mixed_precision, batch=batch)
-    check_memory(estimate, holder, world.local_world_size, cfg.model.model_variant)
+    fresh, precision = Start(None, False, ""), machine.precision
+    check_float8(model, precision, device)
+    if cfg.checkpoint.export_interval:
+        find_family(model)
+    state = state_bytes(cfg.optim, model, precision)
+    found = Plan(world, device, dims, batch, corpus, model, precision, fresh, 0, seq_length, state)
+    listings = runtime.agreed(scan)
+    held_out = open_held_out(cfg.eval, listings, batch.global_batch_size)
+    prompts = runtime.agreed(partial(scan_prompts, cfg.eval, cfg.data, model.max_seq_len))
+    found = replace(found, held_out_listings=listings, held_out=held_out, prompts=prompts)
+    found = start_from(parsed, found, fresh)
+    estimate = estimate_memory(
+        model,
+        dims,
+        cfg.parallel,
+        precision=precision,
+        batch=batch,
+        seq_length=seq_length,
+        optimizer_bytes=state,
+    )
+    for holder, part in estimate.by_holder(device, cfg.parallel).items():
+        check_memory(part, holder, world.local_world_size, cfg.model.name)
     given = {"profiler_dir": cfg.profiler.profiler_dir, "tensorboard_dir": cfg.log.tensorboard_dir}
     for flag, folder in {"output_dir": cfg.output_dir, **given}.items():
         if folder:
             _check_writable(f"--{flag}", Path(folder))
     _check_writable("--ckpt_save_path", Path(cfg.ckpt_save_path))
     if cfg.checkpoint.save_last or cfg.checkpoint.checkpoint_interval or cfg.checkpoint.checkpoint_schedule:
-        _check_disk(Path(cfg.ckpt_save_path), 12 * num_params(model))
+        _check_disk(Path(cfg.ckpt_save_path), checkpoint_bytes(cfg.optim, model, precision))
     return found
 
 
@@ -169,8 +219,10 @@ def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:
     cfg, checkpoint = parsed.config, begin.checkpoint
     found = replace(found, begin=begin)
     if checkpoint is not None:
+        found = replace(found, model=keep_width(found.model, cfg.model, checkpoint))
         check_model(found.model, checkpoint)
     if checkpoint is not None and begin.continues:
+        check_same_optimizer(cfg.optim, checkpoint)
         saved = checkpoint.state["resolved"]["batch"]
         batch = keep_global_batch(
             cfg.training,
@@ -181,30 +233,53 @@ def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:
         )
         if batch.global_batch_size != found.batch.global_batch_size and found.held_out:
             close_held_out(found.held_out)
-            found = replace(found, held_out=_open_held_out(cfg, replace(found, batch=batch)))
+            held_out = open_held_out(cfg.eval, found.held_out_listings, batch.global_batch_size)
+            found = replace(found, held_out=held_out)
         found = replace(found, batch=batch)
-    rows = found.batch.global_batch_size
-    num_steps = cfg.training.steps_at(rows, found.model.max_seq_len, found.start, found.tokens_at_start)
-    cfg.optim.warmup(num_steps)
+    size, epochs = found.seq_length, cfg.training.epochs()
+    num_steps = cfg.training.steps_at(found.batches, size, found.start, found.tokens_at_start)
+    if epochs is not None:
+        num_steps, text = _end_of_epochs(cfg, found, *epochs)
+        found = replace(found, epochs=text)
     if num_steps < found.start:
         assert checkpoint is not None
         raise ValueError(
             f"--num_steps ({num_steps}) must not lie below the newest checkpoint (step {found.start} in "
             f"{checkpoint.folder.parent}); raise it or choose another --run_name"
         )
-    return replace(found, num_steps=num_steps)
+    length = Length(num_steps, size, found.tokens_at)
+    schedule = Schedule(cfg.optim, kept_corners(cfg.optim, length, begin))
+    return replace(found, num_steps=num_steps, schedule=schedule)
 
 
 def start_progress(plan: Plan) -> Progress:
     """The progress of the run before the first step of this launch."""
-    rows = plan.batch.global_batch_size
-    tokens = rows * plan.model.max_seq_len
-    return Progress(plan.start, plan.num_steps, rows, tokens, plan.tokens_at_start)
+    rows = plan.rows_at_start
+    rows_at_end = rows + plan.batches.rows_of(plan.num_steps - plan.start)
+    return Progress(plan.start, plan.num_steps, rows, plan.tokens_at_start, rows_at_end)
+
+
+def start_loss_scale(cfg: TrainConfig, plan: Plan) -> LossScale | None:
+    """The loss scale of fp16 before the first step of this launch; a run that goes on has that of its
+    checkpoint."""
+    if plan.precision.compute != "fp16":
+        return None
+    section = cfg.precision
+    scale = LossScale(
+        section.loss_scale,
+        window=section.loss_scale_window,
+        hysteresis=section.loss_scale_hysteresis,
+        floor=section.min_loss_scale,
+        device=plan.device,
+    )
+    if plan.checkpoint is not None and plan.continues and "loss_scale" in plan.checkpoint.state:
+        scale.load_state_dict(plan.checkpoint.state["loss_scale"])
+    return scale
 
 
 def _check_trackers(names: tuple[str, ...]) -> None:
-    for name in set(names) & _TRACKER_PACKAGES:
-        if find_spec(name) is None:
+    for name in names:
+        if name in _TRACKER_PACKAGES and find_spec(name) is None:
             raise ValueError(
                 f"--trackers ({name}) needs the package {name}, which is not installed; pip install {name}"
             )
@@ -238,18 +313,6 @@ def _nearest(folder: Path) -> Path:
     return nearest
 
 
-def _open_held_out(cfg: TrainConfig, found: Plan) -> tuple[HeldOut, ...]:
-    rows = cfg.eval.eval_steps * found.batch.global_batch_size
-    return open_held_out(
-        cfg.eval,
-        cfg.data,
-        found.corpus,
-        vocab_size=found.model.vocab_size,
-        max_rows=rows,
-        scanned=found.held_out_listings,
-    )
-
-
 def _open_data(cfg: TrainConfig) -> Corpus | None:
     if cfg.data.dataset_builder:
         load_builder(cfg.data)
@@ -266,9 +329,23 @@ def open_stream(cfg: TrainConfig, found: Plan) -> Stream:
         ValueError, OSError: the checkpoint's data state is of other data, or the batch or the length do not
         fit the data.
     """
-    build: Callable[..., Stream] = (
-        load_builder(cfg.data) if cfg.data.dataset_builder else partial(build_stream, corpus=found.corpus)
-    )
+    stream, changes = _begun_stream(cfg, found)
+    for change in changes:
+        runtime.log.info("from step %d on, %s", found.start + 1, change)
+    if stream.last_step is not None and found.num_steps > stream.last_step:
+        raise ValueError(
+            f"--num_steps ({found.num_steps}) must not exceed {stream.last_step}, the last step that "
+            f"--max_epochs ({cfg.data.max_epochs:g}) "
+            f"leaves the shortest source; lower it or raise --max_epochs"
+        )
+    return stream
+
+
+def _begun_stream(cfg: TrainConfig, found: Plan) -> tuple[Stream, list[str]]:
+    """This rank's rows from the step after the checkpoint's, and what the flags change in them, in words."""
+    build: Callable[..., Stream] = partial(build_stream, corpus=found.corpus, rampup=found.batch.rampup)
+    if cfg.data.dataset_builder:
+        build = load_builder(cfg.data)
     stream = build(
         cfg.data,
         seed=cfg.training.seed,
@@ -282,15 +359,22 @@ def open_stream(cfg: TrainConfig, found: Plan) -> Stream:
         stream.begin_after(found.start)
     elif found.checkpoint is not None and found.continues:
         try:
-            changes = stream.load_state_dict(found.checkpoint.state["data"], found.start)
+            return stream, stream.load_state_dict(found.checkpoint.state["data"], found.start)
         except (ValueError, FileNotFoundError) as error:
+            stream.close()
             raise ValueError(f"{error}; for other data choose another --run_name") from error
-        for change in changes:
-            runtime.log.info("from step %d on, %s", found.start + 1, change)
-    if stream.last_step is not None and found.num_steps > stream.last_step:
-        raise ValueError(
-            f"--num_steps ({found.num_steps}) must not exceed {stream.last_step}, the last step that "
-            f"--max_epochs ({cfg.data.max_epochs:g}) "
-            f"leaves the shortest source; lower it or raise --max_epochs"
-        )
-    return stream
+    return stream, []
+
+
+def _end_of_epochs(cfg: TrainConfig, found: Plan, source: str, epochs: float) -> tuple[int, str]:
+    """The first step by whose end the source, or with "" the rows of all, are gone through `epochs` times;
+    and in words what every source is gone through by then.
+
+    Raises:
+        ValueError: there is no such source in the mixture.
+    """
+    stream, _ = _begun_stream(cfg, found)
+    try:
+        return cast(CorpusRows, cast(TokenStream, stream).rows).end_of_epochs(source, epochs, found.start)
+    finally:
+        stream.close()

@@ -4,14 +4,17 @@ Reads files only."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers, named_steps, open_checkpoint
-from fms_fsdp.config import OptimConfig, TrainConfig, as_dict, flag_table
-from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.optim.schedules import build_schedule
+from fms_fsdp.config import ModelConfig, OptimConfig, TrainConfig, as_dict, flag_table, recorded_precision
+from fms_fsdp.config.values import joined
+from fms_fsdp.config.whole import recorded_value
+from fms_fsdp.models.variants import LlamaConfig, model_from_dict
+from fms_fsdp.optim.optimizers import state_of_stand_in
+from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Start:
     `why`: a sentence for the log.
 
     `superseded`: the run's own later checkpoints, which `--resume_step` leaves behind. `fresh_data`: the data
-    begin after the checkpoint's step.
+    begin after the checkpoint's step. `weights`: the folder of Hugging Face that a new run begins with.
     """
 
     checkpoint: Checkpoint | None
@@ -28,6 +31,7 @@ class Start:
     why: str
     superseded: tuple[Path, ...] = field(default=())
     fresh_data: bool = False
+    weights: str = ""
 
 
 def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
@@ -45,6 +49,8 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
     if section.resume_step is not None and named_steps(own_root):
         return _go_back(own_root, section.resume_step, skip)
     own = open_checkpoint(own_root, skip=skip)
+    if own is not None and own.state.get("weights_only"):
+        return Start(own, False, f"only weights are taken, from {own.folder}")
     if own is not None:
         return Start(own, True, f"resumed from step {own.step} of {own_root}{_passed_over(own)}")
     if section.ckpt_load_path:
@@ -54,11 +60,12 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
                 f"--ckpt_load_path ({section.ckpt_load_path}) must be a checkpoint root or a complete "
                 "step_<N> folder; found none there"
             )
-        taken = "only weights are taken from" if section.load_model_only else "going on from"
-        fresh = not section.resuming_dataset and not section.load_model_only
+        only_weights = section.load_model_only or bool(given.state.get("weights_only"))
+        taken = "only weights are taken from" if only_weights else "going on from"
+        fresh = not section.resuming_dataset and not only_weights
         more = f"{', with fresh data' if fresh else ''}{_passed_over(given)}"
         why = f"{taken} step {given.step} of {given.folder}{more}"
-        return Start(given, not section.load_model_only, why, fresh_data=fresh)
+        return Start(given, not only_weights, why, fresh_data=fresh)
     if section.resume == "must" or section.resume_step is not None:
         flag = f"--resume_step ({section.resume_step})" if section.resume_step else "--resume (must)"
         raise ValueError(
@@ -71,7 +78,9 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
             "another --run_name to start afresh, or remove them (python -m fms_fsdp ckpt prune "
             f"--path={own_root} --leftovers --yes)"
         )
-    return Start(None, False, f"starting fresh: no checkpoint in {own_root}")
+    weights = cfg.model.init_from_hf
+    how = f"only weights are taken, from {weights}" if weights else "starting fresh"
+    return Start(None, False, f"{how}: no checkpoint in {own_root}", weights=weights)
 
 
 def _go_back(root: Path, step: int, skip: Collection[Path]) -> Start:
@@ -107,16 +116,41 @@ def _passed_over(checkpoint: Checkpoint) -> str:
 
 def check_model(model: LlamaConfig, checkpoint: Checkpoint) -> None:
     """Raises ValueError naming the first field in which the checkpoint's model is another."""
-    saved, table = checkpoint.state["resolved"]["model"], flag_table(TrainConfig)
+    table, saved = flag_table(TrainConfig), asdict(model_from_dict(checkpoint.state["resolved"]["model"]))
     for name, value in asdict(model).items():
-        if name == "max_seq_len" and model.pos_emb == "learned":
-            name, saved = "seq_length", {"seq_length": saved.get(name)}  # a row of weights for every position
-        is_free = name == "max_seq_len" or (name in table and table[name].resume == "free")
-        if not is_free and saved.get(name) != value:
+        is_kept = table[name].resume == "refused"
+        if name == "max_seq_len":
+            is_kept = model.pos_emb == "learned"  # a row of weights for every position
+        if is_kept and saved[name] != value:
             raise ValueError(
-                f"--{name} ({value}) must be that of the checkpoint {checkpoint.folder} ({saved.get(name)}); "
+                f"--{name} ({value}) must be that of the checkpoint {checkpoint.folder} ({saved[name]}); "
                 f"set it so, or choose another --run_name"
             )
+
+
+def keep_width(model: LlamaConfig, section: ModelConfig, checkpoint: Checkpoint) -> LlamaConfig:
+    """`model` with the feed-forward width of the checkpoint, where no flag names one: the rule by which it
+    follows the width may be another there."""
+    saved = model_from_dict(checkpoint.state["resolved"]["model"])
+    if section.ffn_hidden_size is not None or saved.hidden_size != model.hidden_size:
+        return model
+    return replace(model, ffn_hidden_size=saved.ffn_hidden_size)
+
+
+def check_same_optimizer(section: OptimConfig, checkpoint: Checkpoint) -> None:
+    """Raises ValueError where the checkpoint holds the state of another optimizer, or of other settings."""
+    before, now = asdict(_saved_section(checkpoint)), asdict(section)
+    for name in ("optimizer", "optimizer_kwargs"):
+        old, new = joined(before[name]), joined(now[name])
+        if old != new and (name == "optimizer" or _state_names(before) != _state_names(now)):
+            raise ValueError(
+                f"--{name} ({new}) must keep the state of the checkpoint {checkpoint.folder} ({old}); set it "
+                "so, take only the weights (--load_model_only), or choose another --run_name"
+            )
+
+
+def _state_names(flags: dict[str, Any]) -> list[str]:
+    return sorted(state_of_stand_in(OptimConfig(**flags)))
 
 
 def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> list[str]:
@@ -126,7 +160,7 @@ def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> lis
     before, now = start.checkpoint.state["config"], as_dict(cfg)
     changed: dict[str, list[str]] = {"announced": [], "free": [], "refused": []}
     for name, row in flag_table(TrainConfig).items():
-        old, new = before.get(row.section, {}).get(name, row.default), now[row.section][name]
+        old, new = recorded_value(before, row), now[row.section][name]
         if _plain(old) != _plain(new):
             takes_effect = row.orders_data and (start.fresh_data or cfg.data.dataset_builder)
             changed["announced" if takes_effect else row.resume].append(
@@ -140,7 +174,10 @@ def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> lis
     ):  # refused ones got past the checks: they come to the same thing
         lines.append(f"changed, without effect on what is trained: {', '.join(quiet)}")
     saved = start.checkpoint.state["resolved"]
-    for name in ("world_size", "device", "mixed_precision"):
+    precisions = [recorded_precision(each).in_words for each in (saved, resolved)]
+    if precisions[0] != precisions[1]:
+        lines.append(f"precision: {precisions[0]} -> {precisions[1]}")
+    for name in ("world_size", "device"):
         if saved.get(name) != resolved[name]:
             lines.append(f"{name}: {saved.get(name)} -> {resolved[name]}")
     versions = saved.get("versions", {})
@@ -150,23 +187,57 @@ def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> lis
     return lines
 
 
-def schedule_jump(cfg: TrainConfig, num_steps: int, start: Start) -> str:
+def kept_corners(section: OptimConfig, run: Length, start: Start) -> Corners:
+    """Those of the checkpoint, unless a flag of the schedule has changed: another length of the run moves
+    nothing but a last phase of wsd that has not begun.
+
+    Raises:
+        ValueError: the decay ends before it begins.
+    """
+    if start.checkpoint is None or not start.continues:
+        return find_corners(section, run)
+    before, old = _saved_schedule(start.checkpoint)
+    if _shape(before) != _shape(section):
+        return find_corners(section, run)
+    state = start.checkpoint.state
+    place = state["tokens_seen"] if old.in_tokens else start.checkpoint.step
+    if section.lr_schedule == "wsd" and place < old.decay_start:
+        return replace(find_corners(section, run), warmup=old.warmup)
+    return old
+
+
+def schedule_jump(now: Schedule, start: Start) -> str:
     """A sentence on how the learning rate jumps at the resume; empty if the schedule is the same."""
     assert start.checkpoint is not None
     state, step = start.checkpoint.state, start.checkpoint.step + 1
-    known = {
-        name: value
-        for name, value in state["config"]["optim"].items()
-        if name in OptimConfig.__dataclass_fields__
-    }
-    before = build_schedule(OptimConfig(**known), state["resolved"]["num_steps"])
-    base, peak = known.get("learning_rate", cfg.optim.learning_rate), cfg.optim.learning_rate
-    rates = ((before, base), (build_schedule(cfg.optim, num_steps), peak))
-    old, new = (f"{schedule(step, base):.3e}" for schedule, base in rates)
-    if old == new:
-        return ""
-    steps = f"num_steps {state['resolved']['num_steps']} -> {num_steps}"
-    return f"learning rate of step {step}: {old} -> {new} ({steps})"
+    before, corners = _saved_schedule(start.checkpoint)
+    tokens = state["tokens_seen"] + _tokens_per_step(state)
+    rates = ((Schedule(before, corners), before.learning_rate), (now, now.section.learning_rate))
+    old, new = (f"{schedule(step, tokens, base):.3e}" for schedule, base in rates)
+    return "" if old == new else f"learning rate of step {step}: {old} -> {new}"
+
+
+def _saved_schedule(checkpoint: Checkpoint) -> tuple[OptimConfig, Corners]:
+    """The flags and the corners of the launch that wrote it."""
+    before, resolved = _saved_section(checkpoint), checkpoint.state["resolved"]
+    if "schedule" in resolved:
+        return before, Corners(**resolved["schedule"])
+    # an earlier release: everything in steps
+    return before, find_corners(before, Length(resolved["num_steps"], 1, lambda step: step))
+
+
+def _saved_section(checkpoint: Checkpoint) -> OptimConfig:
+    saved, fields = checkpoint.state["config"]["optim"], OptimConfig.__dataclass_fields__
+    flags = {name: value for name, value in saved.items() if name in fields}
+    return OptimConfig(**flags | {"optimizer_kwargs": tuple(flags.get("optimizer_kwargs", ()))})
+
+
+def _tokens_per_step(state: dict[str, Any]) -> int:
+    return int(state["resolved"]["batch"]["global_batch_size"] * state["config"]["data"]["seq_length"])
+
+
+def _shape(section: OptimConfig) -> tuple[object, ...]:
+    return section.lr_schedule, section.spans(), section.constant_steps
 
 
 def _plain(value: Any) -> Any:

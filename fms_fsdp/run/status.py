@@ -96,14 +96,12 @@ class Launch:
             self.outcome = BAD_INPUT
             self._tell_bad_input(error)
         elif isinstance(error, RunFailed):
-            self.outcome = FAILED
-            self._enter(FAILED, alone=True)
+            self.fail(self.reason)
             if self.rank == 0 or error.on_one_rank:
                 rank = f"[rank {self.rank}] " if error.on_one_rank else ""
                 self._print(f"{rank}failed: {error}")
         else:
-            self.outcome, self.reason = FAILED, f"{type(error).__name__}: {error}".splitlines()[0]
-            self._enter(FAILED, alone=True)
+            self.fail(f"{type(error).__name__}: {error}".splitlines()[0])
             self._print(f"[rank {self.rank}] " + "".join(traceback.format_exception(error)))
 
     def end(self, outcome: str, reason: str) -> None:

@@ -19,8 +19,10 @@ from fms_fsdp.checkpoint.folders import (
 from fms_fsdp.checkpoint.retention import KeepPolicy
 from fms_fsdp.config import flag
 from fms_fsdp.run.lock import FolderLock
+from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.tools.table import table
 
+LIST_HEAD = ("checkpoint", "GiB", "tokens", "validation loss", "state")
 _WHERE = "a run folder, a folder of checkpoints or one checkpoint"
 
 
@@ -54,15 +56,24 @@ class CkptPruneConfig:
 
 def list_checkpoints(config: CkptListConfig) -> None:
     """The command `ckpt list`."""
-    rows = []
-    for folder in _folders(config.path):
+    print(table(LIST_HEAD, checkpoint_rows(config.path), text_columns=(0, 4)))
+
+
+def checkpoint_rows(path: str) -> list[tuple[str, ...]]:
+    """Of every checkpoint at `path`: its name, GiB, tokens, validation loss and state.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    rows = list[tuple[str, ...]]()
+    for folder in _folders(path):
         wrong = _problems(folder)
         state = {} if wrong else read_state(folder)
         loss, tokens = state.get("validation_loss"), f"{state.get('tokens_seen', 0):,}"
         shown_loss = "—" if loss is None else f"{loss:.4f}"
         rows.append((folder.name, _gib(folder), tokens, shown_loss, wrong[0] if wrong else "complete"))
-    rows += [(folder.name, _gib(folder), "", "", word) for folder, word in leftovers(_root(config.path))]
-    print(table(("checkpoint", "GiB", "tokens", "validation loss", "state"), rows, text_columns=(0, 4)))
+    rows += [(folder.name, _gib(folder), "", "", word) for folder, word in leftovers(_root(path))]
+    return rows
 
 
 def verify_checkpoints(config: CkptVerifyConfig) -> None:
@@ -121,9 +132,10 @@ def _problems(folder: Path, *, deep: bool = False) -> list[str]:
         wrong = problems(folder, deep=deep)
         if deep and not wrong:
             from fms_fsdp.checkpoint.checkpointer import content_problems  # torch: not for a list
-            from fms_fsdp.optim.optimizers import state_sizes
+            from fms_fsdp.optim.optimizers import build_optimizers
 
-            wrong = content_problems(folder, state_sizes)
+            section = recorded_config(read_state(folder)["config"], {}).optim
+            wrong = content_problems(folder, lambda model: build_optimizers(section, model))
         return wrong
     except OSError as error:
         return [f"{Path(error.filename or folder).name} cannot be read: {error.strerror}"]

@@ -1,4 +1,5 @@
-"""`python -m fms_fsdp estimate`: how long a training will take, as a range, before the machine is asked for.
+"""`python -m fms_fsdp estimate`: how long a training will take, as a range, before the machine is asked for;
+what a rank holds and sends; the learning rate over the run.
 
     compute = FLOPs per token × tokens / (devices × achieved FLOP/s)
     FLOPs per token: 6·N + 12·L·D·S, up to 4/3 of it where blocks are recomputed
@@ -10,17 +11,34 @@ al. 2021, https://arxiv.org/abs/2104.04473, equations 3 and 4.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
-from fms_fsdp.config import ModelConfig, flag
+from fms_fsdp.config import (
+    BatchPlan,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    check_rampup,
+    flag,
+)
+from fms_fsdp.config.ramp import BatchIntervals, BatchRamp
+from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.tools.table import table
 
 _DAY_S = 86400.0
+_NODE = 8  # devices
 
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """What to train, on what, and what interrupts it: of the two rates give one."""
+    """What to train, on what, and what interrupts it: of the two rates give one, or draw the schedule alone.
+
+    The flags of parallelism and of the optimizer are those of a training.
+    """
 
     model_variant: str = flag("7b", "the model whose FLOPs count")
     seq_length: int = flag(4096, "tokens a row, for the FLOPs of attention", minimum=1)
@@ -30,17 +48,50 @@ class EstimateConfig:
     tflops: float | None = flag(None, "achieved TFLOP/s of a device, recomputation counted", minimum=1e-9)
     tokens_per_sec_per_device: float | None = flag(None, "measured tokens/s of a device", minimum=1e-9)
     batch_tokens: int = flag(4_194_304, "tokens a step", minimum=1)
+    rampup_batch_size: tuple[int, ...] = flag((), "start,increment,samples, as in a training", minimum=1)
     checkpoint_interval: int = flag(1000, "steps between saves", minimum=1)
     save_s: float = flag(10.0, "seconds the loop stands still for a save", minimum=0)
     eval_interval: int = flag(1000, "steps between validations", minimum=1)
     eval_s: float = flag(60.0, "seconds of a validation", minimum=0)
     restarts_a_week: float = flag(2.0, "launches that end early; each loses half a save interval", minimum=0)
     restart_s: float = flag(600.0, "seconds from such an end to the next step", minimum=0)
+    grad_accum_steps: int = flag(1, "micro-steps of a step, for what ranks send one another", minimum=1)
+    plot_schedule: bool = flag(False, "draw the learning rate and the batch over the run")
+    output: str = flag("", "FILE.html: plot_schedule draws on this page, not in the terminal")
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optim: OptimConfig = OptimConfig()
 
     def __post_init__(self) -> None:
-        if (self.tflops is None) == (self.tokens_per_sec_per_device is None):
+        if self.output and not self.plot_schedule:
+            raise ValueError(f"--output ({self.output}) has no effect without --plot_schedule=True")
+        rates = (self.tflops is not None) + (self.tokens_per_sec_per_device is not None)
+        if rates == 2 or not (rates or self.plot_schedule):
             given = "neither is" if self.tflops is None else "both are"
             raise ValueError(f"--tflops or --tokens_per_sec_per_device must be given, one of them; {given}")
+        check_rampup(self.rampup_batch_size, self.batch_tokens // self.row_tokens)
+
+    @property
+    def row_tokens(self) -> int:
+        """What a batch is counted in: a ramp in rows, another one in tokens."""
+        return self.seq_length if self.rampup_batch_size else 1
+
+    @cached_property
+    def batches(self) -> BatchIntervals:
+        return BatchIntervals(BatchRamp.to(self.batch_tokens // self.row_tokens, self.rampup_batch_size))
+
+    @property
+    def num_steps(self) -> int:
+        return self.batches.steps_for(-(-self.num_tokens // self.row_tokens))
+
+    @property
+    def idle_tokens(self) -> int:
+        """What the devices could compute that have no row in the small batches of a ramp."""
+        last, idle = self.num_steps, 0
+        for interval, following in pairwise(self.batches.intervals):
+            steps = min(following.step, last) - min(interval.step, last)
+            idle += steps * max(0, self.num_devices - interval.batch)
+        return self.row_tokens * idle
 
 
 @dataclass(frozen=True)
@@ -61,13 +112,13 @@ class Estimate:
 
 def estimate(config: EstimateConfig) -> Estimate:
     """The days of each part. A measured rate holds its recomputation: it gives both ends of the range."""
-    steps = -(-config.num_tokens // config.batch_tokens)
+    steps = config.num_steps
     if config.tokens_per_sec_per_device is not None:
         rate, most = config.tokens_per_sec_per_device, 1.0
     else:
         assert config.tflops is not None
         rate, most = config.tflops * 1e12 / _flops_per_token(config), 4 / 3
-    plain = config.num_tokens / (config.num_devices * rate) / _DAY_S
+    plain = (config.num_tokens + config.idle_tokens) / (config.num_devices * rate) / _DAY_S
     longest = most * plain
     lost_s = config.restart_s + config.checkpoint_interval / 2 * longest * _DAY_S / steps
     return Estimate(
@@ -82,17 +133,53 @@ def estimate(config: EstimateConfig) -> Estimate:
 
 def _flops_per_token(config: EstimateConfig) -> int:
     from fms_fsdp.models.flops import flops_per_token
-    from fms_fsdp.models.variants import resolve_model
 
     if config.parameters is not None:
         return 6 * config.parameters
-    model = resolve_model(ModelConfig(model_variant=config.model_variant), seq_length=config.seq_length)
-    return flops_per_token(model, config.seq_length)
+    return flops_per_token(_model(config), config.seq_length)
+
+
+def _model(config: EstimateConfig) -> LlamaConfig:
+    from fms_fsdp.models.variants import resolve_model
+
+    return resolve_model(ModelConfig(model_variant=config.model_variant), seq_length=config.seq_length)
+
+
+def _sharding(config: EstimateConfig) -> str:
+    """What a launch says of the same flags, on nodes of eight devices."""
+    from fms_fsdp.mesh import resolve_dims
+    from fms_fsdp.optim.optimizers import state_bytes
+    from fms_fsdp.run.describe import describe_sharding
+
+    section, world = config.parallel, config.num_devices
+    precision = config.precision.resolve(config.precision.named or "bf16")
+    local = math.gcd(world, _NODE)
+    dims = resolve_dims(section, variant=config.model_variant, world_size=world, local_world_size=local)
+    rows = max(1, config.batch_tokens // (config.seq_length * world * config.grad_accum_steps))
+    batch = BatchPlan(rows, config.grad_accum_steps, world)
+    model = _model(config)
+    state = state_bytes(config.optim, model, precision)
+    return describe_sharding(model, dims, section, batch, precision, state)
 
 
 def main(config: EstimateConfig) -> None:
-    """The command `estimate`."""
+    """The command `estimate`.
+
+    Raises:
+        ValueError: the flags contradict one another.
+        OSError: the page of `plot_schedule` cannot be written.
+    """
+    if config.plot_schedule:
+        from fms_fsdp.optim.schedules import Length, Schedule, find_corners
+        from fms_fsdp.tools.plot_schedule import show_schedule
+
+        batches, a_row = config.batches, config.row_tokens
+        run = Length(config.num_steps, config.seq_length, lambda step: batches.rows_of(step) * a_row)
+        show_schedule(Schedule(config.optim, find_corners(config.optim, run)), run, config.output)
+        if config.tflops is None and config.tokens_per_sec_per_device is None:
+            return
     found = estimate(config)
+    sharding = _sharding(config) if config.parameters is None else ""
     model = f"{config.parameters:,} parameters" if config.parameters is not None else config.model_variant
     if config.tflops is not None:
         rate = f"{config.tflops:g} TFLOP/s"
@@ -104,5 +191,11 @@ def main(config: EstimateConfig) -> None:
     rows[f"{config.restarts_a_week:g} restarts a week"] = found.restart_days
     training = f"{model}, {config.num_tokens:,} tokens, {config.num_devices} devices at {rate} each"
     print(f"{training}: {found.steps:,} steps")
+    if sharding:
+        print(sharding)
+    if config.rampup_batch_size:
+        from fms_fsdp.run.describe import describe_ramp
+
+        print(describe_ramp(config.batches))
     print(table(("", "days"), [(name, f"{days:.2f}") for name, days in rows.items()]))
     print(f"between {found.plain_days:.2f} days, if nothing ever stops it, and {found.worst_days:.2f} days")

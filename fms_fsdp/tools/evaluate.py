@@ -9,15 +9,15 @@ from typing import Any
 
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.config import ParallelConfig, TrainConfig, flag
-from fms_fsdp.data.held_out import HeldOut, open_held_out
+from fms_fsdp.config import ParallelConfig, TrainConfig, flag, recorded_precision
+from fms_fsdp.data.held_out import HeldOut, close_held_out, open_held_out, scan_held_out
 from fms_fsdp.errors import BadInput, RunFailed
 from fms_fsdp.evaluate import Forward, evaluate
 from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.run.recorded import find_checkpoint, recorded_config
-from fms_fsdp.runtime import World, pick_device, set_up_log, start, stop
+from fms_fsdp.runtime import World, group_timeout, pick_device, set_up_log, start, stop
 from fms_fsdp.tools.table import table
 
 
@@ -28,12 +28,10 @@ class EvaluateConfig:
     path: str = flag("", "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)")
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
     data_path: str = flag("", "folder of the run's token shards (default: the run's)")
-    eval_data_path: str = flag(
-        "", "folder of held-out shards (default: the run's, else validation/ in data_path)"
-    )
+    eval_data_path: str = flag("", "held-out shards (default: the run's, else validation/ in data_path)")
     eval_datasets: tuple[str, ...] = flag((), "held-out sources there (default: the run's, else all)")
     eval_steps: int | None = flag(None, "global batches of each source (default: the run's)", minimum=1)
-    eval_test: bool = flag(False, "evaluate test/ in data_path too")
+    eval_test: bool = flag(False, "evaluate test/ in data_path too, or the run's test_data_path")
     json: bool = flag(False, "print one JSON object")
 
 
@@ -45,22 +43,24 @@ def main(config: EvaluateConfig) -> None:
     set_up_log(world)
     device = pick_device(world)
     model_config = model_from_dict(checkpoint.state["resolved"]["model"])
-    rows = cfg.eval.eval_steps * batch["global_batch_size"]
-    sources = open_held_out(cfg.eval, cfg.data, None, vocab_size=model_config.vocab_size, max_rows=rows)
+    found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=model_config.vocab_size)
+    sources = open_held_out(cfg.eval, found, batch["global_batch_size"])
     parallel = ParallelConfig(
-        collective_timeout_s=cfg.parallel.collective_timeout_s, dist_backend=cfg.parallel.dist_backend
+        collective_timeout_s=cfg.parallel.collective_timeout_s,
+        dist_backend=cfg.parallel.dist_backend,
+        use_torch_compile=False,
     )
     dims = resolve_dims(
         parallel, variant="", world_size=world.world_size, local_world_size=world.local_world_size
     )
     start(parallel, cfg.training, world, device, group=dims.strategy != "none")
-    mesh = Mesh(dims, world.rank, device.type)
+    mesh = Mesh(dims, world.rank, device.type, group_timeout(parallel))
     model = parallelize(
         model_config,
         parallel,
         mesh,
         device=device,
-        mixed_precision=checkpoint.state["resolved"]["mixed_precision"],
+        precision=recorded_precision(checkpoint.state["resolved"]),
         seed=cfg.training.seed,
     )
     forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, mesh)
@@ -69,8 +69,7 @@ def main(config: EvaluateConfig) -> None:
         values = evaluate(forward, sources)
     except (DamagedCheckpoint, RunFailed, BadInput) as error:
         raise ValueError(str(error)) from error
-    for source in sources:
-        source.stream.close()
+    close_held_out(sources)
     if world.rank == 0:
         print(_json(checkpoint, values) if config.json else _table(checkpoint, values, sources))
     del model, forward, mesh
@@ -85,7 +84,9 @@ def _run_config(config: EvaluateConfig, checkpoint: Checkpoint) -> TrainConfig:
     }
     section = replace(cfg.eval, **{name: value for name, value in given.items() if value}, eval_at_start=True)
     data = replace(cfg.data, data_path=config.data_path or cfg.data.data_path)
-    return replace(cfg, eval=replace(section, eval_test=config.eval_test), data=data)
+    test = section.test_data_path if config.eval_test else ""
+    section = replace(section, eval_test=config.eval_test, test_data_path=test)
+    return replace(cfg, eval=section, data=data)
 
 
 def _json(checkpoint: Checkpoint, values: dict[str, float]) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import logging
 import os
 import pickle
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fms_fsdp.__main__ import main as command
-from fms_fsdp.checkpoint.checkpointer import Checkpointer, DamagedCheckpoint, SaveFailed, load_checkpoint
+from fms_fsdp.checkpoint.checkpointer import (
+    Checkpointer,
+    DamagedCheckpoint,
+    SaveFailed,
+    collect_tensors,
+    load_checkpoint,
+)
 from fms_fsdp.checkpoint.folders import (
     FILES,
     METADATA,
@@ -32,11 +42,12 @@ from fms_fsdp.checkpoint.folders import (
     problems,
     read_files,
 )
+from fms_fsdp.checkpoint.host_memory import host_copies, pack
 from fms_fsdp.config import OptimConfig
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.models.variants import VARIANTS, LlamaConfig
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
 from tests.distributed.launch import run_ranks
 
@@ -137,6 +148,92 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, values(again, other), strict=True))
     load_checkpoint(second, again, other, ALONE)
     assert all(not parameter.any() for parameter in again.parameters())
+
+
+def test_a_background_save_never_waits_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU that is faked: its stream counts who waits for it."""
+    waits: list[str] = []
+
+    class Stream:
+        device_type = "cuda"
+
+        def synchronize(self) -> None:
+            waits.append("synchronize")
+
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: waits.append(f"set_device {device}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    saved(tmp_path, 3, in_background=True, width=64)
+    assert waits == ["set_device 5"]  # its thread belongs to this rank's GPU, not to the first
+    assert not problems(tmp_path / "step_3", deep=True)
+
+
+def pinned_bytes(sizes: Iterable[int]) -> int:
+    """What torch's allocator of pinned memory takes: each request rounded up to a power of two."""
+    return sum(1 << (size - 1).bit_length() for size in sizes)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_pinned_copies_of_8b_take_little_more_than_its_tensors(ranks: int) -> None:
+    """A request for each tensor would take 99 GiB instead of 89.7."""
+    with torch.device("meta"):
+        weights = collect_tensors(Llama(VARIANTS["llama3_8b"]), None)
+    sizes = {
+        f"{part} {name}": -(-weight.nbytes // ranks) for name, weight in weights.items() for part in "wmv"
+    }
+    places, slabs = pack(sizes)
+    total = sum(sizes.values())
+    assert pinned_bytes(sizes.values()) > 1.1 * total and pinned_bytes(slabs) < 1.04 * total
+    assert len(slabs) < 60
+    for i, slab in enumerate(slabs):  # one behind the other, none over another
+        parts = sorted((first, first + sizes[name]) for name, (at, first) in places.items() if at == i)
+        assert parts[0][0] == 0 and parts[-1][1] <= slab
+        assert all(0 <= b[0] - a[1] < 64 for a, b in itertools.pairwise(parts))
+
+
+def test_a_copy_has_a_storage_of_its_own_size() -> None:
+    """DCP would copy it once more before it writes it."""
+    kinds = [torch.ones(3, dtype=torch.bfloat16), torch.ones(()), torch.ones(0, 4), torch.ones(5, 7).long()]
+    copies = host_copies({str(i): tensor for i, tensor in enumerate(kinds)}, 2**20)
+    for tensor, copy in zip(kinds, copies.values(), strict=True):
+        assert (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype) and not copy.any()
+        assert copy.untyped_storage().nbytes() == copy.nbytes
+        copy.copy_(tensor)
+    assert all(torch.equal(a, b) for a, b in zip(kinds, copies.values(), strict=True))
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+@pytest.mark.parametrize("why", ["GiB are needed, 0.0 are free", "CUDA error"])
+def test_without_memory_for_the_copies_the_loop_waits_for_each_save(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
+    reserved: bool,
+) -> None:
+    def cannot_pin(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+
+    if why == "CUDA error":
+        monkeypatch.setattr("fms_fsdp.checkpoint.checkpointer.host_copies", cannot_pin)
+    monkeypatch.setattr(logging.getLogger("fms_fsdp"), "propagate", True)
+    model, optimizer = made(0)
+    checkpointer = Checkpointer(
+        tmp_path, attempt=1, in_background=True, committed=lambda step: None, host_bytes=100
+    )
+    if reserved:
+        checkpointer.reserve(model, optimizer)
+    for step in (1, 2):
+        checkpointer.save(step, model, optimizer, STATE_VALUES, now=False)
+        assert complete_steps(tmp_path)[-1] == step
+    checkpointer.close()
+    # another test may have given the logger a second way to the root
+    (line,) = {record.getMessage() for record in caplog.records if record.name == "fms_fsdp.rank"}
+    assert line.startswith("no host memory for background saves (") and why in line and "\n" not in line
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "lengthen", "remove"])

@@ -14,7 +14,7 @@ import torch
 from fms_fsdp.checkpoint.checkpoints import Checkpoints, to_delete
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, problems
 from fms_fsdp.checkpoint.retention import KeepPolicy
-from fms_fsdp.config import BatchPlan, CheckpointConfig, TrainConfig
+from fms_fsdp.config import FP32, BatchPlan, CheckpointConfig, TrainConfig
 from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.run.describe import plan_saves
@@ -107,9 +107,13 @@ def test_the_time_of_a_save_is_known_before_the_first_one(
     )
     section = CheckpointConfig(ckpt_save_path=str(tmp_path), checkpoint_interval=5)
     cfg, config = TrainConfig(checkpoint=section), shape()
-    begin = Start(Checkpoint(tmp_path / "step_4", {"step": 4, "tokens_seen": 4, "save_s": known}), True, "")
+    begin = Start(
+        Checkpoint(tmp_path / "step_4", {"step": 4, "tokens_seen": 4, "rows_seen": 4, "save_s": known}),
+        True,
+        "",
+    )
     world, dims = World(0, 0, 8, 2), ParallelDims("fsdp", dp_shard=8)
-    plan = Plan(world, torch.device("cpu"), dims, BatchPlan(1, 1, 8), None, config, False, begin, 10)
+    plan = Plan(world, torch.device("cpu"), dims, BatchPlan(1, 1, 8), None, config, FP32, begin, 10, 1)
     model, optimizers = made(0)
     nothing: Any = SimpleNamespace()
     state = TrainState(model, optimizers, nothing, start_progress(plan))

@@ -35,9 +35,18 @@ class Files:
     def corpus(self, **changes: Any) -> Corpus:
         return open_corpus(self.section(**changes))
 
-    def stream(self, batch: int, rank: int = 0, world: int = 1, seed: int = 1, **changes: Any) -> TokenStream:
+    def stream(
+        self,
+        batch: int,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 1,
+        rampup: tuple[int, ...] = (),
+        **changes: Any,
+    ) -> TokenStream:
         section = self.section(**changes)
-        sizes = {"global_batch_size": batch, "dp_rank": rank, "dp_size": world}
+        sizes: dict[str, Any] = {"global_batch_size": batch, "dp_rank": rank, "dp_size": world}
+        sizes["rampup"] = rampup
         return build_stream(section, open_corpus(section), seed=seed, vocab_size=VOCAB, **sizes)
 
     def num_tokens(self, source: str) -> int:

@@ -151,6 +151,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (4, ["--sharding_strategy=ddp"]),
         (2, []),
         (2, ["--sharding_strategy=ddp"]),
+        (2, ["--sharding_strategy=zero1", "--fsdp_blocks_per_group=2"]),
         (1, []),
     ],
 )

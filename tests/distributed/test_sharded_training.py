@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fms_fsdp.config import ParallelConfig
+from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision
 from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import LlamaConfig
@@ -31,15 +31,15 @@ class Case:
     flags: tuple[tuple[str, Any], ...] = ()
     accum: int = 1
     tied: bool = False
-    mixed_precision: bool = False
+    precision: Precision = FP32
 
     @property
     def section(self) -> ParallelConfig:
         return ParallelConfig(**dict(self.flags))
 
 
-def case(accum: int = 1, tied: bool = False, mixed_precision: bool = False, **flags: Any) -> Case:
-    return Case(tuple(flags.items()), accum, tied, mixed_precision)
+def case(accum: int = 1, tied: bool = False, precision: Precision = FP32, **flags: Any) -> Case:
+    return Case(tuple(flags.items()), accum, tied, precision)
 
 
 AC = dict(fsdp_activation_checkpointing=True, selective_checkpointing="1/2")
@@ -50,10 +50,33 @@ QUICK = {
         "fsdp tied eager-init": case(tied=True, sharding_strategy="fsdp", low_cpu_fsdp=False),
         "fsdp offload": case(sharding_strategy="fsdp", cpu_offload=True, fsdp_prefetch=2),
         "ddp accum": case(accum=2, sharding_strategy="ddp"),
-        "fsdp bf16": case(mixed_precision=True, sharding_strategy="fsdp"),
+        "fsdp bf16": case(precision=BF16, sharding_strategy="fsdp"),
+        "zero1 accum": case(accum=3, sharding_strategy="zero1"),
+        "zero1 tied bf16 accum ac": case(3, True, BF16, sharding_strategy="zero1", **AC),
+        "zero1 offload": case(accum=2, sharding_strategy="zero1", cpu_offload=True),
+        "zero2 accum offload": case(accum=2, sharding_strategy="zero2", cpu_offload=True),
+        "fsdp sync once, groups": case(
+            2, sharding_strategy="fsdp", sync_each_micro_step=False, fsdp_blocks_per_group=2, **AC
+        ),
+        "ddp groups offload": case(
+            2, sharding_strategy="ddp", fsdp_blocks_per_group=2, cpu_offload=True, low_cpu_fsdp=False
+        ),
     },
     4: {
         "fsdp zero2": case(sharding_strategy="fsdp", reshard_after_forward=False),
+        "zero1 tied groups": case(3, True, sharding_strategy="zero1", fsdp_blocks_per_group=2),
+        "hsdp sync once": case(
+            3, sharding_strategy="hsdp", hsdp_shard_size=2, sync_each_micro_step=False, fsdp_prefetch=1
+        ),
+        "hsdp keeps, groups, offload": case(
+            3,
+            sharding_strategy="hsdp",
+            hsdp_shard_size=2,
+            reshard_after_forward=False,
+            fsdp_blocks_per_group=2,
+            fsdp_prefetch=1,
+            cpu_offload=True,
+        ),
         "hsdp accum": case(accum=3, sharding_strategy="hsdp", hsdp_shard_size=2),
         "hsdp tied": case(tied=True, sharding_strategy="hsdp", hsdp_shard_size=2, **AC),
     },
@@ -62,6 +85,9 @@ COMPILED = {
     "fsdp compile": case(sharding_strategy="fsdp", use_torch_compile=True),
     "fsdp compile ac accum": case(accum=2, sharding_strategy="fsdp", use_torch_compile=True, **AC),
     "ddp compile": case(sharding_strategy="ddp", use_torch_compile=True),
+    "zero1 compile groups ac": case(
+        2, sharding_strategy="zero1", use_torch_compile=True, fsdp_blocks_per_group=2, **AC
+    ),
 }
 
 
@@ -100,12 +126,7 @@ def train(one: Case, rank: int, world_size: int) -> tuple[str, list[float], list
     dims = resolve_dims(section, variant="tiny", world_size=world_size, local_world_size=world_size)
     mesh = Mesh(dims, rank, "cpu")
     model = parallelize(
-        config(one.tied),
-        section,
-        mesh,
-        device=torch.device("cpu"),
-        mixed_precision=one.mixed_precision,
-        seed=5,
+        config(one.tied), section, mesh, device=torch.device("cpu"), precision=one.precision, seed=5
     )
     assert model.rope.dtype == torch.float32
     digest = weights_digest(model)
@@ -140,8 +161,8 @@ def train_on_rank(cases: dict[str, Case]) -> dict[str, tuple[str, list[float], l
 
 
 @functools.cache
-def single(tied: bool, mixed_precision: bool = False) -> tuple[str, list[float], list[float]]:
-    return train(case(tied=tied, mixed_precision=mixed_precision), 0, 1)
+def single(tied: bool, precision: Precision = FP32) -> tuple[str, list[float], list[float]]:
+    return train(case(tied=tied, precision=precision), 0, 1)
 
 
 @functools.cache
@@ -150,8 +171,8 @@ def sharded(world_size: int) -> list[dict[str, tuple[str, list[float], list[floa
 
 
 def check(one: Case, ranks: list[tuple[str, list[float], list[float]]]) -> None:
-    digest, losses, norms = single(one.tied, one.mixed_precision)
-    rtol = 2e-2 if one.mixed_precision else 1e-5
+    digest, losses, norms = single(one.tied, one.precision)
+    rtol = 2e-2 if one.precision == BF16 else 1e-5
     assert losses[-1] < losses[0]
     for rank_digest, rank_losses, rank_norms in ranks:
         assert rank_digest == digest
@@ -186,7 +207,7 @@ def init_digest(cases: dict[str, Case]) -> dict[str, str]:
             one.section,
             Mesh(dims, dist.get_rank(), "cpu"),
             device=cpu,
-            mixed_precision=False,
+            precision=FP32,
             seed=5,
         )
         digests[name] = weights_digest(model)

@@ -27,6 +27,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("nproc", "argv"),
     [
         (2, ["--sharding_strategy=fsdp"]),
+        pytest.param(2, ["--sharding_strategy=zero1", "--batch_size=1"], marks=pytest.mark.slow),
+        pytest.param(2, ["--sharding_strategy=zero2", "--batch_size=2"], marks=pytest.mark.slow),
         pytest.param(2, ["--sharding_strategy=ddp", "--batch_size=4"], marks=pytest.mark.slow),
         pytest.param(
             4, ["--sharding_strategy=hsdp", "--hsdp_shard_size=2", "--batch_size=1"], marks=pytest.mark.slow

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fms_fsdp.models.attention import KeyValueCache, attention, document_mask, short_attention
+from fms_fsdp.config import BF16
+from fms_fsdp.models import attention as attention_module
+from fms_fsdp.models import masks as masks_module
+from fms_fsdp.models.attention import KeyValueCache, attention, chosen_backend, explicit_attention
 from fms_fsdp.models.init import init_weights
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import Block, Llama
+from fms_fsdp.models.masks import attention_mask, block_mask, document_mask
+from fms_fsdp.models.positions import rope_table
 from fms_fsdp.models.variants import LlamaConfig, RopeScaling
 from fms_fsdp.parallel.precision import apply_precision
 
@@ -156,6 +164,44 @@ def test_attention_document_by_document_is_attention_under_the_mask(compiled: bo
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("pos_emb", ["rope", "alibi"])
+def test_a_compiled_block_takes_the_blocks_of_other_documents_without_new_code(
+    pos_emb: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU runs under a document mask, traced on the CPU: one graph for the mask and one for the block,
+    no warning of ours, and the outputs and gradients of attention by document."""
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # no backward pass on CPUs
+    traced = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
+    for module in (attention_module, masks_module):
+        monkeypatch.setattr(module, "compiled", functools.cache(traced))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = replace(BASE, pos_emb=pos_emb, attn_window=window, num_kv_heads=2)
+    plain, compiled = Block(config), Block(config)
+    compiled.load_state_dict(plain.state_dict())
+    compiled.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    x_BSD = torch.randn(2, 128, BASE.hidden_size)
+    rope = rope_table(replace(BASE, max_seq_len=128)) if pos_emb == "rope" else None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for size in (64, 13, 1):
+            ids = (torch.arange(128) // size).to(torch.int32).expand(2, -1).contiguous()
+            outputs = []
+            eager = attention_mask(config, window, ids, slice(0, 128), ids.device)
+            for block, mask in ((plain, eager), (compiled, block_mask(ids, window, 128, ids.device))):
+                block.zero_grad()
+                out = block(x_BSD, rope, mask)
+                out.square().sum().backward()
+                outputs.append([out, *(parameter.grad for parameter in block.parameters())])
+            torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert not any("lru_cache" in str(line.message) or "_compile" in str(line.message) for line in told)
+
+
 def test_default_positions_and_one_document_change_nothing() -> None:
     model = build(BASE)
     tokens, _ = labelled(BASE)
@@ -183,7 +229,7 @@ def test_fp32_weights_compute_in_bf16_without_autocast() -> None:
     model = build(config)
     tokens, labels = labelled(config)
     exact, _ = model(tokens, labels)
-    apply_precision(model, torch.bfloat16)
+    apply_precision(model, BF16)
     assert model(tokens).dtype == torch.bfloat16
     loss_sum, _ = model(tokens, labels)
     loss_sum.backward()
@@ -201,6 +247,12 @@ def test_attention_backends_agree(attn_impl: str) -> None:
     torch.testing.assert_close(
         build(replace(BASE, attn_impl=attn_impl))(tokens), build(BASE)(tokens), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(("impl", "chosen"), [("auto", "flash"), ("flash", "flash"), ("math", "math")])
+def test_the_kernel_of_attention_that_torch_takes_is_known(impl: str, chosen: str) -> None:
+    config = LlamaConfig(1, 64, 96, 4, 2, 120, max_seq_len=24, attn_impl=impl)
+    assert chosen_backend(config, torch.float32, torch.device("cpu")) == chosen
 
 
 def test_rotary_table_depends_on_relative_position_only() -> None:
@@ -229,10 +281,10 @@ def test_short_attention_is_attention(groups: int) -> None:
         return F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
 
     exact = outcome(fused, torch.float32)
-    for mine, true in zip(outcome(short_attention, torch.float32), exact, strict=True):
+    for mine, true in zip(outcome(explicit_attention, torch.float32), exact, strict=True):
         torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
     rounded = zip(
-        outcome(short_attention, torch.bfloat16), outcome(fused, torch.bfloat16), exact, strict=True
+        outcome(explicit_attention, torch.bfloat16), outcome(fused, torch.bfloat16), exact, strict=True
     )
     for mine, theirs, true in rounded:
         assert (mine - true).norm() < 1.5 * (theirs - true).norm() + 1e-3
@@ -240,17 +292,18 @@ def test_short_attention_is_attention(groups: int) -> None:
 
 @pytest.mark.parametrize("shape", ["mha", "gqa"])
 def test_tokens_that_come_in_parts_see_what_the_cache_holds(shape: str) -> None:
-    """A prompt at once, then three tokens, then one by one: the logits are those of the whole row."""
+    """A prompt at once, then three tokens, then one by one: the logits of each part's last position are those
+    of the whole row."""
     config = SHAPES[shape]
     model = build(config)
     tokens, _ = labelled(config)
     whole, parts = model(tokens), []
-    size = (len(tokens), config.num_kv_heads, config.max_seq_len, config.head_dim)
-    caches = [KeyValueCache(size, torch.float32, tokens.device) for _ in range(config.num_layers)]
+    caches = [KeyValueCache(config.max_seq_len) for _ in range(config.num_layers)]
     with torch.no_grad():
         for part in tokens.split([20, 3, *[1] * (tokens.shape[1] - 23)], dim=1):
             parts.append(model(part, caches=caches))
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
+    last = [19, 22, *range(23, tokens.shape[1])]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole[:, last], rtol=1e-4, atol=1e-5)
 
 
 def test_stages_of_a_model_are_the_model() -> None:
@@ -279,7 +332,7 @@ def test_a_model_that_is_built_and_loaded_alone_computes_the_same() -> None:
 
 def test_bf16_keeps_no_copy_of_the_weights_for_the_backward_pass() -> None:
     model = build(BASE)
-    apply_precision(model, torch.bfloat16)
+    apply_precision(model, BF16)
     tokens, labels = labelled(BASE)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(

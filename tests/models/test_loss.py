@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fms_fsdp.models import loss as loss_module
@@ -20,14 +23,17 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     return h_BSD, weight_VD, labels_BS
 
 
-@pytest.fixture(params=["one chunk", "uneven chunks", "spans of one chunk", "spans of two chunks"])
+@pytest.fixture(params=["one chunk", "uneven chunks", "spans of one chunk", "spans of two chunks", "padded"])
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """201 rows: at once, in chunks of 101, and in spans of a few rows of the weight."""
+    """201 rows: at once, in chunks of 101, in spans of a few rows of the weight, with rows as on a GPU."""
     chunk = 1 << 30 if request.param == "one chunk" else 64 * 501 * 4
+    if request.param == "padded":
+        monkeypatch.setitem(loss_module._ROW_MULTIPLE, "cpu", 64)
     monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", chunk)
     if "spans" in request.param:
         monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 32)
-        monkeypatch.setattr(loss_module, "_SPAN_BYTES", 4 * 501 * (32 if "one" in request.param else 64))
+        span = 4 * 501 * (32 if "one" in request.param else 64)
+        monkeypatch.setitem(loss_module._SPAN_BYTES, "cpu", span)
         monkeypatch.setitem(loss_module._SLICE_BYTES, "cpu", 4 * 24 * 100)
 
 
@@ -114,3 +120,56 @@ def test_rows_that_are_masked_leave_no_trace_whatever_they_hold() -> None:
     loud[labels == -100] *= 1e4
     linear_cross_entropy(loud.requires_grad_(), weight, labels)[0].backward()
     torch.testing.assert_close(weight.grad, expected)
+
+
+def test_a_factor_of_the_loss_is_not_rounded_to_the_dtype_of_the_gradients() -> None:
+    """1 / 773 in bf16 is off by 0.26 %: the gradients of all parameters, and their norm, would be."""
+    h, weight, labels = inputs(torch.bfloat16)
+    weight = weight.detach().to(torch.bfloat16).requires_grad_()
+    found = []
+    for factor in (1.0, 1 / 773):
+        h.grad = weight.grad = None
+        (linear_cross_entropy(h, weight, labels)[0] * torch.tensor(factor)).backward()
+        found.append([h.grad, weight.grad])
+    for whole, scaled in zip(*found, strict=True):
+        assert scaled.dtype == torch.bfloat16
+        assert torch.equal(scaled, (whole.float() * (1 / 773)).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("vocab_size", [501, 512])
+def test_rows_of_logits_begin_where_fast_products_can_read_them(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whatever the vocabulary: the products write and read them in place."""
+    assert loss_module._ROW_MULTIPLE == {"cpu": 1, "cuda": 64}
+    monkeypatch.setitem(loss_module._ROW_MULTIPLE, "cpu", 64)
+    strides: list[int] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func.overloadpacket is torch.ops.aten.mm:
+                logits = (tensor for tensor in (*args, found) if sorted(tensor.shape) == [201, vocab_size])
+                strides.extend(max(tensor.stride()) for tensor in logits)
+            return found
+
+    h, weight, labels = inputs()
+    labels = labels.clamp(max=vocab_size - 1)
+    weight = torch.randn(vocab_size, 24, requires_grad=True)
+    with Products():
+        linear_cross_entropy(h, weight, labels)[0].backward()
+    assert strides == [512] * 3  # one is written, two are read
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_softmax_is_the_plain_one(dtype: torch.dtype) -> None:
+    """Compiled by torch 2.11, the first form of it took the labels' logits from what it had overwritten."""
+    index = torch.randint(0, 501, (48, 1), generator=torch.Generator().manual_seed(2))
+    logits = torch.randn(48, 501, generator=torch.Generator().manual_seed(1)).to(dtype)
+    plain, compiled = logits.clone(), logits.clone()
+    expected = loss_module._softmax_(plain, index)
+    torch.testing.assert_close(
+        loss_module._compiled_softmax_(compiled, index), expected, rtol=1e-6, atol=1e-5
+    )
+    torch.testing.assert_close(compiled, plain)

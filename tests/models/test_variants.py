@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fms_fsdp.config import ModelConfig
+from fms_fsdp.config import ModelConfig, ParallelConfig
 from fms_fsdp.models.flops import (
     flops_per_token,
     matmul_flops_per_token,
@@ -19,7 +19,7 @@ from fms_fsdp.models.flops import (
 )
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig, register_variant, resolve_model
-from fms_fsdp.parallel.activation import apply_activation_checkpointing, select_blocks
+from fms_fsdp.parallel.activation import apply_recomputation, select_blocks
 
 PUBLISHED = {
     "7b": 6_738_415_616,
@@ -32,7 +32,25 @@ PUBLISHED = {
     "llama3.2_3b": 3_212_749_824,
     "1.4b": 1_288_800_256,
     "194m": 194_008_064,
+    "llama3.1_8b": 8_030_261_248,
+    "llama3.1_70b": 70_553_706_496,
+    "llama3.1_405b": 405_853_388_800,
+    # Biderman et al. 2023, https://github.com/EleutherAI/pythia; Black et al. 2022, table 1
+    "pythia_14m": 14_067_712,
+    "pythia_31m": 30_494_720,
+    "pythia_70m": 70_426_624,
+    "pythia_160m": 162_322_944,
+    "pythia_410m": 405_334_016,
+    "pythia_1b": 1_011_781_632,
+    "pythia_1.4b": 1_414_647_808,
+    "pythia_2.8b": 2_775_208_960,
+    "pythia_6.9b": 6_857_302_016,
+    "pythia_12b": 11_846_072_320,
+    "neox_20b": 20_554_567_680,
 }
+# Brown et al. 2020, table 2.1, and others that are published as rounded numbers only, in millions
+ROUNDED = {"gpt3_125m": 125, "gpt3_350m": 350, "gpt3_760m": 760, "gpt3_1.3b": 1300, "gpt3_2.7b": 2700}
+ROUNDED |= {"gpt3_6.7b": 6700, "gpt3_13b": 13000, "gpt3_175b": 175000, "tr1_13b": 13000, "gpt_160m": 160}
 EXTRA = {
     "learned layernorm": LlamaConfig(
         2, 64, 96, 4, 2, 100, pos_emb="learned", norm="layernorm", max_seq_len=33
@@ -41,14 +59,38 @@ EXTRA = {
 }
 
 
+EXTRA["windows, wide heads, padded"] = LlamaConfig(
+    3, 64, 96, 4, 2, 100, head_dim=24, attn_window=9, attn_window_pattern="LG", vocab_multiple_of=64,
+    qk_norm=True, bias=True, norm="scalenorm", activation="relu2",
+)  # fmt: skip
+
+
+def test_a_window_counts_where_it_is_less_than_the_row() -> None:
+    config = EXTRA["windows, wide heads, padded"]
+    assert flops_per_token(config, 32) - flops_per_token(config, 9) == 12 * 4 * 24 * (
+        32 - 9
+    )  # one layer of three
+    assert config.windows == (9, 0, 9)
+
+
 def on_meta(config: LlamaConfig) -> Llama:
     with torch.device("meta"):
         return Llama(config)
 
 
+def vectors(module: torch.nn.Module) -> int:
+    """Parameters that multiply no matrix: norms and biases."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 1)
+
+
 @pytest.mark.parametrize("name, count", PUBLISHED.items())
 def test_parameter_count_is_the_published_one(name: str, count: int) -> None:
     assert num_params(VARIANTS[name]) == count
+
+
+@pytest.mark.parametrize("name, millions", ROUNDED.items())
+def test_parameter_count_is_near_the_rounded_one(name: str, millions: int) -> None:
+    assert num_params(VARIANTS[name]) == pytest.approx(millions * 1e6, rel=0.03)
 
 
 @pytest.mark.parametrize("config", [*VARIANTS.values(), *EXTRA.values()], ids=[*VARIANTS, *EXTRA])
@@ -63,14 +105,13 @@ def test_formulas_equal_the_model_on_the_meta_device(config: LlamaConfig) -> Non
 @pytest.mark.parametrize("name", VARIANTS)
 def test_flops_equal_torchs_counter(name: str) -> None:
     """The counter sees no embedding lookup, but full attention, whose scores are computed twice."""
-    config, seq = VARIANTS[name], 128
+    config, seq = replace(VARIANTS[name], num_layers=2), 128
     model = on_meta(config)
     tokens = torch.zeros(2, seq, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
-    norms = (2 * config.num_layers + 1) * config.hidden_size
     attention = 12 * config.num_layers * config.hidden_size * seq
-    expected = matmul_flops_per_token(config, seq) - 6 * norms
+    expected = matmul_flops_per_token(config, seq) - 6 * vectors(model)
     counted = counter.get_total_flops() / (2 * seq)
     assert expected <= counted <= expected + attention / 6  # flash recomputes q k^T: 2 of 12
 
@@ -83,25 +124,25 @@ def test_matmul_flops_leave_the_lookup_out(config: LlamaConfig) -> None:
         if not (config.tie_embeddings and p.shape[0] == 100)
     ]
     looked_up = sum(table.numel() for table in tables)
+    looked_up += (config.padded_vocab_size - 100) * config.hidden_size  # of the head
     assert flops_per_token(config, 32) - matmul_flops_per_token(config, 32) == 6 * looked_up
 
 
 @pytest.mark.parametrize("share", ["1", "1/2"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["7b", "70b", "tiny", "gpt3_350m", "pythia_410m"])
 def test_recomputed_flops_equal_torchs_counter(name: str, share: str) -> None:
     config, seq = replace(VARIANTS[name], num_layers=4), 128
     counts = []
     for checkpointed in (False, True):
         model = on_meta(config)
         if checkpointed:
-            apply_activation_checkpointing(model, Fraction(share))
+            apply_recomputation(model, ParallelConfig(recompute="blocks", selective_checkpointing=share))
         with FlopCounterMode(display=False) as counter:
             model(torch.zeros(2, seq, dtype=torch.long, device="meta")).sum().backward()
         counts.append(counter.get_total_flops() / (2 * seq))
     num_blocks = sum(select_blocks(config.num_layers, Fraction(share)))
-    expected = (
-        recomputed_flops_per_token(config, seq, num_blocks) - num_blocks * 2 * 2 * config.hidden_size
-    )  # norms
+    expected = recomputed_flops_per_token(config, seq, num_blocks)
+    expected -= num_blocks * 2 * vectors(model.blocks["0"])
     assert counts[1] - counts[0] == expected
 
 
@@ -110,6 +151,17 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
     assert (config.num_layers, config.vocab_size, config.max_seq_len) == (1, 777, 128)
     assert resolve_model(ModelConfig(vocab_size=1024), seq_length=8, data_vocab_size=777).vocab_size == 1024
     assert resolve_model(ModelConfig(), seq_length=8).vocab_size == 32000
+    wide = resolve_model(ModelConfig(model_variant="7b", hidden_size=2048), seq_length=8)
+    assert wide.ffn_hidden_size == 5504 and wide.head_dim == 64  # 43 * 128
+    assert (
+        resolve_model(ModelConfig(hidden_size=4096, ffn_hidden_size=99), seq_length=8).ffn_hidden_size == 99
+    )
+    assert resolve_model(ModelConfig(max_seq_len=32, head_dim=96), seq_length=8).max_seq_len == 32
+    scaled = resolve_model(ModelConfig(rope_scaling="llama3:8"), seq_length=8).rope_scaling
+    assert scaled == VARIANTS["llama3.1_8b"].rope_scaling
+    assert resolve_model(ModelConfig(model_variant="llama3.1_8b", rope_scaling="linear:1"), seq_length=8) == (
+        replace(VARIANTS["llama3_8b"], max_seq_len=8)
+    )
     heads = resolve_model(ModelConfig(num_attention_heads=64), seq_length=8)
     assert heads.num_kv_heads == 64 and heads.head_dim == 64
     assert resolve_model(ModelConfig(model_variant="LLAMA2_7b"), seq_length=4096) == VARIANTS["7b"]
@@ -142,7 +194,16 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
             dict(vocab_size=100),
             r"--vocab_size \(100\) must not be below the data's vocabulary \(512\); .* 512",
         ),
-        (dict(hidden_size=32), r"must leave an even head size .* not 1 = 32 / 32"),
+        (dict(hidden_size=32), r"must leave an even head size .* not 1 = 1 x 1"),
+        (dict(head_dim=6, rope_pct=0.5), r"must leave an even head size .* not 3 = 0.5 x 6"),
+        (dict(pos_emb="sinusoidal", hidden_size=33, head_dim=2), r"--hidden_size \(33\) must be even"),
+        (dict(max_seq_len=7), r"--max_seq_len \(7\) must not be below --seq_length \(8\)"),
+        (dict(rope_scaling="yarn:4"), r"--rope_scaling \(yarn:4\) must be linear:FACTOR or llama3:"),
+        (dict(rope_scaling="llama3:8:4:1:512"), r"LOW below HIGH"),
+        (dict(rope_scaling="linear:x"), r"--rope_scaling \(linear:x\) must be"),
+        (dict(attn_window=4, attn_window_pattern="LX"), r"--attn_window_pattern \(LX\) must be made of"),
+        (dict(attn_dropout=0.1, attn_impl="flash"), r"--attn_impl \(flash\) has no dropout that repeats"),
+        (dict(model_variant="gpt3_125m", vocab_size=512, rope_pct=0.5), r"--rope_pct \(0.5\) has no effect"),
     ],
 )
 def test_a_wrong_shape_is_refused_in_one_line(flags: dict[str, object], message: str) -> None:

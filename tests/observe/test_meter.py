@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fms_fsdp.config import BatchPlan, LogConfig, TrainConfig
+from fms_fsdp.config import FP32, BatchPlan, LogConfig, TrainConfig
 from fms_fsdp.data.batch import empty_batch
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.flops import flops_per_token
@@ -39,16 +39,17 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     config, cpu = VARIANTS["tiny"], torch.device("cpu")
     world, batch = World(0, 0, 8, 8), BatchPlan(3, 1, dims.size("dp"))
     cfg = TrainConfig(log=LogConfig(output_dir=str(tmp_path), trackers=("none",)))
-    plan = Plan(world, cpu, dims, batch, None, config, False, Start(None, False, ""), 10)
+    plan = Plan(world, cpu, dims, batch, None, config, FP32, Start(None, False, ""), 10, 4096)
     model = Llama(config)
     progress = start_progress(plan)
-    progress.step = 5
+    for _ in range(5):
+        progress.count(24, 24 * 4096)
     stream: Any = SimpleNamespace(consumption=dict)
     state = TrainState(model, build_optimizers(cfg.optim, model), stream, progress)
     mesh, clock = Mesh(dims, 0, "cpu"), Clock(cpu)
     monkeypatch.setattr(mesh, "sum", lambda tensor, axis: tensor)  # there is one process
     sinks = Sinks(None, [], 1, {})
-    meter = Meter(cfg, plan, mesh, state, lambda step, base: base, sinks, clock, Phases())
+    meter = Meter(cfg, plan, mesh, state, lambda step, tokens, base: base, sinks, clock, Phases())
     batch = empty_batch(3, 4096)
     record = meter._record(progress, {"energy_j": 0.0}, TIMES, batch)
     assert record["tokens_per_sec"] == pytest.approx(24 * 4096 / 0.5)

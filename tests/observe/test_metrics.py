@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import math
 import resource
+import sys
 import time
+import timeit
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ import torch
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.observe.energy import EnergyMeter, find_meter
 from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, parameter_norm, report_line
+from fms_fsdp.observe.sensors import find_sensors, read_all
 from fms_fsdp.observe.sinks import MetricsFile
 from fms_fsdp.observe.utilization import Utilization
 from fms_fsdp.predict.hardware import measure_matmul_flops
-from fms_fsdp.runtime import Console, log, show_progress
 
 CPU = torch.device("cpu")
 ALONE = Mesh(ParallelDims("none"), 0, "cpu")
@@ -187,22 +188,6 @@ def test_the_report_line_fits_a_terminal_and_keeps_what_matters(more: dict[str, 
     assert ("rows masked" in line) == ("masked_rows" in more)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream, live", [(Terminal(), True), (io.StringIO(), False)])
-def test_the_live_line_is_rewritten_on_terminals_and_nowhere_else(stream: io.StringIO, live: bool) -> None:
-    console = Console(stream)
-    console.show("step 1/9")
-    console.show("step 2/9")  # too soon after the other
-    console.emit(logging.LogRecord("name", logging.INFO, "", 0, "a line", None, None))
-    console.emit(logging.LogRecord("name", logging.INFO, "", 0, "another", None, None))
-    erase = "\r\x1b[K"
-    assert stream.getvalue() == (f"{erase}step 1/9{erase}" if live else "") + "a line\nanother\n"
-
-
 def test_the_packages_of_a_cpu_are_metered_and_their_counters_wrap_around(tmp_path: Path) -> None:
     for name, energy in (("intel-rapl:0", 5_000_000), ("intel-rapl:1", 9_000_000), ("intel-rapl:0:0", 1)):
         (tmp_path / name).mkdir()
@@ -223,6 +208,53 @@ def test_a_counter_that_fails_is_left_out() -> None:
     assert meter.read_j() == 0.0  # exhausted: StopIteration
 
 
+def machine(folder: Path) -> Path:
+    """The folder /sys of a machine with two CPUs, of which one is hotter, and a disk that is hotter still."""
+    for number, (name, heat) in enumerate((("coretemp", 41000), ("nvme", 70000), ("coretemp", 55500))):
+        chip = folder / f"class/hwmon/hwmon{number}"
+        chip.mkdir(parents=True)
+        (chip / "name").write_text(f"{name}\n")
+        (chip / "temp1_input").write_text(f"{heat}\n")
+    clock = folder / "devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"
+    clock.parent.mkdir(parents=True)
+    clock.write_text("2400000\n")
+    return folder
+
+
+def test_the_sensors_of_a_machine_are_read_by_name_within_a_millisecond(tmp_path: Path) -> None:
+    sensors = find_sensors(CPU, machine(tmp_path))
+    found = read_all(sensors)
+    assert (found["cpu_temperature_c"], found["cpu_clock_mhz"]) == (55.5, 2400.0)
+    assert found["shm_gib"] >= 0 and found["host_rss_gib"] == pytest.approx(memory(CPU)["mem_gib"], rel=0.1)
+    assert min(timeit.repeat(lambda: read_all(sensors), number=1, repeat=50)) < 1e-3
+
+
+def test_a_machine_that_shows_nothing_has_no_such_readings(tmp_path: Path) -> None:
+    assert set(read_all(find_sensors(CPU, tmp_path))) == {"shm_gib", "host_rss_gib"}
+
+
+def test_a_gpu_is_read_by_nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = {("degrees", 0): 61, ("hertz", 1): 1980, ("hertz", 2): 2619}
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        NVML_TEMPERATURE_GPU=0,
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
+        nvmlDeviceGetTemperature=lambda handle, which: asked["degrees", which],
+        nvmlDeviceGetClockInfo=lambda handle, which: asked["hertz", which],
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(joules) if handle == "GPU-a1" else None,
+    )
+    joules = iter([5000, 7500])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a1"))
+    gpu = torch.device("cuda", 0)
+    found = read_all(find_sensors(gpu, tmp_path))
+    names = ("gpu_temperature_c", "gpu_clock_mhz", "gpu_memory_clock_mhz")
+    assert [found[name] for name in names] == [61, 1980, 2619]
+    assert find_meter(gpu, 1, tmp_path).read_j() == 2.5
+
+
 def test_memory_of_this_process_is_below_its_peak() -> None:
     found = memory(CPU)
     assert 0 < found["mem_gib"] <= found["peak_mem_gib"] < 1000
@@ -230,10 +262,3 @@ def test_memory_of_this_process_is_below_its_peak() -> None:
 
 def test_the_matmul_rate_is_positive() -> None:
     assert measure_matmul_flops(torch.float32, size=128, rounds=2) > 1e6
-
-
-def test_progress_reaches_the_live_line_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(log, "handlers", [logging.NullHandler(), Console(terminal)])
-    show_progress("step 3/9")
-    assert terminal.getvalue().endswith("step 3/9")

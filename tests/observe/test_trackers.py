@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams.api_pb2 import ColParams, ListSessionGroupsRequest
+from tensorboard.plugins.hparams.backend_context import Context
+from tensorboard.plugins.hparams.list_session_groups import Handler
 
-from fms_fsdp.config import LogConfig
+from fms_fsdp.config import LogConfig, OptimConfig, TrainConfig, flag_table
 from fms_fsdp.observe import trackers
 from fms_fsdp.observe.metrics import Record
 from fms_fsdp.observe.trackers import QUEUE_SIZE, Background, RunInfo, build_trackers
@@ -134,24 +144,123 @@ def test_a_tracker_whose_start_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyP
     free.set()
 
 
-def test_tensorboard_gets_every_number_over_steps_and_over_tokens(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def board(folder: Path, *records: Record, **flags: Any) -> EventAccumulator:
+    """What TensorBoard reads of a launch that wrote the records into a run folder."""
+    section = LogConfig(trackers=("tensorboard",), **flags)
+    config = TrainConfig(optim=OptimConfig(learning_rate=2e-3), log=section)
+    place = Path(section.tensorboard_dir or folder / "tensorboard")
+    for number, path in enumerate(sorted(place.glob("*"))):  # a process writes one file in a second
+        path.rename(path.with_name(f"events.out.tfevents.{number}"))
+    (background,) = build_trackers(section, RunInfo("name", folder, config))
+    for record in records:
+        background.write(record)
+    background.close()
+    return EventAccumulator(str(place)).Reload()
 
-    section = LogConfig(trackers=("tensorboard",), tensorboard_dir=str(tmp_path / "elsewhere"))
-    (board,) = build_trackers(section, RunInfo("name", tmp_path, {}))
-    board.write(RECORD)
-    board.write({"step": 20, "tokens_seen": 40960, "attempt": 1, "eval/web/loss": 3.0})
-    board.close()
-    events = EventAccumulator(str(tmp_path / "elsewhere")).Reload()
-    names = {"train/loss", "train/lr", "train/step_time_ms", "eval/web/loss"}
-    assert set(events.Tags()["scalars"]) == names | {f"by_tokens/{name}" for name in names}
-    places = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in sorted(names)[:2]}
-    assert places == {"eval/web/loss": [(20, 3.0)], "train/loss": [(20, 2.5)]}
-    assert [(event.step, event.value) for event in events.Scalars("by_tokens/train/loss")] == [(40960, 2.5)]
+
+def points(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def validation(step: int, loss: float) -> Record:
+    place = {"step": step, "tokens_seen": 2048 * step, "attempt": 1}
+    return {**place, "eval/web/loss": loss, "eval/loss": loss, "eval_s": 0.5}
+
+
+def test_tensorboard_gets_every_number_in_its_group_and_losses_over_tokens_too(tmp_path: Path) -> None:
+    memory = {"mem_gib": 1.0, "shm_gib": 0.5, "epoch/web": 0.25, "mfu": 0.5, "gpu_clock_mhz": 1980.0}
+    tested = {"step": 20, "tokens_seen": 40960, "test/web/loss": 3.5}
+    events = board(
+        tmp_path, RECORD | memory, validation(20, 3.0), tested, tensorboard_dir=str(tmp_path / "b")
+    )
+    names = {"loss/loss", "loss/lr", "time_ms/step_time_ms", "memory/mem_gib", "memory/shm_gib"}
+    names |= {"data/epoch/web", "speed/mfu", "speed/gpu_clock_mhz", "eval/eval_s", "eval/best_loss"}
+    names |= {"eval/web/loss", "eval/loss", "eval/test/web/loss"}
+    losses = {f"versus_tokens/{name}" for name in ("loss", "eval/web/loss", "eval/loss", "test/web/loss")}
+    assert set(events.Tags()["scalars"]) == names | losses
+    assert max(names) < min(losses), "the copies stand last"
+    assert points(events, "eval/web/loss") == [(20, 3.0)] and points(events, "loss/loss") == [(20, 2.5)]
+    assert points(events, "versus_tokens/loss") == [(40960, 2.5)]
+
+
+def test_every_name_of_a_report_has_its_group(tmp_path: Path) -> None:
+    """Nothing but losses, gradients and the rate is left in the group that takes what no pattern names."""
+    argv = (
+        "--num_steps=2",
+        "--eval_interval=1",
+        "--eval_steps=1",
+        "--diagnostics=True",
+        "--log_num_zeros=True",
+    )
+    trained(*TINY, *argv, f"--output_dir={tmp_path}")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    tags = events.Tags()["scalars"]
+    assert {tag.partition("/")[0] for tag in tags} == set(
+        "loss eval speed time_ms memory data versus_tokens".split()
+    )
+    kept = {tag.partition("/")[2] for tag in tags if tag.startswith("loss/")}
+    assert kept == {
+        *("loss", "loss_mean", "perplexity", "grad_norm", "grad_norm_mean", "grad_norm_max"),
+        *("skipped_steps", "grad_zeros", "lr"),
+    }
+
+
+def test_events_wait_for_the_queue_to_fill(tmp_path: Path) -> None:
+    section = LogConfig(trackers=("tensorboard",), tensorboard_queue_size=8)
+    tracker = trackers.TensorBoard(section, RunInfo("name", tmp_path, TrainConfig(log=section)))
+    tracker.write(RECORD)  # the version, text, two of hparams, two of this record: six
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    before = file.stat().st_size
+    tracker.write(RECORD)
+    after = file.stat().st_size
+    tracker.close()
+    assert (
+        before < after and points(EventAccumulator(str(file.parent)).Reload(), "loss/loss") == [(20, 2.5)] * 2
+    )
+
+
+def test_the_best_validation_loss_is_that_of_the_run_and_not_of_steps_made_again(tmp_path: Path) -> None:
+    """Step 30 of the first launch lies ahead of the second one, which begins at step 10."""
+    first = [validation(10, 3.0), validation(20, 2.0), validation(30, 1.0), validation(40, math.nan)]
+    board(tmp_path, *first)
+    lines = [json.dumps(record).replace("NaN", "null") + "\n" for record in [RECORD, *first]]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"eval/loss": 0.1, "st')
+    events = board(tmp_path, validation(20, 2.5), validation(40, 4.0))
+    best = [(10, 3.0), (20, 2.0), (30, 1.0), (20, 2.5), (40, 1.0)]
+    assert points(events, "eval/best_loss") == best
+
+
+def test_the_flags_are_a_text_and_hparams_written_once(tmp_path: Path) -> None:
+    """TensorBoard's own page compares two runs by their flags and last losses."""
+    for name, loss in (("a", 3.0), ("b", 2.0)):
+        board(tmp_path / name, RECORD | {"loss_mean": 2.75}, validation(20, loss))
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(validation(20, loss)) + "\n")
+        events = board(tmp_path / name, validation(40, loss + 1))  # a second launch
+        assert len(list((tmp_path / name / "tensorboard").iterdir())) == 2
+        (shown,) = events.Tensors("config/text_summary")
+        text = shown.tensor_proto.string_val[0].decode()
+        assert "| learning_rate | `0.002` | `0.0003` |" in text and "| datasets | `empty` | `empty` |" in text
+        assert text.count("\n") == 1 + len(flag_table(TrainConfig))
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    found = TBContext(logdir=str(tmp_path), data_provider=MultiplexerDataProvider(multiplexer, str(tmp_path)))
+    backend, ask = Context(found), ListSessionGroupsRequest(allowed_statuses=range(5), slice_size=9)
+    experiment = backend.experiment_from_metadata(
+        *(RequestContext(), "", True), backend.hparams_metadata(RequestContext(), ""), []
+    )
+    assert experiment.hparam_infos[0].name == "learning_rate"
+    assert {"num_steps", "seq_length", "model_variant"} <= {info.name for info in experiment.hparam_infos}
+    ask.col_params.extend(ColParams(metric=info.name) for info in experiment.metric_infos)
+    answer = Handler(RequestContext(), backend, "", ask).run()
+    assert [group.hparams["learning_rate"].number_value for group in answer.session_groups] == [0.002] * 2
+    values = [
+        {metric.name.tag: metric.value for metric in group.metric_values} for group in answer.session_groups
+    ]
+    shown = [{"eval/loss": last, "eval/best_loss": last - 1, "loss/loss_mean": 2.75} for last in (4.0, 3.0)]
+    assert sorted(values, key=lambda value: -value["eval/loss"]) == shown
 
 
 def test_none_means_none() -> None:
-    assert build_trackers(LogConfig(trackers=("none",)), RunInfo("name", Path("."), {})) == []
+    assert build_trackers(LogConfig(trackers=("none",)), RunInfo("name", Path("."), TrainConfig())) == []
     with pytest.raises(
         ValueError, match=r"--trackers \(none,wandb\) must not name others beside none; leave one out"
     ):

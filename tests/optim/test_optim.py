@@ -1,41 +1,23 @@
-"""The schedule as arithmetic; the optimizer's groups and its ready state."""
+"""The optimizer's groups, its ready state, and clipping within its step."""
 
 from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fms_fsdp.config import OptimConfig
+from fms_fsdp.config.optim import OPTIMIZERS
+from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
-from fms_fsdp.optim.schedules import cosine_with_warmup
+from fms_fsdp.parallel.fsdp import clip_grad_norm
 
-
-def rate(step: int, warmup: int = 10, steps: int = 110) -> float:
-    return cosine_with_warmup(step, 2.0, warmup_steps=warmup, num_steps=steps, min_ratio=0.1)
-
-
-def test_linear_warmup_then_half_cosine_then_flat() -> None:
-    assert rate(1) == pytest.approx(0.2)
-    assert rate(10) == pytest.approx(2.0)
-    assert rate(60) == pytest.approx(2.0 * 0.55)
-    assert rate(35) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4))))
-    assert rate(110) == pytest.approx(0.2) and rate(10_000) == pytest.approx(0.2)
-    assert all(rate(step) >= rate(step + 1) for step in range(10, 120))
-
-
-@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (1, 1), (0, 5), (5, 5)])
-def test_short_runs_have_a_rate_at_every_step(warmup: int, steps: int) -> None:
-    assert all(0 < rate(step, warmup, steps) <= 2.0 for step in range(1, steps + 2))
-
-
-def test_default_warmup_is_5_percent_and_at_most_2000() -> None:
-    assert OptimConfig().warmup(1000) == 50
-    assert OptimConfig().warmup(10**6) == 2000
-    assert OptimConfig().warmup(3) == 1
+ALONE = Mesh(ParallelDims("none"), 0, "cpu")
 
 
 def test_matrices_decay_and_norms_do_not() -> None:
@@ -75,15 +57,51 @@ def test_ready_made_state_changes_no_step() -> None:
     assert kept == {key: value.dtype for key, value in reference.state[theirs.weight].items()}
 
 
-def build_each(model: nn.Linear) -> dict[str, list[torch.optim.Optimizer]]:
-    """Optimizers of every kind: with a fused kernel, without, for matrices alone, several in one run."""
-    weights = list(model.parameters())
-    adamw = build_optimizers(OptimConfig(), model).parts
-    plain = (torch.optim.NAdam, torch.optim.Adafactor, torch.optim.RMSprop, torch.optim.Adagrad)
-    found = {kind.__name__: [kind(weights, lr=1e-2)] for kind in plain}
-    muon = [torch.optim.Muon([model.weight], lr=1e-2), torch.optim.AdamW([model.bias], lr=1e-2, fused=True)]
-    slow = [torch.optim.AdamW(weights, lr=1e-2, foreach=False)]
-    return found | {"adamw": list(adamw), "adamw, not fused": slow, "muon and adamw": muon}
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("norm", [0.0, 0.5, 7.0, 1e30])
+def test_clipping_within_the_step_is_that_before_it(
+    norm: float, scale: float, max_norm: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of GPUs divide the gradient by a scale, also by that of the loss; that of the CPU can too."""
+    loss_scale = torch.tensor(scale) if scale > 1 else 1.0
+    weights = []
+    for within in (False, True):
+        monkeypatch.setattr(Optimizers, "clip_by_themselves", within)
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, bias=False)
+        optimizers = build_optimizers(OptimConfig(adam_eps=1.0), model)
+        model.weight.grad = torch.full((4, 4), scale * norm / 4)
+        if within:
+            measured = clip_grad_norm(model.parameters(), 0.0, ALONE) / loss_scale
+        else:
+            measured = clip_grad_norm(model.parameters(), max_norm, ALONE, loss_scale)
+        assert measured == norm or norm > 1e20
+        optimizers.step(lambda base: 0.1, measured, max_norm, loss_scale)
+        weights.append(model.weight.detach())
+    torch.testing.assert_close(weights[0], weights[1])
+
+
+def build_named(name: str, model: nn.Module) -> Optimizers:
+    """The optimizer of that name, also one of the user's own, which makes its state at its first step."""
+    kwargs = ("momentum=0.9",) if name == "sgd" else ()
+    return build_optimizers(OptimConfig(optimizer=name, optimizer_kwargs=kwargs, learning_rate=1e-2), model)
+
+
+class Blocks(nn.Module):
+    """A linear layer whose weight is a matrix of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Linear(4, 4)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.blocks.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.blocks(x)
+        return out
 
 
 def everything(model: nn.Module, optimizers: Optimizers) -> list[torch.Tensor]:
@@ -91,16 +109,16 @@ def everything(model: nn.Module, optimizers: Optimizers) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in [*model.parameters(), *state]]
 
 
-KINDS = list(build_each(nn.Linear(4, 4)))
+NAMES = [name for name in OPTIMIZERS if name != "adamw8bit"] + ["torch.optim:NAdam", "torch.optim:Adafactor"]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_a_step_that_is_not_finite_changes_no_bit_and_the_next_one_does(kind: str, bad: float) -> None:
     """Weights, moments and step counts stay, even if the gradient of this rank is finite."""
     torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizers = Optimizers(model, build_each(model)[kind])
+    model = Blocks()
+    optimizers = build_named(kind, model)
 
     def step(norm: float) -> None:
         (model(torch.ones(2, 4)) * torch.arange(4)).sum().backward()
@@ -120,14 +138,43 @@ def test_a_step_that_is_not_finite_changes_no_bit_and_the_next_one_does(kind: st
     steps = {
         state["step"].item() for part in optimizers.parts for state in part.state.values() if "step" in state
     }
-    assert steps == {2}
+    assert steps == ({2} if kind != "sgd" else set())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+class Skipping(torch.optim.SGD):
+    """Looks, as torch's fused optimizers do, at `found_inf` when it steps."""
+
+    _step_supports_amp_scaling = True
+    seen: torch.Tensor
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.seen = self.found_inf  # type: ignore[attr-defined]
+
+
+class NonBlocking(TorchDispatchMode):
+    """Counts copies that nobody waits for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += bool((kwargs or {}).get("non_blocking"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_verdict_on_a_step_lies_with_the_weights_before_the_step() -> None:
+    """Under CPU offload the norm is on the GPU: a copy on its way would decide by stale memory."""
+    weight = nn.Parameter(torch.zeros(2, device="meta"))
+    part = Skipping([weight], lr=1.0)
+    with NonBlocking() as copies:
+        Optimizers(nn.Module(), [part]).step(lambda base: base, torch.tensor(1.0))
+    assert part.seen.device == weight.device and part.seen.dtype == torch.float32 and copies.count == 0
+
+
+@pytest.mark.parametrize("kind", NAMES)
 def test_a_saved_state_goes_on_as_if_it_had_never_been_saved(kind: str) -> None:
     torch.manual_seed(0)
-    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    runs = [Optimizers(model, build_each(model)[kind]) for model in models]
+    models = [Blocks(), Blocks()]
+    runs = [build_named(kind, model) for model in models]
 
     def step(model: nn.Module, optimizers: Optimizers, value: float) -> None:
         model(torch.full((2, 4), value)).square().sum().backward()

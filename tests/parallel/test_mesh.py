@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fms_fsdp.config import ParallelConfig
+from fms_fsdp.config import ParallelConfig, TrainingConfig
 from fms_fsdp.mesh import AXES, Mesh, ParallelDims, resolve_dims
 from fms_fsdp.parallel.fsdp import global_norm
+from fms_fsdp.runtime import World, group_timeout, start
 from tests.distributed.launch import run_ranks
 
 
@@ -28,6 +30,27 @@ def test_defaults_follow_variant_and_world() -> None:
     assert layout("7b") == layout("llama2_13b") == ParallelDims("hsdp", 2, 4)
     assert layout("70b") == layout("34b") == ParallelDims("fsdp", 1, 8)
     assert layout("7b", world=1, local=1) == ParallelDims("none", 1, 1)
+
+
+def test_zero_stages_are_fsdp_with_two_more_choices() -> None:
+    assert layout(sharding_strategy="zero2") == ParallelDims("zero2", 1, 8, reshard_after_forward=False)
+    one = ParallelDims("zero1", 1, 8, reshard_after_forward=False, sync_each_micro_step=False)
+    assert layout(sharding_strategy="zero1") == one
+    by_flags = layout(sharding_strategy="fsdp", reshard_after_forward=False, sync_each_micro_step=False)
+    assert replace(by_flags, strategy="zero1") == one and one.keeps_weights
+    assert not layout(sharding_strategy="hsdp", sync_each_micro_step=False).sync_each_micro_step
+    assert layout(sharding_strategy="ddp").keeps_weights and not layout().keeps_weights
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("name", ["reshard_after_forward", "sync_each_micro_step"])
+def test_a_flag_that_contradicts_the_strategy_is_refused(strategy: str, name: str) -> None:
+    fits = strategy == "zero2" and name == "sync_each_micro_step"
+    section = ParallelConfig(sharding_strategy=strategy, **{name: fits})  # type: ignore[arg-type]
+    assert section.resolved(name) is fits
+    message = rf"--{name} \({not fits}\) must not contradict --sharding_strategy \({strategy}\), for which"
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(sharding_strategy=strategy, **{name: not fits})  # type: ignore[arg-type]
 
 
 def test_strategies_fill_the_world_in_any_case() -> None:
@@ -47,7 +70,7 @@ def test_strategies_fill_the_world_in_any_case() -> None:
     [
         (
             dict(sharding_strategy="fdsp"),
-            r"--sharding_strategy \(fdsp\) must be one of: fsdp, hsdp, ddp, none",
+            r"--sharding_strategy \(fdsp\) must be one of: fsdp, hsdp, ddp, none, zero1, zero2",
         ),
         (
             dict(sharding_strategy="none"),
@@ -107,3 +130,33 @@ def test_sums_and_norms_count_everything_once_on_a_mesh_of_two_axes() -> None:
     assert {found["rows"] for found in results} == {10}
     expected = (4 * torch.arange(8.0).square().sum()).sqrt().item()
     assert [found["norm"] for found in results] == pytest.approx([expected] * 4)
+
+
+def timeouts_s() -> tuple[list[float], object]:
+    dims, cpu = ParallelDims("ddp", dp_replicate=2), torch.device("cpu")
+    mesh = Mesh(dims, dist.get_rank(), "cpu", group_timeout(ParallelConfig(collective_timeout_s=17)))
+    axes = ("dp_replicate", "dp_shard", "replica", "dp")
+    groups = [mesh._groups[axis] or dist.group.WORLD for axis in axes]
+    found = [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
+    return found, getattr(dist.group.WORLD, "bound_device_id", None)
+
+
+def test_collectives_of_every_axis_give_up_when_the_runs_do() -> None:
+    """torch gives the groups of a mesh of two axes half an hour of their own."""
+    assert run_ranks(timeouts_s, 2) == [([77.0] * 4, None)] * 2
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda", "cpu:gloo,cuda:nccl"), ("cpu", "gloo")])
+def test_the_process_group_is_bound_to_no_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
+) -> None:
+    """A bound one lets torch split groups off with the options of nccl, those of gloo too."""
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, **given: asked.append((name, given.get("device_id")))
+    )
+    world = World(0, 0, 1, 1)
+    start(ParallelConfig(), TrainingConfig(), world, torch.device(device), group=True)
+    assert asked == [(backend, None)]

@@ -5,17 +5,23 @@ tests/distributed/test_sharded_training.py has the world sizes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.flop_counter import FlopCounterMode
 
-from fms_fsdp.config import ParallelConfig, parse_selective_checkpointing
+from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision, parse_selective_checkpointing
 from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.models.flops import recomputed_flops_per_token
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.activation import select_blocks
-from fms_fsdp.parallel.compile import check_compile
+from fms_fsdp.parallel.compile import check_compile, compiles
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import fsdp_policy
@@ -25,9 +31,9 @@ NO_MESH = Mesh(ParallelDims("none"), 0, "cpu")
 CONFIG = LlamaConfig(3, 64, 96, 4, 2, 120, max_seq_len=24)
 
 
-def build(config: LlamaConfig = CONFIG, mixed_precision: bool = False, **flags: object) -> Llama:
+def build(config: LlamaConfig = CONFIG, precision: Precision = FP32, **flags: object) -> Llama:
     section = ParallelConfig(**flags)  # type: ignore[arg-type]
-    return parallelize(config, section, NO_MESH, device=CPU, mixed_precision=mixed_precision, seed=1)
+    return parallelize(config, section, NO_MESH, device=CPU, precision=precision, seed=1)
 
 
 def step(model: Llama, length: int = 24) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -54,25 +60,102 @@ def test_checkpointing_fractions_mean_what_they_say() -> None:
     assert select_blocks(6, Fraction(1, 3)) == [False, False, True] * 2
 
 
-def test_checkpointing_keeps_loss_and_gradients_to_the_last_bit() -> None:
-    loss, gradients = step(build())
-    again, recomputed = step(build(fsdp_activation_checkpointing=True))
+OPS = [("attention", "every_second_product"), ("attention", "products"), ("attention",), ("products",)]
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16])
+@pytest.mark.parametrize(
+    "flags",
+    [dict(recompute="blocks"), dict(fsdp_activation_checkpointing=True)]
+    + [dict(recompute="ops", recompute_ops=kept) for kept in OPS],
+)
+def test_recomputation_keeps_loss_and_gradients_to_the_last_bit(
+    flags: dict[str, object], precision: Precision
+) -> None:
+    loss, gradients = step(build(precision=precision))
+    again, recomputed = step(build(precision=precision, **flags))
     assert torch.equal(loss, again)
     assert all(torch.equal(a, b) for a, b in zip(gradients, recomputed, strict=True))
 
 
+def flops(**flags: object) -> int:
+    """Of the products and the attention of a step."""
+    model = build(**flags)
+    with FlopCounterMode(display=False) as counter:
+        step(model)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("kept", OPS)
+def test_what_is_kept_is_not_computed_again(kept: tuple[str, ...]) -> None:
+    """And what is not kept, is: as many FLOPs as hfu counts. torch does not count attention on CPUs."""
+    repeated = flops(recompute="ops", recompute_ops=kept) - flops()
+    rows, layers = 2 * 24, CONFIG.num_layers
+    expected = rows * recomputed_flops_per_token(CONFIG, 24, layers, (*kept, "attention"))
+    if kept == ("attention",):
+        expected -= 4 * rows * layers * CONFIG.hidden_size  # weights of norms, which multiply no matrix
+    assert repeated == expected
+    assert flops() + repeated <= flops(recompute="blocks")
+
+
+def graphs(cheap: bool) -> list[torch.fx.Graph]:
+    """The graphs of a block's forward and backward pass, as torch's compiler divides them."""
+    found: list[torch.fx.Graph] = []
+
+    def keep(module: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        found.append(module.graph)
+        return module
+
+    torch._dynamo.reset()
+    divide = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=divide)
+    model = build(precision=BF16)
+    with functorch_config.patch(aggressive_recomputation=cheap):
+        for block in model.blocks.values():
+            block.compile(fullgraph=True, dynamic=False, backend=backend)
+        step(model)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cheap_recomputation_keeps_less_and_repeats_no_product() -> None:
+    def products(some: list[torch.fx.Graph]) -> int:
+        names = [str(node.target) for graph in some for node in graph.nodes if node.op == "call_function"]
+        return sum("mm" in name or "dot_product" in name for name in names)
+
+    usual, cheap = graphs(False), graphs(True)
+    assert products(usual) == products(cheap) == 3 * (7 + 2)
+    kept = [len(some[0].output_node().args[0]) for some in (usual, cheap)]
+    assert kept[1] < kept[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_compiler_is_told_to_recompute() -> None:
+    torch._dynamo.reset()
+    usual = saved_bytes(build(use_torch_compile=True))
+    torch._dynamo.reset()
+    model = build(use_torch_compile=True, recompute="cheap")
+    loss, gradients = step(model)
+    assert saved_bytes(model) < usual
+    plain_loss, plain = step(build())
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients, plain, rtol=1e-5, atol=1e-4)
+
+
+def saved_bytes(model: Llama) -> int:
+    """What a forward pass keeps for the backward pass."""
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.zeros(2, 24, dtype=torch.long), torch.zeros(2, 24, dtype=torch.long))
+    return sum(sizes.values())
+
+
 def test_checkpointing_keeps_fewer_activations() -> None:
-    def saved_bytes(model: Llama) -> int:
-        sizes: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(torch.zeros(2, 24, dtype=torch.long), torch.zeros(2, 24, dtype=torch.long))
-        return sum(sizes.values())
-
     none = saved_bytes(build())
     half = saved_bytes(build(fsdp_activation_checkpointing=True, selective_checkpointing="2/3"))
     full = saved_bytes(build(fsdp_activation_checkpointing=True))
@@ -80,21 +163,21 @@ def test_checkpointing_keeps_fewer_activations() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch 2.13's own compiler warns of deprecated calls it makes
-@pytest.mark.parametrize("mixed_precision", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", [FP32, pytest.param(BF16, marks=pytest.mark.slow)])
 def test_blocks_share_one_compilation_beside_that_of_the_loss_and_agree_with_eager(
-    mixed_precision: bool,
+    precision: Precision,
 ) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    loss, gradients = step(build(mixed_precision=mixed_precision))
-    model = build(mixed_precision=mixed_precision, use_torch_compile=True)
+    loss, gradients = step(build(precision=precision))
+    model = build(precision=precision, use_torch_compile=True)
     for _ in range(3):
         model.zero_grad()
         compiled_loss, compiled = step(model)
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
-    tolerance = dict(rtol=3e-2, atol=3e-1) if mixed_precision else dict(rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(compiled_loss, loss, rtol=2e-3 if mixed_precision else 1e-6, atol=0)
+    tolerance = dict(rtol=3e-2, atol=3e-1) if precision == BF16 else dict(rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(compiled_loss, loss, rtol=2e-3 if precision == BF16 else 1e-6, atol=0)
     torch.testing.assert_close(compiled, gradients, **tolerance)
 
 
@@ -112,20 +195,36 @@ def test_clipping_equals_torchs(max_norm: float) -> None:
 
 
 def test_master_weights_stay_fp32_and_inputs_are_not_cast() -> None:
-    policy = fsdp_policy(ParallelConfig(), mixed_precision=True)
+    policy = fsdp_policy(BF16)
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert not policy.cast_forward_inputs  # it would round the rotary table
-    assert fsdp_policy(ParallelConfig(reduce_dtype="bf16"), True).reduce_dtype == torch.bfloat16
-    assert fsdp_policy(ParallelConfig(), mixed_precision=False).param_dtype is None
-    model = build(mixed_precision=True)
+    assert fsdp_policy(replace(BF16, reduce="bf16")).reduce_dtype == torch.bfloat16
+    assert fsdp_policy(FP32).param_dtype is None
+    model = build(precision=BF16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_compile_without_a_compiler_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ValueError, match=r"--use_torch_compile \(True\) needs a C\+\+ compiler"):
-        check_compile(CPU)
+    asked = ParallelConfig(use_torch_compile=True)
+    with pytest.raises(ValueError, match=r"--use_torch_compile \(True\) needs a compiler: g\+\+ is not on"):
+        check_compile(asked, CPU)
+    gpu = torch.device("cuda")
+    with pytest.raises(ValueError, match="gcc is not on the PATH"):
+        check_compile(asked, gpu)
+    assert not compiles(ParallelConfig(), gpu)  # by default only where it can
+
+
+def test_blocks_are_compiled_by_default_on_gpus_only() -> None:
+    assert compiles(ParallelConfig(), torch.device("cuda")) and not compiles(ParallelConfig(), CPU)
+    assert not compiles(ParallelConfig(use_torch_compile=False), torch.device("cuda"))
+
+
+def test_what_the_compiler_recomputes_needs_the_compiler() -> None:
+    with pytest.raises(ValueError, match=r"--recompute \(cheap\) needs --use_torch_compile=True"):
+        check_compile(ParallelConfig(recompute="cheap"), CPU)
+    check_compile(ParallelConfig(recompute="cheap"), torch.device("cuda"))
 
 
 def test_an_attention_backend_the_device_lacks_is_refused() -> None:

@@ -3,35 +3,67 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fms_fsdp.mesh import ParallelDims
+from fms_fsdp.config import BF16, BatchPlan, ParallelConfig
+from fms_fsdp.errors import RunFailed
+from fms_fsdp.mesh import ParallelDims, resolve_dims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.predict import memory
-from fms_fsdp.predict.memory import available_memory, check_memory, estimate_memory
+from fms_fsdp.predict.memory import available_memory, check_memory, estimate_memory, explaining_out_of_memory
 
-CPU = torch.device("cpu")
+CPU, PLAIN = torch.device("cpu"), ParallelConfig()
 
 
 def test_estimate_is_state_over_shards_plus_the_largest_unit() -> None:
     config = VARIANTS["7b"]
     n, block = num_params(config), num_params_by_unit(config)["block"]
-    assert estimate_memory(config, ParallelDims("fsdp", 1, 8)).total == 16 * n // 8 + 4 * block
+    assert estimate_memory(config, ParallelDims("fsdp", 1, 8), PLAIN).total == 16 * n // 8 + 4 * block
     assert (
-        estimate_memory(config, ParallelDims("hsdp", 2, 4), mixed_precision=True).total
+        estimate_memory(config, ParallelDims("hsdp", 2, 4), PLAIN, precision=BF16).total
         == 16 * n // 4 + 2 * block
     )
-    assert estimate_memory(config, ParallelDims("none", 1, 1)).total == 16 * n
-    assert estimate_memory(config, ParallelDims("none", 1, 1), mixed_precision=True).total == (
+    assert estimate_memory(config, ParallelDims("none", 1, 1), PLAIN).total == 16 * n
+    assert estimate_memory(config, ParallelDims("none", 1, 1), PLAIN, precision=BF16).total == (
         16 * n + 2 * num_params_by_unit(config)["embed"]
     )
     tied = VARIANTS["llama3.2_1b"]
-    assert estimate_memory(tied, ParallelDims("ddp", 2, 1)).unit == 4 * (
+    assert estimate_memory(tied, ParallelDims("fsdp", 1, 2), PLAIN).unit == 4 * (
         128256 * 2048 + 2048
     )  # embedding and final norm
+    assert estimate_memory(config, ParallelDims("ddp", 8, 1), PLAIN, precision=BF16).unit == 2 * n
+    grouped = ParallelConfig(fsdp_blocks_per_group=3)
+    assert estimate_memory(config, ParallelDims("fsdp", 1, 8), grouped).unit == 3 * 4 * block
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
+def test_whole_weights_and_gradients_count_where_a_strategy_keeps_them(dtype: str, size: int) -> None:
+    config, section = VARIANTS["7b"], ParallelConfig(sharding_strategy="zero1")
+    n, dims = num_params(config), resolve_dims(section, variant="7b", world_size=8, local_world_size=8)
+    for accum, whole in ((1, 0), (4, size * n - 4 * n // 8)):
+        batch = BatchPlan(1, accum, 8)
+        estimate = estimate_memory(config, dims, section, precision=replace(BF16, reduce=dtype), batch=batch)
+        assert (estimate.unit, estimate.gradients) == (2 * n, whole)
+        assert estimate.total == 2 * n + 16 * n // 8 + whole + estimate.rows
+
+
+def test_what_is_offloaded_must_fit_the_host_and_the_rest_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, section = torch.device("cuda", 0), ParallelConfig(cpu_offload=True)
+    estimate = estimate_memory(VARIANTS["7b"], ParallelDims("fsdp", 1, 2), section)
+    parts = estimate.by_holder(gpu, section)
+    assert [part.total for part in parts.values()] == [estimate.state, estimate.unit]
+    assert list(parts) == [CPU, gpu] and estimate.by_holder(CPU, section) == {CPU: estimate}
+    assert estimate.by_holder(gpu, ParallelConfig()) == {gpu: estimate}
+    monkeypatch.setattr(memory, "available_memory", lambda device, ranks: 2**30)
+    kept = estimate_memory(VARIANTS["7b"], ParallelDims("zero2", 1, 2, reshard_after_forward=False), section)
+    with pytest.raises(
+        ValueError, match=r"25.1 GiB per rank, 0.0 of .*; gather one block at a time \(--shard"
+    ):
+        check_memory(kept.by_holder(gpu, section)[gpu], gpu, 1, "7b")
 
 
 def test_a_model_that_cannot_fit_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,12 +73,15 @@ def test_a_model_that_cannot_fit_is_refused_with_both_figures(monkeypatch: pytes
         ValueError,
         match=r"--model_variant \(70b: 1027.8 GiB per rank, .*\) must fit the 16.0 GiB .* at least 65 ",
     ) as error:
-        check_memory(estimate_memory(VARIANTS["70b"], ParallelDims("none", 1, 1)), CPU, 2, "70b")
+        check_memory(estimate_memory(VARIANTS["70b"], ParallelDims("none", 1, 1), PLAIN), CPU, 2, "70b")
     assert "\n" not in str(error.value)
     check_memory(
-        estimate_memory(replace(VARIANTS["7b"], num_layers=1), ParallelDims("none", 1, 1)), CPU, 2, "7b"
+        estimate_memory(replace(VARIANTS["7b"], num_layers=1), ParallelDims("none", 1, 1), PLAIN),
+        CPU,
+        2,
+        "7b",
     )
-    check_memory(estimate_memory(VARIANTS["7b"], ParallelDims("fsdp", 1, 16)), CPU, 2, "7b")
+    check_memory(estimate_memory(VARIANTS["7b"], ParallelDims("fsdp", 1, 16), PLAIN), CPU, 2, "7b")
 
 
 @pytest.mark.parametrize(
@@ -82,3 +117,33 @@ def test_this_machines_memory_is_shared_among_its_ranks() -> None:
     whole = available_memory(CPU, 1)
     assert 2**28 < whole < 2**46
     assert available_memory(CPU, 4) == pytest.approx(whole / 4, rel=0.2)
+
+
+@pytest.mark.parametrize(("strategy", "flags"), [("none", " --sharding_strategy=fsdp"), ("fsdp", "")])
+def test_the_advice_to_offload_is_a_command_that_runs(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, flags: str
+) -> None:
+    """An unsharded model cannot be offloaded."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with (
+        pytest.raises(RunFailed, match=rf"--cpu_offload=True{flags} moves about"),
+        explaining_out_of_memory(
+            ParallelConfig(), VARIANTS["7b"], ParallelDims(strategy), 1, 4096, BF16, 0, "--run_name=x"
+        ),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_gpu_offers_all_its_memory_and_a_model_that_fills_it_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """8B in fp32 on one GPU of 139.8 GiB: 16 bytes a parameter and one weight in bf16, no copy of all."""
+    faked = SimpleNamespace(total_memory=143_771 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: faked)
+    gpu, dims = torch.device("cuda", 0), ParallelDims("none")
+    assert available_memory(gpu, 8) == faked.total_memory
+    check_memory(estimate_memory(VARIANTS["llama3_8b"], dims, PLAIN, precision=BF16), gpu, 1, "llama3_8b")
+    faked.total_memory = 80 * 2**30
+    check_memory(estimate_memory(VARIANTS["llama3.2_3b"], dims, PLAIN, precision=BF16), gpu, 1, "3b")
+    with pytest.raises(ValueError, match=r"must fit the 80.0 GiB"):
+        check_memory(estimate_memory(VARIANTS["llama3_8b"], dims, PLAIN, precision=BF16), gpu, 1, "8b")

@@ -23,13 +23,13 @@ def limits(folder: Path, spent: dict[str, float], eval_interval: int = 0, **flag
 
 
 def beginning() -> Progress:
-    return Progress(0, 100, rows_per_step=1, tokens_per_step=1, expected_save_s=lambda step: 20.0)
+    return Progress(0, 100, expected_save_s=lambda step: 20.0)
 
 
 def stepped(ends: Limits, spent: dict[str, float], progress: Progress, **parts: float) -> str:
     """A step of a second and so many seconds of other things after it; none of it is waited for."""
     ends.before_step(progress)
-    progress.step += 1
+    progress.count(2, 10)
     zero = torch.zeros(())
     ends.after_step(progress, StepResult(zero, zero, zero, torch.tensor(progress.requests)))
     ends._step_began -= 1.0 + sum(parts.values())
@@ -80,14 +80,14 @@ def test_a_limit_ends_the_launch_with_the_step_that_reaches_it(
 ) -> None:
     """Launches count their own steps, tokens and samples; `--exit_step` counts those of the run."""
     ends = limits(tmp_path, {}, **flags)
-    progress = Progress(10, 100, rows_per_step=2, tokens_per_step=10)
+    progress = Progress(10, 100)
     reasons = [stepped(ends, {}, progress) for _ in range(3)]
     ((flag, value),) = flags.items()
     assert reasons[:2] == ["", ""] and reasons[2].startswith(f"--{flag} ({value})")
 
 
 def test_a_launch_at_its_exit_step_stops_before_a_step(tmp_path: Path) -> None:
-    progress = Progress(5, 100, rows_per_step=1, tokens_per_step=1)
+    progress = Progress(5, 100)
     limits(tmp_path, {}, exit_step=5).before_step(progress)
     assert progress.stop == "--exit_step (5) is reached" and progress.step == 5
 

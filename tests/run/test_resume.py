@@ -20,7 +20,8 @@ from fms_fsdp.config import ModelConfig, TrainConfig, as_dict
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.flags import parse_flags
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.run.resume import Start, check_model, differences, schedule_jump
+from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
+from fms_fsdp.run.resume import Start, check_model, differences, keep_width, kept_corners, schedule_jump
 from tests.cli import ROOT, TINY, events, last_of_each, losses, metrics, run, status, trained
 
 
@@ -122,6 +123,7 @@ def test_every_flag_says_what_it_does_on_resume() -> None:
 
 REFUSED = {
     "--model_variant=194m": "--num_layers (10) must be that of the checkpoint",
+    "--hf_config=x": "--model_variant (tiny) must not be given beside --hf_config",
     "--num_layers=3": "--num_layers (3) must be that of the checkpoint",
     "--hidden_size=256": "--hidden_size (256) must be that of the checkpoint",
     "--ffn_hidden_size=128": "--ffn_hidden_size (128) must be that of the checkpoint",
@@ -133,6 +135,20 @@ REFUSED = {
     "--tie_embeddings=true": "--tie_embeddings (True) must be that of the checkpoint",
     "--norm=layernorm": "--norm (layernorm) must be that of the checkpoint",
     "--pos_emb=learned": "--pos_emb (learned) must be that of the checkpoint",
+    "--activation=gelu": "--activation (gelu) must be that of the checkpoint",
+    "--bias=True": "--bias (True) must be that of the checkpoint",
+    "--head_dim=16": "--head_dim (16) must be that of the checkpoint",
+    "--rope_scaling=linear:2": "--rope_scaling (",
+    "--rope_pct=0.5": "--rope_pct (0.5) must be that of the checkpoint",
+    "--qk_norm=True": "--qk_norm (True) must be that of the checkpoint",
+    "--parallel_residual=True": "--parallel_residual (True) must be that of the checkpoint",
+    "--attn_window=4": "--attn_window (4) must be that of the checkpoint",
+    "--attn_window_pattern=LG": "--attn_window_pattern (LG) has no effect without --attn_window",
+    "--logit_softcap=30": "--logit_softcap (30.0) must be that of the checkpoint",
+    "--z_loss=1e-4": "--z_loss (0.0001) must be that of the checkpoint",
+    "--vocab_multiple_of=100": "--vocab_multiple_of (100) must be that of the checkpoint",
+    "--model_builder=tests.models.test_families:build": "--model_builder (tests.models.test_fam",
+    "--optimizer=sgd": "--optimizer (sgd) must keep the state of the checkpoint",
     "--seed=7": "--seed (7) is 2023 in the checkpoint's data state",
 }
 ON_SHARDS_ONLY = {"sep_token", "packing"}  # tests/data/order/test_history.py
@@ -216,9 +232,13 @@ def test_the_stop_file_stops_and_is_gone_with_the_next_launch(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("flags", "steps"), [(["--num_tokens=1k"], 8), (["--num_samples=7"], 4), ([], 1000)])
 def test_the_length_of_a_run_in_any_unit(flags: list[str], steps: int) -> None:
+    from fms_fsdp.config.ramp import BatchIntervals, BatchRamp
     from fms_fsdp.flags import parse_flags
 
-    assert parse_flags(TrainConfig, flags).training.steps_at(rows=2, seq_length=64) == steps
+    assert (
+        parse_flags(TrainConfig, flags).training.steps_at(BatchIntervals(BatchRamp.to(2)), seq_length=64)
+        == steps
+    )
 
 
 def test_two_units_of_length_are_one_too_many() -> None:
@@ -332,9 +352,28 @@ def test_rotary_positions_take_another_length_and_learned_ones_do_not(tmp_path: 
             check_model(longer, checkpoint)
             continue
         with pytest.raises(
-            ValueError, match=r"--seq_length \(128\) must be that of the checkpoint .* \(64\)"
+            ValueError, match=r"--max_seq_len \(128\) must be that of the checkpoint .* \(64\)"
         ):
             check_model(longer, checkpoint)
+
+
+def test_a_checkpoint_of_an_earlier_release_knows_no_options_and_keeps_its_width(tmp_path: Path) -> None:
+    section = ModelConfig(model_variant="tiny", hidden_size=64)
+    model, new = (
+        resolve_model(section, seq_length=64),
+        ("head_dim", "activation", "bias", "dropout", "z_loss"),
+    )
+    assert model.ffn_hidden_size == 128  # 64 * 352 / 128 = 176, of which the multiple of 128
+    saved = {name: value for name, value in asdict(model).items() if name not in new}
+    checkpoint = Checkpoint(tmp_path / "step_4", {"resolved": {"model": saved | {"ffn_hidden_size": 352}}})
+    kept = keep_width(model, section, checkpoint)
+    assert kept.ffn_hidden_size == 352
+    check_model(kept, checkpoint)
+    given = replace(section, ffn_hidden_size=128)
+    with pytest.raises(
+        ValueError, match=r"--ffn_hidden_size \(128\) must be that of the checkpoint .* \(352\)"
+    ):
+        check_model(keep_width(resolve_model(given, seq_length=64), given, checkpoint), checkpoint)
 
 
 def start_of(cfg: TrainConfig, *, num_steps: int = 1000, fresh_data: bool = False) -> Start:
@@ -366,11 +405,53 @@ def test_a_seed_of_fresh_data_is_said_to_take_effect() -> None:
     ]
 
 
-def test_a_learning_rate_that_reads_the_same_is_not_announced() -> None:
-    cfg = parse_flags(TrainConfig, ["--warmup_steps=10"])
-    assert schedule_jump(cfg, 1000, start_of(cfg)) == ""
-    assert schedule_jump(cfg, 1_000_001, start_of(cfg, num_steps=1_000_000)) == ""
-    assert (
-        schedule_jump(cfg, 2000, start_of(cfg))
-        == "learning rate of step 601: 1.245e-04 -> 2.454e-04 (num_steps 1000 -> 2000)"
+def at_step_600(cfg: TrainConfig, num_steps: int = 1000, schedule: Corners | None = None) -> Start:
+    """The start from a checkpoint of 80 tokens a step; an earlier release kept no `schedule`."""
+    start = start_of(cfg, num_steps=num_steps)
+    assert start.checkpoint is not None
+    state = start.checkpoint.state
+    state["tokens_seen"] = 600 * 80
+    state["resolved"] |= {"batch": {"global_batch_size": 10}, "model": {"max_seq_len": 16}}
+    state["config"]["data"] = {"seq_length": 8}
+    if schedule is not None:
+        state["resolved"]["schedule"] = asdict(schedule)
+    return start
+
+
+def length(num_steps: int) -> Length:
+    return Length(num_steps, 8, lambda step: step * 80)
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--warmup_steps=10"], ["--warmup=400tokens"], ["--lr_schedule=linear"]]
+)
+def test_a_longer_run_moves_no_corner_of_the_schedule(flags: list[str]) -> None:
+    cfg = parse_flags(TrainConfig, flags)
+    first = find_corners(cfg.optim, length(1000))
+    for kept in (first, None) if "tokens" not in str(flags) else (first,):
+        start = at_step_600(cfg, schedule=kept)
+        for num_steps in (700, 1000, 2000):
+            found = kept_corners(cfg.optim, length(num_steps), start)
+            assert found == first
+            assert schedule_jump(Schedule(cfg.optim, found), start) == ""
+
+
+def test_a_changed_flag_of_the_schedule_makes_new_corners_and_is_told() -> None:
+    before, now = (
+        parse_flags(TrainConfig, ["--warmup=10"]),
+        parse_flags(TrainConfig, ["--warmup=10", "--lr_decay=2000"]),
     )
+    start = at_step_600(before, schedule=find_corners(before.optim, length(1000)))
+    corners = kept_corners(now.optim, length(2000), start)
+    assert corners == Corners(False, 10, 10, 2000)
+    told = schedule_jump(Schedule(now.optim, corners), start)
+    assert told == "learning rate of step 601: 1.245e-04 -> 2.454e-04"
+
+
+def test_the_last_phase_of_wsd_moves_with_the_end_until_it_has_begun() -> None:
+    cfg = parse_flags(TrainConfig, ["--lr_schedule=wsd", "--warmup=0.05"])
+    start = at_step_600(cfg, schedule=find_corners(cfg.optim, length(1000)))
+    assert kept_corners(cfg.optim, length(2000), start) == Corners(False, 50, 1800, 2000)
+    begun = Corners(False, 50, 590, 1000)
+    start = at_step_600(cfg, schedule=begun)
+    assert kept_corners(cfg.optim, length(2000), start) == begun

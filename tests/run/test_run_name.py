@@ -16,25 +16,41 @@ from tests.data.corpora import write_corpus
 
 IN_THE_NAME_THOUGH_FREE = {
     "init_std",
+    "residual_scaled_init",
     "logical_shards",
     "ckpt_load_path",
     "resuming_dataset",
     "load_model_only",
+    "init_from_hf",
+    "init_new_tokens",
 }
-OUT_THOUGH_ANNOUNCED = {"num_steps", "num_tokens", "num_samples", "skip_steps"}
+OUT_THOUGH_ANNOUNCED = {"num_steps", "num_tokens", "num_samples", "num_epochs", "skip_steps", "lr_decay"}
 # values that fit where the one made from the default would not; and what a flag needs beside it
 VALUES: dict[str, Any] = {
     "selective_checkpointing": "1/2",
     "datasets": ("a",),
     "data_kwargs": ("a=b",),
     "trackers": ("aim",),
+    "optimizer_kwargs": ("amsgrad=true",),
+    "warmup": "7",
+    "lr_decay": "7",
+    "num_epochs": "2",
+    "rampup_batch_size": (1, 1, 9),
+    "lr_step_size": "7",
+    "lr_schedule": "linear",
+    "min_lr": 1e-6,
+    "rope_scaling": "linear:2",
+    "attn_window_pattern": "LG",
+    "model_builder": "a:b",
 }
 BESIDE: dict[str, dict[str, Any]] = {
     "weights": {"datasets": ("a",)},
     "load_model_only": {"ckpt_load_path": "x"},
+    "attn_window_pattern": {"attn_window": 4},
     **{name: {"keep_last_n": 1} for name in ("keep_every", "keep_best", "keep_steps")},
     "keep_best": {"keep_last_n": 1, "eval_interval": 1},
     "data_kwargs": {"dataset_builder": "a:b"},
+    "export_interval": {"checkpoint_interval": 1},
 }
 
 

@@ -71,7 +71,9 @@ def repo(tmp_path: Path) -> Path:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    """That of the tests, without what SLURM and an earlier test of this process have set."""
+    set_elsewhere = ("SLURM_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(set_elsewhere)}
     return {**kept, "PYTHON": sys.executable, "NPROC_PER_NODE": "1", "LC_ALL": "C", **changes}
 
 

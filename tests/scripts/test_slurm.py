@@ -126,7 +126,7 @@ def test_a_time_limit_is_a_checkpoint_and_a_requeue(
     assert status(job.folder)["status"] == "resume_me"
     job.wait(lambda: job.states() == "PENDING")
     assert pulse(job)[0] == 0 and "WAITING job" in pulse(job)[1]
-    job.wait(job.is_over)
+    job.wait(job.is_over, timeout_s=600)  # a busy machine trains a step or two within a minute
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]
     assert losses(job.folder) == undisturbed
     assert max(record["attempt"] for record in metrics(job.folder).values()) >= 2  # on a busy machine more

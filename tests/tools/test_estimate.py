@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.tools.estimate import EstimateConfig, estimate
+from fms_fsdp.tools.plot_schedule import HEIGHT, WIDTH, plot
 
 
 def test_a_published_run_of_thirteen_billion_parameters() -> None:
@@ -44,11 +48,87 @@ def test_what_interrupts_a_run_is_counted() -> None:
     )  # one in ten days: half a day down, half an interval made again
 
 
+def test_a_ramp_costs_the_time_of_devices_without_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of 10 tokens, 4 a step for 5 steps, 8 for 3 steps, then 16, on 8 devices at 1 token/s each."""
+    sizes: dict[str, Any] = {"seq_length": 10, "batch_tokens": 160, "num_devices": 8, "num_tokens": 600}
+    ramped = EstimateConfig(**sizes, tokens_per_sec_per_device=1.0, rampup_batch_size=(4, 4, 60))
+    plain = EstimateConfig(**sizes, tokens_per_sec_per_device=1.0)
+    assert (ramped.num_steps, plain.num_steps) == (5 + 3 + 2, 4)
+    lost = estimate(ramped).plain_days - estimate(plain).plain_days
+    assert lost * 86400 == pytest.approx(5 * 4 * 10 / 8), "half of the devices wait for five steps"
+    argv = "estimate --num_tokens=300B --seq_length=2048 --batch_tokens=2097152 --tflops=60"
+    assert main([*argv.split(), "--rampup_batch_size=16,16,5_000_000"]) == 0
+    told = capsys.readouterr().out
+    assert "161,624 steps" in told and "1,008 rows for 79 steps, to step 23,456 and 5,000,528 rows" in told
+    with pytest.raises(ValueError, match=r"--rampup_batch_size \(3,4,60\) must lead from 3 rows"):
+        EstimateConfig(**sizes, tflops=1.0, rampup_batch_size=(3, 4, 60))
+
+
 def test_the_command_prints_a_range(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["estimate", "--model_variant=7b", "--num_tokens=1T", "--num_devices=64", "--tflops=400"]) == 0
     )
     assert "between 2" in capsys.readouterr().out
+
+
+N = 6_738_415_616  # parameters of 7b
+HSDP = "--num_devices=64 --grad_accum_steps=4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "held", "sent"),  # weights, gathered, gradients, optimizer; by axis
+    [
+        (
+            HSDP,
+            (4 * N / 8, 2 * 202_383_360, 4 * N / 8, N),
+            {"dp_shard": 7 / 8 * 4 * (2 * (N + 32 * 202_383_360) + 4 * N), "dp_replicate": 7 / 8 * N},
+        ),
+        (
+            f"{HSDP} --sharding_strategy=zero1 --reduce_dtype=bf16",
+            (4 * N / 64, 2 * N, 2 * N, N / 8),
+            {"dp_shard": 63 / 64 * 4 * N},
+        ),
+        ("--sharding_strategy=ddp", (4 * N, 2 * N, 4 * N, 8 * N), {"dp_replicate": 7 / 8 * 8 * N}),
+        ("--num_devices=1 --mixed_precision=False", (4 * N, 0, 4 * N, 8 * N), {}),
+    ],
+)
+def test_what_a_rank_holds_and_sends(
+    flags: str, held: tuple[float, ...], sent: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", "--tflops=400", *flags.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    weights, gathered, gradients, state = (f"{size / 2**30:.3g}" for size in held)
+    own = f"weights {weights}, gathered {gathered}, gradients {gradients}, optimizer {state}"
+    assert lines[1] == f"memory, GiB a rank: {own}"
+    over = ", ".join(f"{axis} {size / 2**30:.3g}" for axis, size in sent.items())
+    assert (lines[2] == f"network, GiB sent by a rank in a step: {over}") is bool(sent)
+
+
+def test_the_schedule_is_drawn_in_the_terminal_or_on_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["estimate", "--plot_schedule", "--lr_schedule=linear", "--warmup=0.5", "--min_lr_ratio=0"]
+    assert main([*argv, "--num_tokens=100M", "--batch_tokens=1M"]) == 0
+    first, *rows, batch, last = capsys.readouterr().out.splitlines()
+    assert first == "learning rate, 0 to 3e-4" and len(rows) == HEIGHT
+    widths = [len(row.strip()) for row in rows]
+    assert widths == sorted(widths) and widths[-1] == WIDTH - 1 and len(set(widths)) == HEIGHT
+    assert (batch, last) == ("batch, tokens: 1M in every step", "from step 1 to step 100, 100,000,000 tokens")
+    page = tmp_path / "new" / "page.html"
+    assert main([*argv, f"--output={page}", "--num_tokens=100M", "--batch_tokens=1M"]) == 0
+    content = page.read_text()
+    assert content.count('<svg class="chart"') == 3 and "linear, 100 steps" in content
+    assert " 50 0.0003 " in content and "100 0" in content and "100000000 0" in content
+    assert capsys.readouterr().out == f"{page}\n"
+
+
+def test_a_plot_is_columns_of_eighths() -> None:
+    values = [number / (WIDTH - 1) for number in range(WIDTH)]
+    rows = plot("ramp", values, 1).splitlines()[1:]
+    assert [len(row) for row in rows] == [WIDTH] * HEIGHT and "".join(row[-1] for row in rows) == "█" * HEIGHT
+    filled = [sum(" ▁▂▃▄▅▆▇█".index(row[column]) for row in rows) for column in range(WIDTH)]
+    assert filled == pytest.approx([8 * HEIGHT * value for value in values], abs=0.5 + 1e-9)
+    assert plot("flat", [2.0, 2.0], 3) == "flat: 2 in every step"
 
 
 def test_a_rate_is_needed_and_only_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,3 +137,10 @@ def test_a_rate_is_needed_and_only_one(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["estimate", "--tflops=1", "--tokens_per_sec_per_device=1"]) == 2
     assert main(["estimate", "--tflops=1", "--model_variant=17b"]) == 2
     assert "17b" in capsys.readouterr().err
+    assert main(["estimate", "--tflops=1", "--output=page.html"]) == 2
+    assert "--output (page.html) has no effect without --plot_schedule" in capsys.readouterr().err
+    assert main(["estimate", "--plot_schedule", "--num_tokens=10M", "--warmup=100"]) == 2
+    assert "the warm-up must not end" in capsys.readouterr().err
+    assert main(["estimate", "--tflops=1", "--num_devices=4", "--sharding_strategy=none"]) == 2
+    out, err = capsys.readouterr()
+    assert "--sharding_strategy (none) is for one process" in err and not out

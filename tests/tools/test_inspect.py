@@ -233,6 +233,39 @@ def test_step_prints_each_row_and_the_fingerprint(files: Files, capsys: pytest.C
     assert printed.count("\nrow ") == 4 and records[0]["data_fingerprint"] in printed
 
 
+def test_step_shows_how_the_text_of_each_document_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = "A\x1b[2Jtable\tof 漢字\u202e, " * 40
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": document}) + "\n")
+    data = f"--data_path={tmp_path / 'out'}"
+    assert (
+        command(["prepare", str(tmp_path / "x.jsonl"), f"--output={tmp_path / 'out'}", "--tokenizer=byte"])
+        == 0
+    )
+    argv = ["inspect", "step", data, "--seq_length=128", "--global_batch_size=2", "--step=1", "--text"]
+    capsys.readouterr()
+    assert command([*argv, "--json"]) == 0
+    for record in map(json.loads, capsys.readouterr().out.splitlines()):
+        for piece in record["pieces"]:
+            whole = document.encode()[piece["start"] : piece["stop"]].decode(errors="replace")
+            assert piece["text"] and whole.startswith(piece["text"].rstrip("\ufffd"))
+    assert command(argv) == 0
+    printed = capsys.readouterr().out
+    assert r"\x1b[2Jtable\tof 漢字\u202e, A" in printed and printed.replace("\n", "").isprintable()
+    assert max(map(len, printed.splitlines())) < 110
+
+
+def test_text_without_a_tokenizer_is_refused_in_one_line(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [f"--data_path={files.root}", "--seq_length=32", "--global_batch_size=4", "--step=9", "--text"]
+    assert command(["inspect", "step", *argv]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("inspect step: error: --text (True) needs the tokenizer that prepare puts")
+    assert told.count("\n") == 1
+
+
 def test_find_prints_when_a_document_is_seen(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [
         f"--data_path={files.root}",
@@ -340,7 +373,7 @@ def test_plan_warns_of_more_than_a_hundredth_of_masked_labels(
 def test_a_picture_without_matplotlib_names_the_remedy(
     files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     argv = [f"--data_path={files.root}", "--seq_length=32", "--global_batch_size=4", "--num_steps=20"]
     assert command(["inspect", "plan", *argv, "--plot=plan.png"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from fms_fsdp.__main__ import main
-from fms_fsdp.tools.report.charts import _draw_mixture, smoothed
+from fms_fsdp.config.values import short
+from fms_fsdp.tools.report import page as page_module
 from fms_fsdp.tools.report.history import differences, read_run
+from fms_fsdp.tools.report.panels import build_panels
+from fms_fsdp.tools.report.svg import Axis
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
-
-
+needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on PATH")
 CHARTS = "loss_by_step loss_by_tokens lr grad_norm throughput utilization memory time mixture".split()
+TEMPLATE = Path(page_module.__file__).with_name("page.html").read_text()
 
 
 def report(attempt: int, step: int, loss: float | None) -> dict[str, Any]:
@@ -97,7 +104,7 @@ def test_steps_behind_a_restart_are_told_by_the_later_launch_alone(restarted: Pa
     run = read_run(restarted)
     assert list(run.reports) == [10, 20, *range(26, 61)] and list(run.validations) == [20, 60]
     assert run.reports[30]["attempt"] == 2 and run.restarts == [25]
-    assert run.series("lr", "tokens_seen")[0][:3] == [1000, 2000, 2600]
+    assert run.series("lr", "tokens_seen")[0][:3].tolist() == [1000, 2000, 2600]
     assert run.seconds == (1050 - 1010) + (2060 - 2026) + 3.5 + 1.5
 
 
@@ -108,8 +115,22 @@ def test_a_report_and_a_validation_of_one_step_stand_side_by_side(tmp_path: Path
 
 
 def test_a_loss_that_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
-    run = read_run(make_run(tmp_path / "run", [report(1, 1, 3.0), report(1, 2, None)]))
-    assert run.series("loss") == ([1], [3.0])
+    lines = [report(1, step, None if step in (3, 4) else 3.0 + step / 10) for step in range(1, 7)]
+    run = read_run(make_run(tmp_path / "run", lines))
+    assert np.isnan(run.series("loss")[1]).tolist() == [False, False, True, True, False, False]
+    assert run.numbers("loss") == pytest.approx([3.1, 3.2, 3.5, 3.6])
+    assert main(["report", str(tmp_path / "run")]) == 0
+    path, values = drawn(tmp_path / "run" / "report.html", "loss_by_step", "loss = loss_mean")
+    assert path.count("M") == 2 and path.count("L") == 2 and values == {1: 3.1, 2: 3.2, 5: 3.5, 6: 3.6}
+
+
+def drawn(page: Path, chart: str, label: str) -> tuple[str, dict[float, float]]:
+    """The path of a curve, and its values by place."""
+    svg = page.read_text().split(f'<svg class="chart" id="{chart}"')[1].split("</svg>")[0]
+    found = re.search(rf'data-label="{re.escape(label)}" data-values="([^"]*)" d="([^"]*)"', svg)
+    assert found is not None, svg[:2000]
+    numbers = list(map(float, found[1].split()))
+    return found[2], dict(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def test_a_line_still_being_written_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:
@@ -156,24 +177,65 @@ def test_a_page_is_made_of_any_name_and_of_sparse_records(
     (folder / "status.json").write_text('{"status": "running", "step": null}')
     (folder / "config.old.json").write_text("{}")
     (folder / "config.json").write_text("[1]")
-    assert main(["report", str(folder)]) == 0, capfd.readouterr().err
+    assert main(["report", str(folder), "--png"]) == 0, capfd.readouterr().err
     assert r"$\frac{$" in (folder / "report.html").read_text()
 
 
-def test_smoothing_is_the_weighted_mean_of_what_went_before() -> None:
-    values, weight = [3.0, 1.0, 4.0, 1.0, 5.0], 0.6
-    for i, found in enumerate(smoothed(values, weight)):
-        weights = [weight ** (i - j) for j in range(i + 1)]
-        assert found == pytest.approx(
-            sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
-        )
+def test_a_page_of_very_many_reports_stays_small_and_keeps_the_extremes(tmp_path: Path) -> None:
+    steps = range(1, 60_001)
+    lines = [
+        {"step": step, "tokens_seen": 8 * step, "loss": 3 + math.sin(step), "loss_mean": 3 - step / 1e5}
+        for step in steps
+    ]
+    lines[1234]["loss"], lines[45_678]["loss"], lines[45_700]["loss"] = 9.5, 0.25, None
+    assert main(["report", str(make_run(tmp_path / "run", lines))]) == 0
+    page = tmp_path / "run" / "report.html"
+    path, values = drawn(page, "loss_by_step", "loss")
+    assert values[1235] == 9.5 == max(values.values()) and values[45_679] == 0.25 == min(values.values())
+    assert path.count("M") == 2 and len(values) < 2100 and page.stat().st_size < 1_000_000
+    _, means = drawn(page, "loss_by_step", "loss_mean")
+    edge = sorted(means)[1]
+    first = np.array([line["loss_mean"] for line in lines[int(min(means)) : int(edge)]])
+    assert means[edge] == pytest.approx(first.mean(), rel=1e-4) and len(means) <= 400
 
 
 def test_the_shares_of_the_sources_add_up_to_one(restarted: Path) -> None:
-    axes = Figure().subplots()
-    _draw_mixture(read_run(restarted), axes)
-    outline = np.concatenate([path.vertices for path in axes.collections[-1].get_paths()])
-    assert len(axes.collections) == 2 and outline[:, 1].max() == pytest.approx(1.0)
+    mixture = {panel.name: panel for panel in build_panels([read_run(restarted)])}["mixture"]
+    assert [series.label for series in mixture.series] == ["web", "code"]
+    shares = np.array([series.y for series in mixture.series])
+    assert shares[:, -1] == pytest.approx([0.75, 0.25]) and shares.sum(axis=0) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [(0, "0"), (0.0005, "5e-4"), (-0.25, "-0.25"), (0.3 - 1e-17, "0.3"), (12_500, "12.5k"), (7e12, "7T")],
+)
+def test_numbers_on_axes_are_short(value: float, words: str) -> None:
+    assert short(value) == words
+
+
+@pytest.mark.parametrize(
+    "low, high, is_log, ticks",
+    [
+        (0, 10, False, "0 2 4 6 8 10"),
+        (3.2, 7.3, False, "4 5 6 7"),
+        (-1e-4, 3e-4, False, "-1e-4 0 1e-4 2e-4 3e-4"),
+        (900, 1e6, True, "1k 3k 10k 30k 100k 300k 1M"),
+        (3, 7, True, "3 4 5 6 7"),
+        (1e-9, 1e9, True, "1e-9 1e-6 0.001 1 1k 1M 1B"),
+    ],
+)
+def test_an_axis_has_a_few_round_ticks(low: float, high: float, is_log: bool, ticks: str) -> None:
+    found = Axis(low, high, 0, 100, is_log).ticks()
+    assert " ".join(words for _, words in found) == ticks
+    assert all(-1e-6 <= place <= 100 + 1e-6 for place, _ in found)
+
+
+def test_a_curve_that_hides_another_is_named_beside_it(restarted: Path) -> None:
+    lines = [{**report(1, step, 3.0), "hfu": 0.5} for step in (1, 2)]
+    run = read_run(make_run(restarted.parent / "same", lines))
+    utilization = {panel.name: panel for panel in build_panels([run])}["utilization"]
+    assert [series.label for series in utilization.series] == ["mfu = hfu", "mfu_matmul"]
 
 
 def test_differences_are_the_flags_that_are_not_the_same_in_all() -> None:
@@ -193,33 +255,98 @@ def test_differences_are_the_flags_that_are_not_the_same_in_all() -> None:
 
 
 def test_the_page_of_one_run_has_its_charts_tables_and_nothing_from_elsewhere(restarted: Path) -> None:
+    (restarted / "samples.txt").write_text("Once <upon> a time")
     assert main(["report", str(restarted), "--png=True"]) == 0
     page = (restarted / "report.html").read_text()
-    assert [name for name in re.findall(r'<g id="([^"]+)">', page) if name in CHARTS] == CHARTS
-    assert page.count("</svg>") == 1 and [path.name for path in restarted.glob("*.png")] == ["report.png"]
+    assert re.findall(r'<svg class="chart" id="([^"]+)"', page) == CHARTS
+    assert [path.name for path in restarted.glob("*.png")] == ["report.png"]
+    cards = dict(re.findall(r'<div class="card">([^<]*)<b>([^<]*)</b>', page))
+    assert cards == {
+        "validation loss": "3.5000",
+        "mean loss": "3.4000",
+        "tokens": "6k",
+        "tokens/s": "100",
+        "MFU": "50.0%",
+        "time": "0:01:19",
+    }
     for text in (
-        "restart of restarted",
-        "restarted eval/web",
-        "3.5000, 3.5000",
-        "1,234,567",
-        "2 x cpu",
+        "finished &lt;60&gt; steps",
+        "num_params 1234567",
+        "2 x CPU",
         "torch 2.13.0",
+        "<tr><th>flag</th><th>config.1.json</th><th>config.2.json</th></tr>",
+        "<tr><td>learning_rate</td><td>0.1</td><td>0.2</td></tr>",
+        "<pre>Once &lt;upon&gt; a time</pre>",
+        "<span>--learning_rate=0.2</span>",
+        "<td>launch_s 3.5, load_s 1.5</td>",
+        "<tr><td>web</td><td>–</td><td>4.5k</td><td>–</td><td>3.5</td><td>9</td><td>–</td></tr>",
     ):
         assert text in page, text
-    assert "finished: finished &lt;60&gt; steps" in page and "<60>" not in page
-    assert "<tr><td>learning_rate</td><td>0.1</td><td>0.2</td></tr>" in page
+    assert "<60>" not in page and ">restart</li>" in page
+    began = [
+        row for row in re.findall(r"<tr><td>(.*?)</td></tr>", page) if "0:00:3" in row or "0:00:4" in row
+    ]
+    assert [row.split("</td><td>")[0] for row in began] == ["1", "2"] and "1970-01-01" in began[1]
+    assert began[1].endswith("<td>26</td><td>60")
     links = set(re.findall(r'(?:src|href|url)\s*[=(]\s*["\']?((?!#)[^"\')\s>]+)', page))
     assert not [link for link in links if not link.startswith(("#", "data:"))], links
 
 
-def test_several_runs_share_their_charts(tmp_path: Path, restarted: Path) -> None:
+def test_names_of_runs_and_sources_may_hold_any_sign(tmp_path: Path) -> None:
+    name = "<b>&\"x'$title $content"
+    line = {**report(1, 1, 3.0), f"tokens/{name}": 3}
+    folder = make_run(tmp_path / name.replace("/", ""), [line, {"step": 1, f"eval/{name}/loss": 3.0}])
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert "<b>&" not in page and page.count("&lt;b&gt;&amp;&quot;x&#x27;$title $content") > 5
+
+
+def test_several_runs_open_with_what_differs_and_share_their_charts(tmp_path: Path, restarted: Path) -> None:
     other = make_run(tmp_path / "other", [report(1, step, 3.0) for step in (1, 2)], (0.3,))
     output = tmp_path / "new" / "page.html"
     assert main(["report", str(restarted), str(other), f"--output={output}"]) == 0
     page = output.read_text()
-    assert "<tr><td>learning_rate</td><td>0.2</td><td>0.3</td></tr>" in page
-    for name in ("time_restarted", "time_other", "mixture_other", "loss_by_step"):
-        assert f'<g id="{name}">' in page
+    places = [
+        page.index(text)
+        for text in (
+            "<h2>Flags that differ</h2>",
+            "<tr><td>learning_rate</td><td>0.2</td><td>0.3</td></tr>",
+            "<h2>Results</h2>",
+            "<tr><td>restarted</td><td>3.5000</td><td>3.4000</td>",
+            "<tr><td>other</td><td>–</td><td>3.0000</td>",
+            '<svg class="chart" id="loss_by_step"',
+            'id="time_restarted"',
+            'id="mixture_other"',
+            "<h1>other</h1>",
+        )
+    ]
+    assert places == sorted(places)
+    labels = re.findall(r'<path class="line c(\d)"[^>]* data-label="([^"]+)"', page.split('id="lr"')[0])
+    assert labels[:3] == [("0", "restarted loss_mean"), ("0", "restarted eval/web"), ("1", "other loss_mean")]
+
+
+def test_text_has_contrast_in_both_schemes() -> None:
+    light, dark = (
+        dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", block))
+        for block in re.findall(r":root \{(.*?)\}", TEMPLATE, re.S)
+    )
+    assert set(light) == set(dark) == {"paper", "card", "ink", "muted", "line", *(f"s{i}" for i in range(8))}
+    for scheme in (light, dark):
+        for ground in (scheme["paper"], scheme["card"]):
+            assert min(contrast(scheme["ink"], ground), contrast(scheme["muted"], ground)) >= 4.5
+            assert min(contrast(scheme[f"s{i}"], ground) for i in range(8)) >= 3
+    colors = set(re.findall(r"[{;\s]color: ([^;]+);", TEMPLATE))
+    assert all(re.fullmatch(r"var\(--(ink|muted|s\d)\)", color) for color in colors), colors
+
+
+def contrast(first: str, second: str) -> float:
+    """The ratio of the WCAG, from 1 to 21."""
+    lights = []
+    for color in (first, second):
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        lights.append(0.05 + float(np.dot(linear, (0.2126, 0.7152, 0.0722))))
+    return max(lights) / min(lights)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +358,8 @@ def test_several_runs_share_their_charts(tmp_path: Path, restarted: Path) -> Non
             lambda folder: [str(make_run(folder / "new", []))],
             "metrics.jsonl holds no report yet; wait for its first",
         ),
-        (lambda folder: ["--smoothing=2", "x"], "--smoothing (2) must be at most 0.999"),
+        (lambda folder: ["--port=70000", "x"], "--port (70000) must be at most 65,535"),
+        (lambda folder: ["x", "--serve", "--png"], "--serve (True) writes no file; leave"),
     ],
 )
 def test_what_cannot_be_drawn_is_told_in_one_line(
@@ -242,12 +370,15 @@ def test_what_cannot_be_drawn_is_told_in_one_line(
     assert message in error and error.count("\n") == 1
 
 
-def test_a_report_without_matplotlib_names_the_remedy(
+def test_only_the_picture_needs_matplotlib(
     restarted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["report", str(restarted)]) == 2
-    error = "report: error: report needs matplotlib, which is not installed; pip install matplotlib\n"
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["report", str(restarted)]) == 0
+    assert capsys.readouterr() == (f"{restarted / 'report.html'}\n", "")
+    assert main(["report", str(restarted), "--png"]) == 2
+    error = "report: error: --png needs matplotlib, which is not installed; pip install matplotlib\n"
     assert capsys.readouterr() == ("", error)
 
 
@@ -262,27 +393,104 @@ def test_what_is_no_run_beside_runs_is_left_out_with_a_note(
     assert err.startswith(f"note: left out: run ({tmp_path / 'no_run'}) must be a run folder")
 
 
+def test_a_served_page_follows_the_run_until_ctrl_c(restarted: Path) -> None:
+    command = [sys.executable, "-m", "fms_fsdp", "report", str(restarted), "--serve", "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            address = server.stdout.readline().split()[0]
+            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
+            before = urlopen(address, timeout=30).read().decode()
+            assert "step 60 of 60" in before and '<body data-refresh="5">' in before
+            assert urlopen(address, timeout=30).read().decode() == before
+            with open(restarted / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(report(2, 61, 2.5)) + "\n")
+            assert "step 61 of 60" in urlopen(address, timeout=30).read().decode()
+            taken = [*command[:-1], f"--port={address.rstrip('/').rpartition(':')[2]}"]
+            second = subprocess.run(taken, capture_output=True, text=True, timeout=60)
+            assert second.returncode == 2 and "must be free on --host (127.0.0.1)" in second.stderr
+            server.send_signal(signal.SIGINT)
+            out, err = server.communicate(timeout=30)
+        finally:
+            server.kill()
+    assert (server.returncode, err) == (0, "") and out == "report: the server has ended; the run goes on\n"
+    assert not (restarted / "report.html").exists()
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on PATH")
-def test_a_browser_draws_the_page_from_disk(restarted: Path) -> None:
-    assert main(["report", str(restarted)]) == 0
-    page = restarted / "report.html"
-    page.write_text(
-        page.read_text().replace(
-            "</body>",
-            f"<script>document.title = {CHARTS}.map(name => document.getElementById(name))"
-            ".map(g => g.getBoundingClientRect().width > 100 && g.querySelectorAll('path').length > 5).join()"
-            "</script></body>",
-        )
-    )
+def test_the_page_of_a_long_run_takes_a_few_seconds(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [report(1, step, 3.0) for step in range(1, 20_001)])
+    begin = time.process_time()
+    assert main(["report", str(folder)]) == 0
+    assert time.process_time() - begin < 5
+
+
+def browse(page: Path, width: int, scheme: str, script: str, *more: str) -> str:
+    """Shows the page in a window of that width; returns what the script gives, if the DOM is asked for."""
+    shown, frame = page.with_name("shown.html"), page.with_name("frame.html")
+    answer = f"<script>addEventListener('load', () => parent.postMessage(String({script}), '*'))</script>"
+    shown.write_text(page.read_text().replace("</body>", f"{answer}</body>"))
+    frame.write_text(
+        "<!DOCTYPE html><title>none</title><script>onmessage = e => document.title = e.data</script>"
+        '<body style="margin: 0"><iframe src="shown.html"'
+        f' style="border: 0; width: {width}px; height: 2500px">'
+    )  # a frame, because windows are at least 500 pixels wide
     command = [
         BROWSER,
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
-        "--dump-dom",
-        f"--user-data-dir={restarted}/b",
+        "--hide-scrollbars",
+        "--virtual-time-budget=3000",
     ]
-    result = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=90)
+    command += [f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}"]
+    command += [f"--user-data-dir={page.parent / 'browser'}", f"--window-size={max(width, 500)},2500"]
+    result = subprocess.run([*command, *more, frame.as_uri()], capture_output=True, text=True, timeout=90)
     title = re.search(r"<title>([^<]*)</title>", result.stdout)
-    assert title is not None and title[1] == ",".join(["true"] * 9), result.stderr[-2000:]
+    return title[1] if title else result.stderr
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_draws_the_page_from_disk(restarted: Path, width: int, scheme: str) -> None:
+    (restarted / "samples.txt").write_text("word" * 500)
+    assert main(["report", str(restarted)]) == 0
+    picture = restarted / "picture.png"
+    browse(restarted / "report.html", width, scheme, "0", f"--screenshot={picture}")
+    pixels = (imread(picture)[:, :width, :3] * 255).round()
+    variables = re.findall(r":root \{(.*?)\}", TEMPLATE, re.S)[scheme == "dark"]
+    for name, at_least in (("paper", 10_000), ("card", 50_000), ("s0", 150), ("s1", 80)):
+        value = re.search(rf"--{name}: #(\w+);", variables)
+        assert value is not None
+        color = [int(value[1][i : i + 2], 16) for i in (0, 2, 4)]
+        assert (np.abs(pixels - color).max(axis=2) < 12).sum() > at_least, name
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_phone_shows_all_charts_and_nothing_sideways(restarted: Path) -> None:
+    (restarted / "samples.txt").write_text("word" * 500)
+    assert main(["report", str(restarted)]) == 0
+    script = (
+        f"[document.documentElement.scrollWidth, innerWidth, {CHARTS}.filter(name =>"
+        " (box => box.width > 300 && box.left >= 0 && box.right <= 400 && box.height > 100)"
+        "(document.getElementById(name).getBoundingClientRect())).length]"
+    )
+    assert browse(restarted / "report.html", 400, "light", script, "--dump-dom") == f"400,400,{len(CHARTS)}"
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_pointer_over_a_chart_shows_the_values_there(restarted: Path) -> None:
+    assert main(["report", str(restarted)]) == 0
+    script = (
+        "(chart => { const box = chart.getBoundingClientRect();"
+        " const place = {bubbles: true, clientX: box.right - 12, clientY: box.top + 40};"
+        " chart.dispatchEvent(new PointerEvent('pointermove', place));"
+        " return document.querySelector('.tip').innerText.replace(/\\s+/g, ' ') })"
+        "(document.getElementById('loss_by_step'))"
+    )
+    shown = browse(restarted / "report.html", 1280, "light", script, "--dump-dom")
+    assert shown == "step 60 loss = loss_mean 3.4 eval/web 3.5"

@@ -146,5 +146,5 @@ def test_out_of_memory_says_which_flags_would_help(tmp_path: Path) -> None:
     assert result.returncode == 1 and "Traceback" not in result.stderr
     reason = status(tmp_path)["reason"]
     assert reason.startswith("out of memory (") and "can't allocate memory" in reason
-    for flag in ("--fsdp_activation_checkpointing=True", "--batch_size=128", "--seq_length=1024"):
+    for flag in ("--recompute=cheap", "--recompute=blocks", "--batch_size=128", "--seq_length=1024"):
         assert flag in reason

@@ -2,17 +2,18 @@
 a checkpoint keeps.
 
 Steps are 1-based. The run is a row of *segments*; segment k holds from step `after_k + 1` on, with its own
-weights and global batch B_k. Global sequence numbers g run on through all segments:
+weights and global batch; a batch that grows (a ramp) is one segment. Global sequence numbers g run on through
+all segments:
 
-    g(t)     = g_k + (t - 1 - after_k) * B_k, moved past the skipped ranges of g
+    g(t)     = g_k + rows of the steps after_k + 1 to t - 1, moved past the skipped ranges of g
     source   = mixture_k(g - g_k)                    the u-th sequence of the segment
     n        = base_k[source] + its number in the segment
     base_k+1 = base_k + what each source supplied in [g_k, g_k+1)
 
 Invariant: each source's numbers n run on without gap or repeat through all segments, also for a source that
-was dropped and returns. Only (after, batch, quotas, seq_length) of each segment and the skipped ranges are
-kept; g_k and base_k follow from them. Where a sequence of a new length lies in its source is the business of
-`source_order`.
+was dropped and returns. Only (after, batch, ramp, quotas, seq_length) of each segment and the skipped ranges
+are kept; g_k and base_k follow from them. Where a sequence of a new length lies in its source is the business
+of `source_order`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fms_fsdp.config.ramp import BatchIntervals, BatchRamp
 from fms_fsdp.data.order.mixture import NUM_SLOTS, Mixture
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.order.tapes import MAX_ROWS
@@ -37,18 +39,36 @@ MAX_STEPS = 1 << 40
 
 @dataclass
 class Segment:
-    """Steps after + 1, after + 2, ... of one mixture, batch and length; `first` is g_k, `base` is base_k."""
+    """Steps after + 1, after + 2, ... of one mixture, batch and length; `first` is g_k, `base` is base_k.
+
+    `rampup`: start, increment and samples of the ramp to `batch`, if there is one; `planned`: the rows of all
+    steps before, skipped ones not counted.
+    """
 
     after: int
     batch: int
     quotas: dict[str, int]
     seq_length: int
+    rampup: tuple[int, ...] = ()
     first: int = 0
+    planned: int = 0
     base: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def mixture(self) -> Mixture[str]:
         return Mixture(self.quotas)
+
+    @cached_property
+    def _intervals(self) -> BatchIntervals:
+        return BatchIntervals(BatchRamp.to(self.batch, self.rampup), self.planned)
+
+    def rows_before(self, step: int) -> int:
+        """Returns the rows of the segment's steps before `step`."""
+        return self._intervals.rows_of(step - 1 - self.after)
+
+    def batch_at(self, step: int) -> int:
+        """Returns the rows of a step of this segment."""
+        return self.rows_before(step + 1) - self.rows_before(step)
 
     def supplied(self, g: int) -> dict[str, int]:
         """Returns how many sequences each source has supplied to all steps before the global sequence g."""
@@ -110,8 +130,8 @@ class History:
         """Returns the sequences of `num_steps` steps from `step` (>= 1) on, as if the mixture of `step` held
         in all of them."""
         segment = self.segment(step)
-        first = segment.first + (step - 1 - segment.after) * segment.batch
-        g = self._pass_skipped(segment, first + np.arange(num_steps * segment.batch))
+        planned = np.arange(segment.rows_before(step), segment.rows_before(step + num_steps))
+        g = self._pass_skipped(segment, segment.first + planned)
         source, number = segment.mixture(g - segment.first)
         base: I64 = np.array([segment.base.get(name, 0) for name in segment.mixture.names], dtype=np.int64)
         return Rows(segment.mixture.names, source, base[source] + number)
@@ -149,12 +169,14 @@ class History:
                 at = after
         return tokens
 
-    def change(self, after: int, batch: int, quotas: Mapping[str, int], seq_length: int) -> list[str]:
-        """Lets another batch, mixture or length hold from step after + 1 on; returns what changed, in words,
-        [] if nothing."""
+    def change(
+        self, after: int, batch: int, quotas: Mapping[str, int], seq_length: int, rampup: tuple[int, ...] = ()
+    ) -> list[str]:
+        """Lets another batch, ramp, mixture or length hold from step after + 1 on; returns what changed, in
+        words, [] if nothing."""
         last = self.segments[-1]
         assert after >= last.after, (after, last.after)
-        segment = Segment(after, batch, dict(quotas), seq_length)
+        segment = Segment(after, batch, dict(quotas), seq_length, rampup)
         changes = _describe(last, segment)
         if changes and after == last.after:
             self.segments.pop()
@@ -199,20 +221,29 @@ class History:
             {"step": s.after, "batch": s.batch, "seq_length": s.seq_length, "weights": s.quotas}
             for s in self.segments
         ]
-        return {"history": segments, "skipped": [list(entry) for entry in self.skipped]}
+        return {"history": segments, "skipped": [list(entry) for entry in self.skipped], **self.ramps()}
+
+    def ramps(self) -> dict[str, Any]:
+        """Returns the ramps of the segments as JSON values, by the step after which each begins; {} if there
+        is none."""
+        ramps = {str(segment.after): list(segment.rampup) for segment in self.segments if segment.rampup}
+        return {"ramps": ramps} if ramps else {}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> History:
         """Returns the history that `state` describes."""
         segments = [
-            Segment(e["step"], e["batch"], dict(e["weights"]), e["seq_length"]) for e in state["history"]
+            Segment(e["step"], e["batch"], dict(e["weights"]), e["seq_length"], rampup_of(state, e["step"]))
+            for e in state["history"]
         ]
         return cls(segments, [Skip(*entry) for entry in state["skipped"]])
 
     def _append(self, segment: Segment) -> None:
         if self.segments:  # a skipped range that starts here belongs to the new segment
+            last = self.segments[-1]
             segment.first = self._last(segment.after) + 1
-            segment.base = self.segments[-1].supplied(segment.first)
+            segment.planned = last.planned + last.rows_before(segment.after + 1)
+            segment.base = last.supplied(segment.first)
         self.segments.append(segment)
 
     def _supplied(self, g: int) -> dict[str, int]:
@@ -221,12 +252,12 @@ class History:
 
     def _first(self, step: int) -> int:
         segment = self.segment(step)
-        planned = segment.first + (step - 1 - segment.after) * segment.batch
+        planned = segment.first + segment.rows_before(step)
         return int(self._pass_skipped(segment, np.array([planned]))[0])
 
     def _last(self, step: int) -> int:
         segment = self.segment(step)
-        planned = segment.first + (step - segment.after) * segment.batch - 1
+        planned = segment.first + segment.rows_before(step + 1) - 1
         return int(self._pass_skipped(segment, np.array([planned]))[0])
 
     def _pass_skipped(self, segment: Segment, g: I64) -> I64:
@@ -244,8 +275,16 @@ class History:
         return ranges
 
 
+def rampup_of(state: Mapping[str, Any], after: int) -> tuple[int, ...]:
+    """Returns the ramp that a state holds of the segment after a step; () if there is none."""
+    return tuple(state.get("ramps", {}).get(str(after), ()))
+
+
 def _describe(last: Segment, new: Segment) -> list[str]:
     changes = []
+    if new.rampup != last.rampup:
+        ramps = (",".join(map(str, segment.rampup)) or "none" for segment in (last, new))
+        changes.append(f"batch ramp: {' -> '.join(ramps)}")
     if new.batch != last.batch:
         changes.append(f"global batch: {last.batch} -> {new.batch} sequences")
     if new.seq_length != last.seq_length:

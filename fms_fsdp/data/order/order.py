@@ -67,9 +67,9 @@ class Order:
         num_steps = max(1, PLANNED_ROWS // segment.batch)
         first = step - (step - 1 - segment.after) % num_steps
         if self._planned is None or self._planned.first != first:
-            self._planned = self._plan(first, num_steps, segment.batch)
-        begin = (step - first) * segment.batch
-        mine = slice(begin + start, begin + (segment.batch if stop is None else stop))
+            self._planned = self._plan(first, num_steps)
+        begin = segment.rows_before(step) - segment.rows_before(first)
+        mine = slice(begin + start, begin + (segment.batch_at(step) if stop is None else stop))
         names, columns = self._planned.names, self._planned[2:]
         rows = zip(*(column[mine].tolist() for column in columns), strict=True)
         return [RowAddress(names[source], *address) for source, *address in rows]
@@ -92,8 +92,9 @@ class Order:
             for name, n in position.items()
         }
 
-    def _plan(self, first: int, num_steps: int, batch: int) -> _Planned:
-        rows = self.history.rows(first, num_steps)
+    def _plan(self, first: int, num_steps: int) -> _Planned:
+        rows, segment = self.history.rows(first, num_steps), self.history.segment(first)
+        batches = [segment.batch_at(step) for step in range(first, first + num_steps)]
         own = [self.source(name).laps for name in rows.names]
         ends = np.cumsum([len(laps) for laps in own])
         lap = ends[rows.source] - 1
@@ -103,7 +104,7 @@ class Order:
                 later = np.array([each.first for each in laps[1:]])
                 lap[mine] -= len(later) - np.searchsorted(later, rows.n[mine], side="right")
         epoch, tape, token, fraction = _locate_rows([lap for laps in own for lap in laps], lap, rows.n)
-        order = np.lexsort((rows.n, rows.source, fraction, np.arange(len(rows.n)) // batch))
+        order = np.lexsort((rows.n, rows.source, fraction, np.repeat(np.arange(num_steps), batches)))
         columns = (column[order] for column in (rows.source, rows.n, epoch, tape, token))
         return _Planned(first, rows.names, *columns)
 

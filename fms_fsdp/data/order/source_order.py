@@ -167,8 +167,8 @@ class SourceOrder:
         does."""
 
         def progress(n: int) -> tuple[int, int]:
-            position = self.position(n)
-            return position.epoch, int(position.used[tape])
+            position = self.position(n)  # other epochs may have fewer tapes
+            return position.epoch, int(position.used[tape]) if position.epoch == epoch else 0
 
         return bisect_right(range(1, MAX_ROWS), (epoch, token), key=progress)
 

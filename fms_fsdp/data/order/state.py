@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from fms_fsdp.config.ramp import MAX_INCREMENTS
+from fms_fsdp.data.order.history import rampup_of
 from fms_fsdp.data.order.mixture import NUM_SLOTS
 from fms_fsdp.data.order.tapes import MAX_ROWS, MAX_TOKENS, fit_geometry
 from fms_fsdp.safe_names import shown_name
@@ -55,6 +57,8 @@ def _checks(state: Mapping[str, Any], step: int) -> Iterator[tuple[object, str, 
         sizes, weights = (segment["batch"], segment["seq_length"]), segment["weights"]
         yield _within(1, MAX_SIZE + 1, *sizes), f"batch and seq_length after step {after}", sizes
         quotas = weights.values()
+        if rampup := rampup_of(state, after):
+            yield _is_ramp(rampup, segment["batch"]), f"batch ramp after step {after}", rampup
         right = _within(1, NUM_SLOTS + 1, *quotas) and sum(quotas) == NUM_SLOTS
         yield right, f"weights after step {after}", weights
         right = weights.keys() <= manifest.keys() & fit[str(sizes[1])].keys()
@@ -72,6 +76,14 @@ def _checks(state: Mapping[str, Any], step: int) -> Iterator[tuple[object, str, 
 def _within(least: int, end: int, *values: object) -> bool:
     """Says whether all values are whole numbers from `least` on and below `end`."""
     return all(type(value) is int and least <= value < end for value in values)
+
+
+def _is_ramp(rampup: tuple[int, ...], end: int) -> bool:
+    """Says whether such a ramp leads to a batch of `end` rows."""
+    start, increment, samples = rampup
+    if not _within(1, end, start, increment) or not _within(1, MAX_ROWS, samples):
+        return False
+    return (end - start) % increment == 0 and (end - start) // increment <= MAX_INCREMENTS
 
 
 def _is_cut(cut: list[int], size: str, num_tokens: int) -> bool:

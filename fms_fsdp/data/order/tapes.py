@@ -28,6 +28,7 @@ from fms_fsdp.data.order.permute import I64, bit_reverse, derive_key, hash64, pe
 BLOCK_TOKENS = 1 << 18
 BLOCKS_PER_WINDOW = 16
 MIN_BLOCKS_PER_WINDOW = 4
+FEW_ROWS_PER_BLOCK = 16  # before there are fewer tapes
 MIN_ROWS_PER_BLOCK = 4
 MIN_WINDOWS_PER_TAPE = 8
 TAIL = -1  # in the place of a tape: the tail rows, one after the other
@@ -72,9 +73,13 @@ def fit_geometry(num_rows: int, seq_length: int, share: float, logical_shards: i
     """Returns the cut for a source of `num_rows` sequences that supplies `share` (0 to 1) of the mixture.
 
     Starts from blocks of about 2^18 tokens, 16 to a window, and L = the largest power of two <= share *
-    logical_shards; halves L until every tape has 8 windows, then the window down to 4 blocks, then the block
-    down to 4 rows. A source of fewer than 128 rows gets no window at all: it is all tail. Last, blocks grow
-    to share out the rows evenly, which leaves fewer tail rows than there are blocks.
+    logical_shards. Until every tape has 8 windows, it halves the window down to 4 blocks, then the block down
+    to 16 rows, then L, then the block down to 4 rows: many tapes come first, because neighbours on a tape
+    are often rows of one document, and a batch of neighbours teaches little. A source of fewer than 128 rows
+    gets no window at all: it is all tail. Last, blocks grow to share out the rows evenly, which leaves fewer
+    tail rows than there are blocks.
+
+    A run keeps the cut of a source's first use (`Order.fit`); in runs before this rule L was halved first.
     """
     tapes = 1 << (max(1, int(share * logical_shards)).bit_length() - 1)
     blocks, rows = BLOCKS_PER_WINDOW, max(MIN_ROWS_PER_BLOCK, round(BLOCK_TOKENS / seq_length))
@@ -82,10 +87,12 @@ def fit_geometry(num_rows: int, seq_length: int, share: float, logical_shards: i
     def too_small() -> bool:
         return num_rows < MIN_WINDOWS_PER_TAPE * tapes * blocks * rows
 
-    while too_small() and tapes > 1:
-        tapes //= 2
     while too_small() and blocks > MIN_BLOCKS_PER_WINDOW:
         blocks //= 2
+    while too_small() and rows // 2 >= FEW_ROWS_PER_BLOCK:
+        rows //= 2
+    while too_small() and tapes > 1:
+        tapes //= 2
     while too_small() and rows > MIN_ROWS_PER_BLOCK:
         rows = max(MIN_ROWS_PER_BLOCK, rows // 2)
     if too_small():  # a window longer than the source: none fits

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,6 +86,7 @@ class LocalFiles:
     def __init__(self, root: str, max_open: int = MAX_OPEN_FILES) -> None:
         self.root, self._max_open = root, max_open
         self._open: Lru[str, int] = Lru(max_open, on_evict=os.close)
+        weakref.finalize(self, self._open.clear)
 
     def walk(self, folder: str) -> Iterator[str]:
         yield from self._walk(folder, (os.path.realpath(os.path.join(self.root, folder)),))

@@ -31,12 +31,8 @@ class FindConfig(InspectConfig):
     source: str = flag("", "the source that holds the document")
     file: str = flag("", "its shard: a name such as shard-00000.arrow, or its number in the order of names")
     document: int | None = flag(None, "its number in the shard, from 0 on", minimum=0)
-    num_steps: int | None = flag(
-        None, "list what is seen up to this step (default: the run's last)", minimum=1
-    )
-    epochs: int | None = flag(
-        None, "list this many epochs of the source (default without num_steps: 1)", minimum=1
-    )
+    num_steps: int | None = flag(None, "what is seen up to this step (default: the run's last)", minimum=1)
+    epochs: int | None = flag(None, "epochs of the source to list (default without num_steps: 1)", minimum=1)
     json: bool = flag(False, "print one JSON object for each time and place")
 
 

@@ -33,12 +33,8 @@ class PlanConfig(InspectConfig):
     """How far to plan, and what to draw."""
 
     num_steps: int | None = flag(None, "plan up to this step (default: the run's last)", minimum=1)
-    sample_rows: int = flag(
-        16, "rows of each source read to measure its -100 labels; 0 reads none", minimum=0
-    )
-    plot: str = flag(
-        "", "FILE.png: draw the mixture over the steps and the lengths of documents (needs matplotlib)"
-    )
+    sample_rows: int = flag(16, "rows of each source that are read to count -100 labels", minimum=0)
+    plot: str = flag("", "FILE.png: draw the mixture and the lengths of documents (needs matplotlib)")
 
 
 @dataclass(frozen=True)
@@ -177,7 +173,9 @@ def _changes_text(data: Inspected, num_steps: int) -> list[str]:
     for segment in history.segments:
         if segment.after < num_steps:
             shares = (f"{name} {quota / NUM_SLOTS:.4f}" for name, quota in sorted(segment.quotas.items()))
-            rows = f"{segment.batch} rows of {segment.seq_length:,} tokens a step"
+            first, last = segment.batch_at(segment.after + 1), segment.batch_at(num_steps)
+            batch = f"{first} rows" if first == last else f"{first} to {last} rows"
+            rows = f"{batch} of {segment.seq_length:,} tokens a step"
             lines.append(f"  from step {segment.after + 1:,} on: {rows}; {', '.join(shares)}")
     for name in sorted(history.position(num_steps)):
         left_out = data.order.source(name).left_out

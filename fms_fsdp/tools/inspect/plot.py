@@ -10,15 +10,16 @@ import numpy as np
 
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.tools.inspect.step import Inspected
+from fms_fsdp.tools.report.history import Floats
+from fms_fsdp.tools.report.panels import Panel, Series
+from fms_fsdp.tools.report.png import write_png
 
 STEP_RANGES = 120
 SAMPLED_SHARDS = 8  # of a source
 SAMPLED_DOCUMENTS = 1 << 16  # of a shard
 
 
-def mixture_over_time(
-    data: Inspected, num_steps: int
-) -> tuple[I64, dict[str, np.ndarray[Any, np.dtype[np.float64]]]]:
+def mixture_over_time(data: Inspected, num_steps: int) -> tuple[I64, dict[str, Floats]]:
     """Returns the edges of step ranges (R + 1 steps, range i is the steps after edge i up to edge i + 1), and
     each source's share of the tokens in each range. Edges meet every change of the mixture."""
     history = data.order.history
@@ -54,38 +55,25 @@ def document_lengths(data: Inspected) -> dict[str, I64]:
 def draw(data: Inspected, num_steps: int, path: str) -> None:
     """Writes the picture. Raises: ValueError where matplotlib is not installed, OSError where nothing can be
     written."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed; `pip install matplotlib`"
-        ) from None
     edges, shares = mixture_over_time(data, num_steps)
-    palette = matplotlib.colormaps["tab10" if len(shares) <= 10 else "tab20"]
-    colors = {name: palette(i % palette.N) for i, name in enumerate(shares)}
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    below = np.zeros(len(edges) - 1)
-    for name, share in shares.items():
-        left.stairs(below + share, edges, baseline=below, fill=True, color=colors[name], label=name)
-        below = below + share
-    if data.run.step and data.run.step <= num_steps:
-        left.axvline(data.run.step, color="black", linewidth=0.8, linestyle="--", label="newest checkpoint")
-    left.set(xlim=(0, num_steps), ylim=(0, 1), xlabel="step", ylabel="share of tokens", title="Mixture")
-    left.legend(loc="upper right", fontsize="small")
-    lengths = document_lengths(data)
-    longest = max((int(found.max()) for found in lengths.values() if len(found)), default=1)
+    lengths = {name: found for name, found in document_lengths(data).items() if len(found)}
+    longest = max((int(found.max()) for found in lengths.values()), default=1)
     bins = np.logspace(0, np.log10(longest + 1), 60)
-    for name, found in lengths.items():
-        if len(found):
-            weights = np.full(len(found), 1 / len(found))
-            style = {"histtype": "step", "color": colors.get(name), "label": name}
-            right.hist(np.maximum(found, 1), bins=bins, weights=weights, **style)
-    right.axvline(data.section.seq_length, color="black", linewidth=0.8, linestyle=":", label="seq_length")
+    mixture = Panel("mixture", "Mixture; dotted: the newest checkpoint", "share of tokens", is_stack=True)
     sampled = sum(map(len, lengths.values()))
-    title = f"Document lengths ({sampled:,} documents)"
-    right.set(xscale="log", xlabel="tokens", ylabel="share of documents", title=title)
-    right.legend(fontsize="small")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    title = f"Lengths of {sampled:,} documents; dotted: seq_length"
+    histogram = Panel("lengths", title, "share of documents", x="tokens", log_x=True)
+    for color, (name, share) in enumerate(shares.items()):
+        mixture.series.append(_stairs(name, edges, share, color))
+        if name in lengths:
+            counts, _ = np.histogram(np.maximum(lengths[name], 1), bins)
+            histogram.series.append(_stairs(name, bins, counts / len(lengths[name]), color))
+    if 0 < data.run.step <= num_steps:
+        mixture.restarts.append(data.run.step)
+    histogram.restarts.append(data.section.seq_length)
+    write_png([mixture, histogram], Path(path), "--plot")
+
+
+def _stairs(name: str, edges: np.ndarray[Any, Any], heights: Floats, color: int) -> Series:
+    """A curve that has each height between two edges."""
+    return Series(name, np.repeat(edges, 2)[1:-1].astype(float), np.repeat(heights, 2), color)

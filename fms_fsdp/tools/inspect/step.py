@@ -14,15 +14,16 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.config import DataConfig, TrainingConfig, flag
+from fms_fsdp.config import DataConfig, TrainingConfig, check_rampup, flag
 from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.data.held_out import find_tokenizer
 from fms_fsdp.data.order.order import Order
 from fms_fsdp.data.order.source_order import RowAddress
 from fms_fsdp.data.order.tapes import TAIL
@@ -33,16 +34,8 @@ from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.run.resume import Start, find_start
 
 ANY_VOCABULARY = 1 << 32
-_DATA_FLAGS = (
-    "data_path",
-    "datasets",
-    "weights",
-    "seq_length",
-    "packing",
-    "logical_shards",
-    "sep_token",
-    "skip_steps",
-)
+_EXCERPT = 80  # tokens, and characters
+_DATA_FLAGS = "data_path datasets weights seq_length packing logical_shards sep_token skip_steps".split()
 
 
 @dataclass(frozen=True)
@@ -50,25 +43,18 @@ class InspectConfig:
     """Which data: a run folder, or the flags that a run is given. Flags given beside a run folder replace its
     own."""
 
-    run: str = flag(
-        "", "a run folder: what its run has seen, and would see if it went on with the flags given here"
-    )
+    run: str = flag("", "a run folder: what its run has seen, and would see with the flags given here")
     data_path: str = flag("", "folder of the token shards")
     datasets: tuple[str, ...] = flag((), "sources, as in training")
     weights: tuple[float, ...] = flag((), "share of tokens of each dataset, as in training")
     seq_length: int | None = flag(None, "tokens in a row (default: the run's, else 4096)", minimum=1)
-    packing: str | None = flag(
-        None, "as in training (default: the run's, else concat)", choices=("concat", "bestfit")
-    )
+    packing: str | None = flag(None, "as in training (default: the run's)", choices=("concat", "bestfit"))
     logical_shards: int | None = flag(None, "as in training (default: the run's, else 1024)", minimum=1)
-    sep_token: int | None = flag(
-        None, "as in training (default: the run's, else the one the shards name)", minimum=0
-    )
+    sep_token: int | None = flag(None, "as in training (default: the run's, else the shards')", minimum=0)
     skip_steps: str = flag("", "as in training: a:b passes over the rows planned for steps a to b-1")
     seed: int | None = flag(None, "as in training (default: the run's, else 2023)", minimum=0)
-    global_batch_size: int | None = flag(
-        None, "rows of a step: batch_size x devices x grad_accum_steps (default: the run's)", minimum=1
-    )
+    global_batch_size: int | None = flag(None, "rows of a step, in all (default: the run's)", minimum=1)
+    rampup_batch_size: tuple[int, ...] = flag((), "as in training (default: the run's)", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -78,9 +64,8 @@ class StepConfig(InspectConfig):
     step: int | None = flag(None, "the step, from 1 on", minimum=1)
     rows: str = flag("", "a:b lists the rows a to b-1 of the step's global batch (default: all)")
     json: bool = flag(False, "print one JSON object a row")
-    fingerprint: bool = flag(
-        True, "compute the data_fingerprint that metrics.jsonl logs; reads the whole batch"
-    )
+    fingerprint: bool = flag(True, "compute the data_fingerprint of metrics.jsonl; reads the whole batch")
+    text: bool = flag(False, "show how the text of each document in a row begins; reads the whole batch")
 
 
 @dataclass(frozen=True)
@@ -90,6 +75,7 @@ class Run:
     data: DataConfig = field(default_factory=DataConfig)
     seed: int = TrainingConfig().seed
     batch: int | None = None
+    rampup: tuple[int, ...] = ()
     vocab_size: int | None = None
     num_steps: int | None = None  # where the run ends
     start: Start | None = None  # None: it has trained no step
@@ -138,6 +124,7 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
             "global_batch_size () must be the rows of a step; give it, or --run=FOLDER of a run that has "
             "started"
         )
+    check_rampup(rampup := config.rampup_batch_size or run.rampup, batch)
     corpus = open_corpus(section)
     rows = CorpusRows(
         section,
@@ -145,6 +132,7 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
         seed=run.seed if config.seed is None else config.seed,
         vocab_size=run.vocab_size or corpus.vocab_size or ANY_VOCABULARY,
         global_batch_size=batch,
+        rampup=rampup,
         pin_memory=False,
     )
     try:
@@ -194,7 +182,8 @@ def read_run(folder: str) -> Run:
     kept = replace(cfg.checkpoint, resume="auto")
     begin = find_start(replace(cfg, checkpoint=kept, log=replace(cfg.log, output_dir=folder)))
     start = begin if begin.continues else None
-    return Run(cfg.data, cfg.training.seed, batch, vocab_size, num_steps, start)
+    rampup = cfg.training.rampup_batch_size
+    return Run(cfg.data, cfg.training.seed, batch, rampup, vocab_size, num_steps, start)
 
 
 def _open_dropped(
@@ -243,6 +232,18 @@ def step_fingerprint(data: Inspected, step: int) -> str:
     return f"{fingerprint(data.rows.batch(step, 0, 1), 0):016x}"
 
 
+def text_of_rows(data: Inspected, step: int) -> Callable[[int, int, int], str]:
+    """Returns what decodes tokens of a row of the step: the first of `count` that begin at `at`.
+
+    Raises: ValueError: no tokenizer lies beside the data.
+    """
+    tokenizer = find_tokenizer(path := data.section.data_path)
+    if tokenizer is None:
+        raise ValueError(f"--text (True) needs the tokenizer that prepare puts beside the data ({path})")
+    tokens_BS = data.rows.batch(step, 0, 1).tokens_BS
+    return lambda row, at, count: tokenizer.decode(tokens_BS[row, at : at + min(count, _EXCERPT)].tolist())
+
+
 def parse_range(name: str, text: str, stop: int) -> tuple[int, int]:
     """Returns [a, b) of "a:b" (or of "a", one) within [0, stop). Raises: ValueError."""
     if not text:
@@ -261,12 +262,19 @@ def main(config: StepConfig) -> None:
     begin = time.perf_counter()
     with inspected(config) as data:
         step, segment = config.step, data.order.history.segment(config.step)
-        start, stop = parse_range("rows", config.rows, segment.batch)
+        start, stop = parse_range("rows", config.rows, segment.batch_at(step))
         mark = {"data_fingerprint": step_fingerprint(data, step)} if config.fingerprint else {}
+        decode = text_of_rows(data, step) if config.text else None
         if not config.json:
-            print(f"step {step}: {segment.batch} rows of {segment.seq_length} tokens" + _when(data, step))
+            print(
+                f"step {step}: {segment.batch_at(step)} rows of {segment.seq_length} tokens"
+                + _when(data, step)
+            )
         for row, address in enumerate(data.order.addresses(step, start, stop), start):
             record = row_record(data, address, step, row)
+            for piece in record["pieces"]:
+                if decode:
+                    piece["text"] = decode(row, piece["at"], piece["stop"] - piece["start"])
             print(json.dumps(record | mark) if config.json else _describe_row(record))
         if not config.json:
             print("".join(f"{name} {value}\n" for name, value in mark.items()), end="")
@@ -296,7 +304,6 @@ def _describe_row(record: dict[str, Any]) -> str:
 def _describe_piece(piece: dict[str, Any]) -> str:
     length = piece["stop"] - piece["start"]
     at = f"[{piece['at']}, {piece['at'] + length})"
-    return (
-        f"  {at:<16} {piece['file']}  document {piece['document']}  tokens [{piece['start']}, "
-        f"{piece['stop']})"
-    )
+    lies = f"document {piece['document']}  tokens [{piece['start']}, {piece['stop']})"
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in piece.get("text", ""))
+    return f"  {at:<16} {piece['file']}  {lies}" + (f"\n      {text[:_EXCERPT]}" if text else "")

@@ -37,9 +37,7 @@ Tokens = npt.NDArray[np.unsignedinteger[npt.NBitBase]]
 class VerifyConfig(InspectConfig):
     """Which corpus to read, and how."""
 
-    vocab_size: int | None = flag(
-        None, "token ids lie below it (default: the run's, else the shards')", minimum=1
-    )
+    vocab_size: int | None = flag(None, "ids lie below it (default: the run's, else the shards')", minimum=1)
     num_threads: int = flag(4, "shards read at a time", minimum=1)
 
 

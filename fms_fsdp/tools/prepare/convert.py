@@ -26,9 +26,7 @@ class ConvertConfig(ShardsConfig):
     """What to convert (.idx with its .bin, .ds, .parquet and .arrow files), and what its ids mean."""
 
     tokenizer: str = flag("", "the tokenizer that made the ids: it says --vocab_size and --eos_id")
-    vocab_size: int | None = flag(
-        None, "number of ids (default: the tokenizer's)", minimum=2, maximum=1 << 32
-    )
+    vocab_size: int | None = flag(None, "ids in all (default: the tokenizer's)", minimum=2, maximum=1 << 32)
     eos_id: int | None = flag(None, "the id that ends a document (default: the tokenizer's)", minimum=0)
     column: str = flag("", "column of the ids in Parquet and Arrow files (default: tokens or input_ids)")
 

@@ -1,4 +1,4 @@
-"""Documents out of files: text, source code, JSON lines and Parquet.
+"""Documents out of files: text, source code, JSON, Parquet and Arrow.
 
     [InputFile] ── plan_slices ── [Slice] ── read_part ── Document | Problem …
 
@@ -14,7 +14,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple
 
@@ -22,10 +22,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fms_fsdp.tools.prepare.input_files import InputFile
+from fms_fsdp.tools.prepare.token_files import open_arrow
 
 DOCUMENT_LIMIT = 64 << 20  # bytes; tokenizers need some 50 times the size of a document
 _EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}  # rough bytes of text per byte on disk, to balance slices
-_JSON_LINES = re.compile(r"\.(jsonl|ndjson|(json|jsonl|ndjson)\.(gz|zst))$")
+_KINDS = {
+    "jsonl": re.compile(r"\.(jsonl|ndjson)(\.(gz|zst))?$"),
+    "json": re.compile(r"\.json(\.(gz|zst))?$"),
+    "parquet": re.compile(r"\.parquet$"),
+    "arrow": re.compile(r"\.arrow$"),
+}
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _BOM = b"\xef\xbb\xbf"
 
@@ -81,9 +87,8 @@ class TextFormat:
 
 
 def file_kind(path: str) -> str:
-    """`jsonl`, `parquet` or `text`, from the name alone."""
-    lower = path.lower()
-    return "jsonl" if _JSON_LINES.search(lower) else "parquet" if lower.endswith(".parquet") else "text"
+    """A key of _KINDS, or `text`, from the name alone."""
+    return next((kind for kind, names in _KINDS.items() if names.search(path.lower())), "text")
 
 
 def plan_slices(
@@ -130,11 +135,11 @@ def read_part(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
     """The records of a part in order, at most `part.limit` of them (problems count as records).
 
     Raises:
-        ValueError: the file cannot be read at all, or a Parquet file has no such column.
+        ValueError: the file cannot be read at all, or a Parquet or Arrow file has no such column.
     """
-    readers = {"jsonl": _read_json_lines, "parquet": _read_parquet, "text": _read_text}
+    readers = {"jsonl": _read_json_lines, "json": _read_json, "parquet": _read_parquet, "arrow": _read_arrow}
     try:
-        for count, record in enumerate(readers[file_kind(part.path)](part, form), start=1):
+        for count, record in enumerate(readers.get(file_kind(part.path), _read_text)(part, form), start=1):
             yield record
             if count == part.limit:
                 return
@@ -201,7 +206,9 @@ def _parse_line(line: bytes, form: TextFormat) -> Document | str:
     return _document_of(record, form)
 
 
-def _document_of(record: Mapping[str, Any], form: TextFormat) -> Document | str:
+def _document_of(record: Mapping[str, Any] | str, form: TextFormat) -> Document | str:
+    if isinstance(record, str):
+        return _document([record], [""])
     return _document([record.get(key) for key in form.keys], form.keys)
 
 
@@ -227,25 +234,67 @@ def _open_parquet(path: str) -> pq.ParquetFile:
 
 def _read_parquet(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
     with _open_parquet(part.path) as table:
-        columns, meta = table.schema_arrow.names, table.metadata
-        if missing := [key for key in form.keys if key not in columns]:
-            has_tokens = "tokens" in columns or "input_ids" in columns
-            remedy = (
-                "for token ids use `python -m fms_fsdp convert`" if has_tokens else "choose with --text_key"
-            )
-            rule = f"is not a column of {part.path}, which has {', '.join(columns)}"
-            raise ValueError(f"--text_key ({missing[0]}) {rule}; {remedy}")
-        row = sum(meta.row_group(group).num_rows for group in range(part.start))
+        meta = table.metadata
+        _check_columns(part.path, table.schema_arrow.names, form)
+        first = sum(meta.row_group(group).num_rows for group in range(part.start))
         groups = list(range(part.start, part.stop))
-        for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=form.keys):
-            values = [batch.column(key).to_pylist() for key in form.keys]
-            for record in zip(*values, strict=True):
-                row += 1
-                document = _document(record, form.keys)
-                if isinstance(document, str):
-                    yield Problem(document, f"{part.path}: row {row}", True)
-                else:
-                    yield document
+        batches = table.iter_batches(batch_size=256, row_groups=groups, columns=form.keys)
+        yield from _numbered(f"{part.path}: row", _rows(batches, form), first)
+
+
+def _read_arrow(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+    """The rows of an Arrow file or stream, as the package datasets saves them."""
+    try:
+        with open_arrow(part.path) as (schema, batches):
+            _check_columns(part.path, schema.names, form)
+            yield from _numbered(f"{part.path}: row", _rows(batches, form))
+    except ValueError as error:
+        rule = f"{error}; repair or exclude the file"
+        raise error if str(error).startswith("--") else ValueError(f"--input ({part.path}) {rule}") from error
+
+
+def _check_columns(path: str, columns: Sequence[str], form: TextFormat) -> None:
+    if missing := [key for key in form.keys if key not in columns]:
+        has_tokens = "tokens" in columns or "input_ids" in columns
+        remedy = "for token ids use `python -m fms_fsdp convert`" if has_tokens else "choose with --text_key"
+        rule = f"is not a column of {path}, which has {', '.join(columns)}"
+        raise ValueError(f"--text_key ({missing[0]}) {rule}; {remedy}")
+
+
+def _rows(batches: Iterable[pa.RecordBatch], form: TextFormat) -> Iterator[Document | str]:
+    for batch in batches:
+        values = [batch.column(key).to_pylist() for key in form.keys]
+        for record in zip(*values, strict=True):
+            yield _document(record, form.keys)
+
+
+def _numbered(what: str, records: Iterable[Document | str], before: int = 0) -> Iterator[Document | Problem]:
+    """The documents, and what is wrong with the others, with the number of each."""
+    for number, document in enumerate(records, start=before + 1):
+        if isinstance(document, str):
+            yield Problem(document, f"{what} {number}", True)
+        else:
+            yield document
+
+
+def _read_json(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+    """The records of an array or of JSON lines; a file that holds neither is one text."""
+    is_compressed = _suffix(part.path) in _COMPRESSION
+    with _open_stream(part.path) as stream:
+        is_array = stream.peek(1).removeprefix(_BOM).lstrip()[:1] == b"["
+        body = stream.read(DOCUMENT_LIMIT + 1) if is_array else stream.readline(DOCUMENT_LIMIT)
+        has_more = bool(stream.readline(DOCUMENT_LIMIT).strip())
+    if is_array and len(body) > DOCUMENT_LIMIT:
+        rule = f"is a JSON array above {DOCUMENT_LIMIT >> 20} MiB"
+        remedy = "write it as JSON lines: jq -c '.[]' FILE >NAME.jsonl"
+        raise ValueError(f"--input ({part.path}) {rule}; {remedy}")
+    records = _json_records(body) if is_array else []
+    if _hold_text(records, form):
+        yield from _numbered(f"{part.path}: record", (_document_of(record, form) for record in records))
+    elif is_compressed or (has_more and isinstance(_parse_line(body.removeprefix(_BOM), form), Document)):
+        yield from _read_json_lines(part, form)
+    else:
+        yield from _read_text(part, form)
 
 
 def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
@@ -303,29 +352,29 @@ def _pieces(head: bytes, stream: IO[bytes], separator: bytes) -> Iterator[bytes 
         yield bytes(rest)
 
 
-def json_arrays(files: Sequence[InputFile], form: TextFormat) -> list[str]:
-    """The .json files that hold objects without a text, in an array or one a line: each becomes one document.
+def _json_records(body: bytes) -> list[Any]:
+    """The records of a JSON array, or of at least two JSON lines; none where the body is another text."""
+    body = body.removeprefix(_BOM).strip()
+    is_array = body.startswith(b"[")
+    try:
+        records = json.loads(body) if is_array else [json.loads(line) for line in body.splitlines()]
+    except (ValueError, RecursionError):
+        return []
+    is_alike = {type(record) for record in records} in ({dict}, {str})
+    return records if is_alike and len(records) >= (1 if is_array else 2) else []
 
-    Raises:
-        ValueError: a file holds records with a text.
-    """
+
+def _hold_text(records: Sequence[Any], form: TextFormat) -> bool:
+    return any(isinstance(_document_of(record, form), Document) for record in records)
+
+
+def json_without_text(files: Sequence[InputFile], form: TextFormat) -> list[str]:
+    """The .json files whose records, in an array or one a line, hold no text: each becomes one document."""
     found = []
     for file in files:
-        if not file.path.lower().endswith(".json") or file.size > DOCUMENT_LIMIT:
-            continue
-        with open(file.path, "rb") as stream:
-            body = stream.read().removeprefix(_BOM).strip()
-        is_array = body.startswith(b"[")
-        try:
-            records = json.loads(body) if is_array else [json.loads(line) for line in body.splitlines()]
-        except (ValueError, RecursionError):
-            continue
-        if len(records) < (1 if is_array else 2) or not all(isinstance(record, dict) for record in records):
-            continue
-        if any(isinstance(_document_of(record, form), str) for record in records):
-            found.append(file.path)
-            continue
-        remedy = "write it as JSON lines, one record a line, to" if is_array else "rename it to"
-        rule = f"holds {len(records)} JSON records, not text; {remedy} NAME.jsonl, or --exclude it"
-        raise ValueError(f"--input ({file.path}) {rule}")
+        if file.path.lower().endswith(".json") and file.size <= DOCUMENT_LIMIT:
+            with open(file.path, "rb") as stream:
+                records = _json_records(stream.read())
+            if records and not _hold_text(records, form):
+                found.append(file.path)
     return found

@@ -10,13 +10,14 @@ import fnmatch
 import glob
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 # to an output
 _WRITTEN = ("NAME/shard-00000.arrow", "meta/counts.csv", "meta/summary.json", "tokenizer.model")
 _RESERVED = ("meta", "validation", "test")
+_NOTES = {"dataset_info.json", "state.json", "dataset_dict.json"}  # of the package datasets, beside its data
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,43 @@ class InputFile:
 
 
 def parse_input(text: str) -> dict[str, list[str]]:
-    """NAME → its paths. A comma that is not followed by NAME= belongs to the path."""
+    """NAME → its paths; a path without NAME= has the name of its folder or file, which no other has.
+
+    A comma belongs to the path, unless NAME= follows it or the path without NAME= is not there.
+    """
     sources: dict[str, list[str]] = {}
-    for item in re.split(r",(?=[^,=/]*=)", text):
-        name, equals, path = item.partition("=")
-        if not equals or not path:
-            rule = "must be NAME=PATH[,NAME=PATH…]; for example web=data/web,code=src"
-            raise ValueError(f"--input ({text}) {rule}")
+    unnamed = dict[str, str]()
+    for given, path in _named_paths(text):
+        name = given or _name_of(path)
+        if first := unnamed.get(name):  # it stands first: after NAME= a comma belongs to the path
+            raise ValueError(f"--input ({first}) is not the only source named {name}; write NAME={first}")
+        if not given:
+            unnamed[name] = path
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name in _RESERVED:
             rule = f"must name a source with letters, digits, _ . - and not be one of {', '.join(_RESERVED)}"
-            raise ValueError(f"--input ({name}) {rule}")
+            raise ValueError(f"--input ({given or path}) {rule}; write NAME=PATH")
         sources.setdefault(name, []).append(path)
     return sources
+
+
+def _named_paths(text: str) -> Iterator[tuple[str, str]]:
+    """The names, "" where none is written, and the paths of --input."""
+    for item in re.split(r",(?=[^,=/]*=)", text):
+        name, equals, path = item.partition("=")
+        is_named = equals and "/" not in name
+        is_there = os.path.exists(os.path.expanduser(item))
+        for part in [path] if is_named else [item] if is_there else item.split(","):
+            if not part or (is_named and not name):
+                rule = "must be [NAME=]PATH[,[NAME=]PATH…]; for example data/web,code=src"
+                raise ValueError(f"--input ({text}) {rule}")
+            yield name if is_named else "", part
+
+
+def _name_of(path: str) -> str:
+    """The last folder or file of a path, in front of wildcards and without endings, as a source's name."""
+    whole = os.path.abspath(os.path.expanduser(re.split(r"/?[^/]*[*?[]", path)[0]))
+    last = os.path.basename(whole)
+    return re.sub("[^A-Za-z0-9_.-]+", "_", last.partition(".")[0] if os.path.isfile(whole) else last)
 
 
 def unique_files(found: Iterable[InputFile]) -> tuple[InputFile, ...]:
@@ -72,6 +98,8 @@ def find_files(
         names = list(filter(pattern.fullmatch, _walk(root or ".")))
         own = list(filter(pattern.fullmatch, _own_names(root or ".", output)))
     names, own = _chosen(names, include, exclude), _chosen(own, include, exclude)
+    if any(name.endswith(".arrow") for name in names):
+        names = [name for name in names if os.path.basename(name) not in _NOTES]
     if own:
         raise ValueError(
             f"--output ({output}) must not lie where --input ({path}) is read: "

@@ -15,9 +15,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ class PreparedSource:
 
         Goes on where an earlier call was stopped: a folder that is not there any more is published.
         """
-        for pattern in ("hashes-*.npy", "duplicates-*.npy"):
+        for pattern in ("hashes-*.npy", "duplicates-*.npy", ".*.tmp"):  # the last: of a killed process
             for path in self.journal.glob(pattern):
                 path.unlink()
         if not self.partial.is_dir():
@@ -107,10 +108,23 @@ def splits_of(results: Iterable[SliceResult]) -> set[str]:
     return {shard["split"] for result in results for shard in result["shards"]}
 
 
-def lock_output(output: Path) -> FolderLock:
-    """Makes the folder; the lock keeps a second `prepare` or `convert` out of it."""
-    output.mkdir(parents=True, exist_ok=True)
-    return FolderLock(output, patience_s=0.0, remedy="wait for it, or choose another --output")
+@contextmanager
+def lock_output(output: Path) -> Iterator[None]:
+    """Makes the folder and keeps a second `prepare` or `convert` out of it; removes it if it stays empty."""
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"must be a folder that can be made: {error.strerror}; choose another"
+        raise ValueError(f"--output ({output}) {rule}") from error
+    with FolderLock(output, patience_s=0.0, remedy="wait for it, or choose another --output"):
+        try:
+            yield
+        finally:
+            if made and os.listdir(output) == [".lock"]:
+                (output / ".lock").unlink()
+                for folder in made:
+                    folder.rmdir()
 
 
 def save_tokenizer(output: Path, tokenizer: Tokenizer, trained_on: dict[str, Any] | None = None) -> None:
@@ -136,11 +150,8 @@ def check_plans(
     known = {path.parent.name: json.loads(path.read_text()) for path in _journals(output, "plan.json")}
     names = [source.name for source in sources]
     for name, plan in known.items():
-        if (
-            name not in names
-            and "" not in (plan["tokenizer_digest"], digest)
-            and plan["tokenizer_digest"] != digest
-        ):
+        other = plan["tokenizer_digest"]
+        if name not in names and "" not in (other, digest) and other != digest:
             raise ValueError(
                 f"--output ({output}) holds source {name} made with another tokenizer; leave out --tokenizer "
                 "and --train_tokenizer to use that one, or choose another folder"

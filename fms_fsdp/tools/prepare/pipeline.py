@@ -8,6 +8,7 @@ command was killed: slices that are in the journal are not made again.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,12 +36,13 @@ class ShardsConfig:
     """Which sources to read, and how to cut and place their shards."""
 
     input: str = flag(
-        "", "NAME=PATH[,NAME=PATH…]: sources, each a file, folder or quoted glob; a NAME may repeat"
+        "", "[NAME=]PATH[,…]: files, folders, quoted globs; without NAME the folder's name", positional=True
     )
     output: str = flag("", "folder for the shards: the --data_path of training")
     split: tuple[float, ...] = flag((1.0,), "shares train[,validation[,test]] by document hash, as 949,50,1")
     shard_tokens: int = flag(1 << 24, "tokens of a shard, about; one document may be longer", minimum=1)
     num_workers: int | None = flag(None, "processes (default: one per core); they change no byte", minimum=1)
+    log_interval: int = flag(100_000, "documents between lines of progress, at ends of slices", minimum=1)
     overwrite: bool = flag(False, "replace sources that were made from other inputs or with other options")
 
     def __post_init__(self) -> None:
@@ -92,8 +94,21 @@ def make_shards(
             pass
         mark_copies(jobs)
     sizes = [job.slice.num_bytes for job in pending]
+    done, told, began = Counter[str](), 0, time.monotonic()
     for job, result in run_jobs(encode_slice, pending, sizes, workers, "encode"):
+        stats = result["stats"]
         results[job.source][job.slice.index] = result
-        bad[job.source] += result["stats"]["num_bad"]
-        check_bad_lines(recipe.max_bad_lines, job.source, bad[job.source], result["stats"]["bad"])
+        bad[job.source] += stats["num_bad"]
+        check_bad_lines(recipe.max_bad_lines, job.source, bad[job.source], stats["bad"])
+        done.update(documents=stats["documents"], tokens=stats["tokens"], bytes=job.slice.num_bytes)
+        if done["documents"] - told >= config.log_interval:
+            told = done["documents"]
+            note(_pace(done, time.monotonic() - began))
     return finish(config.folder, sources, results)
+
+
+def _pace(done: Counter[str], spent_s: float) -> str:
+    """What was encoded so far, and how fast."""
+    mb_per_s, documents_per_s = done["bytes"] / 1e6 / spent_s, done["documents"] / spent_s
+    rates = f"{mb_per_s:,.1f} MB/s, {documents_per_s:,.0f} docs/s"
+    return f"{done['documents']:,} documents, {rates}, {done['tokens'] / 1e6:,.1f}M tokens"

@@ -17,7 +17,7 @@ from fms_fsdp.data.tokenizer import (
     load_tokenizer,
     parse_description,
 )
-from fms_fsdp.tools.prepare.documents import TextFormat, json_arrays, plan_slices
+from fms_fsdp.tools.prepare.documents import TextFormat, file_kind, json_without_text, plan_slices
 from fms_fsdp.tools.prepare.encode import TextReader
 from fms_fsdp.tools.prepare.input_files import find_files, parse_input, unique_files
 from fms_fsdp.tools.prepare.output_folder import PreparedSource, check_plans, lock_output, save_tokenizer
@@ -27,7 +27,8 @@ from fms_fsdp.tools.prepare.stats import Stats, describe
 from fms_fsdp.tools.prepare.train_tokenizer import sample_texts, train_sentencepiece
 from fms_fsdp.tools.prepare.workers import note
 
-_LAYOUT_VERSION = 1  # part of every plan: raise it when the same input gives other shards
+# part of every plan: raise it when the same input gives other shards; arrays and Arrow files once were text
+_LAYOUT_VERSION = 1
 _BYTES_PER_TOKEN = 3  # sizes slices so that one rarely fills more than a shard
 _SHARD_OPTIONS = (
     "text_key text_separator limit_docs min_tokens max_tokens dedup append_eos shard_tokens".split()
@@ -93,7 +94,7 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
 def _find_source(config: PrepareConfig, name: str, paths: Sequence[str]) -> PreparedSource:
     found = (find_files(path, config.include, config.exclude, config.folder) for path in paths)
     files = unique_files(file for files in found for file in files)
-    if arrays := json_arrays(files, config.form):
+    if arrays := json_without_text(files, config.form):
         what = f"{len(arrays)} .json files hold objects without {config.text_key}"
         note(f"{what}, each is read as text: {arrays[0]} …")
     slices = plan_slices(files, config.shard_tokens * _BYTES_PER_TOKEN, config.form, config.limit_docs)
@@ -108,11 +109,9 @@ def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     """
     output = config.folder
     path = output / "meta" / "tokenizer.json"
-    known, known_training = (
-        parse_description(path.read_bytes(), str(path)) if path.is_file() else (None, None)
-    )
+    known, trained_on = parse_description(path.read_bytes(), str(path)) if path.is_file() else (None, None)
     training = _training_key(config, sources) if config.train_tokenizer else None
-    is_kept = known is not None and (known_training == training if training else not config.tokenizer)
+    is_kept = known is not None and (trained_on == training if training else not config.tokenizer)
     if known is not None and is_kept:
         tokenizer = _load_kept(config, known)
     elif training:
@@ -125,9 +124,7 @@ def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     elif config.tokenizer:
         tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
     else:
-        raise ValueError(
-            "--tokenizer is missing; give byte, a model file or a folder, or --train_tokenizer=True"
-        )
+        raise ValueError("--tokenizer is missing; give byte, a model file, a folder, or --train_tokenizer")
     keys = [_plan_key(config, source, tokenizer.vocabulary, sources) for source in sources]
     check_plans(output, sources, keys, tokenizer.vocabulary.digest, config.overwrite)
     if not is_kept:
@@ -164,7 +161,7 @@ def _plan_key(
 ) -> dict[str, Any]:
     """All that the shards of a source depend on, as JSON gives it back."""
     return {
-        "layout": _LAYOUT_VERSION,
+        "layout": _LAYOUT_VERSION + any(file_kind(file.path) in ("json", "arrow") for file in source.files),
         "inputs": source.inputs_digest,
         "tokenizer_digest": vocabulary.digest,
         "eos_id": vocabulary.eos_id,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,15 @@ def _read_parquet_ids(path: str, column: str) -> Iterator[Tokens]:
 
 
 def _read_arrow_ids(path: str, column: str) -> Iterator[Tokens]:
+    with open_arrow(path) as (schema, batches):
+        name = _ids_column(schema, column, plain=True)
+        for batch in batches:
+            yield from _split_lists(batch.column(name))
+
+
+@contextmanager
+def open_arrow(path: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+    """Schema and batches of an Arrow file or a whole Arrow stream. Raises: ValueError."""
     with pa.memory_map(path) as source:
         is_file = source.read(6) == b"ARROW1"  # else a stream, as the package datasets writes
         source.seek(max(0, source.size() - 8))
@@ -106,9 +116,7 @@ def _read_arrow_ids(path: str, column: str) -> Iterator[Tokens]:
             raise ValueError("is neither an Arrow file nor a whole Arrow stream")
         source.seek(0)
         reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-        name = _ids_column(reader.schema, column, plain=True)
-        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
-            yield from _split_lists(batch.column(name))
+        yield reader.schema, map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
 
 
 def _ids_column(schema: pa.Schema, wanted: str, *, plain: bool = False) -> str:

@@ -7,6 +7,7 @@ with their parent even if that is killed.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 _INTERVAL_S = 5.0  # between lines of progress
+_PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies; prctl(2)
 
 
 def available_cores() -> int:
@@ -88,6 +90,8 @@ def _run_in_processes(
 
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(libc := ctypes.CDLL(None), "prctl"):  # at once, before the command can be run again
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -1,17 +1,25 @@
-"""What a run folder says of a run: the lines of metrics.jsonl, its configurations, how it ended."""
+"""What a run folder says of a run: metrics.jsonl, its configurations, a sample of text, how it ended."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from fms_fsdp.run.recorded import recorded_sections
 from fms_fsdp.run.status import read_status
 
 Record = dict[str, Any]
+Floats = npt.NDArray[np.float64]
+LONGEST_SAMPLE = 20_000  # characters
 _OF_A_LAUNCH = re.compile(r"config\.([1-9][0-9]{0,8})\.json")
 
 
@@ -19,22 +27,35 @@ _OF_A_LAUNCH = re.compile(r"config\.([1-9][0-9]{0,8})\.json")
 class RunHistory:
     """A run in order: step → its report, step → its validation, events; launch → its first and last second.
 
+    A launch begins with its process, where it says when that was.
     Of steps that a later launch made again, or went back behind, the records of the later launch count.
     """
 
     name: str
+    folder: Path = Path()
     reports: dict[int, Record] = field(default_factory=dict)
     validations: dict[int, Record] = field(default_factory=dict)
     events: list[Record] = field(default_factory=list)
     spans: dict[int, tuple[float, float]] = field(default_factory=dict)
     configs: dict[str, Record] = field(default_factory=dict)
     status: Record = field(default_factory=dict)
+    sample: str = ""
+
+    @property
+    def config(self) -> Record:
+        """The flags of the last launch by section, and what they came to as `resolved`."""
+        return {"resolved": {}} | self.configs.get("config.json", {})
+
+    @property
+    def validation_losses(self) -> list[str]:
+        """The keys of the held-out losses, that of all sources first."""
+        keys = [key for key in self.keys("eval/") if key.endswith("/loss")]
+        return sorted(keys, key=lambda key: key != "eval/loss")
 
     @property
     def seconds(self) -> float:
-        """Wall time of all launches, from the start of the process where the launch says so."""
-        starting = (value for event in self.events if event["event"] == "start" for value in _seconds(event))
-        return sum(last - first for first, last in self.spans.values()) + sum(starting)
+        """Wall time of all launches."""
+        return sum(last - first for first, last in self.spans.values())
 
     @property
     def restarts(self) -> list[int]:
@@ -43,20 +64,27 @@ class RunHistory:
         pairs = zip(attempts, attempts[1:], strict=False)
         return [step - 1 for (_, before), (step, attempt) in pairs if attempt != before]
 
-    def series(
-        self, key: str, x: str = "step", *, validation: bool = False
-    ) -> tuple[list[float], list[float]]:
-        """Places and values of a metric, where it has a number."""
-        records = (self.validations if validation else self.reports).values()
-        points = [
-            (record[x], record[key]) for record in records if _is_number(record.get(key)) and x in record
-        ]
-        return [place for place, _ in points], [value for _, value in points]
+    def series(self, key: str, x: str = "step") -> tuple[Floats, Floats]:
+        """Places and values of a metric, where it is recorded; what was not finite is NaN."""
+        found = [(record[x], record[key]) for record in self._of(key) if key in record and x in record]
+        points = np.array(found, dtype=np.float64).reshape(-1, 2)
+        points[~np.isfinite(points)] = np.nan
+        return points[:, 0], points[:, 1]
 
-    def keys(self, prefix: str, *, validation: bool = False) -> list[str]:
+    def numbers(self, key: str) -> list[float]:
+        """The finite values of a metric, in order."""
+        return [value for value in self.series(key)[1].tolist() if math.isfinite(value)]
+
+    def keys(self, prefix: str) -> list[str]:
         """Names of metrics that begin so, in their order."""
-        records = (self.validations if validation else self.reports).values()
-        return list(dict.fromkeys(key for record in records for key in record if key.startswith(prefix)))
+        names = dict[str, Any]()
+        for record in self._of(prefix):
+            names.update(record)
+        return [name for name in names if name.startswith(prefix)]
+
+    def _of(self, key: str) -> Iterable[Record]:
+        """The records that have this metric: a held-out one stands in no report."""
+        return (self.validations if key.startswith(("eval/", "test/")) else self.reports).values()
 
     def add(self, record: Record) -> None:
         """Takes in the next line of metrics.jsonl.
@@ -65,14 +93,15 @@ class RunHistory:
             ValueError, KeyError, TypeError, OverflowError: it is no record of a step.
         """
         step, attempt, now = int(record["step"]), int(record.get("attempt", 1)), record.get("time")
-        if isinstance(now, int | float):
+        if isinstance(now, int | float) and 0 <= now < 1e10:
             first, last = self.spans.get(attempt, (now, now))
-            self.spans[attempt] = min(first, now), max(last, now)
+            starting = sum(_seconds(record)) if record.get("event") == "start" else 0.0
+            self.spans[attempt] = min(first, now - starting), max(last, now)
         if "event" in record:
             self.events.append(record)
             return
         found = self.reports if "loss" in record else self.validations
-        numbers = {key: value for key, value in record.items() if value is None or _is_number(value)}
+        numbers = {sys.intern(key): value for key, value in record.items() if _is_number(value)}
         if found is self.reports:
             numbers = {"loss": None} | numbers | {"tokens_seen": int(record["tokens_seen"])}
         for kind in (self.reports, self.validations):
@@ -91,14 +120,15 @@ def read_run(folder: Path) -> RunHistory:
     if not path.is_file():
         rule = "must be a run folder, and there is no metrics.jsonl in it; name --output_dir"
         raise ValueError(f"run ({folder}) {rule}")
-    run = RunHistory(folder.resolve().name)
-    lines = path.read_text().split("\n")
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            run.add(json.loads(line))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            rule = "must be a record with a step, and a report with tokens_seen too"
-            raise ValueError(f"{path}:{number} {rule}; remove the line") from None
+    run = RunHistory(folder.resolve().name, folder)
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.endswith("\n"):
+                    run.add(json.loads(line))
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                rule = "must be a record with a step, and a report with tokens_seen too"
+                raise ValueError(f"{path}:{number} {rule}; remove the line") from None
     if not run.reports:
         rule = f"must have reported, and {path.name} holds no report yet; wait for its first"
         raise ValueError(f"run ({folder}) {rule}")
@@ -108,6 +138,8 @@ def read_run(folder: Path) -> RunHistory:
         if content := read_status(folder / name):
             run.configs[name] = {key: value for key, value in content.items() if isinstance(value, dict)}
     run.status = read_status(folder / "status.json")
+    if (samples := folder / "samples.txt").is_file():
+        run.sample = samples.read_text(encoding="utf-8", errors="replace")[-LONGEST_SAMPLE:]
     return run
 
 
@@ -130,8 +162,10 @@ def differences(configs: dict[str, Record]) -> list[tuple[str, list[str]]]:
 
 
 def _seconds(event: Record) -> list[float]:
-    return [value for key, value in event.items() if key.endswith("_s") and _is_number(value)]
+    return [value for key, value in event.items() if key.endswith("_s") and value and _is_number(value)]
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a number of the records: null is one that is not finite."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return value is None or isinstance(value, float) or whole

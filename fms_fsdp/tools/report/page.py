@@ -1,171 +1,136 @@
 """`python -m fms_fsdp report RUN [RUN …]`: one HTML page of a run, or of several compared.
 
-The page needs no network and no server.
+The page needs no network and no server; `--serve` renews it while a run goes on.
 """
 
 from __future__ import annotations
 
-import html
-import io
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from statistics import median_high
-from typing import Any
 
 from fms_fsdp.config import flag
+from fms_fsdp.tools.report.facts import cards, command, subtitle, tables
 from fms_fsdp.tools.report.history import RunHistory, differences, read_run
+from fms_fsdp.tools.report.panels import build_panels
+from fms_fsdp.tools.report.svg import draw, text
 
-_STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1500px;padding:0 1em;color:#222}
-table{border-collapse:collapse;margin:1em 0}td{font-variant-numeric:tabular-nums}
-svg{max-width:100%;height:auto}
-td,th{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}"""
+REFRESH_S = 5  # of a page that is served
 
 
 @dataclass(frozen=True)
 class ReportConfig:
     """A page of curves and tables from run folders."""
 
-    runs: tuple[str, ...] = flag((), "run folders; several are drawn over one another", positional=True)
+    runs: tuple[str, ...] = flag((), "run folders; several are compared", positional=True)
     output: str = flag("", "the page (default: report.html in the first run folder)")
-    smoothing: float = flag(0.8, "weight of the past in the smoothed loss", minimum=0, maximum=0.999)
-    png: bool = flag(False, "write the charts beside the page too, as <page>.png")
+    png: bool = flag(False, "write the charts beside the page too, as <page>.png; needs matplotlib")
+    serve: bool = flag(False, "write no file; show the page in a browser and renew it while the run goes on")
+    host: str = flag("127.0.0.1", "address of --serve; with 0.0.0.0 other machines see the page too")
+    port: int = flag(8080, "port of --serve; 0 takes any that is free", minimum=0, maximum=65535)
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError("runs () must name at least one run folder; write `report RUN [RUN …]`")
+        if self.serve and (self.output or self.png):
+            raise ValueError("--serve (True) writes no file; leave --output and --png out")
 
 
 def main(config: ReportConfig) -> None:
-    """Writes the page and prints its path. Folders that cannot be drawn are left out with a note.
+    """Writes the page and prints its path, or serves it.
 
     Raises:
-        ValueError: no run is named, none can be drawn, or matplotlib is missing.
+        ValueError: no run can be drawn, matplotlib is missing for --png, or the port cannot be used.
+        OSError: the page cannot be written.
     """
-    if not config.runs:
-        raise ValueError("runs () must name at least one run folder: python -m fms_fsdp report RUN [RUN …]")
-    found, problems = {}, []
-    for folder in config.runs:
-        try:
-            found[folder] = read_run(Path(folder))
-        except ValueError as error:
-            problems.append(error)
-    if not found:
-        raise problems[0]
-    for problem in problems:
-        print(f"note: left out: {problem}", file=sys.stderr)
-    runs = list(found.values())
-    for folder, run in found.items():
-        if sum(other.name == run.name for other in runs) > 1:
-            run.name = folder
-    path = Path(config.output or Path(next(iter(found))) / "report.html")
-    charts = _render_charts(runs, config.smoothing, path.with_suffix(".png") if config.png else None)
+    runs = read_runs(config.runs)
+    if config.serve:
+        from fms_fsdp.tools.report.serve import serve
+
+        folders = [run.folder for run in runs]
+        serve(folders, lambda: render_page(read_runs(config.runs), REFRESH_S), config.host, config.port)
+        return
+    path = Path(config.output or runs[0].folder / "report.html")
+    if config.png:
+        from fms_fsdp.tools.report.png import write_png
+
+        write_png(build_panels(runs), path.with_suffix(".png"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_page(runs, charts), encoding="utf-8")
+    path.write_text(render_page(runs), encoding="utf-8")
     print(path)
 
 
-def _render_charts(runs: Sequence[RunHistory], smoothing: float, png: Path | None) -> str:
-    """The sheet of charts as SVG, letters as text; also written to `png`."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("report needs matplotlib, which is not installed; pip install matplotlib") from None
-    from fms_fsdp.tools.report.charts import draw
+def read_runs(folders: Sequence[str]) -> list[RunHistory]:
+    """The histories of the run folders; what cannot be drawn is left out with a note.
 
-    # names may hold any sign, so nothing is mathematics
-    with matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "report"}):
-        figure = draw(runs, smoothing)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
-        if png is not None:
-            png.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(png, dpi=120)
-    return "".join(text.getvalue().partition("<svg")[1:])
-
-
-def _page(runs: Sequence[RunHistory], charts: str) -> str:
-    title = html.escape(", ".join(run.name for run in runs))
-    if len(runs) > 1:
-        compared = {run.name: run.configs.get("config.json", {}) for run in runs}
-    else:
-        compared = {name: content for name, content in runs[0].configs.items() if name != "config.json"}
-    changed = [[key, *values] for key, values in differences(compared)]
-    none_changed = f"<p>None between {len(compared)} configurations.</p>"
-    events = [
-        [run.name, event.get("attempt", ""), event["step"], event["event"], _fields(event)]
-        for run in runs
-        for event in run.events[-100:]
-    ]
-    parts = [
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-        f"<style>{_STYLE}</style></head><body>\n<h1>{title}</h1>",
-        _html_table(["", *(run.name for run in runs)], _summary(runs)),
-        charts,
-        "<h2>Differences of configuration</h2>",
-        _html_table(["", *compared], changed) if changed else none_changed,
-    ]
-    if events:
-        parts += ["<h2>Events</h2>", _html_table(["run", "launch", "step", "event", ""], events)]
-    return "\n".join([*parts, "</body></html>"]) + "\n"
+    Runs of one name are called by their folders. Raises: ValueError, if none can be drawn.
+    """
+    runs, problems = list[RunHistory](), list[ValueError]()
+    for folder in dict.fromkeys(folders):
+        try:
+            runs.append(read_run(Path(folder)))
+        except ValueError as error:
+            problems.append(error)
+    if not runs:
+        raise problems[0]
+    for problem in problems:
+        print(f"note: left out: {problem}", file=sys.stderr)
+    names = [run.name for run in runs]
+    for run in runs:
+        run.name = str(run.folder) if names.count(run.name) > 1 else run.name
+    return runs
 
 
-def _summary(runs: Sequence[RunHistory]) -> list[list[Any]]:
-    """Rows of the table on top: a label, then the value of each run; rows that no run fills are left out."""
-    columns = [_facts(run) for run in runs]
-    labels = dict.fromkeys(label for column in columns for label in column)
-    rows = []
-    for label in labels:
-        rows.append([label, *(column.get(label, "–") for column in columns)])
-    return rows
+def render_page(runs: Sequence[RunHistory], refresh_s: int = 0) -> str:
+    """The page; one that is served asks every `refresh_s` seconds whether it has changed."""
+    parts = _opening(runs[0]) if len(runs) == 1 else _comparison(runs)
+    parts.append(f'<div class="charts">{draw(build_panels(runs))}</div>')
+    parts += [_section(run, run.name if len(runs) > 1 else "") for run in runs]
+    return fill_page(text(", ".join(run.name for run in runs)), "\n".join(parts), refresh_s)
 
 
-def _facts(run: RunHistory) -> dict[str, str]:
-    last = list(run.reports.values())[-1]
-    resolved = run.configs.get("config.json", {}).get("resolved", {})
-    versions = resolved.get("versions", {})
-    model, batch, layout = (resolved.get(key, {}) for key in ("model", "batch", "layout"))
-    facts = {
-        "status": f"{run.status.get('status', '–')}: {run.status.get('reason', '')}".rstrip(": "),
-        "steps": f"{last['step']} of {resolved.get('num_steps', '?')}",
-        "tokens": f"{last['tokens_seen']:,}",
-        "final loss": f"{last['loss']:.4f}" if last["loss"] is not None else "not finite",
-    }
-    if last.get("loss_mean") is not None:
-        facts["mean loss of the last interval"] = f"{last['loss_mean']:.4f}"
-    for key in run.keys("eval/", validation=True):
-        if key.endswith("/loss") and (values := run.series(key, validation=True)[1]):
-            facts[f"validation {key[5:-5]}, last and best"] = f"{values[-1]:.4f}, {min(values):.4f}"
-    facts["launches, time in all"] = f"{len(run.spans) or 1}, {timedelta(seconds=round(run.seconds))}"
-    if speeds := run.series("tokens_per_sec_per_device")[1]:
-        facts["median tokens/s per device"] = f"{median_high(speeds):,.0f}"
-    if shares := run.series("mfu")[1]:
-        facts["median mfu"] = f"{median_high(shares):.1%}"
-    if run.seconds > 0:
-        a_day = 86400 * last["tokens_seen"] / run.seconds
-        facts["tokens a day, start-ups and saves included"] = f"{a_day:,.0f}"
-    if last.get("masked_rows"):
-        facts["rows masked in the last launch"] = f"{last['masked_rows']:,}"
-    if "energy_kwh" in last:
-        facts["energy of the last launch"] = f"{last['energy_kwh']:.3f} kWh"
-    device = versions.get("gpu", resolved.get("device"))
-    if resolved:
-        facts |= {
-            "parameters": f"{model.get('num_params', 0):,}",
-            "batch": f"{batch.get('global_batch_size')} rows of {model.get('max_seq_len')} tokens",
-            "hardware": f"{resolved.get('world_size')} x {device}, {layout.get('strategy')}",
-            "precision": "bf16" if resolved.get("mixed_precision") else "fp32",
-            "versions": ", ".join(f"{key} {value}" for key, value in versions.items() if key != "gpu"),
-        }
-    return facts
+def fill_page(title: str, content: str, refresh_s: int = 0) -> str:
+    """A page with this title and content, both HTML."""
+    opening, ending = Path(__file__).with_name("page.html").read_text().split("$content")
+    return opening.replace("$refresh_s", str(refresh_s)).replace("$title", title) + content + ending
 
 
-def _fields(event: dict[str, Any]) -> str:
-    named = [item for item in event.items() if item[0] not in ("event", "attempt", "step", "time")]
-    return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in named)
+def _opening(run: RunHistory) -> list[str]:
+    """The name of a run and its cards."""
+    parts = [f'<h1>{text(run.name)}</h1><p class="muted">{text(subtitle(run))}</p><div class="cards">']
+    for label, figure, note in cards(run):
+        parts.append(f'<div class="card">{label}<b>{text(figure)}</b><small>{text(note)}</small></div>')
+    return [*parts, "</div>"]
 
 
-def _html_table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    def line(cells: Iterable[Any], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+def _comparison(runs: Sequence[RunHistory]) -> list[str]:
+    """The flags that differ, then the figures of the cards, a run a row."""
+    changed = differences({run.name: run.config for run in runs})
+    flags = [("flag", *(run.name for run in runs)), *((name, *values) for name, values in changed)]
+    figures = list[dict[str, str]]()
+    for run in runs:
+        figures.append({"run": run.name} | {label: figure for label, figure, _ in cards(run)})
+    labels = dict.fromkeys(label for found in figures for label in found)
+    results = [tuple(labels), *(tuple(map(found.get, labels)) for found in figures)]
+    return [f"<h1>{len(runs)} runs</h1>", _table("Flags that differ", flags), _table("Results", results)]
 
-    return "<table>" + "\n".join([line(head, "th"), *(line(row, "td") for row in rows)]) + "</table>"
+
+def _section(run: RunHistory, name: str) -> str:
+    """What stands below the curves: a sample, the command, tables that have rows."""
+    words = " ".join(f"<span>{text(word)}</span>" for word in command(run))
+    parts = [f"<h1>{text(name)}</h1>"] if name else []
+    parts += [f"<h2>Sample</h2><pre>{text(run.sample)}</pre>"] if run.sample else []
+    parts += [f"<h2>Command</h2><pre>{words}</pre>"] if words else []
+    parts += [_table(title, rows) for title, rows in tables(run).items() if len(rows) > 1]
+    return "\n".join(parts)
+
+
+def _table(title: str, rows: Sequence[Sequence[str | None]]) -> str:
+    """A table that scrolls in its own box, its head first."""
+    lines = []
+    for tag, row in zip(["th"] + ["td"] * len(rows), rows, strict=False):
+        cells = f"</{tag}><{tag}>".join(text(cell or "–") for cell in row)
+        lines.append(f"<tr><{tag}>{cells}</{tag}></tr>")
+    box = f'<div class="scroll {title.lower()}"><table>{"".join(lines)}</table></div>'
+    return f"<h2>{title}</h2>{box}"

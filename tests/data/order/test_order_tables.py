@@ -12,10 +12,10 @@ from fms_fsdp.data.order.mixture import NUM_SLOTS, Mixture, slot_quotas
 from fms_fsdp.data.order.packing import pack_bestfit, pack_concat, shuffled
 from fms_fsdp.data.order.permute import bit_reverse, derive_key, hash64, mix64, permute, unpermute
 from fms_fsdp.data.order.source_order import Rest, SourceOrder
-from fms_fsdp.data.order.tapes import TAIL, Tapes, fit_geometry, locate
+from fms_fsdp.data.order.tapes import TAIL, Geometry, Tapes, fit_geometry, locate
 
 KEY = 0x0123456789ABCDEF
-WIDE = fit_geometry(1_000_000, 1500, 0.3, 1024)
+WIDE = Geometry(1500, 1_000_000, 32, 16, 265_500)
 ONE_TWO_ONE = slot_quotas({"a": 1, "b": 2, "c": 1})
 
 
@@ -109,10 +109,11 @@ def test_mixture(
     [
         (127, 1500, 1.0, 1024, (1, 1, 192_000, 127)),
         (128, 1500, 1.0, 1024, (1, 4, 6000, 0)),
-        (10_000, 1500, 1.0, 1024, (1, 4, 267_000, 32)),
-        (1_000_000, 1500, 0.3, 1024, (32, 16, 265_500, 3136)),
+        (10_000, 1500, 1.0, 1024, (8, 4, 33_000, 144)),
+        (1_000_000, 1500, 0.3, 1024, (256, 4, 132_000, 8768)),
+        (240_000, 4096, 1.0, 1024, (256, 4, 65_536, 10_624)),
         (18_000_000, 4096, 0.05, 1024, (32, 16, 262_144, 10_368)),
-        (60_001, 128, 1.0, 64, (1, 4, 137_088, 25)),
+        (60_001, 128, 1.0, 64, (64, 4, 2048, 2657)),
     ],
 )
 def test_fit(
@@ -148,7 +149,7 @@ def test_rows_windows_and_tails_of_a_source() -> None:
 def test_a_change_of_the_row_length_in_an_epoch(
     sizes: tuple[int, int], rows: tuple[int, int], tokens: list[int]
 ) -> None:
-    first, then = (fit_geometry(100_000 // size, size, 1.0, 4) for size in sizes)
+    first, then = (fit_geometry(100_000 // size, size, 1.0, 1) for size in sizes)
     order = SourceOrder("web", 100_000, 7, [(0, first), (50, then)])
     _, rest, epochs = order.laps
     assert isinstance(rest, Rest) and (rest.num_rows, rest.left_out, epochs.epoch) == (*rows, 1)

@@ -46,6 +46,13 @@ def test_reference_scale_has_the_intended_cut() -> None:
     assert 1 << 18 <= g.block_tokens < 1.02 * (1 << 18)
 
 
+def test_the_rows_of_a_batch_come_from_all_over_a_small_source() -> None:
+    """7 M tokens in rows of 128: neighbours on one tape would be rows of the same long document."""
+    g = fit_geometry(52_000, 128, 0.4, 1024)
+    tapes = locate(np.arange(64), *columns(g)).tape
+    assert len(set(tapes.tolist())) >= 60
+
+
 def test_a_source_below_128_rows_is_all_tail() -> None:
     assert fit_geometry(127, 4096, 1.0, 1024).num_tail_rows == 127
     assert fit_geometry(128, 4096, 1.0, 1024).num_tail_rows == 0

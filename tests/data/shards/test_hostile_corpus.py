@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fms_fsdp.config import DataConfig, EvalConfig
-from fms_fsdp.data.held_out import open_held_out
+from fms_fsdp.data.held_out import open_held_out, scan_held_out
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from tests.data.corpora import Files, write_corpus, write_counts
 
@@ -41,7 +41,8 @@ def described(corpus: Path, **changes: Any) -> None:
 def evaluated(corpus: Path) -> bool:
     """Whether the held-out source knows the bytes of its tokens."""
     data = DataConfig(data_path=str(corpus), seq_length=16)
-    (source,) = open_held_out(EvalConfig(eval_interval=1), data, None, vocab_size=400, max_rows=3)
+    flags = EvalConfig(eval_interval=1, eval_steps=3)
+    (source,) = open_held_out(flags, scan_held_out(flags, data, None, vocab_size=400), 1)
     source.stream.close()
     return source.token_bytes is not None
 

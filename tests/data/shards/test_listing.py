@@ -50,12 +50,12 @@ def test_a_rank_with_a_listing_looks_at_no_file_of_the_held_out_data(tmp_path: P
         write_corpus(files.root / split, SIZES, seed=5 + len(split))
     section = files.section(seq_length=32)
     section = replace(section, data_path=f"file://{files.root}") if uri else section
-    flags = EvalConfig(eval_interval=1, eval_test=True)
+    flags = EvalConfig(eval_interval=1, eval_test=True, eval_steps=3)
     corpus = open_corpus(section)
-    expected = open_held_out(flags, section, corpus, vocab_size=VOCAB, max_rows=3)
-    scanned = pickle.loads(pickle.dumps(scan_held_out(flags, section, corpus, vocab_size=VOCAB)))
+    found = scan_held_out(flags, section, corpus, vocab_size=VOCAB)
+    expected, scanned = open_held_out(flags, found, 1), pickle.loads(pickle.dumps(found))
     (tmp_path / "here").rename(tmp_path / "away")
-    opened = open_held_out(flags, section, None, vocab_size=VOCAB, max_rows=3, scanned=scanned)
+    opened = open_held_out(flags, scanned, 1)
     (tmp_path / "away").rename(tmp_path / "here")
     assert len(opened) == 4
     for one, other in zip(expected, opened, strict=True):

@@ -8,7 +8,9 @@ import json
 import os
 import random
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +21,7 @@ from fms_fsdp.tools.prepare.documents import (
     Document,
     Problem,
     TextFormat,
-    json_arrays,
+    json_without_text,
     plan_slices,
     read_part,
 )
@@ -254,22 +256,57 @@ def test_a_file_without_the_separator_is_read_in_linear_time_and_bounded_memory(
 
 
 @pytest.mark.parametrize(
-    ("text", "rule"),
+    ("name", "body"),
     [
-        ('[{"text": "a"}, {"text": "b"}]', r"holds 2 JSON records, not text; write it as JSON lines"),
-        (
-            '\ufeff [\n  {"id": 1, "text": "a"}\n]\n',
-            r"holds 1 JSON records, not text; write it as JSON lines",
-        ),
-        ('{"text": "a"}\n{"text": "b"}\n', r"holds 2 JSON records, not text; rename it to NAME.jsonl"),
+        ("x.json", '[{"text": "a"}, {"text": "b"}]'),
+        ("x.json", '\ufeff [\n  {"id": 1, "text": "a"},\n {"text": "b"}\n]\n'),
+        ("x.json", '["a", "b"]'),
+        ("x.json", '{"text": "a"}\n{"text": "b"}\n'),
+        ("x.JSON", '\ufeff{"text": "a"}\n{"text": "b"}'),
+        ("x.json.gz", '["a", "b"]'),
+        ("x.json.gz", '{"text": "a"}\n{"text": "b"}'),
     ],
 )
-def test_a_json_file_of_records_is_refused_instead_of_read_as_one_document(
-    tmp_path: Path, text: str, rule: str
+def test_the_records_of_a_json_file_are_documents(tmp_path: Path, name: str, body: str) -> None:
+    data = body.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert texts(read_all(tmp_path / name)) == ["a", "b"]
+
+
+def test_a_record_of_an_array_that_is_no_document_is_named_and_a_large_array_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=rf"--input \(.*x.json\) {rule}.*, or --exclude it"):
-        json_arrays(find_files(str(tmp_path)), FORM)
+    (tmp_path / "x.json").write_text('[{"text": "a"}, {"text": null}, {"text": "b"}, {"text": 3}]')
+    records = read_all(tmp_path / "x.json")
+    assert texts(records) == ["a", "b"]
+    assert [record for record in records if isinstance(record, Problem)] == [
+        Problem("key 'text' is missing or empty", f"{tmp_path}/x.json: record 2", True),
+        Problem("key 'text' is not a string", f"{tmp_path}/x.json: record 4", True),
+    ]
+    monkeypatch.setattr(documents, "DOCUMENT_LIMIT", 40)
+    with pytest.raises(ValueError, match=r"--input \(.*x.json\) is a JSON array above .*JSON lines: jq -c"):
+        read_all(tmp_path / "x.json")
+    (tmp_path / "y.json").write_text('{"text": "a"}\n' * 10)  # lines are read one by one
+    assert texts(read_all(tmp_path / "y.json")) == ["a"] * 10
+
+
+@pytest.mark.parametrize("make", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_the_rows_of_an_arrow_file_are_documents(tmp_path: Path, make: Callable[..., Any]) -> None:
+    """A stream is what the package datasets saves, beside two files about it."""
+    table = pa.table({"text": ["a", None, "c"], "n": [1, 2, 3]})
+    path = tmp_path / "data-00000-of-00001.arrow"
+    with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    (tmp_path / "state.json").write_text('{"_fingerprint": "a"}')
+    (tmp_path / "dataset_info.json").write_text("{}")
+    records = read_all(tmp_path)
+    assert texts(records) == ["a", "c"]
+    assert Problem("key 'text' is missing or empty", f"{path}: row 2", True) in records and len(records) == 3
+    with pytest.raises(ValueError, match=r"--text_key \(body\) is not a column of .*, which has text, n"):
+        read_all(path, form=TextFormat(text_key="body"))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"--input \(.*arrow\) .*; repair or exclude the file$"):
+        read_all(path)
 
 
 def test_json_files_that_are_no_records_stay_text_and_arrays_are_told(tmp_path: Path) -> None:
@@ -284,9 +321,13 @@ def test_json_files_that_are_no_records_stay_text_and_arrays_are_told(tmp_path: 
     }
     for name, text in contents.items():
         (tmp_path / f"{name}.json").write_text(text)
-    assert json_arrays(find_files(str(tmp_path)), FORM) == []
+    assert json_without_text(find_files(str(tmp_path)), FORM) == []
     (tmp_path / "z.json").write_text('[{"content": "a"}]')
-    assert json_arrays(find_files(str(tmp_path)), FORM) == [str(tmp_path / "z.json")]
-    with pytest.raises(ValueError, match="z.json"):
-        json_arrays(find_files(str(tmp_path)), TextFormat(text_key="content"))
-    assert len(texts(read_all(tmp_path))) == 8
+    (tmp_path / "y.json").write_text('{"content": "a"}\n{"content": "b"}\n')
+    without = [str(tmp_path / "y.json"), str(tmp_path / "z.json")]
+    assert json_without_text(find_files(str(tmp_path)), FORM) == without
+    found = texts(read_all(tmp_path))
+    assert len(found) == 9 and found.count("text") == 1 and '[{"content": "a"}]' in found
+    by_content = TextFormat(text_key="content")
+    assert json_without_text(find_files(str(tmp_path)), by_content) == []
+    assert texts(read_all(tmp_path / "y.json", form=by_content)) == ["a", "b"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.data.tokenizer import load_tokenizer
 from fms_fsdp.run.lock import FolderLock
 from fms_fsdp.tools.prepare import duplicates, encode, pipeline
-from fms_fsdp.tools.prepare.input_files import find_files
+from fms_fsdp.tools.prepare.input_files import find_files, parse_input
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from fms_fsdp.tools.prepare.stats import describe
 
@@ -99,6 +100,16 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path, corpus: str) -> N
         sorted(stats) == ["code", "web"]
         and stats["web"].documents + stats["web"].left_out["duplicate"] == 400
     )
+
+
+def test_a_line_of_progress_comes_after_each_so_many_documents(
+    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "out", corpus, log_interval=100, shard_tokens=2000)
+    line = r"prepare: ([\d,]+) documents, [\d,]+\.\d MB/s, [\d,]+ docs/s, (\d+\.\d)M tokens"
+    told = [match for text in capsys.readouterr().err.splitlines() if (match := re.fullmatch(line, text))]
+    counts = [0, *(int(match[1]) for match in told)]
+    assert len(told) == 4 and all(100 <= b - a < 200 for a, b in zip(counts, counts[1:], strict=False))
 
 
 def test_shards_hold_the_documents_in_order_and_say_what_they_are(tmp_path: Path, corpus: str) -> None:
@@ -388,13 +399,51 @@ def test_repeated_names_and_overlapping_paths_read_each_file_once(tmp_path: Path
     assert sorted(texts(tmp_path / "out/x")) == ["one", "two"]
 
 
+def test_a_path_without_a_name_has_that_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my books, all"
+    folder.mkdir()
+    (folder / "one.tar.txt").touch()
+    monkeypatch.chdir(folder)
+    for text, name in (
+        (".", "my_books_all"),
+        (str(folder), "my_books_all"),
+        (f"{folder}/../my books, all/", "my_books_all"),
+        (f"{tmp_path}/*/*.txt", tmp_path.name),
+        ("one.tar.txt", "one"),
+        ("*.txt", "my_books_all"),
+    ):
+        assert parse_input(text) == {name: [text]}
+    assert parse_input("one.tar.txt,a=b,c,../web") == {"one": ["one.tar.txt"], "a": ["b,c,../web"]}
+    assert parse_input("web=web,web=more") == {"web": ["web", "more"]}
+    assert parse_input("../web,sub/code,a=b") == {"web": ["../web"], "code": ["sub/code"], "a": ["b"]}
+
+
+def test_the_command_takes_folders_without_their_flag(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_text(f"text of {name}")
+    ended = command(
+        "prepare", f"{tmp_path}/a", f"{tmp_path}/b", f"--output={tmp_path}/out", "--tokenizer=byte"
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert texts(tmp_path / "out/a") == ["text of a"] and texts(tmp_path / "out/b") == ["text of b"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(inputs="web"), "must be NAME=PATH"),
-        (dict(inputs=""), "must be NAME=PATH"),
+        (dict(inputs="web="), "must be .NAME=.PATH"),
+        (dict(inputs=""), "must be .NAME=.PATH"),
+        (dict(inputs="=web"), "must be .NAME=.PATH"),
+        (dict(inputs="nowhere,,web"), "must be .NAME=.PATH"),
+        (dict(inputs="nowhere,"), "must be .NAME=.PATH"),
         (dict(inputs="meta=x"), "must name a source"),
-        (dict(inputs="a/b=x"), "must"),
+        (dict(inputs="some/meta"), r"--input \(some/meta\) must name a source .*; write NAME=PATH"),
+        (dict(inputs="/"), r"--input \(/\) must name a source .*; write NAME=PATH"),
+        (dict(inputs="a/web,b/web"), r"\(a/web\) is not the only source named web; write NAME=a/web"),
+        (dict(inputs="b/web,web=a"), r"\(b/web\) is not the only source named web; write NAME=b/web"),
         (dict(tokenizer=""), "--tokenizer is missing"),
         (dict(tokenizer="byte", train_tokenizer=True), "exclude each other"),
         (dict(vocab_size=500), "add --train_tokenizer"),

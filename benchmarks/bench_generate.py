@@ -1,0 +1,167 @@
+"""Measures decoding and prefill of our models beside transformers' `generate` on the same weights.
+
+    python benchmarks/bench_generate.py [--variants=quickstart,194m --rounds=3 --output=FILE]
+
+Tokens a second, fp32 and bf16: decoding in batches of 1 and 16 behind a short prompt, greedily, and prefill
+of one long prompt. The reference runs with its defaults and with a static cache; the programs take turns in
+each round, and a figure is the median over rounds. Decoding reads every weight once a step: its share of the
+memory's bandwidth is those bytes a second over the rate at which this machine reads a large array in the same
+run. Without the package transformers only our half runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from result_file import HELP, write_result
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch  # noqa: E402
+
+from fms_fsdp.generate import Sampling, generate  # noqa: E402
+from fms_fsdp.models.hf import hf_config, hf_weights  # noqa: E402
+from fms_fsdp.models.init import init_weights  # noqa: E402
+from fms_fsdp.models.llama import Llama  # noqa: E402
+from fms_fsdp.models.variants import VARIANTS  # noqa: E402
+from fms_fsdp.runtime import versions  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PROMPT, BATCHES = 32, (1, 16)  # tokens before decoding; rows
+Write = Callable[[torch.Tensor, int], Any]  # prompts, new tokens
+
+
+def our_writer(model: Llama) -> Write:
+    return lambda tokens, count: list(
+        generate(model, tokens.tolist(), Sampling(temperature=0), max_new_tokens=count)
+    )
+
+
+def their_writer(model: Any, cache: str | None) -> Write:
+    def write(tokens: torch.Tensor, count: int) -> Any:
+        more = {} if cache is None else {"cache_implementation": cache}
+        lengths = {"min_new_tokens": count, "max_new_tokens": count}
+        mask = torch.ones_like(tokens)
+        return model.generate(tokens, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths, **more)
+
+    return write
+
+
+def their_model(model: Llama) -> Any:
+    """transformers' model with the same weights, by way of our export's table."""
+    import json
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = hf_config(model.config, "float32", None)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(content))
+        auto: Any = AutoModelForCausalLM
+        theirs = auto.from_config(AutoConfig.from_pretrained(folder)).eval()
+    ours = model.state_dict()
+    weights = {name: each.made_of(ours.__getitem__) for name, each in hf_weights(model.config).items()}
+    assert not theirs.load_state_dict(weights, strict=False).unexpected_keys  # a tied head is missing
+    return theirs
+
+
+def read_rate(megabytes: int) -> float:
+    """Bytes a second at which all threads sum up an array; the best of five."""
+    array = torch.ones(megabytes * 2**18)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        array.sum()
+        times.append(time.perf_counter() - begin)
+    return array.nbytes / min(times)
+
+
+def measure(writers: dict[str, Write], options: argparse.Namespace, vocab: int) -> dict[str, Any]:
+    """Tokens a second of each writer. The time of one new token, which is the prefill, is taken off
+    decoding."""
+    draw = torch.Generator().manual_seed(0)
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in writers}
+    short = [torch.randint(0, vocab, (rows, PROMPT), generator=draw) for rows in BATCHES]
+    long = torch.randint(0, vocab, (1, options.prefill), generator=draw)
+
+    def timed(write: Write, tokens: torch.Tensor, count: int) -> float:
+        begin = time.perf_counter()
+        write(tokens, count)
+        return time.perf_counter() - begin
+
+    for number in range(options.rounds + 1):  # the first warms up
+        for name, write in writers.items():
+            rates = {"prefill": options.prefill / timed(write, long, 1)}
+            for tokens in short:
+                seconds = timed(write, tokens, 1 + options.tokens) - timed(write, tokens, 1)
+                rates[f"decode_{len(tokens)}"] = len(tokens) * options.tokens / max(seconds, 1e-9)
+            for case, rate in rates.items() if number else ():
+                found[name].setdefault(case, []).append(rate)
+    return {
+        name: {case: round(statistics.median(rates), 2) for case, rates in cases.items()}
+        for name, cases in found.items()
+    }
+
+
+def run(variant: str, precision: str, options: argparse.Namespace) -> dict[str, Any]:
+    config = replace(VARIANTS[variant], max_seq_len=max(options.prefill, PROMPT + options.tokens) + 2)
+    model = Llama(config).eval()
+    init_weights(model, seed=0)
+    writers: dict[str, Write] = {}
+    if find_spec("transformers") is not None:
+        theirs = their_model(model).to(DTYPES[precision])
+        writers |= {"transformers": their_writer(theirs, None), "static": their_writer(theirs, "static")}
+    for weight in model.parameters():
+        weight.data = weight.data.to(DTYPES[precision])
+    rates = measure({"ours": our_writer(model)} | writers, options, config.vocab_size)
+    read = {name: each.nbytes for name, each in model.named_parameters()}
+    read["embed.weight"] *= config.tie_embeddings  # of an untied one a row is read
+    num_bytes, rate = sum(read.values()), read_rate(options.megabytes)
+    share = round(rates["ours"]["decode_1"] * num_bytes / rate, 3)
+    ratios = {
+        case: {name: round(value / rates[name][case], 3) for name in writers}
+        for case, value in rates["ours"].items()
+    }
+    row = {"variant": variant, "precision": precision, "tokens_per_sec": rates, "ratio": ratios}
+    return row | {"bandwidth_share": share, "read_gb_per_sec": round(rate / 1e9, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--variants", default="quickstart,194m")
+    parser.add_argument("--tokens", type=int, default=64, help="new ones in a text")
+    parser.add_argument("--prefill", type=int, default=512, help="tokens of the long prompt")
+    parser.add_argument("--megabytes", type=int, default=512, help="of the array that is read")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, help=HELP)
+    options = parser.parse_args()
+    if find_spec("transformers") is None:
+        print("note: no package transformers: nothing is compared", file=sys.stderr)
+    results = []
+    for variant in options.variants.split(","):
+        for precision in DTYPES:
+            results.append(run(variant, precision, options))
+            print(results[-1], flush=True)
+    write_result(
+        {
+            "command": " ".join(["python", *sys.argv]),
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+            "results": results,
+        },
+        options.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Measures a step of each optimizer, and the bytes of its state, beside torch's fused AdamW in the same run.
+
+    python benchmarks/bench_optim.py [--variant=quickstart --optimizers=adamw,muon --rounds=10 --output=FILE]
+
+The model's parameters get random gradients; one process, no forward or backward pass. A round steps every
+optimizer once, so that what disturbs the machine disturbs all. `torch_adamw` is torch.optim.AdamW(fused=True)
+as anybody would build it. Time is the median of the rounds after the first two. A package that is missing
+leaves its optimizer out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from result_file import HELP, about_machine, write_result
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch  # noqa: E402
+
+from fms_fsdp.config import OptimConfig  # noqa: E402
+from fms_fsdp.config.optim import OPTIMIZERS  # noqa: E402
+from fms_fsdp.models.flops import num_params  # noqa: E402
+from fms_fsdp.models.init import init_weights  # noqa: E402
+from fms_fsdp.models.llama import Llama  # noqa: E402
+from fms_fsdp.models.variants import VARIANTS  # noqa: E402
+from fms_fsdp.optim.optimizers import Optimizers, build_optimizers, state_bytes  # noqa: E402
+
+REFERENCE, NOT_COUNTED = "torch_adamw", 2
+
+
+def build(name: str, model: Llama) -> Optimizers:
+    """The optimizer over the model.
+
+    Raises:
+        ValueError: its package is missing.
+    """
+    if name == REFERENCE:
+        return Optimizers(model, [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)])
+    return build_optimizers(OptimConfig(optimizer=name, learning_rate=1e-4), model)
+
+
+def timed_step(model: Llama, optimizers: Optimizers, device: torch.device) -> float:
+    """Seconds of one step with new gradients."""
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * 1e-3
+    norm = torch.ones((), device=device)
+    wait(device)
+    begin = time.perf_counter()
+    optimizers.step(lambda base: base, norm)
+    wait(device)
+    return time.perf_counter() - begin
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--variant", default="quickstart", choices=sorted(VARIANTS))
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output", type=Path, help=HELP)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config, found, left_out = VARIANTS[options.variant], dict[str, tuple[Llama, Optimizers]](), {}
+    for name in [REFERENCE, *options.optimizers.split(",")]:
+        model = Llama(config).to(device)
+        init_weights(model, 0)
+        try:
+            found[name] = model, build(name, model)
+        except ValueError as error:
+            left_out[name] = str(error)
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(options.rounds + NOT_COUNTED):
+        for name, (model, optimizers) in found.items():
+            times[name].append(timed_step(model, optimizers, device))
+    medians = {name: statistics.median(each[NOT_COUNTED:]) for name, each in times.items()}
+    results: dict[str, Any] = {}
+    for name, seconds in medians.items():
+        section = OptimConfig(optimizer="adamw" if name == REFERENCE else name)
+        results[name] = {
+            "step_ms": round(seconds * 1000, 3),
+            "times_torch_adamw": round(seconds / medians[REFERENCE], 3),
+            "bytes_a_parameter": round(state_bytes(section, config) / num_params(config), 3),
+        }
+        print(name, results[name], flush=True)
+    record = about_machine() | {
+        "device": device.type,
+        "variant": options.variant,
+        "rounds": options.rounds,
+        "results": results,
+        "left_out": left_out,
+    }
+    write_result(record, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Folders of Hugging Face beside a run's checkpoints, written while the run goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from fms_fsdp.mesh import Mesh
+from fms_fsdp.runtime import log
+from fms_fsdp.state import Hook, Progress, StepResult
+
+_ROOT = str(Path(__file__).parents[2])  # where the package lies
+
+
+class Exporter(Hook):
+    """Exports each checkpoint whose step is due, once it is complete, by `fms_fsdp export` in a process of
+    its own that steps aside for the training. One at a time; a failure is a line in the log.
+
+    A launch that ends before its run waits for none: what is under way is dropped, and leaves nothing.
+    """
+
+    part = "checkpoint"
+
+    def __init__(self, interval: int, checkpoints: Path, folder: Path, mesh: Mesh) -> None:
+        self._interval, self._checkpoints, self._folder = interval, checkpoints, folder
+        self._is_on = mesh.is_main and interval > 0
+        self._due: list[int] = []
+        self._running: tuple[int, subprocess.Popen[str]] | None = None
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        """Notes what is due, and begins an export whose checkpoint has become complete."""
+        if self._is_on and (progress.step % self._interval == 0 or progress.is_done):
+            self._due.append(progress.step)
+        if self._due or self._running:
+            self._go_on()
+
+    def after_training(self, progress: Progress) -> None:
+        """Waits for what is due at the end of the run."""
+        while progress.is_done and (self._running or self._go_on()):
+            assert self._running is not None
+            self._running[1].wait()
+            self._go_on()
+
+    def close(self) -> None:
+        """Drops an export that is under way."""
+        if self._running is not None:
+            self._running[1].kill()
+            self._running[1].communicate()
+
+    def _go_on(self) -> bool:
+        """Reads how an export has ended and begins the next; returns whether one is under way."""
+        if self._running is not None and self._running[1].poll() is not None:
+            (step, process), self._running = self._running, None
+            last = (process.communicate()[0].strip().splitlines() or [""])[-1]
+            if process.returncode:
+                log.warning("step %d was not exported: %s", step, last)
+            else:
+                log.info("exported %s", self._folder / f"step_{step}")
+        ready = [step for step in self._due if (self._checkpoints / f"step_{step}").is_dir()]
+        if self._running is None and ready:
+            self._due.remove(ready[0])
+            self._running = ready[0], self._begin(ready[0])
+        return self._running is not None
+
+    def _begin(self, step: int) -> subprocess.Popen[str]:
+        output, paths = self._folder / f"step_{step}", os.pathsep.join([_ROOT, *filter(None, sys.path)])
+        command = [sys.executable, "-m", "fms_fsdp", "export", f"--path={self._checkpoints}"]
+        process = subprocess.Popen(
+            [*command, f"--step={step}", f"--output={output}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+            start_new_session=True,
+        )
+        os.setpriority(os.PRIO_PROCESS, process.pid, 10)
+        return process

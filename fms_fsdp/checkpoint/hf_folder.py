@@ -1,0 +1,146 @@
+"""A folder of Hugging Face read in place: its shape, its weights into a model of any sharding, its tokenizer.
+
+    config.json ── shape ─┐
+    weight files, mapped ─┴─ open_folder: names and shapes fit ── fill: a rank copies the rows of its shards
+
+Nothing is converted on disk. Where theirs packs several of ours (GPT-2, GPT-NeoX), that one weight is in
+memory as a whole for a moment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fms_fsdp.checkpoint.weight_files import Weights, open_weights
+from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
+from fms_fsdp.mesh import Mesh
+from fms_fsdp.models.from_hf import read_shape
+from fms_fsdp.models.hf import HFWeight, find_family, hf_weights
+from fms_fsdp.models.init import clean_name, local_part
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import LlamaConfig
+
+_IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".masked_bias")
+_ROWS_AT_A_TIME = 4096
+
+
+@dataclass(frozen=True)
+class HFFolder:
+    """What config.json says, and the weights, which are those of that shape."""
+
+    shape: LlamaConfig
+    weights: Weights
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether its config.json is one of Hugging Face; a run folder has another."""
+    try:
+        return "model_type" in json.loads((path / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def open_folder(path: Path, name: str = "path") -> HFFolder:
+    """Reads the shape and the headers of the weight files.
+
+    Raises:
+        ValueError: it is not whole, of a class or with a field that our models do not have, or a weight is
+            missing, too many or of another shape; with `name` as the name of the path.
+    """
+    try:
+        return _open(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{name} ({path}) cannot be read: {error}") from None
+
+
+def _open(path: Path) -> HFFolder:
+    shape, weights = read_shape(path / "config.json"), open_weights(path)
+    theirs = check_names(shape, weights)
+    with torch.device("meta"):
+        ours = Llama(shape).state_dict()
+    for name, made in theirs.items():
+        there, needed = weights[name]().shape, made.made_of(ours.__getitem__).shape
+        if there != needed:
+            raise ValueError(f"weight {name} must be of {tuple(needed)}, not {tuple(there)}")
+    return HFFolder(shape, weights)
+
+
+def check_names(shape: LlamaConfig, weights: Collection[str]) -> dict[str, HFWeight]:
+    """The weights of a model of that shape; raises ValueError unless `weights` names all of them, and no
+    other."""
+    theirs = hf_weights(shape)
+    extra = [name for name in weights if name not in theirs and not name.endswith(_IGNORED)]
+    if shape.tie_embeddings:
+        extra = [name for name in extra if name.rpartition(".")[0] not in ("lm_head", "embed_out")]
+    absent = [name for name in theirs if name not in weights]
+    if absent or extra:
+        what = f"weight {absent[0]} is missing" if absent else f"weight {extra[0]} is not of such a model"
+        raise ValueError(f"{what}; fetch the folder again")
+    return theirs
+
+
+def load_weights(path: Path, model: Llama, mesh: Mesh) -> None:
+    """Fills the model with the weights of a folder, each rank its part (collective: every rank).
+
+    Raises:
+        ValueError: some rank cannot read the folder; alike on every rank.
+    """
+    problem = ""
+    try:
+        fill(model, open_folder(path, "--init_from_hf"))
+    except ValueError as error:
+        problem = str(error)
+    if problems := [text for text in mesh.gather(problem) if text]:
+        raise ValueError(problems[0])
+
+
+@torch.no_grad()
+def fill(model: Llama, folder: HFFolder) -> None:
+    """Fills this rank's part of a model of that shape, whose vocabulary may be larger: the new rows of
+    embedding and head are then the mean row. Rows that fill up the vocabulary are 0. Not collective."""
+    ours = {clean_name(name): weight for name, weight in model.named_parameters()}
+    packing = find_family(folder.shape).packing
+    for name, made in hf_weights(folder.shape).items():
+        targets, whole = [ours[part] for part in made.ours], folder.weights[name]()
+        is_inside = made.ours[0].startswith("blocks.")
+        rows = [len(target) for target in targets]
+        parts: Sequence[torch.Tensor] = packing.split(folder.shape, whole, rows) if is_inside else [whole]
+        for target, part in zip(targets, parts, strict=True):
+            _fill_rows(target, part, model.config.vocab_size)
+
+
+def _fill_rows(target: torch.Tensor, part: torch.Tensor, vocab_size: int) -> None:
+    local, (rows, *columns) = local_part(target)
+    first, known = rows.start, min(len(part), rows.stop)
+    local[: max(0, known - first)] = part[(slice(first, known), *columns)]
+    if rows.stop > len(part):
+        begin = max(0, len(part) - first)
+        local[begin:] = 0
+        local[begin : max(begin, vocab_size - first)] = _mean_row(part)[tuple(columns)]
+
+
+def _mean_row(part: torch.Tensor) -> torch.Tensor:
+    """In fp64, a few rows in memory at a time."""
+    total = torch.zeros(part.shape[1:], dtype=torch.float64)
+    for first in range(0, len(part), _ROWS_AT_A_TIME):
+        total += part[first : first + _ROWS_AT_A_TIME].double().sum(0)
+    return total / len(part)
+
+
+def find_hf_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of the folder: tokenizer.model if it is there, which needs no other package; None if
+    there is none.
+
+    Raises:
+        ValueError: it cannot be read, or names no end token.
+    """
+    model = path / "tokenizer.model"
+    try:
+        return load_tokenizer(str(model if model.is_file() else path))
+    except FileNotFoundError:
+        return None

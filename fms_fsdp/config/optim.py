@@ -1,0 +1,101 @@
+"""The flags of the optimizer and of the schedule of its learning rate. One row a flag: see flag.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fms_fsdp.config.flag import announced_flag, refused_flag
+from fms_fsdp.config.spans import parse_span
+from fms_fsdp.config.values import shown
+
+OPTIMIZERS = (
+    *("adamw", "adam", "sgd", "muon", "adafactor", "lamb", "adamw8bit", "adagrad", "adadelta", "adamax"),
+    *("rmsprop", "rprop", "novograd", "madgrad", "sm3"),
+)
+
+
+# fmt: off
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and the schedule of its learning rate.
+
+    When to change: `optimizer` seldom; docs/optimization.md tells what each is for. `learning_rate` for every
+    new size of model or batch; larger models take smaller rates. `warmup` where the loss jumps at the start.
+    `lr_schedule=wsd` where the length is not known yet.
+    `adam_beta2` nearer to 1 for small batches. `grad_clip` seldom: look at `grad_norm` first.
+    """
+
+    optimizer: str = refused_flag("adamw", choices=OPTIMIZERS, form="module:function",
+        help="how gradients move the weights; muon moves the matrices of the blocks, adamw the rest")
+    optimizer_kwargs: tuple[str, ...] = announced_flag((), advanced=True,
+        help="more arguments of the optimizer, as key=value,...; a tuple is written 0.5:1.2")
+    learning_rate: float = announced_flag(3e-4, minimum=0,
+        help="peak learning rate, at the end of the warm-up")
+    lr_schedule: str = announced_flag("cosine",
+        choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt", "square", "polynomial", "step",
+            "exponential", "noam", "annealing"),
+        help="how the learning rate falls after the warm-up; docs/optimization.md has the formulas")
+    warmup: str | None = announced_flag(None,
+        help="linear warm-up: steps, a share of the run (0.05), 216320samples or 10Btokens "
+        "(default: 5 % of the run, at most 2000 steps)")
+    warmup_steps: int | None = announced_flag(None, minimum=0,
+        help="another name of --warmup, in steps")
+    lr_decay: str | None = announced_flag(None, in_name=False,
+        help="where the decay ends, written as --warmup is; for wsd the length of its last phase "
+        "(default: the run's first length; for wsd a tenth of it)")
+    constant_steps: int = announced_flag(0, minimum=0, advanced=True,
+        help="number of steps at the least learning rate, at the end of the run")
+    min_lr_ratio: float = announced_flag(0.1, minimum=0, maximum=1,
+        help="least learning rate, as a share of the peak")
+    min_lr: float | None = announced_flag(None, minimum=0,
+        help="the same as a number, in place of min_lr_ratio")
+    lr_power: float = announced_flag(1.0, above=0, maximum=100, advanced=True,
+        help="exponent of --lr_schedule=polynomial")
+    lr_gamma: float = announced_flag(0.1, above=0, maximum=1, advanced=True,
+        help="factor after every lr_step_size, of --lr_schedule=step and exponential")
+    lr_step_size: str | None = announced_flag(None, advanced=True,
+        help="distance of two such factors, written as --warmup is")
+    adam_beta1: float = announced_flag(0.9, minimum=0, below=1, help="decay of the first moment")
+    adam_beta2: float = announced_flag(0.95, minimum=0, below=1, help="decay of the second moment")
+    adam_eps: float = announced_flag(1e-8, minimum=0, maximum=1, advanced=True,
+        help="number that is added to the root of the second moment")
+    weight_decay: float = announced_flag(0.1, minimum=0,
+        help="weight decay; decoupled, but for the optimizers that docs/optimization.md marks")
+    decay_norms: bool = announced_flag(False,
+        help="let the weight decay apply to the weights of norms too")
+    decay_embeddings: bool = announced_flag(True,
+        help="let the weight decay apply to the embedding")
+    grad_clip: float = announced_flag(1.0, minimum=0,
+        help="largest global norm of the gradient; 0 does not clip")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        for name, text in self.spans().items():
+            parse_span(name, text)
+        if self.warmup is not None and self.warmup_steps is not None:
+            raise ValueError(
+                f"--warmup ({shown(self.warmup)}) must not be given beside --warmup_steps "
+                f"({self.warmup_steps}); leave one out"
+            )
+        if self.min_lr is not None and (self.min_lr_ratio != 0.1 or self.min_lr > self.learning_rate):
+            raise ValueError(
+                f"--min_lr ({self.min_lr:g}) must not exceed --learning_rate ({self.learning_rate:g}), nor "
+                "be given beside --min_lr_ratio; lower it, or leave one out"
+            )
+        if self.lr_schedule in ("step", "exponential") and not self.lr_step_size:
+            raise ValueError(
+                f"--lr_schedule ({self.lr_schedule}) needs --lr_step_size; add it, such as --lr_step_size=0.3"
+            )
+
+    def spans(self) -> dict[str, str]:
+        """The flags that hold a span of the run, and are given."""
+        steps = None if self.warmup_steps is None else str(self.warmup_steps)
+        found = {"warmup": self.warmup or steps, "lr_decay": self.lr_decay, "lr_step_size": self.lr_step_size}
+        return {name: text for name, text in found.items() if text is not None}
+
+    @property
+    def least_share(self) -> float:
+        """The least learning rate as a share of the peak."""
+        if self.min_lr is None:
+            return self.min_lr_ratio
+        return self.min_lr / self.learning_rate if self.learning_rate else 0.0

@@ -1,0 +1,166 @@
+"""The numbers that a run is kept and computed in: its flags, and what they come to on this hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fms_fsdp.config.flag import announced_flag
+from fms_fsdp.config.optim import OptimConfig
+from fms_fsdp.config.values import joined
+
+PRECISIONS = ("bf16", "fp32", "fp16", "bf16_pure", "float8")
+NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_ALIASES = {
+    **dict.fromkeys(("bfloat16", "mixed", "bf16_mixed", "bf16-mixed", "mixed_precision"), "bf16"),
+    **dict.fromkeys(("float32", "float", "32", "32-true", "fp32_full"), "fp32"),
+    **dict.fromkeys(("float16", "half", "16-mixed", "fp16_mixed", "fp16-mixed"), "fp16"),
+    **dict.fromkeys(("bf16-true", "bf16_sr", "bf16sr", "pure_bf16", "bf16_full"), "bf16_pure"),
+    **dict.fromkeys(("fp8", "8bit", "float8_e4m3"), "float8"),
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What is computed and kept in which numbers; every field but the last two is a key of `NUM_BYTES`.
+
+    `compute`: products, activations and gathered weights. `weights`: those that the optimizer moves.
+    `gradients`: the sums over micro-steps. `reduce`: gradients between ranks. `state`: moments of AdamW.
+    `float8`: "" or how the products of blocks are scaled, "row" or "tensor".
+    """
+
+    compute: str = "fp32"
+    weights: str = "fp32"
+    gradients: str = "fp32"
+    reduce: str = "fp32"
+    state: str = "fp32"
+    stochastic_rounding: bool = True
+    float8: str = ""
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the optimizer has to round what it writes: then it is our own AdamW."""
+        return "bf16" in (self.weights, self.state)
+
+    @property
+    def in_words(self) -> str:
+        """For the log: fp32, or what is computed and kept in which numbers."""
+        if self == Precision(reduce=self.reduce):
+            return "fp32"
+        moments = f", {self.state} moments" if self.is_rounded else ""
+        rounding = "" if self.stochastic_rounding or not self.is_rounded else ", rounded to nearest"
+        products = f"float8 products by {self.float8}, " if self.float8 else ""
+        master = "fp32 master" if self.weights == "fp32" else self.weights
+        return f"{products}{self.compute} compute, {master} weights{moments}{rounding}"
+
+
+FP32, BF16 = Precision(), Precision(compute="bf16")
+
+
+def recorded_precision(resolved: Mapping[str, Any]) -> Precision:
+    """That of a run, from what its checkpoint says beyond the flags; earlier releases had bf16 and fp32."""
+    if "precision" in resolved:
+        return Precision(**resolved["precision"])
+    return Precision(compute="bf16" if resolved["mixed_precision"] else "fp32")
+
+
+# fmt: off
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """In which numbers the model is kept and computed.
+
+    When to change: `precision=float8` on H100 and later, once bf16 is known to train well. `bf16_pure` where
+    memory is short. `fp16` on GPUs without bf16. docs/precision.md has what each costs.
+    """
+
+    precision: str | None = announced_flag(None, choices=PRECISIONS, aliases=_ALIASES,
+        help="bf16 and fp16 compute in them and keep fp32 weights, bf16_pure keeps bf16 ones too, float8 "
+        "multiplies the matrices of blocks in 8 bits (default: bf16 if the hardware computes it, else fp32)")
+    mixed_precision: bool | None = announced_flag(None,
+        help="another name: True is --precision=bf16, False is --precision=fp32")
+    param_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), advanced=True,
+        help="what weights are kept in (default: fp32, for bf16_pure bf16)")
+    grad_accum_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), advanced=True,
+        help="what gradients are summed in over micro-steps (default: that of the weights)")
+    optimizer_state_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), advanced=True,
+        help="what AdamW keeps its moments in (default: fp32, for bf16_pure bf16)")
+    reduce_dtype: str = announced_flag("fp32", choices=("fp32", "bf16"), advanced=True,
+        help="precision of gradient reductions")
+    stochastic_rounding: bool = announced_flag(True, advanced=True,
+        help="round weights and moments in bf16 up or down by chance, so that small steps count on average")
+    float8_scaling: str = announced_flag("row", choices=("row", "tensor"), advanced=True,
+        help="what shares one scale in float8")
+    loss_scale: float = announced_flag(0.0, minimum=0, maximum=2**64, advanced=True,
+        help="factor of the loss in fp16; 0 finds it while it trains")
+    loss_scale_window: int = announced_flag(1000, minimum=1, advanced=True,
+        help="number of steps without overflow after which the loss scale is doubled")
+    loss_scale_hysteresis: int = announced_flag(2, minimum=1, advanced=True,
+        help="number of overflows after which the loss scale is halved")
+    min_loss_scale: float = announced_flag(1.0, above=0, maximum=2**64, advanced=True,
+        help="an overflow at this loss scale ends the run")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        alias = {True: "bf16", False: "fp32", None: None}[self.mixed_precision]
+        if None not in (alias, self.precision) and alias != self.precision:
+            raise ValueError(
+                f"--precision ({self.precision}) must not contradict --mixed_precision "
+                f"({self.mixed_precision}), which is --precision={alias}; leave that out"
+            )
+        for name in ("param_dtype", "optimizer_state_dtype"):
+            if self.named == "bf16_pure" and getattr(self, name) == "fp32":
+                raise ValueError(
+                    f"--{name} (fp32) must not contradict --precision=bf16_pure; leave it out, or use "
+                    "--precision=bf16"
+                )
+        if self.param_dtype == "bf16" and self.named in ("fp32", "fp16"):
+            raise ValueError(
+                f"--param_dtype (bf16) must not be given with --precision={self.named}; use --precision=bf16"
+            )
+        if self.grad_accum_dtype == "bf16" and self._weights == "fp32":
+            raise ValueError("--grad_accum_dtype (bf16) needs weights in bf16; add --param_dtype=bf16")
+
+    @property
+    def named(self) -> str | None:
+        """`precision`, by whichever of its names it is given; None where the hardware decides."""
+        alias = {True: "bf16", False: "fp32", None: None}[self.mixed_precision]
+        return self.precision or alias or ("bf16" if self.param_dtype == "bf16" else None)
+
+    @property
+    def _weights(self) -> str:
+        return self.param_dtype or ("bf16" if self.named == "bf16_pure" else "fp32")
+
+    def resolve(self, name: str) -> Precision:
+        """What the flags come to where `precision` is `name`."""
+        pure = name == "bf16_pure"
+        return Precision(
+            compute=name if name in NUM_BYTES else "bf16",
+            weights=self._weights,
+            gradients=self.grad_accum_dtype or self._weights,
+            reduce=self.reduce_dtype,
+            state=self.optimizer_state_dtype or ("bf16" if pure else "fp32"),
+            stochastic_rounding=self.stochastic_rounding,
+            float8=self.float8_scaling if name == "float8" else "",
+        )
+
+
+def check_rounding(precision: Precision, section: OptimConfig) -> None:
+    """Raises ValueError for an optimizer that cannot keep weights or moments in bf16 so that they move."""
+    if not precision.is_rounded:
+        return
+    kept = "where weights or moments are kept in bf16 (--precision, --param_dtype, --optimizer_state_dtype)"
+    if section.optimizer not in ("adamw", "adam"):
+        raise ValueError(
+            f"--optimizer ({section.optimizer}) must be adamw or adam {kept}; use one of them, or keep fp32"
+        )
+    if section.optimizer_kwargs:
+        raise ValueError(
+            f"--optimizer_kwargs ({joined(section.optimizer_kwargs)}) must be left out {kept}; leave it out, "
+            "or keep fp32"
+        )
+    if precision.state == "bf16" and not precision.stochastic_rounding and section.adam_beta2 > 0.99:
+        raise ValueError(
+            f"--adam_beta2 ({section.adam_beta2:g}) must be at most 0.99 where moments in bf16 are rounded "
+            "to nearest, or the second stops short; lower it, or leave out --stochastic_rounding=False"
+        )

@@ -1,0 +1,86 @@
+"""The rows of each step: a constant batch, or one that grows with the rows that the run has seen.
+
+    batch = start + increment * floor(rows seen * n / samples), at most end      n = (end - start) / increment
+
+`rows seen` are those before the step's first row. A constant batch is a ramp that has ended. Integers alone.
+Source: the ramp of Megatron-LM (`--rampup-batch-size`), without its rounding of intervals.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
+
+MAX_INCREMENTS = 10_000
+
+
+@dataclass(frozen=True)
+class BatchRamp:
+    """From `start` rows a step to `end`, by `increment` rows at a time, while the run sees `samples` rows."""
+
+    start: int
+    increment: int
+    samples: int
+    end: int
+
+    @classmethod
+    def to(cls, end: int, rampup: Sequence[int] = ()) -> BatchRamp:
+        """The ramp `rampup` (start, increment, samples) to a batch of `end` rows; without one, it is
+        constant."""
+        start, increment, samples = rampup or (end, 0, 0)
+        return cls(start, increment, samples, end)
+
+    @property
+    def unit(self) -> int:
+        """The largest number that divides every batch."""
+        return gcd(self.start, self.increment, self.end)
+
+    def batch(self, rows_seen: int) -> int:
+        """The rows of the step that comes after `rows_seen` rows of the run."""
+        if rows_seen >= self.samples:
+            return self.end
+        return self.start + self.increment * (rows_seen * self._num_increments // self.samples)
+
+    def next_change(self, rows_seen: int) -> int:
+        """The number of rows seen from which on the batch is a larger one, before the end of the ramp."""
+        done = (self.batch(rows_seen) - self.start) // self.increment
+        return -(-(done + 1) * self.samples // self._num_increments)
+
+    @property
+    def _num_increments(self) -> int:
+        return (self.end - self.start) // self.increment
+
+
+class BatchInterval(NamedTuple):
+    """Steps of one batch: how many steps and rows come before them, and the rows of each."""
+
+    step: int
+    row: int
+    batch: int
+
+
+class BatchIntervals:
+    """The steps that follow after a run has seen some rows, counted from there."""
+
+    def __init__(self, ramp: BatchRamp, rows_seen: int = 0) -> None:
+        found = [BatchInterval(0, 0, ramp.batch(rows_seen))]
+        while (last := found[-1]).batch != ramp.end:
+            seen = rows_seen + last.row
+            steps = -(-(ramp.next_change(seen) - seen) // last.batch)
+            row = last.row + steps * last.batch
+            found.append(BatchInterval(last.step + steps, row, ramp.batch(rows_seen + row)))
+        self.intervals = found
+
+    def rows_of(self, steps: int) -> int:
+        """The rows of the first `steps` steps."""
+        last = self.intervals[bisect_right(self.intervals, steps, key=lambda interval: interval.step) - 1]
+        return last.row + (steps - last.step) * last.batch
+
+    def steps_for(self, rows: int) -> int:
+        """The least number of steps that have at least so many rows."""
+        place = bisect_left(self.intervals, rows, key=lambda interval: interval.row)
+        last = self.intervals[max(0, place - 1)]
+        return last.step + max(0, -(-(rows - last.row) // last.batch))

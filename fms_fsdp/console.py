@@ -1,0 +1,70 @@
+"""What rank 0 prints: plain lines; on a terminal with colours, and with one live line below them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from typing import TextIO
+
+_LOSSES = re.compile(r"(?<=\bloss )[0-9.]+|(?<=\bval )[0-9.]+")
+_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
+
+
+class Console(logging.StreamHandler[TextIO]):
+    """Writes lines to `stream`. If that is a terminal, also colours, and a line that `show` rewrites.
+
+    LAUNCH_TERMINAL names the terminal behind a pipe (scripts/train.sh sets it). Then the live line goes
+    straight to it. NO_COLOR turns the colours off (https://no-color.org).
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._terminal = stream.fileno() if stream.isatty() else _terminal_behind()
+        self._has_colors = self._terminal is not None and not os.environ.get("NO_COLOR")
+        self._wrote_at, self._is_shown = 0.0, False
+
+    def show(self, text: str) -> None:
+        """Rewrites the live line, a quarter of a second after the last line at the earliest."""
+        now = time.monotonic()
+        if now - self._wrote_at < 0.25:
+            return
+        self.acquire()  # a save in the background may write a line
+        self._rewrite(text)
+        self._wrote_at, self._is_shown = now, True
+        self.release()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._is_shown:
+            self._rewrite("")
+            self._is_shown = False
+        super().emit(record)
+        self._wrote_at = time.monotonic()
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if not self._has_colors:
+            return text
+        if color := _COLORS.get(record.levelno):
+            return f"\x1b[{color}m{text}\x1b[0m"
+        return _LOSSES.sub("\x1b[1;36m\\g<0>\x1b[0m", text)
+
+    def _rewrite(self, text: str) -> None:
+        if self._terminal is None:
+            return
+        try:
+            columns = os.get_terminal_size(self._terminal).columns or 80
+            os.write(self._terminal, f"\r\x1b[K{text[: columns - 1]}".encode())
+        except OSError:
+            self._terminal = None  # it was closed; the run goes on
+
+
+def _terminal_behind() -> int | None:
+    """The open terminal that LAUNCH_TERMINAL names; None where it names none."""
+    try:
+        # the terminal must not become the one that controls this process
+        number = os.open(os.environ.get("LAUNCH_TERMINAL", ""), os.O_WRONLY | os.O_NOCTTY)
+    except OSError:
+        return None
+    return number if os.isatty(number) else None

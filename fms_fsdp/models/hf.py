@@ -1,0 +1,297 @@
+"""Our models as classes of Hugging Face name and describe them: a table of families.
+
+    Family    which shapes its class holds │ its names of our weights │ what its config.json says
+
+Source: https://huggingface.co/docs/transformers (model_doc/llama, mistral, qwen3, gpt2, gpt_neox).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import LlamaConfig
+
+
+class HFWeight(NamedTuple):
+    """One of their weights: which of ours it is made of, and how."""
+
+    ours: tuple[str, ...]
+    make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+    def made_of(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """It, of our weights as `read` gives them by name."""
+        return self.make([read(name) for name in self.ours])
+
+
+class Packing(NamedTuple):
+    """How several of our weights stand in one of theirs: `join` packs them, `split` takes them out again,
+    each with so many rows."""
+
+    join: Callable[[LlamaConfig, Sequence[torch.Tensor]], torch.Tensor]
+    split: Callable[[LlamaConfig, torch.Tensor, Sequence[int]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of transformers.
+
+    `holds`: values that fields of a shape must have, where they are not Llama's. `layer`: what begins the
+    names within a layer. `inside` and `outside`: their module → ours; several of ours stand in one of theirs.
+    `packing`: how those of a layer become theirs. `fields`: of config.json, beside those of all.
+    """
+
+    name: str
+    model_type: str
+    holds: Callable[[LlamaConfig], dict[str, tuple[Any, ...]]]
+    layer: str
+    inside: Mapping[str, str]
+    outside: Mapping[str, str]
+    packing: Packing
+    fields: Callable[[LlamaConfig], dict[str, Any]]
+
+
+def _join_heads(config: LlamaConfig, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(weights) == 1:
+        return weights[0]
+    heads = [weight.view(config.num_attention_heads, -1, *weight.shape[1:]) for weight in weights]
+    return torch.stack(heads, dim=1).flatten(0, 2)
+
+
+def _split_heads(config: LlamaConfig, whole: torch.Tensor, rows: Sequence[int]) -> Sequence[torch.Tensor]:
+    if len(rows) == 1:
+        return [whole]
+    heads = whole.view(config.num_attention_heads, len(rows), -1, *whole.shape[1:])
+    return [part.flatten(0, 1) for part in heads.unbind(1)]
+
+
+_AS_THEY_ARE = Packing(lambda config, weights: weights[0], lambda config, whole, rows: [whole])
+# one behind the other, then as GPT-2 keeps its matrices; vectors stay vectors
+_INPUT_BY_OUTPUT = Packing(
+    lambda config, weights: torch.cat(tuple(weights)).t(),
+    lambda config, whole, rows: torch.split(whole.t(), list(rows)),
+)
+# queries, keys and values of the first head, then of the second
+_HEAD_BY_HEAD = Packing(_join_heads, _split_heads)
+
+
+_LLAMA_INSIDE = {
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "attention.q_proj",
+    "self_attn.k_proj": "attention.k_proj",
+    "self_attn.v_proj": "attention.v_proj",
+    "self_attn.o_proj": "attention.o_proj",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.gate_proj",
+    "mlp.up_proj": "feed_forward.up_proj",
+    "mlp.down_proj": "feed_forward.down_proj",
+}
+_LLAMA_OUTSIDE = {"model.embed_tokens": "embed", "model.norm": "head.norm", "lm_head": "head"}
+_GPT2_INSIDE = {
+    "ln_1": "attention_norm",
+    "attn.c_attn": "attention.q_proj attention.k_proj attention.v_proj",
+    "attn.c_proj": "attention.o_proj",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "feed_forward.up_proj",
+    "mlp.c_proj": "feed_forward.down_proj",
+}
+_GPT2_OUTSIDE = {
+    "transformer.wte": "embed",
+    "transformer.wpe": "embed.positions",
+    "transformer.ln_f": "head.norm",
+    "lm_head": "head",
+}
+_NEOX_INSIDE = {
+    "input_layernorm": "attention_norm",
+    "attention.query_key_value": "attention.q_proj attention.k_proj attention.v_proj",
+    "attention.dense": "attention.o_proj",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.dense_h_to_4h": "feed_forward.up_proj",
+    "mlp.dense_4h_to_h": "feed_forward.down_proj",
+}
+_NEOX_OUTSIDE = {"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "head.norm", "embed_out": "head"}
+ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}
+
+
+def _plain(config: LlamaConfig) -> dict[str, tuple[Any, ...]]:
+    """What the two older classes hold."""
+    heads = config.num_attention_heads
+    return {
+        "norm": ("layernorm",),
+        "activation": ("gelu", "gelu_tanh", "relu2"),
+        "bias": (True,),
+        "num_kv_heads": (heads,),
+        "head_dim": (config.hidden_size // heads,),
+    }
+
+
+def _rope(config: LlamaConfig) -> dict[str, Any]:
+    """What transformers 5 renamed stands there under both names: older readers would fall back to a theta of
+    10,000 in silence."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if (scaling := config.rope_scaling) is not None:
+        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            rope["low_freq_factor"] = scaling.low_freq_factor
+            rope["high_freq_factor"] = scaling.high_freq_factor
+            rope["original_max_position_embeddings"] = scaling.original_max_len
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else rope,
+        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+    }
+
+
+def _common(config: LlamaConfig) -> dict[str, Any]:
+    """The fields that all classes but GPT-2's have."""
+    return _rope(config) | {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_act": ACTIVATIONS[config.activation],
+        "attention_dropout": config.attn_dropout,
+        "attention_bias": config.bias,
+    }
+
+
+def _llama_fields(config: LlamaConfig) -> dict[str, Any]:
+    grouped = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    return _common(config) | grouped | {"rms_norm_eps": config.norm_eps, "mlp_bias": config.bias}
+
+
+def _mistral_fields(config: LlamaConfig) -> dict[str, Any]:
+    return _llama_fields(config) | {"sliding_window": config.attn_window}
+
+
+def _neox_fields(config: LlamaConfig) -> dict[str, Any]:
+    fields = _common(config) | {"hidden_dropout": config.dropout, "layer_norm_eps": config.norm_eps}
+    fields |= {"rotary_pct": config.rope_pct, "rotary_emb_base": config.rope_theta}
+    fields["rope_parameters"]["partial_rotary_factor"] = config.rope_pct
+    return fields | {"use_parallel_residual": config.parallel_residual}
+
+
+def _gpt2_fields(config: LlamaConfig) -> dict[str, Any]:
+    return {
+        "n_embd": config.hidden_size,
+        "n_inner": config.ffn_hidden_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_attention_heads,
+        "n_positions": config.max_seq_len,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": ACTIVATIONS[config.activation],
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.attn_dropout,
+    }
+
+
+_QWEN3_INSIDE = _LLAMA_INSIDE | {
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+}
+FAMILIES = (
+    Family(
+        "Llama", "llama", lambda config: {"bias": (False, True)},
+        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _llama_fields,
+    ),
+    Family(
+        "Mistral", "mistral", lambda config: {"attn_window": (config.attn_window,)},
+        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _mistral_fields,
+    ),
+    Family(
+        "Qwen3", "qwen3", lambda config: {"qk_norm": (True,)},
+        "model.layers", _QWEN3_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _llama_fields,
+    ),
+    Family(
+        "GPT2", "gpt2", lambda config: _plain(config) | {"pos_emb": ("learned",)},
+        "transformer.h", _GPT2_INSIDE, _GPT2_OUTSIDE, _INPUT_BY_OUTPUT, _gpt2_fields,
+    ),
+    Family(
+        "GPTNeoX", "gpt_neox", lambda config: _plain(config)
+        | {"rope_pct": (config.rope_pct,), "parallel_residual": (False, True), "rope_scaling": (None,)},
+        "gpt_neox.layers", _NEOX_INSIDE, _NEOX_OUTSIDE, _HEAD_BY_HEAD, _neox_fields,
+    ),
+)  # fmt: skip
+_OPTIONS = "norm pos_emb activation bias qk_norm attn_window attn_window_pattern parallel_residual rope_pct"
+_OPTIONS += " logit_softcap model_builder"
+
+
+def find_family(config: LlamaConfig) -> Family:
+    """The first class that holds the shape.
+
+    Raises:
+        ValueError: none does; it names what keeps the shape from the nearest.
+    """
+    obstacles = [(_differences(family, config), family) for family in FAMILIES]
+    found, family = min(obstacles, key=lambda entry: len(entry[0]))
+    if not found:
+        return family
+    parts = [f"--{name} ({getattr(config, name)}) must be {wanted}" for name, wanted in found.items()]
+    raise ValueError(
+        f"the model's {', '.join(parts)}: Hugging Face's {family.name}, the nearest class, has no other; "
+        "it cannot be exported"
+    )
+
+
+def _differences(family: Family, config: LlamaConfig) -> dict[str, str]:
+    """The fields that the class cannot hold, and what it would hold."""
+    needed = {name: (LlamaConfig.__dataclass_fields__[name].default,) for name in _OPTIONS.split()}
+    needed |= family.holds(config)
+    wrong: dict[str, str] = {}
+    for name, values in needed.items():
+        if getattr(config, name) not in values:
+            wrong[name] = " or ".join(str(value) or "empty" for value in values)
+    return wrong
+
+
+def hf_weights(config: LlamaConfig) -> dict[str, HFWeight]:
+    """Their name of every weight → how it is made of ours, in the order of the layers. Rows that fill up the
+    vocabulary are left out."""
+    family = find_family(config)
+    with torch.device("meta"):
+        ours = Llama(config).state_dict()
+    outside: dict[str, HFWeight] = {}
+    for their_module, module in family.outside.items():
+        for kind in ("weight", "bias"):
+            name = module if module in ours and kind == "weight" else f"{module}.{kind}"
+            if name in ours:
+                outside[f"{their_module}.{kind}"] = HFWeight((name,), _first_rows(config, name))
+    inside: dict[str, HFWeight] = {}
+    for layer in range(config.num_layers):
+        for their_module, modules in family.inside.items():
+            for kind in ("weight", "bias"):
+                names = tuple(f"blocks.{layer}.{module}.{kind}" for module in modules.split())
+                if names[0] in ours:
+                    weight = HFWeight(names, lambda weights: family.packing.join(config, weights))
+                    inside[f"{family.layer}.{layer}.{their_module}.{kind}"] = weight
+    first, *last = outside.items()
+    return dict([first, *inside.items(), *last])
+
+
+def _first_rows(config: LlamaConfig, name: str) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
+    rows = config.vocab_size if name in ("embed.weight", "head.weight") else None
+    return lambda weights: weights[0][:rows]
+
+
+def hf_config(config: LlamaConfig, dtype: str, eos_id: int | None) -> dict[str, Any]:
+    """The content of config.json."""
+    family = find_family(config)
+    head = "ForCausalLM" if family.name != "GPT2" else "LMHeadModel"
+    return {
+        "architectures": [family.name + head],
+        "model_type": family.model_type,
+        **family.fields(config),
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+        "bos_token_id": None,  # the class's own default would be 1
+        "eos_token_id": eos_id,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }

@@ -1,0 +1,98 @@
+"""Which keys a query sees, and what its distance to them adds to the scores.
+
+    None                    the causal rule alone, which every kernel knows
+    ids_BS                  documents, one after the other, on a CPU
+    bias (B|1, H|1, S, T)   what is added to the scores, minus infinity where nothing is seen
+    BlockMask               flex_attention's, on a GPU
+
+B batch, S query positions, T key positions, H query heads.
+
+Source: Beltagy et al. 2020 (windows); Press et al. 2022, https://arxiv.org/abs/2108.12409 (ALiBi).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fms_fsdp.models.variants import LlamaConfig
+
+
+def attention_mask(
+    config: LlamaConfig,
+    window: int,
+    ids_BS: torch.Tensor | None,
+    positions: slice,
+    device: torch.device,
+    *,
+    cached: bool = False,
+) -> Any:
+    """What `attention` takes for queries at `positions` and the keys up to there, in a layer with this window
+    (0: none). `ids_BS` number the documents; `cached` keys are no reason to compile."""
+    if not window and config.pos_emb != "alibi" and (ids_BS is None or not config.attn_dropout):
+        return None if ids_BS is None else document_mask(ids_BS)
+    if device.type == "cuda" and not cached and not config.attn_dropout:
+        return block_mask(ids_BS, window, positions.stop, device)
+    return score_bias(config, window, ids_BS, positions, device)
+
+
+def score_bias(
+    config: LlamaConfig, window: int, ids_BS: torch.Tensor | None, positions: slice, device: torch.device
+) -> torch.Tensor:
+    """The mask as what is added to the scores: fp32 (B|1, H|1, S, T)."""
+    query_S1 = torch.arange(positions.start, positions.stop, device=device).unsqueeze(1)
+    distance_ST = query_S1 - torch.arange(positions.stop, device=device)
+    seen = ((distance_ST >= 0) & (distance_ST < (window or positions.stop)))[None, None]
+    if ids_BS is not None:
+        seen = seen & (ids_BS.unsqueeze(2) == ids_BS.unsqueeze(1)).unsqueeze(1)
+    bias = torch.zeros(1, 1, 1, 1, device=device)
+    if config.pos_emb == "alibi":
+        heads = torch.arange(config.num_attention_heads, device=device).view(1, -1, 1, 1)
+        bias = -distance_ST * alibi_slopes(heads, config.num_attention_heads)
+    return bias.masked_fill(~seen, -torch.inf)
+
+
+def alibi_slopes(head: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """What a head takes off a score for each position of distance: 2^(-8 (head + 1) / num_heads), fp32."""
+    return torch.exp2(-8.0 / num_heads * (head + 1))
+
+
+@functools.cache
+def alibi_score(num_heads: int) -> Callable[..., torch.Tensor]:
+    """The same for flex_attention; one function for all layers, so that they share compiled code."""
+
+    def score(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        return score - alibi_slopes(h, num_heads) * (q - k)
+
+    return score
+
+
+def document_mask(ids_BS: torch.Tensor) -> Any:
+    """What `attention` takes so that a token sees only earlier tokens of its own document.
+
+    On a GPU the blocks for flex_attention, else the ids themselves.
+    """
+    return block_mask(ids_BS, 0, ids_BS.shape[1], ids_BS.device) if ids_BS.is_cuda else ids_BS
+
+
+def block_mask(ids_BS: torch.Tensor | None, window: int, seq: int, device: torch.device) -> Any:
+    """The mask as flex_attention's blocks. Ids of other values are no reason to compile anew."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def seen(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        near = (q >= k) & (q - k < window) if window else q >= k
+        return near if ids_BS is None else near & (ids_BS[b, q] == ids_BS[b, k])
+
+    batch = None if ids_BS is None else ids_BS.shape[0]
+    return compiled(create_block_mask)(seen, batch, None, seq, seq, device)
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch's flex_attention, which without compilation makes the whole matrix of S x S."""
+    return torch.compile(function, dynamic=False)

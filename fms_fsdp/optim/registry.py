@@ -1,0 +1,115 @@
+"""What an optimizer's name stands for, and which arguments its flags and `--optimizer_kwargs` give it.
+
+The arguments of a builder are read from its signature, so nothing here repeats them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from fms_fsdp.config import OptimConfig
+from fms_fsdp.config.flag import Flag
+from fms_fsdp.config.values import coerce, shown
+
+Build = Callable[..., torch.optim.Optimizer]
+BUILDERS = {  # torch's own work on sharded tensors, entry by entry
+    "adamw": "torch.optim:AdamW",
+    "adam": "torch.optim:Adam",
+    "sgd": "torch.optim:SGD",
+    "muon": "fms_fsdp.optim.muon:Muon",
+    "adafactor": "fms_fsdp.optim.factored:Adafactor",
+    "lamb": "fms_fsdp.optim.layerwise:Lamb",
+    "adamw8bit": "torchao.optim:AdamW8bit",
+    "adagrad": "torch.optim:Adagrad",
+    "adadelta": "torch.optim:Adadelta",
+    "adamax": "torch.optim:Adamax",
+    "rmsprop": "torch.optim:RMSprop",
+    "rprop": "fms_fsdp.optim.elementwise:Rprop",
+    "novograd": "fms_fsdp.optim.layerwise:NovoGrad",
+    "madgrad": "fms_fsdp.optim.elementwise:Madgrad",
+    "sm3": "fms_fsdp.optim.factored:SM3",
+}
+_FUSED = ("adamw", "adam")
+_FLAGS = {  # an argument → the flags that set it
+    "lr": ("learning_rate",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_eps",),
+    "weight_decay": ("weight_decay",),
+}
+_NO_CHOICE = {"foreach", "fused", "maximize", "capturable", "differentiable", "decoupled_weight_decay"}
+_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float}
+
+
+def load_builder(name: str) -> Build:
+    """What builds the optimizer of that name, or of the form module:function.
+
+    Raises:
+        ValueError: its package is not installed, or there is no such module or function.
+    """
+    module, _, function = BUILDERS.get(name, name).partition(":")
+    package = module.partition(".")[0]
+    if name in BUILDERS and find_spec(package) is None:
+        raise ValueError(f"--optimizer ({name}) needs the package {package}; pip install {package}")
+    try:
+        build: Build = getattr(importlib.import_module(module), function)
+        if not inspect.signature(build).parameters:
+            raise TypeError("it takes no parameters to optimize")
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        text = f"--optimizer ({shown(name)}) must be importable as module:function: {error}"
+        raise ValueError(text) from None
+    return build
+
+
+def read_settings(name: str, section: OptimConfig, kwargs: Iterable[str]) -> dict[str, Any]:
+    """The arguments of the builder, beside its groups: those with a flag if it takes them, and `kwargs`.
+
+    Raises:
+        ValueError: a key is unknown, has a flag or a value of another type, or a flag was set that the
+            builder does not take.
+    """
+    _, *signature = inspect.signature(load_builder(name)).parameters.values()
+    taken = {
+        each.name: each for each in signature if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    }
+    settings = {}
+    for key, flags in _FLAGS.items():
+        values = tuple(getattr(section, flag) for flag in flags)
+        # the eps of some is two numbers, which no flag holds
+        if key in taken and (len(values) == 2 or not isinstance(taken[key].default, tuple)):
+            settings[key] = values if len(values) == 2 else values[0]
+        elif name not in BUILDERS and values != tuple(getattr(OptimConfig(), flag) for flag in flags):
+            raise ValueError(f"--{flags[0]} has no effect on --optimizer={name}, which takes no {key}")
+    known = [key for key in taken if key not in _NO_CHOICE | settings.keys()]
+    for item in kwargs:
+        key, equals, text = item.partition("=")
+        quoted = f"--optimizer_kwargs ({shown(item)})"
+        if not equals:
+            raise ValueError(f"{quoted} must be of the form key=value")
+        if key in _FLAGS and key not in known and key in taken:
+            raise ValueError(f"{quoted} must not set what has a flag; use --{' and --'.join(_FLAGS[key])}")
+        if key not in known and not any(each.kind is each.VAR_KEYWORD for each in signature):
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            hint = f"did you mean {near[0]}? It takes {', '.join(known)}" if near else "leave it out"
+            raise ValueError(f"{quoted} must be an argument of --optimizer={name}; {hint}")
+        settings[key] = _read_value(taken[key], text) if key in taken else text
+    if name in BUILDERS and {"foreach", "fused"} & taken.keys():
+        settings["fused" if name in _FUSED else "foreach"] = True
+    return settings
+
+
+def _read_value(parameter: inspect.Parameter, text: str) -> Any:
+    """The text as the type that the signature says; numbers of a tuple are separated by colons."""
+    if isinstance(parameter.default, tuple):
+        return coerce(Flag((), "", name="optimizer_kwargs", type=tuple[float, ...]), text.replace(":", ","))
+    declared = getattr(parameter.annotation, "__name__", parameter.annotation)
+    kind = _TYPES.get(declared, type(parameter.default))
+    return (
+        coerce(Flag(None, "", name="optimizer_kwargs", type=kind), text) if kind in _TYPES.values() else text
+    )

@@ -1,0 +1,88 @@
+"""Texts that the model writes while it trains: samples."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.values import one_line
+from fms_fsdp.data.held_out import find_tokenizer
+from fms_fsdp.data.prompts import Prompts
+from fms_fsdp.generate import Sampling, generate, text_after
+from fms_fsdp.mesh import Mesh
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.observe.sinks import Sinks
+from fms_fsdp.parallel.fsdp import reshard
+from fms_fsdp.runtime import log
+from fms_fsdp.state import Hook, Progress, StepResult
+
+SAMPLE_TOKENS = 100  # of a text, at most
+
+
+class Sampler(Hook):
+    """Lets the model go on with the prompts when it is time: into the log, `samples.txt` and the trackers.
+
+    A forward pass of a sharded model needs every rank, so all draw the same texts, and rank 0 writes them.
+    The number of passes depends on no draw: a text that has ended is cut afterwards.
+    """
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        prompts: Prompts | None,
+        model: nn.Module,
+        mesh: Mesh,
+        sinks: Sinks,
+        alive: Callable[[], None],
+        mark: Callable[[str], None],
+    ) -> None:
+        self._interval, self._file = cfg.eval.sample_interval, Path(cfg.output_dir, "samples.txt")
+        self._prompts, self._sinks, self._alive, self._mark = prompts, sinks, alive, mark
+        self._model = cast(Llama, model)
+        is_writer = prompts is not None and mesh.is_main
+        self._tokenizer = find_tokenizer(cfg.data.data_path) if is_writer else None
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        """Draws the texts, if they are due (collective: every rank)."""
+        if self._prompts is None or (progress.step % self._interval and not progress.is_done):
+            return
+        self._mark(self.part)
+        drawn = self._draw(self._prompts)
+        self._mark("eval")
+        if self._tokenizer is None:
+            return
+        texts = []
+        for prompt, ids, tokens in zip(self._prompts.texts, self._prompts.ids, drawn, strict=True):
+            texts.append(prompt + text_after(self._tokenizer, ids, tokens))
+            log.info("sample at step %d · %s", progress.step, textwrap.shorten(one_line(texts[-1]), 200))
+        self._sinks.text(progress, "samples", "\n\n".join(texts))
+        try:
+            with open(self._file, "a", encoding="utf-8") as file:
+                file.writelines(f"--- step {progress.step} ---\n{text}\n" for text in texts)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self._file, error.strerror)
+
+    def _draw(self, prompts: Prompts) -> list[list[int]]:
+        """The tokens of each text, up to its end."""
+        was_training, drawn = self._model.training, [list[int]() for _ in prompts.ids]
+        self._model.eval()
+        try:
+            with torch.compiler.set_stance("force_eager"):  # each length would be compiled
+                steps = generate(
+                    self._model, prompts.ids, Sampling(temperature=0.8), max_new_tokens=SAMPLE_TOKENS
+                )
+                for tokens in steps:
+                    self._alive()
+                    for row, token in zip(drawn, tokens, strict=True):
+                        row += [] if token is None else [token]
+        finally:
+            self._model.train(was_training)
+            reshard(self._model)
+        ends = (row.index(prompts.end_token) if prompts.end_token in row else None for row in drawn)
+        return [row[:end] for row, end in zip(drawn, ends, strict=True)]

@@ -1,0 +1,121 @@
+"""`python -m fms_fsdp export`: a checkpoint of any layout → a folder that Hugging Face's programs load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fms_fsdp.atomic import whole_folder
+from fms_fsdp.checkpoint.checkpointer import load_tensor
+from fms_fsdp.checkpoint.folders import Checkpoint, problems
+from fms_fsdp.checkpoint.storage import CheckpointReader
+from fms_fsdp.config import flag
+from fms_fsdp.data.held_out import find_tokenizer
+from fms_fsdp.models.hf import find_family, hf_config, hf_weights
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import LlamaConfig, model_from_dict
+from fms_fsdp.run.recorded import find_checkpoint, recorded_config
+from fms_fsdp.tools.export.safetensors import DTYPES, write_tensors
+from fms_fsdp.tools.export.tokenizers import write_tokenizer
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Which checkpoint, and how it is written."""
+
+    path: str = flag("", "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)")
+    step: int | None = flag(None, "the checkpoint of this step", minimum=1)
+    output: str = flag("", "the folder to make")
+    dtype: str = flag("bf16", "of the weights", choices=tuple(DTYPES))
+    max_shard_gb: float = flag(5.0, "size of a weight file at most, in 10^9 bytes", above=0)
+
+    def __post_init__(self) -> None:
+        if not self.output:
+            raise ValueError("--output is missing; name the folder to make")
+
+
+def main(config: ExportConfig) -> None:
+    """Writes the folder beside its place and moves it there when it is whole.
+
+    Raises:
+        ValueError: no sound checkpoint, a model that the format cannot hold, a place that is taken.
+        OSError: it cannot be written.
+    """
+    checkpoint, output = find_checkpoint(config.path, config.step, "--path"), Path(config.output)
+    model = model_from_dict(checkpoint.state["resolved"]["model"])
+    find_family(model)
+    if output.exists():
+        raise ValueError(f"--output ({output}) must not exist; choose another, or remove it")
+    if wrong := problems(checkpoint.folder, deep=True):
+        raise ValueError(f"--path ({checkpoint.folder}) is damaged: {wrong[0]}")
+    with whole_folder(output) as partial:
+        note = _write(config, checkpoint, model, partial)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"{output}: step {checkpoint.step}, {config.dtype}")
+
+
+def _write(config: ExportConfig, checkpoint: Checkpoint, model: LlamaConfig, folder: Path) -> str:
+    theirs, reader = hf_weights(model), CheckpointReader(checkpoint.folder)
+    with torch.device("meta"):
+        ours = Llama(model).state_dict()
+    shapes = {name: each.made_of(ours.__getitem__).shape for name, each in theirs.items()}
+    dtype, num_bytes = DTYPES[config.dtype], sum(shape.numel() for shape in shapes.values())
+    if (free := shutil.disk_usage(folder).free) < num_bytes * dtype.itemsize:
+        needed = f"{num_bytes * dtype.itemsize / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
+        raise ValueError(f"--output ({config.output}) must have room for {needed}; choose another place")
+
+    def read(name: str) -> torch.Tensor:
+        return theirs[name].made_of(lambda part: load_tensor(reader, f"model.{part}"))
+
+    most = int(config.max_shard_gb * 1e9)
+    for number, _ in enumerate(write_tensors(folder, shapes, dtype, most, read), 1):
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{number} of {len(shapes)} weights", end="", file=sys.stderr, flush=True)
+    run = recorded_config(checkpoint.state["config"], checkpoint.state["resolved"])
+    tokenizer = find_tokenizer(run.data.data_path) if run.data.data_path else None
+    note = "there is no tokenizer beside the data that it trained on: the folder has none"
+    if tokenizer is not None:
+        note = write_tokenizer(tokenizer, folder, model.max_seq_len)
+    eos_id = tokenizer.vocabulary.eos_id if tokenizer is not None else None
+    of_torch = str(dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", hf_config(model, of_torch, eos_id))
+    _write_json(folder / "generation_config.json", {"eos_token_id": eos_id, "do_sample": True})
+    (folder / "README.md").write_text(_card(checkpoint, model))
+    return note
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _card(checkpoint: Checkpoint, model: LlamaConfig) -> str:
+    """The model card: what the checkpoint says of its training."""
+    state, resolved = checkpoint.state, checkpoint.state["resolved"]
+    data, facts = state["config"]["data"], {"step": checkpoint.step, "tokens seen": state["tokens_seen"]}
+    facts |= {"parameters": resolved["model"].get("num_params"), "context": model.max_seq_len}
+    facts |= {"validation loss": state.get("validation_loss"), "data": data.get("data_path")}
+    facts |= {"sources": data.get("datasets") or "all", "weights": data.get("weights") or "by size"}
+    facts |= {f"version of {name}": text for name, text in resolved.get("versions", {}).items()}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value is not None)
+    return (
+        textwrap.dedent("""\
+        ---
+        license: unknown  # fill in
+        pipeline_tag: text-generation
+        ---
+
+        Pretrained with fms_fsdp; weights and configuration are those of its checkpoint.
+
+        | | |
+        |---|---|
+        """)
+        + f"{rows}\n"
+    )

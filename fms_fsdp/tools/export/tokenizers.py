@@ -1,0 +1,138 @@
+"""Our tokenizers → the files that Hugging Face's `AutoTokenizer` reads: tokenizer.json beside the original.
+
+    byte           BPE without merges over the 256 bytes
+    sentencepiece  its pieces as BPE with merges, or as unigram; bytes spell what no piece holds
+    huggingface    as it is
+
+Source: https://huggingface.co/docs/tokenizers (the fields of tokenizer.json)
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fms_fsdp.data.tokenizer import Tokenizer
+
+_SPACE = "\u2581"
+_TIES = (
+    "a unigram tokenizer: of equally likely ways to cut a text, as a run of spaces has, tokenizer.json may "
+    "take another than tokenizer.model"
+)
+_ENDS = ("<|begin_of_text|>", "<|end_of_text|>")
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> str:
+    """Writes the files; returns a sentence where a reader of tokenizer.json would get other ids."""
+    problem, content = "", None
+    tokenizer.save(folder)
+    eos_id, kind = tokenizer.vocabulary.eos_id, tokenizer.vocabulary.kind
+    if kind == "huggingface":
+        content = json.loads((folder / "tokenizer.json").read_text())
+    elif kind == "byte":
+        content = _of_bytes()
+    else:
+        content, problem = _of_sentencepiece((folder / "tokenizer.model").read_bytes())
+    if content is None:
+        return problem
+    eos = next((added["content"] for added in content["added_tokens"] if added["id"] == eos_id), None)
+    if eos is None and isinstance(content["model"]["vocab"], dict):
+        eos = next(piece for piece, number in content["model"]["vocab"].items() if number == eos_id)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len, "eos_token": eos}
+    settings |= {"clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]}
+    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    return problem
+
+
+def _whole(model: dict[str, Any], special: dict[int, str], **parts: Any) -> dict[str, Any]:
+    added = [
+        {"id": number, "content": text, "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        for number, text in sorted(special.items())
+    ]
+    parts = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder")) | parts
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts, "model": model
+    }  # fmt: skip
+
+
+def _of_bytes() -> dict[str, Any]:
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    vocab = {character: number for number, character in enumerate(_byte_characters())}
+    vocab |= {text: 256 + number for number, text in enumerate(_ENDS)}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    special = {256: _ENDS[0], 257: _ENDS[1]}
+    return _whole(model, special, pre_tokenizer=by_bytes, decoder=by_bytes)
+
+
+def _byte_characters() -> Iterator[str]:
+    """The character that stands for each byte: itself where it is printable, else one from 256 on (GPT-2)."""
+    other = 256
+    for byte in range(256):
+        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte:
+            yield chr(byte)
+        else:
+            yield chr(other)
+            other += 1
+
+
+def _of_sentencepiece(model: bytes) -> tuple[dict[str, Any] | None, str]:
+    """The content of tokenizer.json, or None and why there is none."""
+    proto: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    parsed = proto.ModelProto()
+    parsed.ParseFromString(model)
+    rules, kind = parsed.normalizer_spec, parsed.trainer_spec.model_type
+    is_bpe = kind == proto.TrainerSpec.BPE
+    if not (is_bpe or kind == proto.TrainerSpec.UNIGRAM) or rules.precompiled_charsmap:
+        return None, "the tokenizer changes its text first: tokenizer.model is there, but no tokenizer.json"
+    pieces = [piece.piece for piece in parsed.pieces]
+    kinds = proto.ModelProto.SentencePiece
+    silent = (kinds.CONTROL, kinds.UNKNOWN, kinds.USER_DEFINED)
+    special = {number: piece.piece for number, piece in enumerate(parsed.pieces) if piece.type in silent}
+    unknown = next(number for number, piece in enumerate(parsed.pieces) if piece.type == kinds.UNKNOWN)
+    content: dict[str, Any]
+    shared = {"byte_fallback": any(piece.type == kinds.BYTE for piece in parsed.pieces)}
+    if is_bpe:
+        vocab = {piece: number for number, piece in enumerate(pieces)}
+        merges = [list(pair) for pair in _merges(vocab, set(special) | _bytes_among(pieces))]
+        content = {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": merges,
+            "unk_token": pieces[unknown],
+            "fuse_unk": True,
+        }
+    else:
+        scores = [[piece.piece, piece.score] for piece in parsed.pieces]
+        content = {"type": "Unigram", "vocab": scores, "unk_id": unknown}
+    steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if rules.add_dummy_prefix else []
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+    undo: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
+    undo += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if rules.add_dummy_prefix:
+        undo.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normalizer = {"type": "Sequence", "normalizers": steps}
+    decoder = {"type": "Sequence", "decoders": undo}
+    note = "" if is_bpe else _TIES
+    return _whole(content | shared, special, normalizer=normalizer, decoder=decoder), note
+
+
+def _bytes_among(pieces: list[str]) -> set[int]:
+    return {number for number, piece in enumerate(pieces) if len(piece) == 6 and piece.startswith("<0x")}
+
+
+def _merges(vocab: dict[str, int], others: set[int]) -> list[tuple[str, str]]:
+    """The pairs that make each piece, the likelier pieces first: an earlier id is a higher score."""
+    found = []
+    for piece, number in vocab.items():
+        if number in others:
+            continue
+        for at in range(1, len(piece)):
+            left, right = vocab.get(piece[:at]), vocab.get(piece[at:])
+            if left is not None and right is not None and not {left, right} & others:
+                found.append((number, left, right, piece[:at], piece[at:]))
+    return [(left, right) for *_, left, right in sorted(found)]

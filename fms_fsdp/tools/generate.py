@@ -1,0 +1,129 @@
+"""`python -m fms_fsdp generate`: text that a checkpoint writes after a prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fms_fsdp.config import flag
+from fms_fsdp.data.prompts import encode_prompts
+from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.generate import Sampling, generate, text_after
+from fms_fsdp.loading import load
+from fms_fsdp.models.llama import Llama
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Which checkpoint writes, after which prompts, and how its tokens are drawn."""
+
+    path: str = flag("", "a run folder, checkpoints (of several, the newest) or a folder of Hugging Face")
+    step: int | None = flag(None, "the checkpoint of this step", minimum=1)
+    prompt: str = flag("", "the text to go on with; without one a new document begins")
+    prompts: str = flag("", "a file with a prompt in each line, in place of --prompt")
+    interactive: bool = flag(False, "read prompts from the terminal or a pipe, a line each, and answer each")
+    num_samples: int = flag(1, "texts for each prompt", minimum=1)
+    max_new_tokens: int = flag(200, "tokens of a text at most; the model's context ends it too", minimum=1)
+    temperature: float = flag(0.8, "below 1 likely tokens get likelier; 0 takes the likeliest", minimum=0)
+    top_k: int = flag(0, "draw from the k likeliest tokens only; 0 is off", minimum=0)
+    top_p: float = flag(1.0, "draw from the likeliest tokens that make up this share", above=0, maximum=1)
+    min_p: float = flag(0.0, "leave out tokens below this share of the likeliest one", minimum=0, below=1)
+    repetition_penalty: float = flag(1.0, "above 1 makes tokens less likely that the text has", above=0)
+    stop: tuple[str, ...] = flag((), "words before which a text ends; spaces at their ends do not count")
+    seed: int = flag(0, "of the draws; the same seed gives the same text", minimum=0)
+    batch_size: int = flag(16, "texts that are written at a time", minimum=1)
+    dtype: str = flag("fp32", "of weights and computation", choices=("fp32", "bf16"))
+    json: bool = flag(False, "print one JSON object a text")
+
+    def __post_init__(self) -> None:
+        given = {"prompt": self.prompt, "prompts": self.prompts, "interactive": self.interactive}
+        first, *others = [f"--{name} ({value})" for name, value in given.items() if value] or [""]
+        if others:
+            raise ValueError(f"{first} and {others[0]}: leave one of them out")
+
+
+def main(config: GenerateConfig) -> None:
+    """Prints the texts; a single one appears token by token. With `interactive`, to the end of the input.
+
+    Raises:
+        ValueError: no checkpoint or no tokenizer is there, or a prompt does not fit the context.
+    """
+    prompts = Path(config.prompts).read_text().splitlines() if config.prompts else [config.prompt]
+    model, tokenizer = load(config.path, config.step, "cuda" if torch.cuda.is_available() else "cpu")
+    if tokenizer is None:
+        rule = "has no tokenizer beside the data that it trained on, or in a folder of Hugging Face"
+        raise ValueError(
+            f"--path ({config.path}) {rule}; put the tokenizer back, or use load_model in Python"
+        )
+    if config.dtype == "bf16":
+        for weight in model.parameters():  # the rotary table stays fp32
+            weight.data = weight.data.bfloat16()
+    if not config.interactive:
+        return _write(config, model, tokenizer, prompts)
+    mark = "> " if sys.stdin.isatty() else ""
+    while True:
+        print(mark, end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return None
+        try:
+            _write(config, model, tokenizer, [line.rstrip("\n")])
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+
+
+def _write(config: GenerateConfig, model: Llama, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
+    wanted = [prompt for prompt in prompts for _ in range(config.num_samples)]
+    if len(wanted) == 1 and not config.json:
+        before = wanted[0]
+        for (piece,) in _pieces(config, model, tokenizer, wanted, config.seed):
+            print(before + piece, end="", flush=True)
+            before = ""
+        print()
+        return
+    for first in range(0, len(wanted), config.batch_size):
+        batch = wanted[first : first + config.batch_size]
+        texts = [""] * len(batch)
+        for pieces in _pieces(config, model, tokenizer, batch, config.seed + first):
+            texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+        for number, (prompt, text) in enumerate(zip(batch, texts, strict=True), first + 1):
+            shown = json.dumps({"prompt": prompt, "text": text}) if config.json else prompt + text
+            print(shown if config.json else f"--- {number} of {len(wanted)} ---\n{shown}", flush=True)
+
+
+def _pieces(
+    config: GenerateConfig, model: Llama, tokenizer: Tokenizer, prompts: Sequence[str], seed: int
+) -> Iterator[list[str]]:
+    """The text that each step adds to each row; an unfinished character and a possible stop text wait."""
+    known = encode_prompts(tokenizer, prompts, model.config.max_seq_len)
+    encoded, end_token = known.ids, known.end_token
+    sampling = Sampling(
+        config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty
+    )
+    drawn, given, is_done = [list[int]() for _ in prompts], [0] * len(prompts), [False] * len(prompts)
+    hold = max(map(len, config.stop), default=1) - 1  # characters that may begin a stop text
+    steps = generate(
+        model, encoded, sampling, max_new_tokens=config.max_new_tokens, end_token=end_token, seed=seed
+    )
+    for tokens in steps:
+        pieces = [""] * len(prompts)
+        for row, token in enumerate(tokens):
+            if token is None or is_done[row]:
+                continue
+            drawn[row].append(token)
+            text = text_after(tokenizer, encoded[row], drawn[row])
+            found = [place for word in config.stop if (place := text.find(word)) >= 0]
+            is_done[row] = bool(found)
+            until = min(found) if found else max(given[row], len(text.rstrip("\ufffd")) - hold)
+            pieces[row], given[row] = text[given[row] : until], max(given[row], until)
+        yield pieces
+        if all(is_done):
+            return
+    yield [
+        "" if is_done[row] else text_after(tokenizer, encoded[row], drawn[row])[given[row] :]
+        for row in range(len(prompts))
+    ]

@@ -1,0 +1,141 @@
+"""`python -m fms_fsdp import`: a folder of Hugging Face → a run folder with its weights as a checkpoint of
+step 0."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fms_fsdp.atomic import whole_folder, write_json
+from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
+from fms_fsdp.checkpoint.hf_folder import HFFolder, fill, find_hf_tokenizer, open_folder
+from fms_fsdp.config import DataConfig, ModelConfig, OptimConfig, Precision, TrainConfig, as_dict, flag
+from fms_fsdp.config.flag import non_defaults
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.optim.schedules import Length, find_corners
+from fms_fsdp.run.recorded import working_folder
+from fms_fsdp.runtime import versions
+from fms_fsdp.tools.import_weights.from_fms_fsdp import find_checkpoint, open_checkpoint
+from fms_fsdp.tools.prepare.output_folder import save_tokenizer
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """What to import, and where to."""
+
+    path: str = flag("", "a folder of Hugging Face, or a checkpoint of fms-fsdp: step_N_ckp or a .pth file")
+    output: str = flag("", "the run folder to make")
+    ntk_alpha: int = flag(1, "the alpha by which fms-fsdp stretched the rotary table; 1: none", minimum=1)
+    model: ModelConfig = ModelConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("path", "output"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} is missing; name the folder")
+        if self.model.init_from_hf or self.model.hf_config:
+            raise ValueError("--init_from_hf and --hf_config are for a training; use --path")
+
+
+def main(config: ImportConfig) -> None:
+    """Writes the run folder beside its place and moves it there when it is whole.
+
+    Raises:
+        ValueError: the folder is not whole, of a class or with a field that our models do not have, or its
+            weights are not those of its config.json.
+        OSError: the run folder cannot be written.
+    """
+    folder, output = Path(config.path), Path(config.output)
+    if output.exists():
+        raise ValueError(f"--output ({output}) must not exist; choose another, or remove it")
+    found = _open(config, folder)
+    with torch.device("meta"):
+        model = Llama(found.shape)
+    fill(model.to_empty(device="cpu"), found)
+    try:
+        with whole_folder(output) as partial:
+            has_tokenizer = _write(model, folder, partial, output)
+    except SaveFailed as error:
+        raise OSError(f"--output ({output}) cannot be written: {error}; choose another place") from error
+    print(f"{output}: {num_params(model.config):,} parameters, step 0")
+    if not has_tokenizer:
+        print("note: no tokenizer there can be read: generate needs one beside the data that you train on")
+    print(f"train on with: --ckpt_load_path={output}/checkpoints {_flags(model.config)}")
+
+
+def _open(config: ImportConfig, path: Path) -> HFFolder:
+    """A checkpoint of fms-fsdp has no shape beside it: the flags say it; a folder has one."""
+    if not path.exists():
+        raise ValueError(f"--path ({path}) must be a folder of Hugging Face or a checkpoint of fms-fsdp")
+    theirs, given = find_checkpoint(path), non_defaults(config.model) | {"ntk_alpha": config.ntk_alpha}
+    if theirs is not None:
+        return open_checkpoint(theirs, config.model, config.ntk_alpha)
+    for name, value in given.items():
+        if (name, value) != ("ntk_alpha", 1):
+            raise ValueError(
+                f"--{name} ({value}) is for a checkpoint of fms-fsdp; config.json says the shape"
+            )
+    return open_folder(path, "--path")
+
+
+def _write(model: Llama, folder: Path, partial: Path, output: Path) -> bool:
+    """Fills the run folder `partial`, which becomes `output`; returns whether it has a tokenizer."""
+    (partial / "tokenizer" / "meta").mkdir(parents=True)
+    has_tokenizer = False
+    with suppress(ValueError):
+        if (tokenizer := find_hf_tokenizer(folder)) is not None:
+            save_tokenizer(partial / "tokenizer", tokenizer)
+            has_tokenizer = True
+    size, path = model.config.max_seq_len, str(output.absolute() / "tokenizer") if has_tokenizer else ""
+    cfg = TrainConfig(data=DataConfig(data_path=path, seq_length=size))
+    resolved: dict[str, Any] = {
+        "world_size": 1,
+        "device": "cpu",
+        "batch": {"batch_size": 1, "global_batch_size": 1},
+        "model": asdict(model.config) | {"num_params": num_params(model.config)},
+        "precision": asdict(Precision()),
+        "num_steps": 1,
+        "schedule": asdict(find_corners(OptimConfig(), Length(1, size, lambda step: step * size))),
+        "versions": versions(),
+        "working_dir": working_folder(),
+    }
+    state: dict[str, Any] = {
+        "tokens_seen": 0,
+        "rows_seen": 0,
+        "validation_loss": None,
+        "weights_only": True,
+        "data": {},
+    }
+    root = partial / "checkpoints"
+    root.mkdir()
+    checkpointer = Checkpointer(root, attempt=1, in_background=False, committed=lambda step: None)
+    record = {"config": as_dict(cfg), "resolved": resolved, "imported_from": str(folder.absolute())}
+    checkpointer.save(0, model, None, state | record, now=True)
+    checkpointer.close()
+    write_json(partial / "config.json", {**as_dict(cfg), "resolved": resolved})
+    return has_tokenizer
+
+
+def _flags(config: LlamaConfig) -> str:
+    """The flags of a training that has this shape."""
+    shape = _shape(config)
+    fitting = [name for name, variant in VARIANTS.items() if _shape(variant) == shape]
+    if fitting:
+        return f"--model_variant={fitting[0]}"
+    base = _shape(VARIANTS["7b"])
+    if (scaling := config.rope_scaling) is not None:
+        numbers = [scaling.factor]
+        if scaling.kind == "llama3":
+            numbers += [scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_len]
+        shape["rope_scaling"] = ":".join([scaling.kind, *(f"{number:g}" for number in numbers)])
+    return " ".join(f"--{name}={value}" for name, value in shape.items() if value != base[name])
+
+
+def _shape(config: LlamaConfig) -> dict[str, Any]:
+    free = ("max_seq_len", "init_std", "attn_impl", "dropout", "attn_dropout", "vocab_multiple_of")
+    return {name: value for name, value in asdict(config).items() if name not in free}

@@ -1,0 +1,77 @@
+"""A run whose batch grows, killed and taken up by other numbers of ranks, is the run nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fms_fsdp.tools.inspect.step import InspectConfig, inspected, step_fingerprint
+from tests.cli import ROOT, metrics, run, trained
+from tests.data.corpora import SEP, write_corpus
+
+
+def killed_after(step: int, flags: list[str]) -> None:
+    """Starts a run and kills it, with SIGKILL, once it has reported a step."""
+    command = [sys.executable, "main_training.py", *flags]
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=settings, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any(line.startswith(f"step {step:>2}/") for line in process.stdout)
+        process.kill()
+
+
+@pytest.mark.slow
+def test_a_ramp_survives_a_kill_and_another_world(tmp_path: Path) -> None:
+    files = write_corpus(tmp_path / "corpus", {"a": [30_000], "b": [9000]}, mean=60)
+    base = ["--model_variant=tiny", "--mixed_precision=False", "--report_interval=1", "--seq_length=32"]
+    base += [f"--data_path={files.root}", f"--sep_token={SEP}", "--datasets=a,b", "--weights=0.37,0.63"]
+    base += ["--global_batch_size=16", "--rampup_batch_size=4,4,60", "--checkpoint_interval=5"]
+    base += ["--warmup=40samples", "--learning_rate=1e-3"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    said = trained(*base, "--num_samples=300", f"--output_dir={whole}")
+    assert "16 rows = 512 tokens a step, from 4 rows on over 60 samples" in said
+    log = (whole / "log.txt").read_text()
+    assert "4 rows for 5 steps, to step 5 and 20 rows" in log and "16 rows from there on" in log
+    assert "warm-up to step 8 (40 samples, 1,280 tokens)" in log
+    killed_after(7, [*base, "--num_samples=300", f"--output_dir={parts}"])
+    trained(*base, "--num_samples=300", "--exit_samples=40", f"--output_dir={parts}", nproc=2)
+    trained(*base, f"--num_tokens={300 * 32}", f"--output_dir={parts}", nproc=4)
+    one, other = metrics(whole), metrics(parts)
+    assert list(one) == list(range(1, 26)) and sorted(other) == list(one)
+    assert [record["batch_rows"] for record in one.values()] == [4] * 5 + [8] * 3 + [12] * 2 + [16] * 15
+    assert one[25]["samples_seen"] == 308 and one[25]["tokens_seen"] == 308 * 32
+    attempts = [record["attempt"] for _, record in sorted(other.items())]
+    assert attempts[5:11] == [2] * 5 + [3], "the second launch takes 40 rows or more from step 5 on"
+    for step, record in one.items():
+        for name in ("data_fingerprint", "samples_seen", "tokens_seen", "lr", "batch_rows"):
+            assert other[step][name] == record[name], (step, name)
+        assert other[step]["loss"] == pytest.approx(record["loss"], rel=1e-5)
+    with inspected(InspectConfig(run=str(parts))) as data:
+        assert [len(data.order.addresses(step)) for step in (5, 6, 9, 11)] == [4, 8, 12, 16]
+        assert step_fingerprint(data, 9) == one[9]["data_fingerprint"]
+    refused = run(*base, "--num_samples=300", "--batch_size=8", f"--output_dir={tmp_path / 'other'}")
+    assert refused.returncode == 2 and "write --batch_size=1, or a start" in refused.stderr + refused.stdout
+
+
+def test_a_length_in_epochs_says_what_it_means(tmp_path: Path) -> None:
+    files = write_corpus(tmp_path / "corpus", {"a": [3000], "b": [900]}, mean=60)
+    base = ["--model_variant=tiny", "--seq_length=32", f"--data_path={files.root}", f"--sep_token={SEP}"]
+    base += ["--datasets=a,b", "--weights=1,1", "--global_batch_size=8", f"--output_dir={tmp_path / 'run'}"]
+    said = trained(*base, "--num_epochs=b:1.5", "--checkpoint_interval=5")
+    rows = files.num_tokens("b") // 32
+    steps = -(-2 * (rows * 3 // 2) // 8)
+    assert f"length: 1.5 x source b are read by step {steps}; by then: a 0.4" in said
+    assert f"finished {steps} steps" in said
+    more = trained(*base, "--num_epochs=b:2")
+    assert f"resumed from step {steps}" in more and "length: 2 x source b are read by step" in more
+    for flags, text in (
+        (["--num_epochs=c:1"], "--num_epochs (c:1) must name a source of the mixture; there are: a, b"),
+        (["--num_epochs=2", "--use_dummy_dataset=True"], "cannot be followed with --use_dummy_dataset"),
+    ):
+        refused = run(*base, *flags, f"--output_dir={tmp_path / 'other'}")
+        assert refused.returncode == 2 and text in refused.stdout + refused.stderr
+        assert not (tmp_path / "other").exists()

@@ -1,0 +1,127 @@
+"""What a process with a GPU asserts; test_parts.py calls each function in a process of its own."""
+
+from __future__ import annotations
+
+import torch
+
+GPU = "cuda"
+
+
+def attention_by_document() -> None:
+    """flex_attention under the mask against attention document by document, outputs and gradients."""
+    from fms_fsdp.models.attention import attention
+    from fms_fsdp.models.masks import document_mask
+
+    torch.manual_seed(0)
+    shapes = ((2, 8, 512, 64), (2, 2, 512, 64), (2, 2, 512, 64))
+    q, k, v = (torch.randn(shape, device=GPU, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    for size in (512, 130, 7):
+        ids = (torch.arange(512, device=GPU) // size).to(torch.int32).expand(2, -1).contiguous()
+        found = []
+        for mask in (document_mask(ids), ids):
+            out = attention(q, k, v, mask=mask)
+            gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+            found.append((out, *gradients))
+        assert not isinstance(document_mask(ids), torch.Tensor)
+        assert (found[0][0] - found[1][0]).abs().max() <= 2e-2
+        for one, other in zip(*found, strict=True):
+            assert (one - other).norm() <= 2e-2 * other.norm()
+
+
+def loss_of_any_vocabulary() -> None:
+    """The chunked loss in bf16 against the plain one in fp32, with an odd number of columns."""
+    from fms_fsdp.models.loss import linear_cross_entropy
+
+    torch.manual_seed(0)
+    h = torch.randn(1, 600, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(50_257, 256, device=GPU) / 16).requires_grad_()
+    labels = torch.randint(50_257, (1, 600), device=GPU)
+    loss, _ = linear_cross_entropy(h, weight, labels)
+    ours = (loss, *torch.autograd.grad(loss / 773, (h, weight)))
+    logits = h.float() @ weight.to(torch.bfloat16).float().T
+    plain = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")
+    theirs = (plain, *torch.autograd.grad(plain / 773, (h, weight)))
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.float() - other.float()).norm() <= 1e-2 * other.float().norm()
+
+
+def copies_in_pinned_memory() -> None:
+    """Host copies are pinned, of their own size, and take what is copied to them."""
+    from fms_fsdp.checkpoint.host_memory import host_copies
+
+    tensors = {str(size): torch.randn(size, device=GPU) for size in (1, 1000, 3_000_000)}
+    copies = host_copies(tensors, 2**30)
+    for name, tensor in tensors.items():
+        assert copies[name].is_pinned() and copies[name].untyped_storage().nbytes() == tensor.nbytes
+        copies[name].copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    assert all(torch.equal(copies[name], tensor.cpu()) for name, tensor in tensors.items())
+
+
+def verdicts_under_offload() -> None:
+    """Weights on the CPU, the norm on the GPU: bad steps change nothing, good ones always do."""
+    from fms_fsdp.config import OptimConfig
+    from fms_fsdp.optim.optimizers import build_optimizers
+
+    model = torch.nn.Linear(4, 4, bias=False)
+    optimizers = build_optimizers(OptimConfig(learning_rate=0.1, weight_decay=0.0), model)
+    busy = torch.randn(4096, 4096, device=GPU)
+    for step in range(20):
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.ones(4, 4)
+        norm = (busy @ busy @ busy).sum() * 0 + (torch.nan if step % 2 else 1.0)  # known late
+        optimizers.step(lambda base: base, norm)
+        assert torch.equal(before, model.weight) == bool(step % 2), step
+
+
+def segments_that_grow() -> None:
+    """The setting of the allocator is in force in a process that has it."""
+    from fms_fsdp.cpu_tuning import let_gpu_memory_grow
+
+    let_gpu_memory_grow()
+    keep = torch.empty(2**20, device=GPU)
+    assert torch.cuda.memory_snapshot()[0]["is_expandable"] and keep.is_cuda
+
+
+def float8_products() -> None:
+    """The product and both gradients in float8 against the CPU's, of the same float8 numbers."""
+    from fms_fsdp.parallel.float8 import _Float8Product
+
+    torch.manual_seed(0)
+    x, weight, grad = (torch.randn(shape) for shape in ((3, 41, 256), (512, 256), (3, 41, 512)))
+    capability = torch.cuda.get_device_capability()
+    for by_row, needed in ((True, (9, 0)), (False, (8, 9))):
+        found = []
+        for device in ("cpu", GPU) if capability >= needed else ():
+            given = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in (x, weight)]
+            y = _Float8Product.apply(*given, by_row)  # type: ignore[no-untyped-call]
+            gradients = torch.autograd.grad(y, given, grad.to(y))
+            found.append([tensor.detach().cpu() for tensor in (y, *gradients)])
+        for one, other in zip(*found, strict=True):
+            assert (one - other).norm() <= 1e-2 * other.norm()
+
+
+def loss_scale_within_the_step() -> None:
+    """Kernels take the loss scale out while they clip, and leave out a step that overflows."""
+    from fms_fsdp.config import OptimConfig
+    from fms_fsdp.mesh import Mesh, ParallelDims
+    from fms_fsdp.optim.loss_scale import LossScale
+    from fms_fsdp.optim.optimizers import build_optimizers
+    from fms_fsdp.parallel.fsdp import clip_grad_norm
+
+    device, alone, weights = torch.device(GPU), Mesh(ParallelDims("none"), 0, GPU), []
+    for initial in (1.0, 0.0):
+        scale = LossScale(initial, window=9, hysteresis=1, floor=1.0, device=device)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4, bias=False, device=GPU)
+        optimizers = build_optimizers(OptimConfig(adam_eps=1.0), model)
+        assert optimizers.clip_by_themselves
+        for size in (3.0, float("inf"), 0.1):
+            model.weight.grad = torch.full((4, 4), size, device=GPU) * scale.scale
+            norm = clip_grad_norm(model.parameters(), 0.0, alone) / scale.scale
+            optimizers.step(lambda base: 0.1, norm, 1.0, scale.scale)
+            scale.update(norm)
+        assert scale.scale == (initial or 2.0**15)
+        weights.append(model.weight.detach())
+    assert weights[0].isfinite().all()
+    torch.testing.assert_close(*weights)

@@ -1,0 +1,59 @@
+"""A model of the user's own: the page's example trains, loads and is counted."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fms_fsdp
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.hf import find_family
+from fms_fsdp.models.llama import FeedForward, Llama, build_model
+from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from tests.cli import ROOT, TINY, run, trained
+
+
+class Wide(Llama):
+    """Blocks with parameters that no formula knows."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for block in self.blocks.values():
+            block.extra = torch.nn.Linear(3, 5)
+
+
+def test_the_parameters_of_a_users_model_are_counted() -> None:
+    config = replace(VARIANTS["tiny"], model_builder=f"{__name__}:Wide")
+    assert isinstance(build_model(config), Wide)
+    assert num_params(config) == num_params(VARIANTS["tiny"]) + 2 * 20
+    with pytest.raises(ValueError, match=r"--model_builder \(tests.models.test_builder:Wide\) must be empty"):
+        find_family(config)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_trains_and_loads_and_another_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    script = re.search(r"cat > my_model.py <<'END'\n(.*?)END\n", page, re.DOTALL)
+    assert script is not None
+    (tmp_path / "my_model.py").write_text(script[1])
+    flags = (*TINY, "--num_steps=2", "--trackers=none", f"--output_dir={tmp_path / 'run'}")
+    path = f"{tmp_path}:{ROOT}"
+    trained(*flags, "--model_builder=my_model:build", PYTHONPATH=path)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    model, _ = fms_fsdp.load_model(str(tmp_path / "run"))
+    feed = model.blocks["1"].feed_forward
+    assert type(feed).__name__ == "GatedReLU" and isinstance(feed, FeedForward)
+    refused = run(*flags, "--num_steps=3", PYTHONPATH=path)
+    assert refused.returncode == 2
+    assert "--model_builder () must be that of the checkpoint" in refused.stderr
+    missing = run(*TINY, "--num_steps=1", "--model_builder=nowhere:f", f"--output_dir={tmp_path / 'no'}")
+    assert missing.returncode == 2 and "must be importable as module:function" in missing.stderr
+    assert missing.stderr.count("\n") == 1 and not (tmp_path / "no").exists()

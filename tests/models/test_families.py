@@ -1,0 +1,103 @@
+"""Shapes of other families against the classes of `transformers`: logits and gradients, by the names and
+fields that an export writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fms_fsdp.models.hf import find_family, hf_config, hf_weights
+from fms_fsdp.models.init import init_weights
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import LlamaConfig, RopeScaling
+
+BASE = LlamaConfig(2, 64, 176, 4, 4, 97, max_seq_len=48, vocab_multiple_of=32)
+GPT2 = replace(BASE, norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned")
+NEOX = replace(GPT2, activation="gelu", pos_emb="rope", rope_pct=0.25, parallel_residual=True)
+QWEN3 = replace(BASE, num_kv_heads=2, head_dim=32, qk_norm=True, rope_theta=1e6)
+SHAPES = {
+    "Llama, biases, wide heads": (replace(BASE, bias=True, head_dim=24, num_kv_heads=2), "Llama"),
+    "Llama, linear rope": (replace(BASE, rope_scaling=RopeScaling(4.0, kind="linear")), "Llama"),
+    "Llama, llama3 rope": (replace(BASE, rope_scaling=RopeScaling(8.0, original_max_len=16)), "Llama"),
+    "GPT-2": (replace(GPT2, tie_embeddings=True), "GPT2"),
+    "GPT-2, untied, relu2": (replace(GPT2, activation="relu2"), "GPT2"),
+    "NeoX": (NEOX, "GPTNeoX"),
+    "NeoX, one after the other": (replace(NEOX, parallel_residual=False, rope_pct=0.5), "GPTNeoX"),
+    "Qwen3": (QWEN3, "Qwen3"),
+    "Qwen3, tied": (replace(QWEN3, tie_embeddings=True), "Qwen3"),
+    "Mistral": (replace(BASE, num_kv_heads=2, attn_window=7), "Mistral"),
+}
+
+
+def build(config: LlamaConfig) -> Llama:
+    """A model whose weights are all well away from 0 and 1, so that no path is hidden."""
+    model, generator = Llama(config), torch.Generator().manual_seed(1)
+    init_weights(model, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.mul_(5.0).add_(noise, alpha=0.1) if parameter.ndim > 1 else parameter.add_(0.1 * noise)
+    return model
+
+
+def labelled(config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(0))
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    return tokens, labels
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_and_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    config, family = SHAPES[name]
+    ours, weights = build(config), hf_weights(config)
+    content = hf_config(config, "float32", None)
+    assert content["architectures"][0].startswith(family)
+    own = ours.state_dict()
+    made = {key: weight.made_of(own.__getitem__).contiguous() for key, weight in weights.items()}
+    save_file(made, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs, told = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", output_loading_info=True
+    )
+    assert type(theirs).__name__ == content["architectures"][0]
+    assert not any(told.values()), told
+
+    tokens, labels = labelled(config)
+    logits = theirs(tokens).logits
+    torch.testing.assert_close(ours(tokens), logits, rtol=1e-5, atol=1e-5)
+    loss_sum, num_labels = ours(tokens, labels)
+    (loss_sum / num_labels).backward()
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
+    expected = dict(theirs.named_parameters())
+    gradients = {key: parameter.grad for key, parameter in ours.named_parameters()}
+    for key, weight in weights.items():
+        gradient = weight.made_of(gradients.__getitem__)
+        key = key.replace("embed_out", "lm_head")  # transformers 5 reads that name, and has another
+        torch.testing.assert_close(gradient, expected[key].grad, rtol=1e-5, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (replace(BASE, norm="scalenorm"), r"the model's --norm \(scalenorm\) must be rmsnorm: .* Llama"),
+        (replace(BASE, pos_emb="alibi"), r"--pos_emb \(alibi\) must be rope"),
+        (replace(GPT2, pos_emb="sinusoidal"), r"--pos_emb \(sinusoidal\) must be learned: .* GPT2"),
+        (replace(NEOX, num_kv_heads=2), r"--num_kv_heads \(2\) must be 4: .* GPTNeoX"),
+        (replace(QWEN3, attn_window=4), r"--qk_norm \(True\) must be False: .* Mistral"),
+        (replace(BASE, logit_softcap=30.0), r"--logit_softcap \(30.0\) must be 0.0"),
+        (replace(BASE, attn_window=4, attn_window_pattern="LG"), r"--attn_window_pattern \(LG\) must be L"),
+    ],
+)
+def test_a_shape_that_no_class_holds_is_refused_in_one_line(config: LlamaConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        find_family(config)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,251 @@
+"""The loss scale of fp16: its rule against plain Python, and steps and runs that are made with it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fms_fsdp.config import OptimConfig, ParallelConfig, Precision
+from fms_fsdp.data.batch import Batch
+from fms_fsdp.mesh import Mesh, ParallelDims, resolve_dims
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.observe.metrics import Clock
+from fms_fsdp.optim.loss_scale import LossScale
+from fms_fsdp.optim.optimizers import build_optimizers
+from fms_fsdp.parallel.fsdp import local_shards
+from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.run.health import BadSteps, TooManyBadSteps
+from fms_fsdp.state import Progress, StepResult, TrainState
+from fms_fsdp.train import TrainStep, train_step
+from tests.cli import TINY, metrics, run, trained
+from tests.distributed.launch import run_ranks
+
+CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
+FP32, FP16 = Precision(), Precision(compute="fp16")
+CONFIG = LlamaConfig(2, 64, 96, 4, 2, 120, max_seq_len=16)
+
+
+def loss_scale(
+    initial: float = 0, window: int = 3, hysteresis: int = 2, floor: float = 1.0, first: float = 0
+) -> LossScale:
+    """`first`: where a dynamic one stands."""
+    scale = LossScale(initial, window=window, hysteresis=hysteresis, floor=floor, device=CPU)
+    scale.load_state_dict({"scale": first or scale.scale.item(), "steps": 0, "left": hysteresis})
+    return scale
+
+
+def after(scale: LossScale, norms: str) -> list[float]:
+    """The scale after each step; "x" is an overflow."""
+    found = []
+    for norm in norms:
+        scale.update(torch.tensor(math.inf if norm == "x" else 1.0))
+        found.append(scale.scale.item())
+    return found
+
+
+def expected(norms: str, window: int, hysteresis: int, floor: float) -> list[tuple[float, bool]]:
+    """Scale and whether it is stuck after each step, by the rule as it is told."""
+    scale, steps, left, found = max(2.0**16, floor), 0, hysteresis, []
+    for norm in norms:
+        stuck = False
+        if norm == "x":
+            steps = 0
+            left -= 1
+            if left <= 0:
+                stuck = scale == floor
+                scale = max(scale / 2, floor)
+        else:
+            steps += 1
+            if steps == window:
+                scale, steps, left = min(2 * scale, 2.0**64), 0, hysteresis
+        found.append((scale, stuck))
+    return found
+
+
+def test_the_rule_is_that_of_plain_python_over_random_overflows() -> None:
+    draw = random.Random(1)
+    stuck = 0
+    for window, hysteresis, floor in itertools.product((1, 2, 5), (1, 2, 4), (0.25, 1.0, 3000.0, 2.0**17)):
+        norms = "".join(draw.choices("x.", (draw.random(), 0.5), k=120))
+        scale = LossScale(0, window=window, hysteresis=hysteresis, floor=floor, device=CPU)
+        for norm, (value, is_stuck) in zip(norms, expected(norms, window, hysteresis, floor), strict=True):
+            scale.update(torch.tensor(draw.choice((math.inf, math.nan)) if norm == "x" else 1.0))
+            assert (scale.scale.item(), scale.is_stuck.item()) == (value, is_stuck)
+            stuck += is_stuck
+    assert stuck > 10
+
+
+def test_overflows_use_up_the_hysteresis_and_only_a_whole_window_restores_it() -> None:
+    assert after(loss_scale(first=64), "xxx..x...xx") == [64, 32, 16, 16, 16, 8, 8, 8, 16, 16, 8]
+
+
+def test_a_fixed_scale_never_moves_and_is_never_stuck() -> None:
+    scale = LossScale(128, window=1, hysteresis=1, floor=1.0, device=CPU)
+    scale.load_state_dict({"scale": 4.0, "steps": 0, "left": 1})
+    assert after(scale, "xxxx....") == [128] * 8 and not scale.is_stuck and not scale.is_dynamic
+
+
+def test_a_scale_goes_on_from_its_state_but_stays_above_the_floor() -> None:
+    norms = "x..x...xx.x"
+    whole, first, second = loss_scale(), loss_scale(), loss_scale()
+    wanted = after(whole, norms)
+    for cut in range(len(norms)):
+        first = loss_scale()
+        found = after(first, norms[:cut])
+        second = loss_scale()
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert found + after(second, norms[cut:]) == wanted
+    high = loss_scale(floor=256.0)
+    high.load_state_dict({"scale": 2.0, "steps": 0, "left": 9})
+    assert high.state_dict() == {"scale": 256.0, "steps": 0, "left": 2}
+
+
+def state_of(precision: Precision, mesh: Mesh = ALONE, scale: LossScale | None = None) -> TrainState:
+    section = ParallelConfig(sharding_strategy=mesh.dims.strategy)
+    model = parallelize(CONFIG, section, mesh, device=CPU, precision=precision, seed=1)
+    stream: Any = None
+    return TrainState(model, build_optimizers(OptimConfig(), model), stream, Progress(0, 9), scale)
+
+
+def make(state: TrainState, mesh: Mesh = ALONE, grad_clip: float = 1.0) -> StepResult:
+    """One step of two micro-steps."""
+    recipe = TrainStep(mesh, CPU, lambda step, tokens, base: 1e-2, 2, grad_clip, document_mask=False)
+    tokens = (torch.arange(4 * 16) ** 2 % 119).view(4, 16)
+    return train_step(recipe, state, Batch(tokens, tokens.roll(-1, 1), None, None), Clock(CPU))
+
+
+def numbers(state: TrainState) -> list[torch.Tensor]:
+    return [*state.model.parameters(), *state.optimizers.state_dict().values()]
+
+
+@pytest.mark.parametrize("grad_clip", [0.0, 0.1, 100.0])
+@pytest.mark.parametrize("size", [1.0, 2.0**10, 3000.0])
+def test_a_step_in_fp32_is_the_same_with_any_scale(size: float, grad_clip: float) -> None:
+    plain, scaled = (
+        state_of(FP32),
+        state_of(FP32, scale=LossScale(size, window=1, hysteresis=1, floor=1, device=CPU)),
+    )
+    for _ in range(3):
+        one, other = make(plain, grad_clip=grad_clip), make(scaled, grad_clip=grad_clip)
+        torch.testing.assert_close(one.grad_norm, other.grad_norm, rtol=1e-5, atol=0)
+        assert one.loss_scale is None and other.loss_scale == size
+    for left, right in zip(numbers(plain), numbers(scaled), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
+
+
+def gradients(precision: Precision, factor: float) -> list[torch.Tensor]:
+    state = state_of(precision)
+    tokens = (torch.arange(4 * 16) ** 2 % 119).view(4, 16)
+    loss_sum, _ = state.model(tokens, tokens.roll(-1, 1))
+    assert loss_sum.dtype == torch.float32
+    (loss_sum * factor).backward()
+    found = [weight.grad for weight in state.model.parameters() if weight.grad is not None]
+    assert all(gradient.dtype == torch.float32 for gradient in found)
+    return [gradient / factor for gradient in found]
+
+
+def test_the_gradient_in_fp16_is_that_of_fp32_if_the_scale_keeps_it_from_zero() -> None:
+    exact = gradients(FP32, 1.0)
+
+    def error(found: list[torch.Tensor]) -> float:
+        pairs = zip(found, exact, strict=True)
+        return max(((one - other).norm() / other.norm()).item() for one, other in pairs)
+
+    scaled = gradients(FP16, 2.0**6)
+    assert error(scaled) < 0.01 and error(gradients(FP16, 2.0**4)) < 0.01
+    assert error(gradients(FP16, 2.0**-20)) > 0.1
+    assert not all(gradient.isfinite().all() for gradient in gradients(FP16, 2.0**24))
+
+
+def test_an_overflow_leaves_weights_and_state_untouched_and_halves_the_scale() -> None:
+    state = state_of(FP16, scale=loss_scale(first=2.0**26, hysteresis=1))
+    before = [tensor.detach().clone() for tensor in numbers(state)]
+    result = make(state)
+    assert not result.grad_norm.isfinite() and result.loss_scale == 2.0**26
+    assert all(torch.equal(one, other) for one, other in zip(before, numbers(state), strict=True))
+    assert state.loss_scale is not None and state.loss_scale.scale == 2.0**25
+    for _ in range(20):
+        result = make(state)
+    assert result.grad_norm.isfinite() and 2.0**8 < state.loss_scale.scale < 2.0**25
+    assert not torch.equal(before[0], numbers(state)[0])
+
+
+def step_where_one_rank_overflows() -> tuple[bool, bool, float]:
+    section = ParallelConfig(sharding_strategy="fsdp")
+    dims = resolve_dims(section, variant="", world_size=2, local_world_size=2)
+    mesh = Mesh(dims, torch.distributed.get_rank(), "cpu")
+    state = state_of(FP16, mesh, loss_scale(first=64, hysteresis=1))
+    assert make(state, mesh).grad_norm.isfinite()
+    before = [shard.clone() for shard in local_shards(numbers(state))]
+    if mesh.is_main:
+        state.model.blocks["1"].register_forward_hook(lambda module, inputs, output: output * 6e4 * 6e4)
+    bad = make(state, mesh)
+    same = all(torch.equal(*pair) for pair in zip(before, local_shards(numbers(state)), strict=True))
+    assert state.loss_scale is not None
+    return bool(bad.grad_norm.isfinite()), same, state.loss_scale.scale.item()
+
+
+def test_where_one_rank_overflows_all_skip_the_step() -> None:
+    assert run_ranks(step_where_one_rank_overflows, 2) == [(False, True, 32.0)] * 2
+
+
+def watched(scale: LossScale, norms: str, limit: int = 2) -> BadSteps:
+    """Steps of these norms, with `scale` and its watch."""
+    watch = BadSteps(limit, lambda step: f"data of step {step}.", "--run_name=this", scale)
+    for step, norm in enumerate(norms, start=1):
+        grad_norm = torch.tensor(math.nan if norm == "x" else 1.0)
+        scale.update(grad_norm)
+        watch.after_step(Progress(step, 9), StepResult(grad_norm, grad_norm, grad_norm, grad_norm))
+    return watch
+
+
+def test_overflows_are_told_in_one_line_and_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "fms_fsdp")
+    assert watched(loss_scale(first=64), "xxx.").total == 0
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.rpartition("scale ")[2] for line in lines] == [
+        "was 64 and is 64",
+        "was 64 and is 32",
+        "was 32 and is 16",
+    ]
+    assert lines[0].startswith("step 1: ")
+
+
+def test_an_overflow_at_the_lowest_scale_ends_the_run_and_a_fixed_one_is_counted() -> None:
+    with pytest.raises(
+        TooManyBadSteps, match=r"step 3: .* was 32, .*data of step 3\. .*--precision=bf16 .*this$"
+    ):
+        watched(loss_scale(first=64, floor=32.0), "xxxx")
+    assert watched(loss_scale(64.0), "x.x.x", limit=2).total == 3
+    with pytest.raises(TooManyBadSteps, match="2 in a row"):
+        watched(loss_scale(64.0), "xx")
+
+
+FP16_RUN = (*TINY, "--precision=fp16", "--batch_size=2", "--loss_scale_window=4", "--num_steps=12")
+
+
+def test_a_run_reports_its_scale_and_a_resumed_one_goes_on_with_it(tmp_path: Path) -> None:
+    trained(*FP16_RUN, f"--output_dir={tmp_path}/whole")
+    assert run(*FP16_RUN, f"--output_dir={tmp_path}/halves", "--exit_step=6").returncode == 75
+    trained(*FP16_RUN, f"--output_dir={tmp_path}/halves")
+    whole, halves = (metrics(tmp_path / name) for name in ("whole", "halves"))
+    assert [record["loss_scale"] for record in whole.values()] == [2.0**16] * 4 + [2.0**17] * 4 + [
+        2.0**18
+    ] * 4
+    for key in ("loss", "loss_scale", "grad_norm", "skipped_steps"):
+        assert [record[key] for record in whole.values()] == [record[key] for record in halves.values()]
+    assert max(record["grad_norm"] for record in whole.values()) < 50
+
+
+def test_a_run_that_overflows_at_the_lowest_scale_ends_with_its_reason(tmp_path: Path) -> None:
+    result = run(*FP16_RUN, "--min_loss_scale=1e15", f"--output_dir={tmp_path}")
+    assert result.returncode == 1
+    assert "step 2: the gradient overflows fp16" in result.stdout + result.stderr
+    assert "--precision=bf16 or fp32" in result.stdout + result.stderr

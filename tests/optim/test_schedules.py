@@ -1,0 +1,152 @@
+"""Learning-rate schedules as arithmetic: their corners in every unit, and what lies between."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from fms_fsdp.config import OptimConfig
+from fms_fsdp.config.spans import parse_span
+from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
+
+RUN = Length(num_steps=110, seq_length=8, tokens_at=lambda step: 40 * step)
+
+
+def schedule(run: Length = RUN, **flags: Any) -> Schedule:
+    section = OptimConfig(**{"learning_rate": 2.0, "warmup": "10"} | flags)
+    return Schedule(section, find_corners(section, run))
+
+
+def rate(made: Schedule, step: int) -> float:
+    return made(step, RUN.tokens_at(step), 2.0)
+
+
+def test_linear_warmup_then_half_cosine_then_flat() -> None:
+    cosine = schedule()
+    assert [rate(cosine, step) for step in (1, 10, 110, 10_000)] == pytest.approx([0.2, 2.0, 0.2, 0.2])
+    assert rate(cosine, 60) == pytest.approx(2.0 * 0.55)
+    assert rate(cosine, 35) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4))))
+
+
+def test_the_cosine_is_to_the_last_bit_what_it_was_before_there_were_others() -> None:
+    def before(step: int, base: float, warmup: int, steps: int, least: float) -> float:
+        if step < warmup:
+            return base * step / warmup
+        if step >= steps:
+            return base * least
+        progress = (step - warmup) / max(1, steps - warmup)
+        return base * (least + (1 - least) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+    draw = random.Random(0)
+    for _ in range(3000):
+        steps = draw.choice([1, 7, 100, 12_345, 10**6])
+        warmup, step = draw.randint(0, steps), draw.randint(1, steps + 3)
+        base, least = draw.random() * 1e-2, draw.choice([0.0, 0.1, 1.0, draw.random()])
+        section = OptimConfig(learning_rate=base, min_lr_ratio=least, warmup_steps=warmup)
+        for run in (Length(steps, 1, lambda step: step), Length(steps, 64, lambda step: step * 4096)):
+            made = Schedule(section, find_corners(section, run))
+            found = made(step, run.tokens_at(step), base)
+            assert found == before(step, base, warmup, steps, least)
+        in_tokens = OptimConfig(learning_rate=base, min_lr_ratio=least, warmup=f"{warmup * 4096}tokens")
+        made = Schedule(in_tokens, find_corners(in_tokens, run))
+        assert made(step, step * 4096, base) == found  # quotients of equal ratios are the same bits
+
+
+@pytest.mark.parametrize(
+    ("flags", "at"),
+    [
+        (dict(lr_schedule="linear"), {60: 1.1, 110: 0.2, 111: 0.2}),
+        (dict(lr_schedule="square", min_lr=0.0), {60: 0.5, 85: 2.0 * 0.25**2, 110: 0.0}),
+        (dict(lr_schedule="polynomial", lr_power=3.0, min_lr=0.0), {60: 0.25, 110: 0.0}),
+        (dict(lr_schedule="constant"), {10: 2.0, 60: 2.0, 110: 2.0, 500: 2.0}),
+        (dict(lr_schedule="wsd"), {11: 2.0, 98: 2.0, 99: 2.0, 110: 0.2}),
+        (dict(lr_schedule="wsd", lr_decay="20"), {90: 2.0, 100: 1.1, 110: 0.2}),
+        (dict(lr_schedule="wsd", lr_decay="0.5"), {55: 2.0, 110: 0.2}),
+        (dict(lr_schedule="inverse_sqrt"), {10: 2.0, 40: 1.0, 90: 2 / 3}),
+        (dict(lr_schedule="noam"), {10: 2.0, 40: 1.0}),
+        (dict(lr_schedule="annealing"), {60: 1.0, 105: 0.2, 110: 0.2}),
+        (dict(lr_schedule="step", lr_step_size="30", lr_gamma=0.5, min_lr=0.0), {39: 2.0, 40: 1.0, 70: 0.5}),
+        (dict(lr_schedule="exponential", lr_step_size="25", lr_gamma=0.25), {35: 0.5, 22: 2 * 0.25**0.48}),
+        (dict(constant_steps=50), {35: 1.1, 60: 0.2, 110: 0.2}),
+        (dict(lr_decay="60"), {35: 1.1, 60: 0.2, 110: 0.2}),
+        (dict(lr_decay="0.5"), {55: 0.2}),
+        (dict(min_lr=0.5), {110: 0.5}),
+        (dict(warmup="0.1"), {10: 2.0 * 10 / 11, 11: 2.0}),
+        (dict(warmup="50samples"), {5: 1.0, 10: 2.0}),
+        (dict(warmup="400tokens", lr_decay="2400tokens"), {5: 1.0, 10: 2.0, 35: 1.1, 60: 0.2, 110: 0.2}),
+        (dict(warmup="400tokens", lr_decay="60"), {35: 1.1, 60: 0.2}),
+        (dict(warmup="0"), {1: 2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 110)))}),
+    ],
+)
+def test_schedules_at_their_corners(flags: dict[str, Any], at: dict[int, float]) -> None:
+    made = schedule(**flags)
+    assert {step: rate(made, step) for step in at} == pytest.approx(at)
+
+
+@pytest.mark.parametrize("name", sorted({"cosine", "linear", "wsd", "inverse_sqrt", "square", "annealing"}))
+@pytest.mark.parametrize("steps", [1, 2, 5, 300])
+def test_a_rate_never_rises_after_the_warm_up_and_is_never_below_the_least(name: str, steps: int) -> None:
+    made = schedule(Length(steps, 8, RUN.tokens_at), lr_schedule=name, warmup=None)
+    rates = [rate(made, step) for step in range(1, steps + 9)]
+    top = rates.index(max(rates))
+    assert all(a >= b >= 0.2 * (1 - 1e-12) for a, b in zip(rates[top:], rates[top + 1 :], strict=False))
+    assert 0 < min(rates) and max(rates) <= 2.0
+
+
+def test_default_warmup_is_5_percent_and_at_most_2000() -> None:
+    corners = [
+        schedule(Length(steps, 1, lambda step: step), warmup=None).corners for steps in (1000, 10**6, 3)
+    ]
+    assert [found.warmup for found in corners] == [50, 2000, 1]
+
+
+def test_tokens_count_where_the_batch_changes() -> None:
+    """A run of 10 tokens a step reads 40 a step from step 50 on; its corners are in tokens."""
+    made = Schedule(OptimConfig(warmup="1000tokens"), Corners(True, 1000, 1000, 4000))
+    assert made(50, 500, 2.0) == 1.0 and made(51, 540, 2.0) == pytest.approx(1.08)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (dict(warmup="200"), r"--warmup \(200\): .* end \(at 200 steps\) after .* \(at 110\)"),
+        (dict(lr_decay="5"), r"--warmup \(10\), --lr_decay \(5\): .* \(at 10 steps\) .* \(at 5\)"),
+        (dict(lr_schedule="wsd", lr_decay="0.95"), r"--lr_decay \(0.95\): .* \(at 5\)"),
+        (dict(constant_steps=105), r"--constant_steps \(105\): .* \(at 5\)"),
+        (dict(warmup="9000tokens"), r"\(at 9,000 tokens\) .* \(at 4,400\)"),
+        (dict(warmup="soon"), r"--warmup \(soon\) must be a span"),
+        (dict(warmup="1.5"), r"--warmup \(1.5\) must be a span"),
+        (dict(warmup="-3"), r"--warmup \(-3\) must be a span"),
+        (dict(lr_decay="0.0"), r"\(at 10 steps\) .* \(at 0\)"),
+        (dict(lr_decay="1.0tokens"), r"\(at 400 tokens\) .* \(at 1\)"),
+        (dict(warmup="1e99tokens"), "must be a span"),
+        (dict(warmup="5", warmup_steps=5), "must not be given beside --warmup_steps"),
+        (dict(min_lr=3.0), r"--min_lr \(3\) must not exceed --learning_rate \(2\)"),
+        (dict(min_lr=1.0, min_lr_ratio=0.2), "nor be given beside --min_lr_ratio"),
+        (dict(lr_schedule="step"), r"--lr_schedule \(step\) needs --lr_step_size"),
+    ],
+)
+def test_flags_that_fit_no_run_are_one_line(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        schedule(**flags)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "unit"),
+    [
+        ("2000", 2000, "steps"),
+        ("2k", 2000, "steps"),
+        ("2ksteps", 2000, "steps"),
+        ("216320samples", 216_320, "samples"),
+        ("10Btokens", 10**10, "tokens"),
+        ("5e6 tokens", 5_000_000, "tokens"),
+        ("0", 0, "steps"),
+    ],
+)
+def test_spans(text: str, number: int, unit: str) -> None:
+    assert parse_span("warmup", text) == (number, unit)
+    assert parse_span("warmup", "0.25") == (0.25, "share")

@@ -1,0 +1,90 @@
+"""The scripts under a pseudo-terminal: live progress, and what a real training prints at its end."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli import ROOT
+from tests.scripts.conftest import environment
+
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
+DUMMY = ("--use_dummy_dataset=True", "--model_variant=tiny", "--seq_length=64")
+
+
+def on_terminal(*argv: object, env: dict[str, str]) -> tuple[int, str]:
+    """Exit status of a command and all that its terminal was sent."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [str(word) for word in argv], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
+    )
+    os.close(slave)
+    shown = b""
+    ready = select.poll()
+    ready.register(master)
+    while ready.poll(120_000):
+        try:
+            shown += os.read(master, 65536)
+        except OSError:  # the command has ended
+            break
+    os.close(master)
+    return process.wait(timeout=30), shown.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_train_sh_shows_live_progress_and_ends_with_the_results(tmp_path: Path, processes: str) -> None:
+    folder = tmp_path / "run"
+    flags = (*DUMMY, "--batch_size=8", "--num_steps=120", "--report_interval=60", f"--output_dir={folder}")
+    env = environment(NO_COLOR="", NPROC_PER_NODE=processes, OMP_NUM_THREADS="1")
+    evaluation = ("--eval_interval=120", "--eval_steps=1")
+    code, shown = on_terminal("bash", ROOT / "scripts/train.sh", *flags, *evaluation, env=env)
+    assert code == 0, shown
+    assert re.search(r"\r\x1b\[Kstep \d+/120 · next report at step 60", shown)
+    assert re.search(r"loss \x1b\[1;36m\d", shown)
+    console = (folder / "console.txt").read_text()
+    assert "next report" not in console and "\x1b" not in console
+    assert re.search(r"^step +60/120  loss", console, re.MULTILINE) and "finished 120 steps" in console
+    plain = COLOR.sub("", shown)
+    (result,) = re.findall(r"^result +(.*)$", plain, re.MULTILINE)
+    assert re.fullmatch(r"loss \d\.\d{4}, the mean since the last report; validation loss \d\.\d{4}", result)
+    before, _, after = plain.partition("report  file://")
+    page = Path(after.splitlines()[0])
+    assert page == folder / "report.html" and "</html>" in page.read_text()
+    assert "--num_steps=360" in after and len(after.splitlines()) <= 8
+
+
+@pytest.mark.slow
+def test_a_page_that_cannot_be_made_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "run/report.html").mkdir(parents=True)
+    flags = (*DUMMY, "--batch_size=2", "--num_steps=4", f"--output_dir={tmp_path}/run")
+    code, shown = on_terminal("bash", ROOT / "scripts/train.sh", *flags, env=environment())
+    assert code == 0, shown
+    assert "note: the page of curves could not be made" in shown and "report  file://" not in shown
+
+
+def test_an_installation_shows_what_pip_does(repo: Path, tmp_path: Path) -> None:
+    """With a stand-in for python3 whose pip works for two seconds and fails."""
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "python3").write_text(
+        "#!/bin/bash\n"
+        'if [[ "$1 $2" == "-m venv" ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0; fi\n'
+        'if [[ "$1 $2 $3" == "-m pip install" ]]; then\n'
+        '    echo "Collecting torch"; sleep 2.5; echo "no room on the disk"; exit 3\n'
+        "fi\n"
+        '[[ "$1" == "-c" && "$2" == *version_info* && $# == 2 ]]\n'
+    )
+    (fake / "python3").chmod(0o755)
+    env = environment(PATH=f"{fake}:/usr/bin:/bin")
+    del env["PYTHON"]
+    code, shown = on_terminal("bash", repo / "scripts/test.sh", env=env)
+    assert code == 1
+    assert re.search(r"\r\x1b\[Ktest.sh: [12] s  Collecting torch", shown)
+    assert "no room on the disk\ntest.sh: error: pip could not install the packages" in shown

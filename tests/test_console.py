@@ -1,0 +1,111 @@
+"""The lines of rank 0: what a terminal shows, and what a pipe or a file gets."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import select
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from fms_fsdp.console import Console
+from fms_fsdp.runtime import log, show_progress
+
+ERASE = "\r\x1b[K"
+
+
+class Terminal:
+    """A pseudo-terminal of 60 columns: `name` is its device, `shown` what was written to it."""
+
+    def __init__(self) -> None:
+        self._master, self._slave = os.openpty()
+        os.system(f"stty -F {os.ttyname(self._slave)} columns 60 -opost")
+        self.name = os.ttyname(self._slave)
+        self.stream = os.fdopen(self._slave, "w", closefd=False)
+
+    def shown(self) -> str:
+        self.stream.flush()
+        shown = b""  # what was written comes in parts, and later where the machine is busy
+        ready = select.poll()
+        ready.register(self._master, select.POLLIN)
+        while ready.poll(300):
+            shown += os.read(self._master, 65536)
+        return shown.decode()
+
+    def close(self) -> None:
+        self.stream.close()
+        os.close(self._slave)
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    made = Terminal()
+    yield made
+    made.close()
+
+
+def line(text: str, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("name", level, "", 0, text, None, None)
+
+
+def test_the_live_line_stands_below_the_lines_of_a_terminal(terminal: Terminal) -> None:
+    console = Console(terminal.stream)
+    console.show("step 1/9")
+    console.show("step 2/9")  # too soon after the other
+    console.emit(line("a line"))
+    console.show("step 3/9")  # too soon after the line
+    console.emit(line("another"))
+    assert terminal.shown() == f"{ERASE}step 1/9{ERASE}a line\nanother\n"
+    time.sleep(0.3)
+    console.show("step 4/9 " + "x" * 99)
+    assert terminal.shown() == ERASE + "step 4/9 " + "x" * 50
+
+
+def test_only_a_terminal_gets_colours(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(terminal.stream)
+    console.emit(line("step 20/900  loss 4.5000  val 4.6000  norm 1.0"))
+    console.emit(line("careful", logging.WARNING))
+    bold = "\x1b[1;36m{}\x1b[0m".format
+    assert terminal.shown() == (
+        f"step 20/900  loss {bold('4.5000')}  val {bold('4.6000')}  norm 1.0\n\x1b[33mcareful\x1b[0m\n"
+    )
+    monkeypatch.setenv("NO_COLOR", "1")
+    Console(terminal.stream).emit(line("loss 4.5000"))
+    assert terminal.shown() == "loss 4.5000\n"
+    pipe = io.StringIO()
+    plain = Console(pipe)
+    plain.show("step 1/9")
+    plain.emit(line("loss 4.5000"))
+    assert pipe.getvalue() == "loss 4.5000\n"
+
+
+def test_the_live_line_reaches_the_terminal_behind_a_pipe(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAUNCH_TERMINAL", terminal.name)
+    pipe = io.StringIO()
+    monkeypatch.setattr(log, "handlers", [logging.NullHandler(), Console(pipe)])
+    show_progress("step 3/9")
+    assert terminal.shown() == f"{ERASE}step 3/9"
+    log.handlers[1].emit(line("a line"))
+    assert terminal.shown() == ERASE and pipe.getvalue() == "a line\n"
+
+
+def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Terminal()
+    monkeypatch.setenv("LAUNCH_TERMINAL", gone.name)
+    pipe = io.StringIO()
+    console = Console(pipe)
+    gone.close()
+    console.show("step 1/9")
+    time.sleep(0.3)
+    console.show("step 2/9")
+    console.emit(line("a line"))
+    assert pipe.getvalue() == "a line\n"
+    monkeypatch.setenv("LAUNCH_TERMINAL", "/dev/null")
+    Console(pipe).show("step 3/9")  # no terminal
+    assert pipe.getvalue() == "a line\n"

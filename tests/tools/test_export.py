@@ -1,0 +1,265 @@
+"""A checkpoint → a folder of Hugging Face: the same logits and token ids, complete or absent."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fms_fsdp
+from fms_fsdp.__main__ import main
+from fms_fsdp.data.tokenizer import load_tokenizer
+from fms_fsdp.models.hf import find_family, hf_config, hf_weights
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.tools.export.safetensors import split_by_size
+from fms_fsdp.tools.export.tokenizers import _TIES, write_tokenizer
+from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
+from tests.cli import ROOT, TINY, trained
+
+SMALL = (
+    "--num_layers=2",
+    "--hidden_size=64",
+    "--ffn_hidden_size=96",
+    "--num_attention_heads=4",
+    "--num_steps=2",
+)
+MODELS = {
+    "grouped": ("--num_kv_heads=2",),
+    "each its own": ("--num_kv_heads=4", "--rope_theta=5000"),
+    "padded GPT-2": ("--model_variant=gpt3_125m", "--vocab_size=301", "--dropout=0.1"),
+    "NeoX": ("--model_variant=pythia_70m", "--vocab_size=300"),
+    "Mistral": ("--num_kv_heads=2", "--attn_window=9", "--max_seq_len=80"),
+    "Qwen3": ("--num_kv_heads=2", "--head_dim=24", "--qk_norm=True"),
+    "tied and scaled": ("--model_variant=llama3.2_1b", "--num_kv_heads=2", "--vocab_size=300"),
+}
+
+
+def make(folder: Path, *flags: str, nproc: int = 0) -> str:
+    trained(*TINY, *SMALL, "--trackers=none", *flags, f"--output_dir={folder}", nproc=nproc)
+    return str(folder)
+
+
+def export(*flags: str) -> int:
+    return main(["export", *flags])
+
+
+def differing_logits(run: str, folder: Path) -> float:
+    from transformers import AutoModelForCausalLM
+
+    ours, _ = fms_fsdp.load_model(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.randint(0, ours.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return float((theirs.float()(tokens).logits - ours(tokens)).abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_load_it_and_give_the_same_logits(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path / "run", *MODELS[name])
+    assert export(f"--path={run}", f"--output={tmp_path}/hf", "--dtype=fp32") == 0
+    assert differing_logits(run, tmp_path / "hf") <= 1e-5
+    # a scaled model that was trained on rows shorter than the original context is told so
+    assert "warn" not in capfd.readouterr().err.lower() or "scaled" in name
+
+
+@pytest.mark.slow
+def test_a_sharded_checkpoint_in_several_files_of_bf16(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    run = make(tmp_path / "run", "--sharding_strategy=fsdp", "--num_kv_heads=2", nproc=2)
+    assert export(f"--path={run}", f"--output={tmp_path}/hf", "--max_shard_gb=0.0002") == 0
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    assert len(files) > 1 and all(path.stat().st_size < 3e5 for path in files)
+    tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert set(tensors) == set(index["weight_map"]) and {t.dtype for t in tensors.values()} == {
+        torch.bfloat16
+    }
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    model = fms_fsdp.load_model(run)[0]
+    ours, weights = model.state_dict(), hf_weights(model.config)
+    for theirs, weight in weights.items():
+        assert torch.equal(weight.made_of(ours.__getitem__).bfloat16(), tensors[theirs])
+    assert differing_logits(run, tmp_path / "hf") <= 3e-2
+
+
+@pytest.mark.slow
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path / "run")
+
+    def refused(*flags: str) -> str:
+        assert export(*flags) == 2
+        error = capsys.readouterr().err
+        assert len(error.splitlines()) == 1
+        return error
+
+    (tmp_path / "taken").mkdir()
+    assert "must not exist; choose another" in refused(f"--path={run}", f"--output={tmp_path}/taken")
+    assert "--output is missing" in refused(f"--path={run}")
+    assert "must hold a complete checkpoint" in refused(f"--path={tmp_path}", f"--output={tmp_path}/hf")
+    assert "--dtype (fp8) must be one of" in refused(
+        f"--path={run}", f"--output={tmp_path}/hf", "--dtype=fp8"
+    )
+    learned = make(tmp_path / "learned", "--pos_emb=learned")
+    assert "--pos_emb (learned) must be rope" in refused(f"--path={learned}", f"--output={tmp_path}/hf")
+    (file,) = (tmp_path / "run/checkpoints/step_2").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert "is damaged: " in refused(f"--path={run}", f"--output={tmp_path}/hf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["learned", "run", "taken"]
+
+
+@pytest.mark.slow
+def test_a_killed_export_leaves_no_folder_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", "--vocab_size=200000")
+    command = [sys.executable, "-m", "fms_fsdp", "export", f"--path={run}", f"--output={tmp_path}/hf"]
+    process = subprocess.Popen(command, cwd=ROOT)
+    while not list(tmp_path.glob(".hf.partial/*.safetensors")):
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "hf").exists()
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    assert not (tmp_path / ".hf.partial").exists() and differing_logits(run, tmp_path / "hf") <= 3e-2
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_two_of_the_largest_weight(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", "--vocab_size=400000", "--num_layers=1")  # 102 MB each: embedding and head
+    code = (
+        "import resource, sys\nfrom fms_fsdp.tools.export.export import *\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\nbefore = peak()\n"
+        f"main(ExportConfig(path={run!r}, output={str(tmp_path / 'hf')!r}))\nprint(peak() - before)"
+    )
+    # by way of a shell, which forks: a process started by this one would begin with the peak of pytest
+    done = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert float(done.stdout.splitlines()[-1]) < 2 * 98 + 200, done.stdout + done.stderr
+
+
+def test_the_configuration_has_both_spellings_and_every_weight_a_name() -> None:
+    for name, config in VARIANTS.items():
+        if config.pos_emb == "none":
+            continue
+        content = hf_config(config, "bfloat16", 2)
+        assert content["torch_dtype"] == content["dtype"] == "bfloat16"
+        assert content["architectures"][0].startswith(find_family(config).name)
+        if config.pos_emb != "rope":
+            continue
+        assert content["rope_parameters"]["rope_theta"] == content["rope_theta"] == config.rope_theta, name
+        assert (content["rope_scaling"] is None) == (config.rope_scaling is None)
+    for tied in (False, True):
+        config = LlamaConfig(2, 64, 96, 4, 2, 120, tie_embeddings=tied)
+        with torch.device("meta"):
+            parts = [name for names, _ in hf_weights(config).values() for name in names]
+            assert sorted(parts) == sorted(Llama(config).state_dict())
+
+
+def test_weights_are_spread_over_files_in_their_order() -> None:
+    assert split_by_size({"a": 3, "b": 3, "c": 9, "d": 1, "e": 1}, 6) == [["a", "b"], ["c"], ["d", "e"]]
+    assert split_by_size({"a": 3}, 1) == [["a"]] and split_by_size({}, 1) == []
+
+
+def texts() -> list[str]:
+    draw, page = (
+        random.Random(1),
+        (ROOT / "docs/data.md").read_text() + (ROOT / "fms_fsdp/flags.py").read_text(),
+    )
+    cut = [page[at : at + draw.randint(1, 200)] for at in (draw.randrange(len(page)) for _ in range(6000))]
+    ranges = ((1, 127), (128, 0x2FFF), (0x4E00, 0x9FFF), (0x1F300, 0x1F6FF))
+    wild = [
+        "".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(draw.randint(1, 30)))
+        for _ in range(4000)
+    ]
+    return [
+        *cut,
+        *wild,
+        "",
+        " ",
+        "  a",
+        "\t\n x",
+        "日本語 é",
+        "a\x00b",
+        "😀🏳️‍🌈",
+        "   \n\n\n   x  ",
+        "\u2581 x",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "unigram"])
+def test_the_fast_tokenizer_agrees_id_for_id(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    if kind == "byte":
+        ours = load_tokenizer("byte")
+    else:
+        corpus = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+        (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(iter(corpus), 900, kind))
+        ours = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    assert write_tokenizer(ours, folder, 4096) == (_TIES if kind == "unigram" else "")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    assert theirs.eos_token_id == ours.vocabulary.eos_id
+    strings = [text for text in texts() if "</s>" not in text and "<s>" not in text]
+    assert len(strings) > 10_000
+    others = 0
+    for text, ids in zip(strings, ours.encode(strings), strict=True):
+        found = theirs(text, add_special_tokens=False)["input_ids"]
+        others += found != ids.tolist()
+        assert found == ids.tolist() or (kind == "unigram" and sorted(found) == sorted(ids)), repr(text)
+        assert theirs.decode(found) == ours.decode(ids.tolist()), repr(text)
+    assert others <= len(strings) // 100  # equally likely ways to cut the same text
+
+
+def test_a_tokenizer_that_changes_its_text_is_told_and_kept_as_it_is(tmp_path: Path) -> None:
+    import io
+
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the quick brown fox"] * 50), model_writer=model, vocab_size=20, minloglevel=3
+    )  # with the normalisation that is sentencepiece's default
+    (tmp_path / "m.model").write_bytes(model.getvalue())
+    note = write_tokenizer(load_tokenizer(str(tmp_path / "m.model")), tmp_path, 64)
+    assert "no tokenizer.json" in note
+    assert (tmp_path / "tokenizer.model").exists() and not (tmp_path / "tokenizer.json").exists()
+
+
+def test_a_run_exports_its_own_checkpoints(tmp_path: Path) -> None:
+    flags = ("--num_kv_heads=2", "--checkpoint_interval=2", "--export_interval=4", "--keep_last_n=1")
+    run = make(tmp_path / "run", *flags, "--num_steps=5", nproc=2)
+    exports = tmp_path / "run" / "exports"
+    assert sorted(path.name for path in exports.iterdir()) in (["step_4", "step_5"], ["step_5"])
+    assert export(f"--path={run}", f"--output={tmp_path / 'by_hand'}") == 0
+    for path in (tmp_path / "by_hand").iterdir():
+        assert (exports / "step_5" / path.name).read_bytes() == path.read_bytes(), path
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert f"exported {exports}/step_5" in log
+    (exports / "step_6").mkdir()  # where the next one belongs
+    make(tmp_path / "run", *flags, "--num_steps=6")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert re.search(r"step 6 was not exported: export: error: --output \(.*step_6\) must not exist", log)
