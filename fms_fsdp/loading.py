@@ -8,12 +8,11 @@ import torch
 
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.hf_folder import fill, find_hf_tokenizer, is_hf_folder, open_folder
-from fms_fsdp.data.held_out import find_tokenizer
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.llama import Llama, build_model
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
-from fms_fsdp.run.recorded import find_checkpoint, recorded_config
+from fms_fsdp.run.recorded import find_checkpoint, recorded_tokenizer
 
 
 def load(path: str, step: int | None, device: str | torch.device) -> tuple[Llama, Tokenizer | None]:
@@ -26,14 +25,12 @@ def load(path: str, step: int | None, device: str | torch.device) -> tuple[Llama
         fill(model, found)
         return model.eval(), find_hf_tokenizer(Path(path))
     checkpoint = find_checkpoint(path, step)
-    resolved = checkpoint.state["resolved"]
-    model = _empty(model_from_dict(resolved["model"]), device)
+    model = _empty(model_from_dict(checkpoint.state["resolved"]["model"]), device)
     try:
         load_checkpoint(checkpoint, model, None, Mesh(ParallelDims("none"), 0, torch.device(device).type))
     except DamagedCheckpoint as error:
         raise ValueError(str(error)) from error
-    data = recorded_config(checkpoint.state["config"], resolved).data
-    return model.eval(), find_tokenizer(data.data_path) if data.data_path else None
+    return model.eval(), recorded_tokenizer(checkpoint)
 
 
 def _empty(config: LlamaConfig, device: str | torch.device) -> Llama:

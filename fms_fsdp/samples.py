@@ -12,7 +12,7 @@ from torch import nn
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.values import one_line
-from fms_fsdp.data.held_out import find_tokenizer
+from fms_fsdp.data.kept_tokenizer import find_tokenizer
 from fms_fsdp.data.prompts import Prompts
 from fms_fsdp.generate import Sampling, generate, text_after
 from fms_fsdp.mesh import Mesh

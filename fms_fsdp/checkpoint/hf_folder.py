@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from fms_fsdp.checkpoint.weight_files import Weights, open_weights
+from fms_fsdp.data.kept_tokenizer import UsedTokenizer
 from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.from_hf import read_shape
@@ -24,6 +27,7 @@ from fms_fsdp.models.hf import HFWeight, find_family, hf_weights
 from fms_fsdp.models.init import clean_name, local_part
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.runtime import log
 
 _IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".masked_bias")
 _ROWS_AT_A_TIME = 4096
@@ -130,6 +134,16 @@ def _mean_row(part: torch.Tensor) -> torch.Tensor:
     for first in range(0, len(part), _ROWS_AT_A_TIME):
         total += part[first : first + _ROWS_AT_A_TIME].double().sum(0)
     return total / len(part)
+
+
+@cache  # the note is for once
+def hf_tokenizer(path: Path, name: str) -> UsedTokenizer:
+    """The tokenizer that the weights of the folder were trained with, as far as it can be read here."""
+    with suppress(ValueError):
+        if (found := find_hf_tokenizer(path)) is not None:
+            return UsedTokenizer(name, found.vocabulary.digest, lambda: found)
+    log.info("note: no tokenizer in %s can be read here: whether the data have the same is not checked", path)
+    return UsedTokenizer(name, "", lambda: None)
 
 
 def find_hf_tokenizer(path: Path) -> Tokenizer | None:

@@ -10,30 +10,23 @@ order, so a sample spread over the whole source, none of them twice.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, find_tokenizer, of_folder
 from fms_fsdp.data.order.permute import I64
-from fms_fsdp.data.shards.files import Files
 from fms_fsdp.data.shards.manifest import Corpus, Listing, list_corpus, open_corpus, open_root
-from fms_fsdp.data.shards.shard import Shard
 from fms_fsdp.data.stream import TokenStream, build_stream
-from fms_fsdp.data.tokenizer import KEPT_AS, Tokenizer, load_tokenizer, parse_description
 
 SEED = (
     0x6576616C  # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
 )
-
-_DESCRIBED = "meta/tokenizer.json"
-_LARGEST_FILE = 1 << 28  # bytes of a tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -72,20 +65,27 @@ class HeldOutListing:
 
 
 def scan_held_out(
-    section: EvalConfig, data: DataConfig, trained: Corpus | None, *, vocab_size: int
+    section: EvalConfig,
+    data: DataConfig,
+    trained: Corpus | None,
+    *,
+    vocab_size: int,
+    used: UsedTokenizer | None = None,
 ) -> tuple[HeldOutListing, ...]:
     """Returns the held-out corpora that the flags name, () if nothing is to be evaluated: for one rank, which
-    sends them to the others.
+    sends them to the others. `used`: the tokenizer of the model, where it is not that of `trained`.
 
-    Raises: ValueError, FileNotFoundError if there are none, or they are trained on, or of a larger
-    vocabulary.
+    Raises: ValueError, FileNotFoundError if there are none, or they are trained on, or of another tokenizer
+    or a larger vocabulary.
     """
+    if trained is not None:
+        used = of_folder(f"--data_path ({data.data_path})", trained.tokenizer, data.data_path)
     found = []
     for group, flag, root, names in _places(section, data):
         listing = HeldOutListing(group, data, vocab_size)
         if root:
             held_out = replace(data, data_path=root, datasets=names, weights=())
-            listing = _scan(replace(listing, data=held_out), flag, data.data_path, trained)
+            listing = _scan(replace(listing, data=held_out), flag, data.data_path, trained, used)
         found.append(listing)
     return tuple(found)
 
@@ -142,7 +142,9 @@ def _join(data_path: str, folder: str) -> str:
     return f"{path.rstrip('/')}/{folder}{mark}{options}"
 
 
-def _scan(found: HeldOutListing, flag: str, data_path: str, trained: Corpus | None) -> HeldOutListing:
+def _scan(
+    found: HeldOutListing, flag: str, data_path: str, trained: Corpus | None, used: UsedTokenizer | None
+) -> HeldOutListing:
     data = replace(found.data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None)
     try:
         corpus = open_corpus(data)
@@ -155,6 +157,9 @@ def _scan(found: HeldOutListing, flag: str, data_path: str, trained: Corpus | No
                 name = "--eval_datasets" if found.group == "eval" else f"{flag}, source"
                 remedy = "name the sources to train on in --datasets, or others here"
                 raise ValueError(f"{name} ({source.name}) must not be trained on; {remedy}")
+    if used is not None:
+        ours = of_folder(f"{flag} ({corpus.files.root})", corpus.tokenizer, data.data_path)
+        check_same_tokenizer(ours, used, "prepare both with one tokenizer")
     if (corpus.vocab_size or 0) > found.vocab_size:
         raise ValueError(
             f"{flag} ({corpus.files.root}) has a vocabulary of {corpus.vocab_size}, the model one "
@@ -187,43 +192,10 @@ def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int)
 def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -> I64 | None:
     """Returns the bytes by token id, from the tokenizer that `prepare` left in one of the folders; None where
     it is not that of the shards."""
-    digest = Shard(corpus.files, corpus.sources[0].paths[0], delimiter=0).metadata.get("tokenizer_digest")
     for root in data_paths:
         tokenizer = find_tokenizer(root)
-        if tokenizer is not None and tokenizer.vocabulary.digest == digest:
+        if tokenizer is not None and tokenizer.vocabulary.digest == corpus.tokenizer:
             table = tokenizer.token_bytes()
             return np.pad(table, (0, max(0, vocab_size - len(table))))
     logger.info("bits per byte are left out: no tokenizer of these shards in %s", corpus.files.root)
     return None
-
-
-def find_tokenizer(root: str) -> Tokenizer | None:
-    """Returns the tokenizer that `prepare` left in a folder of shards, None if there is none.
-
-    Raises: ValueError for a description that cannot be trusted.
-    """
-    try:
-        files = open_root(root)
-        data = _read_whole(files, _DESCRIBED)
-    except (ValueError, OSError) as error:
-        logger.debug("no tokenizer there: %s", error)
-        return None
-    described, _ = parse_description(data, f"{files.root}/{_DESCRIBED}")
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / KEPT_AS[described.kind]
-            if described.kind != "byte":
-                copy.write_bytes(_read_whole(files, described.file_name))
-            name = described.kind if described.kind == "byte" else str(copy)
-            return load_tokenizer(name, described.eos_token)
-    except (ValueError, OSError) as error:
-        logger.debug("no tokenizer there: %s", error)
-        return None
-
-
-def _read_whole(files: Files, path: str) -> bytes:
-    """Returns the content of a small file. Raises: OSError, ValueError."""
-    size = files.size(path)
-    if size > _LARGEST_FILE:
-        raise ValueError(f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore or remove it")
-    return files.pread(path, size, 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fms_fsdp.config import DataConfig, EvalConfig
-from fms_fsdp.data.held_out import find_tokenizer
+from fms_fsdp.data.kept_tokenizer import find_tokenizer
 from fms_fsdp.data.tokenizer import Tokenizer
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.atomic import write_atomically, write_json
+from fms_fsdp.data.byte_pairs import is_tiktoken, of_tiktoken
 from fms_fsdp.safe_names import safe_name, shown_name
 
 Tokens = npt.NDArray[Any]
@@ -146,7 +147,8 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, or GPT-2's `vocab.json` and `merges.txt`; needs the package `tokenizers`."""
+    """A `tokenizer.json`, or one made of GPT-2's `vocab.json` and `merges.txt` or of a file of tiktoken; needs
+    the package `tokenizers`."""
 
     def __init__(self, path: Path, eos_token: str = "") -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs one process per core already
@@ -156,12 +158,13 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 f"--tokenizer ({path}) needs the package tokenizers; pip install tokenizers"
             ) from None
+        content = path.read_bytes()
+        self._content = content if path.suffix == ".json" else of_tiktoken(content, str(path)).encode()
         try:
             if path.name == "vocab.json":
                 merges = str(path.with_name("merges.txt"))
-                self._tokenizer = tokenizers.ByteLevelBPETokenizer(str(path), merges)._tokenizer
-            else:
-                self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+                self._content = tokenizers.ByteLevelBPETokenizer(str(path), merges).to_str().encode()
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
         except Exception as error:  # the package raises bare Exceptions
             raise ValueError(f"--tokenizer ({path}) cannot be read: {error}") from error
         self._tokenizer.encode_special_tokens = (
@@ -169,12 +172,14 @@ class HuggingFaceTokenizer:
         )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        known = map(self._tokenizer.token_to_id, self._end_names(path, eos_token))
-        eos = next((token for token in known if token is not None), None)
+        numbers = map(self._tokenizer.token_to_id, self._end_names(path, eos_token))
+        known = [number for number in numbers if number is not None]
+        added = self._tokenizer.get_added_tokens_decoder()  # "</s>" may be a piece of text, too
+        eos = next((number for number in known if number in added), known[0] if known else None)
         if eos is None:
             raise ValueError(_no_end(str(path), eos_token))
         size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+        digest = hashlib.sha256(self._content).hexdigest()
         self.vocabulary = Vocabulary("huggingface", size, eos, digest, KEPT_AS["huggingface"], eos_token)
 
     @staticmethod
@@ -194,7 +199,7 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids]))
 
     def token_bytes(self) -> Tokens:
-        content = json.loads(self._tokenizer.to_str())
+        content = json.loads(self._content)
         # a character is a byte
         by_bytes = "ByteLevel" in json.dumps([content["pre_tokenizer"], content["decoder"]])
         table = np.zeros(self.vocabulary.size, dtype=np.int64)
@@ -205,7 +210,7 @@ class HuggingFaceTokenizer:
         return table
 
     def save(self, folder: Path) -> None:
-        write_atomically(folder / self.vocabulary.file_name, self._tokenizer.to_str(), sync=True)
+        write_atomically(folder / self.vocabulary.file_name, self._content, sync=True)
         write_json(
             folder / "tokenizer_config.json",
             {"eos_token": self._tokenizer.id_to_token(self.vocabulary.eos_id)},
@@ -227,7 +232,7 @@ def _no_end(name: str, eos_token: str) -> str:
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     """The tokenizer `byte`, or that of a file or folder.
 
-    The files are `tokenizer.model`, `tokenizer.json`, or `vocab.json` with `merges.txt`.
+    The files are `tokenizer.model`, `tokenizer.json`, `vocab.json` with `merges.txt`, or one of tiktoken.
 
     Raises:
         FileNotFoundError, ValueError: no such file, not a tokenizer, or one without an end token.
@@ -245,6 +250,6 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
         raise FileNotFoundError(
             f"--tokenizer ({name}) does not exist; give byte, a model file, or --train_tokenizer"
         )
-    if path.suffix == ".json":
+    if path.suffix == ".json" or is_tiktoken(data := path.read_bytes()):
         return HuggingFaceTokenizer(path, eos_token)
-    return SentencePieceTokenizer(path.read_bytes(), name, eos_token)
+    return SentencePieceTokenizer(data, name, eos_token)

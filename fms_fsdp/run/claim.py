@@ -24,8 +24,10 @@ import torch
 from fms_fsdp.atomic import write_atomically
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import set_aside
-from fms_fsdp.checkpoint.hf_folder import load_weights, open_folder
+from fms_fsdp.checkpoint.hf_folder import hf_tokenizer, load_weights, open_folder
 from fms_fsdp.config import TrainConfig, as_dict
+from fms_fsdp.data.kept_tokenizer import check_same_tokenizer, of_folder
+from fms_fsdp.data.shards.manifest import Corpus
 from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import BadInput, checking_input
 from fms_fsdp.flags import Parsed
@@ -36,6 +38,7 @@ from fms_fsdp.run.describe import announce, resolved
 from fms_fsdp.run.limits import STOP_FILE
 from fms_fsdp.run.lock import lock_folders
 from fms_fsdp.run.plan import Plan, open_stream, start_from
+from fms_fsdp.run.recorded import trained_with
 from fms_fsdp.run.resume import Start, find_start
 from fms_fsdp.run.status import Launch, read_status
 from fms_fsdp.runtime import World, agreed, log, log_to_file, process_age_s
@@ -65,9 +68,9 @@ def claim(parsed: Parsed[TrainConfig], plan: Plan, mesh: Mesh) -> Claim:
 
     def take() -> tuple[Start, dict[str, Any]]:
         if not folder.exists() and not root.exists():  # a new run is checked before its folder is made
-            start_from(parsed, plan, _find_start(cfg))
+            start_from(parsed, plan, _find_start(cfg, plan.corpus))
         lock_folders([folder, root])
-        begin = _find_start(cfg)
+        begin = _find_start(cfg, plan.corpus)
         _set_aside_own(cfg, begin.checkpoint.passed_over if begin.checkpoint else ())
         return begin, read_status(folder / "status.json")
 
@@ -79,11 +82,18 @@ def claim(parsed: Parsed[TrainConfig], plan: Plan, mesh: Mesh) -> Claim:
     return Claim(attempt, plan, last.get("data_step"))
 
 
-def _find_start(cfg: TrainConfig) -> Start:
-    """The start, whose weights of Hugging Face were looked at."""
+def _find_start(cfg: TrainConfig, corpus: Corpus | None) -> Start:
+    """The start, whose weights of Hugging Face were looked at, and which is of the data's tokenizer."""
     begin = find_start(cfg)
+    used = trained_with(begin.checkpoint) if begin.checkpoint is not None else None
     if begin.weights:
-        open_folder(Path(begin.weights), "--init_from_hf")
+        folder = Path(begin.weights)
+        open_folder(folder, "--init_from_hf")
+        used = hf_tokenizer(folder, f"--init_from_hf ({folder})")
+    if corpus is not None and used is not None:
+        path = cfg.data.data_path
+        remedy = "prepare the data with the tokenizer of the weights, or choose other weights"
+        check_same_tokenizer(of_folder(f"--data_path ({path})", corpus.tokenizer, path), used, remedy)
     return begin
 
 

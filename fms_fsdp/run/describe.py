@@ -37,6 +37,7 @@ def resolved(plan: Plan) -> dict[str, Any]:
         "model": asdict(plan.model) | {"num_params": num_params(plan.model)},
         "precision": asdict(plan.precision),
         "num_steps": plan.num_steps,
+        "tokenizer": plan.corpus.tokenizer if plan.corpus is not None else "",
         "schedule": asdict(plan.schedule.corners),
         "versions": versions(),
         "working_dir": working_folder(),

@@ -14,6 +14,8 @@ from typing import Any
 
 from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
 from fms_fsdp.config import TrainConfig, flag_table, from_dict
+from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, of_folder
+from fms_fsdp.data.tokenizer import Tokenizer
 
 _PATHS = {name for name, row in flag_table(TrainConfig).items() if row.form == "path"}
 
@@ -57,6 +59,26 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
         which = "" if step is None else f" of step {step}"
         rule = f"must hold a complete checkpoint{which}; see `python -m fms_fsdp ckpt list`"
         raise ValueError(f"{name} ({path}) {rule}")
+    return found
+
+
+def trained_with(checkpoint: Checkpoint) -> UsedTokenizer:
+    """The tokenizer of the data that the checkpoint was trained on."""
+    resolved = checkpoint.state["resolved"]
+    root = recorded_config(checkpoint.state["config"], resolved).data.data_path
+    return of_folder(f"the checkpoint {checkpoint.folder}", str(resolved.get("tokenizer", "")), root)
+
+
+def recorded_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    """The tokenizer beside the data that the checkpoint was trained on; None if there is none.
+
+    Raises: ValueError if there is another one by now.
+    """
+    used = trained_with(checkpoint)
+    found = used.find()
+    if found is not None:
+        now = UsedTokenizer("the folder of its data", found.vocabulary.digest, lambda: found)
+        check_same_tokenizer(used, now, "put back the data that it was trained on")
     return found
 
 

@@ -16,7 +16,7 @@ from fms_fsdp.evaluate import Forward, evaluate
 from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.run.recorded import find_checkpoint, recorded_config
+from fms_fsdp.run.recorded import find_checkpoint, recorded_config, trained_with
 from fms_fsdp.runtime import World, group_timeout, pick_device, set_up_log, start, stop
 from fms_fsdp.tools.table import table
 
@@ -43,7 +43,8 @@ def main(config: EvaluateConfig) -> None:
     set_up_log(world)
     device = pick_device(world)
     model_config = model_from_dict(checkpoint.state["resolved"]["model"])
-    found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=model_config.vocab_size)
+    used = trained_with(checkpoint)
+    found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=model_config.vocab_size, used=used)
     sources = open_held_out(cfg.eval, found, batch["global_batch_size"])
     parallel = ParallelConfig(
         collective_timeout_s=cfg.parallel.collective_timeout_s,

@@ -82,12 +82,14 @@ class Listing:
     files. Can be pickled.
 
     The sources are sorted by name. `vocab_size` is that of the shards' tokenizer, None where they do not say;
+    `tokenizer`: its digest, "" where they do not say;
     `discovered`: the sources are those found, not those named; `marks`: content marks by source; `sizes`: of
     the files of an object store.
     """
 
     sources: tuple[Source, ...]
     vocab_size: int | None
+    tokenizer: str
     sep_token: int
     discovered: bool
     marks: Mapping[str, str] = field(default_factory=dict)
@@ -123,7 +125,8 @@ def scan_corpus(section: DataConfig) -> Listing:
 def list_corpus(corpus: Corpus, marks: Mapping[str, str]) -> Listing:
     """Returns the listing of an open corpus."""
     sizes = corpus.files.known_sizes()
-    return Listing(corpus.sources, corpus.vocab_size, corpus.sep_token, corpus.discovered, marks, sizes)
+    vocabulary = corpus.vocab_size, corpus.tokenizer, corpus.sep_token
+    return Listing(corpus.sources, *vocabulary, corpus.discovered, marks, sizes)
 
 
 def open_corpus(
@@ -167,10 +170,12 @@ def open_corpus(
             if check_shards and path in opened:
                 check_shard(source, file, opened[path], sep_token=sep_token, at_start=True)
     files.close()
+    vocab_size, tokenizer = _vocabulary(opened)
     return Corpus(
         files=files,
         sources=tuple(sources if weights else _weighted_by_tokens(sources)),
-        vocab_size=_vocab_size(opened),
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
         sep_token=sep_token,
         discovered=not section.datasets,
     )
@@ -360,9 +365,10 @@ def _open_some(
     return opened, counts | {path: count for path, (_, count) in found.items()}
 
 
-def _vocab_size(opened: dict[str, Shard]) -> int | None:
-    """Returns the largest vocabulary that the shards name. Raises: ValueError if they are of several
-    tokenizers."""
+def _vocabulary(opened: dict[str, Shard]) -> tuple[int | None, str]:
+    """Returns the largest vocabulary that the shards name, and the digest of their tokenizer.
+
+    Raises: ValueError if they are of several tokenizers."""
     facts = {path: shard.metadata for path, shard in opened.items()}
     of_tokenizer = {m["tokenizer_digest"]: path for path, m in facts.items() if m.get("tokenizer_digest")}
     if len(of_tokenizer) > 1:
@@ -370,7 +376,8 @@ def _vocab_size(opened: dict[str, Shard]) -> int | None:
         raise ValueError(
             f"shards {a} and {b} are of two tokenizers; prepare all sources with one --tokenizer"
         )
-    return max((int(m["vocab_size"]) for m in facts.values() if m.get("vocab_size")), default=None)
+    largest = max((int(m["vocab_size"]) for m in facts.values() if m.get("vocab_size")), default=None)
+    return largest, next(iter(of_tokenizer), "")
 
 
 def _weighted_by_tokens(sources: list[Source]) -> list[Source]:

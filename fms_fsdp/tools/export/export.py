@@ -17,11 +17,10 @@ from fms_fsdp.checkpoint.checkpointer import load_tensor
 from fms_fsdp.checkpoint.folders import Checkpoint, problems
 from fms_fsdp.checkpoint.storage import CheckpointReader
 from fms_fsdp.config import flag
-from fms_fsdp.data.held_out import find_tokenizer
 from fms_fsdp.models.hf import find_family, hf_config, hf_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
-from fms_fsdp.run.recorded import find_checkpoint, recorded_config
+from fms_fsdp.run.recorded import find_checkpoint, recorded_tokenizer
 from fms_fsdp.tools.export.safetensors import DTYPES, write_tensors
 from fms_fsdp.tools.export.tokenizers import write_tokenizer
 
@@ -79,8 +78,7 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, model: LlamaConfig, fol
     for number, _ in enumerate(write_tensors(folder, shapes, dtype, most, read), 1):
         if sys.stderr.isatty():
             print(f"\r\x1b[K{number} of {len(shapes)} weights", end="", file=sys.stderr, flush=True)
-    run = recorded_config(checkpoint.state["config"], checkpoint.state["resolved"])
-    tokenizer = find_tokenizer(run.data.data_path) if run.data.data_path else None
+    tokenizer = recorded_tokenizer(checkpoint)
     note = "there is no tokenizer beside the data that it trained on: the folder has none"
     if tokenizer is not None:
         note = write_tokenizer(tokenizer, folder, model.max_seq_len)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fms_fsdp.data.byte_pairs import byte_characters, pairs_of, tokenizer_json
 from fms_fsdp.data.tokenizer import Tokenizer
 
 _SPACE = "\u2581"
@@ -48,36 +48,13 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> str:
     return problem
 
 
-def _whole(model: dict[str, Any], special: dict[int, str], **parts: Any) -> dict[str, Any]:
-    added = [
-        {"id": number, "content": text, "special": True}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for number, text in sorted(special.items())
-    ]
-    parts = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder")) | parts
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts, "model": model
-    }  # fmt: skip
-
-
 def _of_bytes() -> dict[str, Any]:
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    vocab = {character: number for number, character in enumerate(_byte_characters())}
+    vocab = {character: number for number, character in enumerate(byte_characters())}
     vocab |= {text: 256 + number for number, text in enumerate(_ENDS)}
     model = {"type": "BPE", "vocab": vocab, "merges": []}
     special = {256: _ENDS[0], 257: _ENDS[1]}
-    return _whole(model, special, pre_tokenizer=by_bytes, decoder=by_bytes)
-
-
-def _byte_characters() -> Iterator[str]:
-    """The character that stands for each byte: itself where it is printable, else one from 256 on (GPT-2)."""
-    other = 256
-    for byte in range(256):
-        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte:
-            yield chr(byte)
-        else:
-            yield chr(other)
-            other += 1
+    return tokenizer_json(model, special, pre_tokenizer=by_bytes, decoder=by_bytes)
 
 
 def _of_sentencepiece(model: bytes) -> tuple[dict[str, Any] | None, str]:
@@ -98,7 +75,7 @@ def _of_sentencepiece(model: bytes) -> tuple[dict[str, Any] | None, str]:
     shared = {"byte_fallback": any(piece.type == kinds.BYTE for piece in parsed.pieces)}
     if is_bpe:
         vocab = {piece: number for number, piece in enumerate(pieces)}
-        merges = [list(pair) for pair in _merges(vocab, set(special) | _bytes_among(pieces))]
+        merges = [list(pair) for pair in pairs_of(vocab, set(special) | _bytes_among(pieces))]
         content = {
             "type": "BPE",
             "vocab": vocab,
@@ -118,21 +95,8 @@ def _of_sentencepiece(model: bytes) -> tuple[dict[str, Any] | None, str]:
     normalizer = {"type": "Sequence", "normalizers": steps}
     decoder = {"type": "Sequence", "decoders": undo}
     note = "" if is_bpe else _TIES
-    return _whole(content | shared, special, normalizer=normalizer, decoder=decoder), note
+    return tokenizer_json(content | shared, special, normalizer=normalizer, decoder=decoder), note
 
 
 def _bytes_among(pieces: list[str]) -> set[int]:
     return {number for number, piece in enumerate(pieces) if len(piece) == 6 and piece.startswith("<0x")}
-
-
-def _merges(vocab: dict[str, int], others: set[int]) -> list[tuple[str, str]]:
-    """The pairs that make each piece, the likelier pieces first: an earlier id is a higher score."""
-    found = []
-    for piece, number in vocab.items():
-        if number in others:
-            continue
-        for at in range(1, len(piece)):
-            left, right = vocab.get(piece[:at]), vocab.get(piece[at:])
-            if left is not None and right is not None and not {left, right} & others:
-                found.append((number, left, right, piece[:at], piece[at:]))
-    return [(left, right) for *_, left, right in sorted(found)]

@@ -59,11 +59,11 @@ def main(config: ImportConfig) -> None:
     fill(model.to_empty(device="cpu"), found)
     try:
         with whole_folder(output) as partial:
-            has_tokenizer = _write(model, folder, partial, output)
+            digest = _write(model, folder, partial, output)
     except SaveFailed as error:
         raise OSError(f"--output ({output}) cannot be written: {error}; choose another place") from error
     print(f"{output}: {num_params(model.config):,} parameters, step 0")
-    if not has_tokenizer:
+    if not digest:
         print("note: no tokenizer there can be read: generate needs one beside the data that you train on")
     print(f"train on with: --ckpt_load_path={output}/checkpoints {_flags(model.config)}")
 
@@ -83,15 +83,16 @@ def _open(config: ImportConfig, path: Path) -> HFFolder:
     return open_folder(path, "--path")
 
 
-def _write(model: Llama, folder: Path, partial: Path, output: Path) -> bool:
-    """Fills the run folder `partial`, which becomes `output`; returns whether it has a tokenizer."""
+def _write(model: Llama, folder: Path, partial: Path, output: Path) -> str:
+    """Fills the run folder `partial`, which becomes `output`; returns the digest of its tokenizer, "" if it
+    has none."""
     (partial / "tokenizer" / "meta").mkdir(parents=True)
-    has_tokenizer = False
+    digest = ""
     with suppress(ValueError):
         if (tokenizer := find_hf_tokenizer(folder)) is not None:
             save_tokenizer(partial / "tokenizer", tokenizer)
-            has_tokenizer = True
-    size, path = model.config.max_seq_len, str(output.absolute() / "tokenizer") if has_tokenizer else ""
+            digest = tokenizer.vocabulary.digest
+    size, path = model.config.max_seq_len, str(output.absolute() / "tokenizer") if digest else ""
     cfg = TrainConfig(data=DataConfig(data_path=path, seq_length=size))
     resolved: dict[str, Any] = {
         "world_size": 1,
@@ -100,6 +101,7 @@ def _write(model: Llama, folder: Path, partial: Path, output: Path) -> bool:
         "model": asdict(model.config) | {"num_params": num_params(model.config)},
         "precision": asdict(Precision()),
         "num_steps": 1,
+        "tokenizer": digest,
         "schedule": asdict(find_corners(OptimConfig(), Length(1, size, lambda step: step * size))),
         "versions": versions(),
         "working_dir": working_folder(),
@@ -118,7 +120,7 @@ def _write(model: Llama, folder: Path, partial: Path, output: Path) -> bool:
     checkpointer.save(0, model, None, state | record, now=True)
     checkpointer.close()
     write_json(partial / "config.json", {**as_dict(cfg), "resolved": resolved})
-    return has_tokenizer
+    return digest
 
 
 def _flags(config: LlamaConfig) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import DataConfig, TrainingConfig, check_rampup, flag
 from fms_fsdp.data.batch import fingerprint
-from fms_fsdp.data.held_out import find_tokenizer
+from fms_fsdp.data.kept_tokenizer import find_tokenizer
 from fms_fsdp.data.order.order import Order
 from fms_fsdp.data.order.source_order import RowAddress
 from fms_fsdp.data.order.tapes import TAIL

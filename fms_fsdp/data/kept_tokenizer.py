@@ -1,0 +1,100 @@
+"""The tokenizer that `prepare` left beside shards, and whether two things are of the same one.
+
+shards: digest in their metadata ── checkpoint: digest in `resolved` ── a folder of Hugging Face
+                └──────────────── check_same_tokenizer ────────────────┘
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fms_fsdp.data.shards.files import Files
+from fms_fsdp.data.shards.manifest import open_root
+from fms_fsdp.data.tokenizer import KEPT_AS, Tokenizer, load_tokenizer, parse_description
+
+_DESCRIBED = "meta/tokenizer.json"
+_END_NAMED = "tokenizer_config.json"  # beside a tokenizer.json
+_LARGEST_FILE = 1 << 28  # bytes of a tokenizer
+# what tokenizers cut in different ways
+_PROBES = (
+    "The quick brown fox, isn't it? 'Tis DON'T\u00a0naïve Ünïcode.",
+    "  two spaces,\tTabs\n\n\nlines\r\n   trailing   ",
+    "0 12 345 6789 3.14159 1,000,000 2026-11-22",
+    "def f(x: int) -> str:\n    return x[0:-1] != {'a': \"b\"}  # TODO\n",
+    "漢字かな交じり文 한국어 Русский текст العربية हिन्दी 😀👩‍👩‍👧",
+    "https://example.org/a_b?c=%20d&e=f#g <s></s><|endoftext|>[SEP]",
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UsedTokenizer:
+    """Which tokenizer something was made with. `name`: the thing, for a message; `digest`: of the tokenizer,
+    "" if not known; `find` opens a copy, None if there is none."""
+
+    name: str
+    digest: str
+    find: Callable[[], Tokenizer | None]
+
+
+def of_folder(name: str, digest: str, root: str) -> UsedTokenizer:
+    """What shards in a folder, or those that a checkpoint was trained on, were made with."""
+    return UsedTokenizer(name, digest, lambda: find_tokenizer(root) if root else None)
+
+
+def check_same_tokenizer(one: UsedTokenizer, other: UsedTokenizer, remedy: str) -> None:
+    """Two files of one tokenizer may differ, as tokenizer.model and tokenizer.json do: so where digests
+    differ, a page of text is compared, if both can be opened.
+
+    Raises:
+        ValueError: they are two tokenizers.
+    """
+    if not one.digest or not other.digest or one.digest == other.digest:
+        return
+    ids = []
+    for each in (one, other):
+        found = each.find()
+        if found is not None and found.vocabulary.digest == each.digest:
+            ids.append([row.tolist() for row in found.encode(_PROBES)])
+    if len(ids) < 2 or ids[0] != ids[1]:
+        names = f"{one.name} is of tokenizer {one.digest[:12]}, {other.name} of {other.digest[:12]}"
+        raise ValueError(f"{names}; {remedy}")
+
+
+def find_tokenizer(root: str) -> Tokenizer | None:
+    """Returns the tokenizer that `prepare` left in a folder of shards, None if there is none.
+
+    Raises: ValueError for a description that cannot be trusted.
+    """
+    try:
+        files = open_root(root)
+        data = _read_whole(files, _DESCRIBED)
+    except (ValueError, OSError) as error:
+        logger.debug("no tokenizer there: %s", error)
+        return None
+    described, _ = parse_description(data, f"{files.root}/{_DESCRIBED}")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / KEPT_AS[described.kind]
+            if described.kind != "byte":
+                copy.write_bytes(_read_whole(files, described.file_name))
+            if described.kind == "huggingface":
+                copy.with_name(_END_NAMED).write_bytes(_read_whole(files, _END_NAMED))
+            name = described.kind if described.kind == "byte" else str(copy)
+            return load_tokenizer(name, described.eos_token)
+    except (ValueError, OSError) as error:
+        logger.debug("no tokenizer there: %s", error)
+        return None
+
+
+def _read_whole(files: Files, path: str) -> bytes:
+    """Returns the content of a small file. Raises: OSError, ValueError."""
+    size = files.size(path)
+    if size > _LARGEST_FILE:
+        raise ValueError(f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore or remove it")
+    return files.pread(path, size, 0)
