@@ -20,7 +20,8 @@ _WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -70,11 +71,11 @@ def of_tiktoken(data: bytes, name: str) -> str:
     if known is None or len(set(ranks.values())) < len(ranks) or max(ranks.values()) >= known.size:
         others = ", ".join(f"{count:,} ({each.name})" for count, each in _BY_RANKS.items())
         raise ValueError(
-            f"--tokenizer ({name}) has {len(ranks):,} different tokens; files of tiktoken must have {others}. "
-            "Give another tokenizer as tokenizer.json"
+            f"--tokenizer ({name}) has {len(ranks):,} different tokens; files of tiktoken must have "
+            f"{others}. Give another tokenizer as tokenizer.json"
         )
-    characters = list(byte_characters())
-    vocab = {"".join(characters[byte] for byte in token): rank for token, rank in ranks.items()}
+    characters = dict(enumerate(byte_characters()))
+    vocab = {token.decode("latin-1").translate(characters): rank for token, rank in ranks.items()}
     unused = set(range(known.size)).difference(vocab.values())
     special = {number: known.special.get(number, f"<|special_{number}|>") for number in unused}
     vocab |= {text: number for number, text in special.items()}

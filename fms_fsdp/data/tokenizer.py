@@ -147,8 +147,9 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, or one made of GPT-2's `vocab.json` and `merges.txt` or of a file of tiktoken; needs
-    the package `tokenizers`."""
+    """A `tokenizer.json`, or one made of GPT-2's `vocab.json` and `merges.txt` or of a file of tiktoken.
+
+    Needs the package `tokenizers`."""
 
     def __init__(self, path: Path, eos_token: str = "") -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs one process per core already

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,8 @@ def command(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def prepared(folder: Path, **options: object) -> Path:
-    prepare(PrepareConfig(input=str(ROOT / "docs"), output=str(folder), split=(95.0, 5.0), **options))  # type: ignore[arg-type]
+    given: dict[str, Any] = {"input": str(ROOT / "docs"), "split": (95.0, 5.0), **options}
+    prepare(PrepareConfig(output=str(folder), **given))
     return folder
 
 
