@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from fms_fsdp.data.tokenizer import Tokenizer
-from fms_fsdp.models.attention import KeyValueCache
+from fms_fsdp.models.decoding import CachedReader
 from fms_fsdp.models.llama import Llama
 
 
@@ -72,11 +72,12 @@ def generate(
     max_new_tokens: int,
     end_token: int | None = None,
     seed: int = 0,
+    compiled: bool = False,
 ) -> Iterator[list[int | None]]:
     """Yields a token for each row, step by step; None while a row still reads its prompt, and after its end.
 
     A row ends before `end_token`, after `max_new_tokens`, or where the context of the model ends. Row i draws
-    with the seed `seed` + i.
+    with the seed `seed` + i. `compiled`: steps behind the shortest prompt run as compiled code.
 
     Raises:
         ValueError: a prompt is empty, or longer than the context.
@@ -87,33 +88,50 @@ def generate(
             f"prompts ({min(lengths)} to {max(lengths)} tokens) must have 1 to {context - 1}, for the "
             f"context of the model is {context}; shorten them"
         )
-    device, batch = model.rope.device, len(prompts)
-    total = min(context, max(lengths) + max_new_tokens)
-    tokens_BT = torch.zeros(batch, total, dtype=torch.int64)
+    batch, total = len(prompts), min(context, max(lengths) + max_new_tokens)
     seen_BV = torch.zeros(batch, model.config.vocab_size, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
-        seen_BV[row, tokens_BT[row, : len(prompt)]] = True
-    caches = [KeyValueCache(total) for _ in range(model.config.num_layers)]
-    generators = [torch.Generator().manual_seed(seed + row) for row in range(batch)]
+    for seen_V, prompt in zip(seen_BV, prompts, strict=True):
+        seen_V[list(prompt)] = True
+    draws = [_draws(seed + row) for row in range(batch)]
     ends = [min(total, length + max_new_tokens) for length in lengths]
-    start, stop = 0, min(lengths)
-    while any(end > stop for end in ends):
-        logits_BV = model(tokens_BT[:, start:stop].to(device), caches=caches)[:, -1].cpu()
-        totals_BV = probabilities(logits_BV, seen_BV, sampling).cumsum(-1)
-        drawn: list[int | None] = [None] * batch
-        for row in range(batch):
-            if not lengths[row] <= stop < ends[row]:
-                continue
-            at = torch.rand((), dtype=torch.float64, generator=generators[row]) * totals_BV[row, -1]
-            token = int(torch.searchsorted(totals_BV[row], at, right=True))
-            if token == end_token:
-                ends[row] = stop
-                continue
-            drawn[row] = token
-            tokens_BT[row, stop], seen_BV[row, token] = token, True
-        yield drawn
-        start, stop = stop, stop + 1
+    stop = min(lengths)
+    tokens_BS = torch.tensor([list(prompt[:stop]) for prompt in prompts])
+    read = CachedReader(model, total, compiled)
+    while True:
+        logits_BV = read(tokens_BS)
+        is_drawn = [length <= stop < end for length, end in zip(lengths, ends, strict=True)]
+        places = [next(row) if drawn else 0.0 for row, drawn in zip(draws, is_drawn, strict=True)]
+        tokens = _tokens_at(places, logits_BV, seen_BV, sampling)
+        for row, token in enumerate(tokens):
+            if is_drawn[row] and token == end_token:
+                ends[row], is_drawn[row] = stop, False
+        yield [token if drawn else None for token, drawn in zip(tokens, is_drawn, strict=True)]
+        if stop + 1 >= max(ends):
+            return
+        tokens_BS = torch.tensor([
+            [prompt[stop] if stop < len(prompt) else token]
+            for prompt, token in zip(prompts, tokens, strict=True)
+        ])  # fmt: skip
+        seen_BV.scatter_(1, tokens_BS, True)
+        stop += 1
+
+
+def _draws(seed: int) -> Iterator[float]:
+    """Numbers in [0, 1), the same ones however many are taken."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.rand(64, dtype=torch.float64, generator=generator).tolist()
+
+
+def _tokens_at(
+    places: Sequence[float], logits_BV: torch.Tensor, seen_BV: torch.Tensor, sampling: Sampling
+) -> list[int]:
+    """The token of each row at its place within the distribution."""
+    if sampling.temperature == 0 and sampling.repetition_penalty == 1:
+        return logits_BV.argmax(-1).tolist()
+    totals_BV = probabilities(logits_BV, seen_BV, sampling).cumsum(-1)
+    places_B1 = torch.tensor(places, dtype=torch.float64).unsqueeze(1) * totals_BV[:, -1:]
+    return torch.searchsorted(totals_BV, places_B1, right=True).squeeze(1).tolist()
 
 
 def text_after(tokenizer: Tokenizer, prompt: Sequence[int], drawn: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,25 @@ def test_a_row_is_what_it_would_be_alone(model: Llama) -> None:
     alone = [texts(model, [prompt], sampling, seed=7 + row)[0] for row, prompt in enumerate(PROMPTS)]
     assert together == alone and len({tuple(text) for text in together}) == 3
     assert texts(model, PROMPTS, sampling, seed=8) != together
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"pos_emb": "learned", "norm": "layernorm", "bias": True}, {"pos_emb": "alibi", "attn_window": 5}],
+)
+def test_compiled_steps_give_the_same_text(shape: dict[str, Any]) -> None:
+    """In fp64, as above. Block and head are compiled once for each number of rows, whatever the lengths."""
+    model = Llama(LlamaConfig(3, 32, 64, 4, 2, 61, max_seq_len=24, init_std=0.3, **shape)).eval().double()
+    init_weights(model, seed=3)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    sampling = Sampling(temperature=1.3, top_p=0.95, repetition_penalty=1.2)
+    for prompts, seed in ((PROMPTS, 1), (PROMPTS[::-1], 2), (PROMPTS[:1], 3), ([[1, 2]], 4)):
+        text = texts(model, prompts, sampling, seed=seed)
+        assert texts(model, prompts, sampling, seed=seed, compiled=True) == text
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * 2
 
 
 def test_a_text_ends_with_the_context_and_before_the_end_token(model: Llama) -> None:

@@ -160,6 +160,8 @@ def _check_repeated(config: LlamaConfig, content: Mapping[str, Any]) -> None:
             right = value == usual or value is None or (not value and not usual)
         elif name == "layer_types" and value is not None:
             right = set(value) == {"full_attention"}
+        elif name == "partial_rotary_factor":  # what transformers 4 write beside rotary_pct
+            right = value == config.rope_pct
         elif name in _NEUTRAL:
             right = value == _NEUTRAL[name]
         else:

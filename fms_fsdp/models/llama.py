@@ -212,7 +212,7 @@ class Head(nn.Linear):
         super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
         self.vocab_size, self.softcap, self.z_loss = config.vocab_size, config.logit_softcap, config.z_loss
         self.norm = build_norm(config, config.hidden_size)
-        self.loss = linear_cross_entropy
+        self.loss, self.product = linear_cross_entropy, F.linear
         if config.tie_embeddings:
             self.register_parameter("weight", None)
 
@@ -226,7 +226,7 @@ class Head(nn.Linear):
         if labels_BS is not None:
             z_loss = self.z_loss if self.training else 0.0
             return self.loss(x_BSD, weight_VD, labels_BS, z_loss=z_loss, softcap=self.softcap)
-        logits_BSV = F.linear(x_BSD, weight_VD.to(x_BSD.dtype))
+        logits_BSV: torch.Tensor = self.product(x_BSD, weight_VD.to(x_BSD.dtype))
         return self.softcap * torch.tanh(logits_BSV / self.softcap) if self.softcap else logits_BSV
 
 
@@ -278,10 +278,11 @@ class Llama(nn.Module):
         positions = slice(start, stop) if positions_BS is None else positions_BS
         rope = self.rope[positions] if self.config.pos_emb == "rope" else None
         windows, cached = self.config.windows, caches is not None
+        num_keys = caches[0].max_len if caches and caches[0].place is not None else 0
         seen = slice(start, stop)
         masks = {
             window: attention_mask(
-                self.config, window, document_ids_BS, seen, tokens_BS.device, cached=cached
+                self.config, window, document_ids_BS, seen, tokens_BS.device, cached=cached, num_keys=num_keys
             )
             for window in set(windows)
         }

@@ -29,9 +29,13 @@ def attention_mask(
     device: torch.device,
     *,
     cached: bool = False,
+    num_keys: int = 0,
 ) -> Any:
     """What `attention` takes for queries at `positions` and the keys up to there, in a layer with this window
-    (0: none). `ids_BS` number the documents; `cached` keys are no reason to compile."""
+    (0: none). `ids_BS` number the documents; `cached` keys are no reason to compile. `num_keys`: so many
+    there are, and those behind `positions` are hidden."""
+    if num_keys:
+        return score_bias(config, window, ids_BS, positions, device, num_keys)
     if not window and config.pos_emb != "alibi" and (ids_BS is None or not config.attn_dropout):
         return None if ids_BS is None else document_mask(ids_BS)
     if device.type == "cuda" and not cached and not config.attn_dropout:
@@ -40,11 +44,16 @@ def attention_mask(
 
 
 def score_bias(
-    config: LlamaConfig, window: int, ids_BS: torch.Tensor | None, positions: slice, device: torch.device
+    config: LlamaConfig,
+    window: int,
+    ids_BS: torch.Tensor | None,
+    positions: slice,
+    device: torch.device,
+    num_keys: int = 0,
 ) -> torch.Tensor:
     """The mask as what is added to the scores: fp32 (B|1, H|1, S, T)."""
     query_S1 = torch.arange(positions.start, positions.stop, device=device).unsqueeze(1)
-    distance_ST = query_S1 - torch.arange(positions.stop, device=device)
+    distance_ST = query_S1 - torch.arange(num_keys or positions.stop, device=device)
     seen = ((distance_ST >= 0) & (distance_ST < (window or positions.stop)))[None, None]
     if ids_BS is not None:
         seen = seen & (ids_BS.unsqueeze(2) == ids_BS.unsqueeze(1)).unsqueeze(1)

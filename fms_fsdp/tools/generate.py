@@ -16,6 +16,7 @@ from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.generate import Sampling, generate, text_after
 from fms_fsdp.loading import load
 from fms_fsdp.models.llama import Llama
+from fms_fsdp.parallel.compile import missing_compiler
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class GenerateConfig:
     seed: int = flag(0, "of the draws; the same seed gives the same text", minimum=0)
     batch_size: int = flag(16, "texts that are written at a time", minimum=1)
     dtype: str = flag("fp32", "of weights and computation", choices=("fp32", "bf16"))
+    use_torch_compile: bool = flag(False, "compile a step of decoding; for many or long texts")
     json: bool = flag(False, "print one JSON object a text")
 
     def __post_init__(self) -> None:
@@ -54,7 +56,10 @@ def main(config: GenerateConfig) -> None:
         ValueError: no checkpoint or no tokenizer is there, or a prompt does not fit the context.
     """
     prompts = Path(config.prompts).read_text().splitlines() if config.prompts else [config.prompt]
-    model, tokenizer = load(config.path, config.step, "cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.use_torch_compile and (missing := missing_compiler(device)):
+        raise ValueError(f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out")
+    model, tokenizer = load(config.path, config.step, device)
     if tokenizer is None:
         rule = "has no tokenizer beside the data that it trained on, or in a folder of Hugging Face"
         raise ValueError(
@@ -107,7 +112,13 @@ def _pieces(
     drawn, given, is_done = [list[int]() for _ in prompts], [0] * len(prompts), [False] * len(prompts)
     hold = max(map(len, config.stop), default=1) - 1  # characters that may begin a stop text
     steps = generate(
-        model, encoded, sampling, max_new_tokens=config.max_new_tokens, end_token=end_token, seed=seed
+        model,
+        encoded,
+        sampling,
+        max_new_tokens=config.max_new_tokens,
+        end_token=end_token,
+        seed=seed,
+        compiled=config.use_torch_compile,
     )
     for tokens in steps:
         pieces = [""] * len(prompts)

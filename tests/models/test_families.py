@@ -81,7 +81,8 @@ def test_logits_and_gradients_equal_transformers(name: str, tmp_path: Path) -> N
     gradients = {key: parameter.grad for key, parameter in ours.named_parameters()}
     for key, weight in weights.items():
         gradient = weight.made_of(gradients.__getitem__)
-        key = key.replace("embed_out", "lm_head")  # transformers 5 reads that name, and has another
+        if key not in expected:  # transformers 5 reads that name, and has another
+            key = key.replace("embed_out", "lm_head")
         torch.testing.assert_close(gradient, expected[key].grad, rtol=1e-5, atol=1e-5, msg=key)
 
 

@@ -182,14 +182,16 @@ def losses_of(names: list[str]) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_two_ranks_learn_as_one_does() -> None:
-    """To the last bits where a small difference stays small: not where signs or bf16 products decide."""
+    """To the last bits where a small difference stays small: not where signs or bf16 products decide. The
+    first step of rmsprop moves a weight by its rate's tenfold, however small the gradient: nearly a sign."""
+    bounds = {"muon": 1e-2, "rprop": 1e-2, "rmsprop": 1e-4}
     alone, ranks = losses_of(NAMES), run_ranks(losses_of, 2, NAMES)
     assert ranks[0] == ranks[1]
     for name, expected in alone.items():
         assert all(math.isfinite(loss) for loss in ranks[0][name]) and expected[-1] < expected[0], name
         apart = max(abs(a - b) / b for a, b in zip(ranks[0][name], expected, strict=True))
         print(f"{name}: losses apart by {apart:.1e}, from {expected[0]:.3f} to {expected[-1]:.3f}")
-        assert apart <= (1e-5 if name not in ("muon", "rprop") else 1e-2), name
+        assert apart <= bounds.get(name, 1e-5), name
 
 
 def train_quantized(folder: Path, goes_on: bool) -> list[dict[str, torch.Tensor]]:

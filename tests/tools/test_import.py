@@ -105,6 +105,11 @@ def test_both_spellings_of_rope_are_read() -> None:
     assert config_from_hf(llama(rope_parameters=new, rope_theta=5e5, rope_scaling=new)) == old
     assert old.rope_scaling is not None and (old.rope_theta, old.rope_scaling.kind) == (5e5, "linear")
     assert config_from_hf(llama()).rope_theta == 10_000
+    neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    neox |= {"vocab_size": 300, "intermediate_size": 256, "rotary_pct": 0.5}
+    assert config_from_hf(neox | {"partial_rotary_factor": 0.5}) == config_from_hf(neox)
+    with pytest.raises(ValueError, match=r"partial_rotary_factor \(0.25\)"):
+        config_from_hf(neox | {"partial_rotary_factor": 0.25})
 
 
 @pytest.mark.parametrize(
@@ -115,6 +120,7 @@ def test_both_spellings_of_rope_are_read() -> None:
         ({"hidden_act": "gelu_fast"}, r"hidden_act \(gelu_fast\) must be one of"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling of type yarn must be"),
         ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, "disagree"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor \(0.5\) must be left out"),
         ({"pretraining_tp": 2}, r"pretraining_tp \(2\) must be left out"),
         ({"attention_multiplier": 0.5}, r"attention_multiplier \(0.5\) must be left out"),
         ({"attention_multiplier": 0}, r"attention_multiplier \(0\) must be left out"),

@@ -1,0 +1,98 @@
+"""A model that reads token by token: its caches, and products of few rows.
+
+    prompt ── the model itself, once ── then its twin: the same weights, other products, compiled if wanted
+
+A model in shards, whose weights are gathered by its own modules, has no twin.
+
+B batch, S positions, V vocabulary. Speeds: benchmarks/bench_generate.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fms_fsdp.models.attention import KeyValueCache
+from fms_fsdp.models.llama import Llama
+
+Module = TypeVar("Module", bound=nn.Module)
+_FEW = 64  # rows
+
+
+class CachedReader:
+    """A model behind the tokens that it has read: the next ones (B S) → logits (B V) of the last of them.
+
+    Compiled code reads a token a row, from a cache that has one of few lengths and is read as a whole.
+    """
+
+    def __init__(self, model: Llama, max_len: int, compiled: bool) -> None:
+        if compiled:
+            max_len = min(model.config.max_seq_len, max(64, 1 << (max_len - 1).bit_length()))
+        self._model, self._compiled = model, compiled
+        is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
+        self._twin = model if is_sharded else _twin(model)
+        if not is_sharded:
+            self._twin.head.product = product_of_few  # type: ignore[union-attr]
+        if compiled:
+            for module in (*self._twin.blocks.values(), self._twin.head):
+                module.compile(dynamic=False)  # type: ignore[union-attr]  # after 8 shapes: no more code
+        self._caches = [KeyValueCache(max_len) for _ in range(model.config.num_layers)]
+        self._place = torch.zeros(1, dtype=torch.int64, device=model.rope.device)
+
+    def __call__(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        tokens_BS, start = tokens_BS.to(self._place.device), self._caches[0].length
+        if self._compiled and start:
+            logits_BSV = self._compiled_step(tokens_BS, start)
+        else:
+            logits_BSV = (self._twin if start else self._model)(tokens_BS, caches=self._caches)
+        return logits_BSV[:, -1].cpu()
+
+    def _compiled_step(self, tokens_B1: torch.Tensor, start: int) -> torch.Tensor:
+        self._place.fill_(start)
+        for cache in self._caches:
+            cache.place = self._place
+        logits_B1V: torch.Tensor = self._twin(tokens_B1, positions_BS=self._place, caches=self._caches)
+        for cache in self._caches:
+            cache.length += 1
+        return logits_B1V
+
+
+def _twin(module: Module) -> Module:
+    """Other modules with the same parameters, whose linear layers are those for few rows."""
+    made = copy.copy(module)
+    made._modules = {name: child and _twin(child) for name, child in module._modules.items()}
+    if type(made) is nn.Linear:
+        made.__class__ = _LinearOfFew  # type: ignore[assignment]
+    return made
+
+
+class _LinearOfFew(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return product_of_few(input, self.weight, self.bias)
+
+
+def product_of_few(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x W^T + b as F.linear has it, for few rows on a CPU.
+
+    BLAS reads W at a third of the memory's speed. Compiled, a sum of products reads it at nearly all of it;
+    and in fp32 W x^T is faster than x W^T.
+    """
+    rows = input.numel() // input.shape[-1]
+    if input.device.type != "cpu" or rows > _FEW:
+        return F.linear(input, weight, bias)
+    if rows == 1 and torch.compiler.is_compiling():
+        wide = torch.promote_types(input.dtype, torch.float32)
+        product = (weight.to(wide) * input.to(wide)).sum(-1).to(input.dtype)
+    elif rows > 1 and input.dtype == torch.float32:
+        product = (weight @ input.flatten(0, -2).T).T
+    else:
+        return F.linear(input, weight, bias)
+    product = product.view(*input.shape[:-1], -1)
+    return product if bias is None else product + bias
