@@ -71,6 +71,11 @@ def test_a_flag_is_read_by_the_type_of_its_field(argument: str, section: str, na
     assert read == value and type(read) is type(value)
 
 
+def test_a_text_keeps_its_spaces_and_brackets() -> None:
+    read = parse("--sample_interval=1", "--sample_prompts=def main(,The ").eval.sample_prompts
+    assert read == ("def main(", "The ")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

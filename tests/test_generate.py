@@ -160,6 +160,8 @@ def written(run: Path, *flags: str, code: int = 0) -> str:
 def test_the_command_writes_the_same_text_in_every_form(run: Path, tmp_path: Path) -> None:
     one = written(run, "--prompt=The run", "--max_new_tokens=20", "--seed=3")
     assert one.startswith("The run") and len(one) > 12
+    spaced = json.loads(written(run, "--prompt= (The ", "--max_new_tokens=1", "--json=True"))
+    assert spaced["prompt"] == " (The "  # to the last space
     (line,) = written(run, "--prompt=The run", "--max_new_tokens=20", "--seed=3", "--json=True").splitlines()
     record = json.loads(line)
     assert record["prompt"] + record["text"] + "\n" == one

@@ -26,7 +26,8 @@ class Flag:
     `resume`: what another value does to a run that goes on: "free", it trains the same; "announced", the new
     value takes effect and is logged; "refused". `in_name`: the default run name depends on the flag.
     `orders_data`: it decides the order of data that begin anew. `aliases`: other words for choices. `form`:
-    what a text must be: "path", "folder name" or "source name". `positional`: arguments without a name belong
+    what a text must be: "path", "folder name" or "source name"; a "text" keeps the spaces at its ends and
+    its brackets. `positional`: arguments without a name belong
     to this flag.
     """
 

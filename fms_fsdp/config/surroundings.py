@@ -36,7 +36,7 @@ class EvalConfig:
     sample_interval: int = free_flag(0, minimum=0,
         help="number of steps between texts that the model writes, also after the last step; 0 is off; the "
         "data need their tokenizer beside them")
-    sample_prompts: tuple[str, ...] = free_flag((),
+    sample_prompts: tuple[str, ...] = free_flag((), form="text",
         help="beginnings of these texts, or a file with one in each line (default: a new document)")
 
 

@@ -67,7 +67,7 @@ def coerce(row: Flag, value: Any) -> Any:
         return _scalar(row, value)
     items = value
     if isinstance(value, str):
-        inside = value.strip("[]() ")
+        inside = value if row.form == "text" else value.strip("[]() ")
         items = inside.split(",") if inside else []
         if any(not item.strip() for item in items):
             raise ValueError(f"--{row.name} ({shown(value)}) must have no empty part; write a,b")
@@ -79,7 +79,8 @@ def _scalar(row: Flag, value: Any) -> Any:
         raise ValueError(
             f"--{row.name} must be one value of type {row.kind.__name__}, not a {type(value).__name__}"
         )
-    text = str(value).strip() if not isinstance(value, bool) else str(value).lower()
+    text = str(value) if not isinstance(value, bool) else str(value).lower()
+    text = text if row.form == "text" else text.strip()
     quoted = f"--{row.name} ({shown(text)})"
     if row.kind is bool:
         if text.lower() not in _WORDS:
@@ -110,7 +111,7 @@ def _text(row: Flag, text: str, quoted: str) -> str:
         raise ValueError(f"{quoted} must hold no control characters; leave them out")
     if len(text) > _LONGEST_TEXT:
         raise ValueError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten it")
-    if row.form:
+    if row.form not in ("", "text"):
         _check_form(row.form, text, quoted)
     if not row.choices or (row.form == "module:function" and ":" in text):
         return text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +84,9 @@ def find_tokenizer(root: str) -> Tokenizer | None:
             copy = Path(folder) / KEPT_AS[described.kind]
             if described.kind != "byte":
                 copy.write_bytes(_read_whole(files, described.file_name))
-            if described.kind == "huggingface":
-                copy.with_name(_END_NAMED).write_bytes(_read_whole(files, _END_NAMED))
+            with suppress(FileNotFoundError):
+                if described.kind == "huggingface":
+                    copy.with_name(_END_NAMED).write_bytes(_read_whole(files, _END_NAMED))
             name = described.kind if described.kind == "byte" else str(copy)
             return load_tokenizer(name, described.eos_token)
     except (ValueError, OSError) as error:

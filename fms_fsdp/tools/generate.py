@@ -25,7 +25,7 @@ class GenerateConfig:
 
     path: str = flag("", "a run folder, checkpoints (of several, the newest) or a folder of Hugging Face")
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
-    prompt: str = flag("", "the text to go on with; without one a new document begins")
+    prompt: str = flag("", "the text to go on with; without one a new document begins", form="text")
     prompts: str = flag("", "a file with a prompt in each line, in place of --prompt")
     interactive: bool = flag(False, "read prompts from the terminal or a pipe, a line each, and answer each")
     num_samples: int = flag(1, "texts for each prompt", minimum=1)
@@ -35,7 +35,7 @@ class GenerateConfig:
     top_p: float = flag(1.0, "draw from the likeliest tokens that make up this share", above=0, maximum=1)
     min_p: float = flag(0.0, "leave out tokens below this share of the likeliest one", minimum=0, below=1)
     repetition_penalty: float = flag(1.0, "above 1 makes tokens less likely that the text has", above=0)
-    stop: tuple[str, ...] = flag((), "words before which a text ends; spaces at their ends do not count")
+    stop: tuple[str, ...] = flag((), "words before which a text ends", form="text")
     seed: int = flag(0, "of the draws; the same seed gives the same text", minimum=0)
     batch_size: int = flag(16, "texts that are written at a time", minimum=1)
     dtype: str = flag("fp32", "of weights and computation", choices=("fp32", "bf16"))

@@ -220,6 +220,9 @@ def test_the_fast_tokenizer_agrees_id_for_id(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
     assert write_tokenizer(ours, folder, 4096) == (_TIES if kind == "unigram" else "")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["add_bos_token"] is settings["add_eos_token"] is False  # without them llama.cpp adds
+    assert kind == "byte" or settings["add_prefix_space"] is False
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     assert theirs.eos_token_id == ours.vocabulary.eos_id

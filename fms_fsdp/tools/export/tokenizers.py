@@ -42,6 +42,10 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> str:
     if eos is None and isinstance(content["model"]["vocab"], dict):
         eos = next(piece for piece, number in content["model"]["vocab"].items() if number == eos_id)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len, "eos_token": eos}
+    # llama.cpp adds a begin token and a space where nothing is said
+    settings |= {"add_bos_token": False, "add_eos_token": False}
+    if kind == "sentencepiece" and "Prepend" not in json.dumps(content["normalizer"]):
+        settings["add_prefix_space"] = False
     settings |= {"clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]}
     (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")

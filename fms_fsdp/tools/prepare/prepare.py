@@ -48,7 +48,9 @@ class PrepareConfig(ShardsConfig):
     eos_token: str = flag("", "the token that ends a document (default: the tokenizer's own)")
     append_eos: bool = flag(False, "store that token in the shards; by default the loader adds it")
     text_key: str = flag("text", "JSON key or Parquet column of the text; a line end joins several, a,b")
-    text_separator: str = flag("", r"cuts text files into documents, with \n and \t (default: one per file)")
+    text_separator: str = flag(
+        "", r"cuts text files into documents, with \n and \t (default: one per file)", form="text"
+    )
     include: tuple[str, ...] = flag((), "patterns of files to read, such as *.py,*.md (default: all)")
     exclude: tuple[str, ...] = flag((), "patterns of file names to pass over, such as test/*")
     min_tokens: int = flag(1, "drop shorter documents", minimum=1)
