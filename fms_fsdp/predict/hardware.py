@@ -36,13 +36,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return PEAK_BF16_FLOPS[max(known, key=len)] if known else None
 
 
-def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, rounds: int = 5) -> float:
-    """The best rate of `rounds` square matrix products on this process's CPU threads, in FLOP/s (about 50 ms
-    in all)."""
+def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, seconds: float = 0.3) -> float:
+    """The best rate of square matrix products on this process's CPU threads, in FLOP/s. It looks for `seconds`,
+    and five times at least: a neighbour that holds a core for a moment must not make the peak look low."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    best = 0.0
-    for _ in range(rounds + 1):
+    best, rounds, until = 0.0, 0, time.perf_counter() + seconds
+    while rounds < 5 or time.perf_counter() < until:
         begin = time.perf_counter()
         torch.mm(a, b)
         best = max(best, 2 * size**3 / (time.perf_counter() - begin))
+        rounds += 1
     return best

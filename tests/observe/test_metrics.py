@@ -261,4 +261,4 @@ def test_memory_of_this_process_is_below_its_peak() -> None:
 
 
 def test_the_matmul_rate_is_positive() -> None:
-    assert measure_matmul_flops(torch.float32, size=128, rounds=2) > 1e6
+    assert measure_matmul_flops(torch.float32, size=128, seconds=0.01) > 1e6
