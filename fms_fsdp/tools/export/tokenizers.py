@@ -9,8 +9,11 @@ Source: https://huggingface.co/docs/tokenizers (the fields of tokenizer.json)
 
 from __future__ import annotations
 
+import base64
 import importlib
 import json
+import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,9 @@ from fms_fsdp.data.byte_pairs import byte_characters, pairs_of, tokenizer_json
 from fms_fsdp.data.tokenizer import Tokenizer
 
 _SPACE = "\u2581"
-_TIES = (
-    "a unigram tokenizer: of equally likely ways to cut a text, as a run of spaces has, tokenizer.json may "
-    "take another than tokenizer.model"
-)
 _ENDS = ("<|begin_of_text|>", "<|end_of_text|>")
+_TEXTS = 10_000  # that are compared
+_LETTERS = ((0x20, 0x7E), (0x1, 0x2FFF), (0x4E00, 0x9FFF), (0x1F300, 0x1F6FF))
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> str:
@@ -49,7 +50,26 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> str:
     settings |= {"clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]}
     (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    return problem
+    return problem or (_difference(tokenizer, folder) if kind == "sentencepiece" else "")
+
+
+def _difference(tokenizer: Tokenizer, folder: Path) -> str:
+    """A sentence on the texts whose ids in tokenizer.json are others, "" if there are none: half of the texts
+    are of pieces, half of any letters."""
+    if find_spec("tokenizers") is None:
+        return "tokenizer.json was not compared with tokenizer.model: the package tokenizers is not installed"
+    draw, texts = random.Random(0), list[str]()
+    visible = [number for number, size in enumerate(tokenizer.token_bytes().tolist()) if size]
+    for _ in range(_TEXTS // 2):
+        texts.append(tokenizer.decode(draw.choices(visible, k=draw.randint(1, 30))))
+        texts.append("".join(chr(draw.randint(*draw.choice(_LETTERS))) for _ in range(draw.randint(1, 30))))
+    fast: Any = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs, ours = fast.encode_batch(texts, add_special_tokens=False), tokenizer.encode(texts)
+    others = [text for text, a, b in zip(texts, theirs, ours, strict=True) if a.ids != b.tolist()]
+    if not others:
+        return ""
+    found = f"for {len(others)} of {_TEXTS:,} strings, such as {min(others, key=len)!r}"
+    return f"tokenizer.json gives other ids than tokenizer.model {found}"
 
 
 def _of_bytes() -> dict[str, Any]:
@@ -68,8 +88,9 @@ def _of_sentencepiece(model: bytes) -> tuple[dict[str, Any] | None, str]:
     parsed.ParseFromString(model)
     rules, kind = parsed.normalizer_spec, parsed.trainer_spec.model_type
     is_bpe = kind == proto.TrainerSpec.BPE
-    if not (is_bpe or kind == proto.TrainerSpec.UNIGRAM) or rules.precompiled_charsmap:
-        return None, "the tokenizer changes its text first: tokenizer.model is there, but no tokenizer.json"
+    is_known = is_bpe or kind == proto.TrainerSpec.UNIGRAM
+    if not is_known or not rules.escape_whitespaces or parsed.trainer_spec.treat_whitespace_as_suffix:
+        return None, "tokenizer.json has no such kind of sentencepiece: tokenizer.model is there alone"
     pieces = [piece.piece for piece in parsed.pieces]
     kinds = proto.ModelProto.SentencePiece
     silent = (kinds.CONTROL, kinds.UNKNOWN, kinds.USER_DEFINED)
@@ -90,16 +111,27 @@ def _of_sentencepiece(model: bytes) -> tuple[dict[str, Any] | None, str]:
     else:
         scores = [[piece.piece, piece.score] for piece in parsed.pieces]
         content = {"type": "Unigram", "vocab": scores, "unk_id": unknown}
-    steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if rules.add_dummy_prefix else []
-    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
     undo: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
     undo += [{"type": "ByteFallback"}, {"type": "Fuse"}]
     if rules.add_dummy_prefix:
         undo.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    normalizer = {"type": "Sequence", "normalizers": steps}
+    normalizer = {"type": "Sequence", "normalizers": _steps_before(rules)}
     decoder = {"type": "Sequence", "decoders": undo}
-    note = "" if is_bpe else _TIES
-    return tokenizer_json(content | shared, special, normalizer=normalizer, decoder=decoder), note
+    return tokenizer_json(content | shared, special, normalizer=normalizer, decoder=decoder), ""
+
+
+def _steps_before(rules: Any) -> list[dict[str, Any]]:
+    """What sentencepiece does to a text before it cuts it."""
+    steps: list[dict[str, Any]] = []
+    if rules.precompiled_charsmap:
+        table = base64.b64encode(rules.precompiled_charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": table})
+    if rules.remove_extra_whitespaces:
+        for pattern, content in ((r"\A +| +\z", ""), (" {2,}", " ")):
+            steps.append({"type": "Replace", "pattern": {"Regex": pattern}, "content": content})
+    if rules.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": _SPACE})
+    return [*steps, {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
 
 
 def _bytes_among(pieces: list[str]) -> set[int]:
