@@ -30,6 +30,7 @@ COMMANDS = {
     "trace": ("trace:main", "where the time of a profiler trace went, as a table"),
     "evaluate": ("evaluate:main", "loss, perplexity and bits per byte of a checkpoint"),
     "generate": ("generate:main", "text that a checkpoint writes after a prompt"),
+    "score": ("score:main", "how often a checkpoint finds the right one of several answers"),
     "import": ("import_weights.import_weights:main", "a folder of Hugging Face → a run with its weights"),
     "export": ("export.export:main", "a checkpoint → a folder that Hugging Face's transformers load"),
     "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),

@@ -1,0 +1,147 @@
+"""`python -m fms_fsdp score`: how often a checkpoint finds the right answer the likeliest of several.
+
+    a line of the file:  {"prompt": "The sky is", "choices": [" blue", " loud"], "answer": 0}
+
+A choice counts by the sum of the logarithms of its tokens' probabilities behind the prompt; beside it stands
+the same for each byte of the choice, which does not favour short ones. Those are `acc` and `acc_norm` of
+https://github.com/EleutherAI/lm-evaluation-harness, which takes an exported folder for its own tasks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from fms_fsdp.config import flag
+from fms_fsdp.data.batch import IGNORED_LABEL
+from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.loading import load
+from fms_fsdp.models.llama import Llama
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """Which checkpoint answers which questions."""
+
+    path: str = flag("", "a run folder, checkpoints (of several, the newest) or a folder of Hugging Face")
+    step: int | None = flag(None, "the checkpoint of this step", minimum=1)
+    questions: str = flag("", "a JSON object a line: prompt, choices, answer (a place in choices, from 0)")
+    json: bool = flag(False, "print one JSON object")
+
+    def __post_init__(self) -> None:
+        if not self.questions:
+            raise ValueError("--questions is missing; name a file of JSON lines")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, what may follow it, and which of that is right."""
+
+    prompt: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+def main(config: ScoreConfig) -> None:
+    """Prints the shares of right answers.
+
+    Raises:
+        ValueError: no checkpoint or no tokenizer is there, a line is no question, or one does not fit the
+            context.
+        OSError: the questions cannot be read.
+    """
+    path = Path(config.questions)
+    questions = [
+        read_question(line, f"{path}:{n}") for n, line in enumerate(path.read_text().splitlines(), 1)
+    ]
+    if not questions:
+        raise ValueError(f"--questions ({path}) must have a question in each line, and is empty")
+    model, tokenizer = load(config.path, config.step, "cuda" if torch.cuda.is_available() else "cpu")
+    if tokenizer is None:
+        raise ValueError(f"--path ({config.path}) has no tokenizer beside its data; put it back")
+    right, right_by_byte = 0, 0
+    for number, question in enumerate(questions, 1):
+        try:
+            scores = score(model, tokenizer, question)
+        except ValueError as error:
+            raise ValueError(f"--questions ({path}:{number}) {error}") from None
+        by_byte = scores / torch.tensor([len(choice.encode()) for choice in question.choices])
+        right += int(scores.argmax()) == question.answer
+        right_by_byte += int(by_byte.argmax()) == question.answer
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{number} of {len(questions)} questions", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)
+    count = len(questions)
+    chance = sum(1 / len(question.choices) for question in questions) / count
+    found = {"questions": count, "acc": right / count, "acc_norm": right_by_byte / count, "chance": chance}
+    for name in ("acc", "acc_norm"):  # of a share of `count` independent answers
+        found[f"{name}_stderr"] = math.sqrt(found[name] * (1 - found[name]) / count)
+    if config.json:
+        print(json.dumps(found))
+    else:
+        shares = (f"{name} {found[name]:.3f} ± {found[f'{name}_stderr']:.3f}" for name in ("acc", "acc_norm"))
+        print(f"{count:,} questions · {' · '.join(shares)} · by chance {chance:.3f}")
+
+
+def read_question(line: str, place: str) -> Question:
+    """The question of a line.
+
+    Raises:
+        ValueError: it is none; with its place.
+    """
+    try:
+        content = json.loads(line)
+        prompt, choices, answer = content["prompt"], tuple(content["choices"]), content["answer"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"--questions ({place}) must have prompt, choices and answer: {error}") from None
+    if not isinstance(prompt, str) or not all(isinstance(choice, str) and choice for choice in choices):
+        raise ValueError(f"--questions ({place}) must have texts as prompt and choices, none of these empty")
+    if len(choices) < 2 or isinstance(answer, bool) or answer not in range(len(choices)):
+        rule = f"must have two choices at least and an answer in 0 to {max(1, len(choices) - 1)}"
+        raise ValueError(f"--questions ({place}) {rule}, not {answer!r}")
+    return Question(prompt, choices, answer)
+
+
+@torch.no_grad()
+def score(model: Llama, tokenizer: Tokenizer, question: Question) -> torch.Tensor:
+    """The logarithm of each choice's probability behind the prompt, fp32, one a choice.
+
+    Tokens count from where the choices' texts part from the prompt's: its last token may reach into a choice.
+
+    Raises:
+        ValueError: a choice does not fit the context of the model.
+    """
+    prompt, *texts = _ids(tokenizer, [question.prompt, *(question.prompt + c for c in question.choices)])
+    first = min(len(list(_common(prompt, text))) for text in texts)
+    context, longest = model.config.max_seq_len, max(map(len, texts))
+    if longest > context:
+        raise ValueError(f"has {longest} tokens; the context of the model is {context}: shorten it")
+    tokens_BS = torch.zeros(len(texts), longest, dtype=torch.int64)
+    labels_BS = torch.full_like(tokens_BS, IGNORED_LABEL)
+    for row, text in enumerate(texts):
+        tokens_BS[row, : len(text)] = torch.tensor(text)
+        labels_BS[row, first - 1 : len(text) - 1] = torch.tensor(text[first:])
+    logits_BSV = model(tokens_BS.to(model.rope.device))
+    assert isinstance(logits_BSV, torch.Tensor)
+    losses_BS = F.cross_entropy(
+        logits_BSV.float().cpu().transpose(1, 2), labels_BS, ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return -losses_BS.sum(1)
+
+
+def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Each text as a document's begin: behind the end of another."""
+    return [[tokenizer.vocabulary.eos_id, *row.tolist()] for row in tokenizer.encode(texts)]
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
