@@ -107,7 +107,7 @@ def read_by_its_parser(line: str) -> None:
             flags = [flag.partition("=")[0] for flag in rest if flag.startswith("--")]
             assert file.is_file() and all(flag in file.read_text() for flag in flags), line
             return None
-    assert words[0] in ("docker", "source", "tensorboard", "torchrun", "sbatch"), line
+    assert words[0] in ("docker", "source", "tensorboard", "torchrun", "sbatch", "lm_eval"), line
 
 
 def _parse(config_type: type[Any], flags: list[str]) -> None:
