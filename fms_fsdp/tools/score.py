@@ -3,7 +3,7 @@
     a line of the file:  {"prompt": "The sky is", "choices": [" blue", " loud"], "answer": 0}
 
 A choice counts by the sum of the logarithms of its tokens' probabilities behind the prompt; beside it stands
-the same for each byte of the choice, which does not favour short ones. Those are `acc` and `acc_norm` of
+the same for each character of the choice, which does not favour short ones. Those are `acc` and `acc_norm` of
 https://github.com/EleutherAI/lm-evaluation-harness, which takes an exported folder for its own tasks.
 """
 
@@ -67,22 +67,22 @@ def main(config: ScoreConfig) -> None:
     model, tokenizer = load(config.path, config.step, "cuda" if torch.cuda.is_available() else "cpu")
     if tokenizer is None:
         raise ValueError(f"--path ({config.path}) has no tokenizer beside its data; put it back")
-    right, right_by_byte = 0, 0
+    right, right_by_length = 0, 0
     for number, question in enumerate(questions, 1):
         try:
             scores = score(model, tokenizer, question)
         except ValueError as error:
             raise ValueError(f"--questions ({path}:{number}) {error}") from None
-        by_byte = scores / torch.tensor([len(choice.encode()) for choice in question.choices])
+        by_length = scores / torch.tensor([len(choice) for choice in question.choices])
         right += int(scores.argmax()) == question.answer
-        right_by_byte += int(by_byte.argmax()) == question.answer
+        right_by_length += int(by_length.argmax()) == question.answer
         if sys.stderr.isatty():
             print(f"\r\x1b[K{number} of {len(questions)} questions", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     count = len(questions)
     chance = sum(1 / len(question.choices) for question in questions) / count
-    found = {"questions": count, "acc": right / count, "acc_norm": right_by_byte / count, "chance": chance}
+    found = {"questions": count, "acc": right / count, "acc_norm": right_by_length / count, "chance": chance}
     for name in ("acc", "acc_norm"):  # of a share of `count` independent answers
         found[f"{name}_stderr"] = math.sqrt(found[name] * (1 - found[name]) / count)
     if config.json:
@@ -115,13 +115,17 @@ def read_question(line: str, place: str) -> Question:
 def score(model: Llama, tokenizer: Tokenizer, question: Question) -> torch.Tensor:
     """The logarithm of each choice's probability behind the prompt, fp32, one a choice.
 
-    Tokens count from where the choices' texts part from the prompt's: its last token may reach into a choice.
+    Tokens count from where the texts part from the prompt's: its last token may reach into a choice. Where that
+    is the first one, the end of another document stands before it.
 
     Raises:
         ValueError: a choice does not fit the context of the model.
     """
-    prompt, *texts = _ids(tokenizer, [question.prompt, *(question.prompt + c for c in question.choices)])
+    whole = [question.prompt, *(question.prompt + choice for choice in question.choices)]
+    prompt, *texts = [row.tolist() for row in tokenizer.encode(whole)]
     first = min(len(list(_common(prompt, text))) for text in texts)
+    if first == 0:
+        first, texts = 1, [[tokenizer.vocabulary.eos_id, *text] for text in texts]
     context, longest = model.config.max_seq_len, max(map(len, texts))
     if longest > context:
         raise ValueError(f"has {longest} tokens; the context of the model is {context}: shorten it")
@@ -136,11 +140,6 @@ def score(model: Llama, tokenizer: Tokenizer, question: Question) -> torch.Tenso
         logits_BSV.float().cpu().transpose(1, 2), labels_BS, ignore_index=IGNORED_LABEL, reduction="none"
     )
     return -losses_BS.sum(1)
-
-
-def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Each text as a document's begin: behind the end of another."""
-    return [[tokenizer.vocabulary.eos_id, *row.tolist()] for row in tokenizer.encode(texts)]
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> Iterator[tuple[int, int]]:
