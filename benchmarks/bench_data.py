@@ -275,7 +275,7 @@ def measure_reference(root: str, steps: int, packing: str) -> dict[str, float]:
         result[f"tokens_per_s_{world}_ranks"] = tokens / (time.perf_counter() - start)
         result[f"memory_mib_{world}_ranks"] = resident_mib() - before
         stream.close()
-    plan = lambda: stream.rows.order.addresses(123_456)  # type: ignore[attr-defined]  # noqa: E731
+    plan = lambda: stream.rows.order.addresses(123_456)  # type: ignore[union-attr]  # noqa: E731
     result["plan_1024_rows_s"] = min(seconds(plan) for _ in range(20))
     result["state_bytes"] = float(len(json.dumps(stream.state_dict())))
     return result

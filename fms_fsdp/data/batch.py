@@ -37,12 +37,10 @@ def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[in
     Raises: ValueError, naming the sizes that divide the batch.
     """
     if global_batch_size % dp_size:
-        valid = ", ".join(
-            str(size) for size in range(1, global_batch_size + 1) if global_batch_size % size == 0
-        )
+        sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0]
         raise ValueError(
             f"global_batch_size ({global_batch_size}) must be divisible by the data-parallel size "
-            f"({dp_size}); valid sizes: {valid}"
+            f"({dp_size}); valid sizes: {', '.join(map(str, sizes))}"
         )
     num_rows = global_batch_size // dp_size
     return dp_rank * num_rows, (dp_rank + 1) * num_rows

@@ -6,56 +6,37 @@ from collections.abc import Callable
 from typing import Any
 
 from fms_fsdp.config import DataConfig
-from fms_fsdp.data.batch import Batch
-from fms_fsdp.data.order.order import Consumption
 from fms_fsdp.data.stream import Stream
 from fms_fsdp.own_code import load_function
 
 REQUIRED = ("next_batch", "state_dict", "load_state_dict", "close")
 
 
+# What is answered for a stream that does not have it. Without `begin_after` a new stream begins with its
+# first batch, whatever the number of the step.
+ANSWERED: dict[str, Any] = {
+    "last_step": None,
+    "num_masked_rows": 0,
+    "batch_at": lambda step: None,
+    "documents": lambda step, limit=8: [],
+    "consumption": dict,
+    "begin_after": lambda step: None,
+}
+
+
 class CustomStream:
-    """A user's stream as a `Stream`: what it does not have beyond `REQUIRED` is answered here."""
+    """A user's stream as a `Stream`, with all that is in `ANSWERED`."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
 
-    @property
-    def last_step(self) -> int | None:
-        return getattr(self._own, "last_step", None)
-
-    @property
-    def num_masked_rows(self) -> int:
-        return getattr(self._own, "num_masked_rows", 0)
-
-    def next_batch(self) -> Batch:
-        batch: Batch = self._own.next_batch()
-        return batch
-
-    def batch_at(self, step: int) -> Batch | None:
-        return self._own.batch_at(step) if hasattr(self._own, "batch_at") else None
-
-    def documents(self, step: int, limit: int = 8) -> list[str]:
-        return self._own.documents(step, limit) if hasattr(self._own, "documents") else []
-
-    def consumption(self) -> Consumption:
-        return self._own.consumption() if hasattr(self._own, "consumption") else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._own.state_dict()
-        return state
+    def __getattr__(self, name: str) -> Any:
+        if name in ANSWERED:
+            return getattr(self._own, name, ANSWERED[name])
+        return getattr(self._own, name)
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> list[str]:
         return self._own.load_state_dict(state, step) or []
-
-    def begin_after(self, step: int) -> None:
-        """Without a method of its own, a new stream begins with its first batch whatever the number of the
-        step."""
-        if hasattr(self._own, "begin_after"):
-            self._own.begin_after(step)
-
-    def close(self) -> None:
-        self._own.close()
 
 
 def load_builder(section: DataConfig) -> Callable[..., Stream]:

@@ -21,12 +21,11 @@ from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, find_tokenizer, of_folder
 from fms_fsdp.data.order.permute import I64
-from fms_fsdp.data.shards.manifest import Corpus, Listing, list_corpus, open_corpus, open_root
+from fms_fsdp.data.shards.manifest import Corpus, open_corpus, open_root
 from fms_fsdp.data.stream import TokenStream, build_stream
 
-SEED = (
-    0x6576616C  # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
-)
+# of the order; not the run's, so that runs of different seeds are evaluated on the same rows
+SEED = 0x6576616C
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +53,13 @@ class HeldOut:
 class HeldOutListing:
     """What one rank has found out about the held-out sources of a group, for the others. Can be pickled.
 
-    `listing` is None for synthetic tokens.
+    `corpus` is None for synthetic tokens.
     """
 
     group: str
     data: DataConfig
     vocab_size: int
-    listing: Listing | None = None
+    corpus: Corpus | None = None
     token_bytes: I64 | None = None
 
 
@@ -167,18 +166,18 @@ def _scan(
         )
     table = _token_bytes(corpus, (data.data_path, data_path), found.vocab_size)
     no_marks = {source.name: "" for source in corpus.sources}  # rows that are never resumed need none
-    return replace(found, data=data, listing=list_corpus(corpus, no_marks), token_bytes=table)
+    return replace(found, data=data, corpus=replace(corpus, marks=no_marks), token_bytes=table)
 
 
 def _open(scanned: HeldOutListing, max_rows: int) -> Iterator[HeldOut]:
-    if scanned.listing is None:
+    if scanned.corpus is None:
         stream = _stream(scanned.data, None, SEED + (scanned.group == "test"), scanned.vocab_size)
         yield HeldOut(scanned.group, "synthetic", max_rows, stream, None)
         return
-    corpus = open_corpus(scanned.data, listing=scanned.listing)
-    for source in corpus.sources:
+    for source in scanned.corpus.sources:
         num_rows = min(max_rows, source.num_tokens // scanned.data.seq_length)
-        stream = _stream(scanned.data, replace(corpus, sources=(source,)), SEED, scanned.vocab_size)
+        corpus = replace(scanned.corpus, sources=(source,))
+        stream = _stream(scanned.data, corpus, SEED, scanned.vocab_size)
         yield HeldOut(scanned.group, source.name, num_rows, stream, scanned.token_bytes)
 
 

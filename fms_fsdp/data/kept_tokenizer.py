@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fms_fsdp.data.shards.files import Files
 from fms_fsdp.data.shards.manifest import open_root
-from fms_fsdp.data.tokenizer import KEPT_AS, Tokenizer, load_tokenizer, parse_description
+from fms_fsdp.data.tokenizer import KEPT_AS, ByteTokenizer, Tokenizer, load_tokenizer, parse_description
 
 _DESCRIBED = "meta/tokenizer.json"
 _END_NAMED = "tokenizer_config.json"  # beside a tokenizer.json
@@ -79,16 +79,16 @@ def find_tokenizer(root: str) -> Tokenizer | None:
         logger.debug("no tokenizer there: %s", error)
         return None
     described, _ = parse_description(data, f"{files.root}/{_DESCRIBED}")
+    if described.kind == "byte":
+        return ByteTokenizer()
     try:
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / KEPT_AS[described.kind]
-            if described.kind != "byte":
-                copy.write_bytes(_read_whole(files, described.file_name))
+            copy.write_bytes(_read_whole(files, described.file_name))
             with suppress(FileNotFoundError):
                 if described.kind == "huggingface":
                     copy.with_name(_END_NAMED).write_bytes(_read_whole(files, _END_NAMED))
-            name = described.kind if described.kind == "byte" else str(copy)
-            return load_tokenizer(name, described.eos_token)
+            return load_tokenizer(str(copy), described.eos_token)
     except (ValueError, OSError) as error:
         logger.debug("no tokenizer there: %s", error)
         return None

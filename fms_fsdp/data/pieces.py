@@ -203,17 +203,9 @@ class SourceReader:
         stored = np.minimum(lengths + 1, lengths + after - self.source.delimiter)
         out.tokens.fill(self._sep)
         next_token = np.where(after == 0, IGNORED_LABEL, self._sep)
-        for i, (file, address, skipped, place, length, count) in enumerate(
-            zip(
-                window.file[first:last].tolist(),
-                window.address[first:last].tolist(),
-                skip.tolist(),
-                places.tolist(),
-                lengths.tolist(),
-                stored.tolist(),
-                strict=True,
-            )
-        ):
+        columns = (window.file[first:last], window.address[first:last], skip, places, lengths, stored)
+        parts = zip(*(column.tolist() for column in columns), strict=True)
+        for i, (file, address, skipped, place, length, count) in enumerate(parts):
             if count <= 0:
                 continue
             path, dtype = window.files[file]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from fms_fsdp.data.order.order import Consumption, Fit, Order
 from fms_fsdp.data.order.packing import Cuts, pack_bestfit, pack_concat
 from fms_fsdp.data.order.permute import ORDER_VERSION
 from fms_fsdp.data.order.source_order import Rest, RowAddress, Span
-from fms_fsdp.data.order.state import check_state
+from fms_fsdp.data.order.state import check_same, check_state
 from fms_fsdp.data.order.tapes import TAIL, fit_geometry
 from fms_fsdp.data.pieces import Pieces, Row, ShardCache, SourceReader, Window
 from fms_fsdp.data.shards.content_marks import changed_shard
@@ -50,7 +50,12 @@ class Known(NamedTuple):
 
 
 class CorpusRows:
-    """Produces the rows of a step from a corpus (see `stream.RowProducer`)."""
+    """Produces the rows of any step from a corpus: a pure function of the step and of the history that a
+    checkpoint keeps.
+
+    `global_batch_size` is that at the end of a ramp; `last_step`, by --max_epochs, None for no end, is where
+    the source `first_exhausted` ends.
+    """
 
     def __init__(
         self,
@@ -85,13 +90,15 @@ class CorpusRows:
         self.last_step: int | None = None
         self.first_exhausted = ""
         self._windows: Lru[Span, Window] = Lru(WINDOW_CACHE_BYTES)
-        self._listed: tuple[Span, Pieces] | None = None
-        self.order = self._order_of(self._new_history(0), {})
-        self._limit_epochs(0)
+        self._listed = lru_cache(maxsize=1)(self.packed)  # rows of a window are listed one after the other
+        self.begin_after(0)
 
     def begin_after(self, step: int) -> None:
         """Makes step + 1 the first step: nothing has been seen."""
-        self.order = self._order_of(self._new_history(step), self.order.fit)
+        size = self._section.seq_length
+        history = History([Segment(step, self.global_batch_size, self._quotas, size, self._rampup)], [])
+        history.skip(self._section.skip_steps, step)
+        self.order = self._order_of(history, {})
         self._limit_epochs(step)
 
     def open_sources(self, corpus: Corpus) -> None:
@@ -108,8 +115,8 @@ class CorpusRows:
             )
 
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
-        """Returns a rank's rows of the step's global batch, which may be of another size. Raises: ShardError
-        with the step."""
+        """Returns the rows [B * dp_rank / dp_size, B * (dp_rank + 1) / dp_size) of the step's global batch,
+        whose size B may be another one. Raises: ShardError with the step."""
         segment = self.order.history.segment(step)
         start, stop = rows_of_rank(segment.batch_at(step), dp_rank, dp_size)
         batch = empty_batch(stop - start, segment.seq_length, pin_memory=self._pin_memory)
@@ -138,10 +145,7 @@ class CorpusRows:
         windows."""
         parts = []
         for span in self.order.spans(address):
-            whole = span._replace(start=0, length=0)
-            if self._listed is None or self._listed[0] != whole:  # rows of a window come one after the other
-                self._listed = whole, self.packed(whole)
-            pieces = self._listed[1]
+            pieces = self._listed(span._replace(start=0, length=0))
             end = np.cumsum(pieces.length)
             begin, stop = end - pieces.length, span.start + span.length
             inside = np.flatnonzero((end > span.start) & (begin < stop))
@@ -212,8 +216,8 @@ class CorpusRows:
         if pair := history.unfit_lengths():
             raise ValueError(
                 f"seq_length of the checkpoint's data state was {pair[0]} and {pair[1]}, neither a multiple "
-                "of the other, "
-                f"as earlier releases allowed; go on with the release that wrote it, or {WEIGHTS_ALONE}"
+                "of the other, as earlier releases allowed; go on with the release that wrote it, or "
+                f"{WEIGHTS_ALONE}"
             )
         before = history.segments[-1].seq_length
         changes = history.change(step, self.global_batch_size, self._quotas, size, self._rampup)
@@ -265,12 +269,6 @@ class CorpusRows:
     def close(self) -> None:
         self.files.close()
 
-    def _new_history(self, step: int) -> History:
-        size = self._section.seq_length
-        history = History([Segment(step, self.global_batch_size, self._quotas, size, self._rampup)], [])
-        history.skip(self._section.skip_steps, step)
-        return history
-
     def _order_of(self, history: History, fit: Fit) -> Order:
         """Returns the order that a history makes, after fitting the sources used for the first time in this
         length."""
@@ -286,7 +284,7 @@ class CorpusRows:
             num_tapes |= Counter({name: fits[name][0] for name in self._quotas if name in fits})
         self._windows.clear()
         self._windows.capacity = WINDOW_CACHE_BYTES + WINDOW_CACHE_BYTES_PER_TAPE * num_tapes.total()
-        self._listed = None
+        self._listed.cache_clear()
         num_tokens = {name: known.num_tokens for name, known in self._known.items()}
         return Order(self._seed, num_tokens, fit, history)
 
@@ -336,13 +334,8 @@ class CorpusRows:
 
     def _check_same(self, state: dict[str, Any], step: int) -> None:
         mine = self.state()
-        for name in ("state_version", "order_version", "seed", "packing", "sep_token"):
-            if state.get(name) != mine[name]:
-                flag = name if name.endswith("version") else f"--{name}"
-                raise ValueError(
-                    f"{flag} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with "
-                    "the same value, or take its weights alone with --load_model_only"
-                )
+        same = ("state_version", "order_version", "--seed", "--packing", "--sep_token")
+        check_same(state, mine, same, "the same value")
         check_state(state, step)
         size, old_size = self._section.seq_length, state["history"][-1]["seq_length"]
         if self._section.packing == "bestfit" and size != old_size:
@@ -359,14 +352,14 @@ class CorpusRows:
                     f"{now.num_tokens} tokens, then {old.num_shards} of {old.num_tokens}; restore its "
                     "shards, and add new ones as a source of their own"
                 )
-            shard = changed_shard(self.reader(name).source, old.marks, now.marks)
+            shard = changed_shard(self.reader(name).source.paths, old.marks, now.marks)
             if shard is not None:
                 raise ValueError(
                     f"shard ({shard}) has changed since the checkpoint, though its name and counts have not; "
                     f"restore it, or {WEIGHTS_ALONE}"
                 )
         lost = sorted(set(state["history"][-1]["weights"]) - set(mine["manifest"]))
-        if self._corpus.discovered and lost:
+        if lost and not self._section.datasets:
             raise FileNotFoundError(
                 f"source ({lost[0]}) of the checkpoint is missing in {self._corpus.files.root}; restore it, "
                 "or name the sources to go on with in --datasets"

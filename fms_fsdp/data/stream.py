@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol
 
 from fms_fsdp.config import DataConfig
@@ -23,6 +22,9 @@ from fms_fsdp.data.order.order import Consumption
 from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.shards.manifest import Corpus
 from fms_fsdp.data.synthetic import SyntheticRows
+
+STEPS_AHEAD = 2  # that are prepared before they are asked for
+StepRows = CorpusRows | SyntheticRows  # with the same methods
 
 
 class Stream(Protocol):
@@ -71,54 +73,18 @@ class Stream(Protocol):
         """Ends threads and closes files."""
 
 
-class RowProducer(Protocol):
-    """What a TokenStream draws from: pure functions of the step, and the history that a checkpoint keeps."""
-
-    global_batch_size: int  # at the end of a ramp
-    last_step: int | None  # by --max_epochs; None: no end
-    first_exhausted: str  # the source that ends at `last_step`
-
-    def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
-        """Returns the rows [B * dp_rank / dp_size, B * (dp_rank + 1) / dp_size) of the global batch of
-        `step`."""
-
-    def state(self) -> dict[str, Any]:
-        """Returns JSON values, the same on every rank."""
-
-    def load(self, state: dict[str, Any], step: int) -> list[str]:
-        """Continues after `step`; returns in words what the flags change from there on."""
-
-    def documents(self, step: int, limit: int) -> list[str]:
-        """Returns where the first pieces of the step's rows come from, in words."""
-
-    def begin_after(self, step: int) -> None:
-        """Makes step + 1 the first step."""
-
-    def consumption(self, step: int) -> Consumption:
-        """Returns what each source has supplied by the end of `step`."""
-
-    def num_masked_rows(self, step: int) -> int:
-        """Returns how many rows of this rank could not be read up to `step`."""
-
-    def close(self) -> None:
-        """Releases what is open."""
-
-
 class TokenStream:
-    """The `Stream` of a RowProducer.
+    """The `Stream` of rows that are pure functions of the step, and of the history that a checkpoint keeps.
 
-    `step` is the last step consumed (0 at first), `first_row` the place of this rank's first row in a global
-    batch of full size.
+    `step` is the last step consumed (0 at first).
     """
 
-    def __init__(self, rows: RowProducer, *, dp_rank: int, dp_size: int, prefetch: int) -> None:
+    def __init__(self, rows: StepRows, *, dp_rank: int, dp_size: int) -> None:
         self.rows = rows
         self.step = 0
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self.first_row = dp_rank * (rows.global_batch_size // dp_size)
-        self._depth = max(1, prefetch)
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="data")  # starts its thread when it is used
         self._ahead: deque[Future[Batch]] = deque()
 
     @property
@@ -174,23 +140,17 @@ class TokenStream:
 
     def close(self) -> None:
         self._drop_ahead()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._pool.shutdown()
         self.rows.close()
 
     def __enter__(self) -> TokenStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _fill(self) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="data")
-        while len(self._ahead) < self._depth:
+        while len(self._ahead) < STEPS_AHEAD:
             step = self.step + len(self._ahead) + 1
             if self.last_step is not None and step > self.last_step:
                 return
@@ -216,11 +176,10 @@ def build_stream(
     dp_size: int,
     rampup: tuple[int, ...] = (),
     pin_memory: bool = False,
-    prefetch: int = 2,
 ) -> TokenStream:
     """Returns the stream of this rank: of synthetic tokens if `corpus` is None.
 
-    `rampup`: start, increment and samples of a ramp to `global_batch_size`. `prefetch` counts steps.
+    `rampup`: start, increment and samples of a ramp to `global_batch_size`.
 
     Raises: ValueError if the batch cannot be shared out or is larger than the corpus, or for weights too
     small.
@@ -230,7 +189,7 @@ def build_stream(
         raise ValueError(
             f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of them"
         )
-    make: Callable[..., RowProducer] = SyntheticRows if corpus is None else partial(CorpusRows, corpus=corpus)
+    make: Callable[..., StepRows] = SyntheticRows if corpus is None else partial(CorpusRows, corpus=corpus)
     rows = make(
         section,
         seed=seed,
@@ -239,4 +198,4 @@ def build_stream(
         rampup=rampup,
         pin_memory=pin_memory,
     )
-    return TokenStream(rows, dp_rank=dp_rank, dp_size=dp_size, prefetch=prefetch)
+    return TokenStream(rows, dp_rank=dp_rank, dp_size=dp_size)

@@ -19,6 +19,7 @@ from fms_fsdp.data.order.history import History, Segment, rampup_of
 from fms_fsdp.data.order.mixture import NUM_SLOTS
 from fms_fsdp.data.order.order import Consumption
 from fms_fsdp.data.order.permute import I64, ORDER_VERSION, U64, derive_key, mix64
+from fms_fsdp.data.order.state import check_same
 
 _FACTOR, _SUMMAND, _CELL, _MAX_ALPHABET = 5, 3, 32, 256
 _ROWS = 0x726F7773  # the word of the keys drawn here
@@ -26,7 +27,7 @@ _QUOTAS = {"synthetic": NUM_SLOTS}
 
 
 class SyntheticRows:
-    """Produces the rows of a step (see `stream.RowProducer`)."""
+    """Produces the rows of any step, as `rows.CorpusRows` does from a corpus."""
 
     def __init__(
         self,
@@ -71,9 +72,8 @@ class SyntheticRows:
         """Returns S + 1 tokens a row. Each cell of 32 draws a place and a token; the rule runs from the last
         one drawn."""
         num_cells = length // _CELL + 2  # one before the row
-        row_keys: U64 = mix64(
-            np.arange(start, stop, dtype=np.uint64) ^ np.uint64(derive_key(self._seed, _ROWS, step))
-        )
+        key = np.uint64(derive_key(self._seed, _ROWS, step))
+        row_keys: U64 = mix64(np.arange(start, stop, dtype=np.uint64) ^ key)
         cells: U64 = np.arange(num_cells, dtype=np.uint64)
         draws = mix64(row_keys[:, None] + cells)
         place = (draws % np.uint64(_CELL)).astype(np.int64)
@@ -96,14 +96,7 @@ class SyntheticRows:
 
     def load(self, state: dict[str, Any], step: int) -> list[str]:
         """Continues from `step`; returns what changed. Raises: ValueError for a state of other data."""
-        mine = self.state()
-        for name in ("synthetic", "seed"):
-            if state.get(name) != mine[name]:
-                flag = "--seed" if name == "seed" else name
-                raise ValueError(
-                    f"{flag} ({mine[name]}) is {state.get(name)} in the checkpoint's data state; resume with "
-                    "the same data flags, or take its weights alone with --load_model_only"
-                )
+        check_same(state, self.state(), ("synthetic", "--seed"), "the same data flags")
         segments = [
             Segment(after, batch, _QUOTAS, length, rampup_of(state, after))
             for after, batch, length in state["history"]

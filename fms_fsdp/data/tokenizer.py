@@ -133,14 +133,11 @@ class SentencePieceTokenizer:
 
     def token_bytes(self) -> Tokens:
         model = self._processor
-        silent = [
-            model.is_control(i) or model.is_unknown(i) or model.is_unused(i)
-            for i in range(model.vocab_size())
-        ]
-        pieces = (model.id_to_piece(i) for i in range(model.vocab_size()))
-        return np.array(
-            [0 if none else _piece_bytes(piece) for piece, none in zip(pieces, silent, strict=True)]
-        )
+        table = np.zeros(self.vocabulary.size, dtype=np.int64)
+        for i in range(self.vocabulary.size):
+            if not (model.is_control(i) or model.is_unknown(i) or model.is_unused(i)):
+                table[i] = _piece_bytes(model.id_to_piece(i))
+        return table
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / self.vocabulary.file_name, self._model, sync=True)
@@ -168,9 +165,8 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
         except Exception as error:  # the package raises bare Exceptions
             raise ValueError(f"--tokenizer ({path}) cannot be read: {error}") from error
-        self._tokenizer.encode_special_tokens = (
-            True  # a document that spells <|endoftext|> holds text, not the token
-        )
+        # a document that spells <|endoftext|> holds text, not the token
+        self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         numbers = map(self._tokenizer.token_to_id, self._end_names(path, eos_token))
@@ -212,10 +208,8 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / self.vocabulary.file_name, self._content, sync=True)
-        write_json(
-            folder / "tokenizer_config.json",
-            {"eos_token": self._tokenizer.id_to_token(self.vocabulary.eos_id)},
-        )
+        end = self._tokenizer.id_to_token(self.vocabulary.eos_id)
+        write_json(folder / "tokenizer_config.json", {"eos_token": end})
 
 
 def _piece_bytes(piece: str) -> int:

@@ -31,7 +31,7 @@ from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.held_out import HeldOut, HeldOutListing, close_held_out, open_held_out, scan_held_out
 from fms_fsdp.data.prompts import Prompts, scan_prompts
 from fms_fsdp.data.rows import CorpusRows
-from fms_fsdp.data.shards.manifest import Corpus, open_corpus, scan_corpus
+from fms_fsdp.data.shards.manifest import Corpus, scan_corpus
 from fms_fsdp.data.stream import Stream, TokenStream, build_stream
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import ParallelDims, resolve_dims
@@ -319,7 +319,7 @@ def _open_data(cfg: TrainConfig) -> Corpus | None:
         return None
     if cfg.data.use_dummy_dataset:
         return None
-    return open_corpus(cfg.data, listing=runtime.agreed(partial(scan_corpus, cfg.data)))
+    return runtime.agreed(partial(scan_corpus, cfg.data))
 
 
 def open_stream(cfg: TrainConfig, found: Plan) -> Stream:

@@ -73,7 +73,8 @@ def test_the_global_batch_is_the_same_at_every_world_size(files: Files, packing:
             ranks = [files.stream(24, rank, world, seq_length=32, packing=packing) for rank in range(world)]
             parts = [rank.batch_at(step) for rank in ranks]
             assert same(tuple(torch.cat(columns) for columns in zip(*parts, strict=True)), expected)
-            sums = sum(fingerprint(part, rank.first_row) for part, rank in zip(parts, ranks, strict=True))
+            firsts = range(0, 24, 24 // world)
+            sums = sum(fingerprint(part, first) for part, first in zip(parts, firsts, strict=True))
             assert sums % 2**64 == total
 
 

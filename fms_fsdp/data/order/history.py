@@ -72,10 +72,9 @@ class Segment:
 
     def supplied(self, g: int) -> dict[str, int]:
         """Returns how many sequences each source has supplied to all steps before the global sequence g."""
-        counts = self.mixture.counts(g - self.first)
-        return {
-            name: self.base.get(name, 0) + counts.get(name, 0) for name in sorted({**self.base, **counts})
-        }
+        counts = Counter(self.base)
+        counts.update(self.mixture.counts(g - self.first))
+        return dict(sorted(counts.items()))
 
 
 class Rows(NamedTuple):
@@ -252,13 +251,11 @@ class History:
 
     def _first(self, step: int) -> int:
         segment = self.segment(step)
-        planned = segment.first + segment.rows_before(step)
-        return int(self._pass_skipped(segment, np.array([planned]))[0])
+        return int(self._pass_skipped(segment, np.array(segment.first + segment.rows_before(step))))
 
     def _last(self, step: int) -> int:
         segment = self.segment(step)
-        planned = segment.first + segment.rows_before(step + 1) - 1
-        return int(self._pass_skipped(segment, np.array([planned]))[0])
+        return int(self._pass_skipped(segment, np.array(segment.first + segment.rows_before(step + 1) - 1)))
 
     def _pass_skipped(self, segment: Segment, g: I64) -> I64:
         for a, b in self._skipped_from(segment.first):

@@ -15,9 +15,10 @@ import numpy as np
 from fms_fsdp.data.order.history import History
 from fms_fsdp.data.order.permute import F64, I64, permute
 from fms_fsdp.data.order.source_order import Lap, Rest, RowAddress, SourceOrder, Span
-from fms_fsdp.data.order.tapes import TAIL, Geometry, locate
+from fms_fsdp.data.order.tapes import MAX_ROWS, TAIL, Geometry, locate
 
 PLANNED_ROWS = 512
+_APART = 2 * MAX_ROWS  # more than the number of any row; 65,536 sources of so many fit 64 bits
 # "epoch": epochs gone through, "tokens": trained on, by source
 Consumption = dict[str, dict[str, float | int]]
 Fit = dict[str, dict[str, list[int]]]  # tapes, blocks a window, tokens a block, by row length and source
@@ -95,15 +96,10 @@ class Order:
     def _plan(self, first: int, num_steps: int) -> _Planned:
         rows, segment = self.history.rows(first, num_steps), self.history.segment(first)
         batches = [segment.batch_at(step) for step in range(first, first + num_steps)]
-        own = [self.source(name).laps for name in rows.names]
-        ends = np.cumsum([len(laps) for laps in own])
-        lap = ends[rows.source] - 1
-        for i, laps in enumerate(own):
-            if len(laps) > 1:
-                mine = np.flatnonzero(rows.source == i)
-                later = np.array([each.first for each in laps[1:]])
-                lap[mine] -= len(later) - np.searchsorted(later, rows.n[mine], side="right")
-        epoch, tape, token, fraction = _locate_rows([lap for laps in own for lap in laps], lap, rows.n)
+        laps = [(i, each) for i, name in enumerate(rows.names) for each in self.source(name).laps]
+        begins = np.array([i * _APART + each.first for i, each in laps])  # ascending, source after source
+        lap = np.searchsorted(begins, rows.source * _APART + rows.n, side="right") - 1
+        epoch, tape, token, fraction = _locate_rows([each for _, each in laps], lap, rows.n)
         order = np.lexsort((rows.n, rows.source, fraction, np.repeat(np.arange(num_steps), batches)))
         columns = (column[order] for column in (rows.source, rows.n, epoch, tape, token))
         return _Planned(first, rows.names, *columns)

@@ -46,9 +46,10 @@ def mix64_int(value: int) -> int:
     return x ^ (x >> 31)
 
 
-def hash64(text: str) -> int:
-    """Returns 64 bits that identify a text: BLAKE2b-64 of its UTF-8 bytes, read little-endian."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def hash64(content: str | bytes) -> int:
+    """Returns 64 bits that identify a text or bytes: BLAKE2b-64 (of UTF-8), read little-endian."""
+    data = content.encode() if isinstance(content, str) else content
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def derive_key(*parts: int) -> int:

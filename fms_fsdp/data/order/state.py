@@ -7,7 +7,7 @@ error far from its cause or, worse, in other tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,18 @@ from fms_fsdp.safe_names import shown_name
 MAX_SIZE = 1 << 31  # of a global batch, and of a row
 MAX_TAPES = 1 << 20  # as many as --logical_shards may ask for
 _DIGEST, _MARKS = re.compile("[0-9a-f]{16}"), re.compile("([0-9a-f]{2}|--)*")
+
+
+def check_same(state: Mapping[str, Any], mine: Mapping[str, Any], names: Iterable[str], remedy: str) -> None:
+    """Raises ValueError where a checkpoint's data state has another value than this run's under one of the
+    `names`, those of flags with "--" before them."""
+    for name in names:
+        now, before = mine[name.removeprefix("--")], state.get(name.removeprefix("--"))
+        if now != before:
+            raise ValueError(
+                f"{name} ({now}) is {before} in the checkpoint's data state; resume with {remedy}, or take "
+                "its weights alone with --load_model_only"
+            )
 
 
 def check_state(state: Mapping[str, Any], step: int) -> None:

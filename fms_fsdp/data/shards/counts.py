@@ -11,6 +11,7 @@ most rows goes first. A row of a shard that is not there loses the first such ro
 
 from __future__ import annotations
 
+import fnmatch
 import gc
 import re
 from collections import Counter
@@ -29,9 +30,7 @@ Counts = dict[str, tuple[int, int]]  # (documents, tokens) by the path of the sh
 def read_counts(files: Files, paths: Collection[str]) -> Counts:
     """Returns what the counts files among `paths`, the files of the corpus, say. Raises: ValueError."""
     rows: Counts = {}
-    for table in paths:
-        if not (table.startswith(f"{META}/") and "counts" in table and table.endswith(".csv")):
-            continue
+    for table in fnmatch.filter(paths, TABLES):
         try:
             if (size := files.size(table)) > LARGEST_TABLE:
                 raise ValueError(f"it has {size:,} bytes, more than {LARGEST_TABLE:,}")
@@ -56,9 +55,8 @@ def _placed(rows: Counts, known: frozenset[str]) -> Counts:
         if all(path.startswith(root) and path[start:] in known for path in rows):
             return {path[start:]: row for path, row in rows.items()}
     votes = Counter(path[:start] for path in rows for start in _starts(path) if path[start:] in known)
-    ranks = {
-        root: rank for rank, root in enumerate(sorted(votes, key=lambda root: (-votes[root], len(root))))
-    }
+    ranked = sorted(votes, key=lambda root: (-votes[root], len(root)))
+    ranks = {root: rank for rank, root in enumerate(ranked)}
     counts: Counts = {}
     for path, row in rows.items():
         fitting = sorted(
@@ -66,20 +64,16 @@ def _placed(rows: Counts, known: frozenset[str]) -> Counts:
         )
         start = next((start for start in fitting if path[start:] in known), fitting[0] if fitting else 0)
         if path[start:][:1] != "/" and (start == 0 or path[start:] not in counts):
-            counts[path[start:]] = (
-                row  # else: written under a root of which no shard is here, or for a second time
-            )
+            counts[path[start:]] = row
+        # else: written under a root of which no shard is here, or for a second time
     return counts
 
 
 def _starts(path: str) -> Iterator[int]:
     """Yields where a path may start below a root: at 0, after a first "/", and at the folders in it."""
-    start = 0
-    while start < 2 or path.find("/", start) >= 0:
-        yield start
-        start = path.find("/", start) + 1
-        if start == 0:
-            return
+    yield 0
+    for slash in re.finditer("/", path[: max(1, path.rfind("/"))]):
+        yield slash.end()
 
 
 def _parse(data: bytes) -> Counts:

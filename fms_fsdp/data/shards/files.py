@@ -11,9 +11,10 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.lru import Lru
@@ -40,7 +41,10 @@ class StorageCounters:
 
 
 class Files(Protocol):
-    """What the stream needs of a storage. Paths are relative to its root. Errors are OSError."""
+    """What the stream needs of a storage. Paths are relative to its root. Errors are OSError.
+
+    Can be pickled, for another process: it has the same files there, and looks at none of them to open.
+    """
 
     root: str
     num_threads: int  # that may use one instance at a time, and read the faster for it
@@ -51,10 +55,6 @@ class Files(Protocol):
 
     def walk(self, folder: str) -> Iterator[str]:
         """Yields the path of every file below `folder`, following links, in no particular order."""
-
-    def known_sizes(self) -> dict[str, int] | None:
-        """Returns the sizes of all files by path, where one listing at the start told them; None where each
-        is asked for."""
 
     def size(self, path: str) -> int:
         """Returns the size of a file in bytes."""
@@ -110,9 +110,6 @@ class LocalFiles:
                 if real not in parents:  # a link to a folder above would never end
                     yield from self._walk(path, (*parents, real))
 
-    def known_sizes(self) -> None:
-        return None
-
     def size(self, path: str) -> int:
         return os.fstat(self._descriptor(path)).st_size
 
@@ -121,17 +118,17 @@ class LocalFiles:
 
     def gather_int64(self, path: str, offsets: I64) -> I64:
         data = np.memmap(os.path.join(self.root, path), dtype=np.uint8, mode="r")
-        if (offsets % 8 == 0).all():
-            words = data[: len(data) // 8 * 8].view("<i8")[offsets // 8]
-        else:
-            words = data[offsets[:, None] + np.arange(8)].view("<i8")[:, 0]
-        return np.asarray(words, dtype=np.int64)
+        words: I64 = sliding_window_view(data, 8)[offsets].view("<i8")[:, 0]
+        return words
 
     def prefetch(self, path: str, offsets: I64, sizes: I64) -> None:
         pass  # the page cache reads ahead
 
     def clone(self) -> LocalFiles:
         return LocalFiles(self.root, self._max_open)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalFiles, (self.root, self._max_open)
 
     def close(self) -> None:
         self._open.clear()

@@ -49,9 +49,6 @@ class TokenError(ShardError):
 class MissingShardError(ShardError, FileNotFoundError):
     """A shard that is not there."""
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class ArrowFile:
     """An Arrow IPC file of the corpus. What is wrong with it is raised as a ShardError that names it."""
@@ -78,7 +75,7 @@ class ArrowFile:
         except _MISREAD as error:
             raise self.damaged() from error
 
-    def error(self, rule: str, remedy: str) -> ShardError:
+    def error(self, rule: str, remedy: str = CONVERT) -> ShardError:
         """Returns an error that names the file."""
         return ShardError(f"shard ({self.path}) {rule}; {remedy}")
 
@@ -132,7 +129,7 @@ class ArrowFile:
             raise self.damaged()
         batch = message.table(2)
         if batch.position(3):
-            raise self.error("has compressed buffers, which cannot be read in place", CONVERT)
+            raise self.error("has compressed buffers, which cannot be read in place")
         return batch, offset + prefix
 
     def list_layout(self, block: np.void, offset_width: int, width: int) -> tuple[int, int, int, int]:
@@ -146,7 +143,7 @@ class ArrowFile:
         nodes, buffers = batch.vector(1, _BUFFER), batch.vector(2, _BUFFER)  # a node is (length, null_count)
         num_docs, num_tokens = int(nodes["offset"][0]), int(nodes["offset"][1])
         if nodes["length"].any():
-            raise self.error("has null documents or tokens", CONVERT)
+            raise self.error("has null documents or tokens")
         at = 0
         for start, used in buffers.tolist():
             if not at <= start < at + _PADDING or start % 8 or used < 0:
@@ -188,7 +185,7 @@ class ArrowFile:
             ((length, num_nulls),) = batch.vector(1, _BUFFER).tolist()  # a FieldNode
             start, used = batch.vector(2, _BUFFER)[1].tolist()
             if num_nulls:
-                raise self.error("has null tokens", CONVERT)
+                raise self.error("has null tokens")
             fits = 0 <= length * width <= used and 0 <= start <= int(body[i]) - used
             if not fits or length != batch.scalar(0, "<q"):
                 raise self.damaged()

@@ -30,7 +30,7 @@ from fms_fsdp.data.order.mixture import NUM_SLOTS
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.order.tapes import MAX_ROWS, MAX_TOKENS
 from fms_fsdp.data.shards.content_marks import content_marks
-from fms_fsdp.data.shards.counts import META, Counts, read_counts
+from fms_fsdp.data.shards.counts import META, TABLES, Counts, read_counts
 from fms_fsdp.data.shards.files import Files, LocalFiles
 from fms_fsdp.data.shards.ipc import CONVERT, ShardError, TokenError
 from fms_fsdp.data.shards.separator import delimiter_of, find_sep_token
@@ -77,67 +77,43 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
-class Listing:
-    """What one rank has found out about a corpus, for the others: all of `Corpus` but the access to its
-    files. Can be pickled.
+class Corpus:
+    """The sources of a run, sorted by name, and their files. One rank finds it out and sends it to the
+    others, pickled: they look at no file or folder.
 
-    The sources are sorted by name. `vocab_size` is that of the shards' tokenizer, None where they do not say;
-    `tokenizer`: its digest, "" where they do not say;
-    `discovered`: the sources are those found, not those named; `marks`: content marks by source; `sizes`: of
-    the files of an object store.
+    `vocab_size` is that of the shards' tokenizer, None where they do not say; `tokenizer`: its digest, ""
+    where they do not say; `marks`: content marks by source.
     """
 
+    files: Files
     sources: tuple[Source, ...]
     vocab_size: int | None
     tokenizer: str
     sep_token: int
-    discovered: bool
     marks: Mapping[str, str] = field(default_factory=dict)
-    sizes: dict[str, int] | None = None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Corpus(Listing):
-    """The sources of a run and their files."""
-
-    files: Files
 
     def marks_of(self, source: Source) -> str:
         """Returns the source's content marks, read if they are not known."""
         known = self.marks.get(source.name)
-        return content_marks(self.files, source) if known is None else known
+        return content_marks(self.files, source.paths) if known is None else known
 
     def source(self, name: str) -> Source | None:
         """Returns the source of that name, or None."""
         return next((source for source in self.sources if source.name == name), None)
 
 
-def scan_corpus(section: DataConfig) -> Listing:
-    """Returns what `open_corpus` and a stream look up at the start: for one rank, which sends it to the
-    others.
+def scan_corpus(section: DataConfig) -> Corpus:
+    """Returns the corpus with the marks that a stream looks up at the start: for one rank, which sends it to
+    the others.
 
     Raises: ValueError, FileNotFoundError with one line.
     """
     corpus = open_corpus(section)
-    return list_corpus(corpus, {source.name: corpus.marks_of(source) for source in corpus.sources})
+    return replace(corpus, marks={source.name: corpus.marks_of(source) for source in corpus.sources})
 
 
-def list_corpus(corpus: Corpus, marks: Mapping[str, str]) -> Listing:
-    """Returns the listing of an open corpus."""
-    sizes = corpus.files.known_sizes()
-    vocabulary = corpus.vocab_size, corpus.tokenizer, corpus.sep_token
-    return Listing(corpus.sources, *vocabulary, corpus.discovered, marks, sizes)
-
-
-def open_corpus(
-    section: DataConfig,
-    files: Files | None = None,
-    *,
-    check_shards: bool = True,
-    listing: Listing | None = None,
-) -> Corpus:
-    """Returns the corpus that the flags describe, after all checks that need no reading of tokens. With the
-    `listing` of another rank no file or folder is looked at.
+def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards: bool = True) -> Corpus:
+    """Returns the corpus that the flags describe, after all checks that need no reading of tokens.
 
     Without `datasets`, every folder that holds shards is a source; without `weights`, sources are weighted by
     their tokens (and by at least 1/65,536, so that a tiny one is not refused). `check_shards` compares the
@@ -145,8 +121,6 @@ def open_corpus(
 
     Raises: ValueError, FileNotFoundError with one line.
     """
-    if listing is not None:
-        return Corpus(files=open_root(section.data_path, listing), **vars(listing))
     files = files or open_root(section.data_path)
     may_miss, paths = section.on_missing == "mask", sorted(files.walk(""))
     names = (
@@ -170,15 +144,8 @@ def open_corpus(
             if check_shards and path in opened:
                 check_shard(source, file, opened[path], sep_token=sep_token, at_start=True)
     files.close()
-    vocab_size, tokenizer = _vocabulary(opened)
-    return Corpus(
-        files=files,
-        sources=tuple(sources if weights else _weighted_by_tokens(sources)),
-        vocab_size=vocab_size,
-        tokenizer=tokenizer,
-        sep_token=sep_token,
-        discovered=not section.datasets,
-    )
+    weighted = tuple(sources if weights else _weighted_by_tokens(sources))
+    return Corpus(files, weighted, *_vocabulary(opened), sep_token)
 
 
 def _check_size(source: Source, seq_length: int) -> None:
@@ -215,8 +182,7 @@ def check_shard(
     if shard.num_docs != expected[0] or ((shard.is_list or not at_start) and shard.num_tokens != expected[1]):
         raise ShardError(
             f"shard ({shard.path}) holds {shard.num_docs} documents and {shard.num_tokens} tokens, but its "
-            "counts file says "
-            f"{expected[0]} and {expected[1]}; restore the shard or correct {META}/*counts*.csv"
+            f"counts file says {expected[0]} and {expected[1]}; restore the shard or correct {TABLES}"
         )
     if expected[1] > 0 and delimiter_of(shard, sep_token, trusted=True) != source.delimiter:
         stored, others = ("without", "with") if source.delimiter == 0 else ("with", "without")
@@ -241,7 +207,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"found: {', '.join(known[:8]) or 'none'}{', …' * (len(known) > 8)}"
 
 
-def open_root(data_path: str, listing: Listing | None = None) -> Files:
+def open_root(data_path: str) -> Files:
     """Returns access to the folder or object store that --data_path names. Raises: ValueError,
     FileNotFoundError."""
     if not data_path:
@@ -251,9 +217,9 @@ def open_root(data_path: str, listing: Listing | None = None) -> Files:
     if "://" in data_path:
         from fms_fsdp.data.shards.remote_files import RemoteFiles
 
-        return RemoteFiles(data_path, sizes=listing.sizes if listing else None)
+        return RemoteFiles(data_path)
     root = os.path.abspath(os.path.expanduser(data_path))
-    if listing is None and not os.path.isdir(root):
+    if not os.path.isdir(root):
         remedy = "make it with `python -m fms_fsdp prepare --input=... --output=...`, or --use_dummy_dataset"
         raise FileNotFoundError(f"--data_path ({data_path}) is not a folder; {remedy}")
     return LocalFiles(root)
@@ -327,7 +293,7 @@ def _shards_of_source(
     if absent and not may_miss:
         more = f" with {len(absent) - 1} more" if len(absent) > 1 else ""
         raise FileNotFoundError(
-            f"shard ({absent[0]}) is listed in {META}/*counts*.csv but missing in {root}{more}; "
+            f"shard ({absent[0]}) is listed in {TABLES} but missing in {root}{more}; "
             "restore it or --on_missing=mask"
         )
     for path in filter(has_control_character, listed):

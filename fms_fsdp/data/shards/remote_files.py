@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,6 +69,7 @@ class RemoteFiles:
         Raises: ValueError, FileNotFoundError, PermissionError, OSError with one line.
         """
         self.root, self.counters = shown(data_path), StorageCounters()
+        self._data_path = data_path
         self._max_tries, self._backoff_s = max_tries, backoff_s
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="storage")
@@ -89,9 +91,6 @@ class RemoteFiles:
     def walk(self, folder: str) -> Iterator[str]:
         prefix = f"{folder}/" if folder else ""
         return (path for path in self._sizes if path.startswith(prefix))
-
-    def known_sizes(self) -> dict[str, int]:
-        return self._sizes
 
     def size(self, path: str) -> int:
         if path not in self._sizes:
@@ -145,6 +144,9 @@ class RemoteFiles:
 
     def clone(self) -> RemoteFiles:
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(RemoteFiles, sizes=self._sizes), (self._data_path,)
 
     def close(self) -> None:
         """Gives up what is in flight but not waited for. The cache stays, until this object goes."""

@@ -7,6 +7,7 @@ URI's options.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,15 +15,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 SCHEMES = {"s3": "s3", "gs": "gs", "az": "abfs", "file": "file"}  # ours and pyarrow's
 PERMANENT = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
-_DENIED = (
-    "ACCESS_DENIED",
-    "INVALID_ACCESS_KEY",
-    "SIGNATURE",
-    "CREDENTIAL",
-    "STATUS 401",
-    "STATUS 403",
-    "UNAUTHENTICATED",
-)
+_DENIED = re.compile("ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|CREDENTIAL|STATUS 40[13]|UNAUTHENTICATED")
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and check the bucket's policy",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or write gs://anonymous@BUCKET for a public one",
@@ -39,7 +32,7 @@ def shown(uri: str) -> str:
 
 def is_denied(error: BaseException) -> bool:
     """Says whether the storage refused the credentials, or found none: trying again is no use."""
-    return isinstance(error, PermissionError) or any(word in str(error).upper() for word in _DENIED)
+    return isinstance(error, PermissionError) or _DENIED.search(str(error).upper()) is not None
 
 
 def open_filesystem(uri: str) -> tuple[Any, str]:
@@ -95,9 +88,8 @@ def start_errors(uri: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = " ".join(str(error).split())
-        if (
-            is_denied(error) or "ACCESS TOKEN" in reason.upper()
-        ):  # of Google: later on it may be the network's fault
+        # an access token is Google's: later on it may be the network's fault
+        if is_denied(error) or "ACCESS TOKEN" in reason.upper():
             remedy = _CREDENTIALS[urlsplit(uri).scheme]
             raise PermissionError(
                 f"{name} cannot be opened with these credentials: {reason}; {remedy}"

@@ -42,11 +42,8 @@ def delimiter_of(shard: Shard, sep_token: int, *, trusted: bool = False) -> int:
 def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) -> int:
     """Returns the separator: the flag, else the one that all shards opened (by path) name. Raises:
     ValueError."""
-    said = {
-        path: int(shard.metadata["sep_token"])
-        for path, shard in opened.items()
-        if shard.metadata.get("sep_token")
-    }
+    named = {path: shard.metadata.get("sep_token") for path, shard in opened.items()}
+    said = {path: int(token) for path, token in named.items() if token}
     if section.sep_token is not None:
         for path, token in said.items():
             if token != section.sep_token and opened[path].metadata.get("has_eos") == "true":

@@ -19,13 +19,14 @@ import numpy.typing as npt
 
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import Files
-from fms_fsdp.data.shards.ipc import CONVERT, ArrowFile
+from fms_fsdp.data.shards.ipc import ArrowFile
 from fms_fsdp.safe_names import shown_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 TokenType = np.dtype[np.unsignedinteger[npt.NBitBase]]
+OffsetType = np.dtype[np.signedinteger[npt.NBitBase]]
 _SAMPLED_TOKENS = 1 << 16
 _NUMBERS = ("n_docs", "n_tokens", "max_token_id", "vocab_size", "sep_token")  # of a shard's metadata
 _OFFSETS_MARGIN = 512  # documents read to either side of where the average length suggests
@@ -121,7 +122,7 @@ class Shard:
             if inside and starts[0] <= start and starts[-1] >= stop and (offsets[1:] >= offsets[:-1]).all():
                 break
             if (low, high) == (0, num_docs):
-                raise self._file.error("has offsets that disagree with its length", CONVERT)
+                raise self._file.error("has offsets that disagree with its length")
             margin *= 8
         first, last = _overlapping(starts, start, stop)
         addresses = self._values_at[chunk] + offsets[first:last] * self.dtype.itemsize
@@ -150,7 +151,7 @@ class Shard:
             return Documents(0, np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64))
         found = self.documents(number, 0, length)
         if (np.diff(found.starts) < self._delimiter).any():
-            raise self._file.error("has offsets that disagree with its length", CONVERT)
+            raise self._file.error("has offsets that disagree with its length")
         return found
 
     def document_at(self, address: int) -> int:
@@ -185,35 +186,26 @@ class Shard:
         """Refuses metadata that could be misunderstood, or that counts otherwise."""
         for name, value in self.metadata.items():
             if name in _NUMBERS and value and not re.fullmatch("[0-9]{1,18}", value, re.ASCII):
-                raise self._file.error(
-                    f"says {name} ({shown_name(value)}), which must be a whole number", CONVERT
-                )
+                raise self._file.error(f"says {name} ({shown_name(value)}), which must be a whole number")
             if name == "has_eos" and value not in ("true", "false"):
-                raise self._file.error(
-                    f"says {name} ({shown_name(value)}), which must be true or false", CONVERT
-                )
+                raise self._file.error(f"says {name} ({shown_name(value)}), which must be true or false")
         counts = {"n_docs": self.num_docs, **({"n_tokens": self.num_tokens} if self.is_list else {})}
         for name, count in counts.items():
             if self.metadata.get(name, "") not in ("", str(count)):
-                raise self._file.error(
-                    f"holds {count} where its metadata says {name} {self.metadata[name]}", CONVERT
-                )
+                raise self._file.error(f"holds {count} where its metadata says {name} {self.metadata[name]}")
 
-    def _token_type(
-        self, schema: pa.Schema
-    ) -> tuple[TokenType, bool, np.dtype[np.signedinteger[npt.NBitBase]]]:
+    def _token_type(self, schema: pa.Schema) -> tuple[TokenType, bool, OffsetType]:
         """Returns the type of the tokens, whether they stand in lists, and the type of the lists' offsets."""
         import pyarrow as pa
 
         if schema.names != ["tokens"]:
-            raise self._file.error(
-                f"must have one column `tokens`, not {shown_name(', '.join(schema.names))}", CONVERT
-            )
+            columns = shown_name(", ".join(schema.names))
+            raise self._file.error(f"must have one column `tokens`, not {columns}")
         kind = schema.field(0).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
         value = kind.value_type if is_list else kind
         if not pa.types.is_integer(value):
-            raise self._file.error(f"must hold integers in column `tokens`, not {kind}", CONVERT)
+            raise self._file.error(f"must hold integers in column `tokens`, not {kind}")
         offsets = np.dtype("<i8" if pa.types.is_large_list(kind) else "<i4")
         unsigned = np.dtype(f"<u{value.bit_width // 8}")  # negative ids turn out too large
         return unsigned, is_list, offsets

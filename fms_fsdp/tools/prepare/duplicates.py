@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fms_fsdp.data.order.permute import hash64
 from fms_fsdp.tools.prepare.documents import Document, read_part
-from fms_fsdp.tools.prepare.encode import SliceJob, TextReader, document_hash
+from fms_fsdp.tools.prepare.encode import SliceJob, TextReader
 
 _HASHES_IN_MEMORY = 1 << 25  # 64-bit hashes compared at a time, about 1 GB of working memory
 
@@ -20,7 +21,7 @@ def hash_slice(job: SliceJob) -> None:
     reader = job.recipe.reader
     assert isinstance(reader, TextReader)
     records = (record for part in job.slice.parts for record in read_part(part, reader.form))
-    hashes = [document_hash(record.data) for record in records if isinstance(record, Document)]
+    hashes = [hash64(record.data) for record in records if isinstance(record, Document)]
     _save(job.in_journal("hashes.npy"), np.array(hashes, dtype=np.uint64))
 
 

@@ -8,17 +8,17 @@ entry is written after them, so an entry vouches for its shards.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.atomic import write_json
+from fms_fsdp.data.order.permute import hash64
 from fms_fsdp.data.tokenizer import Tokens, load_tokenizer
 from fms_fsdp.tools.prepare.documents import Document, Part, Problem, Slice, TextFormat, read_part
 from fms_fsdp.tools.prepare.shard_writer import ShardInfo, ShardWriter
@@ -37,20 +37,9 @@ class Encoded(NamedTuple):
     document: Document | None = None
 
 
-class Reader(Protocol):
-    """Turns the parts of a slice into documents of token ids. A reader is a value for other processes."""
-
-    def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
-        """Every record, in order within a batch; `copies` marks the documents that equal an earlier one.
-
-        Raises:
-            ValueError: a file cannot be read.
-        """
-
-
 @dataclass(frozen=True)
 class TextReader:
-    """Reads text and encodes it, batch by batch."""
+    """Reads text and encodes it, batch by batch. A reader is a value for other processes."""
 
     form: TextFormat
     tokenizer: str
@@ -60,7 +49,13 @@ class TextReader:
     max_tokens: int | None
 
     def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
-        """Of a batch the problems come first, then copies and empty documents, then the encoded ones."""
+        """Every record; `copies` marks the documents that equal an earlier one.
+
+        Of a batch the problems come first, then copies and empty documents, then the encoded ones.
+
+        Raises:
+            ValueError: a file cannot be read.
+        """
         tokenizer = load_tokenizer(self.tokenizer, self.eos_token)
         eos = np.array([tokenizer.vocabulary.eos_id], dtype=np.uint32)
         first = 0
@@ -94,6 +89,7 @@ class TokenReader:
     eos_id: int
 
     def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
+        """Every record. Raises: ValueError: a file cannot be read."""
         for part in parts:
             number = 0
             try:
@@ -103,6 +99,9 @@ class TokenReader:
                     yield Encoded(tokens) if len(tokens) else Problem("empty document")
             except (OSError, ValueError, IndexError) as error:  # pa.ArrowInvalid is a ValueError
                 raise ValueError(f"--input ({part.path}): {error}; document {number + 1}") from error
+
+
+Reader = TextReader | TokenReader
 
 
 def _read_batches(parts: Sequence[Part], form: TextFormat) -> Iterator[list[Document | Problem]]:
@@ -163,11 +162,6 @@ class SliceResult(TypedDict):
     stats: dict[str, Any]
 
 
-def document_hash(data: bytes) -> int:
-    """64 bits of the content alone: equal documents are duplicates and fall into the same split."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
 def encode_slice(job: SliceJob) -> SliceResult:
     """Writes the shards of the slice and its journal entry, which it returns.
 
@@ -211,11 +205,12 @@ class SplitWriters:
         self._finished: list[ShardEntry] = []
 
     def add(self, record: Encoded) -> None:
-        """Appends a document; the hash of its text, or of its ids, chooses the split."""
+        """Appends a document; the hash of its text, or of its ids, chooses the split: the same for equal
+        ones."""
         tokens, split = record.tokens, SPLITS[0]
         if len(self._edges):
             data = record.document.data if record.document else tokens.astype("<u4").tobytes()
-            split = SPLITS[int(np.searchsorted(self._edges, document_hash(data), side="right"))]
+            split = SPLITS[int(np.searchsorted(self._edges, hash64(data), side="right"))]
         writer = self._open.get(split)
         if writer and writer.num_tokens and writer.num_tokens + len(tokens) > self._job.recipe.shard_tokens:
             self._close(split)

@@ -36,7 +36,6 @@ class ShardInfo:
     vocab_size: int
     sep_token: int
     tokenizer_digest: str
-    has_bos: bool = False
     has_eos: bool = False
 
     @property
@@ -96,7 +95,7 @@ class ShardWriter:
             "vocab_size": str(info.vocab_size),
             "sep_token": str(info.sep_token),
             "dtype": info.dtype.name,
-            "has_bos": str(info.has_bos).lower(),
+            "has_bos": "false",
             "has_eos": str(info.has_eos).lower(),
         }
         tokens = pa.field("tokens", pa.large_list(pa.from_numpy_dtype(info.dtype)), nullable=False)

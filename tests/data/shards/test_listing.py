@@ -10,15 +10,14 @@ import torch
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.held_out import open_held_out, scan_held_out
-from fms_fsdp.data.shards.manifest import Listing, open_corpus, scan_corpus
+from fms_fsdp.data.shards.manifest import Corpus, open_corpus, scan_corpus
 from fms_fsdp.data.stream import TokenStream, build_stream
 from tests.data.corpora import VOCAB, Files, write_corpus
 
 SIZES = {"web": [3000, 2000], "code/py": [1500]}
 
 
-def stream_of(section: DataConfig, listing: Listing | None) -> TokenStream:
-    corpus = open_corpus(section, listing=listing)
+def stream_of(section: DataConfig, corpus: Corpus) -> TokenStream:
     return build_stream(section, corpus, seed=1, vocab_size=VOCAB, global_batch_size=4, dp_rank=1, dp_size=2)
 
 
@@ -30,11 +29,11 @@ def test_a_rank_with_a_listing_looks_at_no_file_of_the_corpus_and_has_the_same_r
     files = write_corpus(tmp_path / "here", SIZES, counts=counts)
     section = files.section(seq_length=32, sep_token=None)
     section = replace(section, data_path=f"file://{files.root}") if uri else section
-    with stream_of(section, None) as stream:
+    with stream_of(section, open_corpus(section)) as stream:
         expected, state = [stream.next_batch() for _ in range(5)], stream.state_dict()
-    listing = pickle.loads(pickle.dumps(scan_corpus(section)))
+    corpus = pickle.loads(pickle.dumps(scan_corpus(section)))
     (tmp_path / "here").rename(tmp_path / "away")  # whatever is looked at now is missed
-    with stream_of(section, listing) as stream:
+    with stream_of(section, corpus) as stream:
         assert stream.state_dict() == state and len(state["manifest"]["web"][3]) == 4
         assert stream.load_state_dict(state, 2) == []
         (tmp_path / "away").rename(tmp_path / "here")
