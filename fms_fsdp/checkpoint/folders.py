@@ -46,20 +46,32 @@ _TEXTS = {
 }
 _CORNERS: Shape = {"in_tokens": bool, "warmup": int, "decay_start": int, "decay_end": int, "step_size": int}
 # what a run needs of train_state.json: a type, a list or a table of one shape, a row of given shapes, or a
-# table of given names
+# table of given names; an earlier release may have left out a name with a question mark
 _STATE_SHAPE: Shape = {
     "step": int,
     "tokens_seen": int,
     "data": dict,
     "config": {"": dict, "optim": {"": Number, **_TEXTS}},
-    "resolved": {"model": dict, "batch": {"batch_size": int, "global_batch_size": int}, "num_steps": int},
+    "resolved": {
+        "model": dict,
+        "batch": {"batch_size": int, "global_batch_size": int},
+        "num_steps": int,
+        "versions?": {"": str},
+        "schedule?": _CORNERS,
+    },
+    "save_s": Number,
+    "validation_loss": Number,
+    "rows_seen?": int,
+    "loss_scale?": {"scale": Number, "steps": int, "left": int},
 }
-_SYNTHETIC_SHAPE: Shape = {"history": [(int, int, int)]}
+_RAMPS: Shape = {"ramps?": {"": (int, int, int)}}
+_SYNTHETIC_SHAPE: Shape = {"history": [(int, int, int)], **_RAMPS}
 _CORPUS_SHAPE: Shape = {
     "history": [{"step": int, "batch": int, "seq_length": int, "weights": {"": Number}}],
     "skipped": [[int]],
     "manifest": {"": (str, int, int, object)},
     "fit": {"": {"": [int]}},
+    **_RAMPS,
 }
 
 
@@ -237,19 +249,12 @@ def _state_problem(folder: Path) -> str:
         return text
     if folder.name != f"step_{state['step']}":
         return f"{STATE} is of step {state['step']}"
-    later: Shape = {"versions": {"": str}, "schedule": _CORNERS}  # of later releases
-    later = {name: shape for name, shape in later.items() if name in state["resolved"]}
     data = state["data"]  # of our own streams; a user's stream knows its own
     data_shape = (
         _SYNTHETIC_SHAPE if "synthetic" in data else _CORPUS_SHAPE if data.get("state_version") == 2 else {}
     )
-    numbers: Shape = {"save_s": Number, "validation_loss": Number, "rows_seen": int}
-    numbers["loss_scale"] = {"scale": Number, "steps": int, "left": int}
-    numbers = {name: shape for name, shape in numbers.items() if name in state}
-    ramps: Shape = {"ramps": {"": (int, int, int)}} if "ramps" in data and data_shape else {}
-    for part, shape in ((state["resolved"], later), (state, numbers), (data, data_shape), (data, ramps)):
-        if text := _mismatch(part, shape, STATE):
-            return text
+    if text := _mismatch(data, data_shape, STATE):
+        return text
     if data_shape and not data["history"]:
         return f"{STATE} has no history of the data"
     try:
@@ -270,10 +275,9 @@ def _mismatch(value: Any, shape: Shape, name: str) -> str:
     64 bits."""
     inner: Iterable[tuple[str, Any, Shape]] = ()
     if isinstance(shape, dict) and isinstance(value, dict):
-        named = [(key, value.get(key), part) for key, part in shape.items() if key]
-        inner = named + [
-            (key, item, shape[""]) for key, item in value.items() if "" in shape and key not in shape
-        ]
+        keys = dict.fromkeys([key for key in shape if key and not key.endswith("?")] + [*value])
+        parts = {key: shape.get(key, shape.get(f"{key}?", shape.get(""))) for key in keys}
+        inner = [(key, value.get(key), part) for key, part in parts.items() if part is not None]
     elif isinstance(shape, list) and isinstance(value, list):
         inner = [(str(place), item, shape[0]) for place, item in enumerate(value)]
     elif isinstance(shape, tuple) and isinstance(value, list) and len(value) == len(shape):

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.config.flag import Flag, build_config, flag_table, non_defaults
+from fms_fsdp.config.flag import build_config, flag_table, non_defaults
 from fms_fsdp.config.model import ModelConfig
 from fms_fsdp.config.optim import OptimConfig
 from fms_fsdp.config.precision import PrecisionConfig
@@ -144,12 +144,6 @@ def as_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
     return plain
 
 
-def recorded_value(content: Mapping[str, Any], row: Flag) -> Any:
-    """A flag's value in what `as_dict` of this release or an earlier one wrote; its default if missing."""
-    sections = (content.get(section, {}) for section in (row.section, _MOVED.get(row.name, "")))
-    return next((section[row.name] for section in sections if row.name in section), row.default)
-
-
 def from_dict(content: Mapping[str, Any]) -> TrainConfig:
     """The configuration that `as_dict` of this release or an earlier one wrote.
 
@@ -158,9 +152,9 @@ def from_dict(content: Mapping[str, Any]) -> TrainConfig:
     Raises:
         ValueError: a value does not fit its flag.
     """
-    table = flag_table(TrainConfig)
-    values = {name: recorded_value(content, row) for name, row in table.items()}
-    found = {
-        name: coerce(table[name], value) for name, value in values.items() if value != table[name].default
-    }
+    found: dict[str, Any] = {}
+    for name, row in flag_table(TrainConfig).items():
+        for section in (_MOVED.get(name, ""), row.section):  # the place of this release counts
+            if name in content.get(section, {}):
+                found[name] = coerce(row, content[section][name])
     return build_config(TrainConfig, found)
