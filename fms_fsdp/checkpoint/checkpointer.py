@@ -221,11 +221,8 @@ def load_checkpoint(
     if failure is not None:
         raise _explained(failure, folder) from failure
     if optimizers is not None:
-        prefix = "optimizer."
-        state = {
-            name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
-        }
-        optimizers.load_state_dict(state)
+        state = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
+        optimizers.load_state_dict({name.removeprefix("optimizer."): value for name, value in state.items()})
 
 
 def _explained(failure: CheckpointException, folder: Path) -> BaseException:

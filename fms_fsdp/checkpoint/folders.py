@@ -127,10 +127,8 @@ class Checksum:
 def render_files(files: dict[str, tuple[int, int]]) -> str:
     """The text of files.json for {name: (bytes, checksum)}."""
     listing = {name: [size, f"{value:08x}"] for name, (size, value) in sorted(files.items())}
-    return (
-        json.dumps({"files": listing, "crc32": f"{zlib.crc32(json.dumps(listing).encode()):08x}"}, indent=1)
-        + "\n"
-    )
+    content = {"files": listing, "crc32": f"{zlib.crc32(json.dumps(listing).encode()):08x}"}
+    return json.dumps(content, indent=1) + "\n"
 
 
 def read_files(folder: Path) -> dict[str, tuple[int, int]]:
@@ -212,11 +210,8 @@ def _read_json(path: Path) -> tuple[str, Any]:
 def size_problems(folder: Path) -> list[str]:
     """Why `folder` is not a complete checkpoint by the names and sizes of its files; [] if it is."""
     try:
-        return [
-            text
-            for name, (size, _) in read_files(folder).items()
-            if (text := file_problem(folder / name, size, None))
-        ]
+        files = read_files(folder).items()
+        return [text for name, (size, _) in files if (text := file_problem(folder / name, size, None))]
     except (OSError, ValueError) as error:
         return [str(error)]
 
@@ -281,9 +276,7 @@ def _mismatch(value: Any, shape: Shape, name: str) -> str:
     elif isinstance(shape, list) and isinstance(value, list):
         inner = [(str(place), item, shape[0]) for place, item in enumerate(value)]
     elif isinstance(shape, tuple) and isinstance(value, list) and len(value) == len(shape):
-        inner = [
-            (str(place), item, part) for place, (item, part) in enumerate(zip(value, shape, strict=True))
-        ]
+        inner = zip(map(str, range(len(value))), value, shape, strict=True)
     elif shape is Number:
         return "" if value is None or type(value) in (bool, int, float) else f"{name} must be a number"
     elif shape is Texts:

@@ -221,9 +221,8 @@ def _is_whole(metadata: Any, sizes: dict[str, int]) -> bool:
         return False
     for info in metadata.storage_data.values():
         end = info.offset + info.length
-        if not 0 <= info.offset <= end <= sizes[info.relative_path] or getattr(
-            info, "transform_descriptors", None
-        ):
+        is_inside = 0 <= info.offset <= end <= sizes[info.relative_path]
+        if not is_inside or getattr(info, "transform_descriptors", None):
             return False
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):

@@ -142,12 +142,7 @@ def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
     check_keep_best(cfg.checkpoint.keep_best, schedule, cfg.eval.eval_interval)
     _check_trackers(cfg.log.trackers)
     device = runtime.pick_device(world)
-    dims = resolve_dims(
-        cfg.parallel,
-        variant=cfg.model.name,
-        world_size=world.world_size,
-        local_world_size=world.local_world_size,
-    )
+    dims = resolve_dims(cfg.parallel, cfg.model.name, world)
     check_compile(cfg.parallel, device)
     check_machine(parsed, device, dims)
     batch = resolve_batch(cfg.training, dims.size("dp"))

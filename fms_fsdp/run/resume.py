@@ -92,14 +92,10 @@ def _go_back(root: Path, step: int, skip: Collection[Path]) -> Start:
     """Applies `--resume_step`. A run that already went back to that step continues from its newest
     checkpoint."""
     newest = open_checkpoint(root, skip=skip)
-    if (
-        newest is not None
-        and newest.step > step
-        and newest.state["config"]["checkpoint"].get("resume_step") == step
-    ):
-        return Start(
-            newest, True, f"resumed from step {newest.step} of {root}, made since --resume_step={step}"
-        )
+    if newest is not None and newest.step > step:
+        if newest.state["config"]["checkpoint"].get("resume_step") == step:
+            why = f"resumed from step {newest.step} of {root}, made since --resume_step={step}"
+            return Start(newest, True, why)
     chosen = open_checkpoint(root, skip=skip, step=step)
     if chosen is None:
         there = ", ".join(map(str, complete_steps(root)))
@@ -107,12 +103,8 @@ def _go_back(root: Path, step: int, skip: Collection[Path]) -> Start:
             f"--resume_step ({step}) must be the step of a checkpoint in {root}; there are: {there}"
         )
     later = tuple(root / f"step_{found}" for found in named_steps(root) if found > step)
-    return Start(
-        chosen,
-        True,
-        f"resumed from step {step} of {root}; {len(later)} later checkpoints are set aside",
-        later,
-    )
+    why = f"resumed from step {step} of {root}; {len(later)} later checkpoints are set aside"
+    return Start(chosen, True, why, later)
 
 
 def _passed_over(checkpoint: Checkpoint) -> str:
