@@ -91,8 +91,8 @@ class BadSteps(Hook):
         if not is_stuck:
             return log.info("%s %g and is %g", text, before, now)
         raise TooManyBadSteps(
-            f"{text} {before:g}, the lowest (--min_loss_scale). {self.describe(step)} Use --precision=bf16 or "
-            "fp32, pass over the data with --skip_steps, or lower --learning_rate with "
+            f"{text} {before:g}, the lowest (--min_loss_scale). {self.describe(step)} Use --precision=bf16 "
+            "or fp32, pass over the data with --skip_steps, or lower --learning_rate with "
             f"{self.keep_name}"
         )
 
