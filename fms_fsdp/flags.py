@@ -210,11 +210,9 @@ def _read_overlay(path: Path, table: Mapping[str, Flag]) -> dict[str, Any]:
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Section, name and value of each flag in an overlay; the section of a flag outside tables is ""."""
     for key, value in content.items():
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                yield key, name.replace("-", "_"), inner
-        else:
-            yield "", key.replace("-", "_"), value
+        section, flags = (key, value) if isinstance(value, dict) else ("", {key: value})
+        for name, inner in flags.items():
+            yield section, name.replace("-", "_"), inner
 
 
 def sections_of(config_type: type[Any]) -> Iterator[tuple[str, list[Flag]]]:
@@ -267,6 +265,5 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
             choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
             lines.append(f"  --{row.name} ({type_name(row)}, default {shown_value(row.default)}){choices}")
             lines.append(f"      {row.help}{' (advanced)' if row.advanced else ''}")
-    return "\n".join(
-        [*lines, *(["\n--help=all lists every flag, --list_variants the models"] if first else [])]
-    )
+    lines += ["\n--help=all lists every flag, --list_variants the models"] if first else []
+    return "\n".join(lines)

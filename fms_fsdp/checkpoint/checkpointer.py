@@ -169,9 +169,8 @@ class Checkpointer:
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())  # unsharded: what all ranks write
         writer = CheckpointWriter(partial, final, state, num_bytes, self._progress, begin, commit)
         try:
-            dcp.save(
-                tensors, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized()
-            )
+            alone = self._group is None
+            dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=alone)
         except CheckpointException as error:  # a collection of tracebacks: the first rank's own error
             rank, inner = _first_failure(error)
             raise SaveFailed(f"rank {rank}: {inner}".splitlines()[0]) from error

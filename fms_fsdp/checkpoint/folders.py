@@ -256,12 +256,8 @@ def _state_problem(folder: Path) -> str:
         model = asdict(model_from_dict(state["resolved"]["model"]))
     except (TypeError, ValueError):
         return f"{STATE} describes no model"
-    known = asdict(LlamaConfig(1, 1, 1, 1, 1))
-    wrong = [
-        name
-        for name, value in model.items()
-        if type(value) is not type(known[name]) and name != "rope_scaling"
-    ]
+    known = asdict(LlamaConfig(1, 1, 1, 1, 1)) | {"rope_scaling": model["rope_scaling"]}  # of many types
+    wrong = [name for name, value in model.items() if type(value) is not type(known[name])]
     return f"{STATE} has a model whose {wrong[0]} is {model[wrong[0]]!r}" if wrong else ""
 
 
@@ -326,9 +322,8 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
     if _STEP.fullmatch(path.name) and (step is not None or path.is_dir()):
         candidates = [path]
     else:
-        candidates = [
-            path / f"step_{found}" for found in reversed(named_steps(path)) if step in (None, found)
-        ]
+        steps = [found for found in reversed(named_steps(path)) if step in (None, found)]
+        candidates = [path / f"step_{found}" for found in steps]
     passed_over: dict[Path, str] = {}
     for folder in candidates:
         wrong = ["damaged"] if folder in skip else problems(folder)

@@ -15,6 +15,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,8 @@ def _check_shared(root: Path, world: World, mesh: Mesh, patience_s: float = 30.0
     text, sees = agreed(write), world.local_rank > 0  # one rank of a node looks for all
     deadline = time.monotonic() + patience_s
     while not sees and time.monotonic() < deadline:
-        sees = _reads(root / _SENTINEL, text)
+        with suppress(OSError):
+            sees = (root / _SENTINEL).read_text() == text
         time.sleep(0 if sees else 0.2)
     count = int(mesh.sum(torch.tensor([int(not sees)]), "world").item())
     if count:
@@ -209,10 +211,3 @@ def _check_shared(root: Path, world: World, mesh: Mesh, patience_s: float = 30.0
             f"folder ({root}) must be shared by all nodes, and {count} of them do not see what rank 0 writes "
             "there; choose an --output_dir on a shared file system"
         )
-
-
-def _reads(path: Path, text: str) -> bool:
-    try:
-        return path.read_text() == text
-    except OSError:
-        return False

@@ -217,13 +217,10 @@ def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:
         check_model(found.model, checkpoint)
     if checkpoint is not None and begin.continues:
         check_same_optimizer(cfg.optim, checkpoint)
-        saved = checkpoint.state["resolved"]["batch"]
+        saved, dp_size = checkpoint.state["resolved"]["batch"], found.dims.size("dp")
+        total, rows = saved["global_batch_size"], saved["batch_size"]
         batch = keep_global_batch(
-            cfg.training,
-            found.dims.size("dp"),
-            total=saved["global_batch_size"],
-            usual_rows=saved["batch_size"],
-            keep_name=cfg.keep_name,
+            cfg.training, dp_size, total=total, usual_rows=rows, keep_name=cfg.keep_name
         )
         if batch.global_batch_size != found.batch.global_batch_size and found.held_out:
             close_held_out(found.held_out)

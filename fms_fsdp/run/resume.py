@@ -159,9 +159,8 @@ def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> lis
     for name, row in flag_table(TrainConfig).items():
         if before[name] != now[name]:
             takes_effect = row.orders_data and (start.fresh_data or cfg.data.dataset_builder)
-            changed["announced" if takes_effect else row.resume].append(
-                f"--{name} {_shown(before[name])} -> {_shown(now[name])}"
-            )
+            change = f"--{name} {_shown(before[name])} -> {_shown(now[name])}"
+            changed["announced" if takes_effect else row.resume].append(change)
     lines = []
     if changed["announced"]:
         lines.append(f"from step {start.state['step'] + 1} on: {', '.join(changed['announced'])}")
