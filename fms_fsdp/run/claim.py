@@ -185,7 +185,7 @@ def _remove_old_request(file: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _check_shared(root: Path, world: World, mesh: Mesh, patience_s: float = 30.0) -> None:
+def _check_shared(root: Path, world: World, mesh: Mesh) -> None:
     """Every node sees the file that rank 0 writes; network file systems may take some seconds to show it.
 
     Raises:
@@ -200,7 +200,7 @@ def _check_shared(root: Path, world: World, mesh: Mesh, patience_s: float = 30.0
         return text
 
     text, sees = agreed(write), world.local_rank > 0  # one rank of a node looks for all
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + 30.0
     while not sees and time.monotonic() < deadline:
         with suppress(OSError):
             sees = (root / _SENTINEL).read_text() == text

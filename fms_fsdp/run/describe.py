@@ -103,8 +103,7 @@ def describe_sharding(
     state = optimizer_bytes / dims.dp_shard
     sizes = [size / 2**30 for size in (weights, need.unit, gradients + need.gradients, state)]
     held = "weights {:.3g}, gathered {:.3g}, gradients {:.3g}, optimizer {:.3g}"
-    accum = batch.grad_accum_steps
-    sent = bytes_sent(model, dims, precision, accum)
+    sent = bytes_sent(model, dims, precision, batch.grad_accum_steps)
     over = ", ".join(f"{axis} {size / 2**30:.3g}" for axis, size in sent.items())
     lines = [f"memory, GiB a rank: {held.format(*sizes)}", f"network, GiB sent by a rank in a step: {over}"]
     return "\n".join(lines[: 1 + bool(sent)])
