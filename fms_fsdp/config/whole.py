@@ -18,7 +18,7 @@ from fms_fsdp.config.optim import OptimConfig
 from fms_fsdp.config.precision import PrecisionConfig
 from fms_fsdp.config.surroundings import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
 from fms_fsdp.config.training import DataConfig, ParallelConfig, TrainingConfig
-from fms_fsdp.config.values import coerce, joined
+from fms_fsdp.config.values import check_alone, coerce, joined
 
 # The sections and flags that an earlier release hashed into the run name. A new flag does not belong here.
 _EARLIER_NAME = {
@@ -77,12 +77,9 @@ class TrainConfig:
             raise ValueError(
                 f"--keep_best ({self.checkpoint.keep_best}) compares validation losses; set --eval_interval"
             )
-        if self.model.init_from_hf and self.checkpoint.ckpt_load_path:
-            raise ValueError(
-                f"--init_from_hf ({self.model.init_from_hf}) must not be given beside --ckpt_load_path; "
-                "leave one of them out"
-            )
         section = self.checkpoint
+        starts = {"ckpt_load_path": section.ckpt_load_path, "init_from_hf": self.model.init_from_hf}
+        check_alone(starts, "; leave one of them out")
         scheduled, interval = section.checkpoint_schedule, section.checkpoint_interval
         if section.export_interval and (scheduled or not interval or section.export_interval % interval):
             raise ValueError(
