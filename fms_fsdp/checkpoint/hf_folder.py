@@ -123,8 +123,10 @@ def _fill_rows(target: torch.Tensor, part: torch.Tensor, vocab_size: int) -> Non
 
 def _mean_row(part: torch.Tensor) -> torch.Tensor:
     """In fp64, a few rows in memory at a time."""
-    sums = (rows.double().sum(0) for rows in part.split(_ROWS_AT_A_TIME))
-    return sum(sums, torch.zeros(part.shape[1:], dtype=torch.float64)) / len(part)
+    total = torch.zeros(part.shape[1:], dtype=torch.float64)
+    for first in range(0, len(part), _ROWS_AT_A_TIME):
+        total += part[first : first + _ROWS_AT_A_TIME].double().sum(0)
+    return total / len(part)
 
 
 @cache  # the note is for once
