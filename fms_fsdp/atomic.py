@@ -1,4 +1,5 @@
-"""Writes of files and folders that a reader sees complete or not at all. Standard library only."""
+"""JSON files, and writes of files and folders that a reader sees complete or not at all. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -46,6 +47,15 @@ def whole_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The table in a JSON file; {} where the file is missing or no such file."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_json(path: Path, content: Any) -> None:

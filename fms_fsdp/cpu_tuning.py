@@ -19,8 +19,8 @@ def set_thread_waiting() -> None:
     Source: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = _positive("OMP_NUM_THREADS", cores)
-    if _positive("LOCAL_WORLD_SIZE", 1) * threads > cores:
+    threads = positive_number("OMP_NUM_THREADS", cores)
+    if positive_number("LOCAL_WORLD_SIZE", 1) * threads > cores:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     elif "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
@@ -38,7 +38,7 @@ def let_gpu_memory_grow() -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
-def _positive(name: str, default: int) -> int:
+def positive_number(name: str, default: int) -> int:
     """A positive number of the environment; the default for other texts, which torch or torchrun refuse."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and 0 < len(text) < 7 and int(text) else default

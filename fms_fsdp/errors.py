@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 # how the user called the commands; empty where main_training.py or another script runs
 _CALLED = os.path.basename(sys.argv[0].replace("/__main__.py", ""))
@@ -63,3 +64,11 @@ def printing() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_and_end(text: str) -> NoReturn:
+    """Answers a question that was asked in place of work: rank 0 prints, and the process ends with 0."""
+    if os.environ.get("RANK", "0") == "0":
+        with printing():
+            print(text)
+    raise SystemExit(0)

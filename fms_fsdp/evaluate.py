@@ -27,7 +27,7 @@ from fms_fsdp.data.held_out import HeldOut, close_held_out
 from fms_fsdp.errors import BadInput
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.sinks import Sinks
-from fms_fsdp.parallel.fsdp import reshard
+from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.runtime import log
 from fms_fsdp.state import Hook, Progress, StepResult
 
@@ -53,9 +53,7 @@ def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
         BadInput: a shard cannot be read.
     """
     values: dict[str, float] = {}
-    was_training = forward.model.training
-    forward.model.eval()
-    try:
+    with evaluating(forward.model):
         for group in dict.fromkeys(source.group for source in sources):
             totals: list[tuple[float, float, float]] = []
             for source in (source for source in sources if source.group == group):
@@ -64,9 +62,6 @@ def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
             loss_sum, num_labels, num_bytes = (math.fsum(column) for column in zip(*totals, strict=True))
             has_bytes = all(total[2] for total in totals)
             values |= _means(group, loss_sum, num_labels, num_bytes if has_bytes else 0)
-    finally:
-        forward.model.train(was_training)
-        reshard(forward.model)
     return values
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 import textwrap
 import tomllib
@@ -29,7 +28,7 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.effects import refuse_idle_flags
 from fms_fsdp.config.flag import Flag, build_config, flag_table, flag_values
 from fms_fsdp.config.values import coerce, one_line, shown
-from fms_fsdp.errors import PROGRAM, printing
+from fms_fsdp.errors import PROGRAM, print_and_end
 
 C = TypeVar("C")
 
@@ -70,10 +69,7 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     table = flag_table(config_type)
     texts, bare = _split(argv, next((row.name for row in table.values() if row.positional), ""))
     if asked := texts.get("help", texts.get("h")):
-        if os.environ.get("RANK", "0") == "0":
-            with printing():
-                print(help_text(config_type, usage, every="all" in asked))
-        raise SystemExit(0)
+        print_and_end(help_text(config_type, usage, every="all" in asked))
     known = table.keys() | _FILES
     if unknown := [_is_no_flag(name, table, "--" + name) for name in texts if name not in known]:
         raise ValueError(". ".join(unknown))
@@ -87,16 +83,14 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     overridden: list[str] = []
-    for overlay in overlays.split(",") if overlays else ():
-        path = _find_overlay(overlay, folder)
-        for name, value in _read_overlay(path, table).items():
+    paths = [_find_overlay(name, folder) for name in (overlays.split(",") if overlays else ())]
+    layers: list[tuple[str, Mapping[str, Any]]] = [(str(path), _read_overlay(path, table)) for path in paths]
+    for origin, content in [*layers, ("flag", given)]:
+        for name, value in content.items():
             if name in values:
-                overridden.append(f"{name}: {path} replaces {origins[name]}")
-            values[name], origins[name] = value, str(path)
-    for name, text in given.items():
-        if name in values:
-            overridden.append(f"{name}: the flag replaces {origins[name]}")
-        values[name], origins[name] = text, "flag"
+                by = "the flag" if origin == "flag" else origin
+                overridden.append(f"{name}: {by} replaces {origins[name]}")
+            values[name], origins[name] = value, origin
     for name, value in values.items():
         try:
             values[name] = coerce(table[name], value)
@@ -216,11 +210,9 @@ def _read_overlay(path: Path, table: Mapping[str, Flag]) -> dict[str, Any]:
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Section, name and value of each flag in an overlay; the section of a flag outside tables is ""."""
     for key, value in content.items():
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                yield key, name.replace("-", "_"), inner
-        else:
-            yield "", key.replace("-", "_"), value
+        section, flags = (key, value) if isinstance(value, dict) else ("", {key: value})
+        for name, inner in flags.items():
+            yield section, name.replace("-", "_"), inner
 
 
 def sections_of(config_type: type[Any]) -> Iterator[tuple[str, list[Flag]]]:
@@ -273,6 +265,5 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
             choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
             lines.append(f"  --{row.name} ({type_name(row)}, default {shown_value(row.default)}){choices}")
             lines.append(f"      {row.help}{' (advanced)' if row.advanced else ''}")
-    return "\n".join(
-        [*lines, *(["\n--help=all lists every flag, --list_variants the models"] if first else [])]
-    )
+    lines += ["\n--help=all lists every flag, --list_variants the models"] if first else []
+    return "\n".join(lines)

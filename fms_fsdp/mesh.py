@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fms_fsdp.config import ParallelConfig
 from fms_fsdp.config.flag import flag_table
+from fms_fsdp.runtime import World
 
 T = TypeVar("T")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -77,15 +78,14 @@ class ParallelDims:
         return place
 
 
-def resolve_dims(
-    section: ParallelConfig, *, variant: str, world_size: int, local_world_size: int
-) -> ParallelDims:
+def resolve_dims(section: ParallelConfig, variant: str, world: World) -> ParallelDims:
     """The axes of a run. Default strategy: none on one device, hsdp for 7b and 13b, else fsdp.
 
     Raises:
         ValueError: an unknown strategy, `none` on several processes, or a shard size that does not divide
             the world size.
     """
+    world_size = world.world_size
     default = "none" if world_size == 1 else "hsdp" if variant.lower() in _PREFER_HSDP else "fsdp"
     strategy = (section.sharding_strategy or default).lower()
     if strategy not in _STRATEGIES:
@@ -101,7 +101,7 @@ def resolve_dims(
         return ParallelDims(strategy)
     if strategy == "ddp":
         return ParallelDims(strategy, dp_replicate=world_size)
-    shard_size = (section.hsdp_shard_size or local_world_size) if strategy == "hsdp" else world_size
+    shard_size = (section.hsdp_shard_size or world.local_world_size) if strategy == "hsdp" else world_size
     if world_size % shard_size:
         valid = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         source = "" if section.hsdp_shard_size else ", the devices of a node,"

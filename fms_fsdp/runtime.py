@@ -95,10 +95,7 @@ def cpu_has_bf16() -> bool:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-    features = next(
-        (line.split() for line in text.splitlines() if line.lower().startswith(("flags", "features"))), []
-    )
-    return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(features))
+    return bool(re.search(r"(?im)^(flags|features)\s.*\b(amx_bf16|avx512_bf16|bf16)\b", text))
 
 
 def resolve_precision(section: PrecisionConfig, device: torch.device, keep_name: str = "") -> Precision:
@@ -248,10 +245,8 @@ class HostCopy:
 def process_age_s() -> float:
     """Seconds since this process was started, by the kernel's account; 0 where there is none."""
     try:
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
-            "SC_CLK_TCK"
-        )
-        return float(Path("/proc/uptime").read_text().split()[0]) - started
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0
 
@@ -321,12 +316,10 @@ def versions() -> dict[str, str]:
 @cache
 def _git_state() -> dict[str, str]:
     """The commit this code is at, and a hash of what differs from it; {} outside of a repository."""
+    git, silent = ["git", "-C", str(Path(__file__).parent)], subprocess.DEVNULL
     try:
-        command = ["git", "-C", str(Path(__file__).parent)]
-        commit = subprocess.run(
-            [*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        )
-        diff = subprocess.run([*command, "diff", "HEAD"], capture_output=True, timeout=10, check=True).stdout
+        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], stderr=silent, timeout=10, text=True)
+        diff = subprocess.check_output([*git, "diff", "HEAD"], stderr=silent, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return {"commit": commit.stdout.strip()[:12] + (f"+{zlib.crc32(diff):08x}" if diff else "")}
+    return {"commit": commit[:12] + (f"+{zlib.crc32(diff):08x}" if diff else "")}

@@ -18,7 +18,7 @@ from fms_fsdp.generate import Sampling, generate, text_after
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.observe.sinks import Sinks
-from fms_fsdp.parallel.fsdp import reshard
+from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.runtime import log
 from fms_fsdp.state import Hook, Progress, StepResult
 
@@ -70,19 +70,12 @@ class Sampler(Hook):
 
     def _draw(self, prompts: Prompts) -> list[list[int]]:
         """The tokens of each text, up to its end."""
-        was_training, drawn = self._model.training, [list[int]() for _ in prompts.ids]
-        self._model.eval()
-        try:
-            with torch.compiler.set_stance("force_eager"):  # each length would be compiled
-                steps = generate(
-                    self._model, prompts.ids, Sampling(temperature=0.8), max_new_tokens=SAMPLE_TOKENS
-                )
-                for tokens in steps:
-                    self._alive()
-                    for row, token in zip(drawn, tokens, strict=True):
-                        row += [] if token is None else [token]
-        finally:
-            self._model.train(was_training)
-            reshard(self._model)
+        drawn, sampling = [list[int]() for _ in prompts.ids], Sampling(temperature=0.8)
+        # eager: each length would be compiled
+        with evaluating(self._model), torch.compiler.set_stance("force_eager"):
+            for tokens in generate(self._model, prompts.ids, sampling, max_new_tokens=SAMPLE_TOKENS):
+                self._alive()
+                for row, token in zip(drawn, tokens, strict=True):
+                    row += [] if token is None else [token]
         ends = (row.index(prompts.end_token) if prompts.end_token in row else None for row in drawn)
         return [row[:end] for row, end in zip(drawn, ends, strict=True)]

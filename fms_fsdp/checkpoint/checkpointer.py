@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +36,7 @@ from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import build_model
 from fms_fsdp.models.variants import model_from_dict
+from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.runtime import own_log
 
 Tensors = dict[str, torch.Tensor]
@@ -48,19 +47,12 @@ _ENDLESS = timedelta(days=30)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-class OptimizerState(Protocol):
-    """What a checkpoint needs of the optimizers."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class DamagedCheckpoint(Exception):
     """A checkpoint whose files are not what was written; raised alike on every rank."""
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(f"{folder}: {reason}")
-        self.folder, self.reason = folder, reason
+        self.folder = folder
 
 
 class SaveFailed(Exception):
@@ -104,20 +96,14 @@ class Checkpointer:
         """Whether a save is in flight."""
         return self._in_flight is not None and not self._in_flight.done()
 
-    def reserve(self, model: nn.Module, optimizers: OptimizerState) -> None:
+    def reserve(self, model: nn.Module, optimizers: Optimizers) -> None:
         """Starts to allocate the host memory of the copies. In the first save it would stop the loop for
         several times as long as a copy."""
         if self._in_background:
             self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizers))
 
     def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizers: OptimizerState | None,
-        state: dict[str, Any],
-        *,
-        now: bool,
+        self, step: int, model: nn.Module, optimizers: Optimizers | None, state: dict[str, Any], *, now: bool
     ) -> None:
         """Starts a checkpoint of `step`, or with `now` completes it; without optimizers, of weights alone.
 
@@ -180,19 +166,20 @@ class Checkpointer:
             self._committed(step)
 
         partial, final = self._root / f"step_{step}.partial-{self._attempt}", self._root / f"step_{step}"
-        writer = CheckpointWriter(
-            partial, final, state, _global_bytes(tensors), self._progress, begin, commit
-        )
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())  # unsharded: what all ranks write
+        writer = CheckpointWriter(partial, final, state, num_bytes, self._progress, begin, commit)
         try:
-            dcp.save(
-                tensors, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized()
-            )
-        except (CheckpointException, OSError) as error:
-            raise SaveFailed(_first_line(error)) from error
+            alone = self._group is None
+            dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=alone)
+        except CheckpointException as error:  # a collection of tracebacks: the first rank's own error
+            rank, inner = _first_failure(error)
+            raise SaveFailed(f"rank {rank}: {inner}".splitlines()[0]) from error
+        except OSError as error:
+            raise SaveFailed(str(error)) from error
         self.save_s = time.perf_counter() - begin
 
 
-def collect_tensors(model: nn.Module, optimizers: OptimizerState | None) -> Tensors:
+def collect_tensors(model: nn.Module, optimizers: Optimizers | None) -> Tensors:
     """All tensors to store or to load in place, by their names without wrappers."""
     found = {f"model.{clean_name(name)}": weight.detach() for name, weight in model.named_parameters()}
     state = {} if optimizers is None else optimizers.state_dict()
@@ -200,7 +187,7 @@ def collect_tensors(model: nn.Module, optimizers: OptimizerState | None) -> Tens
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, model: nn.Module, optimizers: OptimizerState | None, mesh: Mesh
+    checkpoint: Checkpoint, model: nn.Module, optimizers: Optimizers | None, mesh: Mesh
 ) -> None:
     """Fills the model, and the optimizers if given, in place from any sharding into any other (collective:
     every rank).
@@ -209,10 +196,12 @@ def load_checkpoint(
         DamagedCheckpoint: some file is missing, cut, changed or no tensors; what was filled is then of no
         use. RunFailed: some file cannot be read on some rank, which is no damage.
     """
-    folder, found = checkpoint.folder, _Findings()
-    with found.noting(folder):
+    folder, found = checkpoint.folder, list[ValueError | OSError]()
+    try:
         reader, files = CheckpointReader(folder), sorted(read_files(folder).items())
-    found.raise_alike(folder, mesh)
+    except (ValueError, OSError) as error:
+        found.append(error)
+    _raise_alike(found, folder, mesh)
     failure: CheckpointException | None = None
     tensors = collect_tensors(model, optimizers)
     mine = files[mesh.place("world") :: mesh.size("world")]
@@ -223,23 +212,22 @@ def load_checkpoint(
         except CheckpointException as error:
             failure = error
         for check in checks:
-            with found.noting(folder):
-                found.damage += [text for text in [check.result()] if text]
-    found.raise_alike(folder, mesh)
+            try:
+                found += [ValueError(text) for text in [check.result()] if text]
+            except OSError as error:
+                found.append(error)
+    _raise_alike(found, folder, mesh)
     if failure is not None:
         raise _explained(failure, folder) from failure
     if optimizers is not None:
-        prefix = "optimizer."
-        state = {
-            name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
-        }
-        optimizers.load_state_dict(state)
+        state = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
+        optimizers.load_state_dict({name.removeprefix("optimizer."): value for name, value in state.items()})
 
 
 def _explained(failure: CheckpointException, folder: Path) -> BaseException:
     """The error that a failure to load means: unreadable storage, a fault of ours, or files without such
     tensors."""
-    rank, (inner, _) = min(failure.failures.items())
+    rank, inner = _first_failure(failure)
     if isinstance(inner, OSError):
         return RunFailed(f"rank {rank} cannot read {folder}: {inner}; repair the storage and start again")
     out_of_memory = MemoryError | torch.OutOfMemoryError | torch.AcceleratorError
@@ -249,32 +237,15 @@ def _explained(failure: CheckpointException, folder: Path) -> BaseException:
     return DamagedCheckpoint(folder, reason)
 
 
-@dataclass
-class _Findings:
-    """What is wrong with the files of a checkpoint: `damage`, and what was `unreadable`; each rank finds its
-    own."""
-
-    damage: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def noting(self, folder: Path) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            self.damage.append(str(error))
-        except OSError as error:
-            self.unreadable.append(f"{error.filename or folder}: {error.strerror}")
-
-    def raise_alike(self, folder: Path, mesh: Mesh) -> None:
-        """Raises what any rank has found, on every rank (collective: every rank)."""
-        everyone = mesh.gather(self)
-        if damage := [text for each in everyone for text in each.damage]:
-            raise DamagedCheckpoint(folder, "; ".join(damage))
-        if unreadable := [text for each in everyone for text in each.unreadable]:
-            raise RunFailed(
-                f"checkpoint file {unreadable[0]}; it is not damaged: repair the storage and start again"
-            )
+def _raise_alike(found: list[ValueError | OSError], folder: Path, mesh: Mesh) -> None:
+    """Raises what any rank has found, on every rank (collective: every rank). A ValueError is damage, an
+    OSError a file that cannot be read."""
+    everyone = [error for errors in mesh.gather(found) for error in errors]
+    if damage := [str(error) for error in everyone if isinstance(error, ValueError)]:
+        raise DamagedCheckpoint(folder, "; ".join(damage))
+    if unreadable := [error for error in everyone if isinstance(error, OSError)]:
+        text = f"checkpoint file {unreadable[0].filename or folder}: {unreadable[0].strerror}"
+        raise RunFailed(f"{text}; it is not damaged: repair the storage and start again")
 
 
 def load_tensor(reader: CheckpointReader, name: str) -> torch.Tensor:
@@ -285,7 +256,7 @@ def load_tensor(reader: CheckpointReader, name: str) -> torch.Tensor:
     return tensor
 
 
-def content_problems(folder: Path, optimizers_of: Callable[[nn.Module], OptimizerState]) -> list[str]:
+def content_problems(folder: Path, optimizers_of: Callable[[nn.Module], Optimizers]) -> list[str]:
     """Why a checkpoint whose files are what was written cannot be loaded all the same; [] if it can. Reads it
     a tensor at a time.
 
@@ -311,7 +282,7 @@ def content_problems(folder: Path, optimizers_of: Callable[[nn.Module], Optimize
                 raise ValueError(f"no {name} of {tuple(tensor.size())}")
             load_tensor(reader, name)
     except CheckpointException as error:
-        _, (inner, _) = min(error.failures.items())
+        _, inner = _first_failure(error)
         if isinstance(inner, OSError):
             raise inner from error
         return [f"{name} cannot be loaded ({type(inner).__name__})"]
@@ -320,14 +291,7 @@ def content_problems(folder: Path, optimizers_of: Callable[[nn.Module], Optimize
     return []
 
 
-def _global_bytes(tensors: Tensors) -> int:
-    """Bytes of the unsharded tensors: about what all ranks together write."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _first_line(error: BaseException) -> str:
-    """The first rank's own error, out of DCP's collection of tracebacks."""
-    if isinstance(error, CheckpointException):
-        rank, (inner, _) = min(error.failures.items())
-        return f"rank {rank}: {inner}".splitlines()[0]
-    return str(error)
+def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """The first rank that failed, and its error, out of DCP's collection of tracebacks."""
+    rank, (inner, _) = min(error.failures.items())
+    return rank, inner

@@ -46,20 +46,32 @@ _TEXTS = {
 }
 _CORNERS: Shape = {"in_tokens": bool, "warmup": int, "decay_start": int, "decay_end": int, "step_size": int}
 # what a run needs of train_state.json: a type, a list or a table of one shape, a row of given shapes, or a
-# table of given names
+# table of given names; an earlier release may have left out a name with a question mark
 _STATE_SHAPE: Shape = {
     "step": int,
     "tokens_seen": int,
     "data": dict,
     "config": {"": dict, "optim": {"": Number, **_TEXTS}},
-    "resolved": {"model": dict, "batch": {"batch_size": int, "global_batch_size": int}, "num_steps": int},
+    "resolved": {
+        "model": dict,
+        "batch": {"batch_size": int, "global_batch_size": int},
+        "num_steps": int,
+        "versions?": {"": str},
+        "schedule?": _CORNERS,
+    },
+    "save_s": Number,
+    "validation_loss": Number,
+    "rows_seen?": int,
+    "loss_scale?": {"scale": Number, "steps": int, "left": int},
 }
-_SYNTHETIC_SHAPE: Shape = {"history": [(int, int, int)]}
+_RAMPS: Shape = {"ramps?": {"": (int, int, int)}}
+_SYNTHETIC_SHAPE: Shape = {"history": [(int, int, int)], **_RAMPS}
 _CORPUS_SHAPE: Shape = {
     "history": [{"step": int, "batch": int, "seq_length": int, "weights": {"": Number}}],
     "skipped": [[int]],
     "manifest": {"": (str, int, int, object)},
     "fit": {"": {"": [int]}},
+    **_RAMPS,
 }
 
 
@@ -115,10 +127,8 @@ class Checksum:
 def render_files(files: dict[str, tuple[int, int]]) -> str:
     """The text of files.json for {name: (bytes, checksum)}."""
     listing = {name: [size, f"{value:08x}"] for name, (size, value) in sorted(files.items())}
-    return (
-        json.dumps({"files": listing, "crc32": f"{zlib.crc32(json.dumps(listing).encode()):08x}"}, indent=1)
-        + "\n"
-    )
+    content = {"files": listing, "crc32": f"{zlib.crc32(json.dumps(listing).encode()):08x}"}
+    return json.dumps(content, indent=1) + "\n"
 
 
 def read_files(folder: Path) -> dict[str, tuple[int, int]]:
@@ -200,11 +210,8 @@ def _read_json(path: Path) -> tuple[str, Any]:
 def size_problems(folder: Path) -> list[str]:
     """Why `folder` is not a complete checkpoint by the names and sizes of its files; [] if it is."""
     try:
-        return [
-            text
-            for name, (size, _) in read_files(folder).items()
-            if (text := file_problem(folder / name, size, None))
-        ]
+        files = read_files(folder).items()
+        return [text for name, (size, _) in files if (text := file_problem(folder / name, size, None))]
     except (OSError, ValueError) as error:
         return [str(error)]
 
@@ -237,31 +244,20 @@ def _state_problem(folder: Path) -> str:
         return text
     if folder.name != f"step_{state['step']}":
         return f"{STATE} is of step {state['step']}"
-    later: Shape = {"versions": {"": str}, "schedule": _CORNERS}  # of later releases
-    later = {name: shape for name, shape in later.items() if name in state["resolved"]}
     data = state["data"]  # of our own streams; a user's stream knows its own
     data_shape = (
         _SYNTHETIC_SHAPE if "synthetic" in data else _CORPUS_SHAPE if data.get("state_version") == 2 else {}
     )
-    numbers: Shape = {"save_s": Number, "validation_loss": Number, "rows_seen": int}
-    numbers["loss_scale"] = {"scale": Number, "steps": int, "left": int}
-    numbers = {name: shape for name, shape in numbers.items() if name in state}
-    ramps: Shape = {"ramps": {"": (int, int, int)}} if "ramps" in data and data_shape else {}
-    for part, shape in ((state["resolved"], later), (state, numbers), (data, data_shape), (data, ramps)):
-        if text := _mismatch(part, shape, STATE):
-            return text
+    if text := _mismatch(data, data_shape, STATE):
+        return text
     if data_shape and not data["history"]:
         return f"{STATE} has no history of the data"
     try:
         model = asdict(model_from_dict(state["resolved"]["model"]))
     except (TypeError, ValueError):
         return f"{STATE} describes no model"
-    known = asdict(LlamaConfig(1, 1, 1, 1, 1))
-    wrong = [
-        name
-        for name, value in model.items()
-        if type(value) is not type(known[name]) and name != "rope_scaling"
-    ]
+    known = asdict(LlamaConfig(1, 1, 1, 1, 1)) | {"rope_scaling": model["rope_scaling"]}  # of many types
+    wrong = [name for name, value in model.items() if type(value) is not type(known[name])]
     return f"{STATE} has a model whose {wrong[0]} is {model[wrong[0]]!r}" if wrong else ""
 
 
@@ -270,16 +266,13 @@ def _mismatch(value: Any, shape: Shape, name: str) -> str:
     64 bits."""
     inner: Iterable[tuple[str, Any, Shape]] = ()
     if isinstance(shape, dict) and isinstance(value, dict):
-        named = [(key, value.get(key), part) for key, part in shape.items() if key]
-        inner = named + [
-            (key, item, shape[""]) for key, item in value.items() if "" in shape and key not in shape
-        ]
+        keys = dict.fromkeys([key for key in shape if key and not key.endswith("?")] + [*value])
+        parts = {key: shape.get(key, shape.get(f"{key}?", shape.get(""))) for key in keys}
+        inner = [(key, value.get(key), part) for key, part in parts.items() if part is not None]
     elif isinstance(shape, list) and isinstance(value, list):
         inner = [(str(place), item, shape[0]) for place, item in enumerate(value)]
     elif isinstance(shape, tuple) and isinstance(value, list) and len(value) == len(shape):
-        inner = [
-            (str(place), item, part) for place, (item, part) in enumerate(zip(value, shape, strict=True))
-        ]
+        inner = zip(map(str, range(len(value))), value, shape, strict=True)
     elif shape is Number:
         return "" if value is None or type(value) in (bool, int, float) else f"{name} must be a number"
     elif shape is Texts:
@@ -329,9 +322,8 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
     if _STEP.fullmatch(path.name) and (step is not None or path.is_dir()):
         candidates = [path]
     else:
-        candidates = [
-            path / f"step_{found}" for found in reversed(named_steps(path)) if step in (None, found)
-        ]
+        steps = [found for found in reversed(named_steps(path)) if step in (None, found)]
+        candidates = [path / f"step_{found}" for found in steps]
     passed_over: dict[Path, str] = {}
     for folder in candidates:
         wrong = ["damaged"] if folder in skip else problems(folder)

@@ -9,7 +9,6 @@ memory as a whole for a moment.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from fms_fsdp.atomic import read_json
 from fms_fsdp.checkpoint.weight_files import Weights, open_weights
 from fms_fsdp.data.kept_tokenizer import UsedTokenizer
 from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
@@ -43,10 +43,7 @@ class HFFolder:
 
 def is_hf_folder(path: Path) -> bool:
     """Whether its config.json is one of Hugging Face; a run folder has another."""
-    try:
-        return "model_type" in json.loads((path / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
-        return False
+    return "model_type" in read_json(path / "config.json")
 
 
 def open_folder(path: Path, name: str = "path") -> HFFolder:
@@ -57,20 +54,16 @@ def open_folder(path: Path, name: str = "path") -> HFFolder:
             missing, too many or of another shape; with `name` as the name of the path.
     """
     try:
-        return _open(path)
+        shape, weights = read_shape(path / "config.json"), open_weights(path)
+        theirs = check_names(shape, weights)
+        with torch.device("meta"):
+            ours = Llama(shape).state_dict()
+        for weight, made in theirs.items():
+            there, needed = weights[weight]().shape, made.made_of(ours.__getitem__).shape
+            if there != needed:
+                raise ValueError(f"weight {weight} must be of {tuple(needed)}, not {tuple(there)}")
     except (ValueError, OSError) as error:
         raise ValueError(f"{name} ({path}) cannot be read: {error}") from None
-
-
-def _open(path: Path) -> HFFolder:
-    shape, weights = read_shape(path / "config.json"), open_weights(path)
-    theirs = check_names(shape, weights)
-    with torch.device("meta"):
-        ours = Llama(shape).state_dict()
-    for name, made in theirs.items():
-        there, needed = weights[name]().shape, made.made_of(ours.__getitem__).shape
-        if there != needed:
-            raise ValueError(f"weight {name} must be of {tuple(needed)}, not {tuple(there)}")
     return HFFolder(shape, weights)
 
 

@@ -17,8 +17,7 @@ import os
 import pickle
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils.serialization import config as torch_settings
 
 from fms_fsdp.checkpoint.folders import (
     FILES,
@@ -44,8 +44,16 @@ from fms_fsdp.checkpoint.progress import SaveProgress
 
 _PIECE = 16 << 20  # bytes of a large tensor that are written at a time
 
-_METADATA_CLASSES = set("BytesStorageMetadata ChunkStorageMetadata TensorStorageMetadata Metadata".split())
-_METADATA_CLASSES |= set("MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING".split())
+_METADATA_CLASSES = "BytesStorageMetadata ChunkStorageMetadata TensorStorageMetadata Metadata "
+_METADATA_CLASSES += "MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING"
+_ALLOWED = {  # module → what `.metadata` may name of it; besides that, torch's dtypes
+    "torch.distributed.checkpoint.metadata": _METADATA_CLASSES.split(),
+    "torch.distributed.checkpoint.filesystem": ["_StorageInfo", "_StoragePrefix"],
+    "pathlib": ["PosixPath"],
+    "pathlib._local": ["PosixPath"],
+    "torch.serialization": ["_get_layout"],
+    "torch": ["Size"],
+}
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -80,7 +88,8 @@ class CheckpointWriter(FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with _without_zip_checksums():
+        # torch.save sums each tensor once more for its own zip format; half of its time (torch 2.11 to 2.13)
+        with torch_settings.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             results = _Results(super().write_data(plan, planner).value())
         results.files = dict(self._summing.files)
         future: Future[list[WriteResult]] = Future()
@@ -131,13 +140,10 @@ class _SummingFileSystem(FileSystem):
         self.files: dict[str, tuple[int, int]] = {}
         self._progress = progress
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        stream = _SummingFile(Path(path), self.files, self._progress)
-        try:
-            yield stream
-        finally:
-            stream.close()
+    def create_stream(  # type: ignore[override]
+        self, path: str | os.PathLike[str], mode: str
+    ) -> _SummingFile:
+        return _SummingFile(Path(path), self.files, self._progress)
 
 
 class _SummingFile(io.BufferedWriter):
@@ -167,17 +173,6 @@ class _SummingFile(io.BufferedWriter):
             self._files[self._name] = self.tell(), self._checksum.value
         finally:
             self.raw.close()  # not super().close(): on a full disk that would try, and fail, once more
-
-
-@contextmanager
-def _without_zip_checksums() -> Iterator[None]:
-    """torch.save sums each tensor once more for its own zip format; half of its time (torch 2.11 to 2.13)."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 class CheckpointReader(FileSystemReader):
@@ -226,9 +221,8 @@ def _is_whole(metadata: Any, sizes: dict[str, int]) -> bool:
         return False
     for info in metadata.storage_data.values():
         end = info.offset + info.length
-        if not 0 <= info.offset <= end <= sizes[info.relative_path] or getattr(
-            info, "transform_descriptors", None
-        ):
+        is_inside = 0 <= info.offset <= end <= sizes[info.relative_path]
+        if not is_inside or getattr(info, "transform_descriptors", None):
             return False
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -245,17 +239,8 @@ def _is_whole(metadata: Any, sizes: dict[str, int]) -> bool:
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        allowed = (
-            (module == "torch.distributed.checkpoint.metadata" and name in _METADATA_CLASSES)
-            or (
-                module == "torch.distributed.checkpoint.filesystem"
-                and name in ("_StorageInfo", "_StoragePrefix")
-            )
-            or (module in ("pathlib", "pathlib._local") and name == "PosixPath")
-            or (module == "torch.serialization" and name == "_get_layout")
-            or (module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)))
-        )
-        if not allowed:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(
                 f"{METADATA} asks for {module}.{name}, which no checkpoint of ours holds"
             )

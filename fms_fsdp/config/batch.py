@@ -44,7 +44,8 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
     """
     rows, accum, total = section.batch_size, section.grad_accum_steps, section.global_batch_size
     if total is None:
-        return _with_ramp(section, BatchPlan(rows or 2, accum or 1, dp_size))
+        rows, accum = rows or 2, accum or 1
+        total = rows * accum * dp_size
     if total % dp_size:
         valid = divisors(total, max(4096, 2 * dp_size))
         raise ValueError(
@@ -88,11 +89,10 @@ def _with_ramp(section: TrainingConfig, batch: BatchPlan) -> BatchPlan:
     """`batch` with the ramp that leads to it.
 
     Raises:
-        ValueError: the ramp does not lead there, or one of its batches does not divide over the ranks.
+        ValueError: one of the ramp's batches does not divide over the ranks.
     """
     if not section.rampup_batch_size:
         return batch
-    check_rampup(section.rampup_batch_size, batch.global_batch_size)
     start, increment, _ = rampup = section.rampup_batch_size
     micro_step = batch.batch_size * batch.dp_size
     if start % micro_step or increment % micro_step:

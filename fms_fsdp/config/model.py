@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
+from fms_fsdp.config.values import check_alone
 
 
 # fmt: off
@@ -98,15 +99,9 @@ class ModelConfig:
     # fmt: on
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("init_from_hf", "hf_config")}
-        first, *others = [name for name, value in given.items() if value] or [""]
-        if self.model_variant != ModelConfig.model_variant:
-            given["model_variant"], others = self.model_variant, [*others, "model_variant"]
-        if first and others:
-            raise ValueError(
-                f"--{others[0]} ({given[others[0]]}) must not be given beside --{first}, which names the "
-                "shape; leave one of them out"
-            )
+        variant = "" if self.model_variant == ModelConfig.model_variant else self.model_variant
+        given = {"init_from_hf": self.init_from_hf, "hf_config": self.hf_config, "model_variant": variant}
+        check_alone(given, ", which names the shape; leave one of them out")
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
 from fms_fsdp.config.ramp import BatchIntervals
-from fms_fsdp.config.values import exact_number, joined, shown
+from fms_fsdp.config.values import check_alone, exact_number, joined, shown
 
 
 def parse_selective_checkpointing(text: str) -> Fraction:
@@ -260,14 +260,9 @@ class TrainingConfig:
     # fmt: on
 
     def __post_init__(self) -> None:
-        names = ("num_steps", "num_tokens", "num_samples", "num_epochs")
-        lengths = {name: getattr(self, name) for name in names}
-        first, *others = [name for name, value in lengths.items() if value not in (None, "", "-1")] or [""]
-        if others:
-            raise ValueError(
-                f"--{others[0]} ({lengths[others[0]]}) must not be given beside --{first}; choose one of them"
-            )
-        self.epochs()
+        lengths = {name: getattr(self, name) for name in ("num_steps", "num_tokens", "num_samples")}
+        lengths["num_epochs"] = self.num_epochs if self.epochs() is not None else ""
+        check_alone(lengths, "; choose one of them")
 
     def epochs(self) -> tuple[str, float] | None:
         """The source of `num_epochs` ("" for all) and how often it is gone through; None if not given.

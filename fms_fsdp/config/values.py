@@ -11,6 +11,7 @@ import difflib
 import math
 import operator
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -52,6 +53,13 @@ def short(value: float, digits: int = 6) -> str:
     power = math.floor(math.log10(abs(value))) if value else 0
     is_tiny = -300 < power < -3
     return f"{value / 10.0**power:.{digits}g}e{power}" if is_tiny else f"{value:.{digits}g}"
+
+
+def check_alone(given: Mapping[str, Any], rule: str) -> None:
+    """Raises ValueError, which ends with `rule`, where more than one of these flags has a value."""
+    first, *others = [name for name, value in given.items() if value] or [""]
+    if others:
+        raise ValueError(f"--{others[0]} ({given[others[0]]}) must not be given beside --{first}{rule}")
 
 
 def coerce(row: Flag, value: Any) -> Any:

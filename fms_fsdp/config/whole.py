@@ -12,13 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.config.flag import Flag, build_config, flag_table, non_defaults
+from fms_fsdp.config.flag import build_config, flag_table, non_defaults
 from fms_fsdp.config.model import ModelConfig
 from fms_fsdp.config.optim import OptimConfig
 from fms_fsdp.config.precision import PrecisionConfig
 from fms_fsdp.config.surroundings import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
 from fms_fsdp.config.training import DataConfig, ParallelConfig, TrainingConfig
-from fms_fsdp.config.values import coerce, joined
+from fms_fsdp.config.values import check_alone, coerce, joined
 
 # The sections and flags that an earlier release hashed into the run name. A new flag does not belong here.
 _EARLIER_NAME = {
@@ -77,12 +77,9 @@ class TrainConfig:
             raise ValueError(
                 f"--keep_best ({self.checkpoint.keep_best}) compares validation losses; set --eval_interval"
             )
-        if self.model.init_from_hf and self.checkpoint.ckpt_load_path:
-            raise ValueError(
-                f"--init_from_hf ({self.model.init_from_hf}) must not be given beside --ckpt_load_path; "
-                "leave one of them out"
-            )
         section = self.checkpoint
+        starts = {"ckpt_load_path": section.ckpt_load_path, "init_from_hf": self.model.init_from_hf}
+        check_alone(starts, "; leave one of them out")
         scheduled, interval = section.checkpoint_schedule, section.checkpoint_interval
         if section.export_interval and (scheduled or not interval or section.export_interval % interval):
             raise ValueError(
@@ -144,12 +141,6 @@ def as_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
     return plain
 
 
-def recorded_value(content: Mapping[str, Any], row: Flag) -> Any:
-    """A flag's value in what `as_dict` of this release or an earlier one wrote; its default if missing."""
-    sections = (content.get(section, {}) for section in (row.section, _MOVED.get(row.name, "")))
-    return next((section[row.name] for section in sections if row.name in section), row.default)
-
-
 def from_dict(content: Mapping[str, Any]) -> TrainConfig:
     """The configuration that `as_dict` of this release or an earlier one wrote.
 
@@ -158,9 +149,9 @@ def from_dict(content: Mapping[str, Any]) -> TrainConfig:
     Raises:
         ValueError: a value does not fit its flag.
     """
-    table = flag_table(TrainConfig)
-    values = {name: recorded_value(content, row) for name, row in table.items()}
-    found = {
-        name: coerce(table[name], value) for name, value in values.items() if value != table[name].default
-    }
+    found: dict[str, Any] = {}
+    for name, row in flag_table(TrainConfig).items():
+        for section in (_MOVED.get(name, ""), row.section):  # the place of this release counts
+            if name in content.get(section, {}):
+                found[name] = coerce(row, content[section][name])
     return build_config(TrainConfig, found)

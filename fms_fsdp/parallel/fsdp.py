@@ -15,7 +15,8 @@ The policy gathers copies in the dtype of products (precision.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
@@ -81,11 +82,19 @@ def set_gradient_sync(model: nn.Module, last_micro_step: bool, mesh: Mesh) -> No
         model.set_reshard_after_backward(last_micro_step)
 
 
-def reshard(model: nn.Module) -> None:
-    """Frees gathered weights that only a backward pass would free: after forward passes without one."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Forward passes without a backward one: the model evaluates inside. Afterwards it does what it did, and
+    gathered weights, which only a backward pass would free, are freed."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @torch.no_grad()

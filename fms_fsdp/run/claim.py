@@ -14,14 +14,15 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fms_fsdp.atomic import write_atomically
+from fms_fsdp.atomic import read_json, write_atomically
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import set_aside
 from fms_fsdp.checkpoint.hf_folder import hf_tokenizer, load_weights, open_folder
@@ -40,7 +41,7 @@ from fms_fsdp.run.lock import lock_folders
 from fms_fsdp.run.plan import Plan, open_stream, start_from
 from fms_fsdp.run.recorded import trained_with
 from fms_fsdp.run.resume import Start, find_start
-from fms_fsdp.run.status import Launch, read_status
+from fms_fsdp.run.status import Launch
 from fms_fsdp.runtime import World, agreed, log, log_to_file, process_age_s
 
 _SENTINEL = ".shared"
@@ -72,7 +73,7 @@ def claim(parsed: Parsed[TrainConfig], plan: Plan, mesh: Mesh) -> Claim:
         lock_folders([folder, root])
         begin = _find_start(cfg, plan.corpus)
         _set_aside_own(cfg, begin.checkpoint.passed_over if begin.checkpoint else ())
-        return begin, read_status(folder / "status.json")
+        return begin, read_json(folder / "status.json")
 
     begin, last = agreed(take)
     plan = start_from(parsed, plan, begin)
@@ -97,21 +98,6 @@ def _find_start(cfg: TrainConfig, corpus: Corpus | None) -> Start:
     return begin
 
 
-def choose_again(parsed: Parsed[TrainConfig], plan: Plan, damaged: Sequence[Path]) -> Plan:
-    """Sets the last of `damaged` aside and takes the newest start that is not among them (collective: every
-    rank).
-
-    Raises:
-        ValueError: none is left.
-    """
-
-    def choose() -> Start:
-        _set_aside_own(parsed.config, damaged[-1:])
-        return find_start(parsed.config, damaged)
-
-    return start_from(parsed, plan, agreed(choose))
-
-
 def restore(
     parsed: Parsed[TrainConfig], plan: Plan, stream: Stream, model: Llama, optimizers: Optimizers, mesh: Mesh
 ) -> tuple[Plan, Stream]:
@@ -125,6 +111,11 @@ def restore(
         with checking_input():
             load_weights(Path(plan.begin.weights), model, mesh)
     damaged: list[Path] = []
+
+    def choose_again() -> Start:
+        _set_aside_own(parsed.config, damaged[-1:])
+        return find_start(parsed.config, damaged)
+
     while plan.checkpoint is not None:
         try:
             load_checkpoint(plan.checkpoint, model, optimizers if plan.continues else None, mesh)
@@ -134,7 +125,7 @@ def restore(
             damaged.append(error.folder)
         with checking_input():
             stream.close()
-            plan = choose_again(parsed, plan, damaged)
+            plan = start_from(parsed, plan, agreed(choose_again))
             stream = open_stream(parsed.config, plan)
         announce(parsed.config, plan)
     return plan, stream
@@ -194,7 +185,7 @@ def _remove_old_request(file: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _check_shared(root: Path, world: World, mesh: Mesh, patience_s: float = 30.0) -> None:
+def _check_shared(root: Path, world: World, mesh: Mesh) -> None:
     """Every node sees the file that rank 0 writes; network file systems may take some seconds to show it.
 
     Raises:
@@ -208,24 +199,15 @@ def _check_shared(root: Path, world: World, mesh: Mesh, patience_s: float = 30.0
         write_atomically(root / _SENTINEL, text)
         return text
 
-    text, blind = agreed(write), 0
-    if world.local_rank == 0:
-        deadline = time.monotonic() + patience_s
-        while not _reads(root / _SENTINEL, text):
-            if time.monotonic() > deadline:
-                blind = 1
-                break
-            time.sleep(0.2)
-    count = int(mesh.sum(torch.tensor([blind]), "world").item())
+    text, sees = agreed(write), world.local_rank > 0  # one rank of a node looks for all
+    deadline = time.monotonic() + 30.0
+    while not sees and time.monotonic() < deadline:
+        with suppress(OSError):
+            sees = (root / _SENTINEL).read_text() == text
+        time.sleep(0 if sees else 0.2)
+    count = int(mesh.sum(torch.tensor([int(not sees)]), "world").item())
     if count:
         raise ValueError(
             f"folder ({root}) must be shared by all nodes, and {count} of them do not see what rank 0 writes "
             "there; choose an --output_dir on a shared file system"
         )
-
-
-def _reads(path: Path, text: str) -> bool:
-    try:
-        return path.read_text() == text
-    except OSError:
-        return False

@@ -103,8 +103,7 @@ def describe_sharding(
     state = optimizer_bytes / dims.dp_shard
     sizes = [size / 2**30 for size in (weights, need.unit, gradients + need.gradients, state)]
     held = "weights {:.3g}, gathered {:.3g}, gradients {:.3g}, optimizer {:.3g}"
-    accum = batch.grad_accum_steps
-    sent = bytes_sent(model, dims, precision, accum)
+    sent = bytes_sent(model, dims, precision, batch.grad_accum_steps)
     over = ", ".join(f"{axis} {size / 2**30:.3g}" for axis, size in sent.items())
     lines = [f"memory, GiB a rank: {held.format(*sizes)}", f"network, GiB sent by a rank in a step: {over}"]
     return "\n".join(lines[: 1 + bool(sent)])
@@ -118,19 +117,18 @@ def announce(cfg: TrainConfig, plan: Plan) -> None:
         log_for_files(describe_ramp(plan.batches, plan.start, plan.rows_at_start))
     if not plan.continues:
         return
-    assert plan.checkpoint is not None
-    saved = plan.checkpoint.state["resolved"]["batch"]
-    batch = asdict(plan.batch) | {"global_batch_size": plan.batch.global_batch_size}
+    now, before = resolved(plan), plan.begin.state["resolved"]
+    batch, saved = now["batch"], before["batch"]
     changed = any(batch[name] != saved.get(name) for name in ("batch_size", "grad_accum_steps", "dp_size"))
     if changed and batch["global_batch_size"] == saved["global_batch_size"]:
         shape = "{batch_size} rows x {dp_size} ranks x {grad_accum_steps} micro-steps"
         text = "batch: %s, before %s: the global batch stays %d rows"
         log.info(text, shape.format(**batch), shape.format(**saved), batch["global_batch_size"])
-    for line in differences(cfg, resolved(plan), plan.begin):
+    for line in differences(cfg, now, plan.begin):
         log.info(line)
     if jump := schedule_jump(plan.schedule, plan.begin):
         log.warning(jump)
-    if plan.num_steps > plan.checkpoint.state["resolved"]["num_steps"] and _decay_ends_early(plan):
+    if plan.num_steps > before["num_steps"] and _decay_ends_early(plan):
         end, longer = plan.schedule.corners.decay_end, f"--lr_decay={plan.num_steps}"
         unit = "token" if plan.schedule.corners.in_tokens else "step"
         log.info(

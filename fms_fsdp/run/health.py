@@ -90,12 +90,10 @@ class BadSteps(Hook):
         text = f"step {step}: the gradient overflows fp16; the step changed nothing, the loss scale was"
         if not is_stuck:
             return log.info("%s %g and is %g", text, before, now)
-        advice = (
-            "Use --precision=bf16 or fp32, pass over the data with --skip_steps, or lower --learning_rate"
-        )
         raise TooManyBadSteps(
-            f"{text} {before:g}, the lowest (--min_loss_scale). {self.describe(step)} {advice} "
-            f"with {self.keep_name}"
+            f"{text} {before:g}, the lowest (--min_loss_scale). {self.describe(step)} Use --precision=bf16 "
+            "or fp32, pass over the data with --skip_steps, or lower --learning_rate with "
+            f"{self.keep_name}"
         )
 
 

@@ -11,68 +11,46 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from types import TracebackType
+from typing import TextIO
 
 
-class FolderLock:
-    """Holds `folder/.lock` while inside `with`, or from `take` until the process ends, however it ends.
+def lock_folder(
+    folder: Path, patience_s: float = 10.0, remedy: str = "stop it, or choose another --run_name"
+) -> TextIO:
+    """Locks `folder/.lock` until the file that is returned is closed, or the process ends, however it ends.
+    Waits `patience_s` for an owner that is about to end.
 
     On network file systems the lock holds between nodes (NFS 4, Lustre with -o flock, GPFS). A file system
     without locks guards nothing; a line on stderr says so.
+
+    Raises:
+        ValueError: another process holds it.
     """
-
-    def __init__(
-        self, folder: Path, patience_s: float = 10.0, remedy: str = "stop it, or choose another --run_name"
-    ) -> None:
-        self._folder, self._patience_s, self._remedy = folder, patience_s, remedy
-        self._descriptor = -1
-
-    def take(self) -> FolderLock:
-        """Takes the lock; waits `patience_s` for an owner that is about to end.
-
-        Raises:
-            ValueError: another process holds it.
-        """
-        path = self._folder / ".lock"
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        deadline = time.monotonic() + self._patience_s
-        while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    owner = path.read_text().strip() or "another process"
-                    self.release()
-                    rule = f"must have one writer, and {owner} is writing there"
-                    raise ValueError(f"folder ({self._folder}) {rule}; {self._remedy}") from None
-                time.sleep(0.2)
-            except OSError as error:
-                print(
-                    f"{self._folder}: no lock against a second writer here ({error.strerror})",
-                    file=sys.stderr,
-                )
-                break
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        return self
-
-    def release(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __enter__(self) -> FolderLock:
-        return self.take()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+    file = open(folder / ".lock", "a+", opener=partial(os.open, mode=0o644))
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                owner = file.read().strip() or "another process"
+                file.close()
+                rule = f"must have one writer, and {owner} is writing there"
+                raise ValueError(f"folder ({folder}) {rule}; {remedy}") from None
+            time.sleep(0.2)
+        except OSError as error:
+            print(f"{folder}: no lock against a second writer here ({error.strerror})", file=sys.stderr)
+            break
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    return file
 
 
-_held: list[FolderLock] = []  # until the process ends
+_held: list[TextIO] = []  # until the process ends
 
 
 def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
@@ -86,7 +64,7 @@ def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
     for folder in sorted(resolved, key=lambda folder: not folder.exists()):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _held.append(FolderLock(folder, patience_s).take())
+            _held.append(lock_folder(folder, patience_s))
         except OSError as error:
             raise ValueError(
                 f"folder ({folder}) must be one that can be made and written: {error.strerror}; choose "

@@ -62,17 +62,12 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Machine):
     """What the checks found, alike on every rank. `corpus` is None for synthetic data and streams of the
     user's own."""
 
-    world: runtime.World
-    device: torch.device
-    dims: ParallelDims
-    batch: BatchPlan
     corpus: Corpus | None
     model: LlamaConfig
-    precision: Precision
     begin: Start
     num_steps: int
     seq_length: int
@@ -90,26 +85,22 @@ class Plan:
     @property
     def continues(self) -> bool:
         """Whether step, optimizer and data go on from the checkpoint."""
-        return self.checkpoint is not None and self.begin.continues
+        return self.begin.continues
 
     @property
     def start(self) -> int:
         """The last step already done."""
-        return self.checkpoint.step if self.checkpoint is not None and self.continues else 0
+        return int(self.begin.state.get("step", 0))
 
     @property
     def tokens_at_start(self) -> int:
-        return (
-            int(self.checkpoint.state["tokens_seen"]) if self.checkpoint is not None and self.continues else 0
-        )
+        return int(self.begin.state.get("tokens_seen", 0))
 
     @property
     def rows_at_start(self) -> int:
-        if self.checkpoint is None or not self.continues:
-            return 0
-        state = self.checkpoint.state
-        if "rows_seen" in state:
-            return int(state["rows_seen"])
+        state = self.begin.state
+        if "rows_seen" in state or not state:
+            return int(state.get("rows_seen", 0))
         return int(self.tokens_at_start // state["config"]["data"]["seq_length"])  # of an earlier release
 
     @cached_property
@@ -151,12 +142,7 @@ def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
     check_keep_best(cfg.checkpoint.keep_best, schedule, cfg.eval.eval_interval)
     _check_trackers(cfg.log.trackers)
     device = runtime.pick_device(world)
-    dims = resolve_dims(
-        cfg.parallel,
-        variant=cfg.model.name,
-        world_size=world.world_size,
-        local_world_size=world.local_world_size,
-    )
+    dims = resolve_dims(cfg.parallel, cfg.model.name, world)
     check_compile(cfg.parallel, device)
     check_machine(parsed, device, dims)
     batch = resolve_batch(cfg.training, dims.size("dp"))
@@ -171,40 +157,48 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
     Raises:
         ValueError, OSError: the first check that fails, as one line.
     """
-    cfg, world, batch = parsed.config, machine.world, machine.batch
-    device, dims = machine.device, machine.dims
-    corpus = _open_data(cfg)
+    cfg, precision, batch = parsed.config, machine.precision, machine.batch
+    corpus, seq_length = _open_data(cfg), cfg.data.seq_length
     vocab_size = corpus.vocab_size if corpus is not None else None
-    seq_length = cfg.data.seq_length
     model = resolve_model(cfg.model, seq_length=seq_length, data_vocab_size=vocab_size)
-    scan = partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
-    fresh, precision = Start(None, False, ""), machine.precision
-    check_float8(model, precision, device)
+    check_float8(model, precision, machine.device)
     if cfg.checkpoint.export_interval:
         find_family(model)
     state = state_bytes(cfg.optim, model, precision)
-    found = Plan(world, device, dims, batch, corpus, model, precision, fresh, 0, seq_length, state)
-    listings = runtime.agreed(scan)
-    held_out = open_held_out(cfg.eval, listings, batch.global_batch_size)
-    prompts = runtime.agreed(partial(scan_prompts, cfg.eval, cfg.data, model.max_seq_len))
-    found = replace(found, held_out_listings=listings, held_out=held_out, prompts=prompts)
-    found = start_from(parsed, found, fresh)
+    listings = runtime.agreed(partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size))
+    found = Plan(
+        **vars(machine),
+        corpus=corpus,
+        model=model,
+        begin=Start(None, False, ""),
+        num_steps=0,
+        seq_length=seq_length,
+        optimizer_bytes=state,
+        held_out=open_held_out(cfg.eval, listings, batch.global_batch_size),
+        held_out_listings=listings,
+        prompts=runtime.agreed(partial(scan_prompts, cfg.eval, cfg.data, model.max_seq_len)),
+    )
+    found = start_from(parsed, found, found.begin)
     estimate = estimate_memory(
         model,
-        dims,
+        machine.dims,
         cfg.parallel,
         precision=precision,
         batch=batch,
         seq_length=seq_length,
         optimizer_bytes=state,
     )
-    for holder, part in estimate.by_holder(device, cfg.parallel).items():
-        check_memory(part, holder, world.local_world_size, cfg.model.name)
-    given = {"profiler_dir": cfg.profiler.profiler_dir, "tensorboard_dir": cfg.log.tensorboard_dir}
-    for flag, folder in {"output_dir": cfg.output_dir, **given}.items():
+    for holder, part in estimate.by_holder(machine.device, cfg.parallel).items():
+        check_memory(part, holder, machine.world.local_world_size, cfg.model.name)
+    folders = {
+        "output_dir": cfg.output_dir,
+        "profiler_dir": cfg.profiler.profiler_dir,
+        "tensorboard_dir": cfg.log.tensorboard_dir,
+        "ckpt_save_path": cfg.ckpt_save_path,
+    }
+    for flag, folder in folders.items():
         if folder:
             _check_writable(f"--{flag}", Path(folder))
-    _check_writable("--ckpt_save_path", Path(cfg.ckpt_save_path))
     if cfg.checkpoint.save_last or cfg.checkpoint.checkpoint_interval or cfg.checkpoint.checkpoint_schedule:
         _check_disk(Path(cfg.ckpt_save_path), checkpoint_bytes(cfg.optim, model, precision))
     return found
@@ -223,13 +217,10 @@ def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:
         check_model(found.model, checkpoint)
     if checkpoint is not None and begin.continues:
         check_same_optimizer(cfg.optim, checkpoint)
-        saved = checkpoint.state["resolved"]["batch"]
+        saved, dp_size = checkpoint.state["resolved"]["batch"], found.dims.size("dp")
+        total, rows = saved["global_batch_size"], saved["batch_size"]
         batch = keep_global_batch(
-            cfg.training,
-            found.dims.size("dp"),
-            total=saved["global_batch_size"],
-            usual_rows=saved["batch_size"],
-            keep_name=cfg.keep_name,
+            cfg.training, dp_size, total=total, usual_rows=rows, keep_name=cfg.keep_name
         )
         if batch.global_batch_size != found.batch.global_batch_size and found.held_out:
             close_held_out(found.held_out)
@@ -272,8 +263,8 @@ def start_loss_scale(cfg: TrainConfig, plan: Plan) -> LossScale | None:
         floor=section.min_loss_scale,
         device=plan.device,
     )
-    if plan.checkpoint is not None and plan.continues and "loss_scale" in plan.checkpoint.state:
-        scale.load_state_dict(plan.checkpoint.state["loss_scale"])
+    if saved := plan.begin.state.get("loss_scale"):
+        scale.load_state_dict(saved)
     return scale
 
 
@@ -357,9 +348,9 @@ def _begun_stream(cfg: TrainConfig, found: Plan) -> tuple[Stream, list[str]]:
     )
     if found.begin.fresh_data:
         stream.begin_after(found.start)
-    elif found.checkpoint is not None and found.continues:
+    elif found.continues:
         try:
-            return stream, stream.load_state_dict(found.checkpoint.state["data"], found.start)
+            return stream, stream.load_state_dict(found.begin.state["data"], found.start)
         except (ValueError, FileNotFoundError) as error:
             stream.close()
             raise ValueError(f"{error}; for other data choose another --run_name") from error

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from collections.abc import Sequence
 
-from fms_fsdp.errors import printing
+from fms_fsdp.errors import print_and_end
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS
 
@@ -18,10 +17,7 @@ def answer(argv: Sequence[str]) -> None:
     questions = {"--version": version, "--list_variants": variants, "--list-variants": variants}
     for argument in argv:
         if argument in questions:
-            if os.environ.get("RANK", "0") == "0":
-                with printing():
-                    print(questions[argument]())
-            raise SystemExit(0)
+            print_and_end(questions[argument]())
 
 
 def version() -> str:

@@ -23,11 +23,8 @@ _PATHS = {name for name, row in flag_table(TrainConfig).items() if row.form == "
 def working_folder() -> str:
     """Returns the working folder as the user's shell names it, links and all."""
     shell = os.environ.get("PWD", "")
-    return (
-        shell
-        if os.path.isabs(shell) and os.path.isdir(shell) and os.path.samefile(shell, ".")
-        else os.getcwd()
-    )
+    is_here = os.path.isabs(shell) and os.path.isdir(shell) and os.path.samefile(shell, ".")
+    return shell if is_here else os.getcwd()
 
 
 def recorded_sections(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

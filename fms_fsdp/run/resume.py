@@ -4,14 +4,14 @@ Reads files only."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers, named_steps, open_checkpoint
-from fms_fsdp.config import ModelConfig, OptimConfig, TrainConfig, as_dict, flag_table, recorded_precision
+from fms_fsdp.config import ModelConfig, OptimConfig, TrainConfig, flag_table, from_dict, recorded_precision
+from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.values import joined
-from fms_fsdp.config.whole import recorded_value
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
 from fms_fsdp.optim.optimizers import state_of_stand_in
 from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
@@ -29,9 +29,14 @@ class Start:
     checkpoint: Checkpoint | None
     continues: bool
     why: str
-    superseded: tuple[Path, ...] = field(default=())
+    superseded: tuple[Path, ...] = ()
     fresh_data: bool = False
     weights: str = ""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the checkpoint says of the run that goes on; {} for a run that begins."""
+        return self.checkpoint.state if self.checkpoint is not None and self.continues else {}
 
 
 def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
@@ -87,14 +92,10 @@ def _go_back(root: Path, step: int, skip: Collection[Path]) -> Start:
     """Applies `--resume_step`. A run that already went back to that step continues from its newest
     checkpoint."""
     newest = open_checkpoint(root, skip=skip)
-    if (
-        newest is not None
-        and newest.step > step
-        and newest.state["config"]["checkpoint"].get("resume_step") == step
-    ):
-        return Start(
-            newest, True, f"resumed from step {newest.step} of {root}, made since --resume_step={step}"
-        )
+    if newest is not None and newest.step > step:
+        if newest.state["config"]["checkpoint"].get("resume_step") == step:
+            why = f"resumed from step {newest.step} of {root}, made since --resume_step={step}"
+            return Start(newest, True, why)
     chosen = open_checkpoint(root, skip=skip, step=step)
     if chosen is None:
         there = ", ".join(map(str, complete_steps(root)))
@@ -102,12 +103,8 @@ def _go_back(root: Path, step: int, skip: Collection[Path]) -> Start:
             f"--resume_step ({step}) must be the step of a checkpoint in {root}; there are: {there}"
         )
     later = tuple(root / f"step_{found}" for found in named_steps(root) if found > step)
-    return Start(
-        chosen,
-        True,
-        f"resumed from step {step} of {root}; {len(later)} later checkpoints are set aside",
-        later,
-    )
+    why = f"resumed from step {step} of {root}; {len(later)} later checkpoints are set aside"
+    return Start(chosen, True, why, later)
 
 
 def _passed_over(checkpoint: Checkpoint) -> str:
@@ -139,7 +136,7 @@ def keep_width(model: LlamaConfig, section: ModelConfig, checkpoint: Checkpoint)
 
 def check_same_optimizer(section: OptimConfig, checkpoint: Checkpoint) -> None:
     """Raises ValueError where the checkpoint holds the state of another optimizer, or of other settings."""
-    before, now = asdict(_saved_section(checkpoint)), asdict(section)
+    before, now = asdict(_saved_section(checkpoint.state)), asdict(section)
     for name in ("optimizer", "optimizer_kwargs"):
         old, new = joined(before[name]), joined(now[name])
         if old != new and (name == "optimizer" or _state_names(before) != _state_names(now)):
@@ -156,24 +153,20 @@ def _state_names(flags: dict[str, Any]) -> list[str]:
 def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> list[str]:
     """What differs from the launch that wrote the checkpoint, a line each: flags, world, versions, learning
     rate."""
-    assert start.checkpoint is not None
-    before, now = start.checkpoint.state["config"], as_dict(cfg)
+    saved = start.state["resolved"]
+    before, now = flag_values(from_dict(start.state["config"])), flag_values(cfg)
     changed: dict[str, list[str]] = {"announced": [], "free": [], "refused": []}
     for name, row in flag_table(TrainConfig).items():
-        old, new = recorded_value(before, row), now[row.section][name]
-        if _plain(old) != _plain(new):
+        if before[name] != now[name]:
             takes_effect = row.orders_data and (start.fresh_data or cfg.data.dataset_builder)
-            changed["announced" if takes_effect else row.resume].append(
-                f"--{name} {_shown(old)} -> {_shown(new)}"
-            )
+            change = f"--{name} {_shown(before[name])} -> {_shown(now[name])}"
+            changed["announced" if takes_effect else row.resume].append(change)
     lines = []
     if changed["announced"]:
-        lines.append(f"from step {start.checkpoint.step + 1} on: {', '.join(changed['announced'])}")
-    if (
-        quiet := changed["free"] + changed["refused"]
-    ):  # refused ones got past the checks: they come to the same thing
+        lines.append(f"from step {start.state['step'] + 1} on: {', '.join(changed['announced'])}")
+    # refused ones got past the checks: they come to the same thing
+    if quiet := changed["free"] + changed["refused"]:
         lines.append(f"changed, without effect on what is trained: {', '.join(quiet)}")
-    saved = start.checkpoint.state["resolved"]
     precisions = [recorded_precision(each).in_words for each in (saved, resolved)]
     if precisions[0] != precisions[1]:
         lines.append(f"precision: {precisions[0]} -> {precisions[1]}")
@@ -194,13 +187,12 @@ def kept_corners(section: OptimConfig, run: Length, start: Start) -> Corners:
     Raises:
         ValueError: the decay ends before it begins.
     """
-    if start.checkpoint is None or not start.continues:
+    if not (state := start.state):
         return find_corners(section, run)
-    before, old = _saved_schedule(start.checkpoint)
+    before, old = _saved_schedule(state)
     if _shape(before) != _shape(section):
         return find_corners(section, run)
-    state = start.checkpoint.state
-    place = state["tokens_seen"] if old.in_tokens else start.checkpoint.step
+    place = state["tokens_seen"] if old.in_tokens else state["step"]
     if section.lr_schedule == "wsd" and place < old.decay_start:
         return replace(find_corners(section, run), warmup=old.warmup)
     return old
@@ -208,41 +200,31 @@ def kept_corners(section: OptimConfig, run: Length, start: Start) -> Corners:
 
 def schedule_jump(now: Schedule, start: Start) -> str:
     """A sentence on how the learning rate jumps at the resume; empty if the schedule is the same."""
-    assert start.checkpoint is not None
-    state, step = start.checkpoint.state, start.checkpoint.step + 1
-    before, corners = _saved_schedule(start.checkpoint)
-    tokens = state["tokens_seen"] + _tokens_per_step(state)
+    state, step = start.state, start.state["step"] + 1
+    before, corners = _saved_schedule(state)
+    rows, seq_length = state["resolved"]["batch"]["global_batch_size"], state["config"]["data"]["seq_length"]
+    tokens = state["tokens_seen"] + rows * seq_length
     rates = ((Schedule(before, corners), before.learning_rate), (now, now.section.learning_rate))
     old, new = (f"{schedule(step, tokens, base):.3e}" for schedule, base in rates)
     return "" if old == new else f"learning rate of step {step}: {old} -> {new}"
 
 
-def _saved_schedule(checkpoint: Checkpoint) -> tuple[OptimConfig, Corners]:
-    """The flags and the corners of the launch that wrote it."""
-    before, resolved = _saved_section(checkpoint), checkpoint.state["resolved"]
+def _saved_schedule(state: dict[str, Any]) -> tuple[OptimConfig, Corners]:
+    """The flags and the corners of the launch that wrote the checkpoint."""
+    before, resolved = _saved_section(state), state["resolved"]
     if "schedule" in resolved:
         return before, Corners(**resolved["schedule"])
     # an earlier release: everything in steps
     return before, find_corners(before, Length(resolved["num_steps"], 1, lambda step: step))
 
 
-def _saved_section(checkpoint: Checkpoint) -> OptimConfig:
-    saved, fields = checkpoint.state["config"]["optim"], OptimConfig.__dataclass_fields__
-    flags = {name: value for name, value in saved.items() if name in fields}
-    return OptimConfig(**flags | {"optimizer_kwargs": tuple(flags.get("optimizer_kwargs", ()))})
-
-
-def _tokens_per_step(state: dict[str, Any]) -> int:
-    return int(state["resolved"]["batch"]["global_batch_size"] * state["config"]["data"]["seq_length"])
+def _saved_section(state: dict[str, Any]) -> OptimConfig:
+    return from_dict(state["config"]).optim
 
 
 def _shape(section: OptimConfig) -> tuple[object, ...]:
     return section.lr_schedule, section.spans(), section.constant_steps
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

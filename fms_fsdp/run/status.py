@@ -22,20 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from fms_fsdp.atomic import write_atomically
+from fms_fsdp.atomic import read_json, write_atomically
+from fms_fsdp.cpu_tuning import positive_number
 from fms_fsdp.errors import BadInput, RunFailed
 
 RUNNING, FINISHED, RESUME_ME, BAD_INPUT, FAILED = "running", "finished", "resume_me", "bad_input", "failed"
 EXIT_STATUS = {FINISHED: 0, FAILED: 1, BAD_INPUT: 2, RESUME_ME: 75}
-
-
-def read_status(path: Path) -> dict[str, Any]:
-    """The content of a status.json; {} where it is missing or no such file."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 class Launch:
@@ -46,9 +38,10 @@ class Launch:
     """
 
     def __init__(self) -> None:
-        self.rank = _from_environment("RANK")
-        self.restart = _from_environment("TORCHELASTIC_RESTART_COUNT")
-        self.speaks_for_node = _from_environment("LOCAL_RANK") == 0
+        # torchrun sets these; what is no number is refused later with the other input
+        self.rank = positive_number("RANK", 0)
+        self.restart = positive_number("TORCHELASTIC_RESTART_COUNT", 0)
+        self.speaks_for_node = positive_number("LOCAL_RANK", 0) == 0
         self.folder: Path | None = None  # once it is claimed
         self.steps_done: Callable[[], int] = lambda: 0
         self.outcome = ""  # until it ends
@@ -77,10 +70,8 @@ class Launch:
 
     def has_failed(self) -> bool:
         """Whether some rank of this launch has recorded a failure."""
-        return self.folder is not None and read_status(self.folder / "status.json").get("status") in (
-            FAILED,
-            BAD_INPUT,
-        )
+        content = read_json(self.folder / "status.json") if self.folder is not None else {}
+        return content.get("status") in (FAILED, BAD_INPUT)
 
     def tell(self, error: BaseException | None) -> None:
         """Records and prints the error that ends this rank, once, before anything is closed: so no error of a
@@ -173,14 +164,14 @@ class Launch:
         content = self._content(status) | ({} if data_step is None else {"data_step": data_step})
         if self.folder is not None and (alone or self.rank == 0):
             path = self.folder / "status.json"
-            if read_status(path).get("status") == RUNNING:
+            if read_json(path).get("status") == RUNNING:
                 self._write(path, content)
         if alone or self.speaks_for_node:
             self._write_outcome(status)
 
     def _write_outcome(self, status: str) -> None:
         name = os.environ.get("LAUNCH_OUTCOME", "")
-        before = read_status(Path(name)) if name else {}
+        before = read_json(Path(name)) if name else {}
         if name and (before.get("attempt") != self.restart or before.get("status") == RUNNING):
             claimed = self.folder is not None
             self._write(Path(name), self._content(status) | {"attempt": self.restart, "claimed": claimed})
@@ -204,10 +195,3 @@ class Launch:
     def _print(self, text: str) -> None:
         with suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
-
-
-def _from_environment(name: str) -> int:
-    """A number that torchrun sets; 0 where the text is no number, which is refused later with the other
-    input."""
-    text = os.environ.get(name, "0")
-    return int(text) if text.isdecimal() and len(text) < 10 else 0

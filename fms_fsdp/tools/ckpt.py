@@ -18,7 +18,7 @@ from fms_fsdp.checkpoint.folders import (
 )
 from fms_fsdp.checkpoint.retention import KeepPolicy
 from fms_fsdp.config import flag
-from fms_fsdp.run.lock import FolderLock
+from fms_fsdp.run.lock import lock_folder
 from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.tools.table import table
 
@@ -113,7 +113,7 @@ def prune_checkpoints(config: CkptPruneConfig) -> None:
     folders = [root / f"step_{step}" for step in sorted(unwanted)]
     folders += [folder for folder, _ in leftovers(root)] if config.leftovers else []
     freed = sum(tree_bytes(folder) for folder in folders)
-    with FolderLock(root) if config.yes else nullcontext():
+    with lock_folder(root) if config.yes else nullcontext():
         for folder in folders:
             print(f"{'deleted' if config.yes else 'would delete'} {folder}")
             if config.yes:

@@ -150,11 +150,11 @@ def _sharding(config: EstimateConfig) -> str:
     from fms_fsdp.mesh import resolve_dims
     from fms_fsdp.optim.optimizers import state_bytes
     from fms_fsdp.run.describe import describe_sharding
+    from fms_fsdp.runtime import World
 
     section, world = config.parallel, config.num_devices
     precision = config.precision.resolve(config.precision.named or "bf16")
-    local = math.gcd(world, _NODE)
-    dims = resolve_dims(section, variant=config.model_variant, world_size=world, local_world_size=local)
+    dims = resolve_dims(section, config.model_variant, World(0, 0, world, math.gcd(world, _NODE)))
     rows = max(1, config.batch_tokens // (config.seq_length * world * config.grad_accum_steps))
     batch = BatchPlan(rows, config.grad_accum_steps, world)
     model = _model(config)

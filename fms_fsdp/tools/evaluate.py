@@ -51,9 +51,7 @@ def main(config: EvaluateConfig) -> None:
         dist_backend=cfg.parallel.dist_backend,
         use_torch_compile=False,
     )
-    dims = resolve_dims(
-        parallel, variant="", world_size=world.world_size, local_world_size=world.local_world_size
-    )
+    dims = resolve_dims(parallel, "", world)
     start(parallel, cfg.training, world, device, group=dims.strategy != "none")
     mesh = Mesh(dims, world.rank, device.type, group_timeout(parallel))
     model = parallelize(

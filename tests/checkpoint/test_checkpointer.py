@@ -392,7 +392,8 @@ def test_a_disk_that_fills_up_while_writing_fails_the_save(
     model, optimizer = made(0, width=158)
     checkpointer = Checkpointer(small_disk, attempt=1, in_background=False, committed=lambda step: None)
     checkpointer.save(1, model, optimizer, STATE_VALUES, now=True)
-    monkeypatch.setattr("fms_fsdp.checkpoint.checkpointer._global_bytes", lambda tensors: 0)
+    roomy = shutil.disk_usage(small_disk)._replace(free=2**40)
+    monkeypatch.setattr("fms_fsdp.checkpoint.storage.shutil.disk_usage", lambda path: roomy)
     with pytest.raises(SaveFailed, match="No space left on device|unexpected pos|write"):
         checkpointer.save(2, model, optimizer, STATE_VALUES, now=True)
     assert complete_steps(small_disk) == [1] and not problems(small_disk / "step_1", deep=True)

@@ -113,7 +113,7 @@ def test_the_time_of_a_save_is_known_before_the_first_one(
         "",
     )
     world, dims = World(0, 0, 8, 2), ParallelDims("fsdp", dp_shard=8)
-    plan = Plan(world, torch.device("cpu"), dims, BatchPlan(1, 1, 8), None, config, FP32, begin, 10, 1)
+    plan = Plan(world, torch.device("cpu"), dims, BatchPlan(1, 1, 8), FP32, None, config, begin, 10, 1)
     model, optimizers = made(0)
     nothing: Any = SimpleNamespace()
     state = TrainState(model, optimizers, nothing, start_progress(plan))

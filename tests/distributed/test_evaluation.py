@@ -11,6 +11,7 @@ from fms_fsdp.evaluate import Forward, evaluate
 from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.runtime import World
 from tests.distributed.launch import run_ranks
 
 
@@ -19,7 +20,7 @@ def evaluated() -> tuple[list[str], bool, float]:
     import torch.distributed as dist
 
     section, cpu = ParallelConfig(sharding_strategy="fsdp", reshard_after_forward=False), torch.device("cpu")
-    mesh = Mesh(resolve_dims(section, variant="", world_size=2, local_world_size=2), dist.get_rank(), "cpu")
+    mesh = Mesh(resolve_dims(section, "", World(0, 0, 2, 2)), dist.get_rank(), "cpu")
     config = LlamaConfig(2, 32, 32, 2, 1, 64, max_seq_len=16)
     model = parallelize(config, section, mesh, device=cpu, precision=FP32, seed=1)
     data = DataConfig(use_dummy_dataset=True, seq_length=16)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.run.lock import FolderLock
+from fms_fsdp.run.lock import lock_folder
 from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained
 from tests.data.corpora import SEP, write_corpus, write_lists
 from tests.distributed.test_recovery import ENVIRONMENT, TORCHRUN, wait_for, workers
@@ -56,13 +56,13 @@ def test_a_refused_launch_through_train_sh_leaves_the_folder_to_the_byte(tmp_pat
     ]
     settings = ENVIRONMENT | {"NPROC_PER_NODE": "2", "SLURM_JOB_ID": "17"}
     settings = {name: text for name, text in settings.items() if name != "LAUNCH_OUTCOME"}
-    lock = FolderLock(folder)
-    if fault == "lock":
-        lock.take()
+    lock = lock_folder(folder)
+    if fault != "lock":
+        lock.close()
     before = content(folder)
     command = ["bash", "scripts/train.sh", *flags]
     result = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=120)
-    lock.release()
+    lock.close()
     words = "--num_layers (3) must be that" if fault == "flag" else "must have one writer, and process"
     assert result.returncode == 2 and words in result.stderr + result.stdout
     after = content(folder)
@@ -90,7 +90,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_free_the_folder(
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in orphans), 60)
     reason = status(tmp_path)["reason"]  # rank 0 may hear of it from the other rank first
     assert "the end of torchrun's agent" in reason or "a signal to another rank" in reason
-    with FolderLock(tmp_path):
+    with lock_folder(tmp_path):
         assert (tmp_path / "checkpoints" / f"step_{status(tmp_path)['step']}").is_dir()
 
 
@@ -117,7 +117,7 @@ def test_one_of_two_torchruns_is_killed_and_all_ranks_stop(tmp_path: Path) -> No
         for agent in agents:
             agent.kill()
             agent.wait()
-    with FolderLock(tmp_path):
+    with lock_folder(tmp_path):
         assert (tmp_path / "checkpoints" / f"step_{status(tmp_path)['step']}").is_dir()
 
 

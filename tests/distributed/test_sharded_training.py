@@ -19,6 +19,7 @@ from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.runtime import World
 from tests.distributed.launch import run_ranks
 
 ROWS, SEQ, STEPS = 12, 16, 20
@@ -123,7 +124,7 @@ def train(one: Case, rank: int, world_size: int) -> tuple[str, list[float], list
     import torch.distributed as dist
 
     section = one.section
-    dims = resolve_dims(section, variant="tiny", world_size=world_size, local_world_size=world_size)
+    dims = resolve_dims(section, "tiny", World(0, 0, world_size, world_size))
     mesh = Mesh(dims, rank, "cpu")
     model = parallelize(
         config(one.tied), section, mesh, device=torch.device("cpu"), precision=one.precision, seed=5
@@ -200,7 +201,7 @@ def init_digest(cases: dict[str, Case]) -> dict[str, str]:
     digests = {}
     for name, one in cases.items():
         world = dist.get_world_size()
-        dims = resolve_dims(one.section, variant="tiny", world_size=world, local_world_size=world)
+        dims = resolve_dims(one.section, "tiny", World(0, 0, world, world))
         cpu = torch.device("cpu")
         model = parallelize(
             config(one.tied),

@@ -27,6 +27,7 @@ from fms_fsdp.parallel.fsdp import set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.communication import bytes_sent
 from fms_fsdp.predict.memory import estimate_memory
+from fms_fsdp.runtime import World
 from tests.distributed.launch import run_ranks
 
 SEQ, ACCUM = 8, 3
@@ -99,7 +100,7 @@ def build(flags: dict[str, Any], config: LlamaConfig, precision: Precision) -> t
     import torch.distributed as dist
 
     section, world = ParallelConfig(**flags), dist.get_world_size()
-    dims = resolve_dims(section, variant="tiny", world_size=world, local_world_size=world)
+    dims = resolve_dims(section, "tiny", World(0, 0, world, world))
     mesh, cpu = Mesh(dims, dist.get_rank(), "cpu"), torch.device("cpu")
     return parallelize(config, section, mesh, device=cpu, precision=precision, seed=5), mesh
 
@@ -174,7 +175,7 @@ def results(world: int) -> list[tuple[dict[str, dict[str, int]], dict[str, bool]
 def test_bytes_sent_and_held_are_those_predicted(world: int, name: str) -> None:
     flags, config, precision = CASES[world][name]
     section, n = ParallelConfig(**flags), num_params(config)
-    dims = resolve_dims(section, variant="tiny", world_size=world, local_world_size=world)
+    dims = resolve_dims(section, "tiny", World(0, 0, world, world))
     sent = bytes_sent(config, dims, precision, ACCUM)
     estimate = estimate_memory(config, dims, section, precision=precision, batch=BatchPlan(1, ACCUM, world))
     kept = estimate.unit if dims.keeps_weights else 0

@@ -39,7 +39,7 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     config, cpu = VARIANTS["tiny"], torch.device("cpu")
     world, batch = World(0, 0, 8, 8), BatchPlan(3, 1, dims.size("dp"))
     cfg = TrainConfig(log=LogConfig(output_dir=str(tmp_path), trackers=("none",)))
-    plan = Plan(world, cpu, dims, batch, None, config, FP32, Start(None, False, ""), 10, 4096)
+    plan = Plan(world, cpu, dims, batch, FP32, None, config, Start(None, False, ""), 10, 4096)
     model = Llama(config)
     progress = start_progress(plan)
     for _ in range(5):

@@ -22,6 +22,7 @@ from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.fsdp import local_shards
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.run.health import BadSteps, TooManyBadSteps
+from fms_fsdp.runtime import World
 from fms_fsdp.state import Progress, StepResult, TrainState
 from fms_fsdp.train import TrainStep, train_step
 from tests.cli import TINY, metrics, run, trained
@@ -179,7 +180,7 @@ def test_an_overflow_leaves_weights_and_state_untouched_and_halves_the_scale() -
 
 def step_where_one_rank_overflows() -> tuple[bool, bool, float]:
     section = ParallelConfig(sharding_strategy="fsdp")
-    dims = resolve_dims(section, variant="", world_size=2, local_world_size=2)
+    dims = resolve_dims(section, "", World(0, 0, 2, 2))
     mesh = Mesh(dims, torch.distributed.get_rank(), "cpu")
     state = state_of(FP16, mesh, loss_scale(first=64, hysteresis=1))
     assert make(state, mesh).grad_norm.isfinite()

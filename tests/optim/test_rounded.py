@@ -26,6 +26,7 @@ from fms_fsdp.optim.rounded import _mixed, draw, round_by_chance
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import DTYPES, cast_weights
+from fms_fsdp.runtime import World
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_sharded_training import batches, config
 from tests.optim.test_sharded_optimizers import Model, everything, step
@@ -220,7 +221,7 @@ def sums(strategy: str, sync: bool, gradients: str) -> tuple[bool, ...]:
 
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     parallel = ParallelConfig(sharding_strategy=strategy, sync_each_micro_step=sync)
-    mesh = Mesh(resolve_dims(parallel, variant="tiny", world_size=world, local_world_size=world), rank, "cpu")
+    mesh = Mesh(resolve_dims(parallel, "tiny", World(0, 0, world, world)), rank, "cpu")
     precision = Precision("bf16", weights="bf16", gradients=gradients, state="bf16")
     cpu = torch.device("cpu")
     model = parallelize(config(False), parallel, mesh, device=cpu, precision=precision, seed=5)

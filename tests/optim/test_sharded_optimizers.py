@@ -26,6 +26,7 @@ from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.runtime import World
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_sharded_training import batches, config
 
@@ -162,7 +163,7 @@ def losses_of(names: list[str]) -> dict[str, list[float]]:
 
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     parallel, found = ParallelConfig(sharding_strategy="fsdp" if world > 1 else "none"), {}
-    dims = resolve_dims(parallel, variant="tiny", world_size=world, local_world_size=world)
+    dims = resolve_dims(parallel, "tiny", World(0, 0, world, world))
     for name in names:
         mesh, cpu = Mesh(dims, rank, "cpu"), torch.device("cpu")
         model = parallelize(config(False), parallel, mesh, device=cpu, precision=FP32, seed=5)

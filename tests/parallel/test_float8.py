@@ -18,6 +18,7 @@ from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.float8 import _Float8Product, _product, check_float8
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.runtime import World
 from tests.distributed.launch import run_ranks
 
 CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
@@ -129,7 +130,7 @@ def test_kernels_of_gpus_take_what_they_are_given(by_row: bool) -> None:
 def losses(nproc: int, precision: Precision) -> list[float]:
     """Of 20 steps on 4 rows, the same for any number of ranks."""
     section = ParallelConfig(sharding_strategy="fsdp" if nproc > 1 else "none")
-    dims = resolve_dims(section, variant="", world_size=nproc, local_world_size=nproc)
+    dims = resolve_dims(section, "", World(0, 0, nproc, nproc))
     rank = torch.distributed.get_rank() if nproc > 1 else 0
     mesh = Mesh(dims, rank, "cpu")
     model = parallelize(CONFIG, section, mesh, device=CPU, precision=precision, seed=1)

@@ -18,12 +18,8 @@ from tests.distributed.launch import run_ranks
 
 
 def layout(variant: str = "tiny", world: int = 8, local: int = 4, **flags: object) -> ParallelDims:
-    return resolve_dims(
-        ParallelConfig(**flags),  # type: ignore[arg-type]
-        variant=variant,
-        world_size=world,
-        local_world_size=local,
-    )
+    section = ParallelConfig(**flags)  # type: ignore[arg-type]
+    return resolve_dims(section, variant, World(0, 0, world, local))
 
 
 def test_defaults_follow_variant_and_world() -> None:

@@ -15,6 +15,7 @@ from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.predict import memory
 from fms_fsdp.predict.memory import available_memory, check_memory, estimate_memory, explaining_out_of_memory
+from fms_fsdp.runtime import World
 
 CPU, PLAIN = torch.device("cpu"), ParallelConfig()
 
@@ -43,7 +44,7 @@ def test_estimate_is_state_over_shards_plus_the_largest_unit() -> None:
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
 def test_whole_weights_and_gradients_count_where_a_strategy_keeps_them(dtype: str, size: int) -> None:
     config, section = VARIANTS["7b"], ParallelConfig(sharding_strategy="zero1")
-    n, dims = num_params(config), resolve_dims(section, variant="7b", world_size=8, local_world_size=8)
+    n, dims = num_params(config), resolve_dims(section, "7b", World(0, 0, 8, 8))
     for accum, whole in ((1, 0), (4, size * n - 4 * n // 8)):
         batch = BatchPlan(1, accum, 8)
         estimate = estimate_memory(config, dims, section, precision=replace(BF16, reduce=dtype), batch=batch)

@@ -15,7 +15,7 @@ import pytest
 
 from fms_fsdp.checkpoint.folders import problems
 from fms_fsdp.config import TrainingConfig, keep_global_batch
-from fms_fsdp.run.lock import FolderLock, lock_folders
+from fms_fsdp.run.lock import lock_folder, lock_folders
 from tests.cli import ROOT, TINY, run, status, trained
 
 LONG = (*TINY, "--num_steps=100000", "--trackers=none")
@@ -59,7 +59,7 @@ def has_steps(folder: Path, count: int = 2) -> Callable[[], bool]:
 
 def test_a_launch_that_the_lock_refuses_leaves_the_folder_of_the_running_one_as_it_is(tmp_path: Path) -> None:
     trained(*TINY, "--num_steps=1", f"--output_dir={tmp_path}")
-    with FolderLock(tmp_path):
+    with lock_folder(tmp_path):
         before = content(tmp_path)
         result = run(*TINY, "--num_steps=2", f"--output_dir={tmp_path}")
         assert result.returncode == 2 and "must have one writer, and process" in result.stderr
@@ -71,7 +71,7 @@ def test_a_folder_of_checkpoints_has_one_writer_by_whatever_path(tmp_path: Path,
     root = tmp_path / "a" / "checkpoints"
     root.mkdir(parents=True)
     (tmp_path / "link").symlink_to(root)
-    with FolderLock(root):
+    with lock_folder(root):
         with pytest.raises(ValueError, match="must have one writer"):
             lock_folders([tmp_path / "b", tmp_path / name], patience_s=0.0)
         assert not (tmp_path / "b").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.run.lock import FolderLock
+from fms_fsdp.run.lock import lock_folder
 from tests.cli import ROOT
 
 
@@ -64,7 +64,7 @@ def age(folder: Path, minutes: float) -> None:
 def test_without_slurm_the_lock_tells_who_lives(folder: Path) -> None:
     code, line = pulse(folder)
     assert code == 3 and line == "GONE no process writes there; status running: told so"
-    with FolderLock(folder):
+    with lock_folder(folder):
         assert pulse(folder) == (0, "TRAINING step 20, last sign 0 min ago")
         age(folder, 31)
         assert pulse(folder) == (1, "STALLED step 20, last sign 31 min ago")
@@ -133,7 +133,7 @@ def test_a_reason_is_told_to_its_end(folder: Path, reason: str, shown: str) -> N
 
 
 def test_minutes_with_a_zero_in_front_are_no_alarm(folder: Path) -> None:
-    with FolderLock(folder):
+    with lock_folder(folder):
         age(folder, 7)
         for minutes, code in (("08", 0), ("008", 0), ("07", 1), ("0", 1)):
             assert pulse(folder, "--stalled-after-min", minutes)[0] == code

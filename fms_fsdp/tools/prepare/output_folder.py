@@ -25,7 +25,7 @@ from typing import Any
 
 from fms_fsdp.atomic import write_json
 from fms_fsdp.data.tokenizer import Tokenizer
-from fms_fsdp.run.lock import FolderLock
+from fms_fsdp.run.lock import lock_folder
 from fms_fsdp.safe_names import safe_name
 from fms_fsdp.tools.prepare.documents import Slice
 from fms_fsdp.tools.prepare.encode import SPLITS, ShardEntry, SliceResult
@@ -117,7 +117,7 @@ def lock_output(output: Path) -> Iterator[None]:
     except OSError as error:
         rule = f"must be a folder that can be made: {error.strerror}; choose another"
         raise ValueError(f"--output ({output}) {rule}") from error
-    with FolderLock(output, patience_s=0.0, remedy="wait for it, or choose another --output"):
+    with lock_folder(output, patience_s=0.0, remedy="wait for it, or choose another --output"):
         try:
             yield
         finally:

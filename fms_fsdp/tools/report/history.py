@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fms_fsdp.atomic import read_json
 from fms_fsdp.run.recorded import recorded_sections
-from fms_fsdp.run.status import read_status
 
 Record = dict[str, Any]
 Floats = npt.NDArray[np.float64]
@@ -135,9 +135,9 @@ def read_run(folder: Path) -> RunHistory:
     matches = (_OF_A_LAUNCH.fullmatch(file.name) for file in folder.iterdir())
     launches = sorted(int(match[1]) for match in matches if match)
     for name in ("config.json", *(f"config.{number}.json" for number in launches)):
-        if content := read_status(folder / name):
+        if content := read_json(folder / name):
             run.configs[name] = {key: value for key, value in content.items() if isinstance(value, dict)}
-    run.status = read_status(folder / "status.json")
+    run.status = read_json(folder / "status.json")
     if (samples := folder / "samples.txt").is_file():
         run.sample = samples.read_text(encoding="utf-8", errors="replace")[-LONGEST_SAMPLE:]
     return run

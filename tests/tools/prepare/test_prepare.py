@@ -20,7 +20,7 @@ import pytest
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.data.tokenizer import load_tokenizer
-from fms_fsdp.run.lock import FolderLock
+from fms_fsdp.run.lock import lock_folder
 from fms_fsdp.tools.prepare import duplicates, encode, pipeline
 from fms_fsdp.tools.prepare.input_files import find_files, parse_input
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
@@ -380,7 +380,7 @@ def test_another_input_or_option_is_refused_unless_overwritten(tmp_path: Path, c
 def test_one_prepare_at_a_time(tmp_path: Path, corpus: str) -> None:
     output = tmp_path / "out"
     output.mkdir()
-    with FolderLock(output), pytest.raises(ValueError, match="must have one writer.*wait for it"):
+    with lock_folder(output), pytest.raises(ValueError, match="must have one writer.*wait for it"):
         run(output, corpus)
     run(output, corpus)
 
