@@ -75,9 +75,8 @@ def read_settings(name: str, section: OptimConfig, kwargs: Iterable[str]) -> dic
             builder does not take.
     """
     _, *signature = inspect.signature(load_builder(name)).parameters.values()
-    taken = {
-        each.name: each for each in signature if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    }
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    taken = {each.name: each for each in signature if each.kind not in several}
     settings = {}
     for key, flags in _FLAGS.items():
         values = tuple(getattr(section, flag) for flag in flags)
@@ -110,6 +109,6 @@ def _read_value(parameter: inspect.Parameter, text: str) -> Any:
         return coerce(Flag((), "", name="optimizer_kwargs", type=tuple[float, ...]), text.replace(":", ","))
     declared = getattr(parameter.annotation, "__name__", parameter.annotation)
     kind = _TYPES.get(declared, type(parameter.default))
-    return (
-        coerce(Flag(None, "", name="optimizer_kwargs", type=kind), text) if kind in _TYPES.values() else text
-    )
+    if kind not in _TYPES.values():
+        return text
+    return coerce(Flag(None, "", name="optimizer_kwargs", type=kind), text)
