@@ -78,7 +78,7 @@ class ParallelDims:
 
 
 def resolve_dims(
-    section: ParallelConfig, *, variant: str, world_size: int, local_world_size: int
+    section: ParallelConfig, variant: str, world_size: int, local_world_size: int
 ) -> ParallelDims:
     """The axes of a run. Default strategy: none on one device, hsdp for 7b and 13b, else fsdp.
 

@@ -151,12 +151,7 @@ def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
     check_keep_best(cfg.checkpoint.keep_best, schedule, cfg.eval.eval_interval)
     _check_trackers(cfg.log.trackers)
     device = runtime.pick_device(world)
-    dims = resolve_dims(
-        cfg.parallel,
-        variant=cfg.model.name,
-        world_size=world.world_size,
-        local_world_size=world.local_world_size,
-    )
+    dims = resolve_dims(cfg.parallel, cfg.model.name, world.world_size, world.local_world_size)
     check_compile(cfg.parallel, device)
     check_machine(parsed, device, dims)
     batch = resolve_batch(cfg.training, dims.size("dp"))
@@ -264,14 +259,7 @@ def start_loss_scale(cfg: TrainConfig, plan: Plan) -> LossScale | None:
     checkpoint."""
     if plan.precision.compute != "fp16":
         return None
-    section = cfg.precision
-    scale = LossScale(
-        section.loss_scale,
-        window=section.loss_scale_window,
-        hysteresis=section.loss_scale_hysteresis,
-        floor=section.min_loss_scale,
-        device=plan.device,
-    )
+    scale = LossScale(cfg.precision, plan.device)
     if plan.checkpoint is not None and plan.continues and "loss_scale" in plan.checkpoint.state:
         scale.load_state_dict(plan.checkpoint.state["loss_scale"])
     return scale

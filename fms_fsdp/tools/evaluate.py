@@ -38,11 +38,12 @@ class EvaluateConfig:
 def main(config: EvaluateConfig) -> None:
     """The command; also under torchrun, where the checkpoint is sharded over all processes."""
     checkpoint = find_checkpoint(config.path, config.step, "--path")
-    cfg, batch = _run_config(config, checkpoint), checkpoint.state["resolved"]["batch"]
+    cfg, resolved = _run_config(config, checkpoint), checkpoint.state["resolved"]
+    batch, precision, seed = resolved["batch"], recorded_precision(resolved), cfg.training.seed
     world = World.from_env()
     set_up_log(world)
     device = pick_device(world)
-    model_config = model_from_dict(checkpoint.state["resolved"]["model"])
+    model_config = model_from_dict(resolved["model"])
     used = trained_with(checkpoint)
     found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=model_config.vocab_size, used=used)
     sources = open_held_out(cfg.eval, found, batch["global_batch_size"])
@@ -51,19 +52,10 @@ def main(config: EvaluateConfig) -> None:
         dist_backend=cfg.parallel.dist_backend,
         use_torch_compile=False,
     )
-    dims = resolve_dims(
-        parallel, variant="", world_size=world.world_size, local_world_size=world.local_world_size
-    )
+    dims = resolve_dims(parallel, "", world.world_size, world.local_world_size)
     start(parallel, cfg.training, world, device, group=dims.strategy != "none")
     mesh = Mesh(dims, world.rank, device.type, group_timeout(parallel))
-    model = parallelize(
-        model_config,
-        parallel,
-        mesh,
-        device=device,
-        precision=recorded_precision(checkpoint.state["resolved"]),
-        seed=cfg.training.seed,
-    )
+    model = parallelize(model_config, parallel, mesh, device=device, precision=precision, seed=seed)
     forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, mesh)
     try:
         load_checkpoint(checkpoint, model, None, mesh)
