@@ -39,18 +39,7 @@ def attention_mask(
             return None if ids_BS is None else document_mask(ids_BS)
         if device.type == "cuda" and not cached and not config.attn_dropout:
             return block_mask(ids_BS, window, positions.stop, device)
-    return score_bias(config, window, ids_BS, positions, device, num_keys)
-
-
-def score_bias(
-    config: LlamaConfig,
-    window: int,
-    ids_BS: torch.Tensor | None,
-    positions: slice,
-    device: torch.device,
-    num_keys: int = 0,
-) -> torch.Tensor:
-    """The mask as what is added to the scores: fp32 (B|1, H|1, S, T)."""
+    # what is added to the scores: fp32 (B|1, H|1, S, T)
     query_S1 = torch.arange(positions.start, positions.stop, device=device).unsqueeze(1)
     distance_ST = query_S1 - torch.arange(num_keys or positions.stop, device=device)
     seen = ((distance_ST >= 0) & (distance_ST < (window or positions.stop)))[None, None]
