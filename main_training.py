@@ -58,12 +58,12 @@ from fms_fsdp.observe.sinks import open_sinks
 from fms_fsdp.observe.step_data import describe_data
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.predict.memory import explaining_out_of_memory
 from fms_fsdp.run.claim import claim, look_at_suspect, record_launch, restore
 from fms_fsdp.run.describe import announce, describe, plan_saves
 from fms_fsdp.run.garbage import GarbageCollector
 from fms_fsdp.run.health import BadSteps, Watchdog
 from fms_fsdp.run.limits import Limits
+from fms_fsdp.run.out_of_memory import explaining_out_of_memory
 from fms_fsdp.run.plan import Plan, check_data, find_machine, open_stream, start_loss_scale, start_progress
 from fms_fsdp.samples import Sampler
 from fms_fsdp.state import TrainState
@@ -142,9 +142,9 @@ def run_loop(
 ) -> None:
     """Trains to the end, or until a limit, with everything that watches over it (collective: every rank)."""
     folder, device, mask = Path(cfg.output_dir), plan.device, cfg.data.document_mask
-    clock, schedule = Clock(device), plan.schedule
+    clock = Clock(device)
     seed = cfg.training.seed if plan.model.has_dropout else None
-    recipe = TrainStep(mesh, device, schedule, plan.batch.batch_size, cfg.optim.grad_clip, mask, seed)
+    recipe = TrainStep(mesh, device, plan.schedule, plan.batch.batch_size, cfg.optim.grad_clip, mask, seed)
     with ExitStack() as house:  # closes from the last to the first, all of them, also when a step fails
         sinks = open_sinks(cfg, mesh, attempt, clock.totals)
         house.callback(sinks.close)
@@ -158,7 +158,7 @@ def run_loop(
         hooks = [
             watchdog,
             BadSteps(cfg.training.max_bad_steps, describe_step, cfg.keep_name, state.loss_scale),
-            Meter(cfg, plan, mesh, state, schedule, sinks, clock, phases),
+            Meter(cfg, plan, mesh, state, sinks, clock, phases),
             profiler,
             Limits(cfg.training, folder, mesh.is_main, signals, clock.totals, cfg.eval.eval_interval),
             Evaluator(cfg.eval, forward, plan.held_out, sinks, clock.mark),
@@ -170,19 +170,7 @@ def run_loop(
         for hook in hooks:
             house.callback(hook.close)
         house.push(lambda kind, error, trace: launch.tell(error))
-        rows, precision, state_size = plan.batch.batch_size, plan.precision, plan.optimizer_bytes
-        house.enter_context(
-            explaining_out_of_memory(
-                cfg.parallel,
-                plan.model,
-                plan.dims,
-                rows,
-                plan.seq_length,
-                precision,
-                state_size,
-                cfg.keep_name,
-            )
-        )
+        house.enter_context(explaining_out_of_memory(cfg, plan))
         house.push(profiler.dump_at_failure)
         train(recipe, state, hooks, clock)
 

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def measure(folder: Path, variant: str, rounds: int) -> dict[str, Any]:
     for _ in range(rounds + 1):
         for name, work in works.items():
             made = folder / name
-            times.setdefault(name, []).append(seconds_of(lambda work=work, made=made: work(made)))
+            times.setdefault(name, []).append(seconds_of(partial(work, made)))
             shutil.rmtree(made) if made.is_dir() else made.unlink()
     times = {name: each[1:] for name, each in times.items()}  # the first warms up
     result: dict[str, Any] = {"bytes": file.stat().st_size, "start_s": round(start_s, 2)}

@@ -100,10 +100,9 @@ def attention(
 
 def chosen_backend(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> str:
     """The kernel that torch takes for causal attention of this shape, such as "flash" or "cudnn"."""
+    size = (config.max_seq_len, config.head_dim)
     q, kv = (
-        torch.empty(
-            1, heads, config.max_seq_len, config.head_dim, dtype=dtype, device=device
-        ).requires_grad_()
+        torch.empty(1, heads, *size, dtype=dtype, device=device, requires_grad=True)
         for heads in (config.num_attention_heads, config.num_kv_heads)
     )
     grouped = config.num_attention_heads != config.num_kv_heads

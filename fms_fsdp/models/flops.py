@@ -63,10 +63,7 @@ def _counted(config: LlamaConfig) -> dict[str, int]:
     with torch.device("meta"):
         model = build_model(config)
     units = {"embed": model.embed, "block": model.blocks["0"], "head": model.head}
-    counts = dict.fromkeys(units, 0)
-    for name, part in units.items():
-        counts[name] = sum(weight.numel() for weight in part.parameters()) if part is not None else 0
-    return counts
+    return {key: sum(map(torch.numel, part.parameters())) for key, part in units.items() if part is not None}
 
 
 def num_params(config: LlamaConfig) -> int:

@@ -13,28 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.models.hf import ACTIVATIONS, hf_config
+from fms_fsdp.models.hf import ACTIVATIONS, NAMES, hf_config
 from fms_fsdp.models.variants import LlamaConfig, RopeScaling
 
-_OURS = {
-    "hidden_size": "hidden_size n_embd",
-    "ffn_hidden_size": "intermediate_size n_inner",
-    "num_layers": "num_hidden_layers n_layer",
-    "num_attention_heads": "num_attention_heads n_head",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon",
-    "max_seq_len": "max_position_embeddings n_positions",
-    "vocab_size": "vocab_size",
-    "tie_embeddings": "tie_word_embeddings",
-    "bias": "attention_bias",
-    "attn_window": "sliding_window",
-    "rope_pct": "rotary_pct",
-    "parallel_residual": "use_parallel_residual",
-    "init_std": "initializer_range",
-    "attn_dropout": "attention_dropout attn_pdrop",
-    "dropout": "hidden_dropout resid_pdrop",
-}
 # what a family's class takes for a field that its config.json leaves out, and what its shape always is
 _GROUPED: dict[str, Any] = dict(
     hidden_act="silu", tie_word_embeddings=False, rms_norm_eps=1e-6, attention_bias=False,
@@ -97,12 +78,12 @@ def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
         raise ValueError(f"model_type ({kind}) must be one of {', '.join(_USUAL)}")
     said = _USUAL[kind] | dict(content)
     shape: dict[str, Any] = dict(_SHAPES.get(kind, {}))
-    for ours, theirs in _OURS.items():
+    for ours, theirs in NAMES.items():
         if (name := next((name for name in theirs.split() if name in said), None)) is not None:
             shape[ours] = said[name]
     missing = [name for name in ("hidden_size", "num_layers", "num_attention_heads") if name not in shape]
     if missing:
-        raise ValueError(f"{_OURS[missing[0]].split()[0]} is missing")
+        raise ValueError(f"{NAMES[missing[0]].split()[0]} is missing")
     shape["attn_window"] = shape.get("attn_window") or 0
     shape["ffn_hidden_size"] = shape.get("ffn_hidden_size") or 4 * shape["hidden_size"]
     shape["num_kv_heads"] = shape.get("num_kv_heads") or shape["num_attention_heads"]

@@ -42,7 +42,7 @@ class Family:
 
     `holds`: values that fields of a shape must have, where they are not Llama's. `layer`: what begins the
     names within a layer. `inside` and `outside`: their module → ours; several of ours stand in one of theirs.
-    `packing`: how those of a layer become theirs. `fields`: of config.json, beside those of all.
+    `packing`: how those of a layer become theirs. `fields`: of config.json, beside those of all, in order.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Family:
     inside: Mapping[str, str]
     outside: Mapping[str, str]
     packing: Packing
-    fields: Callable[[LlamaConfig], dict[str, Any]]
+    fields: str
 
 
 def _join_heads(config: LlamaConfig, weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -115,6 +115,32 @@ _NEOX_INSIDE = {
 }
 _NEOX_OUTSIDE = {"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "head.norm", "embed_out": "head"}
 ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}
+# our fields → their names in config.json
+NAMES = {
+    "hidden_size": "hidden_size n_embd",
+    "ffn_hidden_size": "intermediate_size n_inner",
+    "num_layers": "num_hidden_layers n_layer",
+    "num_attention_heads": "num_attention_heads n_head",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon",
+    "max_seq_len": "max_position_embeddings n_positions",
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "bias": "attention_bias",
+    "attn_window": "sliding_window",
+    "rope_pct": "rotary_pct",
+    "parallel_residual": "use_parallel_residual",
+    "init_std": "initializer_range",
+    "attn_dropout": "attention_dropout attn_pdrop",
+    "dropout": "hidden_dropout resid_pdrop",
+}
+_COMMON = "rope_theta rope_scaling rope_parameters hidden_size intermediate_size num_hidden_layers "
+_COMMON += "num_attention_heads max_position_embeddings hidden_act attention_dropout attention_bias "
+_LLAMA_FIELDS = _COMMON + "num_key_value_heads head_dim rms_norm_eps mlp_bias "
+_GPT2_FIELDS = "n_embd n_inner n_layer n_head n_positions layer_norm_epsilon activation_function resid_pdrop "
+_GPT2_FIELDS += "embd_pdrop attn_pdrop"
+_NEOX_FIELDS = _COMMON + "hidden_dropout layer_norm_eps rotary_pct rotary_emb_base use_parallel_residual"
 
 
 def _plain(config: LlamaConfig) -> dict[str, tuple[Any, ...]]:
@@ -129,68 +155,6 @@ def _plain(config: LlamaConfig) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _rope(config: LlamaConfig) -> dict[str, Any]:
-    """What transformers 5 renamed stands there under both names: older readers would fall back to a theta of
-    10,000 in silence."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if (scaling := config.rope_scaling) is not None:
-        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            rope["low_freq_factor"] = scaling.low_freq_factor
-            rope["high_freq_factor"] = scaling.high_freq_factor
-            rope["original_max_position_embeddings"] = scaling.original_max_len
-    return {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-    }
-
-
-def _common(config: LlamaConfig) -> dict[str, Any]:
-    """The fields that all classes but GPT-2's have."""
-    return _rope(config) | {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "max_position_embeddings": config.max_seq_len,
-        "hidden_act": ACTIVATIONS[config.activation],
-        "attention_dropout": config.attn_dropout,
-        "attention_bias": config.bias,
-    }
-
-
-def _llama_fields(config: LlamaConfig) -> dict[str, Any]:
-    grouped = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
-    return _common(config) | grouped | {"rms_norm_eps": config.norm_eps, "mlp_bias": config.bias}
-
-
-def _mistral_fields(config: LlamaConfig) -> dict[str, Any]:
-    return _llama_fields(config) | {"sliding_window": config.attn_window}
-
-
-def _neox_fields(config: LlamaConfig) -> dict[str, Any]:
-    fields = _common(config) | {"hidden_dropout": config.dropout, "layer_norm_eps": config.norm_eps}
-    fields |= {"rotary_pct": config.rope_pct, "rotary_emb_base": config.rope_theta}
-    fields["rope_parameters"]["partial_rotary_factor"] = config.rope_pct
-    return fields | {"use_parallel_residual": config.parallel_residual}
-
-
-def _gpt2_fields(config: LlamaConfig) -> dict[str, Any]:
-    return {
-        "n_embd": config.hidden_size,
-        "n_inner": config.ffn_hidden_size,
-        "n_layer": config.num_layers,
-        "n_head": config.num_attention_heads,
-        "n_positions": config.max_seq_len,
-        "layer_norm_epsilon": config.norm_eps,
-        "activation_function": ACTIVATIONS[config.activation],
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.attn_dropout,
-    }
-
-
 _QWEN3_INSIDE = _LLAMA_INSIDE | {
     "self_attn.q_norm": "attention.q_norm",
     "self_attn.k_norm": "attention.k_norm",
@@ -198,24 +162,24 @@ _QWEN3_INSIDE = _LLAMA_INSIDE | {
 FAMILIES = (
     Family(
         "Llama", "llama", lambda config: {"bias": (False, True)},
-        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _llama_fields,
+        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _LLAMA_FIELDS,
     ),
     Family(
         "Mistral", "mistral", lambda config: {"attn_window": (config.attn_window,)},
-        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _mistral_fields,
+        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _LLAMA_FIELDS + "sliding_window",
     ),
     Family(
         "Qwen3", "qwen3", lambda config: {"qk_norm": (True,)},
-        "model.layers", _QWEN3_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _llama_fields,
+        "model.layers", _QWEN3_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _LLAMA_FIELDS,
     ),
     Family(
         "GPT2", "gpt2", lambda config: _plain(config) | {"pos_emb": ("learned",)},
-        "transformer.h", _GPT2_INSIDE, _GPT2_OUTSIDE, _INPUT_BY_OUTPUT, _gpt2_fields,
+        "transformer.h", _GPT2_INSIDE, _GPT2_OUTSIDE, _INPUT_BY_OUTPUT, _GPT2_FIELDS,
     ),
     Family(
         "GPTNeoX", "gpt_neox", lambda config: _plain(config)
         | {"rope_pct": (config.rope_pct,), "parallel_residual": (False, True), "rope_scaling": (None,)},
-        "gpt_neox.layers", _NEOX_INSIDE, _NEOX_OUTSIDE, _HEAD_BY_HEAD, _neox_fields,
+        "gpt_neox.layers", _NEOX_INSIDE, _NEOX_OUTSIDE, _HEAD_BY_HEAD, _NEOX_FIELDS,
     ),
 )  # fmt: skip
 _OPTIONS = "norm pos_emb activation bias qk_norm attn_window attn_window_pattern parallel_residual rope_pct"
@@ -283,15 +247,38 @@ def hf_config(config: LlamaConfig, dtype: str, eos_id: int | None) -> dict[str, 
     """The content of config.json."""
     family = find_family(config)
     head = "ForCausalLM" if family.name != "GPT2" else "LMHeadModel"
+    fields, of_all = _fields(config), ("vocab_size", "tie_word_embeddings", "initializer_range")
+    if family.name == "GPTNeoX":
+        fields["rope_parameters"]["partial_rotary_factor"] = config.rope_pct
     return {
         "architectures": [family.name + head],
         "model_type": family.model_type,
-        **family.fields(config),
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
+        **{name: fields[name] for name in (*family.fields.split(), *of_all)},
         "bos_token_id": None,  # the class's own default would be 1
         "eos_token_id": eos_id,
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+
+
+def _fields(config: LlamaConfig) -> dict[str, Any]:
+    """All fields of the shape, under every name that a class has for them.
+
+    What transformers 5 renamed stands there under both names: older readers would fall back to a theta of
+    10,000 in silence.
+    """
+    fields: dict[str, Any] = {"mlp_bias": config.bias, "embd_pdrop": config.dropout}
+    for ours, names in NAMES.items():
+        fields |= dict.fromkeys(names.split(), getattr(config, ours))
+    fields["hidden_act"] = fields["activation_function"] = ACTIVATIONS[config.activation]
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if (scaling := config.rope_scaling) is not None:
+        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            rope["low_freq_factor"] = scaling.low_freq_factor
+            rope["high_freq_factor"] = scaling.high_freq_factor
+            rope["original_max_position_embeddings"] = scaling.original_max_len
+    fields["rope_theta"] = fields["rotary_emb_base"] = config.rope_theta
+    fields["rope_scaling"] = None if scaling is None else rope
+    fields["rope_parameters"] = {**rope, "rope_theta": config.rope_theta}
+    return fields

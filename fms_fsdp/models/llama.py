@@ -71,9 +71,8 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         score = alibi_score(config.num_attention_heads) if config.pos_emb == "alibi" else None
         self.attend = partial(attention, backend=config.attn_impl, score=score)
-        q_size, kv_size = (
-            heads * config.head_dim for heads in (config.num_attention_heads, config.num_kv_heads)
-        )
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
         self.q_proj = build_linear(config, config.hidden_size, q_size)
         self.k_proj = build_linear(config, config.hidden_size, kv_size)
         self.v_proj = build_linear(config, config.hidden_size, kv_size)
@@ -122,15 +121,10 @@ class FeedForward(nn.Module):
         return out_BSD
 
 
-def relu2(x: torch.Tensor) -> torch.Tensor:
-    """Squared ReLU."""
-    return F.relu(x).square()
-
-
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu2": relu2,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -273,13 +267,12 @@ class Llama(nn.Module):
         gives, x_BSD.
         """
         start = caches[0].length if caches else 0
-        stop = start + tokens_BS.shape[1]
-        assert stop <= self.config.max_seq_len, (stop, self.config.max_seq_len)
-        positions = slice(start, stop) if positions_BS is None else positions_BS
+        seen = slice(start, start + tokens_BS.shape[1])
+        assert seen.stop <= self.config.max_seq_len, (seen.stop, self.config.max_seq_len)
+        positions = seen if positions_BS is None else positions_BS
         rope = self.rope[positions] if self.config.pos_emb == "rope" else None
         windows, cached = self.config.windows, caches is not None
         num_keys = caches[0].max_len if caches and caches[0].place is not None else 0
-        seen = slice(start, stop)
         masks = {
             window: attention_mask(
                 self.config, window, document_ids_BS, seen, tokens_BS.device, cached=cached, num_keys=num_keys

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from fms_fsdp.data.batch import IGNORED_LABEL
+from fms_fsdp.models.masks import compiled
 
 # fp32 logits of a chunk: within the cache of a CPU, large enough products for a GPU
 _CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
@@ -62,7 +63,7 @@ def _compiled_softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor) -> _Loss
     The labels' logits are taken outside of it: code that torch 2.11 compiles reads them after the logits have
     been overwritten.
     """
-    label_C1 = _compiled_normalise_()(logits_CV, logits_CV.gather(1, index_C1))
+    label_C1 = compiled(_normalise_)(logits_CV, logits_CV.gather(1, index_C1))
     return -label_C1, label_C1.expm1()
 
 
@@ -90,12 +91,6 @@ def _normalise_(logits_CV: torch.Tensor, label_C1: torch.Tensor) -> torch.Tensor
     total_C1 = shifted_CV.exp().sum(dim=-1, keepdim=True).log()
     logits_CV.copy_((shifted_CV - total_C1).exp())
     return (label_C1.float() - top_C1) - total_C1
-
-
-@functools.cache
-def _compiled_normalise_() -> Callable[..., torch.Tensor]:
-    compiled: Callable[..., torch.Tensor] = torch.compile(_normalise_, fullgraph=True, dynamic=False)
-    return compiled
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -34,24 +34,12 @@ def attention_mask(
     """What `attention` takes for queries at `positions` and the keys up to there, in a layer with this window
     (0: none). `ids_BS` number the documents; `cached` keys are no reason to compile. `num_keys`: so many
     there are, and those behind `positions` are hidden."""
-    if num_keys:
-        return score_bias(config, window, ids_BS, positions, device, num_keys)
-    if not window and config.pos_emb != "alibi" and (ids_BS is None or not config.attn_dropout):
-        return None if ids_BS is None else document_mask(ids_BS)
-    if device.type == "cuda" and not cached and not config.attn_dropout:
-        return block_mask(ids_BS, window, positions.stop, device)
-    return score_bias(config, window, ids_BS, positions, device)
-
-
-def score_bias(
-    config: LlamaConfig,
-    window: int,
-    ids_BS: torch.Tensor | None,
-    positions: slice,
-    device: torch.device,
-    num_keys: int = 0,
-) -> torch.Tensor:
-    """The mask as what is added to the scores: fp32 (B|1, H|1, S, T)."""
+    if not num_keys:
+        if not window and config.pos_emb != "alibi" and (ids_BS is None or not config.attn_dropout):
+            return None if ids_BS is None else document_mask(ids_BS)
+        if device.type == "cuda" and not cached and not config.attn_dropout:
+            return block_mask(ids_BS, window, positions.stop, device)
+    # what is added to the scores: fp32 (B|1, H|1, S, T)
     query_S1 = torch.arange(positions.start, positions.stop, device=device).unsqueeze(1)
     distance_ST = query_S1 - torch.arange(num_keys or positions.stop, device=device)
     seen = ((distance_ST >= 0) & (distance_ST < (window or positions.stop)))[None, None]
@@ -103,5 +91,6 @@ def block_mask(ids_BS: torch.Tensor | None, window: int, seq: int, device: torch
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch's flex_attention, which without compilation makes the whole matrix of S x S."""
+    """The function, compiled at its first call. Those of torch's flex_attention would make the whole matrix
+    of S x S without that."""
     return torch.compile(function, dynamic=False)

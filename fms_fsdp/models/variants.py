@@ -222,19 +222,13 @@ def resolve_model(
             another shape than that of the weights to begin with.
     """
     variant, is_theirs = _base_shape(section), bool(section.init_from_hf or section.hf_config)
-    if (
-        section.vocab_size is not None
-        and data_vocab_size is not None
-        and section.vocab_size < data_vocab_size
-    ):
+    if section.vocab_size is not None and section.vocab_size < (data_vocab_size or 0):
         raise ValueError(
             f"--vocab_size ({section.vocab_size}) must not be below the data's vocabulary "
             f"({data_vocab_size}); leave it out or raise it to {data_vocab_size}"
         )
     derived = {"vocab_size", "max_seq_len", "rope_scaling"}
-    names = {spec.name for spec in fields(LlamaConfig)} & {
-        spec.name for spec in fields(ModelConfig)
-    } - derived
+    names = {spec.name for spec in fields(LlamaConfig)} - derived
     given = {name: value for name in names if (value := getattr(section, name)) is not None}
     if not is_theirs or given.keys() & {"hidden_size", "num_attention_heads"}:
         given.setdefault("head_dim", 0)

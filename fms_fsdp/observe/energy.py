@@ -25,24 +25,17 @@ class EnergyMeter:
 
 
 def find_meter(device: torch.device, local_rank: int, powercap: Path = POWERCAP) -> EnergyMeter:
-    """The counters of this rank: its GPU by NVML, and on local rank 0 the readable CPU packages by RAPL.
+    """The counters of this rank: its GPU by NVML, and on local rank 0 the readable CPU packages by RAPL
+    (`intel-rapl:N`).
 
     Source: nvmlDeviceGetTotalEnergyConsumption, mJ since the driver was loaded.
     """
-    counters = _packages(powercap) if local_rank == 0 else []
+    zones = sorted(powercap.glob("intel-rapl:*")) if local_rank == 0 else []  # AMD's are found there too
+    counters: list[Sensor] = [_Package(zone).read_j for zone in zones if zone.name.count(":") == 1]
     if device.type == "cuda" and (gpu := nvml_gpu(device)) is not None:
         nvml, handle = gpu
         counters.append(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000)
     return EnergyMeter(counters)
-
-
-def _packages(powercap: Path) -> list[Sensor]:
-    """A counter of joules for each CPU package of the node (`intel-rapl:N`; AMD's are found there too)."""
-    return [
-        _Package(folder).read_j
-        for folder in sorted(powercap.glob("intel-rapl:*"))
-        if folder.name.count(":") == 1
-    ]
 
 
 class _Package:

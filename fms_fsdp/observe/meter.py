@@ -19,12 +19,12 @@ from fms_fsdp.data.batch import Batch
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.energy import find_meter
-from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, parameter_norm, report_line
+from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, report_line
 from fms_fsdp.observe.sensors import find_sensors, read_all
 from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.observe.step_data import global_fingerprint
 from fms_fsdp.observe.utilization import find_utilization
-from fms_fsdp.optim.schedules import Schedule
+from fms_fsdp.parallel.fsdp import global_norm
 from fms_fsdp.run.health import SpikeDetector
 from fms_fsdp.run.plan import Plan
 from fms_fsdp.runtime import Phases, log, show_progress
@@ -42,23 +42,19 @@ class Meter(Hook):
         plan: Plan,
         mesh: Mesh,
         state: TrainState,
-        schedule: Schedule,
         sinks: Sinks,
         clock: Clock,
         phases: Phases,
     ) -> None:
         self._mesh, self._device, self._stream, self._sinks = mesh, plan.device, state.stream, sinks
         self._clock, self._phases = clock, phases
-        self._schedule, self._base_rate = schedule, cfg.optim.learning_rate
+        self._schedule, self._base_rate = plan.schedule, cfg.optim.learning_rate
         self._section, self._report_interval = cfg.log, cfg.log.report_interval
         self._parameters = list(state.model.parameters())
-        self._utilization = find_utilization(
-            plan.model, plan.seq_length, cfg.parallel, plan.device, plan.precision
-        )
+        self._utilization = find_utilization(plan, cfg.parallel)
         if self._utilization.peak_flops is None:
-            log.info(
-                "mfu is not reported: the peak of %s is not known", torch.cuda.get_device_name(plan.device)
-            )
+            name = torch.cuda.get_device_name(plan.device)
+            log.info("mfu is not reported: the peak of %s is not known", name)
         self._spikes = SpikeDetector(cfg.training.spike_threshold)
         self._energy = find_meter(plan.device, plan.world.local_rank)
         self._sensors = find_sensors(plan.device) if cfg.log.diagnostics else {}
@@ -109,7 +105,7 @@ class Meter(Hook):
     def _alike_on_all_ranks(self, result: StepResult) -> dict[str, torch.Tensor]:
         extra = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
         if self._section.log_param_norm:
-            extra["param_norm"] = parameter_norm(self._parameters, self._mesh)
+            extra["param_norm"] = global_norm(self._parameters, self._mesh)
         if self._zeros is not None:
             extra["grad_zeros"] = self._zeros
         return extra

@@ -20,7 +20,7 @@ import torch
 
 from fms_fsdp.config.values import short
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.parallel.fsdp import global_norm, local_shards, num_copies
+from fms_fsdp.parallel.fsdp import local_shards, num_copies
 from fms_fsdp.state import StepResult
 
 Record = dict[str, Any]
@@ -139,18 +139,12 @@ class Interval:
         }
 
 
-def parameter_norm(parameters: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """The 2-norm of all parameters together (collective: every rank)."""
-    return global_norm([parameter.detach() for parameter in parameters], mesh)
-
-
 def count_zeros(parameters: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     """How many entries of the gradient are exactly zero (collective: every rank)."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    counts = [(part == 0).sum() for part in local_shards(gradients)]
-    held = [num_copies(gradient, mesh) for gradient in gradients]
-    total = torch.stack([count.double() / copies for count, copies in zip(counts, held, strict=True)]).sum()
-    return mesh.sum(total, "replica")
+    parts = zip(gradients, local_shards(gradients), strict=True)
+    counts = [(part == 0).sum().double() / num_copies(gradient, mesh) for gradient, part in parts]
+    return mesh.sum(torch.stack(counts).sum(), "replica")
 
 
 def memory(device: torch.device) -> dict[str, float]:

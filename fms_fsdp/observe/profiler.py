@@ -95,15 +95,14 @@ class StepProfiler(Hook):
 
     def _open_window(self) -> None:
         section = self._section
-        self._left = section.profiler_warmup + section.profiler_active
+        warmup, active = section.profiler_warmup, section.profiler_active
+        self._left = warmup + active
         if section.memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
+        of_gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
         self._open = profile(
-            activities=[ProfilerActivity.CPU]
-            + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else []),
-            schedule=schedule(
-                wait=0, warmup=section.profiler_warmup, active=section.profiler_active, repeat=1
-            ),
+            activities=[ProfilerActivity.CPU, *of_gpu],
+            schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._write,
             record_shapes=section.profiler_shapes,
             with_stack=section.profiler_stacks,

@@ -18,7 +18,7 @@ from typing import Any
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.metrics import Record
-from fms_fsdp.observe.trackers import Background, RunInfo, build_trackers
+from fms_fsdp.observe.trackers import Background, build_trackers
 from fms_fsdp.state import Progress
 
 
@@ -107,6 +107,5 @@ def open_sinks(cfg: TrainConfig, mesh: Mesh, attempt: int, spent: Mapping[str, f
     """The sinks of this rank."""
     if not mesh.is_main:
         return Sinks(None, [], attempt, spent)
-    folder = Path(cfg.output_dir)
-    file = MetricsFile(folder / "metrics.jsonl")  # first: a tracker reads it too
-    return Sinks(file, build_trackers(cfg.log, RunInfo(cfg.run_name, folder, cfg)), attempt, spent)
+    file = MetricsFile(Path(cfg.output_dir, "metrics.jsonl"))  # first: a tracker reads it too
+    return Sinks(file, build_trackers(cfg), attempt, spent)

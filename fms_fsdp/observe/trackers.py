@@ -19,13 +19,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from fms_fsdp.config import LogConfig, TrainConfig, as_dict, flag_table
+from fms_fsdp.config import TrainConfig, as_dict, flag_table
 from fms_fsdp.config.flag import non_defaults
 from fms_fsdp.flags import shown_value
 from fms_fsdp.observe.metrics import Record
@@ -53,35 +52,28 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class RunInfo:
-    """What a tracker gets to know of the run at its start."""
-
-    name: str
-    folder: Path
-    config: TrainConfig
-
-    def known_id(self, tracker: str) -> str | None:
-        """The tracker's own id of this run, from an earlier launch."""
-        path = self.folder / f"{tracker}.id"
-        return path.read_text() if path.exists() else None
-
-    def keep_id(self, tracker: str, value: str) -> None:
-        """Writes the id for later launches, in `<tracker>.id`."""
-        (self.folder / f"{tracker}.id").write_text(value)
+def _known_id(config: TrainConfig, tracker: str) -> str | None:
+    """The tracker's own id of this run, from an earlier launch."""
+    path = Path(config.output_dir, f"{tracker}.id")
+    return path.read_text() if path.exists() else None
 
 
-def build_trackers(section: LogConfig, run: RunInfo) -> list[Background]:
+def _keep_id(config: TrainConfig, tracker: str, value: str) -> None:
+    """Writes the id for later launches, in `<tracker>.id`."""
+    Path(config.output_dir, f"{tracker}.id").write_text(value)
+
+
+def build_trackers(config: TrainConfig) -> list[Background]:
     """The chosen trackers, each in the background."""
-    adapters: dict[str, Callable[[LogConfig, RunInfo], Tracker]] = {
+    adapters: dict[str, Callable[[TrainConfig], Tracker]] = {
         "tensorboard": TensorBoard,
         "wandb": Wandb,
         "mlflow": MLflow,
         "aim": Aim,
         "codecarbon": CodeCarbon,
     }
-    chosen = {name: partial(adapters[name], section, run) for name in section.trackers if name != "none"}
-    return [Background(name, make, section.tracker_metrics) for name, make in chosen.items()]
+    chosen = {name: partial(adapters[name], config) for name in config.log.trackers if name != "none"}
+    return [Background(name, make, config.log.tracker_metrics) for name, make in chosen.items()]
 
 
 class Background:
@@ -162,23 +154,24 @@ def tag(name: str) -> str:
 class TensorBoard:
     """Numbers as `group/name` over steps, losses over tokens too, and once the flags as text and hparams."""
 
-    def __init__(self, section: LogConfig, run: RunInfo) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
-        folder = Path(section.tensorboard_dir or run.folder / "tensorboard")
+        run_folder = Path(config.output_dir)
+        folder = Path(config.log.tensorboard_dir or run_folder / "tensorboard")
         folder.mkdir(parents=True, exist_ok=True)
         is_first = not any(folder.glob("events.out.tfevents.*"))
         place = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         # not SummaryWriter: its own thread prints a traceback where the disk is full
         self._file = open(folder / f"events.out.tfevents.{place}", "wb")  # noqa: SIM115
         self._writer = RecordWriter(self._file)
-        self._held, self._queue_size = 0, section.tensorboard_queue_size
+        self._held, self._queue_size = 0, config.log.tensorboard_queue_size
         self._add(file_version="brain.Event:2")
-        self._validations = _validations(run.folder / "metrics.jsonl")
-        for summary in _describe(run.config) if is_first else ():
+        self._validations = _validations(run_folder / "metrics.jsonl")
+        for summary in _describe(config) if is_first else ():
             self._add(summary=summary)
 
     def write(self, record: Record) -> None:
@@ -243,20 +236,20 @@ def _describe(config: TrainConfig) -> tuple[Any, ...]:
 class Wandb:
     """Weights & Biases: one run over all launches. The client itself decides on log-in and offline mode."""
 
-    def __init__(self, section: LogConfig, run: RunInfo) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         import wandb
 
         self._run: Any = wandb.init(
-            project=section.tracker_project,
-            entity=section.tracker_entity or None,
-            name=run.name,
-            id=run.known_id("wandb"),
+            project=config.log.tracker_project,
+            entity=config.log.tracker_entity or None,
+            name=config.run_name,
+            id=_known_id(config, "wandb"),
             resume="allow",
-            dir=str(run.folder),
-            config=as_dict(run.config),
+            dir=config.output_dir,
+            config=as_dict(config),
             settings=wandb.Settings(console="off", quiet=True),
         )
-        run.keep_id("wandb", self._run.id)
+        _keep_id(config, "wandb", self._run.id)
         # its own counter refuses the steps that a resumed run makes again
         self._run.define_metric("*", step_metric="step")
 
@@ -270,18 +263,18 @@ class Wandb:
 class MLflow:
     """MLflow: one run over all launches, at MLFLOW_TRACKING_URI, else in `mlruns/` of the run folder."""
 
-    def __init__(self, section: LogConfig, run: RunInfo) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         import mlflow
 
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow 3 asks whether files are meant
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            mlflow.set_tracking_uri((run.folder / "mlruns").absolute().as_uri())
-        mlflow.set_experiment(section.tracker_project)
-        known = run.known_id("mlflow")
-        started = mlflow.start_run(run_id=known, run_name=run.name, log_system_metrics=False)
-        run.keep_id("mlflow", started.info.run_id)
+            mlflow.set_tracking_uri(Path(config.output_dir, "mlruns").absolute().as_uri())
+        mlflow.set_experiment(config.log.tracker_project)
+        known = _known_id(config, "mlflow")
+        started = mlflow.start_run(run_id=known, run_name=config.run_name, log_system_metrics=False)
+        _keep_id(config, "mlflow", started.info.run_id)
         if known is None:
-            for name, values in as_dict(run.config).items():
+            for name, values in as_dict(config).items():
                 mlflow.log_params({f"{name}.{key}": value for key, value in values.items()})
         self._mlflow: Any = mlflow
 
@@ -296,22 +289,21 @@ class MLflow:
 class Aim:
     """Aim, in `.aim/` of the run folder; one run over all launches."""
 
-    def __init__(self, section: LogConfig, run: RunInfo) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         import aim
 
-        folder = str(run.folder)
-        if not (run.folder / ".aim").exists():
-            aim.Repo.from_path(folder, init=True)
+        if not Path(config.output_dir, ".aim").exists():
+            aim.Repo.from_path(config.output_dir, init=True)
         self._run: Any = aim.Run(
-            run_hash=run.known_id("aim"),
-            repo=folder,
-            experiment=section.tracker_project,
+            run_hash=_known_id(config, "aim"),
+            repo=config.output_dir,
+            experiment=config.log.tracker_project,
             system_tracking_interval=None,
             capture_terminal_logs=False,
         )
-        run.keep_id("aim", self._run.hash)
-        self._run.name = run.name
-        self._run["config"] = as_dict(run.config)
+        _keep_id(config, "aim", self._run.hash)
+        self._run.name = config.run_name
+        self._run["config"] = as_dict(config)
 
     def write(self, record: Record) -> None:
         for name, value in scalars(record).items():
@@ -324,13 +316,13 @@ class Aim:
 class CodeCarbon:
     """CodeCarbon: energy and CO2 of this node, in `emissions.csv` of the run folder. It takes no records."""
 
-    def __init__(self, section: LogConfig, run: RunInfo) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         from codecarbon import OfflineEmissionsTracker
 
         country = os.environ.get("CODECARBON_COUNTRY_ISO_CODE", "USA")
         self._tracker: Any = OfflineEmissionsTracker(
-            project_name=section.tracker_project,
-            output_dir=str(run.folder),
+            project_name=config.log.tracker_project,
+            output_dir=config.output_dir,
             country_iso_code=country,
             log_level="error",
             allow_multiple_runs=True,

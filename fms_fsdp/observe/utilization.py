@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from fms_fsdp.config import ParallelConfig, Precision, parse_selective_checkpointing
+from fms_fsdp.config import ParallelConfig, parse_selective_checkpointing
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.activation import select_blocks
 from fms_fsdp.parallel.precision import DTYPES
 from fms_fsdp.predict.hardware import peak_flops
+from fms_fsdp.run.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,9 @@ class Utilization:
         return metrics
 
 
-def find_utilization(
-    model: LlamaConfig, seq_length: int, section: ParallelConfig, device: torch.device, precision: Precision
-) -> Utilization:
-    """The FLOPs of a model under its recipe, on this device."""
+def find_utilization(plan: Plan, section: ParallelConfig) -> Utilization:
+    """The FLOPs of the plan's model under its recipe, on its device."""
+    model, seq_length = plan.model, plan.seq_length
     flops, recomputing, kept = flops_per_token(model, seq_length), 0, tuple[str, ...]()
     if section.recomputes == "blocks":
         share = parse_selective_checkpointing(section.selective_checkpointing)
@@ -46,5 +43,5 @@ def find_utilization(
         model=flops,
         matmul=matmul_flops_per_token(model, seq_length),
         hardware=flops + recomputed_flops_per_token(model, seq_length, recomputing, kept),
-        peak_flops=peak_flops(device, DTYPES[precision.compute]),
+        peak_flops=peak_flops(plan.device, DTYPES[plan.precision.compute]),
     )

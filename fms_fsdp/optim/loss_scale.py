@@ -18,23 +18,25 @@ from collections.abc import Mapping
 
 import torch
 
+from fms_fsdp.config import PrecisionConfig
+
 _FIRST, _LARGEST = 2.0**16, 2.0**64
 
 
 class LossScale:
     """The factor of the loss, and what moves it; the same on all ranks, because norms are.
 
-    `initial`: a scale that never moves, or 0 for a dynamic one. `scale`: of the next step, fp32 without dims.
-    `before`: of the last one. `is_stuck`: whether that overflowed where the scale can be halved no more.
+    The section names a scale that never moves, or 0 for a dynamic one. `scale`: of the next step, fp32
+    without dims. `before`: of the last one. `is_stuck`: whether that overflowed where the scale can be halved
+    no more.
     """
 
-    def __init__(
-        self, initial: float, *, window: int, hysteresis: int, floor: float, device: torch.device
-    ) -> None:
-        self.is_dynamic = initial == 0
-        self._window, self._hysteresis, self._floor = window, hysteresis, floor
-        self.scale = self.before = torch.tensor(initial or max(_FIRST, floor), device=device)
-        self._steps, self._left = (torch.tensor(number, device=device) for number in (0, hysteresis))
+    def __init__(self, section: PrecisionConfig, device: torch.device) -> None:
+        self.is_dynamic = section.loss_scale == 0
+        self._window, self._hysteresis = section.loss_scale_window, section.loss_scale_hysteresis
+        self._floor = section.min_loss_scale
+        self.scale = self.before = torch.tensor(section.loss_scale or max(_FIRST, self._floor), device=device)
+        self._steps, self._left = (torch.tensor(number, device=device) for number in (0, self._hysteresis))
         self.is_stuck = torch.tensor(False, device=device)
 
     @torch.no_grad()

@@ -57,10 +57,10 @@ class Muon(ShardOptimizer):
             torch._foreach_lerp_(gradients, means, group["momentum"])
             means = gradients
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        rank, ranks = _place(parameters[0])[1:]
+        *_, ranks = _place(parameters[0])
         for start in range(0, len(parameters), ranks):
             window = slice(start, start + ranks)
-            updates = _orthogonalize(parameters[window], means[window], rank, group["ns_steps"])
+            updates = _orthogonalize(parameters[window], means[window], group["ns_steps"])
             for parameter, weight, update in zip(parameters[window], weights[window], updates, strict=True):
                 rows, columns = parameter.shape
                 wide = 0.2 * max(rows, columns) ** 0.5
@@ -79,9 +79,9 @@ def _place(parameter: torch.Tensor) -> tuple[Any, int, int]:
     return mesh.get_group(axis), mesh.get_local_rank(axis), mesh.size(axis)
 
 
-def _orthogonalize(parameters: Tensors, shards: Tensors, rank: int, num_steps: int) -> Tensors:
+def _orthogonalize(parameters: Tensors, shards: Tensors, num_steps: int) -> Tensors:
     """This rank's rows of each matrix, orthogonalized; rank i does it for matrix i (collective)."""
-    group, _, ranks = _place(parameters[0])
+    group, rank, ranks = _place(parameters[0])
     if group is None:
         return [orthogonalized(shard, num_steps) for shard in shards]
     counts = [_rows_by_rank(p.shape[0], ranks, p.shape[1]) for p in parameters]

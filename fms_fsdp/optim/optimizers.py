@@ -132,30 +132,26 @@ def build_optimizers(
     """
     check_rounding(precision, section)
     named = {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    name, kwargs = section.optimizer, section.optimizer_kwargs
+    name = section.optimizer
     if precision.is_rounded:
         decoupled = name == "adamw"
         build = partial(RoundedAdamW, names=named, precision=precision, seed=seed, decoupled=decoupled)
-        return Optimizers(model, [_build_part(name, section, (), named, build)])
+        return Optimizers(model, [_build_part(name, section, named, build)])
     if name != "muon":
-        return Optimizers(model, [_build_part(name, section, kwargs, named)])
+        return Optimizers(model, [_build_part(name, section, named)])
     hidden = {name: p for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
     if not hidden:
         raise ValueError("--optimizer (muon) needs matrices in blocks, and the model has none; use adamw")
     others = {name: p for name, p in named.items() if name not in hidden}
-    parts = [_build_part("muon", section, kwargs, hidden)]
-    return Optimizers(model, parts + ([_build_part("adamw", section, (), others)] if others else []))
+    parts = [_build_part("muon", section, hidden)]
+    return Optimizers(model, parts + ([_build_part("adamw", section, others)] if others else []))
 
 
 def _build_part(
-    name: str,
-    section: OptimConfig,
-    kwargs: Sequence[str],
-    named: Mapping[str, torch.Tensor],
-    own: Build | None = None,
+    name: str, section: OptimConfig, named: Mapping[str, torch.Tensor], own: Build | None = None
 ) -> torch.optim.Optimizer:
     """One optimizer over these parameters, with a group of those that decay and one of the others."""
-    build, settings = own or load_builder(name), read_settings(name, section, kwargs)
+    build, settings = own or load_builder(name), read_settings(name, section)
     if own or any(parameter.is_meta for parameter in named.values()):
         settings.pop("fused", None)  # no kernel there
     groups: dict[float, list[torch.Tensor]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -67,17 +67,17 @@ def load_builder(name: str) -> Build:
     return build
 
 
-def read_settings(name: str, section: OptimConfig, kwargs: Iterable[str]) -> dict[str, Any]:
-    """The arguments of the builder, beside its groups: those with a flag if it takes them, and `kwargs`.
+def read_settings(name: str, section: OptimConfig) -> dict[str, Any]:
+    """The arguments of the builder, beside its groups: those with a flag if it takes them, and, of the
+    section's own optimizer, `--optimizer_kwargs`.
 
     Raises:
         ValueError: a key is unknown, has a flag or a value of another type, or a flag was set that the
             builder does not take.
     """
     _, *signature = inspect.signature(load_builder(name)).parameters.values()
-    taken = {
-        each.name: each for each in signature if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    }
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    taken = {each.name: each for each in signature if each.kind not in several}
     settings = {}
     for key, flags in _FLAGS.items():
         values = tuple(getattr(section, flag) for flag in flags)
@@ -87,7 +87,7 @@ def read_settings(name: str, section: OptimConfig, kwargs: Iterable[str]) -> dic
         elif name not in BUILDERS and values != tuple(getattr(OptimConfig(), flag) for flag in flags):
             raise ValueError(f"--{flags[0]} has no effect on --optimizer={name}, which takes no {key}")
     known = [key for key in taken if key not in _NO_CHOICE | settings.keys()]
-    for item in kwargs:
+    for item in section.optimizer_kwargs if name == section.optimizer else ():
         key, equals, text = item.partition("=")
         quoted = f"--optimizer_kwargs ({shown(item)})"
         if not equals:
@@ -110,6 +110,6 @@ def _read_value(parameter: inspect.Parameter, text: str) -> Any:
         return coerce(Flag((), "", name="optimizer_kwargs", type=tuple[float, ...]), text.replace(":", ","))
     declared = getattr(parameter.annotation, "__name__", parameter.annotation)
     kind = _TYPES.get(declared, type(parameter.default))
-    return (
-        coerce(Flag(None, "", name="optimizer_kwargs", type=kind), text) if kind in _TYPES.values() else text
-    )
+    if kind not in _TYPES.values():
+        return text
+    return coerce(Flag(None, "", name="optimizer_kwargs", type=kind), text)

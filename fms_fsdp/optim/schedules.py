@@ -90,11 +90,8 @@ def find_corners(section: OptimConfig, run: Length) -> Corners:
     elif "lr_decay" in spans:
         end = size("lr_decay", 0)
     if warmup > min(start, end):
-        unit, flags = (
-            "tokens" if in_tokens else "steps",
-            ("warmup", "warmup_steps", "lr_decay", "constant_steps"),
-        )
-        values = {name: getattr(section, name) for name in flags}
+        unit, flags = "tokens" if in_tokens else "steps", "warmup warmup_steps lr_decay constant_steps"
+        values = {name: getattr(section, name) for name in flags.split()}
         given = ", ".join(f"--{name} ({value})" for name, value in values.items() if value)
         raise ValueError(
             f"{given}: the warm-up must not end (at {warmup:,} {unit}) after the decay begins or ends (at "
@@ -129,8 +126,8 @@ class Schedule:
                 return max(least, 1 - decayed)
             case "inverse_sqrt" | "noam":
                 return max(least, math.sqrt(max(1, corners.warmup) / max(1, place)))
-            case "step" | "exponential":
-                return max(
-                    least, section.lr_gamma ** (int(since) if section.lr_schedule == "step" else since)
-                )
+            case "step":
+                return max(least, math.pow(section.lr_gamma, int(since)))
+            case "exponential":
+                return max(least, math.pow(section.lr_gamma, since))
         return least + (1 - least) * _FALLING[section.lr_schedule](decayed, section.lr_power)

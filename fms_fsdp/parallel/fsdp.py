@@ -58,8 +58,6 @@ def apply_fsdp(model: Llama, section: ParallelConfig, mesh: Mesh, precision: Pre
 
 def _set_prefetch(groups: list[FSDPModule], depth: int) -> None:
     """Every group gathers the `depth` groups that follow it, in the forward and in the backward pass."""
-    if depth == 0:
-        return
     for i, group in enumerate(groups):
         group.set_modules_to_forward_prefetch(groups[i + 1 : i + 1 + depth])
         group.set_modules_to_backward_prefetch(groups[max(0, i - depth) : i][::-1])

@@ -12,22 +12,12 @@ a run that is refused here could not take its first step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from fms_fsdp.config import (
-    FP32,
-    NUM_BYTES,
-    BatchPlan,
-    ParallelConfig,
-    Precision,
-    parse_selective_checkpointing,
-)
-from fms_fsdp.errors import RunFailed
+from fms_fsdp.config import FP32, NUM_BYTES, BatchPlan, ParallelConfig, Precision
 from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
@@ -93,9 +83,8 @@ def estimate_memory(
     rows = gradients = 0
     if batch is not None:
         if batch.grad_accum_steps > 1 and not dims.sync_each_micro_step:
-            shard = (
-                a_gradient * num_params(config) // dims.dp_shard
-            )  # takes the place of the whole ones, part by part
+            # takes the place of the whole ones, part by part
+            shard = a_gradient * num_params(config) // dims.dp_shard
             gradients = max(0, NUM_BYTES[precision.reduce] * num_params(config) - shard)
         positions = 8 * config.rotary_dim * config.max_seq_len
         # four int64 columns of the stream
@@ -139,8 +128,7 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
     raise ValueError(
         f"--model_variant ({variant}: {estimate.total / _GIB:.1f} GiB per rank, {estimate.state / _GIB:.1f} "
         f"of weights, gradients and optimizer state, {(estimate.unit + estimate.gradients) / _GIB:.1f} "
-        f"unsharded) must fit the "
-        f"{available / _GIB:.1f} GiB of memory available to it; {remedy}"
+        f"unsharded) must fit the {available / _GIB:.1f} GiB of memory available to it; {remedy}"
     )
 
 
@@ -159,82 +147,9 @@ def activation_bytes(config: LlamaConfig, rows: int, seq_length: int, precision:
     return rows * seq_length * config.num_layers * per_token
 
 
-@contextmanager
-def explaining_out_of_memory(
-    section: ParallelConfig,
-    config: LlamaConfig,
-    dims: ParallelDims,
-    batch_size: int,
-    seq_length: int,
-    precision: Precision,
-    optimizer_bytes: int,
-    keep_name: str,
-) -> Iterator[None]:
-    """Inside, running out of memory ends the run with the flags that would help and about what each saves.
-
-    Some of them are in the run's name, so that the same run goes on only under `keep_name`.
-
-    Raises:
-        RunFailed: memory ran out.
-    """
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(
-            error
-        ):
-            raise
-        estimate = estimate_memory(
-            config, dims, section, precision=precision, optimizer_bytes=optimizer_bytes
-        )
-        advice = "; ".join(_advice(section, config, estimate, batch_size, seq_length, precision))
-        reason = f"out of memory ({str(error).splitlines()[0]}); what would help: {advice}"
-        raise RunFailed(f"{reason}; to go on with this run add {keep_name}", on_one_rank=True) from error
-
-
-def _advice(
-    section: ParallelConfig,
-    config: LlamaConfig,
-    estimate: MemoryEstimate,
-    batch_size: int,
-    seq_length: int,
-    precision: Precision,
-) -> Iterator[str]:
-    dims, state = estimate.dims, estimate.state
-    kept = activation_bytes(config, batch_size, seq_length, precision)
-    if section.recomputes == "blocks":
-        share = float(parse_selective_checkpointing(section.selective_checkpointing))
-        if share < 1:
-            yield f"--selective_checkpointing=1 saves about {(1 - share) * kept / _GIB:.1f} GiB"
-        kept = int(kept * (1 - share))
-    else:
-        a_number = NUM_BYTES[precision.compute]
-        inputs = batch_size * seq_length * config.num_layers * config.hidden_size * a_number
-        if section.recomputes == "none":
-            yield f"--recompute=cheap with --use_torch_compile=True saves about {0.4 * kept / _GIB:.1f} GiB"
-        yield f"--recompute=blocks saves about {(kept - inputs) / _GIB:.1f} GiB"
-    if batch_size > 1:
-        yield (
-            f"--batch_size={batch_size // 2} with twice the --grad_accum_steps saves about "
-            f"{kept / 2 / _GIB:.1f} GiB"
-        )
-    yield f"--seq_length={seq_length // 2} saves about {kept / 2 / _GIB:.1f} GiB"
-    if dims.size("dp") > dims.dp_shard:
-        saved = state * (1 - dims.dp_shard / dims.size("dp"))
-        yield f"--sharding_strategy=fsdp saves about {saved / _GIB:.1f} GiB of weights and optimizer state"
-    elif not dims.reshard_after_forward:
-        yield f"--sharding_strategy=fsdp saves about {estimate.unit / _GIB:.1f} GiB of gathered weights"
-    yield f"twice the devices under fsdp save about {state / 2 / _GIB:.1f} GiB"
-    if torch.cuda.is_available() and not section.cpu_offload:
-        sharded = " --sharding_strategy=fsdp" if dims.strategy == "none" else ""
-        yield f"--cpu_offload=True{sharded} moves about {state / _GIB:.1f} GiB to host memory"
-
-
 def _free_ram() -> int | None:
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    words = _read("/proc/meminfo").partition("MemAvailable:")[2].split()
+    return int(words[0]) * 1024 if words else None
 
 
 def _cgroup_limit() -> int | None:

@@ -255,14 +255,7 @@ def start_loss_scale(cfg: TrainConfig, plan: Plan) -> LossScale | None:
     checkpoint."""
     if plan.precision.compute != "fp16":
         return None
-    section = cfg.precision
-    scale = LossScale(
-        section.loss_scale,
-        window=section.loss_scale_window,
-        hysteresis=section.loss_scale_hysteresis,
-        floor=section.min_loss_scale,
-        device=plan.device,
-    )
+    scale = LossScale(cfg.precision, plan.device)
     if saved := plan.begin.state.get("loss_scale"):
         scale.load_state_dict(saved)
     return scale

@@ -98,7 +98,6 @@ class EstimateConfig:
 class Estimate:
     """Days of a training: computing, without and with recomputation, and what interruptions add."""
 
-    steps: int
     plain_days: float
     recomputing_days: float
     save_days: float
@@ -112,7 +111,6 @@ class Estimate:
 
 def estimate(config: EstimateConfig) -> Estimate:
     """The days of each part. A measured rate holds its recomputation: it gives both ends of the range."""
-    steps = config.num_steps
     if config.tokens_per_sec_per_device is not None:
         rate, most = config.tokens_per_sec_per_device, 1.0
     else:
@@ -120,9 +118,9 @@ def estimate(config: EstimateConfig) -> Estimate:
         rate, most = config.tflops * 1e12 / _flops_per_token(config), 4 / 3
     plain = (config.num_tokens + config.idle_tokens) / (config.num_devices * rate) / _DAY_S
     longest = most * plain
+    steps = config.num_steps
     lost_s = config.restart_s + config.checkpoint_interval / 2 * longest * _DAY_S / steps
     return Estimate(
-        steps=steps,
         plain_days=plain,
         recomputing_days=longest,
         save_days=steps // config.checkpoint_interval * config.save_s / _DAY_S,
@@ -190,7 +188,7 @@ def main(config: EstimateConfig) -> None:
     rows |= {"saves": found.save_days, "validations": found.eval_days}
     rows[f"{config.restarts_a_week:g} restarts a week"] = found.restart_days
     training = f"{model}, {config.num_tokens:,} tokens, {config.num_devices} devices at {rate} each"
-    print(f"{training}: {found.steps:,} steps")
+    print(f"{training}: {config.num_steps:,} steps")
     if sharding:
         print(sharding)
     if config.rampup_batch_size:

@@ -38,11 +38,12 @@ class EvaluateConfig:
 def main(config: EvaluateConfig) -> None:
     """The command; also under torchrun, where the checkpoint is sharded over all processes."""
     checkpoint = find_checkpoint(config.path, config.step, "--path")
-    cfg, batch = _run_config(config, checkpoint), checkpoint.state["resolved"]["batch"]
+    cfg, resolved = _run_config(config, checkpoint), checkpoint.state["resolved"]
+    batch, precision, seed = resolved["batch"], recorded_precision(resolved), cfg.training.seed
     world = World.from_env()
     set_up_log(world)
     device = pick_device(world)
-    model_config = model_from_dict(checkpoint.state["resolved"]["model"])
+    model_config = model_from_dict(resolved["model"])
     used = trained_with(checkpoint)
     found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=model_config.vocab_size, used=used)
     sources = open_held_out(cfg.eval, found, batch["global_batch_size"])
@@ -54,14 +55,7 @@ def main(config: EvaluateConfig) -> None:
     dims = resolve_dims(parallel, "", world)
     start(parallel, cfg.training, world, device, group=dims.strategy != "none")
     mesh = Mesh(dims, world.rank, device.type, group_timeout(parallel))
-    model = parallelize(
-        model_config,
-        parallel,
-        mesh,
-        device=device,
-        precision=recorded_precision(checkpoint.state["resolved"]),
-        seed=cfg.training.seed,
-    )
+    model = parallelize(model_config, parallel, mesh, device=device, precision=precision, seed=seed)
     forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, mesh)
     try:
         load_checkpoint(checkpoint, model, None, mesh)
@@ -70,7 +64,8 @@ def main(config: EvaluateConfig) -> None:
         raise ValueError(str(error)) from error
     close_held_out(sources)
     if world.rank == 0:
-        print(_json(checkpoint, values) if config.json else _table(checkpoint, values, sources))
+        place = {"step": checkpoint.step, "tokens_seen": checkpoint.state["tokens_seen"]}
+        print(json.dumps(place | values) if config.json else _table(checkpoint, values, sources))
     del model, forward, mesh
     stop()
 
@@ -78,18 +73,13 @@ def main(config: EvaluateConfig) -> None:
 def _run_config(config: EvaluateConfig, checkpoint: Checkpoint) -> TrainConfig:
     """The run's configuration, with evaluation on and the flags given here in their places."""
     cfg = recorded_config(checkpoint.state["config"], checkpoint.state["resolved"])
-    given: dict[str, Any] = {
-        name: getattr(config, name) for name in ("eval_data_path", "eval_datasets", "eval_steps")
-    }
-    section = replace(cfg.eval, **{name: value for name, value in given.items() if value}, eval_at_start=True)
+    names = ("eval_data_path", "eval_datasets", "eval_steps")
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(config, name))}
+    given |= {"eval_at_start": True, "eval_test": config.eval_test}
+    if not config.eval_test:
+        given["test_data_path"] = ""
     data = replace(cfg.data, data_path=config.data_path or cfg.data.data_path)
-    test = section.test_data_path if config.eval_test else ""
-    section = replace(section, eval_test=config.eval_test, test_data_path=test)
-    return replace(cfg, eval=section, data=data)
-
-
-def _json(checkpoint: Checkpoint, values: dict[str, float]) -> str:
-    return json.dumps({"step": checkpoint.step, "tokens_seen": checkpoint.state["tokens_seen"], **values})
+    return replace(cfg, eval=replace(cfg.eval, **given), data=data)
 
 
 def _table(checkpoint: Checkpoint, values: dict[str, float], sources: Sequence[HeldOut]) -> str:
@@ -99,8 +89,7 @@ def _table(checkpoint: Checkpoint, values: dict[str, float], sources: Sequence[H
         of_group = sum(count for other, count in rows_of.items() if other.startswith(name + "/"))
         bits = values.get(f"{name}/bits_per_byte")
         losses = f"{values[f'{name}/loss']:.4f}", f"{values[f'{name}/ppl']:.2f}"
-        rows.append(
-            (name, str(rows_of.get(name) or of_group), *losses, "—" if bits is None else f"{bits:.4f}")
-        )
+        shown_bits = "—" if bits is None else f"{bits:.4f}"
+        rows.append((name, str(rows_of.get(name) or of_group), *losses, shown_bits))
     title = f"{checkpoint.folder}: {checkpoint.state['tokens_seen']:,} tokens trained on"
     return title + "\n" + table(("source", "rows", "loss", "perplexity", "bits/byte"), rows)

@@ -20,14 +20,10 @@ def markdown(config_type: type[Any]) -> str:
     lines, types = [_PREFACE], typing.get_type_hints(config_type)
     for section, rows in sections_of(config_type):
         lines.append(f"\n## {section}\n\n{inspect.cleandoc(types[section].__doc__)}\n")
-        advanced = [row for row in rows if row.advanced]
+        advanced = [_table_row(row) for row in rows if row.advanced]
         lines += [*_TABLE_HEAD, *(_table_row(row) for row in rows if not row.advanced)]
         if advanced:
-            lines += [
-                "\nAdvanced: keep the default unless you know why.\n",
-                *_TABLE_HEAD,
-                *map(_table_row, advanced),
-            ]
+            lines += ["\nAdvanced: keep the default unless you know why.\n", *_TABLE_HEAD, *advanced]
     return "\n".join(lines) + "\n"
 
 

@@ -115,8 +115,8 @@ def read_question(line: str, place: str) -> Question:
 def score(model: Llama, tokenizer: Tokenizer, question: Question) -> torch.Tensor:
     """The logarithm of each choice's probability behind the prompt, fp32, one a choice.
 
-    Tokens count from where the texts part from the prompt's: its last token may reach into a choice. Where that
-    is the first one, the end of another document stands before it.
+    Tokens count from where the texts part from the prompt's: its last token may reach into a choice. Where
+    that is the first one, the end of another document stands before it.
 
     Raises:
         ValueError: a choice does not fit the context of the model.

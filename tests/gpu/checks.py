@@ -103,7 +103,7 @@ def float8_products() -> None:
 
 def loss_scale_within_the_step() -> None:
     """Kernels take the loss scale out while they clip, and leave out a step that overflows."""
-    from fms_fsdp.config import OptimConfig
+    from fms_fsdp.config import OptimConfig, PrecisionConfig
     from fms_fsdp.mesh import Mesh, ParallelDims
     from fms_fsdp.optim.loss_scale import LossScale
     from fms_fsdp.optim.optimizers import build_optimizers
@@ -111,7 +111,8 @@ def loss_scale_within_the_step() -> None:
 
     device, alone, weights = torch.device(GPU), Mesh(ParallelDims("none"), 0, GPU), []
     for initial in (1.0, 0.0):
-        scale = LossScale(initial, window=9, hysteresis=1, floor=1.0, device=device)
+        section = PrecisionConfig(loss_scale=initial, loss_scale_window=9, loss_scale_hysteresis=1)
+        scale = LossScale(section, device)
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 4, bias=False, device=GPU)
         optimizers = build_optimizers(OptimConfig(adam_eps=1.0), model)

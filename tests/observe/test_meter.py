@@ -49,7 +49,7 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     mesh, clock = Mesh(dims, 0, "cpu"), Clock(cpu)
     monkeypatch.setattr(mesh, "sum", lambda tensor, axis: tensor)  # there is one process
     sinks = Sinks(None, [], 1, {})
-    meter = Meter(cfg, plan, mesh, state, lambda step, tokens, base: base, sinks, clock, Phases())
+    meter = Meter(cfg, plan, mesh, state, sinks, clock, Phases())
     batch = empty_batch(3, 4096)
     record = meter._record(progress, {"energy_j": 0.0}, TIMES, batch)
     assert record["tokens_per_sec"] == pytest.approx(24 * 4096 / 0.5)

@@ -17,10 +17,11 @@ import torch
 
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.observe.energy import EnergyMeter, find_meter
-from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, parameter_norm, report_line
+from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, report_line
 from fms_fsdp.observe.sensors import find_sensors, read_all
 from fms_fsdp.observe.sinks import MetricsFile
 from fms_fsdp.observe.utilization import Utilization
+from fms_fsdp.parallel.fsdp import global_norm
 from fms_fsdp.predict.hardware import measure_matmul_flops
 
 CPU = torch.device("cpu")
@@ -132,7 +133,7 @@ def test_norm_and_zeros_equal_those_of_one_flat_vector() -> None:
     parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(7))]
     parameters[0].grad = torch.tensor([[0.0, 1.0, 0.0]]).repeat(5, 1)
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    assert parameter_norm(parameters, ALONE).item() == pytest.approx(flat.norm().item())
+    assert global_norm(parameters, ALONE).item() == pytest.approx(flat.norm().item())
     assert count_zeros(parameters, ALONE).item() == 10
 
 

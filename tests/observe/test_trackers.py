@@ -25,7 +25,7 @@ from tensorboard.plugins.hparams.list_session_groups import Handler
 from fms_fsdp.config import LogConfig, OptimConfig, TrainConfig, flag_table
 from fms_fsdp.observe import trackers
 from fms_fsdp.observe.metrics import Record
-from fms_fsdp.observe.trackers import QUEUE_SIZE, Background, RunInfo, build_trackers
+from fms_fsdp.observe.trackers import QUEUE_SIZE, Background, build_trackers
 from tests.cli import ROOT, TINY, metrics, run, status, trained
 
 RECORD: Record = {
@@ -146,12 +146,12 @@ def test_a_tracker_whose_start_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyP
 
 def board(folder: Path, *records: Record, **flags: Any) -> EventAccumulator:
     """What TensorBoard reads of a launch that wrote the records into a run folder."""
-    section = LogConfig(trackers=("tensorboard",), **flags)
+    section = LogConfig(trackers=("tensorboard",), output_dir=str(folder), **flags)
     config = TrainConfig(optim=OptimConfig(learning_rate=2e-3), log=section)
     place = Path(section.tensorboard_dir or folder / "tensorboard")
     for number, path in enumerate(sorted(place.glob("*"))):  # a process writes one file in a second
         path.rename(path.with_name(f"events.out.tfevents.{number}"))
-    (background,) = build_trackers(section, RunInfo("name", folder, config))
+    (background,) = build_trackers(config)
     for record in records:
         background.write(record)
     background.close()
@@ -206,8 +206,8 @@ def test_every_name_of_a_report_has_its_group(tmp_path: Path) -> None:
 
 
 def test_events_wait_for_the_queue_to_fill(tmp_path: Path) -> None:
-    section = LogConfig(trackers=("tensorboard",), tensorboard_queue_size=8)
-    tracker = trackers.TensorBoard(section, RunInfo("name", tmp_path, TrainConfig(log=section)))
+    section = LogConfig(trackers=("tensorboard",), tensorboard_queue_size=8, output_dir=str(tmp_path))
+    tracker = trackers.TensorBoard(TrainConfig(log=section))
     tracker.write(RECORD)  # the version, text, two of hparams, two of this record: six
     (file,) = (tmp_path / "tensorboard").iterdir()
     before = file.stat().st_size
@@ -260,7 +260,7 @@ def test_the_flags_are_a_text_and_hparams_written_once(tmp_path: Path) -> None:
 
 
 def test_none_means_none() -> None:
-    assert build_trackers(LogConfig(trackers=("none",)), RunInfo("name", Path("."), TrainConfig())) == []
+    assert build_trackers(TrainConfig(log=LogConfig(trackers=("none",)))) == []
     with pytest.raises(
         ValueError, match=r"--trackers \(none,wandb\) must not name others beside none; leave one out"
     ):

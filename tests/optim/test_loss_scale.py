@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fms_fsdp.config import OptimConfig, ParallelConfig, Precision
+from fms_fsdp.config import OptimConfig, ParallelConfig, Precision, PrecisionConfig
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.mesh import Mesh, ParallelDims, resolve_dims
 from fms_fsdp.models.variants import LlamaConfig
@@ -33,11 +33,16 @@ FP32, FP16 = Precision(), Precision(compute="fp16")
 CONFIG = LlamaConfig(2, 64, 96, 4, 2, 120, max_seq_len=16)
 
 
+def new_scale(initial: float, window: int, hysteresis: int, floor: float) -> LossScale:
+    moving = {"loss_scale_window": window, "loss_scale_hysteresis": hysteresis}
+    return LossScale(PrecisionConfig(loss_scale=initial, min_loss_scale=floor, **moving), CPU)
+
+
 def loss_scale(
     initial: float = 0, window: int = 3, hysteresis: int = 2, floor: float = 1.0, first: float = 0
 ) -> LossScale:
     """`first`: where a dynamic one stands."""
-    scale = LossScale(initial, window=window, hysteresis=hysteresis, floor=floor, device=CPU)
+    scale = new_scale(initial, window, hysteresis, floor)
     scale.load_state_dict({"scale": first or scale.scale.item(), "steps": 0, "left": hysteresis})
     return scale
 
@@ -75,7 +80,7 @@ def test_the_rule_is_that_of_plain_python_over_random_overflows() -> None:
     stuck = 0
     for window, hysteresis, floor in itertools.product((1, 2, 5), (1, 2, 4), (0.25, 1.0, 3000.0, 2.0**17)):
         norms = "".join(draw.choices("x.", (draw.random(), 0.5), k=120))
-        scale = LossScale(0, window=window, hysteresis=hysteresis, floor=floor, device=CPU)
+        scale = new_scale(0, window, hysteresis, floor)
         for norm, (value, is_stuck) in zip(norms, expected(norms, window, hysteresis, floor), strict=True):
             scale.update(torch.tensor(draw.choice((math.inf, math.nan)) if norm == "x" else 1.0))
             assert (scale.scale.item(), scale.is_stuck.item()) == (value, is_stuck)
@@ -88,7 +93,7 @@ def test_overflows_use_up_the_hysteresis_and_only_a_whole_window_restores_it() -
 
 
 def test_a_fixed_scale_never_moves_and_is_never_stuck() -> None:
-    scale = LossScale(128, window=1, hysteresis=1, floor=1.0, device=CPU)
+    scale = new_scale(128, 1, 1, 1.0)
     scale.load_state_dict({"scale": 4.0, "steps": 0, "left": 1})
     assert after(scale, "xxxx....") == [128] * 8 and not scale.is_stuck and not scale.is_dynamic
 
@@ -129,10 +134,7 @@ def numbers(state: TrainState) -> list[torch.Tensor]:
 @pytest.mark.parametrize("grad_clip", [0.0, 0.1, 100.0])
 @pytest.mark.parametrize("size", [1.0, 2.0**10, 3000.0])
 def test_a_step_in_fp32_is_the_same_with_any_scale(size: float, grad_clip: float) -> None:
-    plain, scaled = (
-        state_of(FP32),
-        state_of(FP32, scale=LossScale(size, window=1, hysteresis=1, floor=1, device=CPU)),
-    )
+    plain, scaled = state_of(FP32), state_of(FP32, scale=new_scale(size, 1, 1, 1))
     for _ in range(3):
         one, other = make(plain, grad_clip=grad_clip), make(scaled, grad_clip=grad_clip)
         torch.testing.assert_close(one.grad_norm, other.grad_norm, rtol=1e-5, atol=0)

@@ -92,8 +92,8 @@ def test_a_model_without_matrices_in_blocks_cannot_have_muon() -> None:
 
 
 def test_the_table_of_flags_without_effect_is_that_of_the_signatures() -> None:
-    settings = {name: read_settings(name, OptimConfig(), ()) for name in HERE}
-    settings["muon"] |= read_settings("adamw", OptimConfig(), ())  # for what is no matrix of a block
+    settings = {name: read_settings(name, OptimConfig()) for name in HERE}
+    settings["muon"] |= read_settings("adamw", OptimConfig())  # for what is no matrix of a block
     assert {name for name in HERE if "betas" not in settings[name]} == set(_WITHOUT_BETAS)
     assert {name for name in HERE if "eps" not in settings[name]} == set(_WITHOUT_EPS)
     assert {name for name in HERE if "weight_decay" not in settings[name]} == {"rprop"}

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from fms_fsdp.config import BF16, BatchPlan, ParallelConfig
-from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import ParallelDims, resolve_dims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.predict import memory
-from fms_fsdp.predict.memory import available_memory, check_memory, estimate_memory, explaining_out_of_memory
+from fms_fsdp.predict.memory import available_memory, check_memory, estimate_memory
 from fms_fsdp.runtime import World
 
 CPU, PLAIN = torch.device("cpu"), ParallelConfig()
@@ -118,21 +117,6 @@ def test_this_machines_memory_is_shared_among_its_ranks() -> None:
     whole = available_memory(CPU, 1)
     assert 2**28 < whole < 2**46
     assert available_memory(CPU, 4) == pytest.approx(whole / 4, rel=0.2)
-
-
-@pytest.mark.parametrize(("strategy", "flags"), [("none", " --sharding_strategy=fsdp"), ("fsdp", "")])
-def test_the_advice_to_offload_is_a_command_that_runs(
-    monkeypatch: pytest.MonkeyPatch, strategy: str, flags: str
-) -> None:
-    """An unsharded model cannot be offloaded."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with (
-        pytest.raises(RunFailed, match=rf"--cpu_offload=True{flags} moves about"),
-        explaining_out_of_memory(
-            ParallelConfig(), VARIANTS["7b"], ParallelDims(strategy), 1, 4096, BF16, 0, "--run_name=x"
-        ),
-    ):
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_a_gpu_offers_all_its_memory_and_a_model_that_fills_it_is_not_refused(

@@ -22,10 +22,8 @@ from fms_fsdp.tools.table import table
 
 MANY_EPOCHS = 4  # Source: Muennighoff et al., "Scaling data-constrained language models" (2023)
 _SHOWN_ENDS = 4
-_USED_HEAD = tuple(
-    "source,weight,tokens,documents,used,share,epochs,epochs end at step,-100 labels".split(",")
-)
-_CUT_HEAD = tuple("source,shards,rows an epoch,tapes,windows a tape,blocks a window,tail rows".split(","))
+_USED_HEAD = "source,weight,tokens,documents,used,share,epochs,epochs end at step,-100 labels".split(",")
+_CUT_HEAD = "source,shards,rows an epoch,tapes,windows a tape,blocks a window,tail rows".split(",")
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class PlanConfig(InspectConfig):
 class SourcePlan:
     """One source by the end of a step. `tokens` are those of an epoch, separators counted; `source` is None
     if it is not there any more; `ends`: the steps at which its first epochs end, the last of them the first
-    after the planned step; `ignored`: share of -100 labels, None if not read; `token_bytes` of a shard."""
+    after the planned step; `ignored`: share of -100 labels, None if not read."""
 
     name: str
     weight: float
@@ -52,7 +50,6 @@ class SourcePlan:
     ends: tuple[int, ...]
     ignored: float | None
     geometry: Geometry
-    token_bytes: int
 
 
 def plan_sources(data: Inspected, num_steps: int, sample_rows: int) -> list[SourcePlan]:
@@ -75,7 +72,6 @@ def plan_sources(data: Inspected, num_steps: int, sample_rows: int) -> list[Sour
             ends=_epoch_ends(data, name, num_steps),
             ignored=ignored_share(data, name, sample_rows) if source and sample_rows else None,
             geometry=order.lap(position[name]).tapes.geometry,
-            token_bytes=_token_bytes(data, source) if source else 0,
         )
         plans.append(plan)
     return plans
@@ -190,9 +186,9 @@ def describe_plan(data: Inspected, plans: Sequence[SourcePlan], num_steps: int) 
     """Returns the plan as two tables: what is read of each source, and how."""
     used = sum(plan.used for plan in plans)
     windows = sum(
-        g.num_tapes * g.blocks_per_window * g.block_tokens * plan.token_bytes
+        g.num_tapes * g.blocks_per_window * g.block_tokens * _token_bytes(data, plan.source)
         for plan in plans
-        if (g := plan.geometry).num_main_rows and plan.weight
+        if plan.source and plan.weight and (g := plan.geometry).num_main_rows
     )
     lines = [
         f"by step {num_steps:,}: {used:,} tokens, packing {data.section.packing}",
