@@ -6,9 +6,9 @@ copy     the weight file read and written in pieces, forced to disk: as many byt
 export   a checkpoint of weights alone, and one of a training with its optimizer's moments → safetensors, fp32
 import   safetensors → a run folder
 
-All take turns in each round; a ratio is the median over rounds of a copy's time over the other's. Every file
-is in the page cache, as after a run. The time is that of the command without the start of Python and its
-imports, which is given beside it.
+All take turns in each round, each in a new process; a ratio is the median over rounds of a copy's time over
+the other's. Every file is in the page cache, as after a run. The time is that of the command without the
+start of Python and its imports, which is given beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -24,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,15 @@ from result_file import HELP, about_machine, write_result
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+import torch._dynamo  # noqa: E402, F401 # else torch imports it in the midst of the work
+
 from fms_fsdp.tools.export.export import ExportConfig  # noqa: E402
 from fms_fsdp.tools.export.export import main as export  # noqa: E402
 from fms_fsdp.tools.import_weights.import_weights import ImportConfig  # noqa: E402
 from fms_fsdp.tools.import_weights.import_weights import main as import_weights  # noqa: E402
 
 PIECE = 16 << 20
+Work = Callable[[Path, Path], None]
 TRAINING = ["--use_dummy_dataset=True", "--num_steps=1", "--batch_size=1", "--seq_length=64"]
 
 
@@ -49,13 +52,23 @@ def plain_copy(source: Path, target: Path) -> None:
         os.fsync(writer.fileno())
 
 
-def seconds_of(work: Callable[[], Any]) -> float:
+def plain_export(source: Path, target: Path) -> None:
+    export(ExportConfig(path=str(source), output=str(target), dtype="fp32", max_shard_gb=1e3))
+
+
+def plain_import(source: Path, target: Path) -> None:
+    import_weights(ImportConfig(path=str(source), output=str(target)))
+
+
+def seconds_of(work: Work, source: Path, target: Path) -> float:
     """The time of the work, after which the disk is idle again."""
     os.sync()
     begin = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        work()
-    return time.perf_counter() - begin
+        work(source, target)
+    seconds = time.perf_counter() - begin
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    return seconds
 
 
 def measure(folder: Path, variant: str, rounds: int) -> dict[str, Any]:
@@ -67,29 +80,22 @@ def measure(folder: Path, variant: str, rounds: int) -> dict[str, Any]:
         [sys.executable, "-m", "fms_fsdp", "export", "--help"], cwd=ROOT, stdout=subprocess.DEVNULL
     )
     start_s = time.perf_counter() - begin
-
-    def exported(path: Path, to: Path) -> Callable[[], None]:
-        return lambda: export(ExportConfig(path=str(path), output=str(to), dtype="fp32", max_shard_gb=1e3))
-
-    exported(training, weights)()
+    plain_export(training, weights)
+    plain_import(weights, run)
     file = weights / "model.safetensors"
-    import_weights(ImportConfig(path=str(weights), output=str(run)))
-    works = {
-        "copy": lambda to: plain_copy(file, to),
-        "export": lambda to: exported(run, to)(),
-        "export_of_training": lambda to: exported(training, to)(),
-        "import": lambda to: import_weights(ImportConfig(path=str(weights), output=str(to))),
+    works: dict[str, tuple[Work, Path]] = {
+        "copy": (plain_copy, file),
+        "export": (plain_export, run),
+        "export_of_training": (plain_export, training),
+        "import": (plain_import, weights),
     }
-    times = dict[str, list[float]]()
-    for _ in range(rounds + 1):
-        for name, work in works.items():
-            made = folder / name
-            times.setdefault(name, []).append(seconds_of(partial(work, made)))
-            shutil.rmtree(made) if made.is_dir() else made.unlink()
-    times = {name: each[1:] for name, each in times.items()}  # the first warms up
+    times: dict[str, list[float]] = {name: [] for name in works}
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # a new process each time
+        for _ in range(rounds):
+            for name, (work, source) in works.items():
+                times[name].append(pool.apply(seconds_of, (work, source, folder / f"new_{name}")))
     result: dict[str, Any] = {"bytes": file.stat().st_size, "start_s": round(start_s, 2)}
-    for name, each in times.items():
-        result[f"{name}_s"] = [round(seconds, 3) for seconds in each]
+    result |= {f"{name}_s": [round(seconds, 3) for seconds in each] for name, each in times.items()}
     for name in list(works)[1:]:
         ratios = [copy / own for copy, own in zip(times["copy"], times[name], strict=True)]
         result[f"{name}_over_copy"] = round(statistics.median(ratios), 3)

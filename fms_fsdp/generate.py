@@ -96,7 +96,7 @@ def generate(
     ends = [min(total, length + max_new_tokens) for length in lengths]
     stop = min(lengths)
     tokens_BS = torch.tensor([list(prompt[:stop]) for prompt in prompts])
-    read = CachedReader(model, total, compiled)
+    read = CachedReader(model, total, total - stop, compiled)
     while True:
         logits_BV = read(tokens_BS)
         is_drawn = [length <= stop < end for length, end in zip(lengths, ends, strict=True)]

@@ -15,6 +15,7 @@ import torch
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.generate import Sampling, generate, probabilities
+from fms_fsdp.models.decoding import CachedReader
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
@@ -55,6 +56,36 @@ def test_a_row_is_what_it_would_be_alone(model: Llama) -> None:
     alone = [texts(model, [prompt], sampling, seed=7 + row)[0] for row, prompt in enumerate(PROMPTS)]
     assert together == alone and len({tuple(text) for text in together}) == 3
     assert texts(model, PROMPTS, sampling, seed=8) != together
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_the_layout_of_onednn_give_the_same_logits(
+    model: Llama, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bf16 on this processor")
+    model = copy.deepcopy(model)
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    made = list[bool]()
+    pack = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_reorder_linear_weight", lambda *given: made.append(True) or pack(*given)
+    )
+    tokens_BS, found = torch.tensor([[5, 6, 7], [8, 9, 10]]), dict[int, torch.Tensor]()
+    with torch.no_grad():
+        for steps in (2, 20):  # layouts pay for many steps only
+            read = CachedReader(model, 24, steps, compiled=False)
+            found[steps] = torch.stack([read(tokens_BS), read(tokens_BS[:, :1])])
+            assert len(made) == (0 if steps == 2 else 2 * 7 + 1)
+        monkeypatch.setattr("os.sysconf", lambda name: 1)  # no memory for copies
+        CachedReader(model, 24, 20, compiled=False)(tokens_BS)
+    assert len(made) == 2 * 7 + 1
+    assert found[20].dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(
+        found[20], found[2], rtol=tolerance, atol=tolerance * float(found[2].abs().max())
+    )
 
 
 @pytest.mark.slow

@@ -1,6 +1,9 @@
 """A model that reads token by token: its caches, and products of few rows.
 
-    prompt ── the model itself, once ── then its twin: the same weights, other products, compiled if wanted
+    prompt ── the model, or its twin ── then its twin: the same weights, other products, compiled if wanted
+
+On a CPU the twin has a second copy of the weights, laid out for oneDNN, where half of the free memory holds
+it.
 
 A model in shards, whose weights are gathered by its own modules, has no twin.
 
@@ -10,6 +13,8 @@ B batch, S positions, V vocabulary. Speeds: benchmarks/bench_generate.py.
 from __future__ import annotations
 
 import copy
+import os
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -22,22 +27,27 @@ from fms_fsdp.models.llama import Llama
 
 Module = TypeVar("Module", bound=nn.Module)
 _FEW = 64  # rows
+_USUAL_ROWS = 16  # that a layout is made for; with 1 or 512 the speed is the same
+_PAYS = 16  # steps: a layout takes the time of about eight
 
 
 class CachedReader:
     """A model behind the tokens that it has read: the next ones (B S) → logits (B V) of the last of them.
 
-    Compiled code reads a token a row, from a cache that has one of few lengths and is read as a whole.
+    `steps`: so many calls come, about. Compiled code reads a token a row, from a cache that has one of few
+    lengths and is read as a whole.
     """
 
-    def __init__(self, model: Llama, max_len: int, compiled: bool) -> None:
+    def __init__(self, model: Llama, max_len: int, steps: int, compiled: bool) -> None:
         if compiled:
             max_len = min(model.config.max_seq_len, max(64, 1 << (max_len - 1).bit_length()))
-        self._model, self._compiled = model, compiled
+        self._compiled = compiled
         is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
-        self._twin = model if is_sharded else _twin(model)
+        packs = not compiled and not is_sharded and steps >= _PAYS and _can_pack(model)
+        self._twin = model if is_sharded else _twin(model, packs)
+        self._first = self._twin if packs else model  # reads the prompt
         if not is_sharded:
-            self._twin.head.product = product_of_few  # type: ignore[union-attr]
+            self._twin.head.product = _Product(packs)  # type: ignore[union-attr]
         if compiled:
             for module in (*self._twin.blocks.values(), self._twin.head):
                 module.compile(dynamic=False)  # type: ignore[union-attr]  # after 8 shapes: no more code
@@ -49,7 +59,7 @@ class CachedReader:
         if self._compiled and start:
             logits_BSV = self._compiled_step(tokens_BS, start)
         else:
-            logits_BSV = (self._twin if start else self._model)(tokens_BS, caches=self._caches)
+            logits_BSV = (self._twin if start else self._first)(tokens_BS, caches=self._caches)
         return logits_BSV[:, -1].cpu()
 
     def _compiled_step(self, tokens_B1: torch.Tensor, start: int) -> torch.Tensor:
@@ -62,18 +72,52 @@ class CachedReader:
         return logits_B1V
 
 
-def _twin(module: Module) -> Module:
+def _twin(module: Module, packs: bool) -> Module:
     """Other modules with the same parameters, whose linear layers are those for few rows."""
     made = copy.copy(module)
-    made._modules = {name: child and _twin(child) for name, child in module._modules.items()}
+    made._modules = {name: child and _twin(child, packs) for name, child in module._modules.items()}
     if type(made) is nn.Linear:
-        made.__class__ = _LinearOfFew  # type: ignore[assignment]
+        made.__class__, made.product = _LinearOfFew, _Product(packs)  # type: ignore[assignment]
     return made
 
 
+def _can_pack(model: Llama) -> bool:
+    """Whether oneDNN is there for the weights, and memory for their copy."""
+    weights, free = list(model.parameters()), 0
+    kinds, onednn = {(weight.device.type, weight.dtype) for weight in weights}, torch.ops.mkldnn
+    if not hasattr(onednn, "_linear_pointwise"):
+        return False
+    if kinds == {("cpu", torch.bfloat16)} and not onednn._is_mkldnn_bf16_supported():
+        return False
+    if kinds not in ({("cpu", torch.float32)}, {("cpu", torch.bfloat16)}):
+        return False
+    with suppress(ValueError, OSError, AttributeError):  # not every system tells
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return sum(weight.nbytes for weight in weights) <= free // 2
+
+
+class _Product:
+    """The products of one matrix: on `packs`, in oneDNN's own layout, made at the first one."""
+
+    def __init__(self, packs: bool) -> None:
+        self._packs, self._packed = packs, torch.empty(0)
+
+    def __call__(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not self._packs:
+            return product_of_few(input, weight, bias)
+        if not self._packed.numel():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _USUAL_ROWS)
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, bias, "none", [], "")
+        return product
+
+
 class _LinearOfFew(nn.Linear):
+    product: _Product
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return product_of_few(input, self.weight, self.bias)
+        return self.product(input, self.weight, self.bias)
 
 
 def product_of_few(

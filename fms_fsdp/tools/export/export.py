@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fms_fsdp.checkpoint.checkpointer import load_tensor
 from fms_fsdp.checkpoint.folders import Checkpoint, problems
 from fms_fsdp.checkpoint.storage import CheckpointReader
 from fms_fsdp.config import flag
+from fms_fsdp.cpu_tuning import keep_freed_memory
 from fms_fsdp.models.hf import find_family, hf_config, hf_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
@@ -47,15 +49,19 @@ def main(config: ExportConfig) -> None:
         ValueError: no sound checkpoint, a model that the format cannot hold, a place that is taken.
         OSError: it cannot be written.
     """
+    keep_freed_memory()
     checkpoint, output = find_checkpoint(config.path, config.step, "--path"), Path(config.output)
     model = model_from_dict(checkpoint.state["resolved"]["model"])
     find_family(model)
     if output.exists():
         raise ValueError(f"--output ({output}) must not exist; choose another, or remove it")
-    if wrong := problems(checkpoint.folder, deep=True):
-        raise ValueError(f"--path ({checkpoint.folder}) is damaged: {wrong[0]}")
-    with whole_folder(output) as partial:
-        note = _write(config, checkpoint, model, partial)
+    with whole_folder(output) as partial, ThreadPoolExecutor(1) as pool:
+        check = pool.submit(problems, checkpoint.folder, deep=True)
+        try:
+            note = _write(config, checkpoint, model, partial)
+        finally:  # what fails on a damaged checkpoint is told as damage
+            if wrong := check.result():
+                raise ValueError(f"--path ({checkpoint.folder}) is damaged: {wrong[0]}")
     if note:
         print(f"note: {note}", file=sys.stderr)
     print(f"{output}: step {checkpoint.step}, {config.dtype}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -45,8 +46,7 @@ def write_tensors(
         where |= dict.fromkeys(names, file_name)
         with open(folder / file_name, "wb") as file:
             file.write(_header(names, shapes, sizes, dtype))
-            for name in names:
-                content = read(name).to(dtype).contiguous()
+            for name, content in _read_ahead(lambda name: read(name).to(dtype).contiguous(), names):
                 file.write(content.view(-1).view(torch.uint8).numpy().data)
                 yield name
             file.flush()
@@ -54,6 +54,19 @@ def write_tensors(
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _read_ahead(
+    read: Callable[[str], torch.Tensor], names: Sequence[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each name and its tensor; the next one is read while this one is written."""
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(read, names[0])
+        for name, following in zip(names, [*names[1:], ""], strict=True):
+            content = ahead.result()
+            if following:
+                ahead = pool.submit(read, following)
+            yield name, content
 
 
 def _header(names: Iterable[str], shapes: Shapes, sizes: Mapping[str, int], dtype: torch.dtype) -> bytes:
