@@ -243,8 +243,8 @@ def _raise_alike(found: list[ValueError | OSError], folder: Path, mesh: Mesh) ->
     everyone = [error for errors in mesh.gather(found) for error in errors]
     if damage := [str(error) for error in everyone if isinstance(error, ValueError)]:
         raise DamagedCheckpoint(folder, "; ".join(damage))
-    if unreadable := [error for error in everyone if isinstance(error, OSError)]:
-        text = f"checkpoint file {unreadable[0].filename or folder}: {unreadable[0].strerror}"
+    for error in (error for error in everyone if isinstance(error, OSError)):
+        text = f"checkpoint file {error.filename or folder}: {error.strerror or error}"
         raise RunFailed(f"{text}; it is not damaged: repair the storage and start again")
 
 

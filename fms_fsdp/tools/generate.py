@@ -39,7 +39,7 @@ class GenerateConfig:
     seed: int = flag(0, "of the draws; the same seed gives the same text", minimum=0)
     batch_size: int = flag(16, "texts that are written at a time", minimum=1)
     dtype: str = flag("fp32", "of weights and computation", choices=("fp32", "bf16"))
-    use_torch_compile: bool = flag(False, "compile a step of decoding; for many or long texts")
+    use_torch_compile: bool = flag(False, "compile a step of decoding; for one long text at a time")
     json: bool = flag(False, "print one JSON object a text")
 
     def __post_init__(self) -> None:
