@@ -18,10 +18,11 @@ from fms_fsdp.models.variants import LlamaConfig
 
 
 class HFWeight(NamedTuple):
-    """One of their weights: which of ours it is made of, and how."""
+    """One of their weights: which of ours it is made of, and how; its shape."""
 
     ours: tuple[str, ...]
     make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    shape: torch.Size = torch.Size()
 
     def made_of(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """It, of our weights as `read` gives them by name."""
@@ -235,7 +236,8 @@ def hf_weights(config: LlamaConfig) -> dict[str, HFWeight]:
                     weight = HFWeight(names, lambda weights: family.packing.join(config, weights))
                     inside[f"{family.layer}.{layer}.{their_module}.{kind}"] = weight
     first, *last = outside.items()
-    return dict([first, *inside.items(), *last])
+    in_order = [first, *inside.items(), *last]
+    return {name: each._replace(shape=each.made_of(ours.__getitem__).shape) for name, each in in_order}
 
 
 def _first_rows(config: LlamaConfig, name: str) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:

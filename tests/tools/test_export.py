@@ -172,7 +172,7 @@ def test_the_configuration_has_both_spellings_and_every_weight_a_name() -> None:
     for tied in (False, True):
         config = LlamaConfig(2, 64, 96, 4, 2, 120, tie_embeddings=tied)
         with torch.device("meta"):
-            parts = [name for names, _ in hf_weights(config).values() for name in names]
+            parts = [name for weight in hf_weights(config).values() for name in weight.ours]
             assert sorted(parts) == sorted(Llama(config).state_dict())
 
 

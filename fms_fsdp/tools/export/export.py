@@ -20,7 +20,6 @@ from fms_fsdp.checkpoint.storage import CheckpointReader
 from fms_fsdp.config import flag
 from fms_fsdp.cpu_tuning import keep_freed_memory
 from fms_fsdp.models.hf import find_family, hf_config, hf_weights
-from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
 from fms_fsdp.run.recorded import find_checkpoint, recorded_tokenizer
 from fms_fsdp.tools.export.safetensors import DTYPES, write_tensors
@@ -69,9 +68,7 @@ def main(config: ExportConfig) -> None:
 
 def _write(config: ExportConfig, checkpoint: Checkpoint, model: LlamaConfig, folder: Path) -> str:
     theirs, reader = hf_weights(model), CheckpointReader(checkpoint.folder)
-    with torch.device("meta"):
-        ours = Llama(model).state_dict()
-    shapes = {name: each.made_of(ours.__getitem__).shape for name, each in theirs.items()}
+    shapes = {name: each.shape for name, each in theirs.items()}
     dtype, num_bytes = DTYPES[config.dtype], sum(shape.numel() for shape in shapes.values())
     if (free := shutil.disk_usage(folder).free) < num_bytes * dtype.itemsize:
         needed = f"{num_bytes * dtype.itemsize / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"

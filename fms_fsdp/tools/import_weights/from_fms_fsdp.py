@@ -27,7 +27,6 @@ from fms_fsdp.checkpoint.storage import CheckpointReader
 from fms_fsdp.checkpoint.weight_files import Weights
 from fms_fsdp.config import ModelConfig
 from fms_fsdp.models.init import clean_name
-from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, canonical_variant, resolve_model
 
 _PREFIX, _EMBEDDING = "model_state.", "model.embed_tokens.weight"
@@ -83,9 +82,7 @@ def open_checkpoint(path: Path, section: ModelConfig, ntk_alpha: int) -> HFFolde
         needed = check_names(shape, found)
     except (ValueError, OSError) as error:
         raise ValueError(f"--path ({path}) cannot be read: {error}") from None
-    with torch.device("meta"):
-        ours = Llama(shape).state_dict()
-    sizes = {name: made.made_of(ours.__getitem__).shape for name, made in needed.items()}
+    sizes = {name: made.shape for name, made in needed.items()}
     return HFFolder(
         shape, {name: partial(_read, found[name], name, sizes, shape.head_dim) for name in needed}
     )
