@@ -31,7 +31,7 @@ run() {
     local name="$1" expected="$2" status=0
     shift 2
     if [[ -n "${DRY_RUN:-}" ]]; then
-        printf '%q ' "$@" && echo
+        printf '%s\n' "$(printf '%q ' "$@")" # a line in one piece: others run beside
         return
     fi
     [[ ! -f "$runs/$name.ok" ]] || return 0
@@ -85,6 +85,7 @@ correctness() {
     plain accumulated --batch_size=1 --grad_accum_steps=4
     plain documents $b --document_mask=True
     later compiled_documents $b --document_mask=True --recompute=cheap
+    later documents_in_blocks $b --document_mask=True --recompute=blocks
     plain tied $b --tie_embeddings=True
     plain repeated $b --deterministic=True
     plain repeated_again $b --deterministic=True
@@ -117,6 +118,7 @@ features() {
     local stopped=("${small[@]}" "${dummy[@]}" "$b" --num_steps=400 --deterministic=True)
     local data="$folder/data" run_on_text=(--model_variant=quickstart --seq_length=256 --num_steps=40)
     train traced "${large[@]}" "${quiet[@]}" --num_steps=12 --use_profiler=True --memory_snapshot=True
+    run traced_table 0 "$python" -m fms_fsdp trace --path="$runs/traced"
     train saved "${large[@]}" "${dummy[@]}" --num_steps=60 --checkpoint_interval=20 --keep_last_n=1
     run copied 0 "$python" benchmarks/gpu_copy.py
     train whole "${stopped[@]}"
@@ -134,29 +136,32 @@ features() {
 
 # sweep NAME FLAG...: bench_train.py over an 8B model with 4096 tokens a row, unless the flags say more.
 sweep() {
-    local name="$1" flags=(--model_variant=llama3_8b --trackers=none "${@:2}")
-    [[ "${*:2}" == *--seq_length* ]] || flags+=(--seq_length=4096)
-    run "$name" 0 "$python" benchmarks/bench_train.py --rounds=3 --output="$runs/$name.json" "${flags[@]}"
+    run "$1" 0 "$python" benchmarks/bench_train.py --rounds=3 --output="$runs/$1.json" --trackers=none \
+        --model_variant=llama3_8b --seq_length=4096 "${@:2}"
 }
 
+# What has a target comes first; a sweep of one case, so that a part that was cut off repeats only that.
 throughput() {
-    sweep best --recompute=cheap --batch_size=2,3
+    local rows
+    for rows in 3 2; do sweep "best$rows" --recompute=cheap --batch_size=$rows; done
+    for rows in 4 3; do sweep "pure$rows" --recompute=cheap --batch_size=$rows --precision=bf16_pure; done
+    sweep of_7b --model_variant=7b --recompute=cheap --batch_size=3
+    sweep float8 --recompute=cheap --batch_size=3 --precision=float8
     sweep ops --recompute=ops --batch_size=3
     sweep all_blocks --recompute=blocks --batch_size=8
     sweep nothing_recomputed --batch_size=1
-    sweep pure --recompute=cheap --batch_size=3,4 --precision=bf16_pure
-    sweep float8 --recompute=cheap --batch_size=3 --precision=float8
 }
 
 trace() {
     local best=(--recompute=cheap --batch_size="${BEST_ROWS:-3}")
     train traced_best --model_variant=llama3_8b --seq_length=4096 "${quiet[@]}" "${best[@]}" --num_steps=12 \
         --use_profiler=True --profiler_shapes=False
-    sweep at_8192 --recompute=cheap --batch_size=1 --seq_length=8192
-    sweep by_flash "${best[@]}" --attn_impl=flash
-    sweep by_document "${best[@]}" --document_mask=true
+    run traced_best_table 0 "$python" -m fms_fsdp trace --path="$runs/traced_best"
+    sweep long --recompute=cheap --batch_size=1 --seq_length=8192
     sweep alone "${best[@]}"
+    sweep by_document "${best[@]}" --document_mask=true
     sweep one_rank "${best[@]}" --torchrun --sharding_strategy=fsdp
+    sweep by_flash "${best[@]}" --attn_impl=flash
 }
 
 names=(correctness features throughput trace)

@@ -67,10 +67,15 @@ def test_losses_are_compared_and_what_is_missing_or_wrong_fails(tmp_path: Path) 
     found = json.loads((tmp_path / "results.json").read_text())["part 1"]
     rows = {row["what"]: row for row in found["rows"]}
     assert result.returncode == 1 and not found["passes"] and found["versions"]["torch"]
-    assert rows["fp32 against fp32_cpu"]["passes"] and rows["fp32 against fp32_cpu"]["found"] == "0"
+    assert rows["fp32 against fp32_cpu"]["passes"] and rows["fp32 against fp32_cpu"]["found"].startswith(
+        "0; grad_norm "
+    )
     assert "other data at step 1" in rows["bf16 against fp32"]["found"]
     assert not any(row["passes"] for what, row in rows.items() if what != "fp32 against fp32_cpu")
-    assert "| fp32 against fp32_cpu | 0 | at most 0.0001 | yes |" in result.stdout
+    assert (
+        "| fp32 against fp32_cpu | 0; grad_norm " in result.stdout
+        and " | at most 0.0001 | yes |" in result.stdout
+    )
     # the missing features are told one by one
     assert compare(tmp_path, 2).returncode == 1
     assert set(json.loads((tmp_path / "results.json").read_text())) == {"part 1", "part 2"}

@@ -99,7 +99,11 @@ def attention(
 
 
 def chosen_backend(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """The kernel that torch takes for causal attention of this shape, such as "flash" or "cudnn"."""
+    """The kernel that torch takes for causal attention of this shape, such as "flash" or "cudnn".
+
+    Raises:
+        ValueError: there is none for it.
+    """
     size = (config.max_seq_len, config.head_dim)
     q, kv = (
         torch.empty(1, heads, *size, dtype=dtype, device=device, requires_grad=True)
@@ -108,7 +112,11 @@ def chosen_backend(config: LlamaConfig, dtype: torch.dtype, device: torch.device
     grouped = config.num_attention_heads != config.num_kv_heads
     with _kernel(config.attn_impl):
         choice = torch._fused_sdp_choice(q, kv, kv, is_causal=True, enable_gqa=grouped)
-    return next(name for name, backend in _BACKENDS.items() if backend == SDPBackend(choice))
+    found = [name for name, backend in _BACKENDS.items() if backend.value == choice]
+    if not found:
+        rule = f"cannot attend in {dtype} with heads of {config.head_dim} on {device.type}"
+        raise ValueError(f"--attn_impl ({config.attn_impl}) {rule}; take auto, or another precision")
+    return found[0]
 
 
 def _kernel(backend: str) -> contextlib.AbstractContextManager[None]:

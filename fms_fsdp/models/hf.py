@@ -70,7 +70,7 @@ def _split_heads(config: LlamaConfig, whole: torch.Tensor, rows: Sequence[int]) 
     return [part.flatten(0, 1) for part in heads.unbind(1)]
 
 
-_AS_THEY_ARE = Packing(lambda config, weights: weights[0], lambda config, whole, rows: [whole])
+AS_THEY_ARE = Packing(lambda config, weights: weights[0], lambda config, whole, rows: [whole])
 # one behind the other, then as GPT-2 keeps its matrices; vectors stay vectors
 _INPUT_BY_OUTPUT = Packing(
     lambda config, weights: torch.cat(tuple(weights)).t(),
@@ -163,15 +163,15 @@ _QWEN3_INSIDE = _LLAMA_INSIDE | {
 FAMILIES = (
     Family(
         "Llama", "llama", lambda config: {"bias": (False, True)},
-        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _LLAMA_FIELDS,
+        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE, _LLAMA_FIELDS,
     ),
     Family(
         "Mistral", "mistral", lambda config: {"attn_window": (config.attn_window,)},
-        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _LLAMA_FIELDS + "sliding_window",
+        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE, _LLAMA_FIELDS + "sliding_window",
     ),
     Family(
         "Qwen3", "qwen3", lambda config: {"qk_norm": (True,)},
-        "model.layers", _QWEN3_INSIDE, _LLAMA_OUTSIDE, _AS_THEY_ARE, _LLAMA_FIELDS,
+        "model.layers", _QWEN3_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE, _LLAMA_FIELDS,
     ),
     Family(
         "GPT2", "gpt2", lambda config: _plain(config) | {"pos_emb": ("learned",)},

@@ -68,7 +68,7 @@ class RoundedAdamW(ShardOptimizer):
             kept = shards_of((parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad))
             key = derive_key(self._seed, step, self._hashes[parameter]) >> 33
             first, *others = (place.start for place in local_part(parameter)[1])
-            at_once = 1 << (18 if kept[0].device.type == "cpu" else 22)  # entries that are in fp32 at a time
+            at_once = 1 << (18 if kept[0].device.type == "cpu" else 25)  # entries that are in fp32 at a time
             rows = max(1, at_once // max(1, math.prod(kept[0].shape[1:])))
             for parts in zip(*(torch.split(tensor, rows) for tensor in kept), strict=True):
                 wide = [part.float() for part in parts]  # fp32 ones are changed in place

@@ -13,6 +13,7 @@ from fms_fsdp.predict.memory import activation_bytes, estimate_memory
 from fms_fsdp.run.plan import Plan
 
 _GIB = 2**30
+_OTHER_WORDS = ("can't allocate memory", "ALLOC_FAILED")  # of the CPU's allocator; of cuBLAS and cuDNN
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def explaining_out_of_memory(cfg: TrainConfig, plan: Plan) -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         is_told = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not is_told and "can't allocate memory" not in str(error):
+        if not is_told and not any(words in str(error) for words in _OTHER_WORDS):
             raise
         advice = "; ".join(_advice(cfg.parallel, plan))
         reason = f"out of memory ({str(error).splitlines()[0]}); what would help: {advice}"

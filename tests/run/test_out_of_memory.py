@@ -23,7 +23,7 @@ def test_the_advice_to_offload_is_a_command_that_runs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     world, dims, batch = World(0, 0, 1, 1), ParallelDims(strategy), BatchPlan(1, 1, 1)
     fresh = Start(None, False, "")
-    plan = Plan(world, torch.device("cpu"), dims, batch, None, VARIANTS["7b"], BF16, fresh, 10, 4096)
+    plan = Plan(world, torch.device("cpu"), dims, batch, BF16, None, VARIANTS["7b"], fresh, 10, 4096)
     with (
         pytest.raises(RunFailed, match=rf"--cpu_offload=True{flags} moves about"),
         explaining_out_of_memory(TrainConfig(), plan),

@@ -16,6 +16,7 @@ from fms_fsdp.checkpoint.hf_folder import HFFolder, fill, find_hf_tokenizer, ope
 from fms_fsdp.config import DataConfig, ModelConfig, OptimConfig, Precision, TrainConfig, as_dict, flag
 from fms_fsdp.config.flag import non_defaults
 from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.hf import AS_THEY_ARE, find_family, hf_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
 from fms_fsdp.optim.schedules import Length, find_corners
@@ -56,7 +57,12 @@ def main(config: ImportConfig) -> None:
     found = _open(config, folder)
     with torch.device("meta"):
         model = Llama(found.shape)
-    fill(model.to_empty(device="cpu"), found)
+    if find_family(found.shape).packing is AS_THEY_ARE:  # weights in fp32 stay where they are mapped
+        theirs = hf_weights(found.shape)
+        weights = {made.ours[0]: found.weights[name]().float() for name, made in theirs.items()}
+        model.load_state_dict(weights, assign=True)
+    else:
+        fill(model.to_empty(device="cpu"), found)
     try:
         with whole_folder(output) as partial:
             digest = _write(model, folder, partial, output)
