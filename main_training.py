@@ -108,10 +108,11 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
         launch.end(FINISHED, f"already finished at step {plan.start}; {remedy}")
         return runtime.log.info(launch.reason)
     with checking_input():
+        facts = describe(cfg, plan)
         record_launch(launch, cfg, taken)
     look_at_suspect(stream, taken)
     runtime.log_for_files(describe_flags(parsed))
-    runtime.log.info("%s\n%s", describe_changes(parsed), describe(cfg, plan))
+    runtime.log.info("%s\n%s", describe_changes(parsed), facts)
     announce(cfg, plan)
     phases.done("data")
     device, precision, seed = plan.device, plan.precision, cfg.training.seed

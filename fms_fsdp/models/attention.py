@@ -110,7 +110,8 @@ def chosen_backend(config: LlamaConfig, dtype: torch.dtype, device: torch.device
         for heads in (config.num_attention_heads, config.num_kv_heads)
     )
     grouped = config.num_attention_heads != config.num_kv_heads
-    with _kernel(config.attn_impl):
+    choice = SDPBackend.ERROR.value
+    with _kernel(config.attn_impl), contextlib.suppress(RuntimeError):  # torch's answer on a CPU
         choice = torch._fused_sdp_choice(q, kv, kv, is_causal=True, enable_gqa=grouped)
     found = [name for name, backend in _BACKENDS.items() if backend.value == choice]
     if not found:

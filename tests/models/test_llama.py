@@ -255,6 +255,14 @@ def test_the_kernel_of_attention_that_torch_takes_is_known(impl: str, chosen: st
     assert chosen_backend(config, torch.float32, torch.device("cpu")) == chosen
 
 
+def test_a_kernel_that_cannot_take_the_shape_is_refused_in_one_line() -> None:
+    config = LlamaConfig(1, 64, 96, 4, 2, 120, max_seq_len=24, attn_impl="cudnn")
+    with pytest.raises(
+        ValueError, match=r"--attn_impl \(cudnn\) cannot attend in torch.float32 with heads of 16 on"
+    ):
+        chosen_backend(config, torch.float32, torch.device("cpu"))
+
+
 def test_rotary_table_depends_on_relative_position_only() -> None:
     model = build(BASE)
     tokens, _ = labelled(BASE)
