@@ -19,9 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
+from fms_fsdp.cpu_tuning import positive_number
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.models.decoding import CachedReader
 from fms_fsdp.models.llama import Llama
+from fms_fsdp.predict.memory import available_memory
+
+_MANY = 16  # steps, for which another layout of the weights pays
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,11 @@ def probabilities(logits_BV: torch.Tensor, seen_BV: torch.Tensor, sampling: Samp
     return found_BV / found_BV.sum(-1, keepdim=True)
 
 
+def _room() -> int:
+    """Bytes that a second copy of the weights may take: half of what a process of this machine may have."""
+    return available_memory(torch.device("cpu"), positive_number("LOCAL_WORLD_SIZE", 1)) // 2
+
+
 @torch.no_grad()
 def generate(
     model: Llama,
@@ -96,7 +105,7 @@ def generate(
     ends = [min(total, length + max_new_tokens) for length in lengths]
     stop = min(lengths)
     tokens_BS = torch.tensor([list(prompt[:stop]) for prompt in prompts])
-    read = CachedReader(model, total, total - stop, compiled)
+    read = CachedReader(model, total, compiled, _room() if total - stop >= _MANY else 0)
     while True:
         logits_BV = read(tokens_BS)
         is_drawn = [length <= stop < end for length, end in zip(lengths, ends, strict=True)]

@@ -2,8 +2,7 @@
 
     prompt ── the model, or its twin ── then its twin: the same weights, other products, compiled if wanted
 
-On a CPU the twin has a second copy of the weights, laid out for oneDNN, where half of the free memory holds
-it.
+On a CPU the twin has a second copy of the weights, laid out for oneDNN, where there is room for it.
 
 A model in shards, whose weights are gathered by its own modules, has no twin.
 
@@ -13,8 +12,6 @@ B batch, S positions, V vocabulary. Speeds: benchmarks/bench_generate.py.
 from __future__ import annotations
 
 import copy
-import os
-from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -28,22 +25,21 @@ from fms_fsdp.models.llama import Llama
 Module = TypeVar("Module", bound=nn.Module)
 _FEW = 64  # rows
 _USUAL_ROWS = 16  # that a layout is made for; with 1 or 512 the speed is the same
-_PAYS = 16  # steps: a layout takes the time of about eight
 
 
 class CachedReader:
     """A model behind the tokens that it has read: the next ones (B S) → logits (B V) of the last of them.
 
-    `steps`: so many calls come, about. Compiled code reads a token a row, from a cache that has one of few
-    lengths and is read as a whole.
+    `room`: the bytes that a second copy of the weights may take; it takes the time of about eight steps.
+    Compiled code reads a token a row, from a cache that has one of few lengths and is read as a whole.
     """
 
-    def __init__(self, model: Llama, max_len: int, steps: int, compiled: bool) -> None:
+    def __init__(self, model: Llama, max_len: int, compiled: bool, room: int = 0) -> None:
         if compiled:
             max_len = min(model.config.max_seq_len, max(64, 1 << (max_len - 1).bit_length()))
         self._compiled = compiled
         is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
-        packs = not compiled and not is_sharded and steps >= _PAYS and _can_pack(model)
+        packs = not compiled and not is_sharded and _can_pack(model, room)
         self._twin = model if is_sharded else _twin(model, packs)
         self._first = self._twin if packs else model  # reads the prompt
         if not is_sharded:
@@ -81,9 +77,9 @@ def _twin(module: Module, packs: bool) -> Module:
     return made
 
 
-def _can_pack(model: Llama) -> bool:
-    """Whether oneDNN is there for the weights, and memory for their copy."""
-    weights, free = list(model.parameters()), 0
+def _can_pack(model: Llama, room: int) -> bool:
+    """Whether oneDNN is there for the weights, and room for their copy."""
+    weights = list(model.parameters())
     kinds, onednn = {(weight.device.type, weight.dtype) for weight in weights}, torch.ops.mkldnn
     if not hasattr(onednn, "_linear_pointwise"):
         return False
@@ -91,9 +87,7 @@ def _can_pack(model: Llama) -> bool:
         return False
     if kinds not in ({("cpu", torch.float32)}, {("cpu", torch.bfloat16)}):
         return False
-    with suppress(ValueError, OSError, AttributeError):  # not every system tells
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return sum(weight.nbytes for weight in weights) <= free // 2
+    return sum(weight.nbytes for weight in weights) <= room
 
 
 class _Product:
