@@ -52,11 +52,11 @@ def plain_copy(source: Path, target: Path) -> None:
         os.fsync(writer.fileno())
 
 
-def plain_export(source: Path, target: Path) -> None:
+def export_to(source: Path, target: Path) -> None:
     export(ExportConfig(path=str(source), output=str(target), dtype="fp32", max_shard_gb=1e3))
 
 
-def plain_import(source: Path, target: Path) -> None:
+def import_to(source: Path, target: Path) -> None:
     import_weights(ImportConfig(path=str(source), output=str(target)))
 
 
@@ -80,14 +80,14 @@ def measure(folder: Path, variant: str, rounds: int) -> dict[str, Any]:
         [sys.executable, "-m", "fms_fsdp", "export", "--help"], cwd=ROOT, stdout=subprocess.DEVNULL
     )
     start_s = time.perf_counter() - begin
-    plain_export(training, weights)
-    plain_import(weights, run)
+    export_to(training, weights)
+    import_to(weights, run)
     file = weights / "model.safetensors"
     works: dict[str, tuple[Work, Path]] = {
         "copy": (plain_copy, file),
-        "export": (plain_export, run),
-        "export_of_training": (plain_export, training),
-        "import": (plain_import, weights),
+        "export": (export_to, run),
+        "export_of_training": (export_to, training),
+        "import": (import_to, weights),
     }
     times: dict[str, list[float]] = {name: [] for name in works}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # a new process each time

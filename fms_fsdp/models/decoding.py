@@ -24,7 +24,7 @@ from fms_fsdp.models.llama import Llama
 
 Module = TypeVar("Module", bound=nn.Module)
 _FEW = 64  # rows
-_USUAL_ROWS = 16  # that a layout is made for; with 1 or 512 the speed is the same
+_USUAL_ROWS = 16  # that a layout is made for; 1 and 512 rows read it as fast as one of their own
 
 
 class CachedReader:
@@ -119,8 +119,8 @@ def product_of_few(
 ) -> torch.Tensor:
     """x W^T + b as F.linear has it, for few rows on a CPU.
 
-    BLAS reads W at a third of the memory's speed. Compiled, a sum of products reads it at nearly all of it;
-    and in fp32 W x^T is faster than x W^T.
+    BLAS reads W at a third of the memory's speed. Compiled, a sum of products reads it about twice as fast,
+    and in fp32 W x^T is faster than x W^T (benchmarks/bench_generate.py).
     """
     rows = input.numel() // input.shape[-1]
     if input.device.type != "cpu" or rows > _FEW:

@@ -36,7 +36,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return PEAK_BF16_FLOPS[max(known, key=len)] if known else None
 
 
-def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, seconds: float = 0.3) -> float:
+def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, seconds: float = 0.15) -> float:
     """The best rate of square matrix products on this process's CPU threads, in FLOP/s. It looks `seconds`,
     and five times at least: a neighbour that holds a core for a moment must not make the peak look low."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)

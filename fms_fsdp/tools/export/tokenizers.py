@@ -27,8 +27,7 @@ _LETTERS = ((0x20, 0x7E), (0x1, 0x2FFF), (0x4E00, 0x9FFF), (0x1F300, 0x1F6FF))
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> str:
-    """Writes the files; returns a sentence where a reader of tokenizer.json would get other ids."""
-    problem, content = "", None
+    """Writes the files; returns a sentence where a reader of tokenizer.json gets other ids, or may."""
     tokenizer.save(folder)
     eos_id, kind = tokenizer.vocabulary.eos_id, tokenizer.vocabulary.kind
     if kind == "huggingface":
@@ -36,9 +35,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> str:
     elif kind == "byte":
         content = _of_bytes()
     else:
-        content, problem = _of_sentencepiece((folder / "tokenizer.model").read_bytes())
+        content = _of_sentencepiece((folder / "tokenizer.model").read_bytes())
     if content is None:
-        return problem
+        return "tokenizer.json has no such kind of sentencepiece: tokenizer.model is there alone"
     eos = next((added["content"] for added in content["added_tokens"] if added["id"] == eos_id), None)
     if eos is None and isinstance(content["model"]["vocab"], dict):
         eos = next(piece for piece, number in content["model"]["vocab"].items() if number == eos_id)
@@ -50,7 +49,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> str:
     settings |= {"clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]}
     (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    return problem or (_difference(tokenizer, folder) if kind == "sentencepiece" else "")
+    return _difference(tokenizer, folder) if kind == "sentencepiece" else ""
 
 
 def _difference(tokenizer: Tokenizer, folder: Path) -> str:
@@ -81,8 +80,8 @@ def _of_bytes() -> dict[str, Any]:
     return tokenizer_json(model, special, pre_tokenizer=by_bytes, decoder=by_bytes)
 
 
-def _of_sentencepiece(model: bytes) -> tuple[dict[str, Any] | None, str]:
-    """The content of tokenizer.json, or None and why there is none."""
+def _of_sentencepiece(model: bytes) -> dict[str, Any] | None:
+    """The content of tokenizer.json; None for a kind that it does not have."""
     proto: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     parsed = proto.ModelProto()
     parsed.ParseFromString(model)
@@ -90,7 +89,7 @@ def _of_sentencepiece(model: bytes) -> tuple[dict[str, Any] | None, str]:
     is_bpe = kind == proto.TrainerSpec.BPE
     is_known = is_bpe or kind == proto.TrainerSpec.UNIGRAM
     if not is_known or not rules.escape_whitespaces or parsed.trainer_spec.treat_whitespace_as_suffix:
-        return None, "tokenizer.json has no such kind of sentencepiece: tokenizer.model is there alone"
+        return None
     pieces = [piece.piece for piece in parsed.pieces]
     kinds = proto.ModelProto.SentencePiece
     silent = (kinds.CONTROL, kinds.UNKNOWN, kinds.USER_DEFINED)
@@ -117,7 +116,7 @@ def _of_sentencepiece(model: bytes) -> tuple[dict[str, Any] | None, str]:
         undo.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     normalizer = {"type": "Sequence", "normalizers": _steps_before(rules)}
     decoder = {"type": "Sequence", "decoders": undo}
-    return tokenizer_json(content | shared, special, normalizer=normalizer, decoder=decoder), ""
+    return tokenizer_json(content | shared, special, normalizer=normalizer, decoder=decoder)
 
 
 def _steps_before(rules: Any) -> list[dict[str, Any]]:
