@@ -57,6 +57,7 @@ from fms_fsdp.observe.profiler import StepProfiler
 from fms_fsdp.observe.sinks import open_sinks
 from fms_fsdp.observe.step_data import describe_data
 from fms_fsdp.optim.optimizers import build_optimizers
+from fms_fsdp.parallel.compile import compiles_optimizer
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.run.claim import claim, look_at_suspect, record_launch, restore
 from fms_fsdp.run.describe import announce, describe, plan_saves
@@ -118,7 +119,8 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
     device, precision, seed = plan.device, plan.precision, cfg.training.seed
     model = parallelize(plan.model, cfg.parallel, mesh, device=device, precision=precision, seed=seed)
     with checking_input():
-        optimizers = build_optimizers(cfg.optim, model, precision, seed)
+        compiled = compiles_optimizer(cfg.parallel, model, device)
+        optimizers = build_optimizers(cfg.optim, model, precision, seed, compiled=compiled)
     phases.done("model")
     plan, stream = restore(parsed, plan, stream, model, optimizers, mesh)
     phases.done("load")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fms_fsdp.config import FP32, OptimConfig, ParallelConfig
+from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.variants import LlamaConfig
@@ -46,3 +50,52 @@ def test_a_global_batch_without_a_label_has_loss_and_norm_zero_and_is_no_skipped
         0,
         0,
     )
+
+
+class Reads(TorchDispatchMode):
+    """Notes which line of the program makes a number of a tensor, or a shape that depends on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, name = torch.ops.aten, func.overloadpacket
+        if name in (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.equal):
+            frames = [frame for frame in traceback.extract_stack() if "/fms_fsdp/" in frame.filename]
+            self.places.append((Path(frames[-1].filename).name, frames[-1].line or ""))
+        return func(*args, **(kwargs or {}))
+
+
+PURE = Precision("bf16", weights="bf16", gradients="bf16", state="bf16")
+HOST = [("train.py", 'own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")')]
+COUNT = ("shards.py", 'self.update(group, int(states[0]["step"]), parameters, states)')  # kept on the host
+LATE = ("runtime.py", "return self._values.tolist()")  # the step before
+
+
+@pytest.mark.parametrize(
+    ("precision", "reads"),
+    [(FP32, HOST), (Precision("bf16"), HOST), (PURE, [*HOST, LATE, COUNT, COUNT])],
+    ids=["fp32", "bf16", "bf16_pure"],
+)
+def test_the_host_reads_nothing_of_the_step_that_runs(
+    precision: Precision, reads: list[tuple[str, str]]
+) -> None:
+    """So on a GPU it is a step ahead. The labels are counted before they go there."""
+    model = parallelize(
+        LlamaConfig(2, 16, 16, 2, 1, 32, max_seq_len=8),
+        ParallelConfig(),
+        ALONE,
+        device=CPU,
+        precision=precision,
+        seed=1,
+    )
+    optimizers, nothing = build_optimizers(OptimConfig(), model, precision), None
+    recipe = TrainStep(ALONE, CPU, lambda step, tokens, base: 1e-3, 1, grad_clip=1.0, document_mask=False)
+    state, interval = TrainState(model, optimizers, nothing, Progress(0, 2)), Interval(ALONE, CPU)  # type: ignore[arg-type]
+    tokens = torch.arange(16).view(2, 8)
+    batch = Batch(tokens, tokens, None, None)
+    train_step(recipe, state, batch, Clock(CPU))
+    with Reads() as seen:
+        interval.add(train_step(recipe, state, batch, Clock(CPU)))
+    assert seen.places == reads

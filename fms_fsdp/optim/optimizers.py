@@ -1,7 +1,8 @@
 """The optimizers of a run as one: a list, each with groups and their base rates, and one rule for bad steps.
 
 A step whose gradient is not finite changes nothing: no weight, no state, no count. Optimizers with a fused
-kernel leave it out on the device; for every other one the host reads the verdict and leaves out the call.
+kernel, and those that round, leave it out on the device; for every other one the host reads the verdict and
+leaves out the call.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # set by torch's fused optimizers
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # torch's name for it
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
@@ -120,12 +121,18 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def build_optimizers(
-    section: OptimConfig, model: nn.Module, precision: Precision = FP32, seed: int = 0
+    section: OptimConfig,
+    model: nn.Module,
+    precision: Precision = FP32,
+    seed: int = 0,
+    *,
+    compiled: bool = False,
 ) -> Optimizers:
     """The optimizers that `--optimizer` names, with their state, so that a checkpoint can be loaded into it.
 
     Muon takes the matrices of the blocks, AdamW then all others; every other optimizer takes all parameters.
-    One of the user's own may make its state at its first step. `seed` is that of rounding by chance.
+    One of the user's own may make its state at its first step. `seed` is that of rounding by chance, whose
+    step may be `compiled`.
 
     Raises:
         ValueError: a flag does not fit the optimizer, or it needs what is not there.
@@ -134,8 +141,8 @@ def build_optimizers(
     named = {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     name = section.optimizer
     if precision.is_rounded:
-        decoupled = name == "adamw"
-        build = partial(RoundedAdamW, names=named, precision=precision, seed=seed, decoupled=decoupled)
+        rounded = partial(RoundedAdamW, names=named, precision=precision, seed=seed)
+        build = partial(rounded, decoupled=name == "adamw", compiled=compiled)
         return Optimizers(model, [_build_part(name, section, named, build)])
     if name != "muon":
         return Optimizers(model, [_build_part(name, section, named)])

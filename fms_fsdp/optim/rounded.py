@@ -24,6 +24,7 @@ from fms_fsdp.config.precision import Precision
 from fms_fsdp.data.order.permute import derive_key, hash64
 from fms_fsdp.models.init import local_part
 from fms_fsdp.optim.shards import Pair, ShardOptimizer, State, Tensors, shards_of
+from fms_fsdp.runtime import HostCopy
 
 _LARGEST = 0x7F7FFFFF  # the bits of the largest finite fp32 number
 
@@ -36,10 +37,17 @@ class RoundedAdamW(ShardOptimizer):
         w = w − rate / (1 − β1ᵗ) · m / (√v / √(1 − β2ᵗ) + ε)
 
     Every operation rounds once, so that its bits do not depend on where shards begin. `names`: those of the
-    parameters. Gradients are fp32 or bf16. Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
+    parameters. Gradients are fp32 or bf16. `compiled`: the step is one kernel a parameter, not a piece of it
+    at a time. As torch's fused kernels it divides gradients by `grad_scale` and changes nothing where
+    `found_inf` is set, on the device; the count of steps learns of that when the next step begins.
+    Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
 
     kept = ("exp_avg", "exp_avg_sq")
+    _step_supports_amp_scaling = True
+    found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None
+    _last: HostCopy | None = None  # `found_inf` of the last step
 
     def __init__(
         self,
@@ -53,9 +61,10 @@ class RoundedAdamW(ShardOptimizer):
         precision: Precision,
         seed: int,
         decoupled: bool = True,
+        compiled: bool = False,
     ) -> None:
-        self._seed, self._decoupled = seed, decoupled
-        self._by_chance = precision.stochastic_rounding
+        self._seed, self._kind, self._compiled = seed, (decoupled, precision.stochastic_rounding), compiled
+        self._move = torch.compile(move, fullgraph=True, dynamic=True) if compiled else move
         self._dtype = torch.bfloat16 if precision.state == "bf16" else torch.float32
         self._hashes = {parameter: hash64(name) for name, parameter in names.items()}
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -63,50 +72,92 @@ class RoundedAdamW(ShardOptimizer):
     def new_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
         return {name: torch.zeros_like(parameter, dtype=self._dtype) for name in self.kept}
 
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._count_last()
+        super().step()
+        self._last = None if self.found_inf is None else HostCopy(self.found_inf)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._count_last()
+        return super().state_dict()
+
+    def _count_last(self) -> None:
+        """Takes the last step back from the counts if it changed nothing. The device has long known."""
+        last, self._last = self._last, None
+        if last is not None and last.read():
+            for state in self.state.values():
+                state["step"] -= 1
+
     def update(self, group: dict[str, Any], step: int, parameters: Tensors, states: list[State]) -> None:
+        device = shards_of(parameters[:1])[0].device
+        numbers = self._numbers(group, step, device)
         for parameter, state in zip(parameters, states, strict=True):
             kept = shards_of((parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad))
             key = derive_key(self._seed, step, self._hashes[parameter]) >> 33
-            first, *others = (place.start for place in local_part(parameter)[1])
-            at_once = 1 << (18 if kept[0].device.type == "cpu" else 25)  # entries that are in fp32 at a time
+            starts = [part.start for part in local_part(parameter)[1]]
+            place = [torch.full((), each, dtype=torch.int32, device=device) for each in (key, *starts)]
+            at_once = 1 << (18 if device.type == "cpu" else 25)  # entries that are in fp32 at a time
             rows = max(1, at_once // max(1, math.prod(kept[0].shape[1:])))
+            rows = max(1, len(kept[0])) if self._compiled else rows
             for parts in zip(*(torch.split(tensor, rows) for tensor in kept), strict=True):
-                wide = [part.float() for part in parts]  # fp32 ones are changed in place
-                self._move(group, step, *wide)
-                self._write(parts[:3], wide[:3], key, (first, *others))
-                first += rows
+                if parts[0].numel():
+                    self._move(parts, numbers, place, self.grad_scale, *self._kind)
+                place[1] += rows
 
-    def _move(self, group: dict[str, Any], step: int, *wide: torch.Tensor) -> None:
-        """The formulas above; the gradient becomes the update."""
-        weight, mean, square, gradient = wide
-        beta1, beta2 = group["betas"]
-        if self._decoupled:
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-        else:
-            gradient.add_(weight * group["weight_decay"])
-        mean.mul_(beta1).add_(gradient * (1 - beta1))
-        square.mul_(beta2).add_(gradient.square_().mul_(1 - beta2))
-        root = torch.sqrt(square, out=gradient).div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-        weight.sub_(torch.div(mean, root, out=gradient).mul_(group["lr"] / (1 - beta1**step)))
-
-    def _write(self, kept: Sequence[torch.Tensor], exact: Tensors, key: int, offset: Sequence[int]) -> None:
-        """Writes what is kept in bf16; the moments share a draw, whose halves they take."""
-        draws: tuple[torch.Tensor | None, ...] = (None, None, None)
-        if self._by_chance:
-            of_weight = draw(key, offset, exact[0])
-            of_moments = _mixed(of_weight.clone())
-            draws = (of_weight, of_moments, of_moments >> 16)
-        for narrow, wide, drawn in zip(kept, exact, draws, strict=True):
-            if narrow.dtype == torch.bfloat16:
-                narrow.copy_(wide if drawn is None else round_by_chance(wide, drawn))
+    def _numbers(self, group: dict[str, Any], step: int, device: torch.device) -> Tensors:
+        """What `move` multiplies by, on the device, where `found_inf` chooses."""
+        (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+        root, share = math.sqrt(1 - beta2**step), rate / (1 - beta1**step)
+        moves = [1 - rate * decay, decay, beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"], share, 0.0]
+        stays = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, root, group["eps"], 0.0, 1.0]
+        both = torch.tensor([moves, stays], dtype=torch.float32).to(device, non_blocking=True)
+        chosen = both[0] if self.found_inf is None else torch.where(self.found_inf > 0, both[1], both[0])
+        return [number.clone() for number in chosen]
 
 
-def draw(key: int, offset: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """32 random bits (int32) for each entry of a part that begins at `offset` in the whole tensor; `key` <
-    2^31."""
-    drawn = torch.full((), key, dtype=torch.int32, device=like.device)
+def move(
+    kept: tuple[torch.Tensor, ...],
+    numbers: Sequence[torch.Tensor],
+    place: Sequence[torch.Tensor],
+    grad_scale: torch.Tensor | None,
+    decoupled: bool,
+    by_chance: bool,
+) -> None:
+    """The formulas above on a part of a parameter, its moments and its gradient, in place. What stays does so
+    to the last bit: rounding keeps what bf16 holds.
+
+    `numbers` and `place` are scalars: beside a tensor of ten numbers compiled code would be made anew for a
+    part of ten rows.
+    """
+    shrinks, decay, beta1, rest1, beta2, rest2, root, eps, rate, stays = numbers
+    weight, mean, square, gradient = wide = [part.float() for part in kept]  # fp32 ones are changed in place
+    gradient.masked_fill_(stays > 0, 0.0)
+    if grad_scale is not None:
+        gradient.div_(grad_scale)
+    if decoupled:
+        weight.mul_(shrinks)
+    else:
+        gradient.add_(weight * decay)
+    mean.mul_(beta1).add_(gradient * rest1)
+    square.mul_(beta2).add_(gradient.square_().mul_(rest2))
+    divisor = torch.sqrt(square, out=gradient).div_(root).add_(eps)
+    weight.sub_(torch.div(mean, divisor, out=gradient).mul_(rate))
+    draws: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if by_chance:
+        of_weight = draw(place, weight)
+        of_moments = _mixed(of_weight.clone())  # the moments share a draw, whose halves they take
+        draws = (of_weight, of_moments, of_moments >> 16)
+    for narrow, exact, drawn in zip(kept[:3], wide[:3], draws, strict=True):
+        if narrow.dtype == torch.bfloat16:
+            narrow.copy_(exact if drawn is None else round_by_chance(exact, drawn))
+
+
+def draw(place: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """32 random bits (int32) for each entry of a part of a tensor. `place` (int32): a key from 0 to 2^31, then
+    where in the whole tensor the part begins."""
+    drawn, *offset = place
     for first, size in zip(offset, like.shape, strict=True):
-        index = torch.arange(first, first + size, dtype=torch.int32, device=like.device)
+        index = torch.arange(size, dtype=torch.int32, device=like.device).add_(first)
         drawn = _mixed(drawn.unsqueeze(-1) ^ index)
     return drawn
 

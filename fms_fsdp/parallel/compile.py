@@ -21,6 +21,12 @@ def compiles(section: ParallelConfig, device: torch.device) -> bool:
     return device.type == "cuda" and not missing_compiler(device)
 
 
+def compiles_optimizer(section: ParallelConfig, model: torch.nn.Module, device: torch.device) -> bool:
+    """Whether an optimizer's step is compiled where it can be: with the blocks, if its device has a
+    compiler."""
+    return compiles(section, device) and not missing_compiler(next(model.parameters()).device)
+
+
 def apply_compile(model: Llama, *, recompute: bool) -> None:
     """Compiles every block and the loss in place, at their first call. A new shape compiles anew: shapes are
     static within a run.

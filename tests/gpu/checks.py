@@ -76,9 +76,6 @@ def verdicts_under_offload() -> None:
 
 def segments_that_grow() -> None:
     """The setting of the allocator is in force in a process that has it."""
-    from fms_fsdp.cpu_tuning import let_gpu_memory_grow
-
-    let_gpu_memory_grow()
     keep = torch.empty(2**20, device=GPU)
     assert torch.cuda.memory_snapshot()[0]["is_expandable"] and keep.is_cuda
 
@@ -126,3 +123,61 @@ def loss_scale_within_the_step() -> None:
         weights.append(model.weight.detach())
     assert weights[0].isfinite().all()
     torch.testing.assert_close(*weights)
+
+
+def steps_that_wait_for_nothing() -> None:
+    """Between reports the host reads nothing of a step: torch raises where it would wait for the device."""
+    from fms_fsdp.config import OptimConfig, ParallelConfig, Precision, PrecisionConfig
+    from fms_fsdp.data.batch import Batch
+    from fms_fsdp.mesh import Mesh, ParallelDims
+    from fms_fsdp.models.variants import LlamaConfig
+    from fms_fsdp.observe.metrics import Clock, Interval
+    from fms_fsdp.optim.loss_scale import LossScale
+    from fms_fsdp.optim.optimizers import build_optimizers
+    from fms_fsdp.parallel.parallelize import parallelize
+    from fms_fsdp.state import Progress, TrainState
+    from fms_fsdp.train import TrainStep, train_step
+
+    device, alone = torch.device(GPU), Mesh(ParallelDims("none"), 0, GPU)
+    pure = Precision("bf16", weights="bf16", gradients="bf16", state="bf16")
+    shape, nothing = LlamaConfig(2, 256, 512, 4, 2, 512, max_seq_len=128), None
+    for precision in (Precision("bf16"), pure, Precision("fp16")):
+        parallel = ParallelConfig(use_torch_compile=False)
+        model = parallelize(shape, parallel, alone, device=device, precision=precision, seed=1)
+        optimizers = build_optimizers(OptimConfig(), model, precision)
+        recipe = TrainStep(alone, device, lambda step, tokens, base: 1e-3, 2, 1.0, document_mask=False)
+        scale = LossScale(PrecisionConfig(), device) if precision.compute == "fp16" else None
+        state = TrainState(model, optimizers, nothing, Progress(0, 9), scale)  # type: ignore[arg-type]
+        rows = torch.randint(512, (4, 129))
+        batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None)
+        interval = Interval(alone, device)
+        for step in range(4):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            interval.add(train_step(recipe, state, batch, Clock(device)))
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def compiled_rounding() -> None:
+    """The compiled step of weights in bf16 against the plain one, with a bad step between, which changes
+    nothing: means agree, and no number is further away than rounding takes it."""
+    from fms_fsdp.config import OptimConfig, Precision
+    from fms_fsdp.optim.optimizers import build_optimizers
+
+    precision = Precision("bf16", weights="bf16", gradients="bf16", state="bf16")
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3000, 1000, device=GPU, dtype=torch.bfloat16)
+        optimizers = build_optimizers(OptimConfig(learning_rate=1e-3), model, precision, 3, compiled=compiled)
+        for norm in (1.0, torch.nan, 1.0, 1.0):
+            before = model.weight.detach().clone()
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter) * norm
+            optimizers.step(lambda base: base, torch.tensor(norm, device=GPU), 0.5)
+            assert torch.equal(before, model.weight) == (norm != norm)
+        assert {state["step"].item() for state in optimizers.parts[0].state.values()} <= {3, 4}
+        kept = optimizers.state_dict()
+        assert kept["weight.step"].item() == 3
+        found.append((model.weight.float(), kept["weight.exp_avg"].float()))
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() <= 2**-6 * one.abs().max() and (one - other).mean().abs() <= 1e-6

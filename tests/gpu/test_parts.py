@@ -14,6 +14,8 @@ PARTS = (
     "segments_that_grow",
     "float8_products",
     "loss_scale_within_the_step",
+    "steps_that_wait_for_nothing",
+    "compiled_rounding",
 )
 
 
