@@ -4,8 +4,9 @@
 
 The model's parameters get random gradients; one process, no forward or backward pass. A round steps every
 optimizer once, so that what disturbs the machine disturbs all. `torch_adamw` is torch.optim.AdamW(fused=True)
-as anybody would build it. Time is the median of the rounds after the first two. A package that is missing
-leaves its optimizer out.
+as anybody would build it. `bf16_pure` is AdamW over weights, gradients and moments in bf16, rounded by chance;
+`bf16_pure_compiled` the same where blocks are compiled. Time is the median of the rounds after the first two.
+A package that is missing leaves its optimizer out.
 """
 
 from __future__ import annotations
@@ -23,15 +24,23 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch  # noqa: E402
 
-from fms_fsdp.config import OptimConfig  # noqa: E402
+from fms_fsdp.config import FP32, OptimConfig, Precision  # noqa: E402
 from fms_fsdp.config.optim import OPTIMIZERS  # noqa: E402
 from fms_fsdp.models.flops import num_params  # noqa: E402
 from fms_fsdp.models.init import init_weights  # noqa: E402
 from fms_fsdp.models.llama import Llama  # noqa: E402
 from fms_fsdp.models.variants import VARIANTS  # noqa: E402
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers, state_bytes  # noqa: E402
+from fms_fsdp.parallel.precision import cast_weights  # noqa: E402
 
 REFERENCE, NOT_COUNTED = "torch_adamw", 2
+PURE = ("bf16_pure", "bf16_pure_compiled")
+
+
+def asked(name: str) -> tuple[OptimConfig, Precision]:
+    """The flags that a contestant stands for."""
+    precision = Precision("bf16", weights="bf16", gradients="bf16", state="bf16") if name in PURE else FP32
+    return OptimConfig(optimizer="adamw" if name in (REFERENCE, *PURE) else name), precision
 
 
 def build(name: str, model: Llama) -> Optimizers:
@@ -42,7 +51,9 @@ def build(name: str, model: Llama) -> Optimizers:
     """
     if name == REFERENCE:
         return Optimizers(model, [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)])
-    return build_optimizers(OptimConfig(optimizer=name, learning_rate=1e-4), model)
+    section, precision = asked(name)
+    cast_weights(model, precision)
+    return build_optimizers(section, model, precision, compiled=name == "bf16_pure_compiled")
 
 
 def timed_step(model: Llama, optimizers: Optimizers, device: torch.device) -> float:
@@ -67,7 +78,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--variant", default="quickstart", choices=sorted(VARIANTS))
-    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
+    parser.add_argument("--optimizers", default=",".join([*OPTIMIZERS, *PURE]))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output", type=Path, help=HELP)
     options = parser.parse_args()
@@ -87,11 +98,11 @@ def main() -> None:
     medians = {name: statistics.median(each[NOT_COUNTED:]) for name, each in times.items()}
     results: dict[str, Any] = {}
     for name, seconds in medians.items():
-        section = OptimConfig(optimizer="adamw" if name == REFERENCE else name)
+        section, precision = asked(name)
         results[name] = {
             "step_ms": round(seconds * 1000, 3),
             "times_torch_adamw": round(seconds / medians[REFERENCE], 3),
-            "bytes_a_parameter": round(state_bytes(section, config) / num_params(config), 3),
+            "bytes_a_parameter": round(state_bytes(section, config, precision) / num_params(config), 3),
         }
         print(name, results[name], flush=True)
     record = about_machine() | {

@@ -61,7 +61,7 @@ RULES = (
     Rule("bf16", "fp32", 1e-2),
     *(Rule(name, "bf16", 3e-3) for name in FEATURES),
     Rule("fp16", "fp32", 1e-2),
-    *(Rule(name, "bf16", 1e-2) for name in ("pure", "sharded_pure")),
+    *(Rule(name, "bf16", 1e-2) for name in ("pure", "compiled_pure", "sharded_pure")),
     *(Rule(name, "bf16", 2e-2) for name in FLOAT8),
     Rule("documents", "documents_cpu", 1e-2),
     Rule("compiled_documents", "documents_cpu", 1e-2),

@@ -91,6 +91,7 @@ correctness() {
     plain repeated_again $b --deterministic=True
     plain fp16 $b --precision=fp16
     plain pure $b --precision=bf16_pure
+    later compiled_pure $b --precision=bf16_pure
     plain float8 $b --precision=float8
     plain float8_tensor $b --precision=float8 --float8_scaling=tensor
     later compiled_float8 $b --precision=float8
@@ -144,7 +145,7 @@ sweep() {
 throughput() {
     local rows
     for rows in 3 2; do sweep "best$rows" --recompute=cheap --batch_size=$rows; done
-    for rows in 4 3; do sweep "pure$rows" --recompute=cheap --batch_size=$rows --precision=bf16_pure; done
+    for rows in 6 4; do sweep "pure$rows" --recompute=cheap --batch_size=$rows --precision=bf16_pure; done
     sweep of_7b --model_variant=7b --recompute=cheap --batch_size=3
     sweep float8 --recompute=cheap --batch_size=3 --precision=float8
     sweep ops --recompute=ops --batch_size=3

@@ -50,17 +50,14 @@ def test_a_result_goes_into_the_temporary_folder_and_never_into_the_checkout(tmp
 
 @pytest.mark.slow
 def test_optimizers_are_measured_beside_torch_s_own(tmp_path: Path) -> None:
-    script = "benchmarks/bench_optim.py --variant=tiny --rounds=1 --optimizers=adamw,muon,sm3"
+    script = "benchmarks/bench_optim.py --variant=tiny --rounds=1 --optimizers=adamw,muon,sm3,bf16_pure"
     command = [sys.executable, *script.split(), f"--output={tmp_path}/r.json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "r.json").read_text())
     found = {name: result["bytes_a_parameter"] for name, result in record["results"].items()}
-    assert (
-        list(found) == ["torch_adamw", "adamw", "muon", "sm3"]
-        and found["adamw"] == 8
-        and not record["left_out"]
-    )
+    assert list(found) == ["torch_adamw", "adamw", "muon", "sm3", "bf16_pure"] and not record["left_out"]
+    assert (found["adamw"], found["bf16_pure"]) == (8, 4)
 
 
 @pytest.mark.slow
