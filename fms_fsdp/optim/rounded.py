@@ -15,7 +15,7 @@ https://github.com/skeeto/hash-prospector (the mixing).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,11 @@ from fms_fsdp.optim.shards import Pair, ShardOptimizer, State, Tensors, shards_o
 from fms_fsdp.runtime import HostCopy
 
 _LARGEST = 0x7F7FFFFF  # the bits of the largest finite fp32 number
+# Without them torch's compiler writes fp32 copies of all results to memory and reads them again.
+_ONE_KERNEL: dict[str, str | int | bool | Callable[..., object]] = {
+    "realize_reads_threshold": 64,
+    "realize_opcount_threshold": 1000,
+}
 
 
 class RoundedAdamW(ShardOptimizer):
@@ -64,7 +69,7 @@ class RoundedAdamW(ShardOptimizer):
         compiled: bool = False,
     ) -> None:
         self._seed, self._kind, self._compiled = seed, (decoupled, precision.stochastic_rounding), compiled
-        self._move = torch.compile(move, fullgraph=True, dynamic=True) if compiled else move
+        self._move = compiled_move() if compiled else move
         self._dtype = torch.bfloat16 if precision.state == "bf16" else torch.float32
         self._hashes = {parameter: hash64(name) for name, parameter in names.items()}
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -150,6 +155,11 @@ def move(
     for narrow, exact, drawn in zip(kept[:3], wide[:3], draws, strict=True):
         if narrow.dtype == torch.bfloat16:
             narrow.copy_(exact if drawn is None else round_by_chance(exact, drawn))
+
+
+def compiled_move() -> Callable[..., None]:
+    """`move` as one kernel, which holds for parameters of all shapes."""
+    return torch.compile(move, fullgraph=True, dynamic=True, options=_ONE_KERNEL)
 
 
 def draw(place: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import build_model
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
 from fms_fsdp.optim.optimizers import build_optimizers, state_bytes, state_of_stand_in
-from fms_fsdp.optim.rounded import _mixed, draw, move, round_by_chance
+from fms_fsdp.optim.rounded import _mixed, compiled_move, draw, move, round_by_chance
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import DTYPES, cast_weights
@@ -93,8 +93,7 @@ def section(name: str = "adamw", rate: float = 3e-3, **flags: Any) -> OptimConfi
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-@pytest.mark.parametrize("name", ["adamw", "adam"])
-@pytest.mark.parametrize("kind", ["pure", "moments"])
+@pytest.mark.parametrize(("kind", "name"), [("pure", "adamw"), ("moments", "adam")])
 def test_a_compiled_step_moves_as_the_plain_one(kind: str, name: str) -> None:
     """Also a bad step, and one that clips. Square roots of MKL err by an ulp of fp32, those of compiled code
     by none, so a draw may fall the other way, once in 100,000."""
@@ -125,11 +124,12 @@ def test_a_compiled_step_moves_as_the_plain_one(kind: str, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kept_in", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("kept_in", "compiled"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]
+)
 def test_a_part_gets_the_bits_of_the_whole(kept_in: torch.dtype, compiled: bool) -> None:
     torch.compiler.reset()
-    run = torch.compile(move, fullgraph=True, dynamic=True) if compiled else move
+    run = compiled_move() if compiled else move
     generator = torch.Generator().manual_seed(0)
     whole = [torch.rand(41, 37, generator=generator).to(kept_in) for _ in range(4)]
     numbers = [torch.tensor(number) for number in (0.9, 0.1, 0.9, 0.1, 0.95, 0.05, 0.3, 1e-8, 1e-2, 0.0)]
