@@ -8,7 +8,8 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node1 bash scripts/train.sh ...     # on each node, without a scheduler
 #
 # Paths in flags are relative to the repository. With --config, --data_path or --use_dummy_dataset the script
-# prepares no text. With --config it passes none of the defaults below, so that the file decides.
+# prepares no text. The defaults below are the quickstart's: with --config, or with own data for another
+# model, the script passes none of them, so that the file or main_training.py decides.
 # Exit status: 0 finished, 2 bad input, 75 stopped early (the same command continues the run), 1 failed.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
@@ -343,13 +344,30 @@ yours   python -m fms_fsdp prepare --input=docs --output=data/docs --split=98,2 
 TEXT
 }
 
-# Removes from args the defaults that the user's flags replace, contradict or make meaningless.
+has_shape_of_its_own() { given init_from_hf || given hf_config; }
+
+# Says whether the model is another one than the quickstart's.
+is_other_model() {
+    local model="${MODEL_VARIANT:-quickstart}"
+    if has_shape_of_its_own; then return 0; fi
+    if given model_variant; then model="$(value_of model_variant)"; fi
+    [[ "$model" != quickstart ]]
+}
+
+# Removes from args the defaults that the user's flags replace, contradict or make meaningless. Those that a
+# variable of the environment sets are no defaults.
 drop_defaults() {
-    local kept=() argument name
+    local kept=() argument name variable is_foreign=""
+    if [[ -n "$own_data" ]] && is_other_model; then is_foreign=yes; fi
     for argument in "${args[@]}"; do
-        name="${argument%%=*}"
+        name="${argument%%=*}" variable="${argument%%=*}"
+        variable="${variable#--}"
+        variable="${variable^^}"
         if given "${name#--}"; then continue; fi
+        if [[ -n "$is_foreign" && -z "${!variable:-}" ]]; then continue; fi
         case "$name" in
+            --model_variant)
+                if [[ -z "${MODEL_VARIANT:-}" ]] && has_shape_of_its_own; then continue; fi ;;
             --num_steps) if given num_tokens || given num_samples; then continue; fi ;;
             --batch_size) if given global_batch_size; then continue; fi ;;
             --weights) if given datasets; then continue; fi ;;

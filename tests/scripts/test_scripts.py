@@ -68,6 +68,13 @@ def test_defaults_then_the_users_flags(repo: Path) -> None:
         ),
         (["--data-path", "elsewhere"], ["--datasets", "--weights"], ["--seq_length", "--data-path"]),
         (["--config=my.toml"], ["--data_path", "--num_steps", "--model_variant"], ["--config"]),
+        (
+            ["--data_path=elsewhere", "--model_variant", "7b"],
+            ["--seq_length", "--learning_rate", "--num_steps", "--batch_size", "--checkpoint_interval"],
+            ["--data_path", "--model_variant"],
+        ),
+        (["--data_path=elsewhere", "--init-from-hf=hf"], ["--model_variant", "--seq_length"], []),
+        (["--data_path=elsewhere", "--model_variant=quickstart"], [], ["--seq_length", "--num_steps"]),
     ],
 )
 def test_data_of_the_users_own(repo: Path, flags: list[str], missing: list[str], present: list[str]) -> None:
@@ -78,6 +85,17 @@ def test_data_of_the_users_own(repo: Path, flags: list[str], missing: list[str],
     names = [argument.split("=")[0] for argument in called(repo)["argv"]]
     assert not set(missing) & set(names) and set(present) <= set(names)
     assert not (repo / "data").exists()
+
+
+def test_another_model_on_own_data_gets_no_default_of_the_quickstart(repo: Path) -> None:
+    """But variables of the environment stay; the quickstart's text keeps its recipe for any model."""
+    ended = train(repo, "--data_path=own", MODEL_VARIANT="194m", SEQ_LENGTH="512", BATCH_SIZE="3")
+    assert ended.returncode == 0, ended.stderr
+    own = ["--model_variant=194m", "--seq_length=512", "--batch_size=3", "--data_path=own"]
+    assert called(repo)["argv"] == own
+    assert train(repo, "--hf_config=hf").returncode == 0
+    names = [argument.split("=")[0] for argument in called(repo)["argv"]]
+    assert "--model_variant" not in names and {"--seq_length", "--data_path"} <= set(names)
 
 
 @pytest.mark.parametrize(
