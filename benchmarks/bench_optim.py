@@ -4,9 +4,9 @@
 
 The model's parameters get random gradients; one process, no forward or backward pass. A round steps every
 optimizer once, so that what disturbs the machine disturbs all. `torch_adamw` is torch.optim.AdamW(fused=True)
-as anybody would build it. `bf16_pure` is AdamW over weights, gradients and moments in bf16, rounded by chance;
-`bf16_pure_compiled` the same where blocks are compiled. Time is the median of the rounds after the first two.
-A package that is missing leaves its optimizer out.
+as anybody would build it. `bf16_pure` is AdamW over weights, gradients and moments in bf16, rounded by
+chance, `bf16_pure_compiled` the same where blocks are compiled. Time is the median of the rounds after the
+first two. A package that is missing leaves its optimizer out.
 """
 
 from __future__ import annotations

@@ -136,9 +136,9 @@ def move(
     """
     shrinks, decay, beta1, rest1, beta2, rest2, root, eps, rate, stays = numbers
     weight, mean, square, gradient = wide = [part.float() for part in kept]  # fp32 ones are changed in place
-    gradient.masked_fill_(stays > 0, 0.0)
     if grad_scale is not None:
         gradient.div_(grad_scale)
+    gradient.masked_fill_(stays > 0, 0.0)  # after the scale, which is not finite either then
     if decoupled:
         weight.mul_(shrinks)
     else:
@@ -163,8 +163,8 @@ def compiled_move() -> Callable[..., None]:
 
 
 def draw(place: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """32 random bits (int32) for each entry of a part of a tensor. `place` (int32): a key from 0 to 2^31, then
-    where in the whole tensor the part begins."""
+    """32 random bits (int32) for each entry of a part of a tensor. `place` (int32): a key from 0 to 2^31,
+    then where in the whole tensor the part begins."""
     drawn, *offset = place
     for first, size in zip(offset, like.shape, strict=True):
         index = torch.arange(size, dtype=torch.int32, device=like.device).add_(first)

@@ -108,12 +108,14 @@ def test_a_compiled_step_moves_as_the_plain_one(kind: str, name: str) -> None:
             for key, parameter in model.named_parameters():
                 generator = torch.Generator().manual_seed(number * 100 + len(key))
                 parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
-            part.grad_scale = torch.tensor(3.0)
-            if number == 4:
-                part.step()
-            else:
-                optimizers.step(lambda base: base, torch.tensor(math.nan if number == 2 else 1.0))
-        found.append(everything(model, optimizers))
+            bad, scale = float(number == 2), {1: 1.0, 2: math.nan, 3: 1.0, 4: 3.0}[number]
+            for name_of, value in (("found_inf", bad), ("grad_scale", scale)):
+                setattr(part, name_of, torch.tensor(value))
+            before = everything(model, optimizers)
+            part.step()
+            after = everything(model, optimizers)
+            assert all(torch.equal(before[key], after[key]) for key in before) == (number == 2)
+        found.append(after)
     for key, value in found[0].items():
         other = found[1][key]
         if value.dtype == torch.bfloat16:
