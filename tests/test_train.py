@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Clock, Interval
 from fms_fsdp.optim.optimizers import build_optimizers
@@ -23,15 +24,13 @@ from fms_fsdp.train import TrainStep, train_step
 CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
 
 
+def small(precision: Precision) -> Llama:
+    shape = LlamaConfig(2, 16, 16, 2, 1, 32, max_seq_len=8)
+    return parallelize(shape, ParallelConfig(), ALONE, device=CPU, precision=precision, seed=1)
+
+
 def test_a_global_batch_without_a_label_has_loss_and_norm_zero_and_is_no_skipped_step() -> None:
-    model = parallelize(
-        LlamaConfig(1, 16, 16, 2, 1, 32, max_seq_len=8),
-        ParallelConfig(),
-        ALONE,
-        device=CPU,
-        precision=FP32,
-        seed=1,
-    )
+    model = small(FP32)
     optimizers = build_optimizers(OptimConfig(), model)
     recipe = TrainStep(ALONE, CPU, lambda step, tokens, base: 1e-3, 1, grad_clip=1.0, document_mask=False)
     nothing: Any = None
@@ -86,14 +85,7 @@ def test_the_host_reads_nothing_of_the_step_that_runs(
     precision: Precision, reads: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So on a GPU it is a step ahead. The labels are counted before they go there."""
-    model = parallelize(
-        LlamaConfig(2, 16, 16, 2, 1, 32, max_seq_len=8),
-        ParallelConfig(),
-        ALONE,
-        device=CPU,
-        precision=precision,
-        seed=1,
-    )
+    model = small(precision)
     optimizers = build_optimizers(OptimConfig(), model, precision)
     nothing: Any = None
     recipe = TrainStep(ALONE, CPU, lambda step, tokens, base: 1e-3, 1, grad_clip=1.0, document_mask=False)

@@ -96,7 +96,7 @@ def section(name: str = "adamw", rate: float = 3e-3, **flags: Any) -> OptimConfi
 @pytest.mark.parametrize(("kind", "name"), [("pure", "adamw"), ("moments", "adam")])
 def test_a_compiled_step_moves_as_the_plain_one(kind: str, name: str) -> None:
     """Also a bad step, and one that clips. Square roots of MKL err by an ulp of fp32, those of compiled code
-    by none, so a draw may fall the other way, once in 100,000."""
+    by none, so a draw may fall the other way, seldom."""
     found = []
     for compiled in (False, True):
         torch.compiler.reset()
