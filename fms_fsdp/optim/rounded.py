@@ -101,9 +101,9 @@ class RoundedAdamW(ShardOptimizer):
             key = derive_key(self._seed, step, self._hashes[parameter]) >> 33
             starts = [part.start for part in local_part(parameter)[1]]
             place = [torch.full((), each, dtype=torch.int32, device=device) for each in (key, *starts)]
-            at_once = 1 << (18 if device.type == "cpu" else 25)  # entries that are in fp32 at a time
+            # entries that are in fp32 at a time; compiled code has a few at hand, of any number
+            at_once = kept[0].numel() if self._compiled else 1 << (18 if device.type == "cpu" else 25)
             rows = max(1, at_once // max(1, math.prod(kept[0].shape[1:])))
-            rows = max(1, len(kept[0])) if self._compiled else rows
             for parts in zip(*(torch.split(tensor, rows) for tensor in kept), strict=True):
                 if parts[0].numel():
                     self._move(parts, numbers, place, self.grad_scale, *self._kind)
