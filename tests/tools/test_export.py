@@ -182,16 +182,13 @@ def test_weights_are_spread_over_files_in_their_order() -> None:
 
 
 def texts() -> list[str]:
-    draw, page = (
-        random.Random(1),
-        (ROOT / "docs/data.md").read_text() + (ROOT / "fms_fsdp/flags.py").read_text(),
-    )
-    cut = [page[at : at + draw.randint(1, 200)] for at in (draw.randrange(len(page)) for _ in range(6000))]
-    ranges = ((1, 127), (128, 0x2FFF), (0x4E00, 0x9FFF), (0x1F300, 0x1F6FF))
+    page = (ROOT / "docs/data.md").read_text() + (ROOT / "fms_fsdp/flags.py").read_text()
+    draw, ranges = random.Random(1), ((1, 127), (128, 0x2FFF), (0x4E00, 0x9FFF), (0x1F300, 0x1F6FF))
     wild = [
         "".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(draw.randint(1, 30)))
         for _ in range(4000)
     ]
+    cut = [page[at : at + draw.randint(1, 200)] for at in (draw.randrange(len(page)) for _ in range(6000))]
     return [
         *cut,
         *wild,
@@ -208,16 +205,24 @@ def texts() -> list[str]:
     ]
 
 
+def are_equally_likely(model: Path, *cuts: list[int]) -> bool:
+    """Whether a unigram model scores these ways to cut a text alike: it may then choose any of them."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    scores = [sum(processor.get_score(piece) for piece in cut) for cut in cuts]
+    return max(scores) - min(scores) < 1e-3
+
+
 @pytest.mark.parametrize("kind", ["byte", "bpe", "unigram"])
 def test_the_fast_tokenizer_agrees_id_for_id(kind: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    if kind == "byte":
-        ours = load_tokenizer("byte")
-    else:
+    model = tmp_path / "tokenizer.model"
+    if kind != "byte":
         corpus = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
-        (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(iter(corpus), 900, kind))
-        ours = load_tokenizer(str(tmp_path / "tokenizer.model"))
+        model.write_bytes(train_sentencepiece(iter(corpus), 900, kind))
+    ours = load_tokenizer("byte" if kind == "byte" else str(model))
     folder = tmp_path / "hf"
     folder.mkdir()
     note = write_tokenizer(ours, folder, 4096)
@@ -230,13 +235,10 @@ def test_the_fast_tokenizer_agrees_id_for_id(kind: str, tmp_path: Path) -> None:
     assert theirs.eos_token_id == ours.vocabulary.eos_id
     strings = [text for text in texts() if "</s>" not in text and "<s>" not in text]
     assert len(strings) > 10_000
-    others = 0
-    for text, ids in zip(strings, ours.encode(strings), strict=True):
-        found = theirs(text, add_special_tokens=False)["input_ids"]
-        others += found != ids.tolist()
-        assert found == ids.tolist() or (kind == "unigram" and sorted(found) == sorted(ids)), repr(text)
-        assert theirs.decode(found) == ours.decode(ids.tolist()), repr(text)
-    assert others <= len(strings) // 100  # equally likely ways to cut the same text
+    for text, tokens in zip(strings, ours.encode(strings), strict=True):
+        found, ids = theirs(text, add_special_tokens=False)["input_ids"], tokens.tolist()
+        assert found == ids or (kind == "unigram" and are_equally_likely(model, found, ids)), repr(text)
+        assert theirs.decode(found) == ours.decode(ids), repr(text)
 
 
 def sentencepiece_model(path: Path, **settings: Any) -> None:
