@@ -10,19 +10,18 @@ torchrun --nproc_per_node=8 main_training.py --model_variant=7b --sharding_strat
 # ruff: noqa: E402 - a mistyped flag is answered, and CPU and memory are set, before torch is imported
 from __future__ import annotations
 
+import gc
 import os
 import sys
-import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from fms_fsdp.cpu_tuning import let_gpu_memory_grow, set_thread_waiting
+from fms_fsdp.cpu_tuning import before_torch
 from fms_fsdp.errors import check_installed, checking_input
 
 check_installed()
-set_thread_waiting()
-let_gpu_memory_grow()
+before_torch()
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.flags import Parsed, describe_changes, describe_flags, parse_with_origins
@@ -69,6 +68,9 @@ from fms_fsdp.run.plan import Plan, check_data, find_machine, open_stream, start
 from fms_fsdp.samples import Sampler
 from fms_fsdp.state import TrainState
 from fms_fsdp.train import TrainStep, train
+
+gc.freeze()  # what was loaded is never looked through
+gc.enable()
 
 
 def main(argv: list[str]) -> int:
@@ -179,8 +181,6 @@ def run_loop(
 
 
 if __name__ == "__main__":
-    status = run(*begun)
-    if status in (1, 2) or any(thread.name.startswith("tracker ") for thread in threading.enumerate()):
-        # peers may hang in a collective, or a tracker in its client: clean-up would wait for them
-        os._exit(status)
-    sys.exit(status)
+    # All is closed. To take apart what was loaded would cost more than half a second, and would wait for ever
+    # where a peer hangs in a collective or a tracker in its client.
+    os._exit(run(*begun))

@@ -83,7 +83,7 @@ def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, 
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
     from fms_fsdp.run.describe import plan_saves
-    from fms_fsdp.run.plan import make_plan
+    from fms_fsdp.run.plan import check_data, find_machine
 
     flags = [
         f"--model_variant={variant}",
@@ -93,7 +93,7 @@ def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, 
     ]
     parsed = parse_with_origins(TrainConfig, flags)
     world = runtime.World.from_env()
-    found = make_plan(parsed, world)
+    found = check_data(parsed, find_machine(parsed, world))
     runtime.start(parsed.config.parallel, parsed.config.training, world, found.device, group=True)
     mesh = Mesh(found.dims, world.rank, found.device.type)
     device, seed = found.device, parsed.config.training.seed

@@ -7,13 +7,14 @@ main_training.py.
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import runpy
 import sys
 import typing
 from collections.abc import Sequence
 
-from fms_fsdp.cpu_tuning import let_gpu_memory_grow, set_thread_waiting
+from fms_fsdp.cpu_tuning import before_torch
 from fms_fsdp.errors import PROGRAM, check_installed, printing
 
 CALLED = PROGRAM or "python -m fms_fsdp"
@@ -44,8 +45,6 @@ COMMANDS = {
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Runs one command; returns its exit status."""
     check_installed()
-    let_gpu_memory_grow()
-    set_thread_waiting()  # both before a command imports torch
     if argv[:1] == ["--version"]:
         from fms_fsdp.run.questions import answer
 
@@ -61,8 +60,10 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         runpy.run_module("main_training", run_name="__main__")
     from fms_fsdp.flags import parse_flags
 
+    before_torch()
     module, _, function_name = COMMANDS[command][0].partition(":")
     run = getattr(importlib.import_module(f"fms_fsdp.tools.{module}"), function_name)
+    gc.enable()
     config_type = typing.get_type_hints(run)["config"]
     try:
         with printing():

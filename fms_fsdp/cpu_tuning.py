@@ -1,9 +1,20 @@
-"""How a process uses CPU and memory: the waiting of its threads, the memory that it frees and needs again."""
+"""How a process uses CPU and memory: its waiting threads, memory that it keeps, its search for garbage."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import os
+
+
+def before_torch() -> None:
+    """All that must be set before torch is imported. Python looks for no garbage until `gc.enable`, nor at
+    the end of the process: modules make hundreds of thousands of objects, and all of them stay."""
+    gc.disable()
+    atexit.register(gc.freeze)
+    set_thread_waiting()
+    let_gpu_memory_grow()
 
 
 def set_thread_waiting() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import platform
@@ -194,9 +193,7 @@ def meet(store: dist.Store, world: World, timeout_s: float) -> str:
 
 
 def stop() -> None:
-    """Takes the process group down. The caller must have dropped model, optimizer and mesh: gloo aborts at
-    exit otherwise."""
-    gc.collect()
+    """Takes the process group down."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

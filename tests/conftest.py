@@ -6,6 +6,7 @@ those in tests/gpu give their processes the first of the GPUs back.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -22,6 +23,9 @@ os.environ.setdefault("GPUS_OF_TESTS", os.environ.get("CUDA_VISIBLE_DEVICES", "0
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # a shell without job control lets what runs in its background ignore Ctrl-C, and programs hand that on
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+gc.disable()  # until all tests are imported
 
 
 class Estimate:
@@ -53,6 +57,11 @@ class Estimate:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):  # a worker of pytest-xdist says nothing
         session.config.pluginmanager.register(Estimate(session))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

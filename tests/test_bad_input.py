@@ -20,7 +20,7 @@ import pytest
 
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.flags import SHIPPED, parse_flags, parse_with_origins
-from fms_fsdp.run.plan import Plan, make_plan
+from fms_fsdp.run.plan import Plan, check_data, find_machine
 from fms_fsdp.runtime import World, set_up_log
 from tests.cli import ROOT, run
 from tests.fresh import copy_tracked
@@ -49,7 +49,8 @@ def plan(*argv: str, ranks: int = 1) -> Plan:
     flags = [flag for flag in TINY if flag.partition("=")[0] not in given]
     world = World(0, 0, ranks, ranks)
     set_up_log(world)
-    return make_plan(parse_with_origins(TrainConfig, [*flags, *argv]), world)
+    parsed = parse_with_origins(TrainConfig, [*flags, *argv])
+    return check_data(parsed, find_machine(parsed, world))
 
 
 def refusal(*argv: str, ranks: int = 1) -> str:

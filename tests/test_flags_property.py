@@ -17,7 +17,7 @@ import pytest
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.flags import SHIPPED, parse_with_origins
-from fms_fsdp.run.plan import make_plan
+from fms_fsdp.run.plan import check_data, find_machine
 from fms_fsdp.runtime import World, set_up_log
 from tests.cli import ROOT
 
@@ -69,7 +69,8 @@ class Case:
         """ "" if it is accepted, else the line that refuses it."""
         try:
             world = World.from_env() if self.variables else World(0, 0, self.ranks, self.ranks)
-            make_plan(parse_with_origins(TrainConfig, self.flags), world)
+            parsed = parse_with_origins(TrainConfig, self.flags)
+            check_data(parsed, find_machine(parsed, world))
         except (ValueError, OSError) as error:  # as `checking_input` has it
             return str(error) or repr(error)
         return ""

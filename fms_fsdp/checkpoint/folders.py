@@ -168,12 +168,6 @@ def file_problem(path: Path, size: int, expected: int | None) -> str:
     return ""
 
 
-def checksum(path: Path) -> int:
-    """The checksum of a file's content."""
-    with open_file(path) as file:
-        return _checksum(file)
-
-
 def _checksum(file: FileIO) -> int:
     total, buffer = Checksum(), bytearray(4 << 20)
     while count := file.readinto(buffer):

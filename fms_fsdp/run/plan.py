@@ -121,15 +121,6 @@ class Plan(Machine):
         return self.start + self.batches.steps_for(-(-(tokens - self.tokens_at_start) // self.seq_length))
 
 
-def make_plan(parsed: Parsed[TrainConfig], world: runtime.World) -> Plan:
-    """All checks at once, for a process on its own.
-
-    Raises:
-        ValueError, OSError: the first check that fails, as one line.
-    """
-    return check_data(parsed, find_machine(parsed, world))
-
-
 def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
     """Devices, mesh and batch; reads no data.
 

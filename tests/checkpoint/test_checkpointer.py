@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import pickle
@@ -49,6 +48,7 @@ from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
+from tests.checkpoint.signing import sign
 from tests.distributed.launch import run_ranks
 
 RESOLVED = {"batch": {"batch_size": 1, "global_batch_size": 1}, "num_steps": 9}
@@ -359,11 +359,7 @@ def test_loading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: 
     saved(tmp_path, 1)
     folder = tmp_path / "step_1"
     (folder / METADATA).write_bytes(pickle.dumps(Bomb()))
-    listing = json.loads((folder / FILES).read_text())["files"]
-    from fms_fsdp.checkpoint.folders import checksum, render_files
-
-    files = {name: ((folder / name).stat().st_size, checksum(folder / name)) for name in listing}
-    (folder / FILES).write_text(render_files(files))
+    sign(folder)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint is not None
     with pytest.raises(BaseException, match="asks for posix.system|UnpicklingError"):

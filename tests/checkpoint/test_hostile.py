@@ -19,19 +19,12 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from fms_fsdp.__main__ import main as command
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
-from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, checksum, open_checkpoint, render_files
+from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, open_checkpoint
 from fms_fsdp.errors import RunFailed
+from tests.checkpoint.signing import sign
 from tests.checkpoint.test_checkpointer import ALONE, made, saved
 
 PART = "__0_0.distcp"
-
-
-def sign(folder: Path) -> None:
-    """Makes files.json say what lies there."""
-    names = [path.name for path in folder.iterdir() if path.name != FILES]
-    (folder / FILES).write_text(
-        render_files({name: ((folder / name).stat().st_size, checksum(folder / name)) for name in names})
-    )
 
 
 def rewrite_state(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -81,12 +74,7 @@ def link(name: str, target: str) -> Callable[[Path], None]:
 
 def list_also(name: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
-        files = {
-            path.name: (path.stat().st_size, checksum(path))
-            for path in folder.iterdir()
-            if path.name != FILES
-        }
-        (folder / FILES).write_text(render_files(files | {name: (0, 0)}))
+        sign(folder, **{name: (0, 0)})
 
     return damage
 

@@ -1,12 +1,17 @@
 """Runs a function on several gloo processes of this machine and returns what each rank returned.
 
-`run_ranks(fn, world_size, *args)` spawns `world_size` processes, initialises gloo over a file store in each,
+`run_ranks(fn, world_size, *args)` starts `world_size` processes, initialises gloo over a file store in each,
 calls `fn(*args)` and returns the list of results by rank. `fn` must be importable (a module-level function).
 An exception on any rank is raised here with its traceback.
+
+The processes are forks of one that has imported torch and done nothing else: that takes seconds of a CPU, and
+the tests of a worker start hundreds of ranks.
 """
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -16,13 +21,25 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+multiprocessing.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "pytest"]
+)
 
-def _worker(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    import gc
 
+def _worker(
+    rank: int,
+    world_size: int,
+    folder: str,
+    environment: dict[str, str],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     import torch.distributed as dist
 
+    gc.freeze()  # what the fork inherits
     torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
@@ -44,7 +61,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Results of `fn(*args)` by rank; raises RuntimeError with the first failing rank's traceback."""
     with tempfile.TemporaryDirectory() as folder:
         processes = mp.start_processes(
-            _worker, (world_size, folder, fn, args), nprocs=world_size, join=False, start_method="spawn"
+            _worker,
+            (world_size, folder, dict(os.environ), fn, args),
+            nprocs=world_size,
+            join=False,
+            start_method="forkserver",
         )
         failure: Exception | None = None
         try:

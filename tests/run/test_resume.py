@@ -163,14 +163,14 @@ def test_refused_flags_are_refused(
     whole: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fms_fsdp.flags import parse_with_origins
-    from fms_fsdp.run.plan import make_plan, open_stream, start_from
+    from fms_fsdp.run.plan import check_data, find_machine, open_stream, start_from
     from fms_fsdp.run.resume import find_start
     from fms_fsdp.runtime import World
 
     for flag, message in REFUSED.items():
         with pytest.raises(ValueError) as caught:
             parsed = parse_with_origins(TrainConfig, last_of_each(argv(whole, "--num_steps=9", flag)))
-            plan = make_plan(parsed, World(0, 0, 1, 1))
+            plan = check_data(parsed, find_machine(parsed, World(0, 0, 1, 1)))
             open_stream(parsed.config, start_from(parsed, plan, find_start(parsed.config)))
         assert message in str(caught.value), (flag, str(caught.value))
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from fms_fsdp.__main__ import main as command
-from fms_fsdp.checkpoint.folders import checksum, render_files
 from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, TrainingConfig, as_dict
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.stream import TokenStream
@@ -25,6 +24,7 @@ from fms_fsdp.tools.inspect.plan import describe_plan, ignored_share, plan_sourc
 from fms_fsdp.tools.inspect.plot import document_lengths, mixture_over_time
 from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected, row_record, step_fingerprint
 from fms_fsdp.tools.inspect.verify import verify_corpus
+from tests.checkpoint.signing import sign
 from tests.data.corpora import SEP, VOCAB, Files, write_corpus, write_counts, write_lists
 
 NUM_STEPS = 900  # of a run
@@ -106,8 +106,7 @@ def write_run(folder: Path, files: Files, stream: TokenStream, step: int, **data
     }
     (checkpoint / "train_state.json").write_text(json.dumps(state))
     (checkpoint / ".metadata").touch()
-    files_ = {path.name: (path.stat().st_size, checksum(path)) for path in checkpoint.iterdir()}
-    (checkpoint / "files.json").write_text(render_files(files_))
+    sign(checkpoint)
     return folder
 
 
