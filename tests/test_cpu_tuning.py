@@ -67,6 +67,18 @@ def test_every_command_sets_the_allocator_before_torch_is_there(tmp_path: Path, 
     assert done.stderr.strip() == "expandable_segments:True"
 
 
+def test_python_looks_for_garbage_after_all_modules_are_there_and_not_in_them() -> None:
+    program = """
+import gc
+searched = []
+gc.callbacks.append(lambda phase, details: searched.append(details["generation"]))
+import main_training
+print(2 in searched, gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True", "True"], done.stderr
+
+
 # Prints how many pages the system had to fill while 30 blocks of 48 MiB were made and freed.
 _FAULTS = """
 import resource, sys, torch

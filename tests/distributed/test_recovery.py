@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,12 @@ def workers(torchrun: int) -> list[int]:
     return [int(text) for text in found.stdout.split()]
 
 
-def wait_for(condition: object, timeout_s: float) -> bool:
-    assert callable(condition)
+def wait_for(condition: Callable[[], bool], timeout_s: float, pause_s: float = 0.03) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.001)
+        time.sleep(pause_s)
     return True
 
 
@@ -54,9 +54,9 @@ def kill_at(moment: str, process: subprocess.Popen[bytes], folder: Path, rng: ra
     if moment == "step":
         time.sleep(0.1 * rng.random())
     elif moment == "save":
-        wait_for(lambda: any(saves.glob("step_*.partial-*/*.distcp")), 20)
+        wait_for(lambda: any(saves.glob("step_*.partial-*/*.distcp")), 20, pause_s=0.001)
     else:
-        wait_for(lambda: any(saves.glob("step_*.partial-*/train_state.json")), 20)
+        wait_for(lambda: any(saves.glob("step_*.partial-*/train_state.json")), 20, pause_s=0.001)
     victims = workers(process.pid)
     if not victims or process.poll() is not None:
         return False
