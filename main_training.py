@@ -10,9 +10,11 @@ torchrun --nproc_per_node=8 main_training.py --model_variant=7b --sharding_strat
 # ruff: noqa: E402 - a mistyped flag is answered, and CPU and memory are set, before torch is imported
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
+import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -181,6 +183,10 @@ def run_loop(
 
 
 if __name__ == "__main__":
-    # All is closed. To take apart what was loaded would cost more than half a second, and would wait for ever
-    # where a peer hangs in a collective or a tracker in its client.
-    os._exit(run(*begun))
+    status = run(*begun)
+    if status in (1, 2) or any(thread.name.startswith("tracker ") for thread in threading.enumerate()):
+        # peers may hang in a collective, or a tracker in its client: clean-up would wait for them
+        os._exit(status)
+    atexit.register(os._exit, status)  # what was loaded is not taken apart: that takes half a second
+    atexit.register(sys.stdout.flush)
+    sys.exit(status)

@@ -61,7 +61,8 @@ def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
     num_columns, first_row = parameter.shape[1], rows.start
 
     def fill(block: int) -> None:
-        generator = torch.Generator().manual_seed(_hash64(f"{key}:{block}"))
+        digest = hashlib.blake2b(f"{key}:{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         start = block * _BLOCK_ROWS
         values = torch.empty(min(_BLOCK_ROWS, parameter.shape[0] - start), num_columns, device="cpu")
         values.normal_(0.0, std, generator=generator)
@@ -87,7 +88,3 @@ def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]
     local = parameter.to_local().detach()
     assert tuple(local.shape) == tuple(shape), (local.shape, shape)
     return local, tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
-
-
-def _hash64(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

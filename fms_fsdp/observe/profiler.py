@@ -114,13 +114,10 @@ class StepProfiler(Hook):
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank{self._rank}.{time.time_ns()}.pt.trace.json"
         window.export_chrome_trace(str(path))
-        path.with_name(path.name.replace("pt.trace.json", "summary.txt")).write_text(self._table(window))
+        by = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        table = window.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=70)
+        path.with_name(path.name.replace("pt.trace.json", "summary.txt")).write_text(table)
         log.info(_WRITTEN, path, path)
-
-    def _table(self, window: profile) -> str:
-        """The operators that took most time, by torch's own account."""
-        key = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
-        return str(window.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=70))
 
 
 def dump_memory(folder: Path, rank: int) -> None:

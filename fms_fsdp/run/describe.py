@@ -128,12 +128,12 @@ def announce(cfg: TrainConfig, plan: Plan) -> None:
         log.info(line)
     if jump := schedule_jump(plan.schedule, plan.begin):
         log.warning(jump)
-    if plan.num_steps > before["num_steps"] and _decay_ends_early(plan):
-        end, longer = plan.schedule.corners.decay_end, f"--lr_decay={plan.num_steps}"
-        unit = "token" if plan.schedule.corners.in_tokens else "step"
-        log.info(
-            "note: the learning rate falls no more from %s %d on; %s decays to the end", unit, end, longer
-        )
+    corners, last = plan.schedule.corners, plan.num_steps
+    unit, end = ("token", plan.tokens_at(last)) if corners.in_tokens else ("step", last)
+    falls = plan.schedule.section.lr_schedule != "constant"
+    if last > before["num_steps"] and falls and corners.decay_end < end:
+        text = "note: the learning rate falls no more from %s %d on; --lr_decay=%d decays to the end"
+        log.info(text, unit, corners.decay_end, last)
 
 
 def describe_schedule(plan: Plan) -> str:
@@ -147,13 +147,6 @@ def describe_schedule(plan: Plan) -> str:
     parts = {"warm-up to": corners.warmup, "decay from": corners.decay_start, "to": corners.decay_end}
     text = ", ".join(f"{word} {shown(place)}" for word, place in parts.items())
     return f"learning rate: {plan.schedule.section.lr_schedule}, {text}"
-
-
-def _decay_ends_early(plan: Plan) -> bool:
-    if plan.schedule.section.lr_schedule == "constant":
-        return False
-    corners, last = plan.schedule.corners, plan.num_steps
-    return corners.decay_end < (plan.tokens_at(last) if corners.in_tokens else last)
 
 
 def plan_saves(cfg: TrainConfig, plan: Plan, attempt: int) -> SavePlan:
