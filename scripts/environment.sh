@@ -132,7 +132,8 @@ make_environment() {
     output="$(mktemp)"
     watch_pip "$output" &
     watcher=$!
-    "$PYTHON" -m pip install --no-input --disable-pip-version-check --progress-bar=off \
+    # pip would compile every module of every package for as long as it installs them
+    "$PYTHON" -m pip install --no-input --disable-pip-version-check --progress-bar=off --no-compile \
         --constraint "$constraints" "${torch[@]}" --editable "$ROOT${extras:+[$extras]}" >"$output" 2>&1 ||
         code=$?
     kill "$watcher" 2>/dev/null || true
@@ -144,4 +145,7 @@ make_environment() {
     ((code == 0)) || give_up "pip could not install the packages; see its message above"
     satisfies "$PYTHON" "$@" ||
         give_up "$VENV still lacks packages of pyproject.toml; remove the folder $VENV and try again"
+    # here, once, Python compiles the modules that a training imports: not in every rank of the first one
+    (cd "$ROOT" && "$PYTHON" -c "import main_training, torch._dynamo, torch.utils.tensorboard") ||
+        give_up "the packages in $VENV cannot be imported; see the message above"
 }
