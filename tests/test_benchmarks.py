@@ -62,7 +62,7 @@ def test_optimizers_are_measured_beside_torch_s_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_generation_is_measured_beside_transformers(tmp_path: Path) -> None:
-    script = "benchmarks/bench_generate.py --variants=tiny --tokens=2 --prefill=8 --rounds=1 --megabytes=4"
+    script = "benchmarks/bench_generate.py --variants=tiny --tokens=16 --prefill=8 --rounds=1 --megabytes=4"
     command = [sys.executable, *script.split(), f"--output={tmp_path}/r.json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

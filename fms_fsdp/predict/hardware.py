@@ -26,11 +26,8 @@ PEAK_BF16_FLOPS = {
 }
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of one rank: the table's for a GPU (None if it is unknown), a measured matrix product on a
-    CPU."""
-    if device.type == "cpu":
-        return measure_matmul_flops(dtype)
+def gpu_peak_flops(device: torch.device) -> float | None:
+    """Peak FLOP/s of a GPU by the table; None if it does not name the GPU."""
     name = torch.cuda.get_device_name(device)
     known = [key for key in PEAK_BF16_FLOPS if key in name]
     return PEAK_BF16_FLOPS[max(known, key=len)] if known else None

@@ -35,7 +35,7 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dims: ParallelDims
 ) -> None:
     """Eight ranks train 8 x 3 rows of 4,096 tokens in half a second, on devices of 1 PFLOP/s."""
-    monkeypatch.setattr(utilization, "peak_flops", lambda device, dtype: 1e15)
+    monkeypatch.setattr(utilization, "measure_matmul_flops", lambda dtype: 1e15)
     config, cpu = VARIANTS["tiny"], torch.device("cpu")
     world, batch = World(0, 0, 8, 8), BatchPlan(3, 1, dims.size("dp"))
     cfg = TrainConfig(log=LogConfig(output_dir=str(tmp_path), trackers=("none",)))

@@ -144,6 +144,14 @@ def test_utilization_is_achieved_over_peak_and_absent_where_the_peak_is_unknown(
     assert Utilization(6_000_000, 5_000_000, 8_000_000, None).of(10_000.0) == {"tflops_per_device": 0.06}
 
 
+def test_a_measured_peak_is_looked_for_again_only_where_more_was_achieved() -> None:
+    found = [1e9, 0.5e9, 4e9]
+    measured = Utilization(1_000_000, 1_000_000, 1_000_000, 0.0, measure=lambda: found.pop(0))
+    assert [measured.of(rate)["mfu"] for rate in (500.0, 900.0)] == [0.5, 0.9] and len(found) == 2
+    assert measured.of(2000.0)["mfu"] == 2.0  # a second look found even less: the first one counts
+    assert [measured.of(rate)["mfu"] for rate in (2000.0, 1000.0)] == [0.5, 0.25] and not found
+
+
 def test_the_clock_splits_time_into_parts_and_starts_anew() -> None:
     clock = Clock(CPU)
     begin = time.perf_counter()
