@@ -37,10 +37,9 @@ def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, seconds: float = 
     """The best rate of square matrix products on this process's CPU threads, in FLOP/s. It looks `seconds`,
     and five times at least: a neighbour that holds a core for a moment must not make the peak look low."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    best, rounds, until = 0.0, 0, time.perf_counter() + seconds
-    while rounds < 5 or time.perf_counter() < until:
+    rates, until = list[float](), time.perf_counter() + seconds
+    while len(rates) < 5 or time.perf_counter() < until:
         begin = time.perf_counter()
         torch.mm(a, b)
-        best = max(best, 2 * size**3 / (time.perf_counter() - begin))
-        rounds += 1
-    return best
+        rates.append(2 * size**3 / (time.perf_counter() - begin))
+    return max(rates)
