@@ -155,7 +155,7 @@ def throughput(runs: Path, part: int) -> Iterator[Row]:
         for result in json.loads(path.read_text())["results"]:
             rate = result.get(RATE, 0.0)
             for metric in (RATE, "mfu"):
-                key = path.stem.rstrip("0123456789"), metric
+                key = path.stem.partition(".")[0], metric
                 best[key] = max(best.get(key, 0.0), result.get(metric) or 0.0)
             case = " ".join(f"{name}={value}" for name, value in result["case"].items() if name != "trackers")
             mfu = f", mfu {result['mfu']:.3f}, {result['peak_mem_gib']:.1f} GiB" if rate else ""

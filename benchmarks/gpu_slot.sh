@@ -144,17 +144,18 @@ sweep() {
 # What has a target comes first; a sweep of one case, so that a part that was cut off repeats only that.
 throughput() {
     local rows
-    for rows in 3 2; do sweep "best$rows" --recompute=cheap --batch_size=$rows; done
-    for rows in 6 4; do sweep "pure$rows" --recompute=cheap --batch_size=$rows --precision=bf16_pure; done
+    for rows in 3 2; do sweep "best.$rows" --recompute=cheap --batch_size=$rows; done
+    sweep best.whole --batch_size=2
+    for rows in 6 4; do sweep "pure.$rows" --recompute=cheap --batch_size=$rows --precision=bf16_pure; done
     sweep of_7b --model_variant=7b --recompute=cheap --batch_size=3
     sweep float8 --recompute=cheap --batch_size=3 --precision=float8
     sweep ops --recompute=ops --batch_size=3
     sweep all_blocks --recompute=blocks --batch_size=8
-    sweep nothing_recomputed --batch_size=1
 }
 
 trace() {
-    local best=(--recompute=cheap --batch_size="${BEST_ROWS:-3}")
+    local best
+    read -ra best <<<"${BEST:---recompute=cheap --batch_size=3}"
     train traced_best --model_variant=llama3_8b --seq_length=4096 "${quiet[@]}" "${best[@]}" --num_steps=12 \
         --use_profiler=True --profiler_shapes=False
     run traced_best_table 0 "$python" -m fms_fsdp trace --path="$runs/traced_best"

@@ -70,7 +70,10 @@ def apply_precision(model: Llama, precision: Precision) -> None:
 
 
 class _CastProduct(torch.autograd.Function):
-    """x W^T in the dtype of x; the backward pass casts W anew, so no copy of it is kept between the two."""
+    """x W^T in the dtype of x; the backward pass casts W anew, so no copy of it is kept between the two.
+
+    It casts the transpose: the compiler would take two equal casts for one, and keep its result.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -82,17 +85,14 @@ class _CastProduct(torch.autograd.Function):
         (grad,) = grads
         x, weight = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad
-        dx = grad @ weight.to(x.dtype) if need_x else None
+        dx = grad @ weight.T.to(x.dtype).T if need_x else None
         dweight = grad.flatten(0, -2).T @ x.flatten(0, -2) if need_weight else None
         return dx, None if dweight is None else dweight.to(weight.dtype)
 
 
 class _CastLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():  # the compiler casts again by itself where that saves memory
-            product = F.linear(input, self.weight.to(input.dtype))
-        else:
-            product = _CastProduct.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        product: torch.Tensor = _CastProduct.apply(input, self.weight)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias.to(input.dtype)
 
 

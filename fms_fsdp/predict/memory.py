@@ -7,7 +7,7 @@
     available = the GPU's memory, or min(cgroup limit, free RAM) / processes on this machine
 
 Of the activations only the input of one block counts, and the host copy of a background save is left out:
-a run that is refused here could not take its first step.
+a run that is refused here could not take its first step. What all blocks keep is told beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from pathlib import Path
 
 import torch
 
-from fms_fsdp.config import FP32, NUM_BYTES, BatchPlan, ParallelConfig, Precision
+from fms_fsdp.config import (
+    FP32,
+    NUM_BYTES,
+    BatchPlan,
+    ParallelConfig,
+    Precision,
+    parse_selective_checkpointing,
+)
 from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
@@ -32,7 +39,8 @@ class MemoryEstimate:
     weights gathered at once.
 
     `gradients`: whole ones, beyond the rank's share of them. `rows`: the table of positions, the rows of a
-    step and what a block takes in of those of a micro-step.
+    step and what a block takes in of those of a micro-step. `activations`: what the blocks keep for the
+    backward pass, no part of the total; `beside`: what of them a step holds beside the total at most.
     """
 
     state: int
@@ -40,6 +48,8 @@ class MemoryEstimate:
     dims: ParallelDims
     rows: int = 0
     gradients: int = 0
+    activations: int = 0
+    beside: int = 0
 
     @property
     def total(self) -> int:
@@ -50,7 +60,7 @@ class MemoryEstimate:
         if not section.cpu_offload or device.type == "cpu":
             return {device: self}
         host = MemoryEstimate(self.state, 0, self.dims)
-        return {torch.device("cpu"): host, device: replace(self, state=0)}
+        return {torch.device("cpu"): host, device: replace(self, state=0, beside=self.activations)}
 
 
 def estimate_memory(
@@ -80,7 +90,7 @@ def estimate_memory(
         whole_ends = units["embed"] + units["head"] if config.tie_embeddings else 0
         group = units["block"] * min(section.fsdp_blocks_per_group, config.num_layers)
         unit = weight_bytes * max(*units.values(), group, whole_ends)
-    rows = gradients = 0
+    rows = gradients = activations = beside = 0
     if batch is not None:
         if batch.grad_accum_steps > 1 and not dims.sync_each_micro_step:
             # takes the place of the whole ones, part by part
@@ -90,11 +100,15 @@ def estimate_memory(
         # four int64 columns of the stream
         a_row = 32 * batch.grad_accum_steps + weight_bytes * config.hidden_size
         rows = positions + batch.batch_size * seq_length * a_row
+        activations = activation_bytes(config, batch.batch_size * seq_length, seq_length, precision, section)
+        # gradients come as activations go, unless a micro-step before has left them
+        going = a_gradient * num_params(config) // dims.dp_shard if batch.grad_accum_steps == 1 else 0
+        beside = max(0, activations - going)
     if optimizer_bytes is None:
         optimizer_bytes = _ADAMW_BYTES * num_params(config)
     kept = (NUM_BYTES[precision.weights] + a_gradient) * num_params(config)
     state = -(-(kept + optimizer_bytes) // dims.dp_shard)
-    return MemoryEstimate(state, unit, dims, rows, gradients)
+    return MemoryEstimate(state, unit, dims, rows, gradients, activations, beside)
 
 
 def available_memory(device: torch.device, local_world_size: int) -> int:
@@ -132,19 +146,33 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
     )
 
 
-def activation_bytes(config: LlamaConfig, rows: int, seq_length: int, precision: Precision) -> int:
-    """About what the forward pass of `rows` keeps for the backward pass, without activation checkpointing.
+def activation_bytes(
+    config: LlamaConfig, num_tokens: int, seq_length: int, precision: Precision, section: ParallelConfig
+) -> int:
+    """About what the forward pass of a micro-step of so many tokens keeps for the backward pass, where blocks
+    are compiled; without the compiler norms and casts keep up to half as much again.
 
-    A block keeps per token its input, both norms, queries, keys, values and attention's output, and three
-    widths of the feed-forward, two where it has no gate; under dropout of attention the weights too, in fp32
-    before it and after.
+    A block keeps per token its input, queries, keys, values, attention's output and what the products of the
+    feed-forward give; where nothing is recomputed also both norms, the sum between them and what the last
+    product takes in; under dropout of attention the weights too, in fp32 before it and after.
     """
-    per_token = 4 * config.hidden_size + (3 if config.activation == "swiglu" else 2) * config.ffn_hidden_size
-    per_token += 2 * (config.num_attention_heads + config.num_kv_heads) * config.head_dim
-    per_token *= NUM_BYTES[precision.compute]
-    if config.attn_dropout:
-        per_token += 8 * config.num_attention_heads * seq_length
-    return rows * seq_length * config.num_layers * per_token
+    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
+    attention = 2 * queries + 2 * config.num_kv_heads * config.head_dim
+    branches = (2 if config.activation == "swiglu" else 1) * config.ffn_hidden_size
+    weights = 8 * config.num_attention_heads * seq_length if config.attn_dropout else 0
+    number = NUM_BYTES[precision.compute]
+    kept = number * (4 * hidden + attention + branches + config.ffn_hidden_size) + weights
+    if section.recomputes == "cheap":
+        kept = number * (hidden + attention + branches) + weights
+    elif section.recomputes == "ops":
+        ops = section.recompute_ops
+        share = 1 if "products" in ops else 0.5 if "every_second_product" in ops else 0
+        products = share * (attention - queries + 2 * hidden + branches)
+        kept = int(number * (hidden + products + ("attention" in ops) * queries)) + weights
+    elif section.recomputes == "blocks":
+        share = float(parse_selective_checkpointing(section.selective_checkpointing))
+        kept = int(share * number * hidden + (1 - share) * kept)
+    return num_tokens * config.num_layers * kept
 
 
 def _free_ram() -> int | None:

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from fms_fsdp.checkpoint.checkpoints import SavePlan
-from fms_fsdp.config import NUM_BYTES, BatchPlan, ParallelConfig, Precision, TrainConfig, as_dict
+from fms_fsdp.config import NUM_BYTES, BatchPlan, Precision, TrainConfig, as_dict
 from fms_fsdp.config.ramp import BatchIntervals
-from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.attention import chosen_backend
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.optimizers import checkpoint_bytes
 from fms_fsdp.parallel.precision import DTYPES
 from fms_fsdp.predict.communication import bytes_sent
-from fms_fsdp.predict.memory import available_memory, estimate_memory
+from fms_fsdp.predict.memory import MemoryEstimate, available_memory
+from fms_fsdp.run.out_of_memory import warning_of_memory
 from fms_fsdp.run.plan import Plan
 from fms_fsdp.run.recorded import working_folder
 from fms_fsdp.run.resume import differences, schedule_jump
@@ -61,7 +61,7 @@ def describe(cfg: TrainConfig, plan: Plan) -> str:
         f"{precision}",
         f"world: {plan.world.world_size} x {plan.device.type}, {dims.strategy}: "
         f"{dims.dp_replicate} replicas x {dims.dp_shard} shards",
-        describe_sharding(plan.model, dims, cfg.parallel, batch, plan.precision, plan.optimizer_bytes),
+        describe_sharding(plan.model, plan.memory(cfg.parallel), plan.precision, batch, plan.optimizer_bytes),
         f"batch: {batch.batch_size} rows x {batch.dp_size} ranks x {batch.grad_accum_steps} micro-steps = "
         f"{batch.global_batch_size} rows = {tokens:,} tokens a step{ramp}",
     ]
@@ -89,28 +89,25 @@ def describe_ramp(batches: BatchIntervals, start: int = 0, rows_seen: int = 0) -
 
 
 def describe_sharding(
-    model: LlamaConfig,
-    dims: ParallelDims,
-    section: ParallelConfig,
-    batch: BatchPlan,
-    precision: Precision,
-    optimizer_bytes: int,
+    model: LlamaConfig, need: MemoryEstimate, precision: Precision, batch: BatchPlan, optimizer_bytes: int
 ) -> str:
     """A line for the memory of a rank, and one for what it sends in a step, where it sends anything."""
-    share = num_params(model) / dims.dp_shard
-    need = estimate_memory(model, dims, section, precision=precision, batch=batch)
+    share = num_params(model) / need.dims.dp_shard
     weights, gradients = (NUM_BYTES[dtype] * share for dtype in (precision.weights, precision.gradients))
-    state = optimizer_bytes / dims.dp_shard
-    sizes = [size / 2**30 for size in (weights, need.unit, gradients + need.gradients, state)]
-    held = "weights {:.3g}, gathered {:.3g}, gradients {:.3g}, optimizer {:.3g}"
-    sent = bytes_sent(model, dims, precision, batch.grad_accum_steps)
+    state = optimizer_bytes / need.dims.dp_shard
+    held = weights, need.unit, gradients + need.gradients, state, need.activations
+    sizes = [size / 2**30 for size in held]
+    text = "weights {:.3g}, gathered {:.3g}, gradients {:.3g}, optimizer {:.3g}, activations {:.2g}"
+    sent = bytes_sent(model, need.dims, precision, batch.grad_accum_steps)
     over = ", ".join(f"{axis} {size / 2**30:.3g}" for axis, size in sent.items())
-    lines = [f"memory, GiB a rank: {held.format(*sizes)}", f"network, GiB sent by a rank in a step: {over}"]
+    lines = [f"memory, GiB a rank: {text.format(*sizes)}", f"network, GiB sent by a rank in a step: {over}"]
     return "\n".join(lines[: 1 + bool(sent)])
 
 
 def announce(cfg: TrainConfig, plan: Plan) -> None:
     """Logs what the run starts from, and what this launch changes in it."""
+    if warning := warning_of_memory(cfg.parallel, plan):
+        log.warning(warning)
     log.info(plan.begin.why)
     log_for_files(describe_schedule(plan))
     if plan.batch.rampup:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
-from fms_fsdp.config import NUM_BYTES, ParallelConfig, TrainConfig, parse_selective_checkpointing
+from fms_fsdp.config import ParallelConfig, TrainConfig
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.predict.memory import activation_bytes, estimate_memory
+from fms_fsdp.predict.memory import available_memory
 from fms_fsdp.run.plan import Plan
 
 _GIB = 2**30
@@ -36,27 +37,30 @@ def explaining_out_of_memory(cfg: TrainConfig, plan: Plan) -> Iterator[None]:
         raise RunFailed(f"{reason}; to go on with this run add {cfg.keep_name}", on_one_rank=True) from error
 
 
+def warning_of_memory(section: ParallelConfig, plan: Plan) -> str:
+    """What would help a rank that has less memory than its step is expected to take; otherwise nothing."""
+    need = plan.memory(section).by_holder(plan.device, section)[plan.device]
+    available = available_memory(plan.device, plan.world.local_world_size) / _GIB
+    if (expected := (need.total + need.beside) / _GIB) <= available:
+        return ""
+    sizes = f"about {expected:.1f} GiB a rank, and {available:.1f} are available"
+    return f"a step is expected to take {sizes}; what would help: {'; '.join(_advice(section, plan))}"
+
+
 def _advice(section: ParallelConfig, plan: Plan) -> Iterator[str]:
-    config, dims, precision = plan.model, plan.dims, plan.precision
-    batch_size, seq_length = plan.batch.batch_size, plan.seq_length
-    state_bytes = plan.optimizer_bytes
-    estimate = estimate_memory(config, dims, section, precision=precision, optimizer_bytes=state_bytes)
-    state, kept = estimate.state, activation_bytes(config, batch_size, seq_length, precision)
-    if section.recomputes == "blocks":
-        share = float(parse_selective_checkpointing(section.selective_checkpointing))
-        if share < 1:
-            yield f"--selective_checkpointing=1 saves about {(1 - share) * kept / _GIB:.1f} GiB"
-        kept = int(kept * (1 - share))
-    else:
-        a_number = NUM_BYTES[precision.compute]
-        inputs = batch_size * seq_length * config.num_layers * config.hidden_size * a_number
-        if section.recomputes == "none":
-            yield f"--recompute=cheap with --use_torch_compile=True saves about {0.4 * kept / _GIB:.1f} GiB"
-        yield f"--recompute=blocks saves about {(kept - inputs) / _GIB:.1f} GiB"
+    dims, batch_size, estimate = plan.dims, plan.batch.batch_size, plan.memory(section)
+    state, kept = estimate.state, estimate.activations
+    whole = "--recompute=blocks" if section.recomputes != "blocks" else "--selective_checkpointing=1"
+    flags = {"cheap": "--recompute=cheap with --use_torch_compile=True", "blocks": whole}
+    for name, text in flags.items():
+        others = {"fsdp_activation_checkpointing": None, "selective_checkpointing": "1"}
+        changed = replace(section, recompute=name, **others)  # type: ignore[arg-type]
+        if (saving := kept - plan.memory(changed).activations) > 0:
+            yield f"{text} saves about {saving / _GIB:.1f} GiB"
     half = f"saves about {kept / 2 / _GIB:.1f} GiB"
     if batch_size > 1:
         yield f"--batch_size={batch_size // 2} with twice the --grad_accum_steps {half}"
-    yield f"--seq_length={seq_length // 2} {half}"
+    yield f"--seq_length={plan.seq_length // 2} {half}"
     if dims.size("dp") > dims.dp_shard:
         saved = state * (1 - dims.dp_shard / dims.size("dp"))
         yield f"--sharding_strategy=fsdp saves about {saved / _GIB:.1f} GiB of weights and optimizer state"

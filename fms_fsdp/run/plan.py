@@ -25,7 +25,15 @@ import torch
 from fms_fsdp import runtime
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.checkpoint.retention import check_keep_best, parse_schedule
-from fms_fsdp.config import BatchPlan, OptimConfig, Precision, TrainConfig, keep_global_batch, resolve_batch
+from fms_fsdp.config import (
+    BatchPlan,
+    OptimConfig,
+    ParallelConfig,
+    Precision,
+    TrainConfig,
+    keep_global_batch,
+    resolve_batch,
+)
 from fms_fsdp.config.ramp import BatchIntervals
 from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.held_out import HeldOut, HeldOutListing, close_held_out, open_held_out, scan_held_out
@@ -42,7 +50,7 @@ from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes, state_of_st
 from fms_fsdp.optim.schedules import Corners, Length, Schedule
 from fms_fsdp.parallel.compile import check_compile
 from fms_fsdp.parallel.float8 import check_float8
-from fms_fsdp.predict.memory import check_memory, estimate_memory
+from fms_fsdp.predict.memory import MemoryEstimate, check_memory, estimate_memory
 from fms_fsdp.run.machine import check_machine
 from fms_fsdp.run.resume import Start, check_model, check_same_optimizer, keep_width, kept_corners
 from fms_fsdp.state import Progress
@@ -114,6 +122,18 @@ class Plan(Machine):
             return self.tokens_at_start * step // self.start
         return self.tokens_at_start + self.batches.rows_of(step - self.start) * self.seq_length
 
+    def memory(self, section: ParallelConfig) -> MemoryEstimate:
+        """What a rank of this run would need with these flags."""
+        return estimate_memory(
+            self.model,
+            self.dims,
+            section,
+            precision=self.precision,
+            batch=self.batch,
+            seq_length=self.seq_length,
+            optimizer_bytes=self.optimizer_bytes,
+        )
+
     def step_at(self, tokens: int) -> int:
         """The first step by whose end so many tokens are read: the inverse of `tokens_at`."""
         if tokens < self.tokens_at_start:
@@ -170,16 +190,7 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
         prompts=runtime.agreed(partial(scan_prompts, cfg.eval, cfg.data, model.max_seq_len)),
     )
     found = start_from(parsed, found, found.begin)
-    estimate = estimate_memory(
-        model,
-        machine.dims,
-        cfg.parallel,
-        precision=precision,
-        batch=batch,
-        seq_length=seq_length,
-        optimizer_bytes=state,
-    )
-    for holder, part in estimate.by_holder(machine.device, cfg.parallel).items():
+    for holder, part in found.memory(cfg.parallel).by_holder(machine.device, cfg.parallel).items():
         check_memory(part, holder, machine.world.local_world_size, cfg.model.name)
     folders = {
         "output_dir": cfg.output_dir,

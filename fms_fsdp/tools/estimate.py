@@ -55,7 +55,9 @@ class EstimateConfig:
     eval_s: float = flag(60.0, "seconds of a validation", minimum=0)
     restarts_a_week: float = flag(2.0, "launches that end early; each loses half a save interval", minimum=0)
     restart_s: float = flag(600.0, "seconds from such an end to the next step", minimum=0)
-    grad_accum_steps: int = flag(1, "micro-steps of a step, for what ranks send one another", minimum=1)
+    grad_accum_steps: int = flag(
+        1, "micro-steps of a step, for what ranks hold and send one another", minimum=1
+    )
     plot_schedule: bool = flag(False, "draw the learning rate and the batch over the run")
     output: str = flag("", "FILE.html: plot_schedule draws on this page, not in the terminal")
     parallel: ParallelConfig = ParallelConfig()
@@ -147,6 +149,7 @@ def _sharding(config: EstimateConfig) -> str:
     """What a launch says of the same flags, on nodes of eight devices."""
     from fms_fsdp.mesh import resolve_dims
     from fms_fsdp.optim.optimizers import state_bytes
+    from fms_fsdp.predict.memory import estimate_memory
     from fms_fsdp.run.describe import describe_sharding
     from fms_fsdp.runtime import World
 
@@ -157,7 +160,10 @@ def _sharding(config: EstimateConfig) -> str:
     batch = BatchPlan(rows, config.grad_accum_steps, world)
     model = _model(config)
     state = state_bytes(config.optim, model, precision)
-    return describe_sharding(model, dims, section, batch, precision, state)
+    need = estimate_memory(
+        model, dims, section, precision=precision, batch=batch, seq_length=config.seq_length
+    )
+    return describe_sharding(model, need, precision, batch, state)
 
 
 def main(config: EstimateConfig) -> None:

@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from fms_fsdp.config import BF16, BatchPlan, TrainConfig
+from fms_fsdp.config import BF16, BatchPlan, ParallelConfig, TrainConfig
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import ParallelDims
+from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS
-from fms_fsdp.run.out_of_memory import explaining_out_of_memory
+from fms_fsdp.run.out_of_memory import explaining_out_of_memory, warning_of_memory
 from fms_fsdp.run.plan import Plan
 from fms_fsdp.run.resume import Start
 from fms_fsdp.runtime import World
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "accum", "told"),
+    [
+        ({}, 1, "about 139.9 GiB a rank, and 110.0 are available; what would help: --recompute=cheap with "),
+        ({"recompute": "cheap"}, 1, "about 117.2 GiB"),  # 42,496 numbers a token and block: 41.5 GiB
+        ({"recompute": "cheap"}, 2, "about 142.3 GiB"),  # those of the first micro-step are there already
+        ({"recompute": "blocks"}, 2, ""),
+        ({"fsdp_activation_checkpointing": True}, 1, ""),
+    ],
+)
+def test_a_step_that_will_hardly_fit_is_told_beforehand_with_what_would_help(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], accum: int, told: str
+) -> None:
+    """7b, 4 rows: 100.5 GiB of state, 25.1 of them gradients, that come while 64 GiB of activations go."""
+    dims, batch, world = ParallelDims("none"), BatchPlan(4, accum, 1), World(0, 0, 1, 1)
+    state = 8 * num_params(VARIANTS["7b"])
+    fresh = Start(None, False, "")
+    plan = Plan(world, GPU, dims, batch, BF16, None, VARIANTS["7b"], fresh, 10, 4096, optimizer_bytes=state)
+    faked = SimpleNamespace(total_memory=110 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: faked)
+    warning = warning_of_memory(ParallelConfig(**flags), plan)
+    assert told in warning and bool(told) == bool(warning)
+    faked.total_memory = 180 * 2**30
+    assert warning_of_memory(ParallelConfig(**flags), plan) == ""
 
 
 @pytest.mark.parametrize(("strategy", "flags"), [("none", " --sharding_strategy=fsdp"), ("fsdp", "")])
