@@ -100,7 +100,7 @@ def describe_sharding(
     text = "weights {:.3g}, gathered {:.3g}, gradients {:.3g}, optimizer {:.3g}, activations {:.2g}"
     sent = bytes_sent(model, need.dims, precision, batch.grad_accum_steps)
     over = ", ".join(f"{axis} {size / 2**30:.3g}" for axis, size in sent.items())
-    lines = [f"memory, GiB a rank: {text.format(*sizes)}", f"network, GiB sent by a rank in a step: {over}"]
+    lines = [f"GiB a rank: {text.format(*sizes)}", f"GiB sent by a rank in a step: {over}"]
     return "\n".join(lines[: 1 + bool(sent)])
 
 

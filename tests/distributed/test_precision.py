@@ -46,7 +46,7 @@ def test_two_ranks_train_as_one_and_a_resume_repeats_it(tmp_path: Path, name: st
     sizes = [value.properties.dtype.itemsize for value in matrices.values()]
     in_memory, saved = KEPT[name]
     assert sum(sizes) == saved * len(sizes) / 3, matrices
-    memory = next(line for line in log_of(tmp_path / "1").splitlines() if "memory, GiB" in line)
+    memory = next(line for line in log_of(tmp_path / "1").splitlines() if line.startswith("GiB a rank:"))
     parts = dict(part.rsplit(" ", 1) for part in memory.partition("a rank: ")[2].split(", "))
     apart = ("gathered", "activations")
     kept = sum(float(size) for part, size in parts.items() if part not in apart) * 2**30

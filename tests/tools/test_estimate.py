@@ -95,9 +95,9 @@ def test_what_a_rank_holds_and_sends(
     lines = capsys.readouterr().out.splitlines()
     weights, gathered, gradients, state = (f"{size / 2**30:.3g}" for size in held)
     own = f"weights {weights}, gathered {gathered}, gradients {gradients}, optimizer {state}"
-    assert lines[1].startswith(f"memory, GiB a rank: {own}, activations ")
+    assert lines[1].startswith(f"GiB a rank: {own}, activations ")
     over = ", ".join(f"{axis} {size / 2**30:.3g}" for axis, size in sent.items())
-    assert (lines[2] == f"network, GiB sent by a rank in a step: {over}") is bool(sent)
+    assert (lines[2] == f"GiB sent by a rank in a step: {over}") is bool(sent)
 
 
 def test_the_schedule_is_drawn_in_the_terminal_or_on_a_page(
