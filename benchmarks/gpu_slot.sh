@@ -10,7 +10,8 @@
 #
 # FOLDER (default: gpu_slot in the temporary folder) keeps the runs and results.json, to which each part adds
 # its table. A part that was cut off goes on where it stopped. gpu_compare.py says what passes. PYTHON names
-# another interpreter, WHEELS a folder of wheels that it lacks, DRY_RUN=1 only prints the commands.
+# another interpreter, WHEELS a folder of wheels that it lacks, BEST the flags of part 3's best case for part
+# 4 (default: "--recompute=cheap --batch_size=3"). DRY_RUN=1 only prints the commands.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 part="${1:-}" folder="${2:-${TMPDIR:-/tmp}/gpu_slot}" python="${PYTHON:-python3}"
