@@ -53,7 +53,7 @@ find_process() {
         if [[ -f "$folder/.lock" ]] && ! flock -sn "$folder/.lock" true; then BODY=running; fi
     elif listed="$(squeue -h -j "$job" -o '%T %r' 2>&1)"; then
         case "$listed" in
-            *RUNNING* | *COMPLETING*) BODY=running ;;
+            *RUNNING* | *SIGNALING* | *COMPLETING*) BODY=running ;;
             "") BODY=gone WHY="job $job is not in the queue" ;;
             *) BODY=waiting WHY="job $job: ${listed%%$'\n'*}" ;;
         esac

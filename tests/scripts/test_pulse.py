@@ -79,6 +79,7 @@ def test_without_slurm_the_lock_tells_who_lives(folder: Path) -> None:
     [
         ("RUNNING None", 0, 1, 0, "TRAINING step 20, last sign 1 min ago"),
         ("RUNNING None", 0, 99, 1, "STALLED step 20, last sign 99 min ago"),
+        ("SIGNALING None", 0, 99, 1, "STALLED step 20, last sign 99 min ago"),
         ("PENDING JobArrayTaskLimit\nRUNNING None", 0, 1, 0, "TRAINING step 20, last sign 1 min ago"),
         ("PENDING Resources", 0, 99, 0, "WAITING job 123: PENDING Resources"),
         ("", 0, 1, 3, "GONE job 123 is not in the queue; status running: told so"),
