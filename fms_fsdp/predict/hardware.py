@@ -35,11 +35,13 @@ def gpu_peak_flops(device: torch.device) -> float | None:
 
 def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, seconds: float = 0.15) -> float:
     """The best rate of square matrix products on this process's CPU threads, in FLOP/s. It looks `seconds`,
-    and five times at least: a neighbour that holds a core for a moment must not make the peak look low."""
+    and five times at least: a neighbour that holds a core for a moment must not make the peak look low. Where
+    one takes longer than `seconds`, as in fp16 on most CPUs, it is all."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     rates, until = list[float](), time.perf_counter() + seconds
-    while len(rates) < 5 or time.perf_counter() < until:
-        begin = time.perf_counter()
+    while (begin := time.perf_counter()) < until or len(rates) < 5:
         torch.mm(a, b)
         rates.append(2 * size**3 / (time.perf_counter() - begin))
+        if time.perf_counter() - begin > seconds:
+            break
     return max(rates)

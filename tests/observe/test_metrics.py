@@ -271,3 +271,20 @@ def test_memory_of_this_process_is_below_its_peak() -> None:
 
 def test_the_matmul_rate_is_positive() -> None:
     assert measure_matmul_flops(torch.float32, size=128, seconds=0.01) > 1e6
+
+
+@pytest.mark.parametrize(("product_s", "number"), [(0.5, 1), (0.125, 5), (0.0625, 5), (0.015625, 10)])
+def test_products_are_made_for_a_while_and_five_times_unless_they_are_slow(
+    monkeypatch: pytest.MonkeyPatch, product_s: float, number: int
+) -> None:
+    now = [0.0]
+    products = list[float]()
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> None:
+        products.append(product_s)
+        now[0] += product_s
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    assert measure_matmul_flops(torch.float32, size=64) == 2 * 64**3 / product_s
+    assert len(products) == number
