@@ -83,7 +83,8 @@ def test_a_report_tells_the_mean_of_its_interval_and_where_the_time_went(whole: 
     assert 0.5 * record["step_time_ms"] < parts <= record["step_time_ms"] and record["checkpoint_ms"] > 0
     assert record["hfu"] == record["mfu"] > record["mfu_matmul"]
     (end,) = events(tmp_path, "end")
-    assert end["step"] == 8 and end["forward_backward_s"] > end["logging_s"] > 0
+    assert end["step"] == 8 and min(end["forward_backward_s"], end["optimizer_s"]) > 0
+    assert end["logging_s"] > 0.1  # the first report measures the CPU's peak
 
 
 def test_a_finished_run_says_so_and_does_nothing(whole: Path) -> None:
