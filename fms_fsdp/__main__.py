@@ -1,7 +1,7 @@
 """All commands: `fms-fsdp COMMAND --flag=value …`, or `python -m fms_fsdp COMMAND …`; each has a `--help`.
 
-Exit statuses: 0 done, 2 bad input (one line on stderr), 130 stopped by Ctrl-C; `train` has those of
-main_training.py.
+Exit statuses: 0 done, 1 a bug (a traceback), 2 bad input (one line on stderr), 130 stopped by Ctrl-C;
+`train` has those of main_training.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typing
 from collections.abc import Sequence
 
 from fms_fsdp.cpu_tuning import before_torch
-from fms_fsdp.errors import PROGRAM, check_installed, printing
+from fms_fsdp.errors import PROGRAM, UserError, check_installed, is_known_io_error, printing
 
 CALLED = PROGRAM or "python -m fms_fsdp"
 # command, of one word or two → (module:function in fms_fsdp.tools, what it does); the type of the function's
@@ -70,7 +70,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             if {"-h", "--help"} & set(argv):
                 print(f"{command}: {COMMANDS[command][1]}")
             run(parse_flags(config_type, argv[num_words:], f"{CALLED} {command}"))
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
+        if not isinstance(error, UserError) and not is_known_io_error(error):
+            raise
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

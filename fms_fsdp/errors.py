@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import sys
@@ -13,6 +14,19 @@ from typing import NoReturn
 _CALLED = os.path.basename(sys.argv[0].replace("/__main__.py", ""))
 PROGRAM = {"fms-fsdp": "fms-fsdp", "fms_fsdp": "python -m fms_fsdp"}.get(_CALLED, "")
 _PACKAGES = ("torch", "fire", "numpy", "pyarrow")  # without one of them no command works
+_FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+_ABOUT_PATHS = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EIO,
+    errno.ESTALE,
+}
 
 
 def check_installed() -> None:
@@ -24,8 +38,9 @@ def check_installed() -> None:
             sys.exit(2)
 
 
-class BadInput(Exception):
-    """The user's input cannot be used; the text is one line: name (value) rule; remedy.
+class UserError(ValueError):
+    """What the user can correct; the text is one line: name (value) rule; remedy. Only such an error is told
+    in one line: any other one is a bug, and gets its traceback.
 
     `on_one_rank`: only this rank knows it (a shard that it cannot read), so this rank reports it.
     `data_step`: the step whose data are wrong; the next attempt checks them first.
@@ -34,6 +49,14 @@ class BadInput(Exception):
     def __init__(self, text: str, *, on_one_rank: bool = False, data_step: int | None = None) -> None:
         super().__init__(" ".join(text.split()))
         self.on_one_rank, self.data_step = on_one_rank, data_step
+
+
+class MissingInput(UserError, FileNotFoundError):
+    """A file or folder that the user named and that is not there."""
+
+
+class StorageError(UserError, OSError):
+    """A storage that the user named and that does not answer as it must."""
 
 
 class RunFailed(Exception):
@@ -47,13 +70,23 @@ class RunFailed(Exception):
         self.on_one_rank = on_one_rank
 
 
+def is_known_io_error(error: BaseException) -> bool:
+    """Says whether the user can correct it: a full disk, or a named file that is missing, forbidden or on a
+    disk that cannot be written. Other errors of the system, and those without a file's name, are bugs."""
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in _FULL_DISK or (error.errno in _ABOUT_PATHS and error.filename is not None)
+
+
 @contextmanager
-def checking_input() -> Iterator[None]:
-    """Turns errors about values, files and permissions into BadInput: the user can correct them."""
+def checking_input(*, on_one_rank: bool = False, data_step: int | None = None) -> Iterator[None]:
+    """Turns known I/O errors into UserError, and says of each UserError who reports it; other errors pass."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        raise BadInput(str(error)) from error
+    except (UserError, OSError) as error:
+        if not isinstance(error, UserError) and not is_known_io_error(error):
+            raise
+        raise UserError(str(error), on_one_rank=on_one_rank, data_step=data_step) from error
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch.profiler import record_function
 from fms_fsdp.config import EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.held_out import HeldOut, close_held_out
-from fms_fsdp.errors import BadInput
+from fms_fsdp.errors import checking_input
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.parallel.fsdp import evaluating
@@ -50,7 +50,7 @@ def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
     tokens of a group (collective: every rank).
 
     Raises:
-        BadInput: a shard cannot be read.
+        UserError: a shard cannot be read.
     """
     values: dict[str, float] = {}
     with evaluating(forward.model):
@@ -75,10 +75,8 @@ def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
         forward.alive()
         # the last ones may be past the end: all masked, for FSDP needs every rank in every pass
         group = first + mesh.place("dp")
-        try:
+        with checking_input(on_one_rank=True):
             batch = source.rows(group * size, (group + 1) * size)
-        except (ValueError, OSError) as error:
-            raise BadInput(str(error), on_one_rank=True) from error
         columns = batch if forward.document_mask else batch[:2]
         with record_function("evaluate"):
             loss_sum, _ = forward.model(*(column.to(forward.device, non_blocking=True) for column in columns))

@@ -28,7 +28,7 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.effects import refuse_idle_flags
 from fms_fsdp.config.flag import Flag, build_config, flag_table, flag_values
 from fms_fsdp.config.values import coerce, one_line, shown
-from fms_fsdp.errors import PROGRAM, print_and_end
+from fms_fsdp.errors import PROGRAM, UserError, print_and_end
 
 C = TypeVar("C")
 
@@ -61,8 +61,8 @@ def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = T
     """
     try:
         return _parse(config_type, argv, usage)
-    except ValueError as error:
-        raise ValueError(one_line(str(error))) from error
+    except UserError as error:
+        raise UserError(one_line(str(error))) from error
 
 
 def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
@@ -72,14 +72,14 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
         print_and_end(help_text(config_type, usage, every="all" in asked))
     known = table.keys() | _FILES
     if unknown := [_is_no_flag(name, table, "--" + name) for name in texts if name not in known]:
-        raise ValueError(". ".join(unknown))
+        raise UserError(". ".join(unknown))
     for name in bare:
         if name not in table or table[name].kind is not bool:
-            raise ValueError(f"--{name} needs a value; write --{name}=VALUE (--help=all says what it means)")
+            raise UserError(f"--{name} needs a value; write --{name}=VALUE (--help=all says what it means)")
     given = {name: _agreed_text(name, same, table) for name, same in texts.items()}
     overlays, folder = given.pop("config", ""), given.pop("config_dir", "")
     if folder and not overlays:
-        raise ValueError(f"--config_dir ({folder}) is only used to find --config; add --config=NAME")
+        raise UserError(f"--config_dir ({folder}) is only used to find --config; add --config=NAME")
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     overridden: list[str] = []
@@ -94,8 +94,8 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     for name, value in values.items():
         try:
             values[name] = coerce(table[name], value)
-        except ValueError as error:
-            raise error if origins[name] == "flag" else ValueError(f"{origins[name]}: {error}") from None
+        except UserError as error:
+            raise error if origins[name] == "flag" else UserError(f"{origins[name]}: {error}") from None
     config = build_config(config_type, values)
     if isinstance(config, TrainConfig):
         refuse_idle_flags(config, origins)
@@ -125,12 +125,12 @@ def _split(argv: Sequence[str], positional: str) -> tuple[dict[str, list[str]], 
         if re.match(r"--?[^\W\d]", argument):
             groups.append([])
         elif argument.startswith("--") or argument in ("-", "-="):
-            raise ValueError(f"argument ({shown(argument)}) is not a flag; write --name=value")
+            raise UserError(f"argument ({shown(argument)}) is not a flag; write --name=value")
         groups[-1].append(argument)
     for group in filter(None, groups):
         fire.Fire(catch, command=group, name="flags")
     if strays and not positional:
-        raise ValueError(f"argument ({shown(strays[0])}) is not a flag; write --name=value")
+        raise UserError(f"argument ({shown(strays[0])}) is not a flag; write --name=value")
     if strays:
         caught.setdefault(positional, []).append(",".join(strays))
     return caught, bare
@@ -141,7 +141,7 @@ def _agreed_text(name: str, texts: Sequence[str], table: Mapping[str, Flag]) -> 
     values = [coerce(table[name], text) if name in table else text for text in texts]
     for text, value in zip(texts, values, strict=True):
         if value != values[0]:
-            raise ValueError(
+            raise UserError(
                 f"--{name} ({shown(texts[0])}) is also given as ({shown(text)}); leave one of them out"
             )
     return texts[0]
@@ -171,10 +171,10 @@ def _find_overlay(name: str, folder: str) -> Path:
             if path.is_file():
                 return path
         except OSError as error:
-            raise ValueError(f"--config ({shown(name)}) cannot be read: {error.strerror}") from None
+            raise UserError(f"--config ({shown(name)}) cannot be read: {error.strerror}") from None
     shipped = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml")))
     where = f" in {shown(folder)}" if folder else ""
-    raise ValueError(f"--config ({shown(name)}) is not a file{where}; shipped overlays: {shipped}")
+    raise UserError(f"--config ({shown(name)}) is not a file{where}; shipped overlays: {shipped}")
 
 
 def _read_overlay(path: Path, table: Mapping[str, Flag]) -> dict[str, Any]:
@@ -182,9 +182,9 @@ def _read_overlay(path: Path, table: Mapping[str, Flag]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
     except (ValueError, OSError, RecursionError) as error:
-        raise ValueError(f"--config ({path}) cannot be read: {shown(str(error))}") from None
+        raise UserError(f"--config ({path}) cannot be read: {shown(str(error))}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"--config ({path}) must hold flags by name, not a {type(content).__name__}")
+        raise UserError(f"--config ({path}) must hold flags by name, not a {type(content).__name__}")
     if isinstance(content.get("resolved"), dict):
         del content["resolved"]
     flat: dict[str, Any] = {}
@@ -192,15 +192,15 @@ def _read_overlay(path: Path, table: Mapping[str, Flag]) -> dict[str, Any]:
         quoted = f"{path}: [{section}] {name}" if section else f"{path}: {name}"
         sections = sorted({row.section for row in table.values()})
         if section and section not in sections:
-            raise ValueError(
+            raise UserError(
                 f"{path}: the table [{section}] is not a section; sections: {', '.join(sections)}"
             )
         if name not in table:
-            raise ValueError(_is_no_flag(name, table, quoted))
+            raise UserError(_is_no_flag(name, table, quoted))
         if section and table[name].section != section:
-            raise ValueError(f"{quoted} belongs to the table [{table[name].section}]; move it there")
+            raise UserError(f"{quoted} belongs to the table [{table[name].section}]; move it there")
         if name in flat and flat[name] != value:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name} ({flat[name]}) is also given as ({value}); leave one of them out"
             )
         flat[name] = value

@@ -21,6 +21,7 @@ import torch
 
 from fms_fsdp.cpu_tuning import positive_number
 from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.decoding import CachedReader
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.predict.memory import available_memory
@@ -93,7 +94,7 @@ def generate(
     """
     lengths, context = [len(prompt) for prompt in prompts], model.config.max_seq_len
     if min(lengths) == 0 or max(lengths) >= context:
-        raise ValueError(
+        raise UserError(
             f"prompts ({min(lengths)} to {max(lengths)} tokens) must have 1 to {context - 1}, for the "
             f"context of the model is {context}; shorten them"
         )

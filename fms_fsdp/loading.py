@@ -9,6 +9,7 @@ import torch
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.hf_folder import fill, find_hf_tokenizer, is_hf_folder, open_folder
 from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.llama import Llama, build_model
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
@@ -19,7 +20,7 @@ def load(path: str, step: int | None, device: str | torch.device) -> tuple[Llama
     """See `fms_fsdp.load_model`."""
     if is_hf_folder(Path(path)):
         if step is not None:
-            raise ValueError(f"step ({step}) must be left out: {path} is a folder of Hugging Face")
+            raise UserError(f"step ({step}) must be left out: {path} is a folder of Hugging Face")
         found = open_folder(Path(path))
         model = _empty(found.shape, device)
         fill(model, found)
@@ -29,7 +30,7 @@ def load(path: str, step: int | None, device: str | torch.device) -> tuple[Llama
     try:
         load_checkpoint(checkpoint, model, None, Mesh(ParallelDims("none"), 0, torch.device(device).type))
     except DamagedCheckpoint as error:
-        raise ValueError(str(error)) from error
+        raise UserError(str(error)) from error
     return model.eval(), recorded_tokenizer(checkpoint)
 
 

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fms_fsdp.config import ParallelConfig
 from fms_fsdp.config.flag import flag_table
+from fms_fsdp.errors import UserError
 from fms_fsdp.runtime import World
 
 T = TypeVar("T")
@@ -89,12 +90,12 @@ def resolve_dims(section: ParallelConfig, variant: str, world: World) -> Paralle
     default = "none" if world_size == 1 else "hsdp" if variant.lower() in _PREFER_HSDP else "fsdp"
     strategy = (section.sharding_strategy or default).lower()
     if strategy not in _STRATEGIES:
-        raise ValueError(
+        raise UserError(
             f"--sharding_strategy ({section.sharding_strategy}) must be one of: {', '.join(_STRATEGIES)}"
         )
     if strategy == "none":
         if world_size > 1:
-            raise ValueError(
+            raise UserError(
                 f"--sharding_strategy (none) is for one process, not for a world of {world_size}; "
                 "use fsdp, hsdp or ddp"
             )
@@ -105,7 +106,7 @@ def resolve_dims(section: ParallelConfig, variant: str, world: World) -> Paralle
     if world_size % shard_size:
         valid = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         source = "" if section.hsdp_shard_size else ", the devices of a node,"
-        raise ValueError(
+        raise UserError(
             f"--hsdp_shard_size ({shard_size}){source} must divide the world size "
             f"({world_size} = replicas x hsdp_shard_size); valid sizes: {valid}"
         )

@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from fms_fsdp.errors import UserError
+
 
 def load_function(flag: str, name: str) -> Callable[..., Any]:
     """The function that the flag names.
@@ -17,5 +19,5 @@ def load_function(flag: str, name: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{flag} ({name}) must be importable as module:function: {error}") from None
+        raise UserError(f"{flag} ({name}) must be importable as module:function: {error}") from None
     return found

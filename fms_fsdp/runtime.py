@@ -27,6 +27,7 @@ from fms_fsdp.config import ParallelConfig, Precision, PrecisionConfig, Training
 from fms_fsdp.config.values import shown
 from fms_fsdp.console import Console
 from fms_fsdp.cpu_tuning import keep_freed_memory
+from fms_fsdp.errors import RunFailed, UserError, is_known_io_error
 
 T = TypeVar("T")
 log = logging.getLogger("fms_fsdp")  # for lines that are the same on all ranks: rank 0 prints them
@@ -47,9 +48,7 @@ class World:
     def from_env() -> World:
         size = _from_environment("WORLD_SIZE", 1, range(1, 10**6))
         if size > 1 and (missing := {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
-            raise ValueError(
-                f"WORLD_SIZE ({size}) needs {min(missing)} too; start with torchrun, or unset it"
-            )
+            raise UserError(f"WORLD_SIZE ({size}) needs {min(missing)} too; start with torchrun, or unset it")
         if size > 1:
             _from_environment("MASTER_PORT", 0, range(2**16))
         local_size = _from_environment("LOCAL_WORLD_SIZE", size, range(1, size + 1))
@@ -61,7 +60,7 @@ def _from_environment(name: str, default: int, valid: range) -> int:
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) not in valid:
         rule = f"must be a whole number from {valid.start} to {valid.stop - 1}, as torchrun sets it"
-        raise ValueError(f"{name} ({shown(text)}) {rule}; unset it, or start with torchrun")
+        raise UserError(f"{name} ({shown(text)}) {rule}; unset it, or start with torchrun")
     return int(text)
 
 
@@ -80,7 +79,7 @@ def pick_device(world: World) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if world.local_rank >= torch.cuda.device_count():
-        raise ValueError(
+        raise UserError(
             f"--nproc_per_node ({world.local_world_size}) must not exceed the node's GPUs "
             f"({torch.cuda.device_count()}); lower it"
         )
@@ -109,7 +108,7 @@ def resolve_precision(section: PrecisionConfig, device: torch.device, keep_name:
         if wanted not in ("fp32", "fp16") and not torch.cuda.is_bf16_supported(including_emulation=False):
             name = torch.cuda.get_device_name(device)
             remedy = f"add --precision=fp16 or --precision=fp32 {keep_name}".rstrip()
-            raise ValueError(f"--precision ({wanted}) needs bf16, which {name} lacks; {remedy}")
+            raise UserError(f"--precision ({wanted}) needs bf16, which {name} lacks; {remedy}")
         return section.resolve(wanted)
     native = cpu_has_bf16()
     if wanted in ("fp16", "float8"):
@@ -203,20 +202,24 @@ def agreed(make: Callable[[], T]) -> T:
     (collective).
 
     Raises:
-        ValueError, OSError: rank 0 met it; the others raise a ValueError of the same text.
+        UserError: rank 0 met it, or a known I/O error; the others raise a UserError of the same text.
+        RunFailed: rank 0 met another error, which it raises itself.
     """
     if not dist.is_initialized():
         return make()
-    box: list[Any] = [None, ""]
+    box: list[Any] = [None, None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             box[0] = make()
-        except (ValueError, OSError) as error:
-            failure, box[1] = error, str(error) or type(error).__name__
+        except Exception as error:
+            failure = error
+            is_for_user = isinstance(error, UserError) or is_known_io_error(error)
+            text = str(error) if is_for_user else f"rank 0 failed: {type(error).__name__}: {error}"
+            box[1] = UserError(text) if is_for_user else RunFailed(text)
     dist.broadcast_object_list(box, src=0)
-    if box[1]:
-        raise failure or ValueError(box[1])
+    if box[1] is not None:
+        raise failure or box[1]
     return cast(T, box[0])
 
 

@@ -10,6 +10,8 @@ import os
 import re
 import stat
 
+from fms_fsdp.errors import StorageError, UserError
+
 # ASCII and Latin-1 controls, lone surrogates, the two separators that end a line
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
 
@@ -30,7 +32,7 @@ def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
         rule = "must not lead out of its folder"
     else:
         return name
-    raise ValueError(f"{told_by} names a file ({shown_name(name)}) that {rule}; correct or remove it")
+    raise UserError(f"{told_by} names a file ({shown_name(name)}) that {rule}; correct or remove it")
 
 
 def has_control_character(text: str) -> bool:
@@ -53,5 +55,5 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{os.fspath(path)} must be a regular file; remove it")
+        raise StorageError(f"{os.fspath(path)} must be a regular file; remove it")
     return descriptor

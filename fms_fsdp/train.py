@@ -19,7 +19,7 @@ import torch
 from torch.profiler import record_function
 
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
-from fms_fsdp.errors import BadInput
+from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.dropout import row_keys
 from fms_fsdp.observe.metrics import Clock
@@ -48,7 +48,7 @@ def train(recipe: TrainStep, state: TrainState, hooks: Sequence[Hook], clock: Cl
     """Trains to the last step, or until a hook stops the launch (collective: every rank).
 
     Raises:
-        BadInput: the data could not be read; the last checkpoint stands.
+        UserError: the data could not be read; the last checkpoint stands.
     """
     progress = state.progress
     clock.mark("start")
@@ -58,13 +58,11 @@ def train(recipe: TrainStep, state: TrainState, hooks: Sequence[Hook], clock: Cl
             clock.mark(hook.part)
             if progress.stop:
                 return
-        try:
+        with checking_input(on_one_rank=True, data_step=progress.step + 1):
             with record_function("data"):
                 progress.batch = batch = state.stream.next_batch()
             if (rows := len(batch.tokens_BS)) % recipe.batch_size:
-                raise ValueError(f"stream gave {rows} rows; it must give a multiple of {recipe.batch_size}")
-        except (ValueError, FileNotFoundError) as error:
-            raise BadInput(str(error), on_one_rank=True, data_step=progress.step + 1) from error
+                raise UserError(f"stream gave {rows} rows; it must give a multiple of {recipe.batch_size}")
         clock.mark("data")
         result = train_step(recipe, state, batch, clock)
         progress.count(*_size(batch, recipe.mesh))

@@ -31,7 +31,7 @@ from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files, re
 from fms_fsdp.checkpoint.host_memory import host_copies
 from fms_fsdp.checkpoint.progress import SaveProgress
 from fms_fsdp.checkpoint.storage import CheckpointReader, CheckpointWriter
-from fms_fsdp.errors import RunFailed
+from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import build_model
@@ -272,14 +272,14 @@ def content_problems(folder: Path, optimizers_of: Callable[[nn.Module], Optimize
         state = read_state(folder)
         config = model_from_dict(state["resolved"]["model"])
         if config.num_layers > len(saved):
-            raise ValueError(f"{config.num_layers} layers in {len(saved)} tensors")
+            raise UserError(f"{config.num_layers} layers in {len(saved)} tensors")
         with torch.device("meta"):
             model = build_model(config)
         optimizers = None if state.get("weights_only") else optimizers_of(model)
         for name, tensor in collect_tensors(model, optimizers).items():
             entry = saved.get(name)
             if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():
-                raise ValueError(f"no {name} of {tuple(tensor.size())}")
+                raise UserError(f"no {name} of {tuple(tensor.size())}")
             load_tensor(reader, name)
     except CheckpointException as error:
         _, inner = _first_failure(error)

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from fms_fsdp.config import OptimConfig, flag_table
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
 from fms_fsdp.safe_names import open_regular, safe_name
 
@@ -145,7 +146,7 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         files = {}
     if render_files(files) != text:
-        raise ValueError(f"{FILES} is damaged")
+        raise UserError(f"{FILES} is damaged")
     return {safe_name(name, FILES): entry for name, entry in files.items()}
 
 
@@ -186,8 +187,8 @@ def open_file(path: Path) -> FileIO:
         if stat.S_ISREG(path.stat().st_mode):
             return FileIO(open_regular(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{path.name} is missing") from None
-    raise ValueError(f"{path.name} is no regular file")
+        raise UserError(f"{path.name} is missing") from None
+    raise UserError(f"{path.name} is no regular file")
 
 
 def _read_json(path: Path) -> tuple[str, Any]:
@@ -198,7 +199,7 @@ def _read_json(path: Path) -> tuple[str, Any]:
         text = raw.decode()
         return text, json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"{path.name} is damaged") from None
+        raise UserError(f"{path.name} is damaged") from None
 
 
 def size_problems(folder: Path) -> list[str]:
@@ -326,7 +327,7 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
         passed_over[folder] = wrong[0]
     if passed_over:
         listing = "; ".join(f"{folder.name}: {reason}" for folder, reason in passed_over.items())
-        raise ValueError(
+        raise UserError(
             f"checkpoints in {path} ({listing}) must be sound; none is: remove them or choose another folder"
         )
     return None
@@ -348,7 +349,7 @@ def set_aside(folder: Path, word: str) -> Path:
         if not target.exists():
             os.rename(folder, target)
             return target
-    raise OSError(f"{folder} was set aside 10,000 times; run `python -m fms_fsdp ckpt prune`")
+    raise UserError(f"{folder} was set aside 10,000 times; run `python -m fms_fsdp ckpt prune`")
 
 
 def delete(folder: Path) -> None:

@@ -21,6 +21,7 @@ from fms_fsdp.atomic import read_json
 from fms_fsdp.checkpoint.weight_files import Weights, open_weights
 from fms_fsdp.data.kept_tokenizer import UsedTokenizer
 from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
+from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.from_hf import read_shape
 from fms_fsdp.models.hf import HFWeight, find_family, hf_weights
@@ -57,9 +58,9 @@ def open_folder(path: Path, name: str = "path") -> HFFolder:
         shape, weights = read_shape(path / "config.json"), open_weights(path)
         for weight, made in check_names(shape, weights).items():
             if (there := weights[weight]().shape) != made.shape:
-                raise ValueError(f"weight {weight} must be of {tuple(made.shape)}, not {tuple(there)}")
+                raise UserError(f"weight {weight} must be of {tuple(made.shape)}, not {tuple(there)}")
     except (ValueError, OSError) as error:
-        raise ValueError(f"{name} ({path}) cannot be read: {error}") from None
+        raise UserError(f"{name} ({path}) cannot be read: {error}") from None
     return HFFolder(shape, weights)
 
 
@@ -73,7 +74,7 @@ def check_names(shape: LlamaConfig, weights: Collection[str]) -> dict[str, HFWei
     absent = [name for name in theirs if name not in weights]
     if absent or extra:
         what = f"weight {absent[0]} is missing" if absent else f"weight {extra[0]} is not of such a model"
-        raise ValueError(f"{what}; fetch the folder again")
+        raise UserError(f"{what}; fetch the folder again")
     return theirs
 
 
@@ -89,7 +90,7 @@ def load_weights(path: Path, model: Llama, mesh: Mesh) -> None:
     except ValueError as error:
         problem = str(error)
     if problems := [text for text in mesh.gather(problem) if text]:
-        raise ValueError(problems[0])
+        raise UserError(problems[0])
 
 
 @torch.no_grad()

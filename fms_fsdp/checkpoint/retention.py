@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from fms_fsdp.errors import UserError
+
 
 @dataclass(frozen=True)
 class SaveSchedule:
@@ -46,7 +48,7 @@ class SaveSchedule:
 def check_keep_best(keep_best: int, schedule: SaveSchedule, eval_interval: int) -> None:
     """Raises ValueError if no checkpoint but the last would have a validation loss to be ranked by."""
     if keep_best and not schedule.meets(eval_interval):
-        raise ValueError(
+        raise UserError(
             f"--keep_best ({keep_best}) ranks checkpoints whose step is evaluated, and none is before the "
             f"last; let an evaluation (--eval_interval {eval_interval}) fall on the step of a checkpoint"
         )
@@ -67,7 +69,7 @@ def parse_schedule(text: str, interval: int) -> SaveSchedule:
         match = re.fullmatch(r"\s*(\d{1,15})(?:@(\d{1,15}))?\s*", part)
         every, stop = (int(match[1]), int(match[2]) if match[2] else None) if match else (0, None)
         if every < 1 or (stop is None and index < len(parts) - 1) or (stop is not None and stop <= start):
-            raise ValueError(
+            raise UserError(
                 f"--checkpoint_schedule ({text}) must be INTERVAL@LAST_STEP,…,INTERVAL with rising steps, "
                 f"such as 10@100,18@1000,1500; correct ({part.strip()})"
             )

@@ -41,6 +41,7 @@ from fms_fsdp.checkpoint.folders import (
     set_aside,
 )
 from fms_fsdp.checkpoint.progress import SaveProgress
+from fms_fsdp.errors import StorageError, UserError
 
 _PIECE = 16 << 20  # bytes of a large tensor that are written at a time
 
@@ -84,7 +85,9 @@ class CheckpointWriter(FileSystemWriter):
         """On the coordinator, before any rank writes: refuses a disk that is too small."""
         free = shutil.disk_usage(self.path).free
         if free < self._needed:
-            raise OSError(f"{self._needed / 2**20:,.0f} MiB are needed and {free / 2**20:,.0f} MiB are free")
+            raise StorageError(
+                f"{self._needed / 2**20:,.0f} MiB are needed and {free / 2**20:,.0f} MiB are free"
+            )
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -210,7 +213,7 @@ def _read_metadata(folder: Path, prefix: str) -> Metadata:
     except Exception as error:  # noqa: BLE001 - a pickle of anything may raise anything
         problem = " ".join(str(error).split()) or type(error).__name__
     if problem:
-        raise ValueError(f"{METADATA} is damaged: {problem}")
+        raise UserError(f"{METADATA} is damaged: {problem}")
     return cast(Metadata, metadata)
 
 

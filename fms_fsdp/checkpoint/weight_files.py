@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fms_fsdp.errors import UserError
+
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LARGEST_HEADER = 100 << 20  # the format's own limit
 Weights = dict[str, Callable[[], torch.Tensor]]
@@ -35,18 +37,18 @@ def open_weights(folder: Path) -> Weights:
                 where: dict[str, str] = json.loads(index.read_text())["weight_map"]
                 files = sorted(set(where.values()))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise ValueError(f"{index} is no index of weights: {error}") from None
+                raise UserError(f"{index} is no index of weights: {error}") from None
         elif (folder / name).is_file():
             files = [name]
         else:
             continue
         if absent := [file for file in files if "/" in file or not (folder / file).is_file()]:
-            raise ValueError(f"{folder / absent[0]} is missing: the folder is not whole; fetch it again")
+            raise UserError(f"{folder / absent[0]} is missing: the folder is not whole; fetch it again")
         found: Weights = {}
         for file in files:
             found |= read(folder / file)
         return found
-    raise ValueError(f"{folder} holds no {' and no '.join(_FORMS)}; name a folder with weights")
+    raise UserError(f"{folder} holds no {' and no '.join(_FORMS)}; name a folder with weights")
 
 
 def _read_safetensors(path: Path) -> Weights:
@@ -55,22 +57,22 @@ def _read_safetensors(path: Path) -> Weights:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
-                raise ValueError(f"its header of {length:,} bytes does not fit")
+                raise UserError(f"its header of {length:,} bytes does not fit")
             header: dict[str, Any] = json.loads(file.read(length))
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         header.pop("__metadata__", None)
         return {name: _reader(mapped, 8 + length, entry) for name, entry in header.items()}
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}; fetch it again") from None
+        raise UserError(f"{path} is no whole safetensors file: {error}; fetch it again") from None
 
 
 def _reader(mapped: mmap.mmap, start: int, entry: dict[str, Any]) -> Callable[[], torch.Tensor]:
     if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"weights of type {entry['dtype']} cannot be read")
+        raise UserError(f"weights of type {entry['dtype']} cannot be read")
     dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     count = math.prod(shape)
     if end - begin != count * dtype.itemsize or not 0 <= begin <= end <= len(mapped) - start:
-        raise ValueError("it ends before its tensors do")
+        raise UserError("it ends before its tensors do")
     return lambda: torch.frombuffer(mapped, dtype=dtype, count=count, offset=start + begin).view(shape)
 
 
@@ -79,7 +81,7 @@ def _read_bin(path: Path) -> Weights:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         entries = {str(name): tensor for name, tensor in tensors.items()}
     except Exception as error:  # pickle's and zip's errors are of many kinds
-        raise ValueError(f"{path} holds more than weights, or is not whole: {_line(error)}") from None
+        raise UserError(f"{path} holds more than weights, or is not whole: {_line(error)}") from None
     return {name: partial(entries.__getitem__, name) for name in entries}
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fms_fsdp.config.ramp import MAX_INCREMENTS, BatchRamp
 from fms_fsdp.config.training import TrainingConfig
 from fms_fsdp.config.values import joined
+from fms_fsdp.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
         total = rows * accum * dp_size
     if total % dp_size:
         valid = divisors(total, max(4096, 2 * dp_size))
-        raise ValueError(
+        raise UserError(
             f"--global_batch_size ({total}) must be divisible by the data-parallel size ({dp_size}); "
             f"valid sizes: {joined(valid)}"
         )
@@ -60,7 +61,7 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
     if accum is None and rows:
         accum = per_rank // rows
     if not rows or not accum or rows * accum * dp_size != total:
-        raise ValueError(
+        raise UserError(
             f"--global_batch_size ({total}) must equal batch_size ({section.batch_size or rows}) x "
             f"data-parallel size ({dp_size}) x grad_accum_steps ({section.grad_accum_steps or accum}); "
             f"give two of the three, e.g. --batch_size=1"
@@ -73,12 +74,12 @@ def check_rampup(rampup: tuple[int, ...], end: int) -> None:
     if not rampup:
         return
     if len(rampup) != 3:
-        raise ValueError(
+        raise UserError(
             f"--rampup_batch_size ({joined(rampup)}) must be start,increment,samples; write 16,16,5_000_000"
         )
     start, increment, _ = rampup
     if start >= end or (end - start) % increment or (end - start) // increment > MAX_INCREMENTS:
-        raise ValueError(
+        raise UserError(
             f"--rampup_batch_size ({joined(rampup)}) must lead from {start} rows to the global batch ({end}) "
             f"in whole increments, at most {MAX_INCREMENTS:,} of them; choose a start below it and an "
             f"increment that divides {max(1, end - start)}"
@@ -97,7 +98,7 @@ def _with_ramp(section: TrainingConfig, batch: BatchPlan) -> BatchPlan:
     micro_step = batch.batch_size * batch.dp_size
     if start % micro_step or increment % micro_step:
         smaller = "" if batch.batch_size == 1 else "--batch_size=1, or "
-        raise ValueError(
+        raise UserError(
             f"--rampup_batch_size ({joined(rampup)}) must have only batches that are divisible by "
             f"data-parallel size ({batch.dp_size}) x batch_size ({batch.batch_size}); write {smaller}a start "
             f"and an increment that are multiples of {micro_step}"
@@ -121,7 +122,7 @@ def keep_global_batch(
         return resolve_batch(section, dp_size)
     if total % dp_size:
         valid = divisors(total, 65536)
-        raise ValueError(
+        raise UserError(
             f"number of data-parallel ranks ({dp_size}) must divide the run's global batch ({total} rows); "
             f"valid numbers: {joined(valid)}; or choose another batch with "
             f"--global_batch_size=ROWS {keep_name}"
@@ -135,7 +136,7 @@ def keep_global_batch(
         return _with_ramp(section, BatchPlan(fitting, per_rank // fitting, dp_size))
     if per_rank % accum or (rows is not None and rows * accum != per_rank):
         product = f"{rows or 'batch_size'} rows x {dp_size} ranks x {accum} micro-steps"
-        raise ValueError(
+        raise UserError(
             f"--grad_accum_steps ({accum}) must keep the run's global batch ({total} rows), and {product} "
             f"does not; leave it out, or choose another batch with --global_batch_size=ROWS {keep_name}"
         )

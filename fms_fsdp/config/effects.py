@@ -9,6 +9,7 @@ from fms_fsdp.config.flag import non_defaults
 from fms_fsdp.config.precision import PrecisionConfig
 from fms_fsdp.config.values import joined
 from fms_fsdp.config.whole import TrainConfig
+from fms_fsdp.errors import UserError
 
 _WITHOUT_BETAS = ("sgd", "adafactor", "adagrad", "adadelta", "rmsprop", "rprop", "madgrad", "sm3")
 _WITHOUT_EPS = ("sgd", "adafactor", "rprop", "sm3")
@@ -100,7 +101,7 @@ def refuse_idle_flags(config: TrainConfig, origins: Mapping[str, str]) -> None:
     for idle in without_effect(config, config.parallel.sharding_strategy):
         is_typed = all(origins.get(name, "flag") == "flag" for name in (idle.name, *idle.because))
         if idle.name in changed and is_typed:
-            raise ValueError(
+            raise UserError(
                 f"--{idle.name} ({joined(changed[idle.name])}) has no effect without {idle.needs}"
             )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fms_fsdp.config.flag import announced_flag, refused_flag
 from fms_fsdp.config.spans import parse_span
 from fms_fsdp.config.values import shown
+from fms_fsdp.errors import UserError
 
 OPTIMIZERS = (
     *("adamw", "adam", "sgd", "muon", "adafactor", "lamb", "adamw8bit", "adagrad", "adadelta", "adamax"),
@@ -73,17 +74,17 @@ class OptimConfig:
         for name, text in self.spans().items():
             parse_span(name, text)
         if self.warmup is not None and self.warmup_steps is not None:
-            raise ValueError(
+            raise UserError(
                 f"--warmup ({shown(self.warmup)}) must not be given beside --warmup_steps "
                 f"({self.warmup_steps}); leave one out"
             )
         if self.min_lr is not None and (self.min_lr_ratio != 0.1 or self.min_lr > self.learning_rate):
-            raise ValueError(
+            raise UserError(
                 f"--min_lr ({self.min_lr:g}) must not exceed --learning_rate ({self.learning_rate:g}), nor "
                 "be given beside --min_lr_ratio; lower it, or leave one out"
             )
         if self.lr_schedule in ("step", "exponential") and not self.lr_step_size:
-            raise ValueError(
+            raise UserError(
                 f"--lr_schedule ({self.lr_schedule}) needs --lr_step_size; add it, such as --lr_step_size=0.3"
             )
 

@@ -9,6 +9,7 @@ from typing import Any
 from fms_fsdp.config.flag import announced_flag
 from fms_fsdp.config.optim import OptimConfig
 from fms_fsdp.config.values import joined
+from fms_fsdp.errors import UserError
 
 PRECISIONS = ("bf16", "fp32", "fp16", "bf16_pure", "float8")
 NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -104,22 +105,22 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         alias = {True: "bf16", False: "fp32", None: None}[self.mixed_precision]
         if None not in (alias, self.precision) and alias != self.precision:
-            raise ValueError(
+            raise UserError(
                 f"--precision ({self.precision}) must not contradict --mixed_precision "
                 f"({self.mixed_precision}), which is --precision={alias}; leave that out"
             )
         for name in ("param_dtype", "optimizer_state_dtype"):
             if self.named == "bf16_pure" and getattr(self, name) == "fp32":
-                raise ValueError(
+                raise UserError(
                     f"--{name} (fp32) must not contradict --precision=bf16_pure; leave it out, or use "
                     "--precision=bf16"
                 )
         if self.param_dtype == "bf16" and self.named in ("fp32", "fp16"):
-            raise ValueError(
+            raise UserError(
                 f"--param_dtype (bf16) must not be given with --precision={self.named}; use --precision=bf16"
             )
         if self.grad_accum_dtype == "bf16" and self._weights == "fp32":
-            raise ValueError("--grad_accum_dtype (bf16) needs weights in bf16; add --param_dtype=bf16")
+            raise UserError("--grad_accum_dtype (bf16) needs weights in bf16; add --param_dtype=bf16")
 
     @property
     def named(self) -> str | None:
@@ -151,16 +152,16 @@ def check_rounding(precision: Precision, section: OptimConfig) -> None:
         return
     kept = "where weights or moments are kept in bf16 (--precision, --param_dtype, --optimizer_state_dtype)"
     if section.optimizer not in ("adamw", "adam"):
-        raise ValueError(
+        raise UserError(
             f"--optimizer ({section.optimizer}) must be adamw or adam {kept}; use one of them, or keep fp32"
         )
     if section.optimizer_kwargs:
-        raise ValueError(
+        raise UserError(
             f"--optimizer_kwargs ({joined(section.optimizer_kwargs)}) must be left out {kept}; leave it out, "
             "or keep fp32"
         )
     if precision.state == "bf16" and not precision.stochastic_rounding and section.adam_beta2 > 0.99:
-        raise ValueError(
+        raise UserError(
             f"--adam_beta2 ({section.adam_beta2:g}) must be at most 0.99 where moments in bf16 are rounded "
             "to nearest, or the second stops short; lower it, or leave out --stochastic_rounding=False"
         )

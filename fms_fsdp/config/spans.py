@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from fms_fsdp.config.values import exact_number, shown, whole_number
+from fms_fsdp.errors import UserError
 
 
 class RunSpan(NamedTuple):
@@ -28,7 +29,7 @@ def parse_span(flag: str, text: str) -> RunSpan:
     if share is not None and 0 < share < 1:
         return RunSpan(share, "share")
     if (whole := whole_number(number)) is None or not 0 <= whole <= 10**15:
-        raise ValueError(
+        raise UserError(
             f"--{flag} ({shown(text)}) must be a span: steps (2000), a share below 1 (0.05), samples "
             "(216320samples) or tokens (10Btokens)"
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fms_fsdp.config.flag import free_flag
 from fms_fsdp.config.values import joined
+from fms_fsdp.errors import UserError
 
 
 # fmt: off
@@ -89,12 +90,12 @@ class CheckpointConfig:
         for name in ("keep_every", "keep_best", "keep_steps"):
             value = getattr(self, name)
             if value and not self.keep_last_n:
-                raise ValueError(
+                raise UserError(
                     f"--{name} ({joined(value)}) has no effect where --keep_last_n (0) keeps every "
                     f"checkpoint; set that"
                 )
         if self.resume_step is not None and self.resume == "never":
-            raise ValueError(
+            raise UserError(
                 f"--resume_step ({self.resume_step}) needs a checkpoint; leave out --resume=never"
             )
 
@@ -140,7 +141,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         if "none" in self.trackers and len(self.trackers) > 1:
-            raise ValueError(
+            raise UserError(
                 f"--trackers ({','.join(self.trackers)}) must not name others beside none; leave one out"
             )
 

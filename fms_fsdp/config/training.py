@@ -9,6 +9,7 @@ from fractions import Fraction
 from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
 from fms_fsdp.config.ramp import BatchIntervals
 from fms_fsdp.config.values import check_alone, exact_number, joined, shown
+from fms_fsdp.errors import UserError
 
 
 def parse_selective_checkpointing(text: str) -> Fraction:
@@ -21,18 +22,18 @@ def parse_selective_checkpointing(text: str) -> Fraction:
     above, _, below = (f"1/{text[6:]}" if text.startswith("every:") else text).partition("/")
     parts = [exact_number(above), exact_number(below or "1")]
     if None in parts or not parts[1]:
-        raise ValueError(
+        raise UserError(
             f"--selective_checkpointing ({shown(text)}) must be a share such as 1, 1/2, 0.33 or every:k"
         )
     share = Fraction(parts[0] or 0) / parts[1]
     if 1 < share <= 1000 and share.denominator == 1:
-        raise ValueError(
+        raise UserError(
             f"--selective_checkpointing ({text}) must not exceed 1; for one block in {share} write 1/{share} "
             f"or every:{share}"
         )
     if not Fraction(1, 10**6) <= share <= 1:
         remedy = "; to checkpoint none use --fsdp_activation_checkpointing=False" if share == 0 else ""
-        raise ValueError(f"--selective_checkpointing ({text}) must lie above 0 and at most at 1{remedy}")
+        raise UserError(f"--selective_checkpointing ({text}) must lie above 0 and at most at 1{remedy}")
     return share
 
 
@@ -84,37 +85,37 @@ class DataConfig:
         if self.logical_shards & (self.logical_shards - 1):
             below = 1 << (self.logical_shards.bit_length() - 1)
             nearest = below if self.logical_shards - below <= 2 * below - self.logical_shards else 2 * below
-            raise ValueError(
+            raise UserError(
                 f"--logical_shards ({self.logical_shards}) must be a power of two; nearest: {nearest}"
             )
         for item in filter(None, self.skip_steps.replace(" ", "").split(",")):
             match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", item)
             if match is None or not 1 <= int(match[1]) < int(match[2]):
-                raise ValueError(
+                raise UserError(
                     f"--skip_steps ({item}) must be a:b with 1 <= a < b, the steps a to b - 1; write 100:120"
                 )
         dotted_name = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
         if self.dataset_builder and not re.fullmatch(dotted_name, self.dataset_builder):
-            raise ValueError(
+            raise UserError(
                 f"--dataset_builder ({self.dataset_builder}) must be importable as module:function"
             )
         for item in self.data_kwargs:
             if "=" not in item:
-                raise ValueError(
+                raise UserError(
                     f"--data_kwargs ({item}) must be written key=value; several are joined by commas"
                 )
 
     def _check_sources(self) -> None:
         names, weights = ",".join(self.datasets), joined(self.weights)
         if twice := sorted({name for name in self.datasets if self.datasets.count(name) > 1}):
-            raise ValueError(f"--datasets ({names}) must name a source once; repeated: {', '.join(twice)}")
+            raise UserError(f"--datasets ({names}) must name a source once; repeated: {', '.join(twice)}")
         if self.weights and len(self.weights) != len(self.datasets):
-            raise ValueError(
+            raise UserError(
                 f"--weights ({weights}) must give one number per dataset: {len(self.weights)} weights for "
                 f"{len(self.datasets)} datasets ({names or 'none named'}); name both in the same order"
             )
         if any(weight <= 0 for weight in self.weights):
-            raise ValueError(
+            raise UserError(
                 f"--weights ({weights}) must be positive; leave a dataset out to give it no tokens"
             )
 
@@ -176,13 +177,13 @@ class ParallelConfig:
         alias = self.fsdp_activation_checkpointing
         other = "blocks" if alias else "none"
         if None not in (alias, self.recompute) and other != self.recompute:
-            raise ValueError(
+            raise UserError(
                 f"--recompute ({self.recompute}) must not contradict --fsdp_activation_checkpointing "
                 f"({alias}), which is --recompute={other}; leave that out"
             )
         for name, value in self._implied().items():
             if getattr(self, name) not in (None, value):
-                raise ValueError(
+                raise UserError(
                     f"--{name} ({not value}) must not contradict --sharding_strategy "
                     f"({self.sharding_strategy}), for which it is {value}; leave one of them out"
                 )
@@ -275,7 +276,7 @@ class TrainingConfig:
         if self.num_epochs in ("", "-1"):
             return None
         if number is None or not 0 < number <= 10**6:
-            raise ValueError(
+            raise UserError(
                 f"--num_epochs ({shown(self.num_epochs)}) must be a number above 0 and at most 1,000,000, or "
                 "such a number behind the name of a source; write 2 or wiki:2"
             )

@@ -16,6 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from fms_fsdp.config.flag import Flag
+from fms_fsdp.errors import UserError
 
 LARGEST = {int: 10**15, float: 1e30}  # the limits of a number whose row has none
 _LONGEST_NUMBER, _LONGEST_TEXT, _LONGEST_SHOWN = 64, 1024, 200  # characters
@@ -59,7 +60,7 @@ def check_alone(given: Mapping[str, Any], rule: str) -> None:
     """Raises ValueError, which ends with `rule`, where more than one of these flags has a value."""
     first, *others = [name for name, value in given.items() if value] or [""]
     if others:
-        raise ValueError(f"--{others[0]} ({given[others[0]]}) must not be given beside --{first}{rule}")
+        raise UserError(f"--{others[0]} ({given[others[0]]}) must not be given beside --{first}{rule}")
 
 
 def coerce(row: Flag, value: Any) -> Any:
@@ -78,13 +79,13 @@ def coerce(row: Flag, value: Any) -> Any:
         inside = value if row.form == "text" else value.strip("[]() ")
         items = inside.split(",") if inside else []
         if any(not item.strip() for item in items):
-            raise ValueError(f"--{row.name} ({shown(value)}) must have no empty part; write a,b")
+            raise UserError(f"--{row.name} ({shown(value)}) must have no empty part; write a,b")
     return tuple(_scalar(row, item) for item in (items if isinstance(items, list | tuple) else [items]))
 
 
 def _scalar(row: Flag, value: Any) -> Any:
     if not isinstance(value, str | bool | int | float):
-        raise ValueError(
+        raise UserError(
             f"--{row.name} must be one value of type {row.kind.__name__}, not a {type(value).__name__}"
         )
     text = str(value) if not isinstance(value, bool) else str(value).lower()
@@ -92,7 +93,7 @@ def _scalar(row: Flag, value: Any) -> Any:
     quoted = f"--{row.name} ({shown(text)})"
     if row.kind is bool:
         if text.lower() not in _WORDS:
-            raise ValueError(f"{quoted} must be a boolean; write true or false")
+            raise UserError(f"{quoted} must be a boolean; write true or false")
         return _WORDS[text.lower()]
     return _text(row, text, quoted) if row.kind is str else _number(row, text, quoted)
 
@@ -100,7 +101,7 @@ def _scalar(row: Flag, value: Any) -> Any:
 def _number(row: Flag, text: str, quoted: str) -> int | float:
     number = whole_number(text) if row.kind is int else _float(text)
     if number is None:
-        raise ValueError(f"{quoted} must be {_EXAMPLES[row.kind]}")
+        raise UserError(f"{quoted} must be {_EXAMPLES[row.kind]}")
     most = LARGEST[row.kind] if row.maximum is None else row.maximum
     for bound, is_broken, rule in (
         (row.minimum, operator.lt, "at least"),
@@ -110,15 +111,15 @@ def _number(row: Flag, text: str, quoted: str) -> int | float:
         (-most, operator.lt, "at least"),
     ):
         if bound is not None and is_broken(number, bound):
-            raise ValueError(f"{quoted} must be {rule} {bound:{',' if isinstance(bound, int) else 'g'}}")
+            raise UserError(f"{quoted} must be {rule} {bound:{',' if isinstance(bound, int) else 'g'}}")
     return number
 
 
 def _text(row: Flag, text: str, quoted: str) -> str:
     if not text.isprintable():
-        raise ValueError(f"{quoted} must hold no control characters; leave them out")
+        raise UserError(f"{quoted} must hold no control characters; leave them out")
     if len(text) > _LONGEST_TEXT:
-        raise ValueError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten it")
+        raise UserError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten it")
     if row.form not in ("", "text"):
         _check_form(row.form, text, quoted)
     if not row.choices or (row.form == "module:function" and ":" in text):
@@ -127,7 +128,7 @@ def _text(row: Flag, text: str, quoted: str) -> str:
     if text.lower() not in row.choices:
         near = difflib.get_close_matches(text.lower(), row.choices, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{quoted} must be one of {', '.join(row.choices)}{hint}")
+        raise UserError(f"{quoted} must be one of {', '.join(row.choices)}{hint}")
     return text.lower()
 
 
@@ -136,12 +137,12 @@ def _check_form(form: str, text: str, quoted: str) -> None:
     parts = text.split("/")
     if form == "folder name":
         if len(parts) > 1 or text in (".", "..") or len(text) > 200:
-            raise ValueError(f"{quoted} must be a bare name, without '/', of at most 200 characters")
+            raise UserError(f"{quoted} must be a bare name, without '/', of at most 200 characters")
         return
     if any(len(part.encode()) > 255 for part in parts):
-        raise ValueError(f"{quoted} must have no name longer than 255 bytes; shorten it")
+        raise UserError(f"{quoted} must have no name longer than 255 bytes; shorten it")
     if form == "source name" and (text.startswith("/") or ".." in parts):
-        raise ValueError(f"{quoted} must be a subfolder's name, relative and without '..'")
+        raise UserError(f"{quoted} must be a subfolder's name, relative and without '..'")
 
 
 def exact_number(text: str) -> Fraction | None:

@@ -19,6 +19,7 @@ from fms_fsdp.config.precision import PrecisionConfig
 from fms_fsdp.config.surroundings import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
 from fms_fsdp.config.training import DataConfig, ParallelConfig, TrainingConfig
 from fms_fsdp.config.values import check_alone, coerce, joined
+from fms_fsdp.errors import UserError
 
 # The sections and flags that an earlier release hashed into the run name. A new flag does not belong here.
 _EARLIER_NAME = {
@@ -59,7 +60,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         num_steps, warmup_steps = self.training.num_steps, self.optim.warmup_steps
         if num_steps is not None and warmup_steps is not None and warmup_steps > num_steps:
-            raise ValueError(
+            raise UserError(
                 f"--warmup_steps ({warmup_steps}) must not exceed --num_steps ({num_steps}); raise that"
             )
         own, no_shards = self.data.dataset_builder, self.data.use_dummy_dataset or self.data.dataset_builder
@@ -69,12 +70,12 @@ class TrainConfig:
         ):
             if is_wrong:
                 other = "dataset_builder" if own else "use_dummy_dataset"
-                raise ValueError(
+                raise UserError(
                     f"--{name} ({joined(getattr(self.training, name))}) cannot be followed with --{other}, "
                     "whose data are not token shards; leave one of them out"
                 )
         if self.checkpoint.keep_best and not self.eval.eval_interval:
-            raise ValueError(
+            raise UserError(
                 f"--keep_best ({self.checkpoint.keep_best}) compares validation losses; set --eval_interval"
             )
         section = self.checkpoint
@@ -82,12 +83,12 @@ class TrainConfig:
         check_alone(starts, "; leave one of them out")
         scheduled, interval = section.checkpoint_schedule, section.checkpoint_interval
         if section.export_interval and (scheduled or not interval or section.export_interval % interval):
-            raise ValueError(
+            raise UserError(
                 f"--export_interval ({section.export_interval}) must be a multiple of --checkpoint_interval "
                 f"({interval}{', with a --checkpoint_schedule' if scheduled else ''}); change one of them"
             )
         if self.checkpoint.load_model_only and not self.checkpoint.ckpt_load_path:
-            raise ValueError("--load_model_only (True) needs the weights' place; add --ckpt_load_path=FOLDER")
+            raise UserError("--load_model_only (True) needs the weights' place; add --ckpt_load_path=FOLDER")
 
     @cached_property
     def run_name(self) -> str:

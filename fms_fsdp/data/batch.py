@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fms_fsdp.data.order.permute import GOLDEN, MASK, mix64
+from fms_fsdp.errors import UserError
 
 IGNORED_LABEL = -100
 
@@ -38,7 +39,7 @@ def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[in
     """
     if global_batch_size % dp_size:
         sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0]
-        raise ValueError(
+        raise UserError(
             f"global_batch_size ({global_batch_size}) must be divisible by the data-parallel size "
             f"({dp_size}); valid sizes: {', '.join(map(str, sizes))}"
         )

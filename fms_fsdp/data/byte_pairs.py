@@ -15,6 +15,8 @@ import json
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
+from fms_fsdp.errors import UserError
+
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -70,7 +72,7 @@ def of_tiktoken(data: bytes, name: str) -> str:
     known = _BY_RANKS.get(len(ranks))
     if known is None or len(set(ranks.values())) < len(ranks) or max(ranks.values()) >= known.size:
         others = ", ".join(f"{count:,} ({each.name})" for count, each in _BY_RANKS.items())
-        raise ValueError(
+        raise UserError(
             f"--tokenizer ({name}) has {len(ranks):,} different tokens; files of tiktoken must have "
             f"{others}. Give another tokenizer as tokenizer.json"
         )

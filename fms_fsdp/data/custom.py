@@ -7,6 +7,7 @@ from typing import Any
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.stream import Stream
+from fms_fsdp.errors import UserError
 from fms_fsdp.own_code import load_function
 
 REQUIRED = ("next_batch", "state_dict", "load_state_dict", "close")
@@ -56,7 +57,7 @@ def load_builder(section: DataConfig) -> Callable[..., Stream]:
         own = build(*args, **settings, **kwargs)
         missing = [method for method in REQUIRED if not callable(getattr(own, method, None))]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"--dataset_builder ({name}) must return an object with the methods {', '.join(REQUIRED)}; "
                 f"add {', '.join(missing)} to its {type(own).__name__}"
             )

@@ -23,6 +23,7 @@ from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, fi
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.manifest import Corpus, open_corpus, open_root
 from fms_fsdp.data.stream import TokenStream, build_stream
+from fms_fsdp.errors import UserError
 
 # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
 SEED = 0x6576616C
@@ -122,7 +123,7 @@ def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
     if _has_files(data.data_path, "validation"):
         return _join(data.data_path, "validation"), section.eval_datasets
     if not section.eval_datasets:
-        raise ValueError(
+        raise UserError(
             f"--eval_interval ({section.eval_interval}) needs held-out data, and data_path has no folder "
             "validation; prepare with --split=98,2, name sources in --eval_datasets, or set --eval_data_path"
         )
@@ -147,7 +148,7 @@ def _scan(
     data = replace(found.data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None)
     try:
         corpus = open_corpus(data)
-    except (ValueError, FileNotFoundError) as error:
+    except UserError as error:
         text = str(error).replace("--datasets", "--eval_datasets").replace("--data_path", flag)
         raise type(error)(text) from error
     if trained is not None and trained.files.root == corpus.files.root:
@@ -155,12 +156,12 @@ def _scan(
             if trained.source(source.name):
                 name = "--eval_datasets" if found.group == "eval" else f"{flag}, source"
                 remedy = "name the sources to train on in --datasets, or others here"
-                raise ValueError(f"{name} ({source.name}) must not be trained on; {remedy}")
+                raise UserError(f"{name} ({source.name}) must not be trained on; {remedy}")
     if used is not None:
         ours = of_folder(f"{flag} ({corpus.files.root})", corpus.tokenizer, data.data_path)
         check_same_tokenizer(ours, used, "prepare both with one tokenizer")
     if (corpus.vocab_size or 0) > found.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{flag} ({corpus.files.root}) has a vocabulary of {corpus.vocab_size}, the model one "
             f"of {found.vocab_size}; prepare both with one tokenizer"
         )

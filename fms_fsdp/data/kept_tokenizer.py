@@ -16,6 +16,7 @@ from pathlib import Path
 from fms_fsdp.data.shards.files import Files
 from fms_fsdp.data.shards.manifest import open_root
 from fms_fsdp.data.tokenizer import KEPT_AS, ByteTokenizer, Tokenizer, load_tokenizer, parse_description
+from fms_fsdp.errors import UserError
 
 _DESCRIBED = "meta/tokenizer.json"
 _END_NAMED = "tokenizer_config.json"  # beside a tokenizer.json
@@ -64,7 +65,7 @@ def check_same_tokenizer(one: UsedTokenizer, other: UsedTokenizer, remedy: str) 
             ids.append([row.tolist() for row in found.encode(_PROBES)])
     if len(ids) < 2 or ids[0] != ids[1]:
         names = f"{one.name} is of tokenizer {one.digest[:12]}, {other.name} of {other.digest[:12]}"
-        raise ValueError(f"{names}; {remedy}")
+        raise UserError(f"{names}; {remedy}")
 
 
 def find_tokenizer(root: str) -> Tokenizer | None:
@@ -98,5 +99,5 @@ def _read_whole(files: Files, path: str) -> bytes:
     """Returns the content of a small file. Raises: OSError, ValueError."""
     size = files.size(path)
     if size > _LARGEST_FILE:
-        raise ValueError(f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore or remove it")
+        raise UserError(f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore or remove it")
     return files.pread(path, size, 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.kept_tokenizer import find_tokenizer
 from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> 
     ids = tuple(tuple(row.tolist()) or (end,) for row in tokenizer.encode(texts))
     if (longest := max(map(len, ids))) >= context:
         rule = f"must have 1 to {context - 1}, for the context of the model is {context}"
-        raise ValueError(f"prompts (up to {longest} tokens) {rule}; shorten them")
+        raise UserError(f"prompts (up to {longest} tokens) {rule}; shorten them")
     return Prompts(tuple(texts), ids, end)
 
 
@@ -47,7 +48,7 @@ def scan_prompts(section: EvalConfig, data: DataConfig, context: int) -> Prompts
     tokenizer = find_tokenizer(data.data_path) if data.data_path else None
     if tokenizer is None:
         rule = f"needs a tokenizer beside the data ({data.data_path or 'none'})"
-        raise ValueError(
+        raise UserError(
             f"--sample_interval ({section.sample_interval}) {rule}; leave it out, or use data of `prepare`"
         )
     texts = section.sample_prompts or ("",)

@@ -30,6 +30,7 @@ from fms_fsdp.data.shards.content_marks import changed_shard
 from fms_fsdp.data.shards.ipc import ShardError, TokenError
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.manifest import Corpus
+from fms_fsdp.errors import MissingInput, UserError
 
 STATE_VERSION = 2  # of the form of `state`; the order of the data has its own
 SHARD_CACHE_BYTES = 24 << 20
@@ -83,7 +84,7 @@ class CorpusRows:
         }
         num_rows = sum(source.num_tokens // section.seq_length for source in corpus.sources)
         if num_rows < global_batch_size:
-            raise ValueError(
+            raise UserError(
                 f"--global_batch_size ({global_batch_size}) must be at most the {num_rows} sequences of the "
                 "corpus; lower the batch, lower --seq_length or add data"
             )
@@ -185,7 +186,7 @@ class CorpusRows:
     def reader(self, name: str) -> SourceReader:
         """Returns what reads a source. Raises: ValueError if it is not among those opened."""
         if name not in self._readers:
-            raise ValueError(
+            raise UserError(
                 f"source ({name}) of this step is not among the sources opened; add it to --datasets"
             )
         return self._readers[name]
@@ -214,7 +215,7 @@ class CorpusRows:
         self._check_same(state, step)
         history, size = History.from_state(state), self._section.seq_length
         if pair := history.unfit_lengths():
-            raise ValueError(
+            raise UserError(
                 f"seq_length of the checkpoint's data state was {pair[0]} and {pair[1]}, neither a multiple "
                 "of the other, as earlier releases allowed; go on with the release that wrote it, or "
                 f"{WEIGHTS_ALONE}"
@@ -223,7 +224,7 @@ class CorpusRows:
         changes = history.change(step, self.global_batch_size, self._quotas, size, self._rampup)
         if history.unfit_lengths():
             lengths = sorted({segment.seq_length for segment in history.segments} - {size})
-            raise ValueError(
+            raise UserError(
                 f"--seq_length ({size}) must divide {before} or be a multiple of it, and all lengths of a "
                 f"run must divide the longest (so far: {', '.join(map(str, lengths))}); choose such a "
                 f"length, or {WEIGHTS_ALONE}"
@@ -249,7 +250,7 @@ class CorpusRows:
         """
         history, order = self.order.history, self.order
         if source and source not in self._quotas:
-            raise ValueError(
+            raise UserError(
                 f"--num_epochs ({source}:{epochs:g}) must name a source of the mixture; there are: "
                 f"{', '.join(sorted(self._quotas))}"
             )
@@ -339,7 +340,7 @@ class CorpusRows:
         check_state(state, step)
         size, old_size = self._section.seq_length, state["history"][-1]["seq_length"]
         if self._section.packing == "bestfit" and size != old_size:
-            raise ValueError(
+            raise UserError(
                 f"--seq_length ({size}) must stay {old_size} with --packing=bestfit, whose rows are packed "
                 "to that length; keep it, or take the weights alone with --load_model_only"
             )
@@ -347,20 +348,20 @@ class CorpusRows:
         for name in sorted(self._readers.keys() & before):
             old, now = before[name], self._known[name]
             if old[:3] != now[:3]:
-                raise ValueError(
+                raise UserError(
                     f"source ({name}) has changed since the checkpoint: {now.num_shards} shards of "
                     f"{now.num_tokens} tokens, then {old.num_shards} of {old.num_tokens}; restore its "
                     "shards, and add new ones as a source of their own"
                 )
             shard = changed_shard(self.reader(name).source.paths, old.marks, now.marks)
             if shard is not None:
-                raise ValueError(
+                raise UserError(
                     f"shard ({shard}) has changed since the checkpoint, though its name and counts have not; "
                     f"restore it, or {WEIGHTS_ALONE}"
                 )
         lost = sorted(set(state["history"][-1]["weights"]) - set(mine["manifest"]))
         if lost and not self._section.datasets:
-            raise FileNotFoundError(
+            raise MissingInput(
                 f"source ({lost[0]}) of the checkpoint is missing in {self._corpus.files.root}; restore it, "
                 "or name the sources to go on with in --datasets"
             )

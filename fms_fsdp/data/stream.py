@@ -22,6 +22,7 @@ from fms_fsdp.data.order.order import Consumption
 from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.shards.manifest import Corpus
 from fms_fsdp.data.synthetic import SyntheticRows
+from fms_fsdp.errors import UserError
 
 STEPS_AHEAD = 2  # that are prepared before they are asked for
 StepRows = CorpusRows | SyntheticRows  # with the same methods
@@ -98,7 +99,7 @@ class TokenStream:
         Raises: ShardError naming file, document and step; ValueError at the end that --max_epochs sets.
         """
         if self.last_step is not None and self.step >= self.last_step:
-            raise ValueError(
+            raise UserError(
                 f"max_epochs is reached after step {self.last_step} by source {self.rows.first_exhausted}; "
                 "lower --num_steps to it, lower the source's weight or raise --max_epochs"
             )
@@ -186,7 +187,7 @@ def build_stream(
     """
     rows_of_rank(global_batch_size, dp_rank, dp_size)
     if corpus is not None and corpus.sep_token >= vocab_size:
-        raise ValueError(
+        raise UserError(
             f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of them"
         )
     make: Callable[..., StepRows] = SyntheticRows if corpus is None else partial(CorpusRows, corpus=corpus)

@@ -20,6 +20,7 @@ from fms_fsdp.data.order.mixture import NUM_SLOTS
 from fms_fsdp.data.order.order import Consumption
 from fms_fsdp.data.order.permute import I64, ORDER_VERSION, U64, derive_key, mix64
 from fms_fsdp.data.order.state import check_same
+from fms_fsdp.errors import UserError
 
 _FACTOR, _SUMMAND, _CELL, _MAX_ALPHABET = 5, 3, 32, 256
 _ROWS = 0x726F7773  # the word of the keys drawn here
@@ -40,7 +41,7 @@ class SyntheticRows:
         pin_memory: bool,
     ) -> None:
         if vocab_size < 2:
-            raise ValueError(f"vocab_size ({vocab_size}) must be at least 2 for synthetic tokens")
+            raise UserError(f"vocab_size ({vocab_size}) must be at least 2 for synthetic tokens")
         self._alphabet = 1 << (min(vocab_size, _MAX_ALPHABET).bit_length() - 1)
         self._seed, self._seq_length, self._pin_memory = seed, section.seq_length, pin_memory
         self.global_batch_size, self._rampup = global_batch_size, rampup

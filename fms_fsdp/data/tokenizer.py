@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from fms_fsdp.atomic import write_atomically, write_json
 from fms_fsdp.data.byte_pairs import is_tiktoken, of_tiktoken
+from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.safe_names import safe_name, shown_name
 
 Tokens = npt.NDArray[Any]
@@ -56,12 +57,12 @@ def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
         content = json.loads(data)
         values = {spec.name: content[spec.name] for spec in fields(Vocabulary)}
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{told_by} is not what prepare wrote; restore or remove it") from None
+        raise UserError(f"{told_by} is not what prepare wrote; restore or remove it") from None
     vocabulary, kinds = Vocabulary(**values), {"size": int, "eos_id": int}
     for name, value in values.items():
         if not isinstance(value, kinds.get(name, str)) or (name == "kind" and value not in KEPT_AS):
             rule = f"says {name} ({shown_name(value)}), which prepare never writes"
-            raise ValueError(f"{told_by} {rule}; restore or remove it")
+            raise UserError(f"{told_by} {rule}; restore or remove it")
     if vocabulary.kind != "byte" or vocabulary.file_name:
         safe_name(vocabulary.file_name, told_by)
     return vocabulary, content.get("trained_on")
@@ -115,11 +116,11 @@ class SentencePieceTokenizer:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise ValueError(f"--tokenizer ({name}) is not a sentencepiece model: {error}") from error
+            raise UserError(f"--tokenizer ({name}) is not a sentencepiece model: {error}") from error
         size = int(self._processor.vocab_size())
         eos = int(self._processor.piece_to_id(eos_token)) if eos_token else int(self._processor.eos_id())
         if eos < 0 or (eos_token and self._processor.id_to_piece(eos) != eos_token):
-            raise ValueError(_no_end(name, eos_token))
+            raise UserError(_no_end(name, eos_token))
         self.vocabulary = Vocabulary(
             "sentencepiece", size, eos, hashlib.sha256(model).hexdigest(), KEPT_AS["sentencepiece"], eos_token
         )
@@ -153,7 +154,7 @@ class HuggingFaceTokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer ({path}) needs the package tokenizers; pip install tokenizers"
             ) from None
         content = path.read_bytes()
@@ -164,7 +165,7 @@ class HuggingFaceTokenizer:
                 self._content = tokenizers.ByteLevelBPETokenizer(str(path), merges).to_str().encode()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
         except Exception as error:  # the package raises bare Exceptions
-            raise ValueError(f"--tokenizer ({path}) cannot be read: {error}") from error
+            raise UserError(f"--tokenizer ({path}) cannot be read: {error}") from error
         # a document that spells <|endoftext|> holds text, not the token
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
@@ -174,7 +175,7 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()  # "</s>" may be a piece of text, too
         eos = next((number for number in known if number in added), known[0] if known else None)
         if eos is None:
-            raise ValueError(_no_end(str(path), eos_token))
+            raise UserError(_no_end(str(path), eos_token))
         size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         digest = hashlib.sha256(self._content).hexdigest()
         self.vocabulary = Vocabulary("huggingface", size, eos, digest, KEPT_AS["huggingface"], eos_token)
@@ -239,10 +240,10 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
         names = ("tokenizer.json", "tokenizer.model", "vocab.json")
         found = [path / known for known in names if (path / known).is_file()]
         if not found:
-            raise FileNotFoundError(f"--tokenizer ({name}) holds none of {', '.join(names)}")
+            raise MissingInput(f"--tokenizer ({name}) holds none of {', '.join(names)}")
         path = found[0]
     if not path.is_file():
-        raise FileNotFoundError(
+        raise MissingInput(
             f"--tokenizer ({name}) does not exist; give byte, a model file, or --train_tokenizer"
         )
     if path.suffix == ".json" or is_tiktoken(data := path.read_bytes()):

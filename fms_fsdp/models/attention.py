@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.masks import compiled
 from fms_fsdp.models.variants import LlamaConfig
 
@@ -116,7 +117,7 @@ def chosen_backend(config: LlamaConfig, dtype: torch.dtype, device: torch.device
     found = [name for name, backend in _BACKENDS.items() if backend.value == choice]
     if not found:
         rule = f"cannot attend in {dtype} with heads of {config.head_dim} on {device.type}"
-        raise ValueError(f"--attn_impl ({config.attn_impl}) {rule}; take auto, or another precision")
+        raise UserError(f"--attn_impl ({config.attn_impl}) {rule}; take auto, or another precision")
     return found[0]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.hf import ACTIVATIONS, NAMES, hf_config
 from fms_fsdp.models.variants import LlamaConfig, RopeScaling
 
@@ -61,9 +62,9 @@ def read_shape(path: Path) -> LlamaConfig:
         return config_from_hf(json.loads(path.read_text()))
     except OSError as error:
         rule = f"{path.parent} must hold {path.name} ({error.strerror})"
-        raise ValueError(f"{rule}; name a folder of Hugging Face") from None
+        raise UserError(f"{rule}; name a folder of Hugging Face") from None
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"{path} describes no model that there is here: {error}") from None
+        raise UserError(f"{path} describes no model that there is here: {error}") from None
 
 
 def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
@@ -75,7 +76,7 @@ def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
     """
     kind = str(content.get("model_type"))
     if kind not in _USUAL:
-        raise ValueError(f"model_type ({kind}) must be one of {', '.join(_USUAL)}")
+        raise UserError(f"model_type ({kind}) must be one of {', '.join(_USUAL)}")
     said = _USUAL[kind] | dict(content)
     shape: dict[str, Any] = dict(_SHAPES.get(kind, {}))
     for ours, theirs in NAMES.items():
@@ -83,7 +84,7 @@ def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
             shape[ours] = said[name]
     missing = [name for name in ("hidden_size", "num_layers", "num_attention_heads") if name not in shape]
     if missing:
-        raise ValueError(f"{NAMES[missing[0]].split()[0]} is missing")
+        raise UserError(f"{NAMES[missing[0]].split()[0]} is missing")
     shape["attn_window"] = shape.get("attn_window") or 0
     shape["ffn_hidden_size"] = shape.get("ffn_hidden_size") or 4 * shape["hidden_size"]
     shape["num_kv_heads"] = shape.get("num_kv_heads") or shape["num_attention_heads"]
@@ -91,7 +92,7 @@ def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
     activation = said.get("hidden_act", said.get("activation_function"))
     of_theirs = {"gelu_pytorch_tanh": "gelu_tanh"} | {theirs: ours for ours, theirs in ACTIVATIONS.items()}
     if activation not in of_theirs:
-        raise ValueError(f"hidden_act ({activation}) must be one of {', '.join(of_theirs)}")
+        raise UserError(f"hidden_act ({activation}) must be one of {', '.join(of_theirs)}")
     shape["activation"] = of_theirs[activation]
     if kind != "gpt2":
         shape |= _rope(content)
@@ -109,7 +110,7 @@ def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
     if theta is not None or content.get("rope_scaling"):
         spelled.append(_read_rope({"rope_theta": theta} | dict(content.get("rope_scaling") or {})))
     if len(spelled) == 2 and any(spelled[0].get(key, value) != value for key, value in spelled[1].items()):
-        raise ValueError(f"rope_parameters ({new}) and rope_theta with rope_scaling disagree")
+        raise UserError(f"rope_parameters ({new}) and rope_theta with rope_scaling disagree")
     return spelled[0] if spelled else {}
 
 
@@ -125,7 +126,7 @@ def _read_rope(entry: Mapping[str, Any]) -> dict[str, Any]:
         length = int(entry["original_max_position_embeddings"])
         found["rope_scaling"] = RopeScaling(float(entry["factor"]), low, high, length)
     elif kind != "default":
-        raise ValueError(f"rope_scaling of type {kind} must be linear or llama3")
+        raise UserError(f"rope_scaling of type {kind} must be linear or llama3")
     return found
 
 
@@ -148,4 +149,4 @@ def _check_repeated(config: LlamaConfig, content: Mapping[str, Any]) -> None:
         else:
             right = value is None or value is False
         if not right:
-            raise ValueError(f"{name} ({value}) must be {'left out' if usual is ... else usual}")
+            raise UserError(f"{name} ({value}) must be {'left out' if usual is ... else usual}")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 
@@ -198,7 +199,7 @@ def find_family(config: LlamaConfig) -> Family:
     if not found:
         return family
     parts = [f"--{name} ({getattr(config, name)}) must be {wanted}" for name, wanted in found.items()]
-    raise ValueError(
+    raise UserError(
         f"the model's {', '.join(parts)}: Hugging Face's {family.name}, the nearest class, has no other; "
         "it cannot be exported"
     )

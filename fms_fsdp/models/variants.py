@@ -18,6 +18,7 @@ from typing import Any
 from fms_fsdp.config import ModelConfig, flag_table
 from fms_fsdp.config.batch import divisors
 from fms_fsdp.config.values import exact_number
+from fms_fsdp.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def register_variant(name: str, config: LlamaConfig) -> None:
         ValueError: the name is taken.
     """
     if name in VARIANTS or name in ALIASES:
-        raise ValueError(f"model variant ({name}) is already defined; choose another name")
+        raise UserError(f"model variant ({name}) is already defined; choose another name")
     VARIANTS[name] = config
 
 
@@ -205,10 +206,10 @@ def canonical_variant(name: str) -> str:
     if found in VARIANTS:
         return found
     if lowered.startswith("mamba"):
-        raise ValueError(f"--model_variant ({name}) is no Llama; this project trains Llamas: --list_variants")
+        raise UserError(f"--model_variant ({name}) is no Llama; this project trains Llamas: --list_variants")
     near = difflib.get_close_matches(lowered, [*VARIANTS, *ALIASES], n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ValueError(f"--model_variant ({name}) is not known; {hint}choose one of: {', '.join(VARIANTS)}")
+    raise UserError(f"--model_variant ({name}) is not known; {hint}choose one of: {', '.join(VARIANTS)}")
 
 
 def resolve_model(
@@ -223,7 +224,7 @@ def resolve_model(
     """
     variant, is_theirs = _base_shape(section), bool(section.init_from_hf or section.hf_config)
     if section.vocab_size is not None and section.vocab_size < (data_vocab_size or 0):
-        raise ValueError(
+        raise UserError(
             f"--vocab_size ({section.vocab_size}) must not be below the data's vocabulary "
             f"({data_vocab_size}); leave it out or raise it to {data_vocab_size}"
         )
@@ -248,7 +249,7 @@ def resolve_model(
         max_seq_len=section.max_seq_len or max(seq_length, variant.max_seq_len if is_theirs else 0),
     )
     if config.max_seq_len < seq_length:
-        raise ValueError(
+        raise UserError(
             f"--max_seq_len ({config.max_seq_len}) must not be below --seq_length ({seq_length}); raise it, "
             "or leave it out"
         )
@@ -257,7 +258,7 @@ def resolve_model(
     _check_shape(config, derives_heads=given.get("head_dim") == 0)
     for name in ("rope_theta", "rope_scaling", "rope_pct") if config.pos_emb != "rope" else ():
         if (value := getattr(section, name)) is not None:
-            raise ValueError(f"--{name} ({value}) has no effect without --pos_emb=rope; leave it out")
+            raise UserError(f"--{name} ({value}) has no effect without --pos_emb=rope; leave it out")
     return config
 
 
@@ -272,7 +273,7 @@ def _base_shape(section: ModelConfig) -> LlamaConfig:
     try:
         return read_shape(path if path.is_file() else path / "config.json")
     except ValueError as error:
-        raise ValueError(f"--{flag} ({path}) cannot be taken: {error}") from None
+        raise UserError(f"--{flag} ({path}) cannot be taken: {error}") from None
 
 
 def _check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig) -> None:
@@ -282,14 +283,14 @@ def _check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig)
     for name in sorted(names - {"z_loss", "vocab_multiple_of", "vocab_size"}):
         there, asked = getattr(weights, name), getattr(config, name)
         if there != asked:
-            raise ValueError(f"--{name} ({asked}) must be that of --init_from_hf ({there}); leave it out")
+            raise UserError(f"--{name} ({asked}) must be that of --init_from_hf ({there}); leave it out")
     if config.pos_emb == "learned" and config.max_seq_len != weights.max_seq_len:
         flag = "max_seq_len" if section.max_seq_len else "seq_length"
         rule = f"must fit the {weights.max_seq_len} positions that --init_from_hf has learned"
-        raise ValueError(f"--{flag} ({config.max_seq_len}) {rule}; set it so")
+        raise UserError(f"--{flag} ({config.max_seq_len}) {rule}; set it so")
     is_larger = config.vocab_size > weights.vocab_size and section.init_new_tokens == "mean"
     if config.vocab_size != weights.vocab_size and not is_larger:
-        raise ValueError(
+        raise UserError(
             f"--init_from_hf ({section.init_from_hf}) has {weights.vocab_size} tokens and must have those "
             f"of the data or of --vocab_size ({config.vocab_size}); prepare the data with its tokenizer, or "
             "give a larger vocabulary --init_new_tokens=mean"
@@ -306,7 +307,7 @@ def _parse_scaling(text: str) -> RopeScaling | None:
     values = [float(exact_number(number) or 0) for number in numbers]
     lengths = {"linear": (1,), "llama3": (1, 4)}.get(kind, ())
     if len(values) not in lengths or min(values) < 1 or (len(values) == 4 and values[1] >= values[2]):
-        raise ValueError(
+        raise UserError(
             f"--rope_scaling ({text}) must be linear:FACTOR or llama3:FACTOR[:LOW:HIGH:LENGTH], of numbers "
             "from 1 on, LOW below HIGH; write it so"
         )
@@ -320,30 +321,30 @@ def _check_shape(config: LlamaConfig, *, derives_heads: bool) -> None:
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_kv_heads
     if hidden % heads and derives_heads:
         valid = ", ".join(map(str, divisors(hidden, 1024)))
-        raise ValueError(
+        raise UserError(
             f"--num_attention_heads ({heads}) must divide hidden_size ({hidden}); valid: {valid}; or give "
             "--head_dim"
         )
     if heads % kv_heads:
         valid = ", ".join(map(str, divisors(heads, 1024)))
-        raise ValueError(
+        raise UserError(
             f"--num_kv_heads ({kv_heads}) must divide num_attention_heads ({heads}); valid: {valid}"
         )
     if config.pos_emb == "rope" and (config.rotary_dim % 2 or not config.rotary_dim):
-        raise ValueError(
+        raise UserError(
             f"--num_attention_heads ({heads}) must leave an even head size of hidden_size ({hidden}) for "
             f"rotary embeddings, not {config.rotary_dim} = {config.rope_pct:g} x {config.head_dim}; change "
             "it, --head_dim or --rope_pct, or use --pos_emb=learned"
         )
     if config.pos_emb == "sinusoidal" and hidden % 2:
-        raise ValueError(f"--hidden_size ({hidden}) must be even for --pos_emb=sinusoidal; change it")
+        raise UserError(f"--hidden_size ({hidden}) must be even for --pos_emb=sinusoidal; change it")
     if not config.attn_window_pattern or set(config.attn_window_pattern) - set("LG"):
-        raise ValueError(
+        raise UserError(
             f"--attn_window_pattern ({config.attn_window_pattern}) must be made of the letters L and G; "
             "write it as LLG"
         )
     if config.attn_dropout and config.attn_impl not in ("auto", "math"):
-        raise ValueError(
+        raise UserError(
             f"--attn_impl ({config.attn_impl}) has no dropout that repeats on any number of devices; leave "
             "it out, or --attn_dropout"
         )

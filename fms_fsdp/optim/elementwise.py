@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.optim.shards import Pair, ShardOptimizer, State, Tensors, shards_of
 
 
@@ -61,9 +62,9 @@ class Rprop(ShardOptimizer):
         self, groups: Any, lr: float, etas: Pair = (0.5, 1.2), step_sizes: Pair = (1e-6, 50.0)
     ) -> None:
         if len(etas) != 2 or not 0 < etas[0] < 1 < etas[1]:
-            raise ValueError("etas must be two numbers, one between 0 and 1 and one above 1")
+            raise UserError("etas must be two numbers, one between 0 and 1 and one above 1")
         if len(step_sizes) != 2 or not 0 < step_sizes[0] < step_sizes[1]:
-            raise ValueError("step_sizes must be two numbers above 0, the smaller one first")
+            raise UserError("step_sizes must be two numbers above 0, the smaller one first")
         super().__init__(groups, lr=lr, etas=etas, step_sizes=step_sizes)
 
     def new_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:

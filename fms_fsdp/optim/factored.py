@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.optim.shards import (
     ShardOptimizer,
     State,
@@ -41,7 +42,7 @@ class Adafactor(ShardOptimizer):
         d: float = 1.0,
     ) -> None:
         if beta2_decay > 0 or eps1 <= 0 or eps2 < 0 or d < 1:
-            raise ValueError("needs beta2_decay <= 0, eps1 > 0, eps2 >= 0 and d >= 1")
+            raise UserError("needs beta2_decay <= 0, eps1 > 0, eps2 >= 0 and d >= 1")
         settings = {"beta2_decay": beta2_decay, "eps1": eps1, "eps2": eps2, "d": d}
         super().__init__(groups, lr=lr, weight_decay=weight_decay, **settings)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.optim.shards import ShardOptimizer, State, Tensors, shards_of
 
 _QUINTIC = (3.4445, -4.775, 2.0315)  # steepest at 0; takes singular values to between 0.7 and 1.2
@@ -43,9 +44,9 @@ class Muon(ShardOptimizer):
         scale: str = "rms",
     ) -> None:
         if scale not in ("rms", "original"):
-            raise ValueError(f"scale ({scale}) must be rms or original")
+            raise UserError(f"scale ({scale}) must be rms or original")
         if not 1 <= ns_steps <= 100:
-            raise ValueError(f"ns_steps ({ns_steps}) must be from 1 to 100")
+            raise UserError(f"ns_steps ({ns_steps}) must be from 1 to 100")
         settings = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "scale": scale}
         super().__init__(groups, lr=lr, weight_decay=weight_decay, **settings)
 

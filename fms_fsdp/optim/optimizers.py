@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from fms_fsdp.config import FP32, NUM_BYTES, OptimConfig, Precision
 from fms_fsdp.config.precision import check_rounding
 from fms_fsdp.config.values import joined
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import LlamaConfig
@@ -148,7 +149,7 @@ def build_optimizers(
         return Optimizers(model, [_build_part(name, section, named)])
     hidden = {name: p for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
     if not hidden:
-        raise ValueError("--optimizer (muon) needs matrices in blocks, and the model has none; use adamw")
+        raise UserError("--optimizer (muon) needs matrices in blocks, and the model has none; use adamw")
     others = {name: p for name, p in named.items() if name not in hidden}
     parts = [_build_part("muon", section, hidden)]
     return Optimizers(model, parts + ([_build_part("adamw", section, others)] if others else []))
@@ -220,7 +221,7 @@ def state_of_stand_in(section: OptimConfig, precision: Precision = FP32) -> dict
         if str(error).startswith("--"):
             raise
         kwargs = f" --optimizer_kwargs={joined(section.optimizer_kwargs)}" if section.optimizer_kwargs else ""
-        raise ValueError(f"--optimizer={section.optimizer}{kwargs} cannot be built: {error}") from error
+        raise UserError(f"--optimizer={section.optimizer}{kwargs} cannot be built: {error}") from error
     return state
 
 

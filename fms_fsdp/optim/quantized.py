@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.optim.shards import as_shard, shard_of
 
 
@@ -30,7 +31,7 @@ def check_even(parameter: torch.Tensor) -> None:
     """
     shards = parameter.device_mesh.size(-1) if isinstance(parameter, DTensor) else 1
     if parameter.shape[0] % shards:
-        raise ValueError(
+        raise UserError(
             f"--optimizer (adamw8bit) needs equal shards, and {parameter.shape[0]} rows do not divide over "
             f"{shards} ranks; change --vocab_size or the size at fault, or use another optimizer"
         )

@@ -17,6 +17,7 @@ import torch
 from fms_fsdp.config import OptimConfig
 from fms_fsdp.config.flag import Flag
 from fms_fsdp.config.values import coerce, shown
+from fms_fsdp.errors import UserError
 
 Build = Callable[..., torch.optim.Optimizer]
 BUILDERS = {  # torch's own work on sharded tensors, entry by entry
@@ -56,14 +57,14 @@ def load_builder(name: str) -> Build:
     module, _, function = BUILDERS.get(name, name).partition(":")
     package = module.partition(".")[0]
     if name in BUILDERS and find_spec(package) is None:
-        raise ValueError(f"--optimizer ({name}) needs the package {package}; pip install {package}")
+        raise UserError(f"--optimizer ({name}) needs the package {package}; pip install {package}")
     try:
         build: Build = getattr(importlib.import_module(module), function)
         if not inspect.signature(build).parameters:
             raise TypeError("it takes no parameters to optimize")
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         text = f"--optimizer ({shown(name)}) must be importable as module:function: {error}"
-        raise ValueError(text) from None
+        raise UserError(text) from None
     return build
 
 
@@ -85,19 +86,19 @@ def read_settings(name: str, section: OptimConfig) -> dict[str, Any]:
         if key in taken and (len(values) == 2 or not isinstance(taken[key].default, tuple)):
             settings[key] = values if len(values) == 2 else values[0]
         elif name not in BUILDERS and values != tuple(getattr(OptimConfig(), flag) for flag in flags):
-            raise ValueError(f"--{flags[0]} has no effect on --optimizer={name}, which takes no {key}")
+            raise UserError(f"--{flags[0]} has no effect on --optimizer={name}, which takes no {key}")
     known = [key for key in taken if key not in _NO_CHOICE | settings.keys()]
     for item in section.optimizer_kwargs if name == section.optimizer else ():
         key, equals, text = item.partition("=")
         quoted = f"--optimizer_kwargs ({shown(item)})"
         if not equals:
-            raise ValueError(f"{quoted} must be of the form key=value")
+            raise UserError(f"{quoted} must be of the form key=value")
         if key in _FLAGS and key not in known and key in taken:
-            raise ValueError(f"{quoted} must not set what has a flag; use --{' and --'.join(_FLAGS[key])}")
+            raise UserError(f"{quoted} must not set what has a flag; use --{' and --'.join(_FLAGS[key])}")
         if key not in known and not any(each.kind is each.VAR_KEYWORD for each in signature):
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             hint = f"did you mean {near[0]}? It takes {', '.join(known)}" if near else "leave it out"
-            raise ValueError(f"{quoted} must be an argument of --optimizer={name}; {hint}")
+            raise UserError(f"{quoted} must be an argument of --optimizer={name}; {hint}")
         settings[key] = _read_value(taken[key], text) if key in taken else text
     if name in BUILDERS and {"foreach", "fused"} & taken.keys():
         settings["fused" if name in _FUSED else "foreach"] = True

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from fms_fsdp.config import OptimConfig
 from fms_fsdp.config.spans import parse_span
+from fms_fsdp.errors import UserError
 
 _FALLING: dict[str, Callable[[float, float], float]] = {  # of p and power, from 1 to 0
     "cosine": lambda p, power: 0.5 * (1 + math.cos(math.pi * p)),
@@ -93,7 +94,7 @@ def find_corners(section: OptimConfig, run: Length) -> Corners:
         unit, flags = "tokens" if in_tokens else "steps", "warmup warmup_steps lr_decay constant_steps"
         values = {name: getattr(section, name) for name in flags.split()}
         given = ", ".join(f"--{name} ({value})" for name, value in values.items() if value)
-        raise ValueError(
+        raise UserError(
             f"{given}: the warm-up must not end (at {warmup:,} {unit}) after the decay begins or ends (at "
             f"{min(start, end):,}); shorten one of them, or lengthen the run"
         )

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from fms_fsdp.errors import UserError
+
 Tensors = list[torch.Tensor]
 State = dict[str, torch.Tensor]
 Pair = tuple[float, float]
@@ -29,7 +31,7 @@ class ShardOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: Any, **settings: Any) -> None:
         if not 0 <= settings.get("momentum", 0.0) < 1:
-            raise ValueError(f"momentum ({settings['momentum']:g}) must be at least 0 and below 1")
+            raise UserError(f"momentum ({settings['momentum']:g}) must be at least 0 and below 1")
         super().__init__(groups, settings)
         for group in self.param_groups:
             for parameter in group["params"]:

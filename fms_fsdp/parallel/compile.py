@@ -11,6 +11,7 @@ import torch
 import torch._functorch.config as functorch_config
 
 from fms_fsdp.config import ParallelConfig
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.llama import Llama
 
 
@@ -53,8 +54,8 @@ def check_compile(section: ParallelConfig, device: torch.device) -> None:
     find no compiled blocks."""
     if not compiles(section, device):
         if section.recomputes == "cheap":
-            raise ValueError(
+            raise UserError(
                 "--recompute (cheap) needs --use_torch_compile=True; add it, or use ops or blocks"
             )
     elif missing := missing_compiler(device):
-        raise ValueError(f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out")
+        raise UserError(f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out")

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from fms_fsdp.config.precision import Precision
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 
@@ -45,7 +46,7 @@ def check_float8(config: LlamaConfig, precision: Precision, device: torch.device
     }
     for name, size in sizes.items():
         if size % _MULTIPLE:
-            raise ValueError(
+            raise UserError(
                 f"--precision (float8) needs sizes that are multiples of {_MULTIPLE}, and {name} is {size}; "
                 "change it, or use --precision=bf16"
             )
@@ -54,7 +55,7 @@ def check_float8(config: LlamaConfig, precision: Precision, device: torch.device
     found, needed = torch.cuda.get_device_capability(device), (9, 0) if precision.float8 == "row" else (8, 9)
     if found < needed:
         remedy = "--float8_scaling=tensor" if found >= (8, 9) else "--precision=bf16"
-        raise ValueError(
+        raise UserError(
             f"--precision (float8) by {precision.float8} needs compute capability {needed[0]}.{needed[1]}, "
             f"and {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; use {remedy}"
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from fms_fsdp.config import ParallelConfig, Precision
+from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama, build_model
@@ -25,7 +26,7 @@ from fms_fsdp.parallel.precision import apply_precision, cast_weights, sum_gradi
 def check_attention(attn_impl: str, device: torch.device) -> None:
     """Raises ValueError for a backend of attention that the device lacks."""
     if device.type == "cpu" and attn_impl in ("cudnn", "efficient"):
-        raise ValueError(f"--attn_impl ({attn_impl}) exists on GPU only; choose one of: auto, flash, math")
+        raise UserError(f"--attn_impl ({attn_impl}) exists on GPU only; choose one of: auto, flash, math")
 
 
 def parallelize(

@@ -25,6 +25,7 @@ from fms_fsdp.config import (
     Precision,
     parse_selective_checkpointing,
 )
+from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
@@ -125,7 +126,7 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
     if estimate.total <= available:
         return
     if 2 * estimate.rows > estimate.total:
-        raise ValueError(
+        raise UserError(
             f"--seq_length and the batch ({estimate.rows / _GIB:.1f} GiB of rows and positions per rank) "
             f"must fit the {available / _GIB:.1f} GiB of memory available to it; lower one of --seq_length, "
             "--batch_size, --grad_accum_steps, --global_batch_size"
@@ -139,7 +140,7 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
         remedy = f"shard over at least {devices} such devices (--sharding_strategy=fsdp), or {remedy}"
     elif estimate.dims.strategy != "none" and estimate.dims.keeps_weights:
         remedy = f"gather one block at a time (--sharding_strategy=fsdp, on several devices), or {remedy}"
-    raise ValueError(
+    raise UserError(
         f"--model_variant ({variant}: {estimate.total / _GIB:.1f} GiB per rank, {estimate.state / _GIB:.1f} "
         f"of weights, gradients and optimizer state, {(estimate.unit + estimate.gradients) / _GIB:.1f} "
         f"unsharded) must fit the {available / _GIB:.1f} GiB of memory available to it; {remedy}"

@@ -30,7 +30,7 @@ from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.data.kept_tokenizer import check_same_tokenizer, of_folder
 from fms_fsdp.data.shards.manifest import Corpus
 from fms_fsdp.data.stream import Stream
-from fms_fsdp.errors import BadInput, checking_input
+from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
@@ -105,7 +105,7 @@ def restore(
     damaged, the newest sound one before it, which makes another plan (collective: every rank).
 
     Raises:
-        BadInput: none is sound.
+        UserError: none is sound.
     """
     if plan.begin.weights:
         with checking_input():
@@ -135,15 +135,13 @@ def look_at_suspect(stream: Stream, taken: Claim) -> None:
     """Reads the data that ended the last attempt, if this attempt needs them too.
 
     Raises:
-        BadInput: the data are still wrong.
+        UserError: the data are still wrong.
     """
     step = taken.suspect_step
     if step is None or step <= taken.plan.start:
         return
-    try:
+    with checking_input(on_one_rank=True, data_step=step):
         stream.batch_at(step)
-    except (ValueError, FileNotFoundError) as error:
-        raise BadInput(str(error), on_one_rank=True, data_step=step) from error
 
 
 def _set_aside_own(cfg: TrainConfig, damaged: Iterable[Path]) -> None:
@@ -207,7 +205,7 @@ def _check_shared(root: Path, world: World, mesh: Mesh) -> None:
         time.sleep(0 if sees else 0.2)
     count = int(mesh.sum(torch.tensor([int(not sees)]), "world").item())
     if count:
-        raise ValueError(
+        raise UserError(
             f"folder ({root}) must be shared by all nodes, and {count} of them do not see what rank 0 writes "
             "there; choose an --output_dir on a shared file system"
         )

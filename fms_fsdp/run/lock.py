@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from fms_fsdp.errors import UserError
+
 
 def lock_folder(
     folder: Path, patience_s: float = 10.0, remedy: str = "stop it, or choose another --run_name"
@@ -40,7 +42,7 @@ def lock_folder(
                 owner = file.read().strip() or "another process"
                 file.close()
                 rule = f"must have one writer, and {owner} is writing there"
-                raise ValueError(f"folder ({folder}) {rule}; {remedy}") from None
+                raise UserError(f"folder ({folder}) {rule}; {remedy}") from None
             time.sleep(0.2)
         except OSError as error:
             print(f"{folder}: no lock against a second writer here ({error.strerror})", file=sys.stderr)
@@ -66,7 +68,7 @@ def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             _held.append(lock_folder(folder, patience_s))
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"folder ({folder}) must be one that can be made and written: {error.strerror}; choose "
                 "another --output_dir"
             ) from error

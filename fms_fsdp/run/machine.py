@@ -13,6 +13,7 @@ from fms_fsdp import runtime
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.effects import notes
 from fms_fsdp.config.values import shown
+from fms_fsdp.errors import UserError
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.parallel.compile import missing_compiler
@@ -30,24 +31,24 @@ def check_machine(parsed: Parsed[TrainConfig], device: torch.device, dims: Paral
     cfg = parsed.config
     check_attention(cfg.model.attn_impl, device)
     if cfg.model.attn_dropout and cfg.data.document_mask and device.type == "cuda":
-        raise ValueError(
+        raise UserError(
             f"--attn_dropout ({cfg.model.attn_dropout:g}) has no kernel under --document_mask on GPUs; leave "
             "one of them out"
         )
     if cfg.parallel.dist_backend == "nccl" and device.type != "cuda":
-        raise ValueError("--dist_backend (nccl) needs a GPU; leave it out, or use gloo")
+        raise UserError("--dist_backend (nccl) needs a GPU; leave it out, or use gloo")
     if cfg.parallel.dist_backend == "gloo" and device.type == "cuda" and dims.strategy != "none":
-        raise ValueError("--dist_backend (gloo) cannot reduce gradients on GPUs; leave it out, or use nccl")
+        raise UserError("--dist_backend (gloo) cannot reduce gradients on GPUs; leave it out, or use nccl")
     if cfg.profiler.memory_snapshot and device.type != "cuda":
-        raise ValueError("--memory_snapshot (True) needs a GPU, whose allocator it records; leave it out")
+        raise UserError("--memory_snapshot (True) needs a GPU, whose allocator it records; leave it out")
     if cfg.parallel.cpu_offload and dims.strategy == "none":
-        raise ValueError(
+        raise UserError(
             "--cpu_offload (True) needs a sharded model; add --sharding_strategy=fsdp, which one process "
             "can use too"
         )
     for name in _FILES:
         if (path := Path(cfg.output_dir, name)).exists() and not path.is_file():
-            raise ValueError(
+            raise UserError(
                 f"--output_dir ({cfg.output_dir}) must hold {name} as a file; remove what is there"
             )
     for line in [*notes(cfg, parsed.origins, dims.strategy), *_notes_of_the_machine(cfg, device)]:

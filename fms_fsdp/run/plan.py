@@ -41,6 +41,7 @@ from fms_fsdp.data.prompts import Prompts, scan_prompts
 from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.shards.manifest import Corpus, scan_corpus
 from fms_fsdp.data.stream import Stream, TokenStream, build_stream
+from fms_fsdp.errors import UserError
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import ParallelDims, resolve_dims
 from fms_fsdp.models.hf import find_family
@@ -236,7 +237,7 @@ def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:
         found = replace(found, epochs=text)
     if num_steps < found.start:
         assert checkpoint is not None
-        raise ValueError(
+        raise UserError(
             f"--num_steps ({num_steps}) must not lie below the newest checkpoint (step {found.start} in "
             f"{checkpoint.folder.parent}); raise it or choose another --run_name"
         )
@@ -266,7 +267,7 @@ def start_loss_scale(cfg: TrainConfig, plan: Plan) -> LossScale | None:
 def _check_trackers(names: tuple[str, ...]) -> None:
     for name in names:
         if name in _TRACKER_PACKAGES and find_spec(name) is None:
-            raise ValueError(
+            raise UserError(
                 f"--trackers ({name}) needs the package {name}, which is not installed; pip install {name}"
             )
 
@@ -274,7 +275,7 @@ def _check_trackers(names: tuple[str, ...]) -> None:
 def _check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(_nearest(folder)).free
     if free < needed:
-        raise ValueError(
+        raise UserError(
             f"--ckpt_save_path ({folder}) must have room for one checkpoint: {needed / 2**30:.1f} GiB, and "
             f"{free / 2**30:.1f} GiB are free; free some or choose another folder"
         )
@@ -284,11 +285,11 @@ def _check_writable(flag: str, folder: Path) -> None:
     """Raises ValueError where this process may not make the folder, or write in it."""
     nearest = _nearest(folder)
     if not nearest.is_dir():
-        raise ValueError(
+        raise UserError(
             f"{flag} ({folder}) must be a folder that can be made: {nearest} is no folder; choose another"
         )
     if not os.access(nearest, os.W_OK | os.X_OK) or os.statvfs(nearest).f_blocks == 0:  # as in /proc
-        raise ValueError(f"{flag} ({folder}) must be writable; choose another or change its permissions")
+        raise UserError(f"{flag} ({folder}) must be writable; choose another or change its permissions")
 
 
 def _nearest(folder: Path) -> Path:
@@ -319,7 +320,7 @@ def open_stream(cfg: TrainConfig, found: Plan) -> Stream:
     for change in changes:
         runtime.log.info("from step %d on, %s", found.start + 1, change)
     if stream.last_step is not None and found.num_steps > stream.last_step:
-        raise ValueError(
+        raise UserError(
             f"--num_steps ({found.num_steps}) must not exceed {stream.last_step}, the last step that "
             f"--max_epochs ({cfg.data.max_epochs:g}) "
             f"leaves the shortest source; lower it or raise --max_epochs"
@@ -346,9 +347,9 @@ def _begun_stream(cfg: TrainConfig, found: Plan) -> tuple[Stream, list[str]]:
     elif found.continues:
         try:
             return stream, stream.load_state_dict(found.begin.state["data"], found.start)
-        except (ValueError, FileNotFoundError) as error:
+        except UserError as error:
             stream.close()
-            raise ValueError(f"{error}; for other data choose another --run_name") from error
+            raise UserError(f"{error}; for other data choose another --run_name") from error
     return stream, []
 
 

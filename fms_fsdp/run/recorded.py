@@ -16,6 +16,7 @@ from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
 from fms_fsdp.config import TrainConfig, flag_table, from_dict
 from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, of_folder
 from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.errors import UserError
 
 _PATHS = {name for name, row in flag_table(TrainConfig).items() if row.form == "path"}
 
@@ -55,7 +56,7 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
     if found is None:
         which = "" if step is None else f" of step {step}"
         rule = f"must hold a complete checkpoint{which}; see `python -m fms_fsdp ckpt list`"
-        raise ValueError(f"{name} ({path}) {rule}")
+        raise UserError(f"{name} ({path}) {rule}")
     return found
 
 

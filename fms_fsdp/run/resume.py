@@ -12,6 +12,7 @@ from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers, n
 from fms_fsdp.config import ModelConfig, OptimConfig, TrainConfig, flag_table, from_dict, recorded_precision
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.values import joined
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
 from fms_fsdp.optim.optimizers import state_of_stand_in
 from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
@@ -47,7 +48,7 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
     """
     section, own_root = cfg.checkpoint, Path(cfg.ckpt_save_path)
     if section.resume == "never" and named_steps(own_root):
-        raise ValueError(
+        raise UserError(
             f"--resume (never) must find no checkpoints in {own_root}; choose another --run_name, or remove "
             f"them (python -m fms_fsdp ckpt prune --path={own_root} --after=0 --yes)"
         )
@@ -61,7 +62,7 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
     if section.ckpt_load_path:
         given = open_checkpoint(Path(section.ckpt_load_path), skip=skip, step=section.resume_step)
         if given is None:
-            raise ValueError(
+            raise UserError(
                 f"--ckpt_load_path ({section.ckpt_load_path}) must be a checkpoint root or a complete "
                 "step_<N> folder; found none there"
             )
@@ -73,12 +74,12 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
         return Start(given, not only_weights, why, fresh_data=fresh)
     if section.resume == "must" or section.resume_step is not None:
         flag = f"--resume_step ({section.resume_step})" if section.resume_step else "--resume (must)"
-        raise ValueError(
+        raise UserError(
             f"{flag} must find a checkpoint in {own_root}; none is there: check --run_name or "
             "--ckpt_load_path"
         )
     if damaged := [folder.name for folder, word in leftovers(own_root) if word == "damaged"]:
-        raise ValueError(
+        raise UserError(
             f"checkpoints in {own_root} ({', '.join(damaged)}) are damaged and no sound one is there; choose "
             "another --run_name to start afresh, or remove them (python -m fms_fsdp ckpt prune "
             f"--path={own_root} --leftovers --yes)"
@@ -99,7 +100,7 @@ def _go_back(root: Path, step: int, skip: Collection[Path]) -> Start:
     chosen = open_checkpoint(root, skip=skip, step=step)
     if chosen is None:
         there = ", ".join(map(str, complete_steps(root)))
-        raise ValueError(
+        raise UserError(
             f"--resume_step ({step}) must be the step of a checkpoint in {root}; there are: {there}"
         )
     later = tuple(root / f"step_{found}" for found in named_steps(root) if found > step)
@@ -119,7 +120,7 @@ def check_model(model: LlamaConfig, checkpoint: Checkpoint) -> None:
         if name == "max_seq_len":
             is_kept = model.pos_emb == "learned"  # a row of weights for every position
         if is_kept and saved[name] != value:
-            raise ValueError(
+            raise UserError(
                 f"--{name} ({value}) must be that of the checkpoint {checkpoint.folder} ({saved[name]}); "
                 f"set it so, or choose another --run_name"
             )
@@ -140,7 +141,7 @@ def check_same_optimizer(section: OptimConfig, checkpoint: Checkpoint) -> None:
     for name in ("optimizer", "optimizer_kwargs"):
         old, new = joined(before[name]), joined(now[name])
         if old != new and (name == "optimizer" or _state_names(before) != _state_names(now)):
-            raise ValueError(
+            raise UserError(
                 f"--{name} ({new}) must keep the state of the checkpoint {checkpoint.folder} ({old}); set it "
                 "so, take only the weights (--load_model_only), or choose another --run_name"
             )

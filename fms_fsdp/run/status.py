@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from fms_fsdp.atomic import read_json, write_atomically
 from fms_fsdp.cpu_tuning import positive_number
-from fms_fsdp.errors import BadInput, RunFailed
+from fms_fsdp.errors import RunFailed, UserError
 
 RUNNING, FINISHED, RESUME_ME, BAD_INPUT, FAILED = "running", "finished", "resume_me", "bad_input", "failed"
 EXIT_STATUS = {FINISHED: 0, FAILED: 1, BAD_INPUT: 2, RESUME_ME: 75}
@@ -83,7 +83,7 @@ class Launch:
             return
         self._told = error
         self.reason = " ".join(str(error).split())
-        if isinstance(error, BadInput):
+        if isinstance(error, UserError):
             self.outcome = BAD_INPUT
             self._tell_bad_input(error)
         elif isinstance(error, RunFailed):
@@ -133,7 +133,7 @@ class Launch:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         return True
 
-    def _tell_bad_input(self, error: BadInput) -> None:
+    def _tell_bad_input(self, error: UserError) -> None:
         """Rank 0 prints a mistake that all ranks find at once; the others wait for that, because torchrun
         kills all when one exits."""
         known = self._told_before(self.reason)

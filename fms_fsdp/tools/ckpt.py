@@ -18,6 +18,7 @@ from fms_fsdp.checkpoint.folders import (
 )
 from fms_fsdp.checkpoint.retention import KeepPolicy
 from fms_fsdp.config import flag
+from fms_fsdp.errors import UserError
 from fms_fsdp.run.lock import lock_folder
 from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.tools.table import table
@@ -86,7 +87,7 @@ def verify_checkpoints(config: CkptVerifyConfig) -> None:
         bad += [folder.name] if wrong else []
     if bad:
         rule = f"holds {len(bad)} damaged checkpoints ({', '.join(bad)})"
-        raise ValueError(f"--path ({config.path}) {rule}; remove them: a run passes over them by itself")
+        raise UserError(f"--path ({config.path}) {rule}; remove them: a run passes over them by itself")
 
 
 def prune_checkpoints(config: CkptPruneConfig) -> None:
@@ -143,11 +144,11 @@ def _problems(folder: Path, *, deep: bool = False) -> list[str]:
 
 def _root(path: str) -> Path:
     if not path:
-        raise ValueError("--path () must name a run folder or a folder of checkpoints; add --path=runs/NAME")
+        raise UserError("--path () must name a run folder or a folder of checkpoints; add --path=runs/NAME")
     given = Path(path)
     root = given / "checkpoints" if (given / "checkpoints").is_dir() else given
     if not root.is_dir():
-        raise ValueError(f"--path ({path}) must be a folder; found none there")
+        raise UserError(f"--path ({path}) must be a folder; found none there")
     return root.parent if root.name.startswith("step_") else root
 
 

@@ -26,6 +26,7 @@ from fms_fsdp.config import (
     flag,
 )
 from fms_fsdp.config.ramp import BatchIntervals, BatchRamp
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.tools.table import table
 
@@ -66,11 +67,11 @@ class EstimateConfig:
 
     def __post_init__(self) -> None:
         if self.output and not self.plot_schedule:
-            raise ValueError(f"--output ({self.output}) has no effect without --plot_schedule=True")
+            raise UserError(f"--output ({self.output}) has no effect without --plot_schedule=True")
         rates = (self.tflops is not None) + (self.tokens_per_sec_per_device is not None)
         if rates == 2 or not (rates or self.plot_schedule):
             given = "neither is" if self.tflops is None else "both are"
-            raise ValueError(f"--tflops or --tokens_per_sec_per_device must be given, one of them; {given}")
+            raise UserError(f"--tflops or --tokens_per_sec_per_device must be given, one of them; {given}")
         check_rampup(self.rampup_batch_size, self.batch_tokens // self.row_tokens)
 
     @property

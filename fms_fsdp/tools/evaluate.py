@@ -11,7 +11,7 @@ from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import ParallelConfig, TrainConfig, flag, recorded_precision
 from fms_fsdp.data.held_out import HeldOut, close_held_out, open_held_out, scan_held_out
-from fms_fsdp.errors import BadInput, RunFailed
+from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.evaluate import Forward, evaluate
 from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.variants import model_from_dict
@@ -60,8 +60,8 @@ def main(config: EvaluateConfig) -> None:
     try:
         load_checkpoint(checkpoint, model, None, mesh)
         values = evaluate(forward, sources)
-    except (DamagedCheckpoint, RunFailed, BadInput) as error:
-        raise ValueError(str(error)) from error
+    except (DamagedCheckpoint, RunFailed, UserError) as error:
+        raise UserError(str(error)) from error
     close_held_out(sources)
     if world.rank == 0:
         place = {"step": checkpoint.step, "tokens_seen": checkpoint.state["tokens_seen"]}

@@ -13,6 +13,7 @@ import torch
 from fms_fsdp.config import flag
 from fms_fsdp.data.prompts import encode_prompts
 from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.errors import UserError
 from fms_fsdp.generate import Sampling, generate, text_after
 from fms_fsdp.loading import load
 from fms_fsdp.models.llama import Llama
@@ -46,7 +47,7 @@ class GenerateConfig:
         given = {"prompt": self.prompt, "prompts": self.prompts, "interactive": self.interactive}
         first, *others = [f"--{name} ({value})" for name, value in given.items() if value] or [""]
         if others:
-            raise ValueError(f"{first} and {others[0]}: leave one of them out")
+            raise UserError(f"{first} and {others[0]}: leave one of them out")
 
 
 def main(config: GenerateConfig) -> None:
@@ -58,13 +59,11 @@ def main(config: GenerateConfig) -> None:
     prompts = Path(config.prompts).read_text().splitlines() if config.prompts else [config.prompt]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.use_torch_compile and (missing := missing_compiler(device)):
-        raise ValueError(f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out")
+        raise UserError(f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out")
     model, tokenizer = load(config.path, config.step, device)
     if tokenizer is None:
         rule = "has no tokenizer beside the data that it trained on, or in a folder of Hugging Face"
-        raise ValueError(
-            f"--path ({config.path}) {rule}; put the tokenizer back, or use load_model in Python"
-        )
+        raise UserError(f"--path ({config.path}) {rule}; put the tokenizer back, or use load_model in Python")
     if config.dtype == "bf16":
         for weight in model.parameters():  # the rotary table stays fp32
             weight.data = weight.data.bfloat16()

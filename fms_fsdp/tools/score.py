@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from fms_fsdp.config import flag
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.errors import UserError
 from fms_fsdp.loading import load
 from fms_fsdp.models.llama import Llama
 
@@ -38,7 +39,7 @@ class ScoreConfig:
 
     def __post_init__(self) -> None:
         if not self.questions:
-            raise ValueError("--questions is missing; name a file of JSON lines")
+            raise UserError("--questions is missing; name a file of JSON lines")
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,16 @@ def main(config: ScoreConfig) -> None:
         read_question(line, f"{path}:{n}") for n, line in enumerate(path.read_text().splitlines(), 1)
     ]
     if not questions:
-        raise ValueError(f"--questions ({path}) must have a question in each line, and is empty")
+        raise UserError(f"--questions ({path}) must have a question in each line, and is empty")
     model, tokenizer = load(config.path, config.step, "cuda" if torch.cuda.is_available() else "cpu")
     if tokenizer is None:
-        raise ValueError(f"--path ({config.path}) has no tokenizer beside its data; put it back")
+        raise UserError(f"--path ({config.path}) has no tokenizer beside its data; put it back")
     right, right_by_length = 0, 0
     for number, question in enumerate(questions, 1):
         try:
             scores = score(model, tokenizer, question)
         except ValueError as error:
-            raise ValueError(f"--questions ({path}:{number}) {error}") from None
+            raise UserError(f"--questions ({path}:{number}) {error}") from None
         by_length = scores / torch.tensor([len(choice) for choice in question.choices])
         right += int(scores.argmax()) == question.answer
         right_by_length += int(by_length.argmax()) == question.answer
@@ -102,12 +103,12 @@ def read_question(line: str, place: str) -> Question:
         content = json.loads(line)
         prompt, choices, answer = content["prompt"], tuple(content["choices"]), content["answer"]
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"--questions ({place}) must have prompt, choices and answer: {error}") from None
+        raise UserError(f"--questions ({place}) must have prompt, choices and answer: {error}") from None
     if not isinstance(prompt, str) or not all(isinstance(choice, str) and choice for choice in choices):
-        raise ValueError(f"--questions ({place}) must have texts as prompt and choices, none of these empty")
+        raise UserError(f"--questions ({place}) must have texts as prompt and choices, none of these empty")
     if len(choices) < 2 or isinstance(answer, bool) or answer not in range(len(choices)):
         rule = f"must have two choices at least and an answer in 0 to {max(1, len(choices) - 1)}"
-        raise ValueError(f"--questions ({place}) {rule}, not {answer!r}")
+        raise UserError(f"--questions ({place}) {rule}, not {answer!r}")
     return Question(prompt, choices, answer)
 
 
@@ -128,7 +129,7 @@ def score(model: Llama, tokenizer: Tokenizer, question: Question) -> torch.Tenso
         first, texts = 1, [[tokenizer.vocabulary.eos_id, *text] for text in texts]
     context, longest = model.config.max_seq_len, max(map(len, texts))
     if longest > context:
-        raise ValueError(f"has {longest} tokens; the context of the model is {context}: shorten it")
+        raise UserError(f"has {longest} tokens; the context of the model is {context}: shorten it")
     tokens_BS = torch.zeros(len(texts), longest, dtype=torch.int64)
     labels_BS = torch.full_like(tokens_BS, IGNORED_LABEL)
     for row, text in enumerate(texts):

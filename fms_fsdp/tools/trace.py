@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.config import flag
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.table import table
 
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms", "_c10d_functional")
@@ -40,11 +41,11 @@ def main(config: TraceConfig) -> None:
     if path.is_dir():
         found = sorted(path.rglob("*.pt.trace.json*"), key=lambda file: file.stat().st_mtime)
         if not found:
-            raise ValueError(f"--path ({config.path}) must hold a trace (*.pt.trace.json); found none there")
+            raise UserError(f"--path ({config.path}) must hold a trace (*.pt.trace.json); found none there")
         path = found[-1]
     if not path.is_file():
         rule = "must be a trace file; a run writes them into profile_traces/"
-        raise ValueError(f"--path ({config.path}) {rule}")
+        raise UserError(f"--path ({config.path}) {rule}")
     print(summarize(path, config.top))
 
 
@@ -58,7 +59,7 @@ def summarize(path: Path, top: int = 15) -> str:
     ranges = [event for event in events if event.get("cat") == "user_annotation"]
     steps = spans(event for event in ranges if event["name"].startswith("ProfilerStep"))
     if not len(steps):
-        raise ValueError(f"--path ({path}) must be a trace of whole steps (ProfilerStep#N); it holds none")
+        raise UserError(f"--path ({path}) must be a trace of whole steps (ProfilerStep#N); it holds none")
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     work = kernels or [event for event in events if event.get("cat") == "cpu_op"]
     begin, end = steps[:, 0].min(), steps[:, 1].max()
@@ -86,7 +87,7 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return [event for event in json.loads(raw)["traceEvents"] if event.get("ph") == "X"]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"--path ({path}) must be a trace of torch.profiler: {error!r}") from None
+        raise UserError(f"--path ({path}) must be a trace of torch.profiler: {error!r}") from None
 
 
 def _computes(event: dict[str, Any]) -> bool:

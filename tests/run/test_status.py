@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.errors import BadInput, RunFailed, checking_input
+from fms_fsdp.errors import RunFailed, UserError, checking_input
 from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
 
 
@@ -32,7 +32,7 @@ def test_a_launch_without_a_claim_writes_nothing_but_its_outcome(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LAUNCH_OUTCOME", str(tmp_path / "outcome.json"))
     with Launch():
-        raise BadInput("--x (1) must be 2")
+        raise UserError("--x (1) must be 2")
     assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
     content = json.loads((tmp_path / "outcome.json").read_text())
     assert content == {
@@ -61,7 +61,7 @@ def test_a_close_that_fails_does_not_hide_the_reason(
 ) -> None:
     with Launch() as launch:
         launch.claim(tmp_path)
-        launch.tell(BadInput("--x (1) must be 2"))
+        launch.tell(UserError("--x (1) must be 2"))
         raise OSError("the file is gone")
     assert launch.exit_status == 2 and status(tmp_path)["reason"] == "--x (1) must be 2"
     assert capsys.readouterr().err == "error: --x (1) must be 2\n[rank 0] then OSError: the file is gone\n"
@@ -108,7 +108,7 @@ def test_a_restart_repeats_bad_input_only_if_it_is_news(
 ) -> None:
     def launch(text: str) -> str:
         with Launch():
-            raise BadInput(text)
+            raise UserError(text)
         return capsys.readouterr().err
 
     for attempt, (text, told) in enumerate([("first", True), ("first", False), ("second", True)]):
@@ -126,6 +126,6 @@ def test_a_rank_that_alone_meets_bad_data_speaks(
     monkeypatch.setenv("RANK", "3")
     with Launch() as launch:
         launch.claim(tmp_path)
-        raise BadInput("shard x is truncated", on_one_rank=True)
+        raise UserError("shard x is truncated", on_one_rank=True)
     assert capsys.readouterr().err == "error: shard x is truncated\n"
     assert status(tmp_path)["status"] == "bad_input"

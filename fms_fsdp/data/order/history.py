@@ -33,6 +33,7 @@ from fms_fsdp.config.ramp import BatchIntervals, BatchRamp
 from fms_fsdp.data.order.mixture import NUM_SLOTS, Mixture
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.order.tapes import MAX_ROWS
+from fms_fsdp.errors import UserError
 
 MAX_STEPS = 1 << 40
 
@@ -107,7 +108,7 @@ class History:
     def segment(self, step: int) -> Segment:
         """Returns the segment of a step. Raises: ValueError for a step before the data of the run begin."""
         if step <= self.segments[0].after:
-            raise ValueError(
+            raise UserError(
                 f"step ({step}) must lie after step {self.segments[0].after}, where the data of the run begin"
             )
         return next(segment for segment in reversed(self.segments) if segment.after < step)
@@ -194,13 +195,13 @@ class History:
             match = re.fullmatch(r"(\d+):(\d+)", item)
             a, b = (int(match[1]), int(match[2])) if match else (0, 0)
             if not 1 <= a < b:
-                raise ValueError(
+                raise UserError(
                     f"--skip_steps ({item}) must be a:b with 1 <= a < b, the steps a to b - 1; write 100:120"
                 )
             if any((a, b) == (skip.a, skip.b) for skip in self.skipped):
                 continue  # the flag of an earlier start of this run
             if a <= step:
-                raise ValueError(
+                raise UserError(
                     f"--skip_steps ({item}) must lie after step {step}, the last one trained on; "
                     "resume from an earlier checkpoint or leave it out"
                 )

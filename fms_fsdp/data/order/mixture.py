@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from fms_fsdp.data.order.permute import I64
+from fms_fsdp.errors import UserError
 
 NUM_SLOTS = 1 << 16
 Name = TypeVar("Name", str, int)
@@ -34,14 +35,14 @@ def slot_quotas(weights: Mapping[str, float]) -> dict[str, int]:
     """
     for name, weight in weights.items():
         if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(
+            raise UserError(
                 f"weights ({weight:g} for {name}) must be positive numbers; drop the source to leave it out"
             )
     total = math.fsum(weights.values())  # exactly rounded, so independent of the order
     shares = {name: weights[name] / total * NUM_SLOTS for name in sorted(weights)}
     for name, share in shares.items():
         if share < 1:
-            raise ValueError(
+            raise UserError(
                 f"weights ({weights[name]:g} for {name}) must be at least 1/{NUM_SLOTS} of their sum "
                 f"({total:g}); raise it to {total / NUM_SLOTS:.3g} or drop the source"
             )

@@ -15,6 +15,7 @@ from fms_fsdp.config.ramp import MAX_INCREMENTS
 from fms_fsdp.data.order.history import rampup_of
 from fms_fsdp.data.order.mixture import NUM_SLOTS
 from fms_fsdp.data.order.tapes import MAX_ROWS, MAX_TOKENS, fit_geometry
+from fms_fsdp.errors import UserError
 from fms_fsdp.safe_names import shown_name
 
 MAX_SIZE = 1 << 31  # of a global batch, and of a row
@@ -28,7 +29,7 @@ def check_same(state: Mapping[str, Any], mine: Mapping[str, Any], names: Iterabl
     for name in names:
         now, before = mine[name.removeprefix("--")], state.get(name.removeprefix("--"))
         if now != before:
-            raise ValueError(
+            raise UserError(
                 f"{name} ({now}) is {before} in the checkpoint's data state; resume with {remedy}, or take "
                 "its weights alone with --load_model_only"
             )
@@ -45,7 +46,7 @@ def check_state(state: Mapping[str, Any], step: int) -> None:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         wrong, value = "form", error
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"{shown_name(wrong)[1:-1]} ({shown_name(value)}) of the checkpoint's data state must be such as "
             "a run writes; the checkpoint is damaged or of another release: resume from another one"
         )

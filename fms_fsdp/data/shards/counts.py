@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from fms_fsdp.data.shards.files import Files
+from fms_fsdp.errors import UserError
 from fms_fsdp.safe_names import safe_name
 
 META = "meta"
@@ -33,10 +34,10 @@ def read_counts(files: Files, paths: Collection[str]) -> Counts:
     for table in fnmatch.filter(paths, TABLES):
         try:
             if (size := files.size(table)) > LARGEST_TABLE:
-                raise ValueError(f"it has {size:,} bytes, more than {LARGEST_TABLE:,}")
+                raise UserError(f"it has {size:,} bytes, more than {LARGEST_TABLE:,}")
             rows.update(_parse(files.pread(table, size, 0)))
         except (ValueError, LookupError) as error:  # pyarrow's are of these kinds
-            raise ValueError(
+            raise UserError(
                 f"counts file ({table}) must hold `dataset/filename,documents,tokens`: "
                 f"{' '.join(str(error).split())}; correct or remove it"
             ) from None
@@ -44,7 +45,7 @@ def read_counts(files: Files, paths: Collection[str]) -> Counts:
     for path, (docs, tokens) in counts.items():
         safe_name(path, TABLES, folders=True)
         if docs < 0 or tokens < 0:
-            raise ValueError(f"{TABLES} gives shard {path} a count below 0 ({min(docs, tokens)}); correct it")
+            raise UserError(f"{TABLES} gives shard {path} a count below 0 ({min(docs, tokens)}); correct it")
     return counts
 
 

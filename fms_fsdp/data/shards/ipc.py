@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import Files
+from fms_fsdp.errors import MissingInput, UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,7 +37,7 @@ _MISREAD = (struct.error, LookupError, OverflowError, ValueError, NotImplemented
 CONVERT = "write it anew with `python -m fms_fsdp convert --input=NAME=PATH --output=DIR`"
 
 
-class ShardError(ValueError):
+class ShardError(UserError):
     """A shard that cannot be used, in one line that names it; `document` and the step are added where they
     are known."""
 
@@ -46,7 +47,7 @@ class TokenError(ShardError):
     good."""
 
 
-class MissingShardError(ShardError, FileNotFoundError):
+class MissingShardError(ShardError, MissingInput):
     """A shard that is not there."""
 
 

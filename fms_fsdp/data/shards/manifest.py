@@ -35,6 +35,7 @@ from fms_fsdp.data.shards.files import Files, LocalFiles
 from fms_fsdp.data.shards.ipc import CONVERT, ShardError, TokenError
 from fms_fsdp.data.shards.separator import delimiter_of, find_sep_token
 from fms_fsdp.data.shards.shard import Shard
+from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.safe_names import has_control_character, shown_name
 
 SUFFIX = ".arrow"
@@ -152,11 +153,11 @@ def _check_size(source: Source, seq_length: int) -> None:
     """Checks that a source has a row, and no more rows than can be counted. Raises: ValueError."""
     most = min(MAX_TOKENS, MAX_ROWS * seq_length) - 1
     if float(source.tokens.sum(dtype=float)) + float(source.docs.sum(dtype=float)) > most:
-        raise ValueError(
+        raise UserError(
             f"source ({source.name}) must have at most {most:,} tokens; divide it into several sources"
         )
     if source.num_tokens < seq_length:
-        raise ValueError(
+        raise UserError(
             f"source ({source.name}) has {source.num_tokens} tokens, fewer than one sequence of seq_length "
             f"({seq_length}); lower --seq_length, add data or drop the source"
         )
@@ -211,7 +212,7 @@ def open_root(data_path: str) -> Files:
     """Returns access to the folder or object store that --data_path names. Raises: ValueError,
     FileNotFoundError."""
     if not data_path:
-        raise ValueError(
+        raise UserError(
             "--data_path () must name the folder of the token shards; set --data_path or --use_dummy_dataset"
         )
     if "://" in data_path:
@@ -221,7 +222,7 @@ def open_root(data_path: str) -> Files:
     root = os.path.abspath(os.path.expanduser(data_path))
     if not os.path.isdir(root):
         remedy = "make it with `python -m fms_fsdp prepare --input=... --output=...`, or --use_dummy_dataset"
-        raise FileNotFoundError(f"--data_path ({data_path}) is not a folder; {remedy}")
+        raise MissingInput(f"--data_path ({data_path}) is not a folder; {remedy}")
     return LocalFiles(root)
 
 
@@ -233,7 +234,7 @@ def _found_sources(root: str, paths: list[str]) -> tuple[str, ...]:
     folders = {path.rpartition("/")[0] for path in paths if path.endswith(SUFFIX)}
     names = sorted(folder or "." for folder in folders if not f"{folder}/".startswith(inner))
     if not names:
-        raise FileNotFoundError(f"--data_path ({root}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
+        raise MissingInput(f"--data_path ({root}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
     return _apart(names)
 
 
@@ -247,7 +248,7 @@ def _named_sources(section: DataConfig, root: str, paths: list[str]) -> tuple[st
             folder = posixpath.dirname(folder)
     for name in names:
         if name not in known | {"."} and not os.path.isdir(os.path.join(root, name)):
-            raise FileNotFoundError(
+            raise MissingInput(
                 f"--datasets ({name}) is not a folder in {root}; {nearest(name, known - {META, ''})}"
             )
     return _apart(names)
@@ -257,12 +258,12 @@ def _apart(names: Sequence[str]) -> tuple[str, ...]:
     """Returns the names, none of which lies in another. Raises: ValueError."""
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"--datasets ({name}) must be named once; raise its weight instead")
+            raise UserError(f"--datasets ({name}) must be named once; raise its weight instead")
         inside = next(
             (other for other in names if name.startswith(f"{other}/") or other == "." != name), None
         )
         if inside is not None:
-            raise ValueError(
+            raise UserError(
                 f"--datasets ({name}) lies inside {inside}, which is a source as well; name one of them"
             )
     return tuple(names)
@@ -287,17 +288,17 @@ def _shards_of_source(
     listed = [path for path in _below(name, paths) if path.endswith(SUFFIX)]
     absent = [path for path in _below(name, missing) if path.endswith(SUFFIX)]
     if not listed and not absent:
-        raise FileNotFoundError(
+        raise MissingInput(
             f"--datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(_below(name, paths))}"
         )
     if absent and not may_miss:
         more = f" with {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise FileNotFoundError(
+        raise MissingInput(
             f"shard ({absent[0]}) is listed in {TABLES} but missing in {root}{more}; "
             "restore it or --on_missing=mask"
         )
     for path in filter(has_control_character, listed):
-        raise ValueError(f"shard ({shown_name(path)}) must have no control character in its name; rename it")
+        raise UserError(f"shard ({shown_name(path)}) must have no control character in its name; rename it")
     return sorted(listed + absent)
 
 
@@ -339,9 +340,7 @@ def _vocabulary(opened: dict[str, Shard]) -> tuple[int | None, str]:
     of_tokenizer = {m["tokenizer_digest"]: path for path, m in facts.items() if m.get("tokenizer_digest")}
     if len(of_tokenizer) > 1:
         a, b = list(of_tokenizer.values())[:2]
-        raise ValueError(
-            f"shards {a} and {b} are of two tokenizers; prepare all sources with one --tokenizer"
-        )
+        raise UserError(f"shards {a} and {b} are of two tokenizers; prepare all sources with one --tokenizer")
     largest = max((int(m["vocab_size"]) for m in facts.values() if m.get("vocab_size")), default=None)
     return largest, next(iter(of_tokenizer), "")
 

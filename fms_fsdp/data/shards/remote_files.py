@@ -31,6 +31,7 @@ from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import MAX_OPEN_FILES, StorageCounters
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.remote_uri import PERMANENT, is_denied, open_filesystem, shown, start_errors
+from fms_fsdp.errors import MissingInput, StorageError
 
 PAGE = 1 << 16
 RUN_PAGES = 32  # pages of one request at most
@@ -94,7 +95,7 @@ class RemoteFiles:
 
     def size(self, path: str) -> int:
         if path not in self._sizes:
-            raise FileNotFoundError(f"{path} is not in {self.root}")
+            raise MissingInput(f"{path} is not in {self.root}")
         return self._sizes[path]
 
     def pread(self, path: str, num_bytes: int, offset: int) -> bytes:
@@ -225,7 +226,7 @@ class RemoteFiles:
                 self._opened.get(path) or self._opened.put(path, opened)
         data: bytes = opened.read_at(size, offset)
         if len(data) != size:
-            raise OSError(f"{len(data)} of {size} bytes at {offset} came")
+            raise StorageError(f"{len(data)} of {size} bytes at {offset} came")
         return data
 
     def _list(self) -> dict[str, int]:
@@ -251,7 +252,7 @@ class RemoteFiles:
                     raise error from caught
                 reason = " ".join(str(error).split())
                 if attempt == tries:
-                    raise OSError(f"{name} failed {tries} times, at last with: {reason}") from error
+                    raise StorageError(f"{name} failed {tries} times, at last with: {reason}") from error
                 wait = self._backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
                 logger.warning(
                     "%s: try %d of %d failed: %s; again in %.1f s", name, attempt, tries, reason, wait

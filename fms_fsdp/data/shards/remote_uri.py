@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from fms_fsdp.errors import MissingInput, StorageError, UserError
+
 SCHEMES = {"s3": "s3", "gs": "gs", "az": "abfs", "file": "file"}  # ours and pyarrow's
 PERMANENT = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 _DENIED = re.compile("ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|CREDENTIAL|STATUS 40[13]|UNAUTHENTICATED")
@@ -43,11 +45,11 @@ def open_filesystem(uri: str) -> tuple[Any, str]:
     scheme = urlsplit(uri).scheme
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
-        raise ValueError(
+        raise UserError(
             f"--data_path ({shown(uri)}) must be a folder or begin with one of {known}; correct it"
         )
     if scheme != "file" and not urlsplit(uri).netloc:
-        raise ValueError(f"--data_path ({scheme}://) must name a bucket; write {scheme}://BUCKET/FOLDER")
+        raise UserError(f"--data_path ({scheme}://) must name a bucket; write {scheme}://BUCKET/FOLDER")
     from pyarrow import fs
 
     account = os.environ.get("AZURE_STORAGE_ACCOUNT")
@@ -55,7 +57,7 @@ def open_filesystem(uri: str) -> tuple[Any, str]:
         rest = uri.partition("://")[2]
         named = "@" in rest.split("/")[0]
         if not named and not account:
-            raise ValueError(f"--data_path ({shown(uri)}) must name an account; {_CREDENTIALS['az']}")
+            raise UserError(f"--data_path ({shown(uri)}) must name an account; {_CREDENTIALS['az']}")
         uri = f"abfs://{rest}" if named else f"abfs://{account}@{rest}"
     if scheme == "gs" and "retry_limit_seconds" not in uri:
         uri += f"{'&' if '?' in uri else '?'}retry_limit_seconds=3"
@@ -91,13 +93,13 @@ def start_errors(uri: str) -> Iterator[None]:
         # an access token is Google's: later on it may be the network's fault
         if is_denied(error) or "ACCESS TOKEN" in reason.upper():
             remedy = _CREDENTIALS[urlsplit(uri).scheme]
-            raise PermissionError(
-                f"{name} cannot be opened with these credentials: {reason}; {remedy}"
-            ) from error
+            raise UserError(f"{name} cannot be opened with these credentials: {reason}; {remedy}") from error
         if isinstance(error, PERMANENT) or "NO_SUCH_BUCKET" in reason:
-            raise FileNotFoundError(f"{name} is not there: {reason}; correct the bucket or folder") from error
-        raise OSError(f"{name} cannot be listed: {reason}; check network, region and endpoint") from error
+            raise MissingInput(f"{name} is not there: {reason}; correct the bucket or folder") from error
+        raise StorageError(
+            f"{name} cannot be listed: {reason}; check network, region and endpoint"
+        ) from error
+    except UserError:
+        raise
     except ValueError as error:
-        if str(error).startswith("--data_path"):
-            raise
-        raise ValueError(f"{name} is not a URI that pyarrow.fs reads: {error}; correct it") from error
+        raise UserError(f"{name} is not a URI that pyarrow.fs reads: {error}; correct it") from error

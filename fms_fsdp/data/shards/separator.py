@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.shards.ipc import CONVERT, ShardError
 from fms_fsdp.data.shards.shard import Shard
+from fms_fsdp.errors import MissingInput, UserError
 
 _SAMPLED_DOCUMENTS = 16
 
@@ -47,7 +48,7 @@ def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) 
     if section.sep_token is not None:
         for path, token in said.items():
             if token != section.sep_token and opened[path].metadata.get("has_eos") == "true":
-                raise ValueError(
+                raise UserError(
                     f"sep_token ({section.sep_token}) is {token} in shard {path}, whose documents end with "
                     "it; leave the flag out"
                 )
@@ -55,7 +56,7 @@ def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) 
     paths = {token: path for path, token in said.items()}
     if len(paths) > 1:
         (a, path_a), (b, path_b) = list(paths.items())[:2]
-        raise ValueError(
+        raise UserError(
             f"sep_token is {a} in shard {path_a} but {b} in {path_b}; "
             "set --sep_token, or prepare both with one tokenizer"
         )
@@ -68,7 +69,7 @@ def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) 
             if len(ends) == 1
             else "its documents end with none"
         )
-        raise ValueError(
+        raise UserError(
             f"sep_token is not said by shard {path}; set --sep_token to the id that ends a document ({hint})"
         )
-    raise FileNotFoundError(f"--data_path ({root}) holds no readable shard; restore one")
+    raise MissingInput(f"--data_path ({root}) holds no readable shard; restore one")

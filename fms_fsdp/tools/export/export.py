@@ -19,6 +19,7 @@ from fms_fsdp.checkpoint.folders import Checkpoint, problems
 from fms_fsdp.checkpoint.storage import CheckpointReader
 from fms_fsdp.config import flag
 from fms_fsdp.cpu_tuning import keep_freed_memory
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.hf import find_family, hf_config, hf_weights
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
 from fms_fsdp.run.recorded import find_checkpoint, recorded_tokenizer
@@ -38,7 +39,7 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if not self.output:
-            raise ValueError("--output is missing; name the folder to make")
+            raise UserError("--output is missing; name the folder to make")
 
 
 def main(config: ExportConfig) -> None:
@@ -53,14 +54,14 @@ def main(config: ExportConfig) -> None:
     model = model_from_dict(checkpoint.state["resolved"]["model"])
     find_family(model)
     if output.exists():
-        raise ValueError(f"--output ({output}) must not exist; choose another, or remove it")
+        raise UserError(f"--output ({output}) must not exist; choose another, or remove it")
     with whole_folder(output) as partial, ThreadPoolExecutor(1) as pool:
         check = pool.submit(problems, checkpoint.folder, deep=True)
         try:
             note = _write(config, checkpoint, model, partial)
         finally:  # what fails on a damaged checkpoint is told as damage
             if wrong := check.result():
-                raise ValueError(f"--path ({checkpoint.folder}) is damaged: {wrong[0]}")
+                raise UserError(f"--path ({checkpoint.folder}) is damaged: {wrong[0]}")
     if note:
         print(f"note: {note}", file=sys.stderr)
     print(f"{output}: step {checkpoint.step}, {config.dtype}")
@@ -72,7 +73,7 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, model: LlamaConfig, fol
     dtype, num_bytes = DTYPES[config.dtype], sum(shape.numel() for shape in shapes.values())
     if (free := shutil.disk_usage(folder).free) < num_bytes * dtype.itemsize:
         needed = f"{num_bytes * dtype.itemsize / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
-        raise ValueError(f"--output ({config.output}) must have room for {needed}; choose another place")
+        raise UserError(f"--output ({config.output}) must have room for {needed}; choose another place")
 
     def read(name: str) -> torch.Tensor:
         return theirs[name].made_of(lambda part: load_tensor(reader, f"model.{part}"))

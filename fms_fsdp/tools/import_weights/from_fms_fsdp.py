@@ -26,6 +26,7 @@ from fms_fsdp.checkpoint.hf_folder import HFFolder, check_names
 from fms_fsdp.checkpoint.storage import CheckpointReader
 from fms_fsdp.checkpoint.weight_files import Weights
 from fms_fsdp.config import ModelConfig
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import VARIANTS, canonical_variant, resolve_model
 
@@ -81,7 +82,7 @@ def open_checkpoint(path: Path, section: ModelConfig, ntk_alpha: int) -> HFFolde
             shape = replace(shape, rope_theta=shape.rope_theta * ntk_alpha ** (size / (size - 2)))
         needed = check_names(shape, found)
     except (ValueError, OSError) as error:
-        raise ValueError(f"--path ({path}) cannot be read: {error}") from None
+        raise UserError(f"--path ({path}) cannot be read: {error}") from None
     sizes = {name: made.shape for name, made in needed.items()}
     return HFFolder(
         shape, {name: partial(_read, found[name], name, sizes, shape.head_dim) for name in needed}
@@ -99,7 +100,7 @@ def _read(fused: _Fused, name: str, sizes: Mapping[str, torch.Size], head_dim: i
     whole, rows = fused.read(), [sizes[each][0] for each in fused.names]
     if whole.shape != (sum(rows), *sizes[name][1:]):
         there, needed = tuple(whole.shape), (sum(rows), *sizes[name][1:])
-        raise ValueError(f"weight {name} must be of {needed}, not {there}; give the flags of its shape")
+        raise UserError(f"weight {name} must be of {needed}, not {there}; give the flags of its shape")
     part: torch.Tensor = torch.split(whole, rows)[fused.names.index(name)]
     if ".q_proj." in name or ".k_proj." in name:
         part = part.view(-1, head_dim // 2, 2, *part.shape[1:]).transpose(1, 2).reshape(part.shape)
@@ -111,7 +112,7 @@ def _read_file(path: Path) -> Weights:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["model_state"]
         tensors = {str(name): tensor for name, tensor in state.items()}
     except Exception as error:  # pickle's and zip's errors are of many kinds
-        raise ValueError(f"it holds no model_state of weights alone ({type(error).__name__})") from None
+        raise UserError(f"it holds no model_state of weights alone ({type(error).__name__})") from None
     return {name: partial(tensors.__getitem__, name) for name in tensors}
 
 

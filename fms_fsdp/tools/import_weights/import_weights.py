@@ -15,6 +15,7 @@ from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
 from fms_fsdp.checkpoint.hf_folder import HFFolder, fill, find_hf_tokenizer, open_folder
 from fms_fsdp.config import DataConfig, ModelConfig, OptimConfig, Precision, TrainConfig, as_dict, flag
 from fms_fsdp.config.flag import non_defaults
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.hf import AS_THEY_ARE, find_family, hf_weights
 from fms_fsdp.models.llama import Llama
@@ -38,9 +39,9 @@ class ImportConfig:
     def __post_init__(self) -> None:
         for name in ("path", "output"):
             if not getattr(self, name):
-                raise ValueError(f"--{name} is missing; name the folder")
+                raise UserError(f"--{name} is missing; name the folder")
         if self.model.init_from_hf or self.model.hf_config:
-            raise ValueError("--init_from_hf and --hf_config are for a training; use --path")
+            raise UserError("--init_from_hf and --hf_config are for a training; use --path")
 
 
 def main(config: ImportConfig) -> None:
@@ -53,7 +54,7 @@ def main(config: ImportConfig) -> None:
     """
     folder, output = Path(config.path), Path(config.output)
     if output.exists():
-        raise ValueError(f"--output ({output}) must not exist; choose another, or remove it")
+        raise UserError(f"--output ({output}) must not exist; choose another, or remove it")
     found = _open(config, folder)
     with torch.device("meta"):
         model = Llama(found.shape)
@@ -67,7 +68,7 @@ def main(config: ImportConfig) -> None:
         with whole_folder(output) as partial:
             digest = _write(model, folder, partial, output)
     except SaveFailed as error:
-        raise OSError(f"--output ({output}) cannot be written: {error}; choose another place") from error
+        raise UserError(f"--output ({output}) cannot be written: {error}; choose another place") from error
     print(f"{output}: {num_params(model.config):,} parameters, step 0")
     if not digest:
         print("note: no tokenizer there can be read: generate needs one beside the data that you train on")
@@ -77,15 +78,13 @@ def main(config: ImportConfig) -> None:
 def _open(config: ImportConfig, path: Path) -> HFFolder:
     """A checkpoint of fms-fsdp has no shape beside it: the flags say it; a folder has one."""
     if not path.exists():
-        raise ValueError(f"--path ({path}) must be a folder of Hugging Face or a checkpoint of fms-fsdp")
+        raise UserError(f"--path ({path}) must be a folder of Hugging Face or a checkpoint of fms-fsdp")
     theirs, given = find_checkpoint(path), non_defaults(config.model) | {"ntk_alpha": config.ntk_alpha}
     if theirs is not None:
         return open_checkpoint(theirs, config.model, config.ntk_alpha)
     for name, value in given.items():
         if (name, value) != ("ntk_alpha", 1):
-            raise ValueError(
-                f"--{name} ({value}) is for a checkpoint of fms-fsdp; config.json says the shape"
-            )
+            raise UserError(f"--{name} ({value}) is for a checkpoint of fms-fsdp; config.json says the shape")
     return open_folder(path, "--path")
 
 

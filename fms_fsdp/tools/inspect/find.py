@@ -21,6 +21,7 @@ import numpy as np
 from fms_fsdp.config import flag
 from fms_fsdp.data.order.source_order import RowAddress, Span
 from fms_fsdp.data.shards.manifest import Source, nearest
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected
 
 
@@ -111,7 +112,7 @@ def find_file(source: Source, text: str) -> int:
     if len(fitting) == 1:
         return fitting[0]
     hint = f"it fits {len(fitting)} shards" if fitting else nearest(f"{source.name}/{text}", source.paths)
-    raise ValueError(
+    raise UserError(
         f"--file ({text}) must name one of the {len(source.paths)} shards of {source.name}; {hint}"
     )
 
@@ -120,17 +121,17 @@ def main(config: FindConfig) -> None:
     """The command `inspect find`."""
     begin = time.perf_counter()
     if not config.source or not config.file or config.document is None:
-        raise ValueError("--source, --file and --document are needed, all three; name the document by them")
+        raise UserError("--source, --file and --document are needed, all three; name the document by them")
     with inspected(config) as data:
         sources = {source.name: source for corpus in data.corpora for source in corpus.sources}
         if config.source not in sources:
-            raise ValueError(
+            raise UserError(
                 f"--source ({config.source}) is not one of this data; {nearest(config.source, sources)}"
             )
         source = sources[config.source]
         file = find_file(source, config.file)
         if config.document >= source.docs[file]:
-            raise ValueError(
+            raise UserError(
                 f"--document ({config.document}) must be below {source.docs[file]}, the documents of "
                 f"{source.paths[file]}"
             )

@@ -17,6 +17,7 @@ from fms_fsdp.data.order.mixture import NUM_SLOTS
 from fms_fsdp.data.order.tapes import Geometry
 from fms_fsdp.data.pieces import Row
 from fms_fsdp.data.shards.manifest import Source
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected
 from fms_fsdp.tools.table import table
 
@@ -208,7 +209,7 @@ def main(config: PlanConfig) -> None:
     with inspected(config) as data:
         num_steps = config.num_steps or data.run.num_steps
         if num_steps is None:
-            raise ValueError("--num_steps is missing; name the step to plan for, or --run=FOLDER of a run")
+            raise UserError("--num_steps is missing; name the step to plan for, or --run=FOLDER of a run")
         plans = plan_sources(data, num_steps, config.sample_rows)
         print(describe_plan(data, plans, num_steps))
         for line in warnings_of(plans, num_steps):

@@ -30,6 +30,7 @@ from fms_fsdp.data.order.tapes import TAIL
 from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.shards.ipc import ShardError
 from fms_fsdp.data.shards.manifest import Corpus, Source, open_corpus
+from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.run.resume import Start, find_start
 
@@ -120,7 +121,7 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
     run = read_run(config.run)
     section, batch = data_section(config, run.data), config.global_batch_size or run.batch
     if batch is None:
-        raise ValueError(
+        raise UserError(
             "global_batch_size () must be the rows of a step; give it, or --run=FOLDER of a run that has "
             "started"
         )
@@ -151,7 +152,7 @@ def data_section(config: InspectConfig, of_run: DataConfig) -> DataConfig:
     """Returns the run's data flags with those given on the command line in their place."""
     if of_run.use_dummy_dataset or of_run.dataset_builder:
         kind = "synthetic tokens" if of_run.use_dummy_dataset else "a dataset_builder of its own"
-        raise ValueError(
+        raise UserError(
             f"run ({config.run}) trained on {kind}, which inspect cannot follow; inspect a run on shards"
         )
     flags = vars(config)
@@ -171,14 +172,14 @@ def read_run(folder: str) -> Run:
         return Run()
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"run ({folder}) must be a run folder with config.json; look under runs/")
+        raise MissingInput(f"run ({folder}) must be a run folder with config.json; look under runs/")
     try:
         content = json.loads(path.read_text())
         cfg, resolved = recorded_config(content, content["resolved"]), content["resolved"]
         batch, vocab_size = resolved["batch"]["global_batch_size"], resolved["model"]["vocab_size"]
         num_steps = resolved.get("num_steps")
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"run ({folder}) has a config.json that cannot be read: {error!r}") from None
+        raise UserError(f"run ({folder}) has a config.json that cannot be read: {error!r}") from None
     kept = replace(cfg.checkpoint, resume="auto")
     begin = find_start(replace(cfg, checkpoint=kept, log=replace(cfg.log, output_dir=folder)))
     start = begin if begin.continues else None
@@ -197,7 +198,7 @@ def _open_dropped(
         except FileNotFoundError:
             continue  # its steps can still be placed, its documents not be named
         if dropped.sources[0].digest != known[name][0]:
-            raise ValueError(
+            raise UserError(
                 f"source ({name}) of earlier steps has changed since; restore its shards, or inspect a copy "
                 "of them"
             )
@@ -239,7 +240,7 @@ def text_of_rows(data: Inspected, step: int) -> Callable[[int, int, int], str]:
     """
     tokenizer = find_tokenizer(path := data.section.data_path)
     if tokenizer is None:
-        raise ValueError(f"--text (True) needs the tokenizer that prepare puts beside the data ({path})")
+        raise UserError(f"--text (True) needs the tokenizer that prepare puts beside the data ({path})")
     tokens_BS = data.rows.batch(step, 0, 1).tokens_BS
     return lambda row, at, count: tokenizer.decode(tokens_BS[row, at : at + min(count, _EXCERPT)].tolist())
 
@@ -251,14 +252,14 @@ def parse_range(name: str, text: str, stop: int) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.replace(" ", ""))
     a, b = (int(match[1]), int(match[2] or int(match[1]) + 1)) if match else (0, 0)
     if not 0 <= a < b <= stop:
-        raise ValueError(f"--{name} ({text}) must be a:b with 0 <= a < b <= {stop}; write 0:{stop} for all")
+        raise UserError(f"--{name} ({text}) must be a:b with 0 <= a < b <= {stop}; write 0:{stop} for all")
     return a, b
 
 
 def main(config: StepConfig) -> None:
     """The command `inspect step`."""
     if config.step is None:
-        raise ValueError("--step is missing; name the step, from 1 on")
+        raise UserError("--step is missing; name the step, from 1 on")
     begin = time.perf_counter()
     with inspected(config) as data:
         step, segment = config.step, data.order.history.segment(config.step)

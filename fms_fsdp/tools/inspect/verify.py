@@ -24,6 +24,7 @@ from fms_fsdp.data.shards.files import Files
 from fms_fsdp.data.shards.ipc import ShardError
 from fms_fsdp.data.shards.manifest import Corpus, Source, check_shard, open_corpus
 from fms_fsdp.data.shards.shard import Shard
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.inspect.step import InspectConfig, data_section, inspected, read_run
 
 SLICE_TOKENS = 1 << 20
@@ -158,7 +159,7 @@ def main(config: VerifyConfig) -> None:
                 f"{done} of {num_shards} shards, {num_bad} with problems, {left:.0f} s left", file=sys.stderr
             )
     if num_bad:
-        raise ValueError(f"{num_problems} problems in {num_bad} of {num_shards} shards; each is named above")
+        raise UserError(f"{num_problems} problems in {num_bad} of {num_shards} shards; each is named above")
     tokens = sum(int(source.tokens.sum()) for source in corpus.sources)
     documents = sum(int(source.docs.sum()) for source in corpus.sources)
     bound = f"ids below {vocab_size}" if vocab_size else "ids not checked, as no --vocab_size is known"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fms_fsdp.config import flag
 from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.prepare.documents import Part, Slice
 from fms_fsdp.tools.prepare.encode import TokenReader
 from fms_fsdp.tools.prepare.input_files import find_files, parse_input, unique_files
@@ -33,7 +34,7 @@ class ConvertConfig(ShardsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.tokenizer and (self.vocab_size is None or self.eos_id is None):
-            raise ValueError("--tokenizer is missing; give it, or both --vocab_size and --eos_id")
+            raise UserError("--tokenizer is missing; give it, or both --vocab_size and --eos_id")
 
 
 def convert(config: ConvertConfig) -> dict[str, Stats]:
@@ -69,7 +70,7 @@ def _meaning_of_ids(config: ConvertConfig, tokenizer: Tokenizer | None) -> Shard
     size = config.vocab_size or (known.size if known else 0)
     eos_id = config.eos_id if config.eos_id is not None else (known.eos_id if known else 0)
     if eos_id >= size:
-        raise ValueError(f"--eos_id ({eos_id}) must lie below --vocab_size ({size})")
+        raise UserError(f"--eos_id ({eos_id}) must lie below --vocab_size ({size})")
     return ShardInfo(size, eos_id, known.digest if known else "")
 
 

@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.prepare.input_files import InputFile
 from fms_fsdp.tools.prepare.token_files import open_arrow
 
@@ -145,7 +146,7 @@ def read_part(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
                 return
     except OSError as error:
         rule = f"cannot be read: {error}; repair or exclude the file"
-        raise ValueError(f"--input ({part.path}) {rule}") from error
+        raise UserError(f"--input ({part.path}) {rule}") from error
 
 
 def _open_stream(path: str) -> io.BufferedReader:
@@ -229,7 +230,7 @@ def _open_parquet(path: str) -> pq.ParquetFile:
         return pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
         rule = f"is not a readable Parquet file: {error}; repair or exclude it"
-        raise ValueError(f"--input ({path}) {rule}") from error
+        raise UserError(f"--input ({path}) {rule}") from error
 
 
 def _read_parquet(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
@@ -258,7 +259,7 @@ def _check_columns(path: str, columns: Sequence[str], form: TextFormat) -> None:
         has_tokens = "tokens" in columns or "input_ids" in columns
         remedy = "for token ids use `python -m fms_fsdp convert`" if has_tokens else "choose with --text_key"
         rule = f"is not a column of {path}, which has {', '.join(columns)}"
-        raise ValueError(f"--text_key ({missing[0]}) {rule}; {remedy}")
+        raise UserError(f"--text_key ({missing[0]}) {rule}; {remedy}")
 
 
 def _rows(batches: Iterable[pa.RecordBatch], form: TextFormat) -> Iterator[Document | str]:
@@ -287,7 +288,7 @@ def _read_json(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
     if is_array and len(body) > DOCUMENT_LIMIT:
         rule = f"is a JSON array above {DOCUMENT_LIMIT >> 20} MiB"
         remedy = "write it as JSON lines: jq -c '.[]' FILE >NAME.jsonl"
-        raise ValueError(f"--input ({part.path}) {rule}; {remedy}")
+        raise UserError(f"--input ({part.path}) {rule}; {remedy}")
     records = _json_records(body) if is_array else []
     if _hold_text(records, form):
         yield from _numbered(f"{part.path}: record", (_document_of(record, form) for record in records))
@@ -311,7 +312,7 @@ def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
             if len(body) > DOCUMENT_LIMIT:
                 rule = f"is one document above {DOCUMENT_LIMIT >> 20} MiB"
                 remedy = "cut it with --text_separator or convert it to JSON lines"
-                raise ValueError(f"--input ({part.path}) {rule}; {remedy}")
+                raise UserError(f"--input ({part.path}) {rule}; {remedy}")
             pieces = iter([body])
         for number, data in enumerate(pieces, start=1):
             if data is None:

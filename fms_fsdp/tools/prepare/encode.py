@@ -20,6 +20,7 @@ import numpy.typing as npt
 from fms_fsdp.atomic import write_json
 from fms_fsdp.data.order.permute import hash64
 from fms_fsdp.data.tokenizer import Tokens, load_tokenizer
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.prepare.documents import Document, Part, Problem, Slice, TextFormat, read_part
 from fms_fsdp.tools.prepare.shard_writer import ShardInfo, ShardWriter
 from fms_fsdp.tools.prepare.stats import Stats
@@ -98,7 +99,7 @@ class TokenReader:
                     tokens = tokens[:-1] if len(tokens) and tokens[-1] == self.eos_id else tokens
                     yield Encoded(tokens) if len(tokens) else Problem("empty document")
             except (OSError, ValueError, IndexError) as error:  # pa.ArrowInvalid is a ValueError
-                raise ValueError(f"--input ({part.path}): {error}; document {number + 1}") from error
+                raise UserError(f"--input ({part.path}): {error}; document {number + 1}") from error
 
 
 Reader = TextReader | TokenReader
@@ -180,7 +181,7 @@ def encode_slice(job: SliceJob) -> SliceResult:
         try:
             writers.add(record)
         except ValueError as error:
-            raise ValueError(f"--input ({parts[0].path}): {error}; document {stats.records + 1}") from error
+            raise UserError(f"--input ({parts[0].path}): {error}; document {stats.records + 1}") from error
         stats.keep(len(record.tokens), record.document)
     result = SliceResult(shards=writers.finish(), stats=vars(stats))
     write_json(job.in_journal("slice.json"), result)
@@ -191,7 +192,7 @@ def check_bad_lines(limit: int, source: str, num_bad: int, shown: Sequence[str])
     """Raises ValueError where a source has more malformed records than --max_bad_lines allows."""
     if num_bad > limit:
         rule = f"exceeded in source {source}: {'; '.join(shown)}; repair the input or raise the limit"
-        raise ValueError(f"--max_bad_lines ({limit}) {rule}")
+        raise UserError(f"--max_bad_lines ({limit}) {rule}")
 
 
 class SplitWriters:

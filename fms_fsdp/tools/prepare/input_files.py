@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fms_fsdp.errors import MissingInput, UserError
+
 # to an output
 _WRITTEN = ("NAME/shard-00000.arrow", "meta/counts.csv", "meta/summary.json", "tokenizer.model")
 _RESERVED = ("meta", "validation", "test")
@@ -40,12 +42,12 @@ def parse_input(text: str) -> dict[str, list[str]]:
     for given, path in _named_paths(text):
         name = given or _name_of(path)
         if first := unnamed.get(name):  # it stands first: after NAME= a comma belongs to the path
-            raise ValueError(f"--input ({first}) is not the only source named {name}; write NAME={first}")
+            raise UserError(f"--input ({first}) is not the only source named {name}; write NAME={first}")
         if not given:
             unnamed[name] = path
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name in _RESERVED:
             rule = f"must name a source with letters, digits, _ . - and not be one of {', '.join(_RESERVED)}"
-            raise ValueError(f"--input ({given or path}) {rule}; write NAME=PATH")
+            raise UserError(f"--input ({given or path}) {rule}; write NAME=PATH")
         sources.setdefault(name, []).append(path)
     return sources
 
@@ -59,7 +61,7 @@ def _named_paths(text: str) -> Iterator[tuple[str, str]]:
         for part in [path] if is_named else [item] if is_there else item.split(","):
             if not part or (is_named and not name):
                 rule = "must be [NAME=]PATH[,[NAME=]PATH…]; for example data/web,code=src"
-                raise ValueError(f"--input ({text}) {rule}")
+                raise UserError(f"--input ({text}) {rule}")
             yield name if is_named else "", part
 
 
@@ -101,13 +103,13 @@ def find_files(
     if any(name.endswith(".arrow") for name in names):
         names = [name for name in names if os.path.basename(name) not in _NOTES]
     if own:
-        raise ValueError(
+        raise UserError(
             f"--output ({output}) must not lie where --input ({path}) is read: "
             f"{own[0]} would be read as text; choose another folder"
         )
     if not names:
         rule = "holds no files to read; check the folder, --include and --exclude"
-        raise FileNotFoundError(f"--input ({path}) {rule}")
+        raise MissingInput(f"--input ({path}) {rule}")
     files = []
     for name in sorted(names, key=os.fsencode):
         full = os.path.join(root, name)
@@ -125,7 +127,7 @@ def _root_and_pattern(path: str) -> tuple[str, re.Pattern[str]]:
         return path, re.compile(".*", re.DOTALL)
     root = os.path.dirname(re.split(r"[*?[]", path)[0])
     if not glob.has_magic(path) or not os.path.isdir(root or "."):
-        raise FileNotFoundError(f"--input ({path}) does not exist; give a file, a folder or a quoted glob")
+        raise MissingInput(f"--input ({path}) does not exist; give a file, a folder or a quoted glob")
     wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     pieces = re.findall(r"\*\*/|\*\*|[*?]|\[[^]]+\]|.", path[len(root) :].lstrip("/"), re.DOTALL)
     translated = (wildcards.get(piece, piece if len(piece) > 1 else re.escape(piece)) for piece in pieces)

@@ -25,6 +25,7 @@ from typing import Any
 
 from fms_fsdp.atomic import write_json
 from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.errors import UserError
 from fms_fsdp.run.lock import lock_folder
 from fms_fsdp.safe_names import safe_name
 from fms_fsdp.tools.prepare.documents import Slice
@@ -116,7 +117,7 @@ def lock_output(output: Path) -> Iterator[None]:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         rule = f"must be a folder that can be made: {error.strerror}; choose another"
-        raise ValueError(f"--output ({output}) {rule}") from error
+        raise UserError(f"--output ({output}) {rule}") from error
     with lock_folder(output, patience_s=0.0, remedy="wait for it, or choose another --output"):
         try:
             yield
@@ -152,7 +153,7 @@ def check_plans(
     for name, plan in known.items():
         other = plan["tokenizer_digest"]
         if name not in names and "" not in (other, digest) and other != digest:
-            raise ValueError(
+            raise UserError(
                 f"--output ({output}) holds source {name} made with another tokenizer; leave out --tokenizer "
                 "and --train_tokenizer to use that one, or choose another folder"
             )
@@ -163,10 +164,10 @@ def check_plans(
         if plan is not None:
             changed = ", ".join(name for name in sorted({*key, *plan}) if plan.get(name) != key.get(name))
             rule = f"holds source {source.name} made with other {changed}"
-            raise ValueError(f"--output ({output}) {rule}; choose another folder, or --overwrite=True")
+            raise UserError(f"--output ({output}) {rule}; choose another folder, or --overwrite=True")
         if source.final(SPLITS[0]).exists():
             rule = f"has a folder {source.name} that prepare did not make"
-            raise ValueError(f"--output ({output}) {rule}; choose another name or folder")
+            raise UserError(f"--output ({output}) {rule}; choose another name or folder")
     for source, key in zip(sources, keys, strict=True):
         if known.get(source.name) != key:
             shutil.rmtree(source.journal, ignore_errors=True)
@@ -188,7 +189,7 @@ def finish(
         stats[name] = _merged_stats(result for _, result in found)
         if SPLITS[0] not in splits_of(results[name].values()):
             reasons = stats[name].reasons() or "no records"
-            raise ValueError(f"--input: source {name} has no documents left to train on; {reasons}")
+            raise UserError(f"--input: source {name} has no documents left to train on; {reasons}")
     for source in sources:
         source.publish(splits_of(results[source.name].values()))
     with suppress(OSError):
@@ -214,7 +215,7 @@ def _read_entry(path: Path) -> SliceResult:
         named = [("", "")]
     for split, file in named:
         if split not in SPLITS:
-            raise ValueError(f"{path} is not what prepare wrote; remove it")
+            raise UserError(f"{path} is not what prepare wrote; remove it")
         safe_name(file, str(path))
     return result
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fms_fsdp.config import flag
 from fms_fsdp.config.values import joined
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.prepare.duplicates import hash_slice, mark_copies
 from fms_fsdp.tools.prepare.encode import (
     Reader,
@@ -47,10 +48,10 @@ class ShardsConfig:
 
     def __post_init__(self) -> None:
         if not self.output:
-            raise ValueError("--output is missing; name the folder for the shards")
+            raise UserError("--output is missing; name the folder for the shards")
         if not 1 <= len(self.split) <= 3 or min(self.split) < 0 or self.split[0] <= 0:
             rule = "must be one to three shares, the first above 0"
-            raise ValueError(f"--split ({joined(self.split)}) {rule}; for example 949,50,1")
+            raise UserError(f"--split ({joined(self.split)}) {rule}; for example 949,50,1")
 
     @property
     def folder(self) -> Path:

@@ -17,6 +17,7 @@ from fms_fsdp.data.tokenizer import (
     load_tokenizer,
     parse_description,
 )
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.prepare.documents import TextFormat, file_kind, json_without_text, plan_slices
 from fms_fsdp.tools.prepare.encode import TextReader
 from fms_fsdp.tools.prepare.input_files import find_files, parse_input, unique_files
@@ -63,13 +64,13 @@ class PrepareConfig(ShardsConfig):
         super().__post_init__()
         if self.train_tokenizer and self.tokenizer:
             rule = "and --train_tokenizer exclude each other; leave one out"
-            raise ValueError(f"--tokenizer ({self.tokenizer}) {rule}")
+            raise UserError(f"--tokenizer ({self.tokenizer}) {rule}")
         if self.vocab_size is not None and not self.train_tokenizer:
             rule = "is for a tokenizer to train; add --train_tokenizer=True"
-            raise ValueError(f"--vocab_size ({self.vocab_size}) {rule}")
+            raise UserError(f"--vocab_size ({self.vocab_size}) {rule}")
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             rule = f"must not be below --min_tokens ({self.min_tokens})"
-            raise ValueError(f"--max_tokens ({self.max_tokens}) {rule}")
+            raise UserError(f"--max_tokens ({self.max_tokens}) {rule}")
 
     @property
     def form(self) -> TextFormat:
@@ -118,7 +119,7 @@ def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
         tokenizer = _load_kept(config, known)
     elif training:
         if known and not config.overwrite:
-            raise ValueError(
+            raise UserError(
                 f"--output ({output}) has a tokenizer that was not trained on these inputs with these "
                 "options; leave out --train_tokenizer to use it, choose another folder, or --overwrite=True"
             )
@@ -126,7 +127,7 @@ def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     elif config.tokenizer:
         tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
     else:
-        raise ValueError("--tokenizer is missing; give byte, a model file, a folder, or --train_tokenizer")
+        raise UserError("--tokenizer is missing; give byte, a model file, a folder, or --train_tokenizer")
     keys = [_plan_key(config, source, tokenizer.vocabulary, sources) for source in sources]
     check_plans(output, sources, keys, tokenizer.vocabulary.digest, config.overwrite)
     if not is_kept:
@@ -138,7 +139,7 @@ def _load_kept(config: PrepareConfig, known: Vocabulary) -> Tokenizer:
     tokenizer = load_tokenizer(known.kept_in(config.folder), config.eos_token or known.eos_token)
     if tokenizer.vocabulary.digest != known.digest:
         rule = f"{known.file_name} was changed after it was used; restore it"
-        raise ValueError(f"--output ({config.folder}): {rule}")
+        raise UserError(f"--output ({config.folder}): {rule}")
     return tokenizer
 
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fms_fsdp.atomic import write_atomically
+from fms_fsdp.errors import UserError
 
 MAX_BATCH_DOCUMENTS = 65_536
 MAX_BATCH_TOKENS = 1 << 22
@@ -66,7 +67,7 @@ class ShardWriter:
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.info.vocab_size:
                 bad = low if low < 0 else high
-                raise ValueError(f"token id ({bad}) must lie in [0, {self.info.vocab_size}), the vocabulary")
+                raise UserError(f"token id ({bad}) must lie in [0, {self.info.vocab_size}), the vocabulary")
             self._max_token_id = max(self._max_token_id, high)
         self._open.append(tokens.astype(self.info.dtype, copy=False))
         self._open_tokens += len(tokens)

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from fms_fsdp.data.tokenizer import Tokens
+from fms_fsdp.errors import UserError
 
 PATTERNS = ("*.idx", "*.ds", "*.parquet", "*.arrow")
 _COLUMNS = ("tokens", "input_ids")
@@ -44,17 +45,17 @@ def read_token_file(path: str, column: str) -> Iterator[Tokens]:
         return _read_parquet_ids(path, column)
     if path.endswith(".arrow"):
         return _read_arrow_ids(path, column)
-    raise ValueError("is no .idx (of a Megatron pair), .ds, .parquet or .arrow file")
+    raise UserError("is no .idx (of a Megatron pair), .ds, .parquet or .arrow file")
 
 
 def _read_megatron(path: str) -> Iterator[Tokens]:
     """Documents of an index and its .bin. Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py."""
     with open(path, "rb") as file:
         if file.read(9) != _MEGATRON_MAGIC:
-            raise ValueError("is not a Megatron index (its first bytes are others)")
+            raise UserError("is not a Megatron index (its first bytes are others)")
         version, code = int.from_bytes(file.read(8), "little"), file.read(1)[0]
         if version != 1 or code not in _MEGATRON_TYPES:
-            raise ValueError(
+            raise UserError(
                 f"is a Megatron index of version {version}, type {code}; known: version 1, integers"
             )
         num_sequences, num_edges = (int.from_bytes(file.read(8), "little") for _ in range(2))
@@ -62,11 +63,11 @@ def _read_megatron(path: str) -> Iterator[Tokens]:
         pointers = np.fromfile(file, "<i8", num_sequences)
         edges = np.fromfile(file, "<i8", num_edges)
     if len(edges) != num_edges or (len(edges) and edges[-1] > num_sequences):
-        raise ValueError("is truncated or damaged")
+        raise UserError("is truncated or damaged")
     ids = _mapped(ids_file(path), np.dtype(_MEGATRON_TYPES[code]))
     starts = pointers // ids.dtype.itemsize
     if len(starts) and int((starts + lengths).max()) > len(ids):
-        raise ValueError(f"points beyond the end of {ids_file(path)}")
+        raise UserError(f"points beyond the end of {ids_file(path)}")
     for first, last in zip(edges, edges[1:], strict=False):
         pieces = [ids[starts[i] : starts[i] + lengths[i]] for i in range(first, last)]
         yield np.concatenate(pieces) if pieces else ids[:0]
@@ -80,7 +81,7 @@ def _read_datatrove(path: str) -> Iterator[Tokens]:
     ends = np.fromfile(path + ".index", "<u8").astype(np.int64)
     total, size = int(ends[-1]) if len(ends) else 0, os.path.getsize(path)
     if total and size not in (2 * total, 4 * total):
-        raise ValueError(f"has {size} bytes for {total} tokens of its index; expected 2 or 4 each")
+        raise UserError(f"has {size} bytes for {total} tokens of its index; expected 2 or 4 each")
     ids = _mapped(path, np.dtype(f"<u{size // total}" if total else "<u2"))
     for start, end in zip([0, *ends], ends, strict=False):
         yield ids[start:end]
@@ -113,7 +114,7 @@ def open_arrow(path: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]
         is_file = source.read(6) == b"ARROW1"  # else a stream, as the package datasets writes
         source.seek(max(0, source.size() - 8))
         if not is_file and source.read() != _END_OF_STREAM:
-            raise ValueError("is neither an Arrow file nor a whole Arrow stream")
+            raise UserError("is neither an Arrow file nor a whole Arrow stream")
         source.seek(0)
         reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         yield reader.schema, map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
@@ -128,12 +129,12 @@ def _ids_column(schema: pa.Schema, wanted: str, *, plain: bool = False) -> str:
     name = wanted or next((name for name in _COLUMNS if name in schema.names), "")
     if name not in schema.names:
         missing, present = wanted or " or ".join(_COLUMNS), ", ".join(schema.names)
-        raise ValueError(f"has no column {missing}, only {present}; see --column")
+        raise UserError(f"has no column {missing}, only {present}; see --column")
     kind = schema.field(name).type
     holds_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not pa.types.is_integer(kind.value_type if holds_lists else kind) or not (holds_lists or plain):
         remedy = "for text use `python -m fms_fsdp prepare`"
-        raise ValueError(f"column {name} holds {kind}, not lists of integers; {remedy}")
+        raise UserError(f"column {name} holds {kind}, not lists of integers; {remedy}")
     return name
 
 
@@ -141,7 +142,7 @@ def _split_lists(array: pa.Array) -> Sequence[Tokens]:
     """The lists of a column, or the whole column where it holds plain integers."""
     is_document = pa.types.is_integer(array.type)
     if array.null_count or (not is_document and array.flatten().null_count):
-        raise ValueError("holds nulls among its ids")
+        raise UserError("holds nulls among its ids")
     if is_document:
         return [array.to_numpy()]
     offsets, values = array.offsets.to_numpy(), array.values.to_numpy()

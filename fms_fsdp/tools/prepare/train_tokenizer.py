@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.prepare.documents import Document, Slice, TextFormat, read_part
 
 _SENTENCE_CHARS = 2048  # pieces of a document that sentencepiece trains on
@@ -61,7 +62,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
             minloglevel=3,
         )
     except RuntimeError as error:
-        raise ValueError(f"--vocab_size ({vocab_size}) {_training_problem(str(error))}") from error
+        raise UserError(f"--vocab_size ({vocab_size}) {_training_problem(str(error))}") from error
     return model.getvalue()
 
 

@@ -20,6 +20,8 @@ from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from typing import TypeVar
 
+from fms_fsdp.errors import UserError
+
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -78,7 +80,7 @@ def _run_in_processes(
             yield futures.pop(future), future.result()
         pool.shutdown()
     except BrokenProcessPool:
-        raise ValueError(
+        raise UserError(
             "--num_workers: a worker process was killed, perhaps out of memory; run the command again to go "
             "on where it stopped, with fewer workers or a lower --shard_tokens"
         ) from None

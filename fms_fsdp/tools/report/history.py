@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.atomic import read_json
+from fms_fsdp.errors import UserError
 from fms_fsdp.run.recorded import recorded_sections
 
 Record = dict[str, Any]
@@ -119,7 +120,7 @@ def read_run(folder: Path) -> RunHistory:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         rule = "must be a run folder, and there is no metrics.jsonl in it; name --output_dir"
-        raise ValueError(f"run ({folder}) {rule}")
+        raise UserError(f"run ({folder}) {rule}")
     run = RunHistory(folder.resolve().name, folder)
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -128,10 +129,10 @@ def read_run(folder: Path) -> RunHistory:
                     run.add(json.loads(line))
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 rule = "must be a record with a step, and a report with tokens_seen too"
-                raise ValueError(f"{path}:{number} {rule}; remove the line") from None
+                raise UserError(f"{path}:{number} {rule}; remove the line") from None
     if not run.reports:
         rule = f"must have reported, and {path.name} holds no report yet; wait for its first"
-        raise ValueError(f"run ({folder}) {rule}")
+        raise UserError(f"run ({folder}) {rule}")
     matches = (_OF_A_LAUNCH.fullmatch(file.name) for file in folder.iterdir())
     launches = sorted(int(match[1]) for match in matches if match)
     for name in ("config.json", *(f"config.{number}.json" for number in launches)):

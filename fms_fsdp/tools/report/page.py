@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fms_fsdp.config import flag
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.report.facts import cards, command, subtitle, tables
 from fms_fsdp.tools.report.history import RunHistory, differences, read_run
 from fms_fsdp.tools.report.panels import build_panels
@@ -32,9 +33,9 @@ class ReportConfig:
 
     def __post_init__(self) -> None:
         if not self.runs:
-            raise ValueError("runs () must name at least one run folder; write `report RUN [RUN …]`")
+            raise UserError("runs () must name at least one run folder; write `report RUN [RUN …]`")
         if self.serve and (self.output or self.png):
-            raise ValueError("--serve (True) writes no file; leave --output and --png out")
+            raise UserError("--serve (True) writes no file; leave --output and --png out")
 
 
 def main(config: ReportConfig) -> None:

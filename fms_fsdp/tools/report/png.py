@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.report.panels import Panel
 
 
@@ -17,7 +18,7 @@ def write_png(panels: Sequence[Panel], path: Path, flag: str = "--png") -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"{flag} needs matplotlib, which is not installed; pip install matplotlib") from None
+        raise UserError(f"{flag} needs matplotlib, which is not installed; pip install matplotlib") from None
     figure = Figure(figsize=(10, 4 * len(panels)), layout="constrained")
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.unit)

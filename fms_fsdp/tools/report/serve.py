@@ -8,6 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from fms_fsdp.errors import UserError
+
 
 def serve(folders: Sequence[Path], render: Callable[[], str], host: str, port: int) -> None:
     """Prints the address and answers there until Ctrl-C.
@@ -40,7 +42,7 @@ def serve(folders: Sequence[Path], render: Callable[[], str], host: str, port: i
         server = ThreadingHTTPServer((host, port), Handler)
     except OSError as error:
         rule = f"must be free on --host ({host}), and is not: {error.strerror}; take another, or --port=0"
-        raise ValueError(f"--port ({port}) {rule}") from None
+        raise UserError(f"--port ({port}) {rule}") from None
     with server, suppress(KeyboardInterrupt):
         print(f"http://{host}:{server.server_port}/ shows the page; Ctrl-C ends this server", flush=True)
         server.serve_forever()
