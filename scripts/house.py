@@ -28,7 +28,8 @@ LONGEST_LINE, LONGEST_FUNCTION, LONGEST_FILE = 110, 60, 400
 # Who may import whom, from the bottom: a module may import its own unit and the units of earlier lines.
 LAYERS = [
     ["errors"],
-    ["config", "safe_names", "own_code", "atomic", "console", "cpu_tuning"],
+    ["config", "safe_names", "atomic", "console", "cpu_tuning"],
+    ["own_code"],
     ["flags"],
     ["runtime"],
     ["mesh"],

@@ -97,6 +97,7 @@ import os
 import sys
 
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.errors import UserError
 from fms_fsdp.flags import parse_flags
 
 name, by = os.environ.get("RUN_NAME"), "--run_name"
@@ -106,7 +107,7 @@ try:
         by = "RUN_NAME"
         config = parse_flags(TrainConfig, [*sys.argv[1:], f"--run_name={name}"])
     print(config.output_dir)
-except ValueError as error:
+except UserError as error:
     print(f"error: {str(error).replace('--run_name', by)}", file=sys.stderr)
     sys.exit(2)
 PYTHON_CODE

@@ -272,7 +272,7 @@ def _base_shape(section: ModelConfig) -> LlamaConfig:
 
     try:
         return read_shape(path if path.is_file() else path / "config.json")
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"--{flag} ({path}) cannot be taken: {error}") from None
 
 

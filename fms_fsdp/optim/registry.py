@@ -6,7 +6,6 @@ The arguments of a builder are read from its signature, so nothing here repeats 
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from fms_fsdp.config import OptimConfig
 from fms_fsdp.config.flag import Flag
 from fms_fsdp.config.values import coerce, shown
 from fms_fsdp.errors import UserError
+from fms_fsdp.own_code import load_function
 
 Build = Callable[..., torch.optim.Optimizer]
 BUILDERS = {  # torch's own work on sharded tensors, entry by entry
@@ -54,17 +54,16 @@ def load_builder(name: str) -> Build:
     Raises:
         ValueError: its package is not installed, or there is no such module or function.
     """
-    module, _, function = BUILDERS.get(name, name).partition(":")
-    package = module.partition(".")[0]
+    package = BUILDERS.get(name, name).partition(":")[0].partition(".")[0]
     if name in BUILDERS and find_spec(package) is None:
         raise UserError(f"--optimizer ({name}) needs the package {package}; pip install {package}")
+    build: Build = load_function("--optimizer", BUILDERS.get(name, name))
     try:
-        build: Build = getattr(importlib.import_module(module), function)
-        if not inspect.signature(build).parameters:
-            raise TypeError("it takes no parameters to optimize")
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        text = f"--optimizer ({shown(name)}) must be importable as module:function: {error}"
-        raise UserError(text) from None
+        takes = inspect.signature(build).parameters
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--optimizer ({shown(name)}) must be a function: {error}") from None
+    if not takes:
+        raise UserError(f"--optimizer ({shown(name)}) must take the parameters to optimize; it takes none")
     return build
 
 

@@ -193,5 +193,10 @@ class Launch:
                 self._print(f"{path.name} cannot be written: {error}")
 
     def _print(self, text: str) -> None:
+        """Prints to stderr and, in a run folder that is this launch's, to log.txt: there a bug is found when
+        the terminal is gone."""
         with suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
+        if self.folder is not None:
+            with suppress(OSError), open(self.folder / "log.txt", "a", encoding="utf-8") as log:
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")

@@ -249,9 +249,10 @@ def _read_arrow(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
         with open_arrow(part.path) as (schema, batches):
             _check_columns(part.path, schema.names, form)
             yield from _numbered(f"{part.path}: row", _rows(batches, form))
-    except ValueError as error:
-        rule = f"{error}; repair or exclude the file"
-        raise error if str(error).startswith("--") else ValueError(f"--input ({part.path}) {rule}") from error
+    except UserError:
+        raise
+    except ValueError as error:  # pyarrow's
+        raise UserError(f"--input ({part.path}) {error}; repair or exclude the file") from error
 
 
 def _check_columns(path: str, columns: Sequence[str], form: TextFormat) -> None:

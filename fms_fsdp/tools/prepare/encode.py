@@ -180,7 +180,7 @@ def encode_slice(job: SliceJob) -> SliceResult:
             continue
         try:
             writers.add(record)
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"--input ({parts[0].path}): {error}; document {stats.records + 1}") from error
         stats.keep(len(record.tokens), record.document)
     result = SliceResult(shards=writers.finish(), stats=vars(stats))

@@ -12,6 +12,7 @@ from typing import Any
 from fms_fsdp.config import from_dict
 from fms_fsdp.config.flag import non_defaults
 from fms_fsdp.config.values import short
+from fms_fsdp.errors import UserError
 from fms_fsdp.flags import shown_value
 from fms_fsdp.run.recorded import recorded_sections
 from fms_fsdp.tools.ckpt import LIST_HEAD, checkpoint_rows
@@ -69,7 +70,7 @@ def command(run: RunHistory) -> list[str]:
     """The words of the command that the recorded flags come to, launched on one node; [] if unknown."""
     try:
         values = non_defaults(from_dict(run.config))
-    except (ValueError, TypeError):  # flags of another release
+    except (UserError, TypeError):  # flags of another release
         return []
     world = run.config["resolved"].get("world_size", 1)
     launcher = ["python"] if world == 1 else ["torchrun", f"--nproc_per_node={world}"]

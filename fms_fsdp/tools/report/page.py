@@ -67,11 +67,11 @@ def read_runs(folders: Sequence[str]) -> list[RunHistory]:
 
     Runs of one name are called by their folders. Raises: ValueError, if none can be drawn.
     """
-    runs, problems = list[RunHistory](), list[ValueError]()
+    runs, problems = list[RunHistory](), list[UserError]()
     for folder in dict.fromkeys(folders):
         try:
             runs.append(read_run(Path(folder)))
-        except ValueError as error:
+        except UserError as error:
             problems.append(error)
     if not runs:
         raise problems[0]
