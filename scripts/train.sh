@@ -35,6 +35,9 @@ TRAIN_ARGS=(
     --report_interval="${REPORT_INTERVAL:-20}"        # steps between report lines
     --checkpoint_interval="${CHECKPOINT_INTERVAL:-350}"  # steps between checkpoints
 )
+SAMPLE_ARGS=(                                         # if the data have a tokenizer of sentencepiece
+    --sample_interval="${SAMPLE_INTERVAL:-350}"       # steps between texts that the model writes
+)
 # ---- Where to train: the script detects it, or variables of the environment say it ----
 # NPROC_PER_NODE   processes on this machine (default: one per GPU of the job or machine; without GPUs one
 #                  process that uses all cores)
@@ -288,26 +291,22 @@ longer_command() {
     echo "${longer[*]}"
 }
 
-# Prints text that the model writes, if it has a tokenizer and at most a billion parameters. The page shows
-# the text too.
+# Prints the last text that the run has written, if it writes samples. The page shows the text too.
 tell_sample() {
-    local size data="$DATA_DIR" prompt="def main("
-    [[ -z "$own_data" ]] || data="$(value_of data_path)" prompt=""
-    size="$(sed -n 's/.*"num_params": *\([0-9]*\).*/\1/p' "$RUN_DIR/config.json" 2>/dev/null)" || true
-    compgen -G "$data/tokenizer.*" >/dev/null || return 0
-    ((${size:-0} <= 1000000000)) || return 0
-    if timeout 12 "$PYTHON" -m fms_fsdp generate --path="$RUN_DIR" --prompt="$prompt" \
-        >"$SCRATCH/sample" 2>"$SCRATCH/sample_error"; then
-        cat "$SCRATCH/sample" >>"$RUN_DIR/samples.txt"
-        sed '1s/^/sample  /; 2,$s/^/        /' "$SCRATCH/sample"
-    else
-        echo "it took more than 12 s" >>"$SCRATCH/sample_error" # read only if there is nothing before it
-        say "note: no sample could be written: $(head -n 1 "$SCRATCH/sample_error")"
-    fi
+    [[ -f "$RUN_DIR/samples.txt" ]] || return 0
+    awk '/^--- step [0-9]+ ---$/ { text = ""; next } { text = text $0 "\n" } END { printf "%s", text }' \
+        "$RUN_DIR/samples.txt" | sed '1s/^/sample  /; 2,$s/^/        /'
 }
 
-# Prints the results of a finished run, a sample of its text and the address of its page, within 20 seconds,
-# and what to do next.
+# Enters the seconds since the last part of the script ended under the name $1, if there are any.
+part_done() {
+    local now="$SECONDS"
+    ((now == PART_BEGAN)) || PARTS+="${PARTS:+, }$1 $((now - PART_BEGAN)) s"
+    PART_BEGAN="$now"
+}
+
+# Prints the results of a finished run, a sample of its text, the address of its page, which takes at most 8
+# seconds, how long each part of the script took, and what to do next.
 tell_results() {
     "$PYTHON" - "$RUN_DIR/metrics.jsonl" <<'PYTHON_CODE' || say "note: $RUN_DIR/metrics.jsonl cannot be read"
 import json
@@ -332,6 +331,8 @@ PYTHON_CODE
         echo "it took more than 8 s" >>"$SCRATCH/report"
         say "note: the page of curves could not be made: $(head -n 1 "$SCRATCH/report")"
     fi
+    part_done "page"
+    echo "time    $PARTS: $SECONDS s in all"
     echo "folder  $RUN_DIR: metrics.jsonl, checkpoints, log.txt, console.txt"
     if [[ -z "${VIRTUAL_ENV:-}" && "$PYTHON" == "$ROOT/.venv/bin/python" ]]; then
         echo "next    source .venv/bin/activate"
@@ -372,6 +373,7 @@ drop_defaults() {
             --num_steps) if given num_tokens || given num_samples; then continue; fi ;;
             --batch_size) if given global_batch_size; then continue; fi ;;
             --weights) if given datasets; then continue; fi ;;
+            --sample_prompts) if given sample_interval; then continue; fi ;;
             --checkpoint_interval) if given checkpoint_schedule; then continue; fi ;;
         esac
         kept+=("$argument")
@@ -380,10 +382,11 @@ drop_defaults() {
 }
 
 main() {
-    USER_ARGS=("$@")
+    USER_ARGS=("$@") PARTS="" PART_BEGAN=0 SECONDS=0
     check_environment
     # shellcheck disable=SC2119 # it needs no extras; the arguments of this script are flags
     use_environment
+    part_done "environment"
     local question
     for question in "$@"; do
         case "$question" in
@@ -400,8 +403,16 @@ main() {
         if given data_path && [[ -d "$(value_of data_path)/validation" ]]; then
             args+=(--eval_interval="${EVAL_INTERVAL:-175}")
         fi
+        if given data_path && [[ -f "$(value_of data_path)/tokenizer.model" ]]; then
+            args+=("${SAMPLE_ARGS[@]}")
+        fi
     fi
-    if [[ -z "$own_data" ]] && can_compile; then args+=(--use_torch_compile=True); fi
+    if [[ -z "$own_data" ]]; then
+        if [[ ! -f "$DATA_DIR/meta/counts.csv" || -f "$DATA_DIR/tokenizer.model" ]]; then
+            args+=("${SAMPLE_ARGS[@]}" --sample_prompts="def main(")
+        fi
+        if can_compile; then args+=(--use_torch_compile=True); fi
+    fi
     drop_defaults
     args+=("$@")
     RUN_DIR="$(find_run_folder "${args[@]}")" || exit 2
@@ -409,6 +420,7 @@ main() {
     if [[ -z "$own_data" && ! -f "$DATA_DIR/meta/counts.csv" ]]; then
         under_lock prepare_data >&2
     fi
+    part_done "text"
     if [[ -n "${PREPARE_ONLY:-}" ]]; then
         echo "$RUN_DIR"
         exit
@@ -418,6 +430,7 @@ main() {
     trap 'rm -rf "$SCRATCH"' EXIT
     local code=0
     launch "${args[@]}" || code=$?
+    part_done "training"
     read_outcome "$code"
     case "$STATUS" in
         0) is_first_node && tell_results ;;

@@ -64,6 +64,13 @@ def test_a_run_leaves_everything_in_its_folder(whole: Path) -> None:
     assert config["data"]["seq_length"] == 64 and config["resolved"]["model"]["num_params"] > 100_000
 
 
+def test_the_first_report_of_a_launch_tells_no_rate_and_no_time_left(whole: Path) -> None:
+    """Its only step compiles and warms up: `47 tok/s/device … 8:31:52 left` stood there."""
+    lines = re.findall(r"step \d/8  loss .*", (whole / "log.txt").read_text())
+    assert [("tok/s" in line, " left" in line) for line in lines] == [(False, False)] + 7 * [(True, True)]
+    assert metrics(whole)[1]["eta_s"] > 0  # metrics.jsonl keeps its fields
+
+
 def test_a_report_tells_the_mean_of_its_interval_and_where_the_time_went(whole: Path, tmp_path: Path) -> None:
     argv = [*TINY[:-1], "--report_interval=4", "--checkpoint_interval=2", "--num_steps=8", "--trackers=none"]
     output = trained(*argv, f"--output_dir={tmp_path}")

@@ -86,8 +86,9 @@ class Meter(Hook):
         progress.problem = self._sinks.problem
         place = {"step": step, "tokens_seen": progress.tokens_seen}
         validation = progress.validation[1] if progress.validation else None
-        log.info(report_line(record | place, progress.num_steps, validation))
-        if progress.steps_of_launch == 1:
+        is_first = progress.steps_of_launch == 1
+        log.info(report_line(record | place, progress.num_steps, validation, with_pace=not is_first))
+        if is_first:
             self._tell_phases(step)
         self._tell_spike(step, record)
 

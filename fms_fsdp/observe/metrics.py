@@ -165,10 +165,14 @@ def memory(device: torch.device) -> dict[str, float]:
         return {"peak_mem_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 
-def report_line(record: Mapping[str, Any], num_steps: int, validation: float | None = None) -> str:
+def report_line(
+    record: Mapping[str, Any], num_steps: int, validation: float | None = None, *, with_pace: bool = True
+) -> str:
     """The record as one line of at most 110 characters, with the mean loss since the last one.
 
-    `validation` is the latest validation loss. What matters least is left out where the line is too long.
+    `validation` is the latest validation loss. Without `with_pace` the line has no rate and no time left:
+    the first step of a launch, which compiles, says nothing of the others. What matters least is left out
+    where the line is too long.
     """
     parts = {
         "step": f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
@@ -183,6 +187,8 @@ def report_line(record: Mapping[str, Any], num_steps: int, validation: float | N
         "memory": f"{record['peak_mem_gib']:.1f} GiB",
         "left": f"{timedelta(seconds=round(record['eta_s']))} left",
     }
+    if not with_pace:
+        parts |= dict.fromkeys(("rate", "mfu", "left"), "")
     for least in ("memory", "mfu", "tokens", "lr", "norm", "rate"):
         if len("  ".join(filter(None, parts.values()))) > 110:
             del parts[least]

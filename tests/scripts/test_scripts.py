@@ -159,6 +159,40 @@ def test_a_flag_of_the_users_in_any_spelling_is_given_once(
     assert (dropped[2:] in names) == (given[0].lstrip("-").replace("-", "_").startswith(dropped[2:]))
 
 
+@pytest.mark.parametrize(
+    ("flags", "sampled"),
+    [
+        ([], ["--sample_interval=350", "--sample_prompts=def main("]),
+        (["--sample-interval=9"], ["--sample-interval=9"]),
+        (["--sample_prompts=a,b"], ["--sample_interval=350", "--sample_prompts=a,b"]),
+        (["--data_path=own"], ["--sample_interval=350"]),
+        (["--data_path=without"], []),
+        (["--data_path=own", "--model_variant=194m"], []),
+        (["--use_dummy_dataset=True"], []),
+    ],
+)
+def test_the_run_itself_writes_the_text_of_the_end(repo: Path, flags: list[str], sampled: list[str]) -> None:
+    """With the model in memory: what loads it again takes longer than a slow machine's user waits."""
+    for folder in ("data/quickstart", "own", "without"):
+        (repo / folder).mkdir(parents=True, exist_ok=True)
+    for folder in ("data/quickstart", "own"):
+        (repo / folder / "tokenizer.model").touch()
+    (repo / "runs/mine").mkdir(parents=True)
+    texts = "--- step 350 ---\nearly\n--- step 700 ---\ndef main(x):\n    return x\n"
+    (repo / "runs/mine/samples.txt").write_text(texts)
+    ended = train(repo, *flags, "--run_name=mine")
+    assert ended.returncode == 0, ended.stderr
+    assert [word for word in called(repo)["argv"] if "sample" in word] == sampled
+    assert "sample  def main(x):\n            return x\n" in ended.stdout and "early" not in ended.stdout
+    assert re.search(r"^time    (\w+ \d+ s, )*\w+ \d+ s: \d+ s in all$", ended.stdout, re.M)
+
+
+def test_data_without_a_tokenizer_are_trained_on_without_samples(repo: Path) -> None:
+    ended = train(repo)
+    assert ended.returncode == 0, ended.stderr
+    assert "sample" not in " ".join(called(repo)["argv"]) and "\nsample " not in ended.stdout
+
+
 def test_the_quickstart_is_compiled_where_the_machine_can(repo: Path, tmp_path: Path) -> None:
     compiler = tmp_path / "c++"
     compiler.touch()
