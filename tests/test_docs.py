@@ -22,6 +22,7 @@ from torch.distributed.run import get_args_parser
 
 from fms_fsdp.__main__ import COMMANDS
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.flag import flag_table
 from fms_fsdp.flags import parse_flags
 from tests.cli import ROOT
 from tests.fresh import copy_tracked, make_environment, outside
@@ -201,3 +202,19 @@ def test_a_block_of_commands_works_as_printed(clone: Path, block: Block) -> None
         stdin=subprocess.DEVNULL,
     )
     assert result.returncode == 0, f"{block.text}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+
+
+NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+
+
+@pytest.mark.parametrize(
+    ("words", "choices"),
+    [
+        ("{} optimizers", "optimizer"),
+        ("{} schedules", "lr_schedule"),
+        ("recomputation of {} kinds", "recompute"),
+    ],
+)
+def test_what_readme_counts_in_words_is_what_the_flags_offer(words: str, choices: str) -> None:
+    kinds = set(flag_table(TrainConfig)[choices].choices) - {"none"}
+    assert words.format(NUMBERS.split()[len(kinds)]) in PAGES[0].read_text()
