@@ -204,7 +204,9 @@ def test_a_block_of_commands_works_as_printed(clone: Path, block: Block) -> None
     assert result.returncode == 0, f"{block.text}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
 
 
-NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+)
 
 
 @pytest.mark.parametrize(

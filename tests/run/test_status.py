@@ -80,7 +80,7 @@ def test_bad_input_is_one_line_and_2(tmp_path: Path, capsys: pytest.CaptureFixtu
     with Launch() as launch:
         launch.claim(tmp_path)
         with checking_input():
-            raise ValueError("--x (1) must\n be 2")
+            raise UserError("--x (1) must\n be 2")
     assert launch.exit_status == 2
     assert capsys.readouterr().err == "error: --x (1) must be 2\n"
     assert status(tmp_path)["status"] == "bad_input"

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from fms_fsdp.data.shards.files import Files
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import StorageError, UserError
 from fms_fsdp.safe_names import safe_name
 
 META = "meta"
@@ -36,6 +36,8 @@ def read_counts(files: Files, paths: Collection[str]) -> Counts:
             if (size := files.size(table)) > LARGEST_TABLE:
                 raise UserError(f"it has {size:,} bytes, more than {LARGEST_TABLE:,}")
             rows.update(_parse(files.pread(table, size, 0)))
+        except StorageError:
+            raise
         except (ValueError, LookupError) as error:  # pyarrow's are of these kinds
             raise UserError(
                 f"counts file ({table}) must hold `dataset/filename,documents,tokens`: "

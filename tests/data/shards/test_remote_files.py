@@ -20,6 +20,7 @@ from pyarrow import fs
 from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.data.shards.remote_files import PAGE, RemoteFiles
 from fms_fsdp.data.shards.remote_uri import start_errors
+from fms_fsdp.errors import UserError
 from tests.data.corpora import Files, write_corpus
 
 SIZES = {"web": [90_000, 300, 40_000], "lang=en/dataset=code": [50_000]}
@@ -262,7 +263,7 @@ def test_errors_are_tried_again_a_bounded_number_of_times_and_named() -> None:
 
 def test_refused_credentials_are_named_with_a_remedy() -> None:
     with pytest.raises(
-        PermissionError, match=r"^--data_path \(s3://top\) cannot be opened .*; set AWS_ACCESS_KEY_ID"
+        UserError, match=r"^--data_path \(s3://top\) cannot be opened .*; set AWS_ACCESS_KEY_ID"
     ):
         Flaky(1, [PermissionError("ACCESS_DENIED")]).files()
 
@@ -285,9 +286,7 @@ def test_other_stores_are_refused_in_one_line(uri: str, text: str, monkeypatch: 
 
 
 def test_google_without_credentials_is_named_so() -> None:
-    refused = pytest.raises(
-        PermissionError, match=r"\(gs://top\) cannot .*; set GOOGLE_APPLICATION_CREDENTIALS"
-    )
+    refused = pytest.raises(UserError, match=r"\(gs://top\) cannot .*; set GOOGLE_APPLICATION_CREDENTIALS")
     with refused, start_errors("gs://top"):
         raise OSError(
             "google::cloud::Status(UNAVAILABLE: Could not create a OAuth2 access token to authenticate"
