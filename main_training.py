@@ -151,7 +151,8 @@ def run_loop(
     folder, device, mask = Path(cfg.output_dir), plan.device, cfg.data.document_mask
     clock = Clock(device)
     seed = cfg.training.seed if plan.model.has_dropout else None
-    recipe = TrainStep(mesh, device, plan.schedule, plan.batch.batch_size, cfg.optim.grad_clip, mask, seed)
+    size, clip, vocab_size = plan.batch.batch_size, cfg.optim.grad_clip, plan.model.vocab_size
+    recipe = TrainStep(mesh, device, plan.schedule, size, clip, mask, seed, vocab_size)
     with ExitStack() as house:  # closes from the last to the first, all of them, also when a step fails
         sinks = open_sinks(cfg, mesh, attempt, clock.totals)
         house.callback(sinks.close)

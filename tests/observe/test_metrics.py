@@ -8,7 +8,6 @@ import resource
 import sys
 import time
 import timeit
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from fms_fsdp.observe.sinks import MetricsFile
 from fms_fsdp.observe.utilization import Utilization
 from fms_fsdp.parallel.fsdp import global_norm
 from fms_fsdp.predict.hardware import measure_matmul_flops
+from fms_fsdp.state import StepResult
 
 CPU = torch.device("cpu")
 ALONE = Mesh(ParallelDims("none"), 0, "cpu")
@@ -45,15 +45,9 @@ RECORD = {
 }
 
 
-@dataclass(frozen=True)
-class Step:
-    loss_sum: torch.Tensor
-    num_labels: torch.Tensor
-    grad_norm: torch.Tensor
-
-
-def step(loss_sum: float, num_labels: int, grad_norm: float) -> Step:
-    return Step(torch.tensor(loss_sum), torch.tensor(num_labels), torch.tensor(grad_norm))
+def step(loss_sum: float, num_labels: int, grad_norm: float) -> StepResult:
+    loss, labels, norm, requests = (torch.tensor(each) for each in (loss_sum, num_labels, grad_norm, [0]))
+    return StepResult(loss, labels, norm, requests)
 
 
 def test_a_torn_last_line_is_cut_at_the_start(tmp_path: Path) -> None:
