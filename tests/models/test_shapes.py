@@ -3,6 +3,7 @@ caches, compilation, recomputation and bf16."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from fms_fsdp.generate import Sampling, generate
 from fms_fsdp.models.attention import KeyValueCache
 from fms_fsdp.models.llama import Llama, ScaleNorm
 from fms_fsdp.models.loss import linear_cross_entropy
+from fms_fsdp.models.masks import alibi_slopes
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.activation import apply_recomputation
 from fms_fsdp.parallel.compile import apply_compile
@@ -27,9 +29,19 @@ OWN = {
     "alibi": replace(BASE, pos_emb="alibi", bias=True, activation="gelu"),
     "none": replace(BASE, pos_emb="none", parallel_residual=True),
     "windows": replace(BASE, attn_window=5, attn_window_pattern="LLG", logit_softcap=3.0, pos_emb="none"),
-    "alibi windows": replace(BASE, pos_emb="alibi", attn_window=5, head_dim=24, vocab_multiple_of=64),
+    "alibi windows": replace(
+        BASE, pos_emb="alibi", attn_window=5, num_attention_heads=6, head_dim=24, vocab_multiple_of=64
+    ),
 }
 ALL = OWN | {"gpt2": GPT2, "neox": NEOX, "qwen3": QWEN3}
+
+
+def published_slopes(heads: int) -> list[float]:
+    """By the recursion of Press et al., https://github.com/ofirpress/attention_with_linear_biases."""
+    if heads & (heads - 1) == 0:
+        return [2 ** (-8 * (head + 1) / heads) for head in range(heads)]
+    power = 2 ** int(math.log2(heads))
+    return published_slopes(power) + published_slopes(2 * power)[::2][: heads - power]
 
 
 def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -55,7 +67,7 @@ def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> tor
         if config.qk_norm:
             q, k = norm(f"{name}.q_norm", q), norm(f"{name}.k_norm", k)
         k, v = (part.repeat_interleave(heads // part.shape[1], 1) for part in (k, v))
-        slopes = torch.tensor([2 ** (-8 * (head + 1) / heads) for head in range(heads)])[:, None, None]
+        slopes = torch.tensor(published_slopes(heads))[:, None, None]
         scores = q @ k.mT / size**0.5 - (slopes * far_SS if config.pos_emb == "alibi" else 0)
         pattern = config.attn_window_pattern
         window = config.attn_window if config.attn_window and pattern[layer % len(pattern)] == "L" else 10**6
@@ -85,6 +97,13 @@ def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> tor
     logits = linear("head", norm("head.norm", x))[..., : config.vocab_size]
     cap = config.logit_softcap
     return cap * torch.tanh(logits / cap) if cap else logits
+
+
+@pytest.mark.parametrize("heads", [*range(1, 34), 40, 56, 71, 112])
+def test_the_slopes_of_alibi_are_the_published_ones_for_any_number_of_heads(heads: int) -> None:
+    """Those of Press, BLOOM and MPT; 2^(-8 k / H) for any H was not."""
+    found = alibi_slopes(torch.arange(heads), heads)
+    torch.testing.assert_close(found, torch.tensor(published_slopes(heads)), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", OWN)
