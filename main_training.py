@@ -65,6 +65,7 @@ from fms_fsdp.run.describe import announce, describe, plan_saves
 from fms_fsdp.run.garbage import GarbageCollector
 from fms_fsdp.run.health import BadSteps, Watchdog
 from fms_fsdp.run.limits import Limits
+from fms_fsdp.run.lock import unlock_folders
 from fms_fsdp.run.out_of_memory import explaining_out_of_memory
 from fms_fsdp.run.plan import Plan, check_data, find_machine, open_stream, start_loss_scale, start_progress
 from fms_fsdp.samples import Sampler
@@ -86,6 +87,7 @@ def run(launch: Launch, signals: StopSignal, parsed: Parsed[TrainConfig] | None)
         with launch:
             pretrain(parsed, launch, signals)
             runtime.stop()
+        unlock_folders()
     return launch.exit_status
 
 
