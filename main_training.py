@@ -65,6 +65,7 @@ from fms_fsdp.run.describe import announce, describe, plan_saves
 from fms_fsdp.run.garbage import GarbageCollector
 from fms_fsdp.run.health import BadSteps, Watchdog
 from fms_fsdp.run.limits import Limits
+from fms_fsdp.run.lock import unlock_folders
 from fms_fsdp.run.out_of_memory import explaining_out_of_memory
 from fms_fsdp.run.plan import Plan, check_data, find_machine, open_stream, start_loss_scale, start_progress
 from fms_fsdp.samples import Sampler
@@ -86,6 +87,7 @@ def run(launch: Launch, signals: StopSignal, parsed: Parsed[TrainConfig] | None)
         with launch:
             pretrain(parsed, launch, signals)
             runtime.stop()
+        unlock_folders()
     return launch.exit_status
 
 
@@ -151,7 +153,8 @@ def run_loop(
     folder, device, mask = Path(cfg.output_dir), plan.device, cfg.data.document_mask
     clock = Clock(device)
     seed = cfg.training.seed if plan.model.has_dropout else None
-    recipe = TrainStep(mesh, device, plan.schedule, plan.batch.batch_size, cfg.optim.grad_clip, mask, seed)
+    size, clip, vocab_size = plan.batch.batch_size, cfg.optim.grad_clip, plan.model.vocab_size
+    recipe = TrainStep(mesh, device, plan.schedule, size, clip, mask, seed, vocab_size)
     with ExitStack() as house:  # closes from the last to the first, all of them, also when a step fails
         sinks = open_sinks(cfg, mesh, attempt, clock.totals)
         house.callback(sinks.close)

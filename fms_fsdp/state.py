@@ -23,8 +23,9 @@ from fms_fsdp.optim.optimizers import Optimizers
 class StepResult:
     """One step's outcome, still on the device.
 
-    `loss_sum`: of this rank; `num_labels`: of all ranks; `grad_norm`: before clipping, without the loss
-    scale; `requests`: the sums over ranks of what each asked for before the step; `loss_scale`: of fp16.
+    `loss_sum`, `z_loss_sum`: of this rank; `num_labels`: of all ranks; `grad_norm`: before clipping, without
+    the loss scale; `requests`: the sums over ranks of what each asked for before the step; `loss_scale`: of
+    fp16.
     """
 
     loss_sum: torch.Tensor
@@ -32,6 +33,7 @@ class StepResult:
     grad_norm: torch.Tensor
     requests: torch.Tensor
     loss_scale: torch.Tensor | None = None
+    z_loss_sum: torch.Tensor | None = None
 
 
 @dataclass

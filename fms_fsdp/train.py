@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch.profiler import record_function
 
-from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.data.batch import IGNORED_LABEL, Batch, check_batch
 from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.dropout import row_keys
@@ -32,7 +32,8 @@ from fms_fsdp.state import Hook, StepResult, TrainState
 class TrainStep:
     """What a step needs beside the state and the batch.
 
-    `dropout_seed`: None, unless the model drops values.
+    `dropout_seed`: None, unless the model drops values. `vocab_size`: what `train` lets tokens and labels be
+    of, if anything.
     """
 
     mesh: Mesh
@@ -42,6 +43,7 @@ class TrainStep:
     grad_clip: float
     document_mask: bool
     dropout_seed: int | None = None
+    vocab_size: int | None = None
 
 
 def train(recipe: TrainStep, state: TrainState, hooks: Sequence[Hook], clock: Clock) -> None:
@@ -63,6 +65,8 @@ def train(recipe: TrainStep, state: TrainState, hooks: Sequence[Hook], clock: Cl
                 progress.batch = batch = state.stream.next_batch()
             if (rows := len(batch.tokens_BS)) % recipe.batch_size:
                 raise UserError(f"stream gave {rows} rows; it must give a multiple of {recipe.batch_size}")
+            if recipe.vocab_size is not None:  # on the host still, where nothing waits for it
+                check_batch(batch, recipe.vocab_size, progress.step + 1, recipe.mesh.place("dp") * rows)
         clock.mark("data")
         result = train_step(recipe, state, batch, clock)
         progress.count(*_size(batch, recipe.mesh))
@@ -85,14 +89,18 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
     own = torch.tensor([own_labels, *state.progress.requests])
     sums = mesh.sum(own.to(recipe.device, non_blocking=True), "world")
     num_labels = sums[0].clamp(min=1)
+    factor = mesh.size("loss") / num_labels * scale
+    known = {} if state.loss_scale is None else {"loss_scale": factor}  # fp16 cannot do without it
     loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
+    z_losses: list[torch.Tensor] = []
     for micro_step, micro in enumerate(micro_batches(recipe, batch, state.progress.step + 1)):
         set_gradient_sync(model, last_micro_step=micro_step == accum - 1, mesh=mesh)
         with record_function("forward"):
-            micro_loss, _ = model(*micro)
+            micro_loss, _, *z_loss = model(*micro, **known)
         with record_function("backward"):
-            (micro_loss * (mesh.size("loss") / num_labels * scale)).backward()
+            (micro_loss * factor).backward()
         loss_sum += micro_loss.detach()
+        z_losses += z_loss
     clock.mark("forward_backward")
     with record_function("optimizer"):
         if state.optimizers.clip_by_themselves:
@@ -108,7 +116,8 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
             state.loss_scale.update(grad_norm)
     clock.mark("optimizer")
     made_with = None if state.loss_scale is None else state.loss_scale.before
-    return StepResult(loss_sum, num_labels, grad_norm, sums[1:], made_with)
+    z_loss_sum = torch.stack(z_losses).sum() if z_losses else None
+    return StepResult(loss_sum, num_labels, grad_norm, sums[1:], made_with, z_loss_sum)
 
 
 def _size(batch: Batch, mesh: Mesh) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
@@ -19,9 +20,19 @@ from fms_fsdp.observe.metrics import Clock, Interval
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.state import Progress, TrainState
-from fms_fsdp.train import TrainStep, train_step
+from fms_fsdp.train import TrainStep, train, train_step
 
 CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
+
+
+class Once:
+    """A stream of one batch."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batches = [batch]
+
+    def next_batch(self) -> Batch:
+        return self._batches.pop()
 
 
 def small(precision: Precision) -> Llama:
@@ -49,6 +60,38 @@ def test_a_global_batch_without_a_label_has_loss_and_norm_zero_and_is_no_skipped
         0,
         0,
     )
+
+
+def run_on(tokens: torch.Tensor, labels: torch.Tensor) -> TrainState:
+    """Trains until `Once` has no more batches."""
+    own: Any = Once(Batch(tokens, labels, None, None))
+    model = small(FP32)
+    state = TrainState(model, build_optimizers(OptimConfig(), model), own, Progress(6, 7))
+    recipe = TrainStep(
+        ALONE, CPU, lambda step, tokens, base: 1e-3, 1, 1.0, document_mask=False, vocab_size=32
+    )
+    train(recipe, state, [], Clock(CPU))
+    return state
+
+
+@pytest.mark.parametrize("name", ["token", "label"])
+@pytest.mark.parametrize("value", [-1, -99, -101, 32, 1 << 40])
+def test_a_token_or_label_of_no_vocabulary_is_refused_with_its_place(value: int, name: str) -> None:
+    """A stream that masks with -1 finished without a word: its -1 were trained as token 0."""
+    tokens = torch.arange(16).view(2, 8)
+    labels = tokens.clone()
+    (tokens if name == "token" else labels)[1, 5] = value
+    place = rf"{name} \({value}\) of step 7, row 1, position 5 must be .*from 0 to 31"
+    with pytest.raises(UserError, match=place) as refused:
+        run_on(tokens, labels)
+    assert refused.value.data_step == 7 and refused.value.on_one_rank
+
+
+def test_masked_labels_and_those_at_both_ends_of_the_vocabulary_are_trained_on() -> None:
+    tokens = torch.arange(16).view(2, 8)
+    labels = tokens.clone()
+    labels[0, :3] = torch.tensor([IGNORED_LABEL, 0, 31])
+    assert run_on(tokens, labels).progress.step == 7
 
 
 class Reads(TorchDispatchMode):

@@ -118,6 +118,8 @@ class LogConfig:
         help="number of steps between bare lines of step and time, which wait for no device; 0 is off")
     diagnostics: bool = free_flag(False,
         help="report shared and resident memory, temperatures and clocks, where the machine shows them")
+    peak_tflops: float | None = free_flag(None, above=0, maximum=1e9, advanced=True,
+        help="dense TFLOP/s of one device at best, which mfu counts against (default: a GPU's by its name)")
     log_param_norm: bool = free_flag(False, help="report the norm of all parameters")
     log_num_zeros: bool = free_flag(False, advanced=True,
         help="report how many entries of the gradient are zero")

@@ -32,6 +32,23 @@ class Batch(NamedTuple):
     document_ids_BS: torch.Tensor  # int32
 
 
+def check_batch(batch: Batch, vocab_size: int, step: int, first_row: int) -> None:
+    """Raises UserError, with its place, for a token or a label that the model does not know. `first_row` is
+    the position of row 0 in the global batch of `step`."""
+    known = f"from 0 to {vocab_size - 1}, which --vocab_size says"
+    rules = {"token": known, "label": f"{IGNORED_LABEL}, which is masked, or {known}"}
+    for (name, rule), ids_BS in zip(rules.items(), batch[:2], strict=True):
+        wrong_BS = (ids_BS < 0) | (ids_BS >= vocab_size)
+        if name == "label":
+            wrong_BS &= ids_BS != IGNORED_LABEL
+        if wrong_BS.any():
+            row, position = wrong_BS.nonzero()[0].tolist()
+            raise UserError(
+                f"{name} ({ids_BS[row, position]}) of step {step}, row {first_row + row}, position "
+                f"{position} must be {rule}; correct the data"
+            )
+
+
 def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[int, int]:
     """Returns the rows [start, stop) of the global batch that belong to a rank.
 

@@ -90,7 +90,8 @@ def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
     shape["num_kv_heads"] = shape.get("num_kv_heads") or shape["num_attention_heads"]
     shape["head_dim"] = shape.get("head_dim") or 0
     activation = said.get("hidden_act", said.get("activation_function"))
-    of_theirs = {"gelu_pytorch_tanh": "gelu_tanh"} | {theirs: ours for ours, theirs in ACTIVATIONS.items()}
+    of_theirs = {name: "gelu_tanh" for name in ("gelu_pytorch_tanh", "gelu_fast")}
+    of_theirs |= {theirs: ours for ours, theirs in ACTIVATIONS.items()}
     if activation not in of_theirs:
         raise UserError(f"hidden_act ({activation}) must be one of {', '.join(of_theirs)}")
     shape["activation"] = of_theirs[activation]

@@ -1,6 +1,6 @@
 """Llama: a decoder-only transformer, written to be read next to its paper; and its relatives.
 
-    tokens_BS → Embed → Block × num_layers → Head → logits_BSV, or with labels (loss_sum, num_labels)
+    tokens_BS → Embed → Block × num_layers → Head → logits_BSV, or with labels (loss_sum, num_labels[, z_sum])
     Block: x + Attention(norm(x)), then x + FeedForward(norm(x))
 
 B batch, S sequence, D model, F ffn, V vocabulary, H query heads, G key/value heads, K head dim.
@@ -34,7 +34,7 @@ from fms_fsdp.models.positions import rope_table, rotate, waves
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.own_code import load_function
 
-LossAndCount = tuple[torch.Tensor, torch.Tensor]
+Losses = tuple[torch.Tensor, ...]  # loss_sum, num_labels and, in training with a z-loss, z_sum
 
 
 def build_linear(config: LlamaConfig, in_features: int, out_features: int) -> nn.Linear:
@@ -51,7 +51,8 @@ class ScaleNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.size, eps=self.eps) * self.weight.to(x.dtype)
+        weight = self.weight.expand(self.size).to(x.dtype)  # within, so that the product is rounded once
+        return F.rms_norm(x, self.size, weight, self.eps)
 
 
 _NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "scalenorm": ScaleNorm}
@@ -211,15 +212,19 @@ class Head(nn.Linear):
             self.register_parameter("weight", None)
 
     def forward(  # type: ignore[override]
-        self, x_BSD: torch.Tensor, labels_BS: torch.Tensor | None, tied_weight_VD: torch.Tensor | None
-    ) -> torch.Tensor | LossAndCount:
+        self,
+        x_BSD: torch.Tensor,
+        labels_BS: torch.Tensor | None,
+        tied_weight_VD: torch.Tensor | None,
+        loss_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | Losses:
         weight_VD = self.weight if tied_weight_VD is None else tied_weight_VD
         if len(weight_VD) > self.vocab_size:  # the rows that fill up are in no product
             weight_VD = weight_VD[: self.vocab_size]
         x_BSD = self.norm(x_BSD)
         if labels_BS is not None:
-            z_loss = self.z_loss if self.training else 0.0
-            return self.loss(x_BSD, weight_VD, labels_BS, z_loss=z_loss, softcap=self.softcap)
+            how = partial(self.loss, z_loss=self.z_loss if self.training else 0.0, softcap=self.softcap)
+            return how(x_BSD, weight_VD, labels_BS, scale=loss_scale)
         logits_BSV: torch.Tensor = self.product(x_BSD, weight_VD.to(x_BSD.dtype))
         return self.softcap * torch.tanh(logits_BSV / self.softcap) if self.softcap else logits_BSV
 
@@ -257,9 +262,10 @@ class Llama(nn.Module):
         document_ids_BS: torch.Tensor | None = None,
         keys_B: torch.Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
-    ) -> torch.Tensor | LossAndCount:
+        loss_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | Losses:
         """logits_BSV, or with labels (summed loss, fp32; number of unmasked labels, int64) of this batch
-        alone.
+        alone, and in training with a z-loss its sum; `linear_cross_entropy` says what `loss_scale` is.
 
         Positions default to 0..S-1, behind those of the `caches` (one for each layer), with which only the
         last position has logits (S = 1); with document ids attention stays within a document. Only with
@@ -290,7 +296,7 @@ class Llama(nn.Module):
         if cached:
             x_BSD = x_BSD[:, -1:]
         tied = self.embed.weight if self.config.tie_embeddings and self.embed is not None else None
-        output: torch.Tensor | LossAndCount = self.head(x_BSD, labels_BS, tied)
+        output: torch.Tensor | Losses = self.head(x_BSD, labels_BS, tied, loss_scale)
         return output
 
 

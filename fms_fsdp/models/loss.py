@@ -4,8 +4,9 @@
                             loss += …,  dh = (p − onehot) W,  dW += (p − onehot)^T h
 
 The gradients are computed in the forward pass, while the span's logits are at hand, and only scaled in the
-backward pass: three matrix products in all, none repeated. A chunk's logits stay in the cache; a span's are
-few enough to hold and many enough that dW is seldom added up.
+backward pass: three matrix products in all, none repeated. fp16 could not hold them so small, and is told
+their scale before. A chunk's logits stay in the cache; a span's are few enough to hold and many enough that
+dW is seldom added up.
 Legend: N rows (tokens), D model, V vocabulary, P rows of a span, C of a chunk.
 """
 
@@ -45,33 +46,35 @@ def _empty_rows(like: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Ten
     return rows[:, :vocab_size]
 
 
-_LossAndGradient = tuple[torch.Tensor, torch.Tensor]
+_Rows = tuple[torch.Tensor, ...]  # of each row, fp32: gradient at its label, loss, and z-loss if there is one
+_Scale = torch.Tensor | float
 
 
-def _softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor) -> _LossAndGradient:
-    """The fp32 loss of each row, and its gradient at the row's label; turns the logits into their gradients
-    elsewhere, which are the probabilities, in place. Softmax in fp32."""
+def _softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: _Scale = 1.0) -> _Rows:
+    """The gradient of each row at its label, and its loss; turns the logits into their gradients elsewhere,
+    which are the probabilities, times `scale`, in place. Softmax in fp32."""
     logp_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
     label_C1 = logp_CV.gather(1, index_C1)
-    logits_CV.copy_(logp_CV.exp_())
-    return -label_C1, label_C1.expm1()  # p - 1, exact near p = 1
+    p_CV = logp_CV.exp_()
+    logits_CV.copy_(p_CV.mul_(scale) if isinstance(scale, torch.Tensor) else p_CV)
+    return label_C1.expm1(), -label_C1  # p - 1, exact near p = 1
 
 
-def _compiled_softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor) -> _LossAndGradient:
+def _compiled_softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: _Scale = 1.0) -> _Rows:
     """The same, what lies between the products as one kernel.
 
     The labels' logits are taken outside of it: code that torch 2.11 compiles reads them after the logits have
     been overwritten.
     """
-    label_C1 = compiled(_normalise_)(logits_CV, logits_CV.gather(1, index_C1))
-    return -label_C1, label_C1.expm1()
+    label_C1 = compiled(_normalise_)(logits_CV, logits_CV.gather(1, index_C1), scale)
+    return label_C1.expm1(), -label_C1
 
 
 def _shaped_softmax_(
-    logits_CV: torch.Tensor, index_C1: torch.Tensor, *, z_loss: float, softcap: float
-) -> _LossAndGradient:
-    """The same of logits c tanh(logits / c), with z_loss · log(Z)² in the loss; a factor of 0 leaves its part
-    out. Its gradient: (p (1 + 2 z_loss log Z) - onehot) · (1 - tanh²)."""
+    logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: _Scale = 1.0, *, z_loss: float, softcap: float
+) -> _Rows:
+    """The same of logits c tanh(logits / c), with z_loss · log(Z)² beside the loss; a factor of 0 leaves its
+    part out. Its gradient: (p (1 + 2 z_loss log Z) - onehot) · (1 - tanh²)."""
     capped_CV = logits_CV.float()
     slope_CV = torch.ones(1, 1, device=logits_CV.device).expand_as(capped_CV)
     if softcap:
@@ -80,22 +83,23 @@ def _shaped_softmax_(
     logz_C1 = capped_CV.logsumexp(dim=-1, keepdim=True)
     logp_CV, pull_C1 = capped_CV - logz_C1, 2 * z_loss * logz_C1
     label_C1 = logp_CV.gather(1, index_C1)
-    logits_CV.copy_(logp_CV.exp() * (1 + pull_C1) * slope_CV)
+    logits_CV.copy_(logp_CV.exp() * ((1 + pull_C1) * scale) * slope_CV)
     gradient_C1 = (label_C1.expm1() + label_C1.exp() * pull_C1) * slope_CV.gather(1, index_C1)
-    return z_loss * logz_C1.square() - label_C1, gradient_C1
+    return gradient_C1, -label_C1, *([z_loss * logz_C1.square()] if z_loss else [])
 
 
-def _normalise_(logits_CV: torch.Tensor, label_C1: torch.Tensor) -> torch.Tensor:
+def _normalise_(logits_CV: torch.Tensor, label_C1: torch.Tensor, scale: _Scale) -> torch.Tensor:
     top_C1 = logits_CV.float().amax(dim=-1, keepdim=True)
     shifted_CV = logits_CV.float() - top_C1
     total_C1 = shifted_CV.exp().sum(dim=-1, keepdim=True).log()
-    logits_CV.copy_((shifted_CV - total_C1).exp())
+    logits_CV.copy_((shifted_CV - total_C1).exp() * scale)
     return (label_C1.float() - top_C1) - total_C1
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Summed loss of rows h_ND under head W_VD; gradients are made in `forward` in the dtype of h, summed
-    over spans in fp32."""
+    """Summed loss, and summed z-loss if there is one, of rows h_ND under head W_VD. The gradient of the first
+    is that of both. Gradients are made in `forward` in the dtype of h, summed over spans in fp32, `scale`
+    times as large as they are."""
 
     @staticmethod
     def forward(
@@ -103,10 +107,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         h_ND: torch.Tensor,
         weight_VD: torch.Tensor,
         labels_N: torch.Tensor,
-        softmax_: Callable[[torch.Tensor, torch.Tensor], _LossAndGradient],
-    ) -> torch.Tensor:
-        valid_N1 = (labels_N != IGNORED_LABEL).unsqueeze(1)
-        index_N = labels_N.clamp(min=0)
+        softmax_: Callable[[torch.Tensor, torch.Tensor, _Scale], _Rows],
+        num_losses: int,
+        scale: _Scale,
+    ) -> _Rows:
+        masked_N1 = (labels_N == IGNORED_LABEL).unsqueeze(1)
+        index_N = labels_N.masked_fill(labels_N == IGNORED_LABEL, 0)
         head_VD = weight_VD.to(h_ND.dtype)
         num_rows, vocab_size = h_ND.shape[0], weight_VD.shape[0]
         rows = chunk_rows(num_rows, vocab_size, h_ND.device.type)
@@ -114,35 +120,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
         need_h, need_weight, *_ = ctx.needs_input_grad
         dh_ND = torch.empty_like(h_ND) if need_h else None
         dweight_VD: torch.Tensor | None = None
-        loss = torch.zeros((), dtype=torch.float32, device=h_ND.device)
+        losses = tuple(h_ND.new_zeros((), dtype=torch.float32) for _ in range(num_losses))
         dlogits_PV = _empty_rows(h_ND, min(span, num_rows), vocab_size)
         for start in range(0, num_rows, span):
             part = slice(start, start + span)
-            h_PD, valid_P1, index_P = h_ND[part], valid_N1[part], index_N[part]
+            # masked rows are dropped before the product, whatever they hold: their logits are 0
+            h_PD, index_P = h_ND[part].masked_fill(masked_N1[part], 0), index_N[part]
             dlogits_PV = dlogits_PV[: len(h_PD)]
-            loss_P1, label_P1 = torch.empty(2, len(h_PD), 1, dtype=torch.float32, device=h_ND.device)
+            label_P1, *losses_P1 = h_ND.new_empty(1 + num_losses, len(h_PD), 1, dtype=torch.float32)
             for first in range(0, len(h_PD), rows):
                 chunk = slice(first, first + rows)
                 torch.mm(h_PD[chunk], head_VD.T, out=dlogits_PV[chunk])
-                loss_P1[chunk], label_P1[chunk] = softmax_(dlogits_PV[chunk], index_P[chunk].unsqueeze(1))
-            loss += (loss_P1 * valid_P1).sum()
+                found = softmax_(dlogits_PV[chunk], index_P[chunk].unsqueeze(1), scale)
+                for kept_P1, of_chunk_C1 in zip((label_P1, *losses_P1), found, strict=True):
+                    kept_P1[chunk] = of_chunk_C1
+            for loss, loss_P1 in zip(losses, losses_P1, strict=True):
+                loss += loss_P1.masked_fill_(masked_N1[part], 0).sum()
             # not scatter_, which copies all of a bf16 tensor (torch 2.13 on CPUs)
             row_P = torch.arange(len(h_PD), device=h_ND.device)
-            dlogits_PV[row_P, index_P] = label_P1.squeeze(1).to(h_ND.dtype)
-            if dh_ND is not None:  # masked rows are dropped here and in h, not in the much larger dlogits
-                torch.mul(dlogits_PV @ head_VD, valid_P1, out=dh_ND[part])
+            dlogits_PV[row_P, index_P] = (label_P1 * scale).squeeze(1).to(h_ND.dtype)
+            if dh_ND is not None:  # masked rows are dropped here, not in the much larger dlogits
+                torch.mm(dlogits_PV, head_VD, out=dh_ND[part]).masked_fill_(masked_N1[part], 0)
             if need_weight:
                 if span >= num_rows:  # no sum: the product is left in its own dtype
-                    dweight_VD = dlogits_PV.T @ (h_PD * valid_P1)
+                    dweight_VD = dlogits_PV.T @ h_PD
                 else:
-                    dweight_VD = _add_product(dweight_VD, dlogits_PV.T, h_PD * valid_P1)
-        ctx.save_for_backward(dh_ND, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype))
-        return loss
+                    dweight_VD = _add_product(dweight_VD, dlogits_PV.T, h_PD)
+        kept = (dh_ND, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype))
+        ctx.save_for_backward(*kept, scale if isinstance(scale, torch.Tensor) else None)
+        ctx.mark_non_differentiable(*losses[1:])
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dh_ND, dweight_VD = (_scaled(gradient, *grads) for gradient in ctx.saved_tensors)
-        return dh_ND, dweight_VD, None, None
+        *gradients, scale = ctx.saved_tensors
+        factor = grads[0] if scale is None else grads[0] / scale  # 1 where the loss was multiplied by `scale`
+        return *(_scaled(gradient, factor) for gradient in gradients), None, None, None, None
 
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | None:
@@ -176,12 +189,16 @@ def linear_cross_entropy(
     compiled: bool = False,
     z_loss: float = 0.0,
     softcap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the loss over unmasked labels, fp32 scalar; their number, int64 scalar). Label -100 is masked.
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """(sum of the loss over unmasked labels, fp32 scalar; their number, int64 scalar). Label -100 is masked,
+    and its row has no part in loss or gradient, whatever it holds.
 
-    The loss is the cross-entropy of logits c tanh(logits / c), c the `softcap`, plus z_loss · log(Z)² where
-    Z = sum of exp(logits); 0 leaves either out. Without both, `compiled` fuses what lies between the matrix
-    products with torch.compile.
+    The loss is the cross-entropy of logits c tanh(logits / c), c the `softcap`; 0 leaves it out. `z_loss` ·
+    log(Z)², Z the sum of exp(logits), is summed in a third scalar: it is no part of the loss, but its
+    gradient is part of that of the loss. Without cap and z-loss, `compiled` fuses what lies between the
+    matrix products with torch.compile. `scale`: what the loss will be multiplied by before the backward pass;
+    its gradients are that large from the start, so that fp16 can hold them.
     Source: Chowdhery et al. 2022 (PaLM), section 5, for z_loss; Gemma Team 2024 for the cap.
     """
     softmax_ = _compiled_softmax_ if compiled else _softmax_
@@ -191,7 +208,8 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         # else the gradients would be computed all the same
         h_BSD, weight_VD = (h_BSD.detach(), weight_VD.detach())
-    loss_sum: torch.Tensor = _LinearCrossEntropy.apply(
-        h_BSD.reshape(-1, h_BSD.shape[-1]), weight_VD, labels_N, softmax_
+    h_ND, num_losses = h_BSD.reshape(-1, h_BSD.shape[-1]), 2 if z_loss else 1
+    loss_sum, *z_sum = _LinearCrossEntropy.apply(
+        h_ND, weight_VD, labels_N, softmax_, num_losses, 1.0 if scale is None else scale
     )  # type: ignore[no-untyped-call]
-    return loss_sum, (labels_N != IGNORED_LABEL).sum()
+    return loss_sum, (labels_N != IGNORED_LABEL).sum(), *z_sum

@@ -53,8 +53,11 @@ def attention_mask(
 
 
 def alibi_slopes(head: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """What a head takes off a score for each position of distance: 2^(-8 (head + 1) / num_heads), fp32."""
-    return torch.exp2(-8.0 / num_heads * (head + 1))
+    """What a head takes off a score for each position of distance, fp32: 2^(-8 (head + 1) / n), n the largest
+    power of two in `num_heads`; heads beyond n take every second slope of 2n heads, as published."""
+    power = 1 << (num_heads.bit_length() - 1)
+    steps = torch.where(head < power, 2 * (head + 1), 2 * (head - power) + 1)
+    return torch.exp2(-4.0 / power * steps)
 
 
 @functools.cache

@@ -116,14 +116,14 @@ def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> LlamaConfig:
     return LlamaConfig(layers, hidden, 4 * hidden, heads, heads, **style | more)
 
 
-def _neox(layers: int, hidden: int, heads: int, multiple: int = 128) -> LlamaConfig:
+def _neox(layers: int, hidden: int, heads: int, multiple: int = 128, **more: Any) -> LlamaConfig:
     """As GPT-NeoX: attention and feed-forward side by side, a quarter of each head rotated.
 
     Source: Black et al. 2022, https://arxiv.org/abs/2204.06745.
     """
     style: dict[str, Any] = dict(pos_emb="rope", rope_pct=0.25, parallel_residual=True, activation="gelu")
     style |= dict(vocab_size=50277, vocab_multiple_of=multiple, tie_embeddings=False)
-    return _gpt(layers, hidden, heads, **style)
+    return _gpt(layers, hidden, heads, **style | more)
 
 
 VARIANTS: dict[str, LlamaConfig] = {
@@ -168,7 +168,8 @@ VARIANTS: dict[str, LlamaConfig] = {
     "pythia_2.8b": _neox(32, 2560, 32),
     "pythia_6.9b": _neox(32, 4096, 32, multiple=256),
     "pythia_12b": _neox(36, 5120, 40, multiple=512),
-    "neox_20b": _neox(44, 6144, 64, multiple=256),
+    # https://github.com/EleutherAI/gpt-neox/blob/main/configs/20B.yml; its bias-gelu-fusion is GELU by tanh
+    "neox_20b": _neox(44, 6144, 64, multiple=256, activation="gelu_tanh"),
 }
 
 ALIASES: dict[str, str] = {f"llama2_{name}": name for name in ("7b", "13b", "34b", "70b", "1.4b", "194m")}

@@ -51,10 +51,10 @@ class Meter(Hook):
         self._schedule, self._base_rate = plan.schedule, cfg.optim.learning_rate
         self._section, self._report_interval = cfg.log, cfg.log.report_interval
         self._parameters = list(state.model.parameters())
-        self._utilization = find_utilization(plan, cfg.parallel)
-        if self._utilization.peak_flops is None:
+        self._utilization = find_utilization(plan, cfg)
+        if plan.device.type == "cuda" and self._utilization.peak_flops is None:
             name = torch.cuda.get_device_name(plan.device)
-            log.info("mfu is not reported: the peak of %s is not known", name)
+            log.info("mfu is not reported: the peak of %s is not known; give --peak_tflops", name)
         self._spikes = SpikeDetector(cfg.training.spike_threshold)
         self._energy = find_meter(plan.device, plan.world.local_rank)
         self._sensors = find_sensors(plan.device) if cfg.log.diagnostics else {}

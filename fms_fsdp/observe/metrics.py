@@ -113,18 +113,22 @@ class Interval:
         """
         mesh, device = self._mesh, self._zero.device
         own = torch.tensor([energy_j, masked_rows * mesh.counts_for("dp")], dtype=torch.float64)
-        losses = torch.stack([result.loss_sum.double(), self._loss]) * mesh.counts_for("loss")
+        split = [result.loss_sum.double(), self._loss]
+        if result.z_loss_sum is not None:
+            split.append(result.z_loss_sum.double())
+        losses = torch.stack(split) * mesh.counts_for("loss")
         sums = mesh.sum(torch.cat([losses, own.to(device, non_blocking=True)]), "world")
         alike = (result.num_labels, result.grad_norm, self._labels, self._norms, self._largest, self._skipped)
         rest = torch.stack([value.to(device, torch.float64) for value in (*alike, *extra.values())])
-        loss, all_losses, joules, masked, labels, norm, all_labels, norms, largest, skipped, *others = (
-            torch.cat([sums, rest]).tolist()
-        )
+        numbers = torch.cat([sums, rest]).tolist()
+        loss, all_losses, *z_loss, joules, masked = numbers[: len(sums)]
+        labels, norm, all_labels, norms, largest, skipped, *others = numbers[len(sums) :]
         done = self._steps - skipped
         self._clear()
         return {
             "loss": loss / labels,
             "loss_mean": all_losses / all_labels if done else math.nan,
+            **({"z_loss": z_loss[0] / labels} if z_loss else {}),
             "perplexity": math.exp(min(loss / labels, 20.0)),
             "grad_norm": norm,
             "grad_norm_mean": norms / done if done else math.nan,

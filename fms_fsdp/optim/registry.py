@@ -23,7 +23,7 @@ Build = Callable[..., torch.optim.Optimizer]
 BUILDERS = {  # torch's own work on sharded tensors, entry by entry
     "adamw": "torch.optim:AdamW",
     "adam": "torch.optim:Adam",
-    "sgd": "torch.optim:SGD",
+    "sgd": "fms_fsdp.optim.elementwise:SGD",
     "muon": "fms_fsdp.optim.muon:Muon",
     "adafactor": "fms_fsdp.optim.factored:Adafactor",
     "lamb": "fms_fsdp.optim.layerwise:Lamb",

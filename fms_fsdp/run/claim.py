@@ -59,7 +59,7 @@ class Claim:
 
 def claim(parsed: Parsed[TrainConfig], plan: Plan, mesh: Mesh) -> Claim:
     """Takes the folders for this run and chooses its start (collective: every rank). They stay locked until
-    the process ends.
+    the launch ends.
 
     Raises:
         ValueError, OSError: another run writes there, or the checkpoint does not fit; alike on every rank.

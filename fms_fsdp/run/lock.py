@@ -52,12 +52,12 @@ def lock_folder(
     return file
 
 
-_held: list[TextIO] = []  # until the process ends
+_held: list[TextIO] = []  # until the launch or the process ends
 
 
 def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
-    """Makes and locks the folders until the process ends. Folders that exist are locked first, so a refused
-    launch makes nothing.
+    """Makes and locks the folders until `unlock_folders`, or the process ends. Folders that exist are locked
+    first, so a refused launch makes nothing.
 
     Raises:
         ValueError: another process holds one of them, or one cannot be made.
@@ -72,3 +72,9 @@ def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
                 f"folder ({folder}) must be one that can be made and written: {error.strerror}; choose "
                 "another --output_dir"
             ) from error
+
+
+def unlock_folders() -> None:
+    """Gives back what `lock_folders` has locked: a launch is over, and its process may begin another one."""
+    while _held:
+        _held.pop().close()

@@ -12,6 +12,7 @@ al. 2021, https://arxiv.org/abs/2104.04473, equations 3 and 4.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,6 +22,7 @@ from fms_fsdp.config import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    Precision,
     PrecisionConfig,
     check_rampup,
     flag,
@@ -36,7 +38,7 @@ _NODE = 8  # devices
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """What to train, on what, and what interrupts it: of the two rates give one, or draw the schedule alone.
+    """What to train, on what, and what interrupts it: of three rates give one, or draw the schedule alone.
 
     The flags of parallelism and of the optimizer are those of a training.
     """
@@ -47,6 +49,11 @@ class EstimateConfig:
     num_tokens: int = flag(1_000_000_000_000, "tokens to train on", minimum=1)
     num_devices: int = flag(8, "devices in all", minimum=1)
     tflops: float | None = flag(None, "achieved TFLOP/s of a device, recomputation counted", minimum=1e-9)
+    device: str | None = flag(
+        None,
+        "cpu: in place of tflops, the best rate of this CPU's products, which is measured",
+        choices=("cpu",),
+    )
     tokens_per_sec_per_device: float | None = flag(None, "measured tokens/s of a device", minimum=1e-9)
     batch_tokens: int = flag(4_194_304, "tokens a step", minimum=1)
     rampup_batch_size: tuple[int, ...] = flag((), "start,increment,samples, as in a training", minimum=1)
@@ -68,16 +75,26 @@ class EstimateConfig:
     def __post_init__(self) -> None:
         if self.output and not self.plot_schedule:
             raise UserError(f"--output ({self.output}) has no effect without --plot_schedule=True")
-        rates = (self.tflops is not None) + (self.tokens_per_sec_per_device is not None)
-        if rates == 2 or not (rates or self.plot_schedule):
-            given = "neither is" if self.tflops is None else "both are"
-            raise UserError(f"--tflops or --tokens_per_sec_per_device must be given, one of them; {given}")
+        rates = ("tflops", "tokens_per_sec_per_device", "device")
+        given = [f"--{name}" for name in rates if getattr(self, name) is not None]
+        if len(given) > 1 or not (given or self.plot_schedule):
+            needed = "--tflops, --tokens_per_sec_per_device or --device=cpu"
+            raise UserError(f"{needed} must be given, one of them; given: {' '.join(given) or 'none'}")
         check_rampup(self.rampup_batch_size, self.batch_tokens // self.row_tokens)
 
     @property
     def row_tokens(self) -> int:
         """What a batch is counted in: a ramp in rows, another one in tokens."""
         return self.seq_length if self.rampup_batch_size else 1
+
+    @cached_property
+    def rate_tflops(self) -> float | None:
+        """Achieved TFLOP/s of a device, given or measured."""
+        return self.tflops if self.device is None else _cpu_flops(self.resolved_precision().compute) / 1e12
+
+    def resolved_precision(self) -> Precision:
+        """What the flags name; bf16 where they name none."""
+        return self.precision.resolve(self.precision.named or "bf16")
 
     @cached_property
     def batches(self) -> BatchIntervals:
@@ -117,8 +134,8 @@ def estimate(config: EstimateConfig) -> Estimate:
     if config.tokens_per_sec_per_device is not None:
         rate, most = config.tokens_per_sec_per_device, 1.0
     else:
-        assert config.tflops is not None
-        rate, most = config.tflops * 1e12 / _flops_per_token(config), 4 / 3
+        assert config.rate_tflops is not None
+        rate, most = config.rate_tflops * 1e12 / _flops_per_token(config), 4 / 3
     plain = (config.num_tokens + config.idle_tokens) / (config.num_devices * rate) / _DAY_S
     longest = most * plain
     steps = config.num_steps
@@ -155,7 +172,7 @@ def _sharding(config: EstimateConfig) -> str:
     from fms_fsdp.runtime import World
 
     section, world = config.parallel, config.num_devices
-    precision = config.precision.resolve(config.precision.named or "bf16")
+    precision = config.resolved_precision()
     dims = resolve_dims(section, config.model_variant, World(0, 0, world, math.gcd(world, _NODE)))
     rows = max(1, config.batch_tokens // (config.seq_length * world * config.grad_accum_steps))
     batch = BatchPlan(rows, config.grad_accum_steps, world)
@@ -165,6 +182,24 @@ def _sharding(config: EstimateConfig) -> str:
         model, dims, section, precision=precision, batch=batch, seq_length=config.seq_length
     )
     return describe_sharding(model, need, precision, batch, state)
+
+
+def _cpu_flops(compute: str, size: int = 1024, seconds: float = 0.15) -> float:
+    """The best rate of square matrix products on this process's CPU threads, in FLOP/s. It looks `seconds`,
+    and five times at least: a neighbour that holds a core for a moment must not make the rate look low. Where
+    one takes longer than `seconds`, as in fp16 on most CPUs, it is all."""
+    import torch
+
+    from fms_fsdp.parallel.precision import DTYPES
+
+    a, b = (torch.randn(size, size).to(DTYPES[compute]) for _ in range(2))
+    rates, until = list[float](), time.perf_counter() + seconds
+    while (begin := time.perf_counter()) < until or len(rates) < 5:
+        torch.mm(a, b)
+        rates.append(2 * size**3 / (time.perf_counter() - begin))
+        if time.perf_counter() - begin > seconds:
+            break
+    return max(rates)
 
 
 def main(config: EstimateConfig) -> None:
@@ -181,13 +216,13 @@ def main(config: EstimateConfig) -> None:
         batches, a_row = config.batches, config.row_tokens
         run = Length(config.num_steps, config.seq_length, lambda step: batches.rows_of(step) * a_row)
         show_schedule(Schedule(config.optim, find_corners(config.optim, run)), run, config.output)
-        if config.tflops is None and config.tokens_per_sec_per_device is None:
+        if config.rate_tflops is None and config.tokens_per_sec_per_device is None:
             return
     found = estimate(config)
     sharding = _sharding(config) if config.parameters is None else ""
     model = f"{config.parameters:,} parameters" if config.parameters is not None else config.model_variant
-    if config.tflops is not None:
-        rate = f"{config.tflops:g} TFLOP/s"
+    if config.rate_tflops is not None:
+        rate = f"{config.rate_tflops:g} TFLOP/s"
         compute = {"nothing recomputed": found.plain_days, "every block recomputed": found.recomputing_days}
     else:
         rate, compute = f"{config.tokens_per_sec_per_device:,g} tokens/s", {"as measured": found.plain_days}

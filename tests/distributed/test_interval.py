@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.observe.metrics import Interval
+from fms_fsdp.state import StepResult
 from tests.distributed.launch import run_ranks
 
 LOSS_SUMS = [[6.0, 1.0, 100.0], [2.0, 9.0, 100.0]]  # by rank, by step
 LABELS, NORMS = [4, 8, 16], [1.5, 0.5, float("inf")]  # of all ranks, by step; the last step is skipped
-
-
-@dataclass(frozen=True)
-class Step:
-    loss_sum: torch.Tensor
-    num_labels: torch.Tensor
-    grad_norm: torch.Tensor
 
 
 def read_on_rank() -> dict[str, float]:
@@ -27,7 +19,8 @@ def read_on_rank() -> dict[str, float]:
     rank = dist.get_rank()
     interval = Interval(Mesh(ParallelDims("ddp", dp_replicate=2), rank, "cpu"), torch.device("cpu"))
     for loss_sum, labels, norm in zip(LOSS_SUMS[rank], LABELS, NORMS, strict=True):
-        last = Step(torch.tensor(loss_sum), torch.tensor(labels), torch.tensor(norm))
+        numbers = (torch.tensor(number) for number in (loss_sum, labels, norm, [0]))
+        last = StepResult(*numbers, z_loss_sum=torch.tensor(loss_sum / 4))
         interval.add(last)
     return interval.read(last, 10.0 * (rank + 1), rank, {})
 
@@ -37,4 +30,4 @@ def test_the_mean_loss_weighs_every_label_of_every_rank_alike() -> None:
     assert first == second
     assert first["loss_mean"] == (6 + 2 + 1 + 9) / (4 + 8) and first["loss"] == 200 / 16
     assert first["grad_norm_max"] == 1.5 and first["skipped_steps"] == 1 and first["energy_j"] == 30.0
-    assert first["masked_rows"] == 1
+    assert first["masked_rows"] == 1 and first["z_loss"] == 50 / 16

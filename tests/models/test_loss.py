@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -120,6 +121,63 @@ def test_rows_that_are_masked_leave_no_trace_whatever_they_hold() -> None:
     loud[labels == -100] *= 1e4
     linear_cross_entropy(loud.requires_grad_(), weight, labels)[0].backward()
     torch.testing.assert_close(weight.grad, expected)
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("how", [{}, {"z_loss": 1e-2, "softcap": 3.0}], ids=["plain", "shaped"])
+@pytest.mark.parametrize("loud", [math.nan, math.inf, 60_000.0])
+def test_a_masked_row_whose_logits_are_not_finite_has_no_part_in_loss_or_gradient(
+    loud: float, how: dict[str, float]
+) -> None:
+    """Not that it holds what is not finite, nor that only its product overflows, as in fp16."""
+    dtype = torch.float16 if math.isfinite(loud) else torch.float32
+    found = []
+    for value in (0.0, loud):
+        h, weight, labels = inputs()
+        with torch.no_grad():
+            h[labels == -100] = value
+        h = h.detach().to(dtype).requires_grad_()
+        loss, *_ = losses = linear_cross_entropy(h, weight, labels, **how)
+        loss.backward()
+        found.append([*losses, h.grad, weight.grad])
+    for quiet, other in zip(*found, strict=True):
+        assert other.isfinite().all() and torch.equal(quiet, other)
+
+
+def test_a_negative_label_that_masks_nothing_is_no_token() -> None:
+    h, weight, labels = inputs()
+    labels[1, 2] = -1
+    with pytest.raises(RuntimeError, match="index -1 is out of bounds"):
+        linear_cross_entropy(h, weight, labels)
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled", "shaped"])
+@pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
+def test_fp16_forms_the_gradient_at_the_scale_of_the_loss(how: str) -> None:
+    """Of peaked logits the probabilities of most tokens are below what fp16 holds: their rows of the head
+    moved by too little, or not at all."""
+    torch.manual_seed(0)
+    labels, weight = torch.randint(0, 8000, (1, 64)), torch.randn(8000, 32).half().requires_grad_()
+    h = (0.8 * weight.detach()[labels]).requires_grad_()
+    factor = torch.tensor(2.0**16 / 64)
+    shape = {"softcap": 90.0} if how == "shaped" else {"compiled": how == "compiled"}
+    (linear_cross_entropy(h, weight, labels, scale=factor, **shape)[0] * factor).backward()
+    logits = (h[0] @ weight.T).detach().double().requires_grad_()
+    capped = 90 * torch.tanh(logits / 90) if how == "shaped" else logits
+    (F.cross_entropy(capped, labels[0], reduction="sum") * factor).backward()
+    exact = logits.grad.T @ h[0].double()
+    error, moved = (weight.grad.double() - exact).norm(dim=1) / exact.norm(dim=1), exact.norm(dim=1)
+    assert error[moved.argsort()[:800]].mean() < 0.005
+
+
+def test_the_scale_is_a_hint_which_changes_no_gradient() -> None:
+    h, weight, labels = inputs()
+    found = []
+    for scale in (None, torch.tensor(64.0)):
+        h.grad = weight.grad = None
+        (linear_cross_entropy(h, weight, labels, scale=scale)[0] * 4.0).backward()
+        found.append((h.grad, weight.grad))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_a_factor_of_the_loss_is_not_rounded_to_the_dtype_of_the_gradients() -> None:

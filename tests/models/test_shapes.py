@@ -3,6 +3,7 @@ caches, compilation, recomputation and bf16."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,9 @@ import torch.nn.functional as F
 from fms_fsdp.config import BF16, ParallelConfig
 from fms_fsdp.generate import Sampling, generate
 from fms_fsdp.models.attention import KeyValueCache
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import Llama, ScaleNorm
 from fms_fsdp.models.loss import linear_cross_entropy
+from fms_fsdp.models.masks import alibi_slopes
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.activation import apply_recomputation
 from fms_fsdp.parallel.compile import apply_compile
@@ -27,9 +29,19 @@ OWN = {
     "alibi": replace(BASE, pos_emb="alibi", bias=True, activation="gelu"),
     "none": replace(BASE, pos_emb="none", parallel_residual=True),
     "windows": replace(BASE, attn_window=5, attn_window_pattern="LLG", logit_softcap=3.0, pos_emb="none"),
-    "alibi windows": replace(BASE, pos_emb="alibi", attn_window=5, head_dim=24, vocab_multiple_of=64),
+    "alibi windows": replace(
+        BASE, pos_emb="alibi", attn_window=5, num_attention_heads=6, head_dim=24, vocab_multiple_of=64
+    ),
 }
 ALL = OWN | {"gpt2": GPT2, "neox": NEOX, "qwen3": QWEN3}
+
+
+def published_slopes(heads: int) -> list[float]:
+    """By the recursion of Press et al., https://github.com/ofirpress/attention_with_linear_biases."""
+    if heads & (heads - 1) == 0:
+        return [2 ** (-8 * (head + 1) / heads) for head in range(heads)]
+    power = 2 ** int(math.log2(heads))
+    return published_slopes(power) + published_slopes(2 * power)[::2][: heads - power]
 
 
 def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -55,7 +67,7 @@ def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> tor
         if config.qk_norm:
             q, k = norm(f"{name}.q_norm", q), norm(f"{name}.k_norm", k)
         k, v = (part.repeat_interleave(heads // part.shape[1], 1) for part in (k, v))
-        slopes = torch.tensor([2 ** (-8 * (head + 1) / heads) for head in range(heads)])[:, None, None]
+        slopes = torch.tensor(published_slopes(heads))[:, None, None]
         scores = q @ k.mT / size**0.5 - (slopes * far_SS if config.pos_emb == "alibi" else 0)
         pattern = config.attn_window_pattern
         window = config.attn_window if config.attn_window and pattern[layer % len(pattern)] == "L" else 10**6
@@ -85,6 +97,13 @@ def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> tor
     logits = linear("head", norm("head.norm", x))[..., : config.vocab_size]
     cap = config.logit_softcap
     return cap * torch.tanh(logits / cap) if cap else logits
+
+
+@pytest.mark.parametrize("heads", [*range(1, 34), 40, 56, 71, 112])
+def test_the_slopes_of_alibi_are_the_published_ones_for_any_number_of_heads(heads: int) -> None:
+    """Those of Press, BLOOM and MPT; 2^(-8 k / H) for any H was not."""
+    found = alibi_slopes(torch.arange(heads), heads)
+    torch.testing.assert_close(found, torch.tensor(published_slopes(heads)), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -152,28 +171,43 @@ def test_the_shaped_loss_is_that_of_autograd(z_loss: float, softcap: float, comp
     h, weight = torch.randn(2, 200, 16, requires_grad=True), torch.randn(61, 16, requires_grad=True)
     labels = torch.randint(0, 61, (2, 200))
     labels[0, :50] = -100
-    loss, count = linear_cross_entropy(h, weight, labels, compiled=compiled, z_loss=z_loss, softcap=softcap)
+    loss, count, *of_z = linear_cross_entropy(
+        h, weight, labels, compiled=compiled, z_loss=z_loss, softcap=softcap
+    )
     logits = h @ weight.T
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    expected = expected + z_loss * (logits.logsumexp(-1).square() * (labels != -100)).sum()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    assert count == 350
-    wanted = torch.autograd.grad(expected, (h, weight))
+    expected_z = z_loss * (logits.logsumexp(-1).square() * (labels != -100)).sum()
+    torch.testing.assert_close([loss, *of_z], [expected, expected_z][: 1 + len(of_z)], rtol=1e-5, atol=0)
+    assert count == 350 and len(of_z) == (z_loss > 0)
+    wanted = torch.autograd.grad(expected + expected_z, (h, weight))
     torch.testing.assert_close(torch.autograd.grad(loss, (h, weight)), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
-def test_the_loss_of_z_is_for_training_only_and_compiled_heads_have_it() -> None:
+def test_the_z_loss_is_a_figure_of_its_own_for_training_only_and_compiled_heads_have_it() -> None:
     plain, other = build(BASE), build(replace(BASE, z_loss=1e-2))
     batch = labelled(BASE)
-    assert other(*batch)[0] > plain(*batch)[0]
+    loss, count, of_z = other(*batch)
+    assert of_z > 0.01 * count
+    torch.testing.assert_close(loss, plain(*batch)[0], rtol=1e-6, atol=0)
     apply_compile(other, recompute=False)
     x_BSD = torch.randn(2, 48, 64)
-    losses = [model.head(x_BSD, batch[1], None)[0] for model in (plain, other)]
-    losses.append(other.eval().head(x_BSD, batch[1], None)[0])
-    assert losses[1] > losses[0]
-    torch.testing.assert_close(losses[2], losses[0], rtol=1e-6, atol=0)
+    found = [model.head(x_BSD, batch[1], None) for model in (plain, other)]
+    found.append(other.eval().head(x_BSD, batch[1], None))
+    assert [len(each) for each in found] == [2, 3, 2]
+    torch.testing.assert_close([each[0] for each in found[1:]], [found[0][0]] * 2, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scalenorm_rounds_once(dtype: torch.dtype) -> None:
+    """A quarter of the values were the neighbour of what they should have been."""
+    torch.manual_seed(0)
+    norm, x = ScaleNorm(64, 1e-5), (3 * torch.randn(50, 64)).to(dtype)
+    with torch.no_grad():
+        weight = norm.weight.fill_(1.37).to(dtype).double()
+        exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+        assert torch.equal(norm(x), exact.to(dtype))
 
 
 def test_rows_beyond_the_vocabulary_change_nothing() -> None:

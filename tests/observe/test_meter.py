@@ -15,10 +15,10 @@ from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.flops import flops_per_token
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS
-from fms_fsdp.observe import utilization
 from fms_fsdp.observe.meter import Meter
 from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.observe.sinks import Sinks
+from fms_fsdp.observe.utilization import find_utilization
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.run.plan import Plan, start_progress
 from fms_fsdp.run.resume import Start
@@ -29,16 +29,40 @@ TIMES = {"step_time_ms": 500.0, "eval_ms": 0.0, "checkpoint_ms": 0.0, "logging_m
 
 
 @pytest.mark.parametrize(
+    ("device", "peak_tflops", "name", "expected"),
+    [
+        ("cpu", None, "", None),
+        ("cpu", 2.5, "", 2.5e12),
+        ("cuda", None, "NVIDIA H200", 989e12),
+        ("cuda", None, "NVIDIA H200 NVL", 835e12),
+        ("cuda", None, "NVIDIA GB200", 2500e12),
+        ("cuda", None, "NVIDIA B200", 2250e12),
+        ("cuda", None, "NVIDIA GH200 480GB", 989e12),
+        ("cuda", None, "NVIDIA H20", None),
+        ("cuda", 148.0, "NVIDIA H20", 148e12),
+        ("cuda", 900.0, "NVIDIA H200", 900e12),
+    ],
+)
+def test_the_peak_is_the_flag_s_or_that_of_a_known_gpu_and_a_cpu_has_none(
+    device: str, peak_tflops: float | None, name: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's was measured, and gave an mfu of 451 %."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    plan: Any = SimpleNamespace(model=VARIANTS["tiny"], seq_length=64, device=torch.device(device))
+    cfg = TrainConfig(log=LogConfig(peak_tflops=peak_tflops))
+    assert find_utilization(plan, cfg).peak_flops == expected
+
+
+@pytest.mark.parametrize(
     "dims", [ParallelDims("none", 2, 4), ParallelDims("none", 1, 8), ParallelDims("none", 8, 1)]
 )
 def test_rates_and_mfu_are_those_of_one_of_all_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dims: ParallelDims
 ) -> None:
     """Eight ranks train 8 x 3 rows of 4,096 tokens in half a second, on devices of 1 PFLOP/s."""
-    monkeypatch.setattr(utilization, "measure_matmul_flops", lambda dtype: 1e15)
     config, cpu = VARIANTS["tiny"], torch.device("cpu")
     world, batch = World(0, 0, 8, 8), BatchPlan(3, 1, dims.size("dp"))
-    cfg = TrainConfig(log=LogConfig(output_dir=str(tmp_path), trackers=("none",)))
+    cfg = TrainConfig(log=LogConfig(output_dir=str(tmp_path), trackers=("none",), peak_tflops=1000.0))
     plan = Plan(world, cpu, dims, batch, FP32, None, config, Start(None, False, ""), 10, 4096)
     model = Llama(config)
     progress = start_progress(plan)

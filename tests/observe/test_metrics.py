@@ -8,7 +8,6 @@ import resource
 import sys
 import time
 import timeit
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ from fms_fsdp.observe.sensors import find_sensors, read_all
 from fms_fsdp.observe.sinks import MetricsFile
 from fms_fsdp.observe.utilization import Utilization
 from fms_fsdp.parallel.fsdp import global_norm
-from fms_fsdp.predict.hardware import measure_matmul_flops
+from fms_fsdp.state import StepResult
 
 CPU = torch.device("cpu")
 ALONE = Mesh(ParallelDims("none"), 0, "cpu")
@@ -45,15 +44,9 @@ RECORD = {
 }
 
 
-@dataclass(frozen=True)
-class Step:
-    loss_sum: torch.Tensor
-    num_labels: torch.Tensor
-    grad_norm: torch.Tensor
-
-
-def step(loss_sum: float, num_labels: int, grad_norm: float) -> Step:
-    return Step(torch.tensor(loss_sum), torch.tensor(num_labels), torch.tensor(grad_norm))
+def step(loss_sum: float, num_labels: int, grad_norm: float) -> StepResult:
+    loss, labels, norm, requests = (torch.tensor(each) for each in (loss_sum, num_labels, grad_norm, [0]))
+    return StepResult(loss, labels, norm, requests)
 
 
 def test_a_torn_last_line_is_cut_at_the_start(tmp_path: Path) -> None:
@@ -142,14 +135,6 @@ def test_utilization_is_achieved_over_peak_and_absent_where_the_peak_is_unknown(
     expected = {"tflops_per_device": 0.06, "mfu": 0.06, "mfu_matmul": 0.05, "hfu": 0.08}
     assert known.of(10_000.0) == pytest.approx(expected)
     assert Utilization(6_000_000, 5_000_000, 8_000_000, None).of(10_000.0) == {"tflops_per_device": 0.06}
-
-
-def test_a_measured_peak_is_looked_for_again_only_where_more_was_achieved() -> None:
-    found = [1e9, 0.5e9, 4e9]
-    measured = Utilization(1_000_000, 1_000_000, 1_000_000, 0.0, measure=lambda: found.pop(0))
-    assert [measured.of(rate)["mfu"] for rate in (500.0, 900.0)] == [0.5, 0.9] and len(found) == 2
-    assert measured.of(2000.0)["mfu"] == 2.0  # a second look found even less: the first one counts
-    assert [measured.of(rate)["mfu"] for rate in (2000.0, 1000.0)] == [0.5, 0.25] and not found
 
 
 def test_the_clock_splits_time_into_parts_and_starts_anew() -> None:
@@ -267,24 +252,3 @@ def test_a_gpu_is_read_by_nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_memory_of_this_process_is_below_its_peak() -> None:
     found = memory(CPU)
     assert 0 < found["mem_gib"] <= found["peak_mem_gib"] < 1000
-
-
-def test_the_matmul_rate_is_positive() -> None:
-    assert measure_matmul_flops(torch.float32, size=128, seconds=0.01) > 1e6
-
-
-@pytest.mark.parametrize(("product_s", "number"), [(0.5, 1), (0.125, 5), (0.0625, 5), (0.015625, 10)])
-def test_products_are_made_for_a_while_and_five_times_unless_they_are_slow(
-    monkeypatch: pytest.MonkeyPatch, product_s: float, number: int
-) -> None:
-    now = [0.0]
-    products = list[float]()
-
-    def multiply(a: torch.Tensor, b: torch.Tensor) -> None:
-        products.append(product_s)
-        now[0] += product_s
-
-    monkeypatch.setattr(torch, "mm", multiply)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    assert measure_matmul_flops(torch.float32, size=64) == 2 * 64**3 / product_s
-    assert len(products) == number

@@ -84,7 +84,8 @@ def test_clipping_within_the_step_is_that_before_it(
 
 def build_named(name: str, model: nn.Module) -> Optimizers:
     """The optimizer of that name, also one of the user's own, which makes its state at its first step."""
-    kwargs = ("momentum=0.9",) if name == "sgd" else ()
+    name, *more = name.split()
+    kwargs = ("momentum=0.9", *more) if name == "sgd" else ()
     return build_optimizers(OptimConfig(optimizer=name, optimizer_kwargs=kwargs, learning_rate=1e-2), model)
 
 
@@ -110,6 +111,7 @@ def everything(model: nn.Module, optimizers: Optimizers) -> list[torch.Tensor]:
 
 
 NAMES = [name for name in OPTIMIZERS if name != "adamw8bit"] + ["torch.optim:NAdam", "torch.optim:Adafactor"]
+NAMES.append("sgd dampening=0.5")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

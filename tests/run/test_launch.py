@@ -66,6 +66,15 @@ def test_a_launch_that_the_lock_refuses_leaves_the_folder_of_the_running_one_as_
         assert content(tmp_path) == before
 
 
+def test_a_second_launch_in_one_process_is_not_refused_by_the_first_one(tmp_path: Path) -> None:
+    """It said that its own process was writing there."""
+    flags = [*TINY, "--trackers=none", f"--output_dir={tmp_path}"]
+    code = f"from main_training import main\nflags = {flags}\n"
+    code += "print([main([*flags, f'--num_steps={n}']) for n in (1, 0, 2)])"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "[0, 2, 0]" in ended.stdout and "must have one writer" not in ended.stderr, ended.stderr
+
+
 @pytest.mark.parametrize("name", ["a/checkpoints", "a/../a/checkpoints", "link"])
 def test_a_folder_of_checkpoints_has_one_writer_by_whatever_path(tmp_path: Path, name: str) -> None:
     root = tmp_path / "a" / "checkpoints"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fms_fsdp.__main__ import main
+from fms_fsdp.tools import estimate as estimate_module
 from fms_fsdp.tools.estimate import EstimateConfig, estimate
 from fms_fsdp.tools.plot_schedule import HEIGHT, WIDTH, plot
 
@@ -129,7 +132,7 @@ def test_a_plot_is_columns_of_eighths() -> None:
 
 def test_a_rate_is_needed_and_only_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate"]) == 2
-    assert "neither is" in capsys.readouterr().err
+    assert "given: none" in capsys.readouterr().err
     assert main(["estimate", "--tflops=1", "--tokens_per_sec_per_device=1"]) == 2
     assert main(["estimate", "--tflops=1", "--model_variant=17b"]) == 2
     assert "17b" in capsys.readouterr().err
@@ -140,3 +143,34 @@ def test_a_rate_is_needed_and_only_one(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["estimate", "--tflops=1", "--num_devices=4", "--sharding_strategy=none"]) == 2
     out, err = capsys.readouterr()
     assert "--sharding_strategy (none) is for one process" in err and not out
+
+
+@pytest.mark.parametrize(("product_s", "number"), [(0.5, 1), (0.125, 5), (0.0625, 5), (0.015625, 10)])
+def test_products_are_made_for_a_while_and_five_times_unless_they_are_slow(
+    monkeypatch: pytest.MonkeyPatch, product_s: float, number: int
+) -> None:
+    now = [0.0]
+    products = list[float]()
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> None:
+        products.append(product_s)
+        now[0] += product_s
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    assert estimate_module._cpu_flops("fp32", size=64) == 2 * 64**3 / product_s
+    assert len(products) == number
+
+
+def test_the_rate_of_this_cpu_is_measured_where_it_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, asked = estimate_module._cpu_flops, list[str]()
+    monkeypatch.setattr(
+        estimate_module, "_cpu_flops", lambda compute: (asked.append(compute), measured(compute, 64, 0.01))[1]
+    )
+    argv = "estimate --model_variant=tiny --seq_length=64 --num_tokens=1M --num_devices=1 --batch_tokens=4096"
+    assert main([*argv.split(), "--device=cpu", "--precision=fp32"]) == 0 and asked == ["fp32"]
+    assert "1 devices at 0." in capsys.readouterr().out
+    assert main([*argv.split(), "--device=cpu", "--tflops=1"]) == 2
+    assert "given: --tflops --device" in capsys.readouterr().err

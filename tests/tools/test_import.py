@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,32 @@ def test_both_spellings_of_rope_are_read() -> None:
         config_from_hf(neox | {"partial_rotary_factor": 0.25})
 
 
+def test_neox_20b_is_what_its_published_config_says() -> None:
+    """`gelu_fast` is GELU by tanh, which its training fused with the bias; the exact one was taken here."""
+    published = {
+        "model_type": "gpt_neox",
+        "hidden_act": "gelu_fast",
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+    }
+    published |= {
+        "hidden_size": 6144,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "vocab_size": 50432,
+    }
+    published |= {"intermediate_size": 24576, "layer_norm_eps": 1e-5, "max_position_embeddings": 2048}
+    ours = VARIANTS["neox_20b"]
+    assert ours.padded_vocab_size == 50432
+    assert config_from_hf(published) == replace(ours, vocab_size=50432, vocab_multiple_of=1)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"model_type": "bloom"}, r"model_type \(bloom\) must be one of llama, mistral"),
         ({"hidden_size": ...}, "hidden_size is missing"),
-        ({"hidden_act": "gelu_fast"}, r"hidden_act \(gelu_fast\) must be one of"),
+        ({"hidden_act": "quick_gelu"}, r"hidden_act \(quick_gelu\) must be one of"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling of type yarn must be"),
         ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, "disagree"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor \(0.5\) must be left out"),
