@@ -166,8 +166,8 @@ def compiled_move() -> Callable[..., None]:
 
 
 def draw(key: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
-    """32 random bits (int32) for each entry of a part of a tensor. `key`: from 0 to 2^31. `place`: for each dim
-    the part's indices in the whole tensor; all are int32.
+    """32 random bits (int32) for each entry of a part of a tensor. `key`: from 0 to 2^31. `place`: for each
+    dim the part's indices in the whole tensor; all are int32.
 
     Indices that code of torch 2.11 compiles for a GPU counts itself have 64 bits, whatever their dtype.
     """

@@ -146,6 +146,23 @@ def test_a_part_gets_the_bits_of_the_whole(kept_in: torch.dtype, compiled: bool)
         assert torch.equal(one, torch.cat(others))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_counts_no_indices_itself() -> None:
+    """Under dynamic sizes torch 2.11 counts them in 64 bits on a GPU, and refuses to take those for fp32."""
+    torch.compiler.reset()
+    found: list[str] = []
+
+    def keep(module: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        found.extend(str(node.target) for node in module.graph.nodes)
+        return module
+
+    numbers = [torch.tensor(0.5) for _ in range(10)]
+    part = [torch.rand(6, 5).bfloat16() for _ in range(4)]
+    where = place(9, slice(3, 9), slice(0, 5))
+    torch.compile(move, fullgraph=True, dynamic=True, backend=keep)(part, numbers, where, None, True, True)
+    assert any("xor" in name for name in found) and not any("arange" in name for name in found)
+
+
 def ulp(values: torch.Tensor) -> torch.Tensor:
     """Distance of the numbers of bf16 around each value."""
     return torch.exp2(torch.floor(torch.log2(values.abs().clamp(min=2.0**-126))) - 7)
