@@ -50,11 +50,8 @@ def apply_recomputation(model: Llama, section: ParallelConfig, *, compiled: bool
     Blocks that will be `compiled` get a policy also where nothing is kept: without one torch 2.11 keeps what
     products in autograd functions of our own give.
     """
-    by_ops, share = (
-        section.recomputes == "ops",
-        parse_selective_checkpointing(section.selective_checkpointing),
-    )
-    share = Fraction(1) if by_ops else share
+    by_ops = section.recomputes == "ops"
+    share = Fraction(1) if by_ops else parse_selective_checkpointing(section.selective_checkpointing)
     settings: dict[str, Any] = {"preserve_rng_state": False}  # the model draws no random numbers
     if by_ops or compiled:
         kept = section.recompute_ops if by_ops else ()
