@@ -173,7 +173,7 @@ def run_loop(
             Limits(cfg.training, folder, mesh.is_main, signals, clock.totals, cfg.eval.eval_interval),
             Evaluator(cfg.eval, forward, plan.held_out, sinks, clock.mark),
             Sampler(cfg, plan.prompts, state.model, mesh, sinks, watchdog.feed, clock.mark),
-            Checkpoints(cfg.checkpoint, saves, state, mesh, watchdog.feed, sinks.event),
+            Checkpoints(cfg.checkpoint, saves, state, mesh, watchdog.feed, sinks.event, clock.mark),
             Exporter(cfg.checkpoint.export_interval, saves.root, folder / "exports", mesh),
             GarbageCollector(cfg.training.gc_interval),
         ]

@@ -127,10 +127,7 @@ class Evaluator(Hook):
         sources = [source for source in self._sources if self._is_due(source.group, progress)]
         if not sources:
             return
-        if self._forward.device.type == "cuda":
-            # what the device still has to do belongs to the steps
-            torch.cuda.synchronize(self._forward.device)
-        self._mark("hooks")
+        self._mark("device")
         begin = time.perf_counter()
         values = evaluate(self._forward, sources)
         seconds = time.perf_counter() - begin

@@ -62,9 +62,9 @@ class ParallelDims:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether gathered weights stay to the end of the step; a group of one rank gains nothing by freeing
-        them."""
-        return not self.reshard_after_forward or self.dp_shard == 1
+        """Whether gathered weights stay to the end of the step. A group of one rank frees them too: they are
+        copies in the dtype of products."""
+        return not self.reshard_after_forward
 
     def size(self, axis: str) -> int:
         """How many ranks an axis, or a product of axes, has."""

@@ -52,7 +52,7 @@ class Sampler(Hook):
         """Draws the texts, if they are due (collective: every rank)."""
         if self._prompts is None or (progress.step % self._interval and not progress.is_done):
             return
-        self._mark(self.part)
+        self._mark("device")
         drawn = self._draw(self._prompts)
         self._mark("eval")
         if self._tokenizer is None:

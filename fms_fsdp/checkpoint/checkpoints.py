@@ -43,7 +43,7 @@ class Checkpoints(Hook):
     stays.
 
     `alive()` feeds the watchdog while this rank waits for a save that moves. `event` writes a failure into
-    metrics.jsonl.
+    metrics.jsonl. `mark(part)` tells the clock what the time went into.
     """
 
     part = "checkpoint"
@@ -56,9 +56,10 @@ class Checkpoints(Hook):
         mesh: Mesh,
         alive: Callable[[], None],
         event: Callable[..., None],
+        mark: Callable[[str], None],
     ) -> None:
         self._save_last, self._plan, self._state = section.save_last, plan, state
-        self._root, self._mesh, self._event = plan.root, mesh, event
+        self._root, self._mesh, self._event, self._mark = plan.root, mesh, event, mark
         self._schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
         self._keep = KeepPolicy(
             section.keep_last_n, section.keep_every, section.keep_best, section.keep_steps
@@ -112,6 +113,7 @@ class Checkpoints(Hook):
         return self._checkpointer.save_s * (2 if overlap else 1)
 
     def _save(self, progress: Progress, *, at_once: bool, last: bool) -> None:
+        self._mark("device")  # a copy waits for the steps: that is no time of the save
         self._settle()
         evaluated, step = progress.validation, progress.step
         state = {

@@ -80,7 +80,7 @@ class Meter(Hook):
         values = self._interval.read(
             result, self._energy.read_j(), self._stream.num_masked_rows, self._alike_on_all_ranks(result)
         )
-        self._clock.mark("device")
+        self._clock.mark("report")
         record = self._record(progress, values, self._clock.read(), progress.batch)
         self._sinks.write(progress, record)
         progress.problem = self._sinks.problem

@@ -45,8 +45,10 @@ class Clock:
         self.totals: dict[str, float] = {}
 
     def mark(self, part: str) -> None:
-        """`part`: start, data, forward_backward, optimizer (ends a step), eval, checkpoint, logging; any
-        other counts to the steps."""
+        """`part`: start, data, forward_backward, optimizer (ends a step), eval, checkpoint, logging; device
+        waits for what the device has to do; this and any other part count to the steps."""
+        if self._cuda and part == "device":
+            torch.cuda.synchronize()
         now = time.perf_counter()
         self._seconds[part] = self._seconds.get(part, 0.0) + now - self._last
         self.totals[part] = self.totals.get(part, 0.0) + now - self._last

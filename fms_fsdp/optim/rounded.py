@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,15 +100,17 @@ class RoundedAdamW(ShardOptimizer):
         for parameter, state in zip(parameters, states, strict=True):
             kept = shards_of((parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad))
             key = derive_key(self._seed, step, self._hashes[parameter]) >> 33
-            starts = [part.start for part in local_part(parameter)[1]]
-            place = [torch.full((), each, dtype=torch.int32, device=device) for each in (key, *starts)]
+            integers = partial(torch.arange, dtype=torch.int32, device=device)
+            place = [integers(part.start, part.stop) for part in local_part(parameter)[1]]
+            key_tensor = torch.full((), key, dtype=torch.int32, device=device)
             # entries that are in fp32 at a time; compiled code has a few at hand, of any number
             at_once = kept[0].numel() if self._compiled else 1 << (18 if device.type == "cpu" else 25)
             rows = max(1, at_once // max(1, math.prod(kept[0].shape[1:])))
-            for parts in zip(*(torch.split(tensor, rows) for tensor in kept), strict=True):
+            split = (torch.split(tensor, rows) for tensor in (*kept, place[0]))
+            for *parts, index in zip(*split, strict=True):
                 if parts[0].numel():
-                    self._move(parts, numbers, place, self.grad_scale, *self._kind)
-                place[1] += rows
+                    where = (key_tensor, index, *place[1:])
+                    self._move(parts, numbers, where, self.grad_scale, *self._kind)
 
     def _numbers(self, group: dict[str, Any], step: int, device: torch.device) -> Tensors:
         """What `move` multiplies by, on the device, where `found_inf` chooses."""
@@ -121,7 +124,7 @@ class RoundedAdamW(ShardOptimizer):
 
 
 def move(
-    kept: tuple[torch.Tensor, ...],
+    kept: Sequence[torch.Tensor],
     numbers: Sequence[torch.Tensor],
     place: Sequence[torch.Tensor],
     grad_scale: torch.Tensor | None,
@@ -131,8 +134,8 @@ def move(
     """The formulas above on a part of a parameter, its moments and its gradient, in place. What stays does so
     to the last bit: rounding keeps what bf16 holds.
 
-    `numbers` and `place` are scalars: beside a tensor of ten numbers compiled code would be made anew for a
-    part of ten rows.
+    `numbers` are scalars: beside a tensor of ten numbers compiled code would be made anew for a part of ten
+    rows. `place`: that of `draw`.
     """
     shrinks, decay, beta1, rest1, beta2, rest2, root, eps, rate, stays = numbers
     weight, mean, square, gradient = wide = [part.float() for part in kept]  # fp32 ones are changed in place
@@ -149,7 +152,7 @@ def move(
     weight.sub_(torch.div(mean, divisor, out=gradient).mul_(rate))
     draws: tuple[torch.Tensor | None, ...] = (None, None, None)
     if by_chance:
-        of_weight = draw(place, weight)
+        of_weight = draw(*place)
         of_moments = _mixed(of_weight.clone())  # the moments share a draw, whose halves they take
         draws = (of_weight, of_moments, of_moments >> 16)
     for narrow, exact, drawn in zip(kept[:3], wide[:3], draws, strict=True):
@@ -162,12 +165,14 @@ def compiled_move() -> Callable[..., None]:
     return torch.compile(move, fullgraph=True, dynamic=True, options=_ONE_KERNEL)
 
 
-def draw(place: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """32 random bits (int32) for each entry of a part of a tensor. `place` (int32): a key from 0 to 2^31,
-    then where in the whole tensor the part begins."""
-    drawn, *offset = place
-    for first, size in zip(offset, like.shape, strict=True):
-        index = torch.arange(size, dtype=torch.int32, device=like.device).add_(first)
+def draw(key: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
+    """32 random bits (int32) for each entry of a part of a tensor. `key`: from 0 to 2^31. `place`: for each
+    dim the part's indices in the whole tensor; all are int32.
+
+    Indices that code of torch 2.11 compiles for a GPU counts itself have 64 bits, whatever their dtype.
+    """
+    drawn = key
+    for index in place:
         drawn = _mixed(drawn.unsqueeze(-1) ^ index)
     return drawn
 

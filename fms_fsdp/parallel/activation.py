@@ -44,12 +44,18 @@ def select_blocks(num_blocks: int, share: Fraction) -> list[bool]:
     return [int((i + 1) * share) > int(i * share) for i in range(num_blocks)]
 
 
-def apply_recomputation(model: Llama, section: ParallelConfig) -> None:
-    """Wraps the chosen blocks in place, for `blocks` and `ops`."""
-    share = parse_selective_checkpointing(section.selective_checkpointing)
+def apply_recomputation(model: Llama, section: ParallelConfig, *, compiled: bool) -> None:
+    """Wraps the chosen blocks in place, for `blocks` and `ops`.
+
+    Blocks that will be `compiled` get a policy also where nothing is kept: without one torch 2.11 keeps what
+    products in autograd functions of our own give.
+    """
+    by_ops = section.recomputes == "ops"
+    share = Fraction(1) if by_ops else parse_selective_checkpointing(section.selective_checkpointing)
     settings: dict[str, Any] = {"preserve_rng_state": False}  # the model draws no random numbers
-    if section.recomputes == "ops":
-        share, settings["context_fn"] = Fraction(1), lambda: _contexts(section.recompute_ops)
+    if by_ops or compiled:
+        kept = section.recompute_ops if by_ops else ()
+        settings["context_fn"] = lambda: _contexts(kept)
     for layer, recomputes in zip(list(model.blocks), select_blocks(len(model.blocks), share), strict=True):
         if recomputes:
             block, kind = model.blocks[layer], CheckpointImpl.NO_REENTRANT

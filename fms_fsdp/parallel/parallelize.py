@@ -44,6 +44,7 @@ def parallelize(
     `low_cpu_fsdp` is off: then each rank fills a whole model on the CPU first.
     """
     check_attention(config.attn_impl, device)
+    compiled = compiles(section, device)
     with torch.device("meta" if section.low_cpu_fsdp else "cpu"):
         model = build_model(config)
     if not section.low_cpu_fsdp:
@@ -54,8 +55,8 @@ def parallelize(
     if precision.float8:
         apply_float8(model, precision.float8)
     if section.recomputes in ("ops", "blocks"):
-        apply_recomputation(model, section)
-    if compiles(section, device):
+        apply_recomputation(model, section, compiled=compiled)
+    if compiled:
         apply_compile(model, recompute=section.recomputes == "cheap")
     if mesh.device_mesh is not None:
         apply_fsdp(model, section, mesh, precision)

@@ -4,7 +4,7 @@
                 + the weights that FSDP gathers: its largest unit, or all where they are kept
                 + whole gradients, where they wait for the last micro-step
                 + rows
-    available = the GPU's memory, or min(cgroup limit, free RAM) / processes on this machine
+    available = what is free of the GPU's memory, or min(cgroup limit, free RAM) / processes on this machine
 
 Of the activations only the input of one block counts, and the host copy of a background save is left out:
 a run that is refused here could not take its first step. What all blocks keep is told beside it.
@@ -113,11 +113,21 @@ def estimate_memory(
 
 
 def available_memory(device: torch.device, local_world_size: int) -> int:
-    """Bytes a rank may use: the GPU's total, or its share of what the machine and the cgroup leave."""
+    """Bytes a rank may use: of a GPU what other programs leave, or its share of what the machine and the
+    cgroup leave."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     limits = [limit for limit in (_free_ram(), _cgroup_limit()) if limit is not None]
     return min(limits, default=2**62) // local_world_size
+
+
+def in_words(device: torch.device, available: int) -> str:
+    """What a rank may use, and where a GPU holds more than a process of ours takes beside it, that too."""
+    text = f"{available / _GIB:.1f} GiB of memory available to it"
+    if device.type != "cuda":
+        return text
+    used = torch.cuda.mem_get_info(device)[1] - available
+    return text if used < 2 * _GIB else f"{text}, beside {used / _GIB:.1f} GiB in use by other programs"
 
 
 def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_size: int, variant: str) -> None:
@@ -128,8 +138,8 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
     if 2 * estimate.rows > estimate.total:
         raise UserError(
             f"--seq_length and the batch ({estimate.rows / _GIB:.1f} GiB of rows and positions per rank) "
-            f"must fit the {available / _GIB:.1f} GiB of memory available to it; lower one of --seq_length, "
-            "--batch_size, --grad_accum_steps, --global_batch_size"
+            f"must fit the {in_words(device, available)}; lower one of --seq_length, --batch_size, "
+            "--grad_accum_steps, --global_batch_size"
         )
     room = available - (estimate.total - estimate.state)
     all_state = estimate.state * estimate.dims.dp_shard
@@ -143,7 +153,7 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_siz
     raise UserError(
         f"--model_variant ({variant}: {estimate.total / _GIB:.1f} GiB per rank, {estimate.state / _GIB:.1f} "
         f"of weights, gradients and optimizer state, {(estimate.unit + estimate.gradients) / _GIB:.1f} "
-        f"unsharded) must fit the {available / _GIB:.1f} GiB of memory available to it; {remedy}"
+        f"unsharded) must fit the {in_words(device, available)}; {remedy}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from fms_fsdp.checkpoint.checkpointer import Checkpointer
 from fms_fsdp.checkpoint.checkpoints import Checkpoints, to_delete
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, problems
 from fms_fsdp.checkpoint.retention import KeepPolicy
@@ -97,6 +99,24 @@ def test_a_full_disk_under_the_run_folder_saves_where_there_is_room(tmp_path: Pa
     )
 
 
+def keeper_of(
+    root: Path, known: float | None, mark: Callable[[str], None], **flags: Any
+) -> tuple[Checkpoints, TrainState]:
+    """The hook of a launch on 8 ranks that went on from step 4; a save took `known` seconds before."""
+    section = CheckpointConfig(ckpt_save_path=str(root), checkpoint_interval=5, **flags)
+    cfg, config = TrainConfig(checkpoint=section), shape()
+    begin = Start(
+        Checkpoint(root / "step_4", {"step": 4, "tokens_seen": 4, "rows_seen": 4, "save_s": known}), True, ""
+    )
+    world, dims = World(0, 0, 8, 2), ParallelDims("fsdp", dp_shard=8)
+    plan = Plan(world, torch.device("cpu"), dims, BatchPlan(1, 1, 8), FP32, None, config, begin, 10, 1)
+    model, optimizers = made(0)
+    stream: Any = SimpleNamespace(state_dict=dict)
+    state = TrainState(model, optimizers, stream, start_progress(plan))
+    nothing: Any = SimpleNamespace()
+    return Checkpoints(section, plan_saves(cfg, plan, 1), state, ALONE, lambda: None, nothing, mark), state
+
+
 @pytest.mark.parametrize("known", [25.0, None])
 def test_the_time_of_a_save_is_known_before_the_first_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: float | None
@@ -105,20 +125,25 @@ def test_the_time_of_a_save_is_known_before_the_first_one(
     monkeypatch.setattr(
         "fms_fsdp.checkpoint.checkpoints.estimate_save_s", lambda root, num_bytes: num_bytes / 1e6
     )
-    section = CheckpointConfig(ckpt_save_path=str(tmp_path), checkpoint_interval=5)
-    cfg, config = TrainConfig(checkpoint=section), shape()
-    begin = Start(
-        Checkpoint(tmp_path / "step_4", {"step": 4, "tokens_seen": 4, "rows_seen": 4, "save_s": known}),
-        True,
-        "",
-    )
-    world, dims = World(0, 0, 8, 2), ParallelDims("fsdp", dp_shard=8)
-    plan = Plan(world, torch.device("cpu"), dims, BatchPlan(1, 1, 8), FP32, None, config, begin, 10, 1)
-    model, optimizers = made(0)
-    nothing: Any = SimpleNamespace()
-    state = TrainState(model, optimizers, nothing, start_progress(plan))
-    keeper = Checkpoints(section, plan_saves(cfg, plan, 1), state, ALONE, lambda: None, nothing)
+    keeper, state = keeper_of(tmp_path, known, lambda part: None)
     keeper.close()  # the host memory is there
-    one = 25.0 if known else 12 * num_params(config) / 4 / 1e6  # the two ranks of a node write a quarter
+    one = 25.0 if known else 12 * num_params(shape()) / 4 / 1e6  # the two ranks of a node write a quarter
     expected = [state.progress.expected_save_s(step) for step in (4, 5, 6)]
     assert expected == pytest.approx([one, 2 * one, one])
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_the_clock_learns_of_the_steps_that_a_save_waits_for_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    told: list[str] = []
+    save = Checkpointer.save
+    monkeypatch.setattr(
+        Checkpointer, "save", lambda *args, **rest: (told.append("save"), save(*args, **rest))
+    )
+    keeper, state = keeper_of(tmp_path, 1.0, told.append, async_checkpoint=in_background)
+    state.progress.count(4, 4)
+    result: Any = None
+    keeper.after_step(state.progress, result)
+    keeper.close()
+    assert told == ["device", "save"] and complete_steps(tmp_path) == [5]

@@ -157,6 +157,18 @@ def test_the_clock_splits_time_into_parts_and_starts_anew() -> None:
     assert clock.read()["step_time_ms"] == 0 and clock.totals["data"] >= 0.04
 
 
+def test_what_a_gpu_has_still_to_do_before_a_save_is_time_of_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its host runs ahead: a save after a step that is not reported waits for the steps first."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.05))
+    clock = Clock(torch.device("cuda"))
+    for part in ("device", "checkpoint"):
+        clock.mark(part)
+    times = clock.read()
+    assert times["step_time_ms"] >= 50 and times["checkpoint_ms"] < 25
+
+
 def test_the_report_line_reads_like_a_sentence() -> None:
     line = report_line(RECORD, num_steps=100)
     for part in ("step  20/100", "loss 2.6000", "41k tokens", "1,234 tok/s", "mfu 25 %", "0:00:40 left"):

@@ -35,7 +35,7 @@ def test_zero_stages_are_fsdp_with_two_more_choices() -> None:
     by_flags = layout(sharding_strategy="fsdp", reshard_after_forward=False, sync_each_micro_step=False)
     assert replace(by_flags, strategy="zero1") == one and one.keeps_weights
     assert not layout(sharding_strategy="hsdp", sync_each_micro_step=False).sync_each_micro_step
-    assert layout(sharding_strategy="ddp").keeps_weights and not layout().keeps_weights
+    assert not layout(sharding_strategy="ddp").keeps_weights and not layout().keeps_weights
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])

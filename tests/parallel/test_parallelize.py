@@ -164,6 +164,18 @@ def test_checkpointing_keeps_fewer_activations() -> None:
     assert full < half < none
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", [BF16, replace(BF16, float8="row")])
+def test_a_compiled_block_that_recomputes_keeps_its_input_alone(precision: Precision) -> None:
+    """Compiled by torch 2.11, one kept what all its products gave."""
+    torch._dynamo.reset()
+    eager = build(precision=precision, recompute="blocks")
+    model = build(precision=precision, recompute="blocks", use_torch_compile=True)
+    step(model)
+    assert saved_bytes(model) == saved_bytes(eager)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch 2.13's own compiler warns of deprecated calls it makes
 @pytest.mark.parametrize("precision", [FP32, pytest.param(BF16, marks=pytest.mark.slow)])
 def test_blocks_share_one_compilation_beside_that_of_the_loss_and_agree_with_eager(

@@ -35,7 +35,7 @@ def test_estimate_is_state_over_shards_plus_the_largest_unit() -> None:
     assert estimate_memory(tied, ParallelDims("fsdp", 1, 2), PLAIN).unit == 4 * (
         128256 * 2048 + 2048
     )  # embedding and final norm
-    assert estimate_memory(config, ParallelDims("ddp", 8, 1), PLAIN, precision=BF16).unit == 2 * n
+    assert estimate_memory(config, ParallelDims("ddp", 8, 1), PLAIN, precision=BF16).unit == 2 * block
     grouped = ParallelConfig(fsdp_blocks_per_group=3)
     assert estimate_memory(config, ParallelDims("fsdp", 1, 8), grouped).unit == 3 * 4 * block
 
@@ -58,7 +58,7 @@ def test_what_is_offloaded_must_fit_the_host_and_the_rest_the_gpu(monkeypatch: p
     assert [part.total for part in parts.values()] == [estimate.state, estimate.unit]
     assert list(parts) == [CPU, gpu] and estimate.by_holder(CPU, section) == {CPU: estimate}
     assert estimate.by_holder(gpu, ParallelConfig()) == {gpu: estimate}
-    monkeypatch.setattr(memory, "available_memory", lambda device, ranks: 2**30)
+    fake_gpu(monkeypatch, 1)
     kept = estimate_memory(VARIANTS["7b"], ParallelDims("zero2", 1, 2, reshard_after_forward=False), section)
     with pytest.raises(
         ValueError, match=r"25.1 GiB per rank, 0.0 of .*; gather one block at a time \(--shard"
@@ -119,16 +119,41 @@ def test_this_machines_memory_is_shared_among_its_ranks() -> None:
     assert available_memory(CPU, 4) == pytest.approx(whole / 4, rel=0.2)
 
 
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, gib: float) -> SimpleNamespace:
+    """A GPU of which another program may use some; all in GiB, to be changed."""
+    faked = SimpleNamespace(total=gib, others=0.0, reserved=0.0)
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        return int((faked.total - faked.others - faked.reserved) * 2**30), int(faked.total * 2**30)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(faked.reserved * 2**30))
+    return faked
+
+
 def test_a_gpu_offers_all_its_memory_and_a_model_that_fills_it_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """8B in fp32 on one GPU of 139.8 GiB: 16 bytes a parameter and one weight in bf16, no copy of all."""
-    faked = SimpleNamespace(total_memory=143_771 * 2**20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: faked)
+    faked = fake_gpu(monkeypatch, 143_771 / 2**10)
     gpu, dims = torch.device("cuda", 0), ParallelDims("none")
-    assert available_memory(gpu, 8) == faked.total_memory
+    assert available_memory(gpu, 8) == 143_771 * 2**20
     check_memory(estimate_memory(VARIANTS["llama3_8b"], dims, PLAIN, precision=BF16), gpu, 1, "llama3_8b")
-    faked.total_memory = 80 * 2**30
+    faked.total = 80
     check_memory(estimate_memory(VARIANTS["llama3.2_3b"], dims, PLAIN, precision=BF16), gpu, 1, "3b")
     with pytest.raises(ValueError, match=r"must fit the 80.0 GiB"):
         check_memory(estimate_memory(VARIANTS["llama3_8b"], dims, PLAIN, precision=BF16), gpu, 1, "8b")
+
+
+def test_what_other_programs_hold_of_a_gpu_is_not_there_and_what_this_one_holds_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faked, gpu = fake_gpu(monkeypatch, 80), torch.device("cuda", 0)
+    faked.reserved = 10
+    need = estimate_memory(VARIANTS["llama3.2_3b"], ParallelDims("none"), PLAIN, precision=BF16)
+    check_memory(need, gpu, 1, "3b")
+    faked.others = 49
+    assert available_memory(gpu, 1) == 31 * 2**30
+    words = r"must fit the 31.0 GiB of memory available to it, beside 49.0 GiB in use by other programs; "
+    with pytest.raises(ValueError, match=words):
+        check_memory(need, gpu, 1, "3b")

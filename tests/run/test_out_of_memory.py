@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from fms_fsdp.run.out_of_memory import explaining_out_of_memory, warning_of_memo
 from fms_fsdp.run.plan import Plan
 from fms_fsdp.run.resume import Start
 from fms_fsdp.runtime import World
+from tests.predict.test_memory import fake_gpu
 
 GPU = torch.device("cuda", 0)
 
@@ -39,11 +39,10 @@ def test_a_step_that_will_hardly_fit_is_told_beforehand_with_what_would_help(
     state = 8 * num_params(VARIANTS["7b"])
     fresh = Start(None, False, "")
     plan = Plan(world, GPU, dims, batch, BF16, None, VARIANTS["7b"], fresh, 10, 4096, optimizer_bytes=state)
-    faked = SimpleNamespace(total_memory=110 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: faked)
+    faked = fake_gpu(monkeypatch, 110)
     warning = warning_of_memory(ParallelConfig(**flags), plan)
     assert told in warning and bool(told) == bool(warning)
-    faked.total_memory = 180 * 2**30
+    faked.total = 180
     assert warning_of_memory(ParallelConfig(**flags), plan) == ""
 
 
