@@ -29,7 +29,7 @@ LONGEST_LINE, LONGEST_FUNCTION, LONGEST_FILE = 110, 60, 400
 LAYERS = [
     ["errors"],
     ["config", "safe_names", "own_code", "atomic", "console", "cpu_tuning"],
-    ["flags"],
+    ["flags", "typed_json"],
     ["runtime"],
     ["mesh"],
     ["data"],
