@@ -31,4 +31,5 @@ def load_model(
     """
     from fms_fsdp.loading import load  # torch: not for those who only read flags
 
-    return load(path, step, device)
+    found = load(path, step, device)
+    return found.model, found.tokenizer

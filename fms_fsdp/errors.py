@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import NoReturn
 
 # how the user called the commands; empty where main_training.py or another script runs
@@ -87,6 +89,16 @@ def checking_input(*, on_one_rank: bool = False, data_step: int | None = None) -
         if not isinstance(error, UserError) and not is_known_io_error(error):
             raise
         raise UserError(str(error), on_one_rank=on_one_rank, data_step=data_step) from error
+
+
+@cache
+def note_once(text: str) -> None:
+    """Tells the user something that is no error: in the log of a run (rank 0), or on stderr; once."""
+    log = logging.getLogger("fms_fsdp")
+    if log.handlers:
+        log.info("note: %s", text)
+    else:
+        print(f"note: {text}", file=sys.stderr)
 
 
 @contextmanager

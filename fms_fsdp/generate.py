@@ -14,18 +14,20 @@ Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 202
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fms_fsdp.cpu_tuning import positive_number
+from fms_fsdp.data.prompts import check_tokens
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.decoding import CachedReader
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.predict.memory import available_memory
 
+_LARGEST = 1e300  # a logit that is penalised
 _MANY = 16  # steps, for which another layout of the weights pays
 
 
@@ -50,11 +52,13 @@ def probabilities(logits_BV: torch.Tensor, seen_BV: torch.Tensor, sampling: Samp
     logits_BV = logits_BV.double()
     if (penalty := sampling.repetition_penalty) != 1:
         lower_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-        logits_BV = torch.where(seen_BV, lower_BV, logits_BV)
+        logits_BV = torch.where(seen_BV, lower_BV.clamp(-_LARGEST, _LARGEST), logits_BV)
     if sampling.temperature == 0:
         likeliest_B = logits_BV.argmax(-1)
         return torch.nn.functional.one_hot(likeliest_B, logits_BV.shape[1]).double()
-    logits_BV = logits_BV / sampling.temperature
+    # the likeliest is 0, which no temperature makes infinite
+    below_BV = logits_BV - logits_BV.max(-1, keepdim=True).values
+    logits_BV = below_BV / sampling.temperature
     if 0 < sampling.top_k < logits_BV.shape[1]:
         least_B1 = logits_BV.topk(sampling.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
@@ -80,17 +84,18 @@ def generate(
     sampling: Sampling,
     *,
     max_new_tokens: int,
-    end_token: int | None = None,
+    end_tokens: Collection[int] = (),
     seed: int = 0,
     compiled: bool = False,
 ) -> Iterator[list[int | None]]:
     """Yields a token for each row, step by step; None while a row still reads its prompt, and after its end.
 
-    A row ends before `end_token`, after `max_new_tokens`, or where the context of the model ends. Row i draws
-    with the seed `seed` + i. `compiled`: steps behind the shortest prompt run as compiled code.
+    A row ends before one of `end_tokens`, after `max_new_tokens`, or where the context of the model ends.
+    Row i draws with the seed `seed` + i. `compiled`: steps behind the shortest prompt run as compiled code.
 
     Raises:
-        ValueError: a prompt is empty, or longer than the context.
+        UserError: a prompt is empty, longer than the context, or has a token that the model has not; or the
+            model's logits are not finite.
     """
     lengths, context = [len(prompt) for prompt in prompts], model.config.max_seq_len
     if min(lengths) == 0 or max(lengths) >= context:
@@ -98,6 +103,7 @@ def generate(
             f"prompts ({min(lengths)} to {max(lengths)} tokens) must have 1 to {context - 1}, for the "
             f"context of the model is {context}; shorten them"
         )
+    check_tokens(prompts, model.config.vocab_size)
     batch, total = len(prompts), min(context, max(lengths) + max_new_tokens)
     seen_BV = torch.zeros(batch, model.config.vocab_size, dtype=torch.bool)
     for seen_V, prompt in zip(seen_BV, prompts, strict=True):
@@ -113,7 +119,7 @@ def generate(
         places = [next(row) if drawn else 0.0 for row, drawn in zip(draws, is_drawn, strict=True)]
         tokens = _tokens_at(places, logits_BV, seen_BV, sampling)
         for row, token in enumerate(tokens):
-            if is_drawn[row] and token == end_token:
+            if is_drawn[row] and token in end_tokens:
                 ends[row], is_drawn[row] = stop, False
         yield [token if drawn else None for token, drawn in zip(tokens, is_drawn, strict=True)]
         if stop + 1 >= max(ends):
@@ -137,6 +143,10 @@ def _tokens_at(
     places: Sequence[float], logits_BV: torch.Tensor, seen_BV: torch.Tensor, sampling: Sampling
 ) -> list[int]:
     """The token of each row at its place within the distribution."""
+    if not bool(logits_BV.isfinite().all()):
+        raise UserError(
+            "the model's logits are not finite: its weights are damaged, or it did not train well"
+        )
     if sampling.temperature == 0 and sampling.repetition_penalty == 1:
         return logits_BV.argmax(-1).tolist()
     totals_BV = probabilities(logits_BV, seen_BV, sampling).cumsum(-1)

@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.hf_folder import fill, find_hf_tokenizer, is_hf_folder, open_folder
+from fms_fsdp.data.text_rules import TextRules, begin_token, rules_of_folder
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.llama import Llama, build_model
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
-from fms_fsdp.run.recorded import find_checkpoint, recorded_tokenizer
+from fms_fsdp.run.recorded import data_of, find_checkpoint, kept_originals, recorded_tokenizer
 
 
-def load(path: str, step: int | None, device: str | torch.device) -> tuple[Llama, Tokenizer | None]:
+class TextModel(NamedTuple):
+    """A model, its tokenizer where there is one, and what stands around its texts."""
+
+    model: Llama
+    tokenizer: Tokenizer | None
+    rules: TextRules
+
+
+def load(path: str, step: int | None, device: str | torch.device) -> TextModel:
     """See `fms_fsdp.load_model`."""
-    if is_hf_folder(Path(path)):
+    folder = Path(path).expanduser()
+    if is_hf_folder(folder):
         if step is not None:
             raise UserError(f"step ({step}) must be left out: {path} is a folder of Hugging Face")
-        found = open_folder(Path(path))
+        found = open_folder(folder)
+        tokenizer = find_hf_tokenizer(folder)
+        rules = rules_of_folder(folder, tokenizer)
         model = _empty(found.shape, device)
         fill(model, found)
-        return model.eval(), find_hf_tokenizer(Path(path))
+        return TextModel(model.eval(), tokenizer, rules)
     checkpoint = find_checkpoint(path, step)
     model = _empty(model_from_dict(checkpoint.state["resolved"]["model"]), device)
     try:
         load_checkpoint(checkpoint, model, None, Mesh(ParallelDims("none"), 0, torch.device(device).type))
     except DamagedCheckpoint as error:
         raise UserError(str(error)) from error
-    return model.eval(), recorded_tokenizer(checkpoint)
+    tokenizer = recorded_tokenizer(checkpoint)
+    if (originals := kept_originals(checkpoint)) is not None:
+        return TextModel(model.eval(), tokenizer, rules_of_folder(originals, tokenizer))
+    begin = begin_token(data_of(checkpoint), tokenizer) if tokenizer is not None else None
+    return TextModel(model.eval(), tokenizer, TextRules(() if begin is None else (begin,)))
 
 
 def _empty(config: LlamaConfig, device: str | torch.device) -> Llama:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +15,7 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.values import one_line
 from fms_fsdp.data.kept_tokenizer import find_tokenizer
 from fms_fsdp.data.prompts import Prompts
+from fms_fsdp.errors import UserError
 from fms_fsdp.generate import Sampling, generate, text_after
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
@@ -73,9 +75,11 @@ class Sampler(Hook):
         drawn, sampling = [list[int]() for _ in prompts.ids], Sampling(temperature=0.8)
         # eager: each length would be compiled
         with evaluating(self._model), torch.compiler.set_stance("force_eager"):
-            for tokens in generate(self._model, prompts.ids, sampling, max_new_tokens=SAMPLE_TOKENS):
-                self._alive()
-                for row, token in zip(drawn, tokens, strict=True):
-                    row += [] if token is None else [token]
-        ends = (row.index(prompts.end_token) if prompts.end_token in row else None for row in drawn)
-        return [row[:end] for row, end in zip(drawn, ends, strict=True)]
+            try:
+                for tokens in generate(self._model, prompts.ids, sampling, max_new_tokens=SAMPLE_TOKENS):
+                    self._alive()
+                    for row, token in zip(drawn, tokens, strict=True):
+                        row += [] if token is None else [token]
+            except UserError as error:  # logits that are not finite: alike on every rank
+                log.warning("no whole sample: %s", error)
+        return [list(takewhile(lambda token: token not in prompts.ends, row)) for row in drawn]

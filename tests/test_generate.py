@@ -34,7 +34,7 @@ def model(request: pytest.FixtureRequest) -> Llama:
     return made.eval()
 
 
-def texts(model: Llama, prompts: Sequence[Sequence[int]], sampling: Sampling, **more: int) -> list[list[int]]:
+def texts(model: Llama, prompts: Sequence[Sequence[int]], sampling: Sampling, **more: Any) -> list[list[int]]:
     columns = list(generate(model, prompts, sampling, **{"max_new_tokens": 10, **more}))
     return [[token for token in row if token is not None] for row in zip(*columns, strict=True)]
 
@@ -113,7 +113,7 @@ def test_a_text_ends_with_the_context_and_before_the_end_token(model: Llama) -> 
     assert len(text) == 4
     (before,) = texts(model, [[3]], Sampling(), seed=1)
     end = before[4]
-    (after,) = texts(model, [[3]], Sampling(), seed=1, end_token=end)
+    (after,) = texts(model, [[3]], Sampling(), seed=1, end_tokens=[end])
     assert after == before[: before.index(end)]
     for prompt in ([], [1] * 24):
         with pytest.raises(ValueError, match=r"must have 1 to 23, for the context of the model is 24"):

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from fms_fsdp.atomic import read_json
-from fms_fsdp.checkpoint.weight_files import Weights, open_weights
+from fms_fsdp.checkpoint.weight_files import Weights, check_finite, open_weights
+from fms_fsdp.cpu_tuning import positive_number
 from fms_fsdp.data.kept_tokenizer import UsedTokenizer
 from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
 from fms_fsdp.errors import UserError
@@ -28,9 +29,12 @@ from fms_fsdp.models.hf import HFWeight, find_family, hf_weights
 from fms_fsdp.models.init import clean_name, local_part
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.predict.memory import available_memory
 from fms_fsdp.runtime import log
+from fms_fsdp.typed_json import quoted
 
 _IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".masked_bias")
+_HEADS = ("lm_head.", "embed_out.")
 _ROWS_AT_A_TIME = 4096
 
 
@@ -51,31 +55,85 @@ def open_folder(path: Path, name: str = "path") -> HFFolder:
     """Reads the shape and the headers of the weight files.
 
     Raises:
-        ValueError: it is not whole, of a class or with a field that our models do not have, or a weight is
-            missing, too many or of another shape; with `name` as the name of the path.
+        UserError: it is not whole, of a class or with a field that our models do not have, or a weight is
+            missing, too many, of another shape or no number; with `name` as the name of the path.
     """
     try:
-        shape, weights = read_shape(path / "config.json"), open_weights(path)
+        shape = read_shape(path / "config.json")
+        _check_table(shape)
+        weights = _with_prefix(shape, open_weights(path))
         for weight, made in check_names(shape, weights).items():
-            if (there := weights[weight]().shape) != made.shape:
-                raise UserError(f"weight {weight} must be of {tuple(made.shape)}, not {tuple(there)}")
-    except (ValueError, OSError) as error:
+            there = weights[weight]()
+            if there.shape != made.shape:
+                raise UserError(f"weight {weight} must be of {tuple(made.shape)}, not {tuple(there.shape)}")
+            if not there.dtype.is_floating_point or there.is_quantized:
+                raise UserError(f"weight {weight} must be of floating point, not {there.dtype}")
+        if shape.tie_embeddings:
+            _check_tied(shape, weights)
+    except UserError as error:
         raise UserError(f"{name} ({path}) cannot be read: {error}") from None
     return HFFolder(shape, weights)
 
 
+def _with_prefix(shape: LlamaConfig, weights: Weights) -> Weights:
+    """The weights by their names within the class with a head: a save of a base model, such as the published
+    GPT-2, has no prefix. Transformers 5 have another name for the head of a GPT-NeoX, too."""
+    family = find_family(shape)
+    prefix = family.layer.partition(".")[0] + "."
+    if not any(name.startswith(prefix) for name in weights):
+        weights = {name if name.startswith(_HEADS) else prefix + name: weights[name] for name in weights}
+    if family.name == "GPTNeoX" and "embed_out.weight" not in weights:
+        weights = {name.replace("lm_head.", "embed_out."): read for name, read in weights.items()}
+    return weights
+
+
 def check_names(shape: LlamaConfig, weights: Collection[str]) -> dict[str, HFWeight]:
-    """The weights of a model of that shape; raises ValueError unless `weights` names all of them, and no
+    """The weights of a model of that shape; raises UserError unless `weights` names all of them, and no
     other."""
+    inside = find_family(shape).layer + "."
+    layers = {name[len(inside) :].partition(".")[0] for name in weights if name.startswith(inside)}
+    if len(layers) != shape.num_layers:
+        rule = f"must be the number of those that there are weights of ({len(layers)})"
+        raise UserError(f"the number of layers ({shape.num_layers}) {rule}; fetch the folder again")
     theirs = hf_weights(shape)
     extra = [name for name in weights if name not in theirs and not name.endswith(_IGNORED)]
     if shape.tie_embeddings:
-        extra = [name for name in extra if name.rpartition(".")[0] not in ("lm_head", "embed_out")]
+        extra = [name for name in extra if not name.startswith(_HEADS)]
     absent = [name for name in theirs if name not in weights]
+    if absent and absent[0].startswith(_HEADS):
+        raise UserError(f"weight {absent[0]} is missing: a model without its head; use one that has it")
     if absent or extra:
-        what = f"weight {absent[0]} is missing" if absent else f"weight {extra[0]} is not of such a model"
+        what = (
+            f"weight {absent[0]} is missing"
+            if absent
+            else f"weight {quoted(extra[0])} is not of such a model"
+        )
         raise UserError(f"{what}; fetch the folder again")
     return theirs
+
+
+def _check_tied(shape: LlamaConfig, weights: Weights) -> None:
+    """Raises UserError where a head that is to be the embedding is stored, too, and is another."""
+    embedding = next(their for their, ours in find_family(shape).outside.items() if ours == "embed")
+    for name in (name for name in weights if name.startswith(_HEADS)):
+        whole, head = weights[f"{embedding}.weight"](), weights[name]()
+        is_same = whole.shape == head.shape
+        for first in range(0, len(whole) if is_same else 0, _ROWS_AT_A_TIME):
+            rows = slice(first, first + _ROWS_AT_A_TIME)
+            is_same = is_same and torch.equal(whole[rows].double(), head[rows].double())
+        if not is_same:
+            remedy = "config.json must say tie_word_embeddings false, or the weights be the same"
+            raise UserError(
+                f"weight {name} is not {embedding}.weight, which is to be the head, too; {remedy}"
+            )
+
+
+def _check_table(shape: LlamaConfig) -> None:
+    """Raises UserError where the memory does not hold the rotary table of all positions."""
+    needed = 4 * shape.max_seq_len * 2 * shape.rotary_dim * 4  # in fp32; four of it while it is made
+    if needed > (free := available_memory(torch.device("cpu"), positive_number("LOCAL_WORLD_SIZE", 1))):
+        rule = f"needs {needed / 2**30:.1f} GiB for its rotary table, and {free / 2**30:.1f} are free"
+        raise UserError(f"max_position_embeddings ({shape.max_seq_len}) {rule}")
 
 
 def load_weights(path: Path, model: Llama, mesh: Mesh) -> None:
@@ -96,7 +154,11 @@ def load_weights(path: Path, model: Llama, mesh: Mesh) -> None:
 @torch.no_grad()
 def fill(model: Llama, folder: HFFolder) -> None:
     """Fills this rank's part of a model of that shape, whose vocabulary may be larger: the new rows of
-    embedding and head are then the mean row. Rows that fill up the vocabulary are 0. Not collective."""
+    embedding and head are then the mean row. Rows that fill up the vocabulary are 0. Not collective.
+
+    Raises:
+        UserError: a weight is not finite.
+    """
     ours = {clean_name(name): weight for name, weight in model.named_parameters()}
     packing = find_family(folder.shape).packing
     for name, made in hf_weights(folder.shape).items():
@@ -105,13 +167,14 @@ def fill(model: Llama, folder: HFFolder) -> None:
         rows = [len(target) for target in targets]
         parts: Sequence[torch.Tensor] = packing.split(folder.shape, whole, rows) if is_inside else [whole]
         for target, part in zip(targets, parts, strict=True):
-            _fill_rows(target, part, model.config.vocab_size)
+            _fill_rows(target, part, model.config.vocab_size, name)
 
 
-def _fill_rows(target: torch.Tensor, part: torch.Tensor, vocab_size: int) -> None:
+def _fill_rows(target: torch.Tensor, part: torch.Tensor, vocab_size: int, name: str) -> None:
     local, (rows, *columns) = local_part(target)
     first, known = rows.start, min(len(part), rows.stop)
     local[: max(0, known - first)] = part[(slice(first, known), *columns)]
+    check_finite(name, local[: max(0, known - first)])
     if rows.stop > len(part):
         begin = max(0, len(part) - first)
         local[begin:] = 0

@@ -6,49 +6,70 @@ Source: https://huggingface.co/docs/safetensors/index#format
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import UserError, note_once
+from fms_fsdp.typed_json import TABLE, TEXT, list_of, parse_table, quoted, read_table, whole
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64,
+}  # fmt: skip
 _LARGEST_HEADER = 100 << 20  # the format's own limit
+_PLACES = list_of(whole(0, 1 << 60))
 Weights = dict[str, Callable[[], torch.Tensor]]
 
 
 def open_weights(folder: Path) -> Weights:
     """Their name of every weight → what reads it. Nothing but headers is read before (of .bin files, all is
-    mapped).
+    mapped). Of several forms, the one that transformers choose.
 
     Raises:
-        ValueError: there are none, some file is missing or cut, or it is of another form.
+        UserError: there are none, some file is missing or cut, or it is of another form.
     """
     for name, read in _FORMS.items():
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            try:
-                where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-                files = sorted(set(where.values()))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise UserError(f"{index} is no index of weights: {error}") from None
-        elif (folder / name).is_file():
-            files = [name]
+        index, files = folder / f"{name}.index.json", [name]
+        if (folder / name).is_file():
+            if index.is_file() and _files_of(index, strict=False) != files:
+                note_once(f"{folder} holds {name} beside an index of other files; {name} is read")
+        elif index.is_file():
+            files = _files_of(index)
         else:
             continue
         if absent := [file for file in files if "/" in file or not (folder / file).is_file()]:
-            raise UserError(f"{folder / absent[0]} is missing: the folder is not whole; fetch it again")
+            missing = folder / quoted(absent[0])
+            raise UserError(f"{missing} is missing: the folder is not whole; fetch it again")
         found: Weights = {}
         for file in files:
             found |= read(folder / file)
         return found
     raise UserError(f"{folder} holds no {' and no '.join(_FORMS)}; name a folder with weights")
+
+
+def check_finite(name: str, weight: torch.Tensor, remedy: str = "fetch the folder again") -> None:
+    """Raises UserError where a weight holds inf or nan."""
+    if weight.numel() and not all(map(math.isfinite, map(float, weight.aminmax()))):
+        raise UserError(f"weight {name} holds values that are not finite; {remedy}")
+
+
+def _files_of(index: Path, *, strict: bool = True) -> list[str]:
+    try:
+        where: Mapping[str, Any] = TABLE.check("weight_map", read_table(index).get("weight_map"))
+        return sorted(
+            {TEXT.check(f"the file of weight {quoted(name)}", file) for name, file in where.items()}
+        )
+    except UserError as error:
+        if strict:
+            raise UserError(f"{index} is no index of weights: {error}") from None
+        return []
 
 
 def _read_safetensors(path: Path) -> Weights:
@@ -58,35 +79,55 @@ def _read_safetensors(path: Path) -> Weights:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
                 raise UserError(f"its header of {length:,} bytes does not fit")
-            header: dict[str, Any] = json.loads(file.read(length))
+            header = parse_table(file.read(length), "its header")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         header.pop("__metadata__", None)
-        return {name: _reader(mapped, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, LookupError, TypeError) as error:
+        return {name: _reader(mapped, 8 + length, name, entry) for name, entry in header.items()}
+    except UserError as error:
         raise UserError(f"{path} is no whole safetensors file: {error}; fetch it again") from None
 
 
-def _reader(mapped: mmap.mmap, start: int, entry: dict[str, Any]) -> Callable[[], torch.Tensor]:
-    if entry["dtype"] not in _DTYPES:
-        raise UserError(f"weights of type {entry['dtype']} cannot be read")
-    dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-    count = math.prod(shape)
-    if end - begin != count * dtype.itemsize or not 0 <= begin <= end <= len(mapped) - start:
+def _reader(mapped: mmap.mmap, start: int, name: str, entry: Any) -> Callable[[], torch.Tensor]:
+    entry = TABLE.check(f"what it says of {quoted(name)}", entry)
+    code = TEXT.check("dtype", entry.get("dtype"))
+    shape = _PLACES.check("shape", entry.get("shape"))
+    places = _PLACES.check("data_offsets", entry.get("data_offsets"))
+    begin, end = places if len(places) == 2 else (1, 0)
+    if not begin <= end <= len(mapped) - start:
         raise UserError("it ends before its tensors do")
+    if code not in _DTYPES:  # it may be of no use to the model
+        return partial(_refuse, f"weight {quoted(name)} is of type {quoted(code)}, which cannot be read")
+    dtype, count = _DTYPES[code], math.prod(shape)
+    if end - begin != count * dtype.itemsize:
+        raise UserError("it ends before its tensors do")
+    if not count:
+        return partial(torch.empty, shape, dtype=dtype)
     return lambda: torch.frombuffer(mapped, dtype=dtype, count=count, offset=start + begin).view(shape)
+
+
+def _refuse(text: str) -> NoReturn:
+    raise UserError(text)
 
 
 def _read_bin(path: Path) -> Weights:
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        entries = {str(name): tensor for name, tensor in tensors.items()}
+        with open(path, "rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"  # torch's older format cannot be mapped
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        entries = {str(name): value for name, value in content.items()}
     except Exception as error:  # pickle's and zip's errors are of many kinds
         raise UserError(f"{path} holds more than weights, or is not whole: {_line(error)}") from None
-    return {name: partial(entries.__getitem__, name) for name in entries}
+    return {name: partial(_entry, quoted(name), value) for name, value in entries.items()}
+
+
+def _entry(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        raise UserError(f"weight {name} must be a plain tensor")
+    return value
 
 
 def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0].partition(". ")[0][:200]
+    return quoted(str(error).partition("\n")[0].partition(". ")[0])
 
 
 _FORMS = {"model.safetensors": _read_safetensors, "pytorch_model.bin": _read_bin}  # how files are named

@@ -11,6 +11,7 @@ import difflib
 import math
 import operator
 import re
+import unicodedata
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -78,7 +79,7 @@ def coerce(row: Flag, value: Any) -> Any:
     if isinstance(value, str):
         inside = value if row.form == "text" else value.strip("[]() ")
         items = inside.split(",") if inside else []
-        if any(not item.strip() for item in items):
+        if any(not (item if row.form == "text" else item.strip()) for item in items):
             raise UserError(f"--{row.name} ({shown(value)}) must have no empty part; write a,b")
     return tuple(_scalar(row, item) for item in (items if isinstance(items, list | tuple) else [items]))
 
@@ -116,7 +117,7 @@ def _number(row: Flag, text: str, quoted: str) -> int | float:
 
 
 def _text(row: Flag, text: str, quoted: str) -> str:
-    if not text.isprintable():
+    if any(_is_control(character) for character in text) if row.form == "text" else not text.isprintable():
         raise UserError(f"{quoted} must hold no control characters; leave them out")
     if len(text) > _LONGEST_TEXT:
         raise UserError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten it")
@@ -130,6 +131,11 @@ def _text(row: Flag, text: str, quoted: str) -> str:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{quoted} must be one of {', '.join(row.choices)}{hint}")
     return text.lower()
+
+
+def _is_control(character: str) -> bool:
+    """Whether no text has it: controls but tabs and line ends, and halves of characters."""
+    return unicodedata.category(character) in ("Cc", "Cs") and character not in "\t\n\r"
 
 
 def _check_form(form: str, text: str, quoted: str) -> None:

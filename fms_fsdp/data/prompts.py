@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.kept_tokenizer import find_tokenizer
+from fms_fsdp.data.text_rules import NO_RULES, TextRules, begin_token
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
+
+
+class ModelSize(Protocol):
+    """What a text must fit: positions and tokens of a model."""
+
+    @property
+    def max_seq_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -18,24 +30,55 @@ class Prompts:
 
     texts: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
-    end_token: int
+    ends: tuple[int, ...]
 
 
-def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> Prompts:
-    """The prompts of a model with `context` positions.
+def read_lines(path: Path, name: str) -> list[str]:
+    """The lines of a text file: they end with a line feed, with or without a carriage return before it, and
+    with no other character. Raises: UserError for another encoding, with `name` as the name of the path."""
+    try:
+        lines = path.read_bytes().decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} ({path}) must be UTF-8: {error.reason} at byte {error.start}") from None
+    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of each text. Raises: UserError for a text that is half a character (a lone surrogate)."""
+    try:
+        return [row.tolist() for row in tokenizer.encode(texts)]
+    except UnicodeEncodeError as error:
+        rule = f"must be whole characters, not half of one (U+{ord(error.object[error.start]):04X})"
+        raise UserError(f"a text {rule}; write it otherwise") from None
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, texts: Sequence[str], model: ModelSize, rules: TextRules = NO_RULES
+) -> Prompts:
+    """The prompts of a model.
 
     Raises:
-        ValueError: one leaves no position for a token behind it.
+        UserError: one leaves no position for a token behind it, or has a token that the model has not.
     """
-    end = tokenizer.vocabulary.eos_id
-    ids = tuple(tuple(row.tolist()) or (end,) for row in tokenizer.encode(texts))
+    end, context = tokenizer.vocabulary.eos_id, model.max_seq_len
+    ids = []
+    for row in encode_texts(tokenizer, texts):
+        ids.append((*rules.before, *row, *rules.after) or (end,))
+    check_tokens(ids, model.vocab_size)
     if (longest := max(map(len, ids))) >= context:
         rule = f"must have 1 to {context - 1}, for the context of the model is {context}"
         raise UserError(f"prompts (up to {longest} tokens) {rule}; shorten them")
-    return Prompts(tuple(texts), ids, end)
+    return Prompts(tuple(texts), tuple(ids), (end, *rules.ends))
 
 
-def scan_prompts(section: EvalConfig, data: DataConfig, context: int) -> Prompts | None:
+def check_tokens(ids: Iterable[Sequence[int]], vocab_size: int) -> None:
+    """Raises UserError where a text has a token that a model of so many does not have."""
+    if (largest := max(map(max, filter(None, ids)), default=0)) >= vocab_size:
+        rule = f"has token {largest}, and the model has {vocab_size}"
+        raise UserError(f"the tokenizer of the model {rule}: they do not belong together")
+
+
+def scan_prompts(section: EvalConfig, data: DataConfig, model: ModelSize) -> Prompts | None:
     """The prompts of the samples during training, for one rank, which sends them to the others; None where
     there are to be none.
 
@@ -53,5 +96,6 @@ def scan_prompts(section: EvalConfig, data: DataConfig, context: int) -> Prompts
         )
     texts = section.sample_prompts or ("",)
     if len(texts) == 1 and Path(texts[0]).is_file():
-        texts = tuple(Path(texts[0]).read_text().splitlines()) or ("",)
-    return encode_prompts(tokenizer, texts, context)
+        texts = tuple(read_lines(Path(texts[0]), "--sample_prompts")) or ("",)
+    begin = begin_token(data.data_path, tokenizer)
+    return encode_prompts(tokenizer, texts, model, TextRules(() if begin is None else (begin,)))

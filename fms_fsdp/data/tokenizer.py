@@ -23,12 +23,21 @@ import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.atomic import write_atomically, write_json
+from fms_fsdp.config.values import shown
 from fms_fsdp.data.byte_pairs import is_tiktoken, of_tiktoken
-from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.errors import MissingInput, UserError, note_once
 from fms_fsdp.safe_names import safe_name, shown_name
+from fms_fsdp.typed_json import TEXT, or_none, parse_table, read_table, whole
 
 Tokens = npt.NDArray[Any]
 _END_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+_LARGEST_ID = 1 << 24
+# what a folder of Hugging Face says of its texts
+TOKENIZER_FILES = tuple(
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json tokenizer.model "
+    "vocab.json merges.txt vocab.txt spiece.model sentencepiece.bpe.model tekken.json chat_template.jinja "
+    "generation_config.json".split()
+)
 KEPT_AS = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
 
 
@@ -82,6 +91,9 @@ class Tokenizer(Protocol):
     def token_bytes(self) -> Tokens:
         """UTF-8 bytes that each id stands for, int64; 0 for begin, end and other control tokens."""
 
+    def token_id(self, token: str) -> int | None:
+        """The id of the token that is named so; None where there is none."""
+
     def save(self, folder: Path) -> None:
         """Writes `vocabulary.file_name` into the folder."""
 
@@ -101,6 +113,9 @@ class ByteTokenizer:
 
     def token_bytes(self) -> Tokens:
         return (np.arange(self.vocabulary.size) < 256).astype(np.int64)
+
+    def token_id(self, token: str) -> int | None:
+        return None
 
     def save(self, folder: Path) -> None:
         """Nothing to save."""
@@ -140,6 +155,10 @@ class SentencePieceTokenizer:
                 table[i] = _piece_bytes(model.id_to_piece(i))
         return table
 
+    def token_id(self, token: str) -> int | None:
+        number = int(self._processor.piece_to_id(token))
+        return number if self._processor.id_to_piece(number) == token else None
+
     def save(self, folder: Path) -> None:
         write_atomically(folder / self.vocabulary.file_name, self._model, sync=True)
 
@@ -158,14 +177,20 @@ class HuggingFaceTokenizer:
                 f"--tokenizer ({path}) needs the package tokenizers; pip install tokenizers"
             ) from None
         content = path.read_bytes()
-        self._content = content if path.suffix == ".json" else of_tiktoken(content, str(path)).encode()
         try:
             if path.name == "vocab.json":
                 merges = str(path.with_name("merges.txt"))
-                self._content = tokenizers.ByteLevelBPETokenizer(str(path), merges).to_str().encode()
+                content = tokenizers.ByteLevelBPETokenizer(str(path), merges).to_str().encode()
+            elif path.suffix != ".json":
+                content = of_tiktoken(content, str(path)).encode()
+            self._content = _without_chance(content, str(path))
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
-        except Exception as error:  # the package raises bare Exceptions
-            raise UserError(f"--tokenizer ({path}) cannot be read: {error}") from error
+        except UserError:
+            raise
+        except BaseException as error:  # the package raises bare Exceptions, and panics that are none
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise UserError(f"--tokenizer ({path}) cannot be read: {shown(str(error))}") from error
         # a document that spells <|endoftext|> holds text, not the token
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
@@ -176,7 +201,8 @@ class HuggingFaceTokenizer:
         eos = next((number for number in known if number in added), known[0] if known else None)
         if eos is None:
             raise UserError(_no_end(str(path), eos_token))
-        size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        size = 1 + whole(0, _LARGEST_ID).check(f"--tokenizer ({path}): the largest id", largest)
         digest = hashlib.sha256(self._content).hexdigest()
         self.vocabulary = Vocabulary("huggingface", size, eos, digest, KEPT_AS["huggingface"], eos_token)
 
@@ -185,8 +211,8 @@ class HuggingFaceTokenizer:
         if eos_token:
             return (eos_token,)
         settings = path.with_name("tokenizer_config.json")
-        named = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
-        named = named.get("content") if isinstance(named, dict) else named
+        said = read_table(settings) if settings.is_file() else {}
+        named = token_text(said.get("eos_token"), f"{settings}: eos_token")
         return (named,) if named else _END_NAMES
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
@@ -199,18 +225,39 @@ class HuggingFaceTokenizer:
     def token_bytes(self) -> Tokens:
         content = json.loads(self._content)
         # a character is a byte
-        by_bytes = "ByteLevel" in json.dumps([content["pre_tokenizer"], content["decoder"]])
+        by_bytes = "ByteLevel" in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
         table = np.zeros(self.vocabulary.size, dtype=np.int64)
         for piece, i in self._tokenizer.get_vocab(with_added_tokens=False).items():
             table[i] = len(piece) if by_bytes else _piece_bytes(piece)
-        for added in content["added_tokens"]:
+        for added in content.get("added_tokens", []):
             table[added["id"]] = 0 if added["special"] else len(added["content"].encode())
         return table
+
+    def token_id(self, token: str) -> int | None:
+        number: int | None = self._tokenizer.token_to_id(token)
+        return number
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / self.vocabulary.file_name, self._content, sync=True)
         end = self._tokenizer.id_to_token(self.vocabulary.eos_id)
         write_json(folder / "tokenizer_config.json", {"eos_token": end})
+
+
+def _without_chance(content: bytes, name: str) -> bytes:
+    """A tokenizer.json that cuts a text the same way each time: a dropout of merges is switched off."""
+    parsed = parse_table(content, name)
+    model = parsed.get("model")
+    if not isinstance(model, dict) or not model.get("dropout"):
+        return content
+    rate = model["dropout"]
+    note_once(f"{name} drops merges by chance (dropout {rate}), which is switched off here")
+    return json.dumps(parsed | {"model": model | {"dropout": None}}, ensure_ascii=False).encode()
+
+
+def token_text(said: Any, name: str) -> str:
+    """What a file says of a token: its text, or a table with its content; "" for null."""
+    said = TEXT.check(f"content of {name}", said.get("content")) if isinstance(said, dict) else said
+    return or_none(TEXT).check(name, said) or ""
 
 
 def _piece_bytes(piece: str) -> int:
@@ -224,14 +271,13 @@ def _no_end(name: str, eos_token: str) -> str:
     return f"--tokenizer ({name}) names no end-of-document token; choose one of its tokens with --eos_token"
 
 
-@functools.lru_cache(maxsize=4)
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
-    """The tokenizer `byte`, or that of a file or folder.
+    """The tokenizer `byte`, or that of a file or folder; what has not changed since is not read again.
 
     The files are `tokenizer.model`, `tokenizer.json`, `vocab.json` with `merges.txt`, or one of tiktoken.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, not a tokenizer, or one without an end token.
+        FileNotFoundError, UserError: no such file, not a tokenizer, or one without an end token.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -246,6 +292,15 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
         raise MissingInput(
             f"--tokenizer ({name}) does not exist; give byte, a model file, or --train_tokenizer"
         )
+    digest = hashlib.sha256()
+    for file in (path, path.with_name("tokenizer_config.json"), path.with_name("merges.txt")):
+        digest.update(hashlib.sha256(file.read_bytes()).digest() if file.is_file() else b"-")
+    return _open_tokenizer(path, name, eos_token, digest.hexdigest())
+
+
+@functools.lru_cache(maxsize=4)
+def _open_tokenizer(path: Path, name: str, eos_token: str, digest: str) -> Tokenizer:
+    """The tokenizer of a file; `digest` of that file and of those beside it that count."""
     if path.suffix == ".json" or is_tiktoken(data := path.read_bytes()):
         return HuggingFaceTokenizer(path, eos_token)
     return SentencePieceTokenizer(data, name, eos_token)

@@ -1,153 +1,232 @@
 """What a config.json of Hugging Face says of a model → our shape: the inverse of hf.py.
 
-    config.json ── fields by the table below ──> LlamaConfig ── hf_config ──> must say again what was read
+    config.json ── each field by the table of its model_type (hf_fields.py) ──> LlamaConfig
 
-What a config.json says and the shape does not repeat is refused by its name, unless it changes no
-mathematics.
+Fields mean what they mean to the class of transformers. What a config.json says and our models do not do is
+refused by its name.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.errors import UserError
-from fms_fsdp.models.hf import ACTIVATIONS, NAMES, hf_config
+from fms_fsdp.errors import UserError, note_once
+from fms_fsdp.models.hf import find_family
+from fms_fsdp.models.hf_fields import GELUS, HARMLESS, NEUTRAL, NOT_READ, SHARE, THETA, TYPES
 from fms_fsdp.models.variants import LlamaConfig, RopeScaling
+from fms_fsdp.typed_json import TEXT, number, or_none, quoted, read_table, whole
 
-# what a family's class takes for a field that its config.json leaves out, and what its shape always is
-_GROUPED: dict[str, Any] = dict(
-    hidden_act="silu", tie_word_embeddings=False, rms_norm_eps=1e-6, attention_bias=False,
-    max_position_embeddings=2048,
-)  # fmt: skip
-_USUAL: dict[str, dict[str, Any]] = {
-    "llama": _GROUPED,
-    "mistral": _GROUPED | {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen3": _GROUPED | {"num_key_value_heads": 32, "head_dim": 128},
-    "gpt2": dict(
-        n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True,
-        resid_pdrop=0.1, attn_pdrop=0.1, n_positions=1024,
-    ),
-    "gpt_neox": dict(
-        hidden_act="gelu", rotary_pct=0.25, use_parallel_residual=True, attention_bias=True,
-        tie_word_embeddings=False, layer_norm_eps=1e-5, hidden_dropout=0.0, max_position_embeddings=2048,
-    ),
-}  # fmt: skip
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
     "gpt2": {"norm": "layernorm", "pos_emb": "learned", "bias": True},
-    "gpt_neox": {"norm": "layernorm"},
+    "gpt_neox": {"norm": "layernorm", "bias": True},
 }
-# fields that change no mathematics of training, or that stand under another name too
-_HARMLESS = set(
-    "architectures model_type torch_dtype dtype transformers_version use_cache bos_token_id eos_token_id "
-    "pad_token_id _name_or_path id2label label2id return_dict output_attentions output_hidden_states "
-    "n_ctx embd_pdrop hidden_dropout summary_activation summary_first_dropout summary_proj_to_labels "
-    "summary_type summary_use_proj task_specific_params rotary_emb_base classifier_dropout "
-    "reorder_and_upcast_attn max_window_layers tokenizer_class".split()
-)
-_READ = {"rope_scaling", "rope_parameters", "rope_theta", "hidden_act", "activation_function"}  # and checked
-_NEUTRAL = {"pretraining_tp": 1, "scale_attn_weights": True}  # harmless with this value alone
+_STRETCH = number(1, 1e6)
+# of rope_scaling and rope_parameters
+_ROPE_KINDS = {
+    "rope_type": TEXT, "factor": _STRETCH, "low_freq_factor": _STRETCH, "high_freq_factor": _STRETCH,
+    "original_max_position_embeddings": whole(1, 1 << 31), "rope_theta": THETA,
+    "partial_rotary_factor": SHARE,
+}  # fmt: skip
 
 
 def read_shape(path: Path) -> LlamaConfig:
     """The shape that the file, a config.json, describes.
 
     Raises:
-        ValueError: it cannot be read, or as `config_from_hf`.
+        UserError: it cannot be read, or as `config_from_hf`.
     """
+    if not path.is_file():
+        raise UserError(f"{path.parent} must hold {path.name}; name a folder of Hugging Face")
+    content = read_table(path)
     try:
-        return config_from_hf(json.loads(path.read_text()))
-    except OSError as error:
-        rule = f"{path.parent} must hold {path.name} ({error.strerror})"
-        raise UserError(f"{rule}; name a folder of Hugging Face") from None
-    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        return config_from_hf(content)
+    except UserError as error:
         raise UserError(f"{path} describes no model that there is here: {error}") from None
 
 
 def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
-    """The shape that a config.json describes.
+    """The shape that a config.json describes. A line tells what the class does not look at.
 
     Raises:
-        ValueError: a class that is not in the table, a field that is missing, or one that says what our
-            models do not do; the text names the field.
+        UserError: a class that is not in the table, a field that is missing, of another type, or one that
+            says what our models do not do; the text names the field.
     """
-    kind = str(content.get("model_type"))
-    if kind not in _USUAL:
-        raise UserError(f"model_type ({kind}) must be one of {', '.join(_USUAL)}")
-    said = _USUAL[kind] | dict(content)
-    shape: dict[str, Any] = dict(_SHAPES.get(kind, {}))
-    for ours, theirs in NAMES.items():
-        if (name := next((name for name in theirs.split() if name in said), None)) is not None:
-            shape[ours] = said[name]
-    missing = [name for name in ("hidden_size", "num_layers", "num_attention_heads") if name not in shape]
-    if missing:
-        raise UserError(f"{NAMES[missing[0]].split()[0]} is missing")
-    shape["attn_window"] = shape.get("attn_window") or 0
-    shape["ffn_hidden_size"] = shape.get("ffn_hidden_size") or 4 * shape["hidden_size"]
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in TYPES:
+        raise UserError(f"model_type ({quoted(kind)}) must be one of {', '.join(TYPES)}")
+    said = _read_fields(kind, content)
+    _refuse_others(kind, content)
+    shape = {field.ours: said[name] for name, field in TYPES[kind].items() if field.ours}
+    shape |= _SHAPES.get(kind, {})
+    shape["ffn_hidden_size"] = shape["ffn_hidden_size"] or 4 * shape["hidden_size"]
     shape["num_kv_heads"] = shape.get("num_kv_heads") or shape["num_attention_heads"]
     shape["head_dim"] = shape.get("head_dim") or 0
-    activation = said.get("hidden_act", said.get("activation_function"))
-    of_theirs = {name: "gelu_tanh" for name in ("gelu_pytorch_tanh", "gelu_fast")}
-    of_theirs |= {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-    if activation not in of_theirs:
-        raise UserError(f"hidden_act ({activation}) must be one of {', '.join(of_theirs)}")
-    shape["activation"] = of_theirs[activation]
-    if kind != "gpt2":
-        shape |= _rope(content)
+    shape["attn_dropout"] = shape["attn_dropout"] or 0.0
+    _check_heads(shape)
+    if kind in ("llama", "mistral", "qwen3"):
+        shape |= {"activation": "swiglu", "bias": _biases(said)}
+    else:
+        shape["activation"] = GELUS[said["activation_function" if kind == "gpt2" else "hidden_act"]]
+    shape["attn_window"] = _window(kind, said)
+    if kind == "gpt2":
+        _check_gpt2(said)
+    else:
+        shape |= _rope(kind, said)
     config = LlamaConfig(**shape)
-    _check_repeated(config, content)
+    if config.pos_emb == "rope" and (config.rotary_dim % 2 or not config.rotary_dim):
+        dim = f"{config.rotary_dim} = {config.rope_pct:g} x {config.head_dim}"
+        raise UserError(
+            f"head_dim ({config.head_dim}) must leave an even part of a head to rotate, not {dim}"
+        )
+    find_family(config)
     return config
 
 
-def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Theta, scaling and share, from the spelling of transformers 5, of 4, or both."""
-    spelled = []
-    if (new := content.get("rope_parameters")) is not None:
-        spelled.append(_read_rope(new))
-    theta = content.get("rope_theta", content.get("rotary_emb_base"))
-    if theta is not None or content.get("rope_scaling"):
-        spelled.append(_read_rope({"rope_theta": theta} | dict(content.get("rope_scaling") or {})))
-    if len(spelled) == 2 and any(spelled[0].get(key, value) != value for key, value in spelled[1].items()):
-        raise UserError(f"rope_parameters ({new}) and rope_theta with rope_scaling disagree")
-    return spelled[0] if spelled else {}
+def _read_fields(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field of the type: as said, or the class's usual value."""
+    said: dict[str, Any] = {}
+    for name, field in TYPES[kind].items():
+        names = [each for each in (name, field.other) if each in content]
+        values = [field.kind.check(each, content[each]) for each in names]
+        if not values and field.usual is ...:
+            raise UserError(f"{name} is missing")
+        if any(value != values[0] for value in values):
+            raise UserError(f"{names[0]} ({values[0]}) and {names[1]} ({values[1]}) must agree")
+        said[name] = values[0] if values else field.usual
+    return said
 
 
-def _read_rope(entry: Mapping[str, Any]) -> dict[str, Any]:
-    kind = entry.get("rope_type", entry.get("type", "default"))
-    found: dict[str, Any] = {"rope_theta": float(entry.get("rope_theta") or 10_000.0), "rope_scaling": None}
-    if "partial_rotary_factor" in entry:
-        found["rope_pct"] = float(entry["partial_rotary_factor"])
-    if kind == "linear":
-        found["rope_scaling"] = RopeScaling(float(entry["factor"]), kind=kind)
-    elif kind == "llama3":
-        low, high = float(entry["low_freq_factor"]), float(entry["high_freq_factor"])
-        length = int(entry["original_max_position_embeddings"])
-        found["rope_scaling"] = RopeScaling(float(entry["factor"]), low, high, length)
-    elif kind != "default":
-        raise UserError(f"rope_scaling of type {kind} must be linear or llama3")
-    return found
-
-
-def _check_repeated(config: LlamaConfig, content: Mapping[str, Any]) -> None:
-    """Raises ValueError for a field that our shape would not write again. One that is not known and says
-    None or False is a switch that is off."""
-    again = hf_config(config, "", None)
+def _refuse_others(kind: str, content: Mapping[str, Any]) -> None:
+    """Raises UserError for a field that is in no table; one that says null or false is a switch that is
+    off."""
+    fields = TYPES[kind]
+    known = HARMLESS | set(fields) | {field.other for field in fields.values()}
     for name, value in content.items():
-        usual = again.get(name, ...)
-        if name in _HARMLESS | _READ:
+        if name in known:
             continue
-        if usual is not ...:
-            right = value == usual or value is None or (not value and not usual)
+        if name in NOT_READ:
+            if NOT_READ[name].check(name, value) is not None:
+                note_once(f"{name} ({value}) has no effect in a {kind}, as in transformers")
         elif name == "layer_types" and value is not None:
-            right = set(value) == {"full_attention"}
-        elif name == "partial_rotary_factor":  # what transformers 4 write beside rotary_pct
-            right = value == config.rope_pct
-        elif name in _NEUTRAL:
-            right = value == _NEUTRAL[name]
-        else:
-            right = value is None or value is False
-        if not right:
-            raise UserError(f"{name} ({value}) must be {'left out' if usual is ... else usual}")
+            if not isinstance(value, list) or any(each != "full_attention" for each in value):
+                raise UserError(f"layer_types ({quoted(value)}) must be full_attention alone in a {kind}")
+        elif not any(
+            value == right and type(value) is type(right) for right in NEUTRAL.get(name, (None, False))
+        ):
+            raise UserError(f"{quoted(name)} ({quoted(value)}) must be left out; our models do not have it")
+
+
+def _check_heads(shape: Mapping[str, Any]) -> None:
+    hidden, heads, kv_heads = (shape[name] for name in ("hidden_size", "num_attention_heads", "num_kv_heads"))
+    if hidden % heads and not shape["head_dim"]:
+        raise UserError(f"num_attention_heads ({heads}) must divide hidden_size ({hidden})")
+    if heads % kv_heads:
+        raise UserError(f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
+
+
+def _biases(said: Mapping[str, Any]) -> bool:
+    """Whether the layers of a block have biases: all or none."""
+    of_attention, of_mlp = bool(said["attention_bias"]), bool(said["mlp_bias"])
+    if of_attention != of_mlp:
+        names = ["attention_bias", "mlp_bias"]
+        name, other = names if of_attention else names[::-1]
+        raise UserError(
+            f"{name} (True) must be False, as {other} is: here all linear layers have a bias, or none"
+        )
+    return of_attention
+
+
+def _window(kind: str, said: Mapping[str, Any]) -> int:
+    """The window of all layers; 0: none."""
+    window, types = said.get("sliding_window"), said.get("layer_types")
+    if kind == "mistral":
+        read = "sliding_attention" if window else "full_attention"
+        if types is not None and any(each != read for each in types):
+            what = f"all layers have the window of {window}" if window else "no layer has a window"
+            note_once(f"layer_types has no effect in a mistral, as in its class of transformers: {what}")
+        return window or 0
+    if kind == "qwen3":
+        layers, name = said["num_hidden_layers"], "use_sliding_window" if types is None else "layer_types"
+        if types is None:
+            is_on = said["use_sliding_window"] and window is not None
+            types = ["sliding_attention" if is_on else "full_attention"] * max(
+                0, layers - said["max_window_layers"]
+            )
+        elif len(types) != layers:
+            raise UserError(
+                f"layer_types ({len(types)} of them) must be those of num_hidden_layers ({layers})"
+            )
+        if any(each != "full_attention" for each in types):
+            rule = "must leave every layer without a window: a Qwen3 with one is not here"
+            raise UserError(f"{name} ({quoted(said[name])}) {rule}")
+    return 0
+
+
+def _check_gpt2(said: Mapping[str, Any]) -> None:
+    used, other = said["activation_function"], said["hidden_act"]
+    if other is not None and GELUS[other] != GELUS[used]:
+        raise UserError(f"hidden_act ({other}) must be that of activation_function ({used})")
+    if said["embd_pdrop"] != said["resid_pdrop"]:
+        one = f"--dropout has one value for both, {said['resid_pdrop']:g}"
+        note_once(f"embd_pdrop ({said['embd_pdrop']:g}) is not resid_pdrop; in training {one}")
+
+
+def _rope(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Theta, scaling and share, from the spelling of transformers 5, of 4, or both, which must agree."""
+    is_neox, found = kind == "gpt_neox", dict[str, Any]()
+    for table in ("rope_parameters", "rope_scaling"):
+        for name, value in (said[table] or {}).items():
+            name = "rope_type" if name == "type" else name
+            if name not in _ROPE_KINDS:
+                raise UserError(
+                    f"{table}.{quoted(name)} ({quoted(value)}) must be left out; our models do not have it"
+                )
+            if or_none(_ROPE_KINDS[name]).check(f"{table}.{name}", value) is None:
+                continue
+            if found.setdefault(name, value) != value:
+                raise UserError(f"{table}.{name} ({value}) and ({found[name]}) disagree; leave one out")
+    names = ("rotary_emb_base", "rope_theta") if is_neox else ("rope_theta",)
+    theta = _agreed(found.get("rope_theta"), said, names, "rope_theta", 10_000.0)
+    names = ("rotary_pct", "partial_rotary_factor") if is_neox else ("partial_rotary_factor",)
+    share = _agreed(found.get("partial_rotary_factor"), said, names, "rotary_pct", 0.25 if is_neox else 1.0)
+    if share != 1 and not is_neox:
+        raise UserError(f"partial_rotary_factor ({share}) must be left out; a {kind} rotates whole heads")
+    scaling = _scaling(found, said["max_position_embeddings"])
+    if scaling is not None and is_neox:
+        raise UserError(f"rope_scaling of type {scaling.kind} must be left out of a {kind}")
+    return {"rope_theta": float(theta), "rope_pct": float(share), "rope_scaling": scaling}
+
+
+def _agreed(used: Any, said: Mapping[str, Any], names: tuple[str, ...], what: str, usual: float) -> float:
+    """What the table of rope says, else the first of these fields, else `usual`; others must say the same."""
+    first = "rope_parameters"
+    if used is None:
+        first = names[0]
+        used = said[first] if said[first] is not None else usual
+    for name in names:
+        if said[name] is not None and said[name] != used:
+            raise UserError(f"{name} ({said[name]}) and {first} ({what} {used}) disagree; leave one out")
+    return float(used)
+
+
+def _scaling(found: Mapping[str, Any], positions: int) -> RopeScaling | None:
+    kind = found.get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3"):
+        raise UserError(f"rope_scaling of type {quoted(kind)} must be linear or llama3")
+    needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}.get(kind, [])
+    for name in needed:
+        if name not in found:
+            raise UserError(f"{name} of rope_scaling is missing; type {kind} needs it")
+    if kind == "default" or (kind == "linear" and found["factor"] == 1):
+        return None
+    if kind == "linear":
+        return RopeScaling(float(found["factor"]), kind=kind)
+    factor, low, high = (float(found[name]) for name in needed)
+    if low >= high:
+        raise UserError(
+            f"low_freq_factor ({low:g}) of rope_scaling must be below high_freq_factor ({high:g})"
+        )
+    return RopeScaling(factor, low, high, found.get("original_max_position_embeddings", positions))

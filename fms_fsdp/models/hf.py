@@ -8,7 +8,7 @@ Source: https://huggingface.co/docs/transformers (model_doc/llama, mistral, qwen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -220,8 +220,9 @@ def hf_weights(config: LlamaConfig) -> dict[str, HFWeight]:
     """Their name of every weight → how it is made of ours, in the order of the layers. Rows that fill up the
     vocabulary are left out."""
     family = find_family(config)
+    positions = 1 if config.pos_emb == "rope" else config.max_seq_len  # no rotary table is computed
     with torch.device("meta"):
-        ours = Llama(config).state_dict()
+        ours = Llama(replace(config, max_seq_len=positions)).state_dict()
     outside: dict[str, HFWeight] = {}
     for their_module, module in family.outside.items():
         for kind in ("weight", "bias"):
@@ -246,8 +247,8 @@ def _first_rows(config: LlamaConfig, name: str) -> Callable[[Sequence[torch.Tens
     return lambda weights: weights[0][:rows]
 
 
-def hf_config(config: LlamaConfig, dtype: str, eos_id: int | None) -> dict[str, Any]:
-    """The content of config.json."""
+def hf_config(config: LlamaConfig, dtype: str, eos_id: Any, bos_id: int | None = None) -> dict[str, Any]:
+    """The content of config.json; its end token may be several."""
     family = find_family(config)
     head = "ForCausalLM" if family.name != "GPT2" else "LMHeadModel"
     fields, of_all = _fields(config), ("vocab_size", "tie_word_embeddings", "initializer_range")
@@ -257,7 +258,7 @@ def hf_config(config: LlamaConfig, dtype: str, eos_id: int | None) -> dict[str, 
         "architectures": [family.name + head],
         "model_type": family.model_type,
         **{name: fields[name] for name in (*family.fields.split(), *of_all)},
-        "bos_token_id": None,  # the class's own default would be 1
+        "bos_token_id": bos_id,  # the class's own default would be 1
         "eos_token_id": eos_id,
         "torch_dtype": dtype,
         "dtype": dtype,

@@ -188,7 +188,7 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
         optimizer_bytes=state,
         held_out=open_held_out(cfg.eval, listings, batch.global_batch_size),
         held_out_listings=listings,
-        prompts=runtime.agreed(partial(scan_prompts, cfg.eval, cfg.data, model.max_seq_len)),
+        prompts=runtime.agreed(partial(scan_prompts, cfg.eval, cfg.data, model)),
     )
     found = start_from(parsed, found, found.begin)
     for holder, part in found.memory(cfg.parallel).by_holder(machine.device, cfg.parallel).items():

@@ -18,6 +18,7 @@ from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, of
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 
+ORIGINALS = Path("tokenizer") / "original"  # within a run folder that was imported
 _PATHS = {name for name, row in flag_table(TrainConfig).items() if row.form == "path"}
 
 
@@ -50,7 +51,7 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
 
     Raises: ValueError, with `name` as the name of the path.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     found = open_checkpoint(root, step=step) if path else None
     if found is None:
@@ -60,11 +61,23 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
     return found
 
 
+def data_of(checkpoint: Checkpoint) -> str:
+    """Where the data lie that the checkpoint was trained on; "" for synthetic ones."""
+    state = checkpoint.state
+    return recorded_config(state["config"], state["resolved"]).data.data_path
+
+
+def kept_originals(checkpoint: Checkpoint) -> Path | None:
+    """The files of text that an import kept as they were, of a checkpoint that was not trained since."""
+    folder = checkpoint.folder.parent.parent / ORIGINALS
+    is_untrained = checkpoint.step == 0 and "imported_from" in checkpoint.state
+    return folder if is_untrained and folder.is_dir() else None
+
+
 def trained_with(checkpoint: Checkpoint) -> UsedTokenizer:
     """The tokenizer of the data that the checkpoint was trained on."""
-    resolved = checkpoint.state["resolved"]
-    root = recorded_config(checkpoint.state["config"], resolved).data.data_path
-    return of_folder(f"the checkpoint {checkpoint.folder}", str(resolved.get("tokenizer", "")), root)
+    digest = str(checkpoint.state["resolved"].get("tokenizer", ""))
+    return of_folder(f"the checkpoint {checkpoint.folder}", digest, data_of(checkpoint))
 
 
 def recorded_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

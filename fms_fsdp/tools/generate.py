@@ -11,12 +11,10 @@ from pathlib import Path
 import torch
 
 from fms_fsdp.config import flag
-from fms_fsdp.data.prompts import encode_prompts
-from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.data.prompts import encode_prompts, read_lines
 from fms_fsdp.errors import UserError
 from fms_fsdp.generate import Sampling, generate, text_after
-from fms_fsdp.loading import load
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.loading import TextModel, load
 from fms_fsdp.parallel.compile import missing_compiler
 
 
@@ -56,35 +54,38 @@ def main(config: GenerateConfig) -> None:
     Raises:
         ValueError: no checkpoint or no tokenizer is there, or a prompt does not fit the context.
     """
-    prompts = Path(config.prompts).read_text().splitlines() if config.prompts else [config.prompt]
+    prompts = [config.prompt]
+    if config.prompts:
+        prompts = read_lines(Path(config.prompts).expanduser(), "--prompts")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.use_torch_compile and (missing := missing_compiler(device)):
         raise UserError(f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out")
-    model, tokenizer = load(config.path, config.step, device)
-    if tokenizer is None:
+    found = load(config.path, config.step, device)
+    if found.tokenizer is None:
         rule = "has no tokenizer beside the data that it trained on, or in a folder of Hugging Face"
         raise UserError(f"--path ({config.path}) {rule}; put the tokenizer back, or use load_model in Python")
     if config.dtype == "bf16":
-        for weight in model.parameters():  # the rotary table stays fp32
+        for weight in found.model.parameters():  # the rotary table stays fp32
             weight.data = weight.data.bfloat16()
     if not config.interactive:
-        return _write(config, model, tokenizer, prompts)
+        return _write(config, found, prompts)
     mark = "> " if sys.stdin.isatty() else ""
     while True:
         print(mark, end="", flush=True)
-        if not (line := sys.stdin.readline()):
+        if not (line := sys.stdin.buffer.readline()):
             return None
         try:
-            _write(config, model, tokenizer, [line.rstrip("\n")])
-        except ValueError as error:
+            text = line.removesuffix(b"\n").removesuffix(b"\r").decode(errors="surrogateescape")
+            _write(config, found, [text])
+        except UserError as error:
             print(f"error: {error}", file=sys.stderr)
 
 
-def _write(config: GenerateConfig, model: Llama, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
+def _write(config: GenerateConfig, found: TextModel, prompts: Sequence[str]) -> None:
     wanted = [prompt for prompt in prompts for _ in range(config.num_samples)]
     if len(wanted) == 1 and not config.json:
         before = wanted[0]
-        for (piece,) in _pieces(config, model, tokenizer, wanted, config.seed):
+        for (piece,) in _pieces(config, found, wanted, config.seed):
             print(before + piece, end="", flush=True)
             before = ""
         print()
@@ -92,7 +93,7 @@ def _write(config: GenerateConfig, model: Llama, tokenizer: Tokenizer, prompts: 
     for first in range(0, len(wanted), config.batch_size):
         batch = wanted[first : first + config.batch_size]
         texts = [""] * len(batch)
-        for pieces in _pieces(config, model, tokenizer, batch, config.seed + first):
+        for pieces in _pieces(config, found, batch, config.seed + first):
             texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
         for number, (prompt, text) in enumerate(zip(batch, texts, strict=True), first + 1):
             shown = json.dumps({"prompt": prompt, "text": text}) if config.json else prompt + text
@@ -100,11 +101,13 @@ def _write(config: GenerateConfig, model: Llama, tokenizer: Tokenizer, prompts: 
 
 
 def _pieces(
-    config: GenerateConfig, model: Llama, tokenizer: Tokenizer, prompts: Sequence[str], seed: int
+    config: GenerateConfig, found: TextModel, prompts: Sequence[str], seed: int
 ) -> Iterator[list[str]]:
     """The text that each step adds to each row; an unfinished character and a possible stop text wait."""
-    known = encode_prompts(tokenizer, prompts, model.config.max_seq_len)
-    encoded, end_token = known.ids, known.end_token
+    model, tokenizer, rules = found
+    assert tokenizer is not None
+    known = encode_prompts(tokenizer, prompts, model.config, rules)
+    encoded = known.ids
     sampling = Sampling(
         config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty
     )
@@ -115,7 +118,7 @@ def _pieces(
         encoded,
         sampling,
         max_new_tokens=config.max_new_tokens,
-        end_token=end_token,
+        end_tokens=known.ends,
         seed=seed,
         compiled=config.use_torch_compile,
     )
@@ -126,9 +129,9 @@ def _pieces(
                 continue
             drawn[row].append(token)
             text = text_after(tokenizer, encoded[row], drawn[row])
-            found = [place for word in config.stop if (place := text.find(word)) >= 0]
-            is_done[row] = bool(found)
-            until = min(found) if found else max(given[row], len(text.rstrip("\ufffd")) - hold)
+            stops = [place for word in config.stop if (place := text.find(word)) >= 0]
+            is_done[row] = bool(stops)
+            until = min(stops) if stops else max(given[row], len(text.rstrip("\ufffd")) - hold)
             pieces[row], given[row] = text[given[row] : until], max(given[row], until)
         yield pieces
         if all(is_done):

@@ -3,7 +3,8 @@
     a line of the file:  {"prompt": "The sky is", "choices": [" blue", " loud"], "answer": 0}
 
 A choice counts by the sum of the logarithms of its tokens' probabilities behind the prompt; beside it stands
-the same for each character of the choice, which does not favour short ones. Those are `acc` and `acc_norm` of
+the same for each character of the choice (one space at its beginning is none), which does not favour short
+ones. Those are `acc` and `acc_norm` of
 https://github.com/EleutherAI/lm-evaluation-harness, which takes an exported folder for its own tasks.
 """
 
@@ -22,10 +23,12 @@ import torch.nn.functional as F
 
 from fms_fsdp.config import flag
 from fms_fsdp.data.batch import IGNORED_LABEL
+from fms_fsdp.data.prompts import check_tokens, encode_texts, read_lines
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.loading import load
 from fms_fsdp.models.llama import Llama
+from fms_fsdp.typed_json import TEXT, list_of, quoted, whole
 
 
 @dataclass(frozen=True)
@@ -59,22 +62,21 @@ def main(config: ScoreConfig) -> None:
             context.
         OSError: the questions cannot be read.
     """
-    path = Path(config.questions)
-    questions = [
-        read_question(line, f"{path}:{n}") for n, line in enumerate(path.read_text().splitlines(), 1)
-    ]
+    path = Path(config.questions).expanduser()
+    lines = read_lines(path, "--questions")
+    questions = [read_question(line, f"{path}:{n}") for n, line in enumerate(lines, 1)]
     if not questions:
         raise UserError(f"--questions ({path}) must have a question in each line, and is empty")
-    model, tokenizer = load(config.path, config.step, "cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer, rules = load(config.path, config.step, "cuda" if torch.cuda.is_available() else "cpu")
     if tokenizer is None:
         raise UserError(f"--path ({config.path}) has no tokenizer beside its data; put it back")
     right, right_by_length = 0, 0
     for number, question in enumerate(questions, 1):
         try:
-            scores = score(model, tokenizer, question)
-        except ValueError as error:
+            scores = score(model, tokenizer, question, rules.before)
+        except UserError as error:
             raise UserError(f"--questions ({path}:{number}) {error}") from None
-        by_length = scores / torch.tensor([len(choice) for choice in question.choices])
+        by_length = scores / torch.tensor([len(choice.removeprefix(" ")) for choice in question.choices])
         right += int(scores.argmax()) == question.answer
         right_by_length += int(by_length.argmax()) == question.answer
         if sys.stderr.isatty():
@@ -101,29 +103,32 @@ def read_question(line: str, place: str) -> Question:
     """
     try:
         content = json.loads(line)
-        prompt, choices, answer = content["prompt"], tuple(content["choices"]), content["answer"]
-    except (ValueError, LookupError, TypeError) as error:
+        prompt, choices, answer = content["prompt"], content["choices"], content["answer"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"--questions ({place}) must have prompt, choices and answer: {error}") from None
-    if not isinstance(prompt, str) or not all(isinstance(choice, str) and choice for choice in choices):
+    if not isinstance(prompt, str) or not list_of(TEXT).fits(choices) or "" in choices:
         raise UserError(f"--questions ({place}) must have texts as prompt and choices, none of these empty")
-    if len(choices) < 2 or isinstance(answer, bool) or answer not in range(len(choices)):
+    if len(choices) < 2 or not whole(0, len(choices) - 1).fits(answer):
         rule = f"must have two choices at least and an answer in 0 to {max(1, len(choices) - 1)}"
-        raise UserError(f"--questions ({place}) {rule}, not {answer!r}")
-    return Question(prompt, choices, answer)
+        raise UserError(f"--questions ({place}) {rule}, not {quoted(answer)}")
+    return Question(prompt, tuple(choices), answer)
 
 
 @torch.no_grad()
-def score(model: Llama, tokenizer: Tokenizer, question: Question) -> torch.Tensor:
-    """The logarithm of each choice's probability behind the prompt, fp32, one a choice.
+def score(model: Llama, tokenizer: Tokenizer, question: Question, before: Sequence[int] = ()) -> torch.Tensor:
+    """The logarithm of each choice's probability behind the prompt, fp32, one a choice. `before`: ids that
+    stand before every text.
 
-    Tokens count from where the texts part from the prompt's: its last token may reach into a choice. Where
-    that is the first one, the end of another document stands before it.
+    White space at the end of the prompt belongs to the choices. Tokens count from where the texts part from
+    the prompt's: its last token may reach into a choice. Where that is the first one, the end of another
+    document stands before it.
 
     Raises:
-        ValueError: a choice does not fit the context of the model.
+        UserError: a choice does not fit the context of the model, or is no text that it can read.
     """
-    whole = [question.prompt, *(question.prompt + choice for choice in question.choices)]
-    prompt, *texts = [row.tolist() for row in tokenizer.encode(whole)]
+    full = [question.prompt.rstrip(), *(question.prompt + choice for choice in question.choices)]
+    prompt, *texts = [[*before, *row] for row in encode_texts(tokenizer, full)]
+    check_tokens(texts, model.config.vocab_size)
     first = min(len(list(_common(prompt, text))) for text in texts)
     if first == 0:
         first, texts = 1, [[tokenizer.vocabulary.eos_id, *text] for text in texts]
@@ -137,6 +142,8 @@ def score(model: Llama, tokenizer: Tokenizer, question: Question) -> torch.Tenso
         labels_BS[row, first - 1 : len(text) - 1] = torch.tensor(text[first:])
     logits_BSV = model(tokens_BS.to(model.rope.device))
     assert isinstance(logits_BSV, torch.Tensor)
+    if not bool(logits_BSV.isfinite().all()):
+        raise UserError("gives logits that are not finite: the weights of the model are damaged")
     losses_BS = F.cross_entropy(
         logits_BSV.float().cpu().transpose(1, 2), labels_BS, ignore_index=IGNORED_LABEL, reduction="none"
     )

@@ -13,7 +13,6 @@ import pytest
 
 import fms_fsdp
 from fms_fsdp.data.kept_tokenizer import check_same_tokenizer, find_tokenizer, of_folder
-from fms_fsdp.data.tokenizer import load_tokenizer
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from tests.cli import ROOT, run, trained
 
@@ -124,6 +123,5 @@ def test_the_end_token_of_a_folder_stays_with_the_data(tmp_path: Path) -> None:
     raw.train_from_iterator([fms_fsdp.__doc__ or ""], vocab_size=300, special_tokens=special)
     raw.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
-    load_tokenizer.cache_clear()
     found = find_tokenizer(str(prepared(tmp_path / "data", tokenizer=str(tmp_path))))
     assert found is not None and found.vocabulary.eos_id == 1

@@ -148,7 +148,8 @@ def test_neox_20b_is_what_its_published_config_says() -> None:
         ({"use_sliding_window": True}, r"use_sliding_window \(True\) must be left out"),
         ({"mlp_bias": True}, r"mlp_bias \(True\) must be False"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"attention_bias": True, "hidden_act": "gelu"}, "nearest class"),
+        ({"attention_bias": True, "hidden_act": "gelu"}, r"hidden_act \(gelu\) must be one of silu"),
+        ({"attention_bias": True}, r"attention_bias \(True\) must be False, as mlp_bias is"),
     ],
 )
 def test_a_field_that_our_models_do_not_have_is_refused_by_its_name(

@@ -162,9 +162,16 @@ class Shard:
         found = self.documents(chunk, 0, self._chunk_length(chunk))
         return found.first + int(np.searchsorted(found.addresses, address, side="right")) - 1
 
+    def first_tokens(self, limit: int) -> list[int]:
+        """Returns the first tokens of the first documents that have any, of up to `limit` documents."""
+        return self._tokens_at(limit, is_last=False)
+
     def last_tokens(self, limit: int) -> list[int]:
         """Returns the last tokens on disk of the first documents that have any, of up to `limit`
         documents."""
+        return self._tokens_at(limit, is_last=True)
+
+    def _tokens_at(self, limit: int, *, is_last: bool) -> list[int]:
         if self.is_list:
             chunk = next((i for i, tokens in enumerate(self._chunk_tokens.tolist()) if tokens), None)
             if chunk is None:
@@ -175,8 +182,8 @@ class Shard:
             with self._file.errors_named():
                 lengths, addresses = self._file.scalar_layout(self._blocks[:limit], self.dtype.itemsize)
         width = self.dtype.itemsize
-        ends = addresses[:limit] + (lengths[:limit] - 1) * width
-        data = [self._file.read(width, end) for end in ends[lengths[:limit] > 0].tolist()]
+        places = addresses[:limit] + (lengths[:limit] - 1) * width * is_last
+        data = [self._file.read(width, place) for place in places[lengths[:limit] > 0].tolist()]
         return [int.from_bytes(token, "little") for token in data]
 
     def _chunk_length(self, chunk: int) -> int:

@@ -19,12 +19,16 @@ from fms_fsdp.checkpoint.folders import Checkpoint, problems
 from fms_fsdp.checkpoint.storage import CheckpointReader
 from fms_fsdp.config import flag
 from fms_fsdp.cpu_tuning import keep_freed_memory
+from fms_fsdp.data.text_rules import begin_token
+from fms_fsdp.data.tokenizer import TOKENIZER_FILES
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.hf import find_family, hf_config, hf_weights
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
-from fms_fsdp.run.recorded import find_checkpoint, recorded_tokenizer
+from fms_fsdp.run.recorded import data_of, find_checkpoint, kept_originals, recorded_tokenizer
 from fms_fsdp.tools.export.safetensors import DTYPES, write_tensors
+from fms_fsdp.tools.export.tokenizer_check import find_differences
 from fms_fsdp.tools.export.tokenizers import write_tokenizer
+from fms_fsdp.typed_json import read_table
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ def main(config: ExportConfig) -> None:
         OSError: it cannot be written.
     """
     keep_freed_memory()
-    checkpoint, output = find_checkpoint(config.path, config.step, "--path"), Path(config.output)
+    checkpoint = find_checkpoint(config.path, config.step, "--path")
+    output = Path(config.output).expanduser()
     model = model_from_dict(checkpoint.state["resolved"]["model"])
     find_family(model)
     if output.exists():
@@ -58,16 +63,17 @@ def main(config: ExportConfig) -> None:
     with whole_folder(output) as partial, ThreadPoolExecutor(1) as pool:
         check = pool.submit(problems, checkpoint.folder, deep=True)
         try:
-            note = _write(config, checkpoint, model, partial)
+            notes = _write(config, checkpoint, model, partial)
         finally:  # what fails on a damaged checkpoint is told as damage
             if wrong := check.result():
                 raise UserError(f"--path ({checkpoint.folder}) is damaged: {wrong[0]}")
-    if note:
+    for note in filter(None, notes):
         print(f"note: {note}", file=sys.stderr)
     print(f"{output}: step {checkpoint.step}, {config.dtype}")
 
 
-def _write(config: ExportConfig, checkpoint: Checkpoint, model: LlamaConfig, folder: Path) -> str:
+def _write(config: ExportConfig, checkpoint: Checkpoint, model: LlamaConfig, folder: Path) -> list[str]:
+    """Fills the folder; returns what the user should know of it."""
     theirs, reader = hf_weights(model), CheckpointReader(checkpoint.folder)
     shapes = {name: each.shape for name, each in theirs.items()}
     dtype, num_bytes = DTYPES[config.dtype], sum(shape.numel() for shape in shapes.values())
@@ -82,16 +88,28 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, model: LlamaConfig, fol
     for number, _ in enumerate(write_tensors(folder, shapes, dtype, most, read), 1):
         if sys.stderr.isatty():
             print(f"\r\x1b[K{number} of {len(shapes)} weights", end="", file=sys.stderr, flush=True)
-    tokenizer = recorded_tokenizer(checkpoint)
-    note = "there is no tokenizer beside the data that it trained on: the folder has none"
-    if tokenizer is not None:
-        note = write_tokenizer(tokenizer, folder, model.max_seq_len)
-    eos_id = tokenizer.vocabulary.eos_id if tokenizer is not None else None
     of_torch = str(dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", hf_config(model, of_torch, eos_id))
-    _write_json(folder / "generation_config.json", {"eos_token_id": eos_id, "do_sample": True})
     (folder / "README.md").write_text(_card(checkpoint, model))
-    return note
+    tokenizer = recorded_tokenizer(checkpoint)
+    if (originals := kept_originals(checkpoint)) is not None:
+        said = read_table(originals / "config.json")
+        _write_json(
+            folder / "config.json",
+            hf_config(model, of_torch, said.get("eos_token_id"), said.get("bos_token_id")),
+        )
+        for path in (originals / name for name in TOKENIZER_FILES if (originals / name).is_file()):
+            shutil.copyfile(path, folder / path.name)
+        return []
+    eos_id = tokenizer.vocabulary.eos_id if tokenizer is not None else None
+    begin = begin_token(data_of(checkpoint), tokenizer) if tokenizer is not None else None
+    _write_json(folder / "config.json", hf_config(model, of_torch, eos_id, begin))
+    _write_json(folder / "generation_config.json", {"eos_token_id": eos_id, "do_sample": True})
+    if tokenizer is None:
+        return ["there is no tokenizer beside the data that it trained on: the folder has none"]
+    is_read = write_tokenizer(tokenizer, folder, model.max_seq_len, begin)
+    if not is_read:
+        return ["tokenizer.json has no such kind of sentencepiece: tokenizer.model is there alone"]
+    return find_differences(tokenizer, folder, () if begin is None else (begin,))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

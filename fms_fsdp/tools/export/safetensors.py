@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from fms_fsdp.checkpoint.weight_files import check_finite
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 INDEX = "model.safetensors.index.json"
@@ -46,7 +48,7 @@ def write_tensors(
         where |= dict.fromkeys(names, file_name)
         with open(folder / file_name, "wb") as file:
             file.write(_header(names, shapes, sizes, dtype))
-            for name, content in _read_ahead(lambda name: read(name).to(dtype).contiguous(), names):
+            for name, content in _read_ahead(lambda name: _as(dtype, name, read(name)), names):
                 file.write(content.view(-1).view(torch.uint8).numpy().data)
                 yield name
             file.flush()
@@ -54,6 +56,15 @@ def write_tensors(
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _as(dtype: torch.dtype, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The weight in that dtype. Raises: UserError where a value is or becomes infinite."""
+    check_finite(name, weight, "choose another checkpoint")
+    made = weight.to(dtype).contiguous()
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    check_finite(name, made, f"in {code} they become infinite; use another --dtype than {code}")
+    return made
 
 
 def _read_ahead(

@@ -2,7 +2,7 @@
 
     byte           BPE without merges over the 256 bytes
     sentencepiece  its pieces as BPE with merges, or as unigram; bytes spell what no piece holds
-    huggingface    as it is
+    huggingface    as it is, but for the tokens that it adds around a text
 
 Source: https://huggingface.co/docs/tokenizers (the fields of tokenizer.json)
 """
@@ -12,8 +12,6 @@ from __future__ import annotations
 import base64
 import importlib
 import json
-import random
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,11 @@ from fms_fsdp.data.tokenizer import Tokenizer
 
 _SPACE = "\u2581"
 _ENDS = ("<|begin_of_text|>", "<|end_of_text|>")
-_TEXTS = 10_000  # that are compared
-_LETTERS = ((0x20, 0x7E), (0x1, 0x2FFF), (0x4E00, 0x9FFF), (0x1F300, 0x1F6FF))
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> str:
-    """Writes the files; returns a sentence where a reader of tokenizer.json gets other ids, or may."""
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, begin: int | None = None) -> bool:
+    """Writes the files, by which a text has the ids of training, with the token `begin` before them if there
+    is one; returns whether a tokenizer.json is among them."""
     tokenizer.save(folder)
     eos_id, kind = tokenizer.vocabulary.eos_id, tokenizer.vocabulary.kind
     if kind == "huggingface":
@@ -37,38 +34,45 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> str:
     else:
         content = _of_sentencepiece((folder / "tokenizer.model").read_bytes())
     if content is None:
-        return "tokenizer.json has no such kind of sentencepiece: tokenizer.model is there alone"
-    eos = next((added["content"] for added in content["added_tokens"] if added["id"] == eos_id), None)
-    if eos is None and isinstance(content["model"]["vocab"], dict):
-        eos = next(piece for piece, number in content["model"]["vocab"].items() if number == eos_id)
+        return False
+    eos, bos = (_name_of(content, number) for number in (eos_id, begin))
+    content |= {"post_processor": _post_processor(content.get("post_processor"), begin, bos)}
+    content |= {"truncation": None, "padding": None}  # no row of training had any
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len, "eos_token": eos}
-    # llama.cpp adds a begin token and a space where nothing is said
-    settings |= {"add_bos_token": False, "add_eos_token": False}
+    # llama.cpp adds a begin token and a space where nothing is said; transformers 5 read the post_processor
+    settings |= {"bos_token": bos} if bos is not None else {}
+    settings |= {"add_bos_token": begin is not None, "add_eos_token": False}
     if kind == "sentencepiece" and "Prepend" not in json.dumps(content["normalizer"]):
         settings["add_prefix_space"] = False
     settings |= {"clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]}
     (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    return _difference(tokenizer, folder) if kind == "sentencepiece" else ""
+    return True
 
 
-def _difference(tokenizer: Tokenizer, folder: Path) -> str:
-    """A sentence on the texts whose ids in tokenizer.json are others, "" if there are none: half of the texts
-    are of pieces, half of any letters."""
-    if find_spec("tokenizers") is None:
-        return "tokenizer.json was not compared with tokenizer.model: the package tokenizers is not installed"
-    draw, texts = random.Random(0), list[str]()
-    visible = [number for number, size in enumerate(tokenizer.token_bytes().tolist()) if size]
-    for _ in range(_TEXTS // 2):
-        texts.append(tokenizer.decode(draw.choices(visible, k=draw.randint(1, 30))))
-        texts.append("".join(chr(draw.randint(*draw.choice(_LETTERS))) for _ in range(draw.randint(1, 30))))
-    fast: Any = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
-    theirs, ours = fast.encode_batch(texts, add_special_tokens=False), tokenizer.encode(texts)
-    others = [text for text, a, b in zip(texts, theirs, ours, strict=True) if a.ids != b.tolist()]
-    if not others:
-        return ""
-    found = f"for {len(others)} of {_TEXTS:,} strings, such as {min(others, key=len)!r}"
-    return f"tokenizer.json gives other ids than tokenizer.model {found}"
+def _name_of(content: dict[str, Any], number: int | None) -> str | None:
+    """The name of a token in a tokenizer.json."""
+    added = {entry["id"]: entry["content"] for entry in content.get("added_tokens", [])}
+    vocab = content["model"]["vocab"]
+    named = ((piece, i) for piece, i in vocab.items()) if isinstance(vocab, dict) else ()
+    found = added.get(number) or next((piece for piece, i in named if i == number), None)
+    if found is None and isinstance(vocab, list) and number is not None:
+        found = vocab[number][0]
+    return found
+
+
+def _post_processor(old: dict[str, Any] | None, begin: int | None, name: str | None) -> dict[str, Any] | None:
+    """What tokenizer.json does at last: it puts `begin` before a text, or nothing; the tokens of its own go,
+    and the offsets of byte pieces stay."""
+    parts = [old] if old is not None and old.get("type") != "Sequence" else (old or {}).get("processors", [])
+    kept = [part for part in parts if part["type"] == "ByteLevel"]
+    if begin is not None:
+        first = {"SpecialToken": {"id": name, "type_id": 0}}
+        single = [first, {"Sequence": {"id": "A", "type_id": 0}}]
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+        tokens = {name: {"id": name, "ids": [begin], "tokens": [name]}}
+        kept.append({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens})
+    return {"type": "Sequence", "processors": kept} if len(kept) > 1 else next(iter(kept), None)
 
 
 def _of_bytes() -> dict[str, Any]:

@@ -3,9 +3,11 @@ step 0."""
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -13,15 +15,17 @@ import torch
 from fms_fsdp.atomic import whole_folder, write_json
 from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
 from fms_fsdp.checkpoint.hf_folder import HFFolder, fill, find_hf_tokenizer, open_folder
+from fms_fsdp.checkpoint.weight_files import check_finite
 from fms_fsdp.config import DataConfig, ModelConfig, OptimConfig, Precision, TrainConfig, as_dict, flag
 from fms_fsdp.config.flag import non_defaults
+from fms_fsdp.data.tokenizer import TOKENIZER_FILES
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.hf import AS_THEY_ARE, find_family, hf_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
 from fms_fsdp.optim.schedules import Length, find_corners
-from fms_fsdp.run.recorded import working_folder
+from fms_fsdp.run.recorded import ORIGINALS, working_folder
 from fms_fsdp.runtime import versions
 from fms_fsdp.tools.import_weights.from_fms_fsdp import find_checkpoint, open_checkpoint
 from fms_fsdp.tools.prepare.output_folder import save_tokenizer
@@ -52,7 +56,7 @@ def main(config: ImportConfig) -> None:
             weights are not those of its config.json.
         OSError: the run folder cannot be written.
     """
-    folder, output = Path(config.path), Path(config.output)
+    folder, output = Path(config.path).expanduser(), Path(config.output).expanduser()
     if output.exists():
         raise UserError(f"--output ({output}) must not exist; choose another, or remove it")
     found = _open(config, folder)
@@ -61,6 +65,8 @@ def main(config: ImportConfig) -> None:
     if find_family(found.shape).packing is AS_THEY_ARE:  # weights in fp32 stay where they are mapped
         theirs = hf_weights(found.shape)
         weights = {made.ours[0]: found.weights[name]().float() for name, made in theirs.items()}
+        for name, made in theirs.items():
+            check_finite(name, weights[made.ours[0]])
         model.load_state_dict(weights, assign=True)
     else:
         fill(model.to_empty(device="cpu"), found)
@@ -72,7 +78,7 @@ def main(config: ImportConfig) -> None:
     print(f"{output}: {num_params(model.config):,} parameters, step 0")
     if not digest:
         print("note: no tokenizer there can be read: generate needs one beside the data that you train on")
-    print(f"train on with: --ckpt_load_path={output}/checkpoints {_flags(model.config)}")
+    print(f"train on with: --ckpt_load_path={quote(str(output))}/checkpoints {_flags(model.config)}")
 
 
 def _open(config: ImportConfig, path: Path) -> HFFolder:
@@ -93,7 +99,8 @@ def _write(model: Llama, folder: Path, partial: Path, output: Path) -> str:
     has none."""
     (partial / "tokenizer" / "meta").mkdir(parents=True)
     digest = ""
-    with suppress(ValueError):
+    _keep_originals(folder, partial / ORIGINALS)
+    with suppress(UserError):
         if (tokenizer := find_hf_tokenizer(folder)) is not None:
             save_tokenizer(partial / "tokenizer", tokenizer)
             digest = tokenizer.vocabulary.digest
@@ -128,19 +135,33 @@ def _write(model: Llama, folder: Path, partial: Path, output: Path) -> str:
     return digest
 
 
+def _keep_originals(folder: Path, kept: Path) -> None:
+    """Copies what a folder of Hugging Face says of its texts, as it is: an export without training has it."""
+    for name in (*TOKENIZER_FILES, "config.json") if folder.is_dir() else ():
+        if (folder / name).is_file():
+            kept.mkdir(exist_ok=True)
+            shutil.copyfile(folder / name, kept / name)
+
+
 def _flags(config: LlamaConfig) -> str:
-    """The flags of a training that has this shape."""
-    shape = _shape(config)
+    """The flags of a training that has this shape and this context."""
+    shape, context = _shape(config), f"--max_seq_len={config.max_seq_len}"
     fitting = [name for name, variant in VARIANTS.items() if _shape(variant) == shape]
     if fitting:
-        return f"--model_variant={fitting[0]}"
+        return f"--model_variant={fitting[0]} {context}"
     base = _shape(VARIANTS["7b"])
     if (scaling := config.rope_scaling) is not None:
         numbers = [scaling.factor]
         if scaling.kind == "llama3":
             numbers += [scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_len]
-        shape["rope_scaling"] = ":".join([scaling.kind, *(f"{number:g}" for number in numbers)])
-    return " ".join(f"--{name}={value}" for name, value in shape.items() if value != base[name])
+        shape["rope_scaling"] = ":".join([scaling.kind, *(_exactly(number) for number in numbers)])
+    flags = [f"--{name}={value}" for name, value in shape.items() if value != base[name]]
+    return " ".join([*flags, context])
+
+
+def _exactly(number: float) -> str:
+    """A number in the fewest digits that give it back."""
+    return str(int(number)) if number == int(number) else repr(number)
 
 
 def _shape(config: LlamaConfig) -> dict[str, Any]:

@@ -350,7 +350,6 @@ def test_the_end_token_asked_for_holds_for_workers_and_later_sources(tmp_path: P
             assert metadata["sep_token"] == "1" and all(row[-1] == 1 for row in rows)
     run(tmp_path / "other", web, "", train_tokenizer=True, vocab_size=310)
     (output / "tokenizer.model").write_bytes((tmp_path / "other/tokenizer.model").read_bytes())
-    load_tokenizer.cache_clear()
     with pytest.raises(ValueError, match=r"tokenizer\.model was changed after it was used; restore it"):
         run(output, code, "", append_eos=True)
 

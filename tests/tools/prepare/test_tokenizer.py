@@ -99,7 +99,6 @@ def test_huggingface_files(tmp_path: Path, source_code: list[str]) -> None:
         ]
     assert whole.token_bytes()[raw.token_to_id("<stop>")] == 0
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
-    load_tokenizer.cache_clear()
     configured = load_tokenizer(str(tmp_path))  # a folder prefers tokenizer.json
     assert configured.vocabulary.eos_id == raw.token_to_id("<stop>")
     copy = tmp_path / "copy"
