@@ -217,9 +217,9 @@ def state_of_stand_in(section: OptimConfig, precision: Precision = FP32) -> dict
         state = build_optimizers(section, model, precision).tensors_in_use()
         if odd := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
             raise TypeError(f"its state must be tensors, to be saved, and {odd[0]} is none")
-    except UserError:
-        raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, UserError) and str(error).startswith("--"):
+            raise
         kwargs = f" --optimizer_kwargs={joined(section.optimizer_kwargs)}" if section.optimizer_kwargs else ""
         raise UserError(f"--optimizer={section.optimizer}{kwargs} cannot be built: {error}") from error
     return state

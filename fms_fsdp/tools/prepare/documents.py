@@ -249,9 +249,9 @@ def _read_arrow(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
         with open_arrow(part.path) as (schema, batches):
             _check_columns(part.path, schema.names, form)
             yield from _numbered(f"{part.path}: row", _rows(batches, form))
-    except UserError:
-        raise
-    except ValueError as error:  # pyarrow's
+    except ValueError as error:  # pyarrow's, or what `open_arrow` says of the file
+        if isinstance(error, UserError) and str(error).startswith("--"):
+            raise
         raise UserError(f"--input ({part.path}) {error}; repair or exclude the file") from error
 
 
