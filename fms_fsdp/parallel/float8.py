@@ -11,8 +11,8 @@ e4m3 is wide enough. Scales are those of the numbers at hand, so nothing is kept
 scaled anew in the backward pass, so no copy of them outlives a product.
 
 Source: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433 (formats, scaling by tensor). Which
-products are in which format: torchao's recipe `rowwise_with_gw_hp`, and `tensorwise` but for dW, which is in 8
-bits there, https://github.com/pytorch/ao/tree/main/torchao/float8.
+products are in which format: torchao's recipe `rowwise_with_gw_hp`, and `tensorwise` but for dW, which is in
+8 bits there, https://github.com/pytorch/ao/tree/main/torchao/float8.
 Legend: N rows (tokens), I in, O out features.
 """
 
