@@ -6,9 +6,10 @@
         --seq_length=4096,8192 --batch_size=1,2,4,8 --fsdp_activation_checkpointing=false,true
     python benchmarks/bench_train.py --model_variant=quickstart --seq_length=128 --batch_size=16 --compare
 
-Any flag of main_training.py can have several values, joined by commas. Batch sizes run in ascending order. If
-one runs out of memory, the larger ones of the same combination are left out. A rate is the median over
-reports of four steps, without the first report. `--compare` runs transformers' Llama on the same batch in one
+Any flag of main_training.py can have several values, joined by commas; only --output_dir is the benchmark's
+own. Batch sizes run in ascending order. If one runs out of memory, the larger ones of the same combination
+are left out. A rate is the median over reports of four steps, without the first report; --num_steps and
+--report_interval change that. `--compare` runs transformers' Llama on the same batch in one
 process, by benchmarks/against_transformers.py; `--torchrun` starts one process by torchrun too. Each sweep
 writes one result file with hardware, versions, command and every report. The table marks the best combination
 of each variant and length.
@@ -69,13 +70,20 @@ def cases(swept: dict[str, list[str]]) -> list[Case]:
     ]
 
 
+def settings_of(case: Case, own: dict[str, str]) -> Case:
+    """The flags of a run: those of the case, and what it leaves open."""
+    interval = int(case.get("report_interval", STEPS_A_REPORT))
+    usual = {"use_dummy_dataset": "True", "report_interval": str(interval), "checkpoint_interval": "0"}
+    usual |= {"num_steps": str(interval * (int(own["rounds"]) + 1)), "save_last": "False"}
+    return usual | case
+
+
 def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
     """One run: its reports and their medians, or why there are none."""
     folder = Path(tempfile.mkdtemp(prefix="bench_train_"))
-    steps = STEPS_A_REPORT * (int(own["rounds"]) + 1)
-    flags = [f"--{name}={value}" for name, value in case.items()]
-    flags += ["--use_dummy_dataset=True", f"--num_steps={steps}", f"--report_interval={STEPS_A_REPORT}"]
-    flags += [f"--output_dir={folder}", "--checkpoint_interval=0", "--save_last=False"]
+    settings = settings_of(case, own)
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    flags.append(f"--output_dir={folder}")
     launch = [sys.executable]
     if own["nproc"] != "1" or own["torchrun"] == "true":
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={own['nproc']}"]
@@ -86,7 +94,7 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
             command, cwd=ROOT, capture_output=True, text=True, timeout=float(own["timeout_s"])
         )
         status = json.loads((folder / "status.json").read_text())
-        reports = read_reports(folder)
+        reports = read_reports(folder, int(settings["report_interval"]))
     except subprocess.TimeoutExpired:
         return {"case": case, "problem": f"no end after {own['timeout_s']} s"}
     except (OSError, ValueError):
@@ -100,8 +108,10 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
     result: dict[str, Any] = {"case": case, "command": " ".join(["python", *command[1:]])}
     result |= {"wall_s": round(time.perf_counter() - begin, 1), "reports": reports}
-    if done.returncode or not reports:
+    if done.returncode:
         return result | {"problem": status["reason"] or f"exit status {done.returncode}"}
+    if not reports:
+        return result | {"problem": "no report after the first interval; raise --num_steps"}
     for name in (
         "tokens_per_sec_per_device",
         "tflops_per_device",
@@ -116,10 +126,10 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
     return result
 
 
-def read_reports(folder: Path) -> list[dict[str, Any]]:
+def read_reports(folder: Path, interval: int) -> list[dict[str, Any]]:
     """The reports of whole intervals after the first, which compiles and warms up."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "loss" in record and record["step"] > STEPS_A_REPORT]
+    return [record for record in records if "loss" in record and record["step"] > interval]
 
 
 def compare(case: Case) -> dict[str, Any]:

@@ -6,8 +6,7 @@
 #
 # JOBID is the SLURM job (default: the one that train.slurm wrote into the run folder, if any). N is the
 # number of minutes without a report after which the run counts as stalled (default 30; it must be more than
-# the time of
-# --report_interval steps). COMMAND runs if the run is stalled or gone; it gets the line as $1:
+# the time of --report_interval steps). COMMAND runs if the run is stalled or gone; it gets the line as $1:
 #   --alert 'mail -s "$1" me@example.org </dev/null'
 # Exit status: 0 training, waiting or finished, 1 stalled, 2 bad input, 3 gone, 4 SLURM does not answer.
 set -euo pipefail

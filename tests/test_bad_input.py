@@ -96,9 +96,9 @@ def test_a_number_of_any_size_is_refused_without_a_hang(argv: str, named: str) -
 def test_a_huge_global_batch_is_refused_without_a_hang() -> None:
     text = refusal("--global_batch_size=999999999999999", "--batch_size=none", ranks=2)
     assert text.startswith(
-        "--global_batch_size (999999999999999) must be divisible by the data-parallel size (2)"
+        "--global_batch_size (999999999999999) must be a multiple of the number of data-parallel ranks (2)"
     )
-    assert "valid sizes: 1,3,9" in text
+    assert "a number of ranks among 1,3,9" in text
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.toml"])

@@ -13,6 +13,18 @@ import pytest
 from tests.cli import ROOT
 
 
+def test_a_flag_that_the_sweep_sets_itself_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--num_steps came twice, and was refused."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from bench_train import OWN, settings_of
+
+    case = {"num_steps": "40", "save_last": "True"}
+    settings = settings_of(case, OWN)
+    assert settings["num_steps"] == "40" and settings["save_last"] == "True"
+    assert settings["report_interval"] == "4" and settings_of({}, OWN)["num_steps"] == "24"
+    assert settings_of({"report_interval": "10"}, OWN)["num_steps"] == "60"
+
+
 @pytest.mark.slow
 def test_a_sweep_survives_what_does_not_fit_and_marks_the_best(tmp_path: Path) -> None:
     flags = "--model_variant=tiny --seq_length=64 --batch_size=9000000,2,5000000 --mixed_precision=false"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from fms_fsdp.__main__ import COMMANDS
 from fms_fsdp.__main__ import main as run_command
 from fms_fsdp.config import TrainConfig, TrainingConfig, as_dict, parse_selective_checkpointing, resolve_batch
 from fms_fsdp.config.flag import flag_table
+from fms_fsdp.config.values import plain
+from fms_fsdp.errors import UserError
 from fms_fsdp.flags import (
     FIRST_FLAGS,
     SHIPPED,
@@ -201,6 +204,7 @@ def test_names_of_other_programs_are_answered_with_flags_that_exist() -> None:
         assert str(caught.value) == f"--{name} is not a flag; {answer}"
         for flag in re.findall(r"--(\w+)", answer):
             assert flag in flags or flag in ("config", "nproc_per_node", "nnodes", "tokenizer"), answer
+        assert "when you prepare" not in answer, "no flag of prepare adds a token to the documents"
 
 
 def test_the_tables_for_users_of_other_programs_agree_with_the_answers() -> None:
@@ -324,20 +328,55 @@ def test_two_batch_sizes_give_the_third(
 @pytest.mark.parametrize(
     ("rows", "accum", "total", "message"),
     [
-        (None, None, 6, "valid sizes: 1,2,3,6"),
-        (3, None, 32, "must equal batch_size (3)"),
-        (4, 4, 32, "give two of the three"),
-        (None, 3, 32, "give two of the three"),
+        (
+            None,
+            None,
+            6,
+            "a multiple of the number of data-parallel ranks (4); choose --global_batch_size=4 or",
+        ),
+        (None, None, 6, "or a number of ranks among 1,2,3,6"),
+        (3, None, 32, "a multiple of --batch_size (3) x 4 data-parallel ranks; choose --batch_size=2 or"),
+        (4, 4, 32, "must be --batch_size (4) x --grad_accum_steps (4) x 4 data-parallel ranks; leave it out"),
+        (None, 3, 32, "choose --grad_accum_steps=2 or --global_batch_size=24 or --global_batch_size=36"),
     ],
 )
 def test_batch_sizes_that_contradict_are_refused(
     rows: int | None, accum: int | None, total: int, message: str
 ) -> None:
+    """Nothing is named that was not given: --batch_size=2 of 7 rows was told of 3 grad_accum_steps."""
     with pytest.raises(ValueError) as caught:
         resolve_batch(
             TrainingConfig(batch_size=rows, grad_accum_steps=accum, global_batch_size=total), dp_size=4
         )
     assert message in str(caught.value)
+
+
+RAMPS = [(), (2, 2, 100), (4, 2, 100), (3, 3, 100), (1, 1, 100)]
+
+
+@pytest.mark.parametrize("rampup", RAMPS, ids=str)
+def test_what_a_refused_batch_is_advised_is_not_refused_next(rampup: tuple[int, ...]) -> None:
+    """A ramp of 2,2,100 on 4 ranks was told to write --batch_size=1, and that was refused."""
+    refused = 0
+    for total, dp_size in itertools.product((1, 6, 7, 8, 12, 24), (1, 2, 3, 4)):
+        for rows, accum in itertools.product((None, 1, 2, 3, 8), (None, 1, 2, 5)):
+            flags = {"batch_size": rows, "grad_accum_steps": accum, "global_batch_size": total}
+            try:
+                resolve_batch(TrainingConfig(**flags, rampup_batch_size=rampup), dp_size)
+                continue
+            except UserError as error:
+                text = str(error)
+            if text.startswith("--rampup") != bool(rampup) or "must lead from" in text:
+                continue
+            for advice in text.partition("; ")[2].split(" or "):
+                advised = re.findall(r"--(\w+)=(\d+(?:,\d+)*)", advice)
+                assert advised or "leave it out" in advice or "a number of ranks" in advice, text
+                read = {name: tuple(map(int, value.split(","))) for name, value in advised}
+                changed = {name: value if len(value) > 1 else value[0] for name, value in read.items()}
+                if changed:
+                    resolve_batch(TrainingConfig(**{**flags, "rampup_batch_size": rampup} | changed), dp_size)
+                    refused += 1
+    assert refused > 20
 
 
 def test_selective_checkpointing_is_a_share_of_blocks() -> None:
@@ -366,3 +405,29 @@ def test_the_help_of_a_command_opens_with_what_it_does(
     assert ended.value.code == 0
     assert lines[0] == f"{command}: {COMMANDS[command][1]}"
     assert lines[1].startswith(f"usage: python -m fms_fsdp {command}") and lines[2].startswith("  --")
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "grad_accum_dtype", "optimizer_state_dtype", "reduce_dtype"])
+def test_every_flag_of_a_dtype_takes_the_names_that_precision_takes(name: str) -> None:
+    """--param_dtype=bfloat16 was refused where --precision=bfloat16 was not."""
+    for text, expected in (("bfloat16", "bf16"), ("BF16", "bf16"), ("float32", "fp32"), ("32", "fp32")):
+        found = parse(f"--{name}={text}", "--param_dtype=bf16" if name == "grad_accum_dtype" else "--seed=1")
+        assert getattr(found.precision, name) == expected
+
+
+def test_a_config_file_s_model_is_named_by_its_sizes_too() -> None:
+    """--config=gpt3_175b was refused for the memory of `194m`."""
+    assert parse("--config=gpt3_175b").model.name_and_sizes.startswith(
+        "194m with num_layers 96, hidden_size 12"
+    )
+    assert parse("--model_variant=7b").model.name_and_sizes == "7b"
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(2100.4, 3, "2,100"), (18_432.0, 2, "18,000"), (0.0000123456, 3, "0.0000123"), (81.27, 3, "81.3")]
+    + [(0.0, 3, "0"), (99.96, 3, "100"), (120.0, 2, "120"), (1.5, 3, "1.5")],
+)
+def test_a_figure_for_people_has_no_exponent(value: float, digits: int, text: str) -> None:
+    """`estimate` printed 2.1e+03 GiB."""
+    assert plain(value, digits) == text

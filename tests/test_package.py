@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -169,3 +170,17 @@ def test_product_code_imports_each_package_of_an_extra() -> None:
             # in a function, or by a text such as "torchao.optim:AdamW8bit"
             pattern = rf"(^ +(import|from) |\"){IMPORTED_AS.get(name, name)}\b"
             assert re.search(pattern, code, re.MULTILINE), package
+
+
+def test_a_syntax_warning_of_another_package_is_no_error_of_a_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchao's source has some; they appear wherever its bytecode is not written."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for folder in ("site-packages", "own"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"odd_{folder[:3]}.py").write_text("text = '\\d'\n")
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    assert importlib.import_module("odd_sit").text == "\\d"
+    with pytest.raises(SyntaxError, match="invalid escape sequence|is an invalid escape"):
+        importlib.import_module("odd_own")

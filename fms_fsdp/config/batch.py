@@ -5,7 +5,9 @@ With a ramp that is the batch at its end; before it, steps have fewer micro-step
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from math import gcd
 
 from fms_fsdp.config.ramp import MAX_INCREMENTS, BatchRamp
 from fms_fsdp.config.training import TrainingConfig
@@ -47,26 +49,50 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
     if total is None:
         rows, accum = rows or 2, accum or 1
         total = rows * accum * dp_size
-    if total % dp_size:
-        valid = divisors(total, max(4096, 2 * dp_size))
-        raise UserError(
-            f"--global_batch_size ({total}) must be divisible by the data-parallel size ({dp_size}); "
-            f"valid sizes: {joined(valid)}"
-        )
+    _check_factors(section, total, dp_size)
     check_rampup(section.rampup_batch_size, total)
     per_rank = total // dp_size
     if rows is None:
-        unit = BatchRamp.to(total, section.rampup_batch_size).unit // dp_size
-        rows = per_rank // accum if accum else (2 if unit % 2 == 0 else 1)
-    if accum is None and rows:
-        accum = per_rank // rows
-    if not rows or not accum or rows * accum * dp_size != total:
+        unit = BatchRamp.to(total, section.rampup_batch_size).unit
+        rows = per_rank // accum if accum else (2 if unit % (2 * dp_size) == 0 else 1)
+    return _with_ramp(section, BatchPlan(rows, per_rank // rows, dp_size))
+
+
+def check_divides(total: int, dp_size: int) -> None:
+    """Raises UserError unless a global batch of `total` rows divides over so many data-parallel ranks."""
+    if total % dp_size:
+        ranks = joined(divisors(total, max(4096, 2 * dp_size)))
         raise UserError(
-            f"--global_batch_size ({total}) must equal batch_size ({section.batch_size or rows}) x "
-            f"data-parallel size ({dp_size}) x grad_accum_steps ({section.grad_accum_steps or accum}); "
-            f"give two of the three, e.g. --batch_size=1"
+            f"--global_batch_size ({total}) must be a multiple of the number of data-parallel ranks "
+            f"({dp_size}); choose {_multiples(total, dp_size)}, or a number of ranks among {ranks}"
         )
-    return _with_ramp(section, BatchPlan(rows, accum, dp_size))
+
+
+def _multiples(total: int, unit: int) -> str:
+    """The multiples of `unit` around `total`, as the flag that is to be given."""
+    return " or ".join(f"--global_batch_size={n * unit}" for n in (total // unit, total // unit + 1) if n)
+
+
+def _check_factors(section: TrainingConfig, total: int, dp_size: int) -> None:
+    """Raises UserError unless the two factors, of which one or both may be left out, make `total` rows."""
+    names = ("batch_size", "grad_accum_steps")
+    given = {name: value for name in names if (value := getattr(section, name)) is not None}
+    if not given:
+        return check_divides(total, dp_size)
+    product = math.prod(given.values()) * dp_size
+    if total == product or (len(given) == 1 and total % product == 0):
+        return
+    ranks = f" x {dp_size} data-parallel ranks" if dp_size > 1 else ""
+    factors = " x ".join(f"--{name} ({value})" for name, value in given.items()) + ranks
+    if len(given) == 2:
+        rule = f"must be {factors}; leave it out, or choose --global_batch_size={product}"
+    else:
+        ((name, value),) = given.items()
+        other = ""
+        if total % dp_size == 0:
+            other = f"--{name}={max(divisors(total // dp_size, min(value, 4096)))} or "
+        rule = f"must be a multiple of {factors}; choose {other}{_multiples(total, product)}"
+    raise UserError(f"--global_batch_size ({total}) {rule}")
 
 
 def check_rampup(rampup: tuple[int, ...], end: int) -> None:
@@ -94,16 +120,26 @@ def _with_ramp(section: TrainingConfig, batch: BatchPlan) -> BatchPlan:
     """
     if not section.rampup_batch_size:
         return batch
-    start, increment, _ = rampup = section.rampup_batch_size
-    micro_step = batch.batch_size * batch.dp_size
-    if start % micro_step or increment % micro_step:
-        smaller = "" if batch.batch_size == 1 else "--batch_size=1, or "
-        raise UserError(
-            f"--rampup_batch_size ({joined(rampup)}) must have only batches that are divisible by "
-            f"data-parallel size ({batch.dp_size}) x batch_size ({batch.batch_size}); write {smaller}a start "
-            f"and an increment that are multiples of {micro_step}"
-        )
-    return replace(batch, rampup=rampup)
+    start, increment, samples = rampup = section.rampup_batch_size
+    micro_step, end = batch.batch_size * batch.dp_size, batch.global_batch_size
+    if start % micro_step == 0 and increment % micro_step == 0:
+        return replace(batch, rampup=rampup)
+    remedies = []
+    rows, rest = divmod(gcd(start, increment, end), batch.dp_size)
+    if not rest:
+        others = f" --grad_accum_steps={end // (rows * batch.dp_size)}" if section.grad_accum_steps else ""
+        remedies.append(f"write --batch_size={rows}{others}")
+    if (multiple := max(1, start // micro_step) * micro_step) < end:
+        steps, way = (end - start) // increment, (end - multiple) // micro_step  # at least one, and as before
+        fitting = next(each for each in range(min(steps, way), 0, -1) if way % each == 0)
+        remedies.append(f"write --rampup_batch_size={multiple},{way // fitting * micro_step},{samples}")
+    batches = [start + increment * each for each in range(min(5, (end - start) // increment))]
+    shown = f"{joined(batches)}{',…' if batches[-1] + increment < end else ''},{end}"
+    raise UserError(
+        f"--rampup_batch_size ({joined(rampup)}) must have only batches that are divisible by data-parallel "
+        f"size ({batch.dp_size}) x batch_size ({batch.batch_size}), and has {shown}; "
+        f"{' or '.join([*remedies, 'leave it out'])}"
+    )
 
 
 def keep_global_batch(

@@ -108,3 +108,10 @@ class ModelConfig:
         """What the model is called: its variant, or the folder that its shape comes from."""
         path = Path(self.init_from_hf or self.hf_config)
         return (path.parent.name if path.suffix == ".json" else path.name) or self.model_variant
+
+    @property
+    def name_and_sizes(self) -> str:
+        """The name, with the sizes that are not those of what has this name."""
+        sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size")
+        given = [f"{size} {value:,}" for size in sizes if (value := getattr(self, size)) is not None]
+        return " with ".join(filter(None, (self.name, ", ".join(given))))

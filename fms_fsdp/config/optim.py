@@ -63,7 +63,7 @@ class OptimConfig:
     weight_decay: float = announced_flag(0.1, minimum=0,
         help="weight decay; decoupled, but for the optimizers that docs/optimization.md marks")
     decay_norms: bool = announced_flag(False,
-        help="let the weight decay apply to the weights of norms too")
+        help="let the weight decay apply to the weights of norms and to biases too")
     decay_embeddings: bool = announced_flag(True,
         help="let the weight decay apply to the embedding")
     grad_clip: float = announced_flag(1.0, minimum=0,

@@ -13,6 +13,7 @@ from fms_fsdp.errors import UserError
 
 PRECISIONS = ("bf16", "fp32", "fp16", "bf16_pure", "float8")
 NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_DTYPES = {"bfloat16": "bf16", **dict.fromkeys(("float32", "float", "32"), "fp32")}
 _ALIASES = {
     **dict.fromkeys(("bfloat16", "mixed", "bf16_mixed", "bf16-mixed", "mixed_precision"), "bf16"),
     **dict.fromkeys(("float32", "float", "32", "32-true", "fp32_full"), "fp32"),
@@ -80,13 +81,13 @@ class PrecisionConfig:
         "multiplies the matrices of blocks in 8 bits (default: bf16 if the hardware computes it, else fp32)")
     mixed_precision: bool | None = announced_flag(None,
         help="another name: True is --precision=bf16, False is --precision=fp32")
-    param_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), advanced=True,
+    param_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES, advanced=True,
         help="what weights are kept in (default: fp32, for bf16_pure bf16)")
-    grad_accum_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), advanced=True,
-        help="what gradients are summed in over micro-steps (default: that of the weights)")
-    optimizer_state_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), advanced=True,
-        help="what AdamW keeps its moments in (default: fp32, for bf16_pure bf16)")
-    reduce_dtype: str = announced_flag("fp32", choices=("fp32", "bf16"), advanced=True,
+    grad_accum_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES,
+        advanced=True, help="what gradients are summed in over micro-steps (default: that of the weights)")
+    optimizer_state_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES,
+        advanced=True, help="what AdamW keeps its moments in (default: fp32, for bf16_pure bf16)")
+    reduce_dtype: str = announced_flag("fp32", choices=("fp32", "bf16"), aliases=_DTYPES, advanced=True,
         help="precision of gradient reductions")
     stochastic_rounding: bool = announced_flag(True, advanced=True,
         help="round weights and moments in bf16 up or down by chance, so that small steps count on average")

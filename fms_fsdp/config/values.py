@@ -13,6 +13,7 @@ import operator
 import re
 import unicodedata
 from collections.abc import Mapping
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -55,6 +56,11 @@ def short(value: float, digits: int = 6) -> str:
     power = math.floor(math.log10(abs(value))) if value else 0
     is_tiny = -300 < power < -3
     return f"{value / 10.0**power:.{digits}g}e{power}" if is_tiny else f"{value:.{digits}g}"
+
+
+def plain(value: float, digits: int = 3) -> str:
+    """The number, rounded to so many digits and written out: 0.0000123, 18,000."""
+    return f"{Decimal(f'{value:.{digits}g}'):,f}"
 
 
 def check_alone(given: Mapping[str, Any], rule: str) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fms_fsdp.config.batch import check_divides
 from fms_fsdp.data.order.permute import GOLDEN, MASK, mix64
 from fms_fsdp.errors import UserError
 
@@ -52,14 +53,9 @@ def check_batch(batch: Batch, vocab_size: int, step: int, first_row: int) -> Non
 def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[int, int]:
     """Returns the rows [start, stop) of the global batch that belong to a rank.
 
-    Raises: ValueError, naming the sizes that divide the batch.
+    Raises: ValueError, naming the numbers of ranks that divide the batch.
     """
-    if global_batch_size % dp_size:
-        sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0]
-        raise UserError(
-            f"global_batch_size ({global_batch_size}) must be divisible by the data-parallel size "
-            f"({dp_size}); valid sizes: {', '.join(map(str, sizes))}"
-        )
+    check_divides(global_batch_size, dp_size)
     num_rows = global_batch_size // dp_size
     return dp_rank * num_rows, (dp_rank + 1) * num_rows
 

@@ -30,10 +30,8 @@ class Utilization:
 
 
 def find_utilization(plan: Plan, cfg: TrainConfig) -> Utilization:
-    """The FLOPs of the plan's model under its recipe, on its device.
-
-    The peak is `--peak_tflops`, else a GPU's by the table; a CPU has none.
-    """
+    """The FLOPs of the plan's model under its recipe, on its device. The peak is `--peak_tflops`, else that
+    of a GPU by the table; a CPU has none."""
     model, seq_length, section = plan.model, plan.seq_length, cfg.parallel
     flops, recomputing, kept = flops_per_token(model, seq_length), 0, tuple[str, ...]()
     if section.recomputes == "blocks":

@@ -13,6 +13,7 @@ import torch
 from fms_fsdp.checkpoint.checkpoints import SavePlan
 from fms_fsdp.config import NUM_BYTES, BatchPlan, Precision, TrainConfig, as_dict
 from fms_fsdp.config.ramp import BatchIntervals
+from fms_fsdp.config.values import plain
 from fms_fsdp.models.attention import chosen_backend
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig
@@ -67,12 +68,16 @@ def describe(cfg: TrainConfig, plan: Plan) -> str:
     ]
     if plan.model.attn_dropout:
         weights = batch.batch_size * plan.model.num_attention_heads * plan.seq_length**2
-        lines.append(f"attention: dropout keeps all weights, {4 * weights / 2**30:.2g} GiB a layer and copy")
+        lines.append(
+            f"attention: dropout keeps all weights, {plain(4 * weights / 2**30, 2)} GiB a layer and copy"
+        )
     if plan.corpus is not None:
         have = sum(source.num_tokens for source in plan.corpus.sources)
         read = plan.tokens_at(plan.num_steps)
         names = textwrap.shorten(", ".join(source.name for source in plan.corpus.sources), 40)
-        lines.append(f"data: {names}: {have:,} tokens; the run reads {read:,}, {read / have:.2g} epochs")
+        lines.append(
+            f"data: {names}: {have:,} tokens; the run reads {read:,}, {plain(read / have, 2)} epochs"
+        )
     lines += [f"length: {plan.epochs}"] if plan.epochs else []
     return "\n".join(lines + ([f"held out: {held_out}"] if held_out else []))
 
@@ -96,10 +101,10 @@ def describe_sharding(
     weights, gradients = (NUM_BYTES[dtype] * share for dtype in (precision.weights, precision.gradients))
     state = optimizer_bytes / need.dims.dp_shard
     held = weights, need.unit, gradients + need.gradients, state, need.activations
-    sizes = [size / 2**30 for size in held]
-    text = "weights {:.3g}, gathered {:.3g}, gradients {:.3g}, optimizer {:.3g}, activations {:.2g}"
+    sizes = [plain(size / 2**30) for size in held[:-1]] + [plain(held[-1] / 2**30, 2)]
+    text = "weights {}, gathered {}, gradients {}, optimizer {}, activations {}"
     sent = bytes_sent(model, need.dims, precision, batch.grad_accum_steps)
-    over = ", ".join(f"{axis} {size / 2**30:.3g}" for axis, size in sent.items())
+    over = ", ".join(f"{axis} {plain(size / 2**30)}" for axis, size in sent.items())
     lines = [f"GiB a rank: {text.format(*sizes)}", f"GiB sent by a rank in a step: {over}"]
     return "\n".join(lines[: 1 + bool(sent)])
 

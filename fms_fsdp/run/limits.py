@@ -9,9 +9,8 @@ the number of labels, which the step adds up anyway. The launch then saves after
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,8 +54,7 @@ class Limits(Hook):
             if now - self._file_checked >= 1.0:
                 self._file_checked = now
                 asked[1] = int((self.folder / STOP_FILE).exists())
-            left_s = self._time_left_s()
-            asked[2] = int(left_s < math.inf and left_s < self.margin_s(progress))
+            asked[2] = int(any(left_s < self.margin_s(progress) for left_s, _ in self._ends()))
         progress.requests = asked
 
     def _measure(self, progress: Progress, now: float) -> None:
@@ -102,7 +100,7 @@ class Limits(Hook):
         if by_file:
             return f"stopped by the file {self.folder / STOP_FILE}"
         if by_clock:
-            return f"--exit_duration_in_mins ({self.section.exit_duration_in_mins}) or the job's end is near"
+            return min(self._ends(), default=(0.0, "the end of rank 0's time is near"))[1]
         return ""
 
     def margin_s(self, progress: Progress) -> float:
@@ -121,10 +119,9 @@ class Limits(Hook):
             + 10
         )
 
-    def _time_left_s(self) -> float:
-        left = math.inf
-        if self.section.exit_duration_in_mins:
-            left = 60 * self.section.exit_duration_in_mins - process_age_s()
+    def _ends(self) -> Iterator[tuple[float, str]]:
+        """The seconds that are left by each clock, and what is said when they are too few."""
+        if minutes := self.section.exit_duration_in_mins:
+            yield 60 * minutes - process_age_s(), f"--exit_duration_in_mins ({minutes:g}) are nearly over"
         if (end := job_end()) is not None:
-            left = min(left, end - time.time())
-        return left
+            yield end - time.time(), "the job's end is near"

@@ -192,7 +192,7 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
     )
     found = start_from(parsed, found, found.begin)
     for holder, part in found.memory(cfg.parallel).by_holder(machine.device, cfg.parallel).items():
-        check_memory(part, holder, machine.world.local_world_size, cfg.model.name)
+        check_memory(part, holder, machine.world.local_world_size, cfg.model.name_and_sizes)
     folders = {
         "output_dir": cfg.output_dir,
         "profiler_dir": cfg.profiler.profiler_dir,

@@ -92,7 +92,7 @@ def main(config: ScoreConfig) -> None:
         print(json.dumps(found))
     else:
         shares = (f"{name} {found[name]:.3f} ± {found[f'{name}_stderr']:.3f}" for name in ("acc", "acc_norm"))
-        print(f"{count:,} questions · {' · '.join(shares)} · by chance {chance:.3f}")
+        print(f"{count:,} question{'s' * (count > 1)} · {' · '.join(shares)} · by chance {chance:.3f}")
 
 
 def read_question(line: str, place: str) -> Question:

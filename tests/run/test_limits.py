@@ -69,7 +69,22 @@ def test_a_margin_that_is_given_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 60))
         ends = limits(tmp_path, {}, exit_margin_s=given)
         reason = stepped(ends, {}, beginning())
-        assert bool(reason) is stops and (stops == ("the job's end is near" in reason))
+        assert reason == ("the job's end is near" if stops else "")
+
+
+@pytest.mark.parametrize(("minutes", "job_s"), [(1, 600), (60, 30), (None, 30), (1, None)])
+def test_the_clock_that_runs_out_first_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float | None, job_s: float | None
+) -> None:
+    """A run that its job's end stopped said `--exit_duration_in_mins (None)`."""
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    if job_s is not None:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + job_s))
+    monkeypatch.setattr("fms_fsdp.run.limits.process_age_s", lambda: 30.0)
+    given = {} if minutes is None else {"exit_duration_in_mins": minutes}
+    reason = stepped(limits(tmp_path, {}, exit_margin_s=100.0, **given), {}, beginning())
+    of_job = "the job's end is near"
+    assert reason == ("--exit_duration_in_mins (1) are nearly over" if minutes == 1 else of_job)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -562,3 +563,15 @@ def test_constraints_pin_what_pyproject_names() -> None:
         name = re.match(r"[A-Za-z0-9_.-]+", requirement)
         assert name and re.sub(r"[-_.]+", "-", name[0]).lower() in normal, requirement
     assert pins["torch"] == "2.13.0"
+
+
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_file())
+)
+def test_no_sentence_of_a_comment_is_cut_in_the_middle(script: str) -> None:
+    """The first word of a line did not fit behind the line before; indented lines stand by themselves."""
+    lines = (ROOT / "scripts" / script).read_text().splitlines()
+    for line, following in pairwise(lines):
+        goes_on = re.match(r"# (?!shellcheck)\S", line) and re.match(r"# (?!----)[a-z-]", following)
+        if goes_on and line[-1] not in ".:;)":
+            assert len(f"{line} {following.split()[1]}") > 108, line

@@ -97,6 +97,9 @@ def test_a_model_that_has_learnt_the_text_answers_right(
     assert main(["score", f"--path={folder}/run", f"--questions={folder}/q.jsonl"]) == 0
     shown = capsys.readouterr().out
     assert shown == "4 questions · acc 0.750 ± 0.217 · acc_norm 0.750 ± 0.217 · by chance 0.354\n"
+    (folder / "one.jsonl").write_text((folder / "q.jsonl").read_text().splitlines()[0])
+    assert main(["score", f"--path={folder}/run", f"--questions={folder}/one.jsonl"]) == 0
+    assert capsys.readouterr().out.startswith("1 question · acc ")
 
 
 @pytest.mark.parametrize(

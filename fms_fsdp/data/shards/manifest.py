@@ -226,13 +226,18 @@ def open_root(data_path: str) -> Files:
     return LocalFiles(root)
 
 
-def _found_sources(root: str, paths: list[str]) -> tuple[str, ...]:
+def _folders_of_shards(paths: list[str]) -> list[str]:
     """Returns all folders with shards, but for those of a data root within this one (`prepare --split` writes
-    validation/ with its own meta/). Raises: FileNotFoundError."""
+    validation/ with its own meta/)."""
     tables = [path for path in paths if f"/{META}/" in path and path.endswith(".csv")]
     inner = tuple({path.rpartition(f"/{META}/")[0] + "/" for path in tables}) + (f"{META}/",)
     folders = {path.rpartition("/")[0] for path in paths if path.endswith(SUFFIX)}
-    names = sorted(folder or "." for folder in folders if not f"{folder}/".startswith(inner))
+    return sorted(folder or "." for folder in folders if not f"{folder}/".startswith(inner))
+
+
+def _found_sources(root: str, paths: list[str]) -> tuple[str, ...]:
+    """Returns all folders with shards. Raises: FileNotFoundError."""
+    names = _folders_of_shards(paths)
     if not names:
         raise MissingInput(f"--data_path ({root}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
     return _apart(names)
@@ -248,9 +253,8 @@ def _named_sources(section: DataConfig, root: str, paths: list[str]) -> tuple[st
             folder = posixpath.dirname(folder)
     for name in names:
         if name not in known | {"."} and not os.path.isdir(os.path.join(root, name)):
-            raise MissingInput(
-                f"--datasets ({name}) is not a folder in {root}; {nearest(name, known - {META, ''})}"
-            )
+            there = nearest(name, _folders_of_shards(paths))
+            raise MissingInput(f"--datasets ({name}) is not a folder in {root}; {there}")
     return _apart(names)
 
 

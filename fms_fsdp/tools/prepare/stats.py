@@ -68,8 +68,9 @@ def describe(stats: Mapping[str, Stats]) -> str:
     total = Stats.merge(stats.values())
     rows = []
     for name, part in [*stats.items(), ("total", total)]:
-        per_token, per_document = part.chars / max(1, part.tokens), part.tokens / max(1, part.documents)
-        numbers = f"{part.documents:,}", f"{part.tokens:,}", f"{per_token:.2f}", f"{per_document:,.0f}"
+        per_token = f"{part.chars / part.tokens:.2f}" if part.chars else "–"  # ids came without their text
+        per_document = part.tokens / max(1, part.documents)
+        numbers = f"{part.documents:,}", f"{part.tokens:,}", per_token, f"{per_document:,.0f}"
         rows.append((name, *numbers, part.reasons() or "nothing"))
     head = ("source", "documents", "tokens", "chars/token", "tokens/doc", "left out")
     bars = []

@@ -42,6 +42,18 @@ def test_names_that_do_not_exist(files: Files, tmp_path: Path) -> None:
     refused(files, r"data_path \(\) must name", data_path="")
 
 
+def test_a_wrong_name_is_answered_with_the_sources_and_nothing_else(tmp_path: Path) -> None:
+    """The folders of `prepare` stood there, and left no room for the last source."""
+    names = [*"abcd", "deep/g", "e", "f", "z"]
+    files = write_corpus(tmp_path, {name: [200] for name in names})
+    for inner in ("meta/prepare/arr", "meta/prepare/text", "meta/tokenizer", "notes"):
+        (tmp_path / inner).mkdir(parents=True)
+        (tmp_path / inner / "file.json").write_text("{}")
+    refused(
+        files, rf"datasets \(nope\) is not a folder in .*; found: {', '.join(names)}$", datasets=("nope",)
+    )
+
+
 def test_names_given_twice_or_inside_one_another(files: Files) -> None:
     refused(files, r"datasets \(web\) must be named once", datasets=("web", "./web"))
     write_lists(files.root / "web" / "deep" / "a.arrow", DOCUMENTS)
@@ -98,7 +110,7 @@ def test_a_corpus_too_small(files: Files) -> None:
 def test_batches_that_cannot_be_shared_out(files: Files) -> None:
     with pytest.raises(
         ValueError,
-        match=r"global_batch_size \(12\) .* data-parallel size \(5\); valid sizes: 1, 2, 3, 4, 6, 12",
+        match=r"global_batch_size \(12\) .* data-parallel ranks \(5\); .* number of ranks among 1,2,3,4,6,12",
     ):
         files.stream(12, 0, 5, seq_length=64)
 

@@ -13,6 +13,7 @@ import pytest
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.tools.prepare.convert import ConvertConfig, convert
+from fms_fsdp.tools.prepare.stats import Stats, describe
 from tests.data.corpora import write_scalars
 
 EOS = 7
@@ -194,3 +195,11 @@ def test_compressed_shards_of_a_record_batch_a_document_are_converted_as_the_rea
     write_scalars(tmp_path / "x" / "a.arrow", [np.array(row) for row in documents], compression="zstd")
     run(tmp_path / "out", f"x={tmp_path / 'x'}")
     assert rows(tmp_path / "out" / "x") == documents
+
+
+def test_ids_without_their_text_have_no_characters_a_token() -> None:
+    """It said 0.00."""
+    ids, text = Stats(documents=1, tokens=9), Stats(documents=1, tokens=10, chars=25)
+    told = describe({"web": ids})
+    assert told.count(" –  ") == 2 and "0.00" not in told
+    assert "2.50" in describe({"web": text})
