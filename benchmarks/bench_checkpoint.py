@@ -184,6 +184,7 @@ def torchrun(ranks: int, script: str, *flags: str) -> None:
         "-m",
         "torch.distributed.run",
         "--standalone",
+        "--local-addr=127.0.0.1",
         f"--nproc_per_node={ranks}",
         script,
         *flags,

@@ -86,7 +86,9 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
     flags.append(f"--output_dir={folder}")
     launch = [sys.executable]
     if own["nproc"] != "1" or own["torchrun"] == "true":
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={own['nproc']}"]
+        # by its address: the name of a machine need not resolve
+        launch += ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        launch += [f"--nproc_per_node={own['nproc']}"]
     command = [*launch, "main_training.py", *flags]
     begin = time.perf_counter()
     try:

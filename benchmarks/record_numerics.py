@@ -50,7 +50,10 @@ MODES = {
 def record(ranks: int, flags: list[str]) -> list[str]:
     """Losses and gradient norms of a run, by step, as hexadecimal floats."""
     launcher = (
-        [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        []
+        if ranks == 1
+        else "-m torch.distributed.run --standalone --local-addr=127.0.0.1".split()
+        + [f"--nproc_per_node={ranks}"]
     )
     with tempfile.TemporaryDirectory() as folder:
         command = [

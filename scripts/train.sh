@@ -160,7 +160,7 @@ choose_launch() {
             --rdzv_endpoint="$first:${MASTER_PORT:-$((12000 + ${SLURM_JOB_ID:-0} % 20000))}"
             --rdzv_conf="is_host=$is_host,read_timeout=600")
     elif ((processes > 1 || restarts > 0)); then
-        LAUNCH+=(--standalone)
+        LAUNCH+=(--standalone --local-addr=127.0.0.1) # the name of a machine need not resolve
     else
         LAUNCH=("$PYTHON")
     fi

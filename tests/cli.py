@@ -25,7 +25,8 @@ def run(
     """`python main_training.py ARGV`, or under torchrun with `nproc` processes; one thread each."""
     command = [sys.executable, "main_training.py"]
     if nproc:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        command = [*command, f"--nproc_per_node={nproc}"]
         command = [*command, *torchrun, "main_training.py"]
     settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
     return subprocess.run(

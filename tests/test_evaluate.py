@@ -77,7 +77,11 @@ def curve(folder: Path) -> list[tuple[float, float, str]]:
 
 
 def offline(*argv: str, nproc: int = 0) -> subprocess.CompletedProcess[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={nproc}"]
+        if nproc
+        else []
+    )
     command = [sys.executable, *torchrun, "-m", "fms_fsdp", "evaluate", *argv]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 

@@ -87,7 +87,9 @@ def test_the_program_trains_in_an_empty_folder(built: Built, empty: Path) -> Non
     assert json.loads((empty / "runs/first/status.json").read_text())["status"] == "finished"
     config = empty / "runs/first/config.json"
     by_module = ["-m", "main_training", f"--config={config},profile", "--num_steps=6", "--run_name=second"]
-    two = call(built, empty, "torchrun", "--standalone", "--nproc_per_node=2", *by_module)
+    two = call(
+        built, empty, "torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", *by_module
+    )
     assert two.returncode == 0, two.stderr
     resolved = json.loads((empty / "runs/second/config.json").read_text())["resolved"]
     assert resolved["world_size"] == 2

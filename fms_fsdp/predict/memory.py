@@ -163,23 +163,29 @@ def activation_bytes(
     """About what the forward pass of a micro-step of so many tokens keeps for the backward pass, where blocks
     are compiled; without the compiler norms and casts keep up to half as much again.
 
-    A block keeps per token its input, queries, keys, values, attention's output and what the products of the
-    feed-forward give; where nothing is recomputed also both norms, the sum between them and what the last
-    product takes in; under dropout of attention the weights too, in fp32 before it and after.
+    A block keeps per token its input, queries, keys, values, attention's output, what the feed-forward adds to
+    and what its first products give; where nothing is recomputed also both norms and what the last product
+    takes in; under dropout of attention the weights too, in fp32 before it and after. The result of the last
+    product is never needed.
     """
     hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
-    attention = 2 * queries + 2 * config.num_kv_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    attention = 2 * queries + 2 * keys
     branches = (2 if config.activation == "swiglu" else 1) * config.ffn_hidden_size
     weights = 8 * config.num_attention_heads * seq_length if config.attn_dropout else 0
     number = NUM_BYTES[precision.compute]
     kept = number * (4 * hidden + attention + branches + config.ffn_hidden_size) + weights
     if section.recomputes == "cheap":
-        kept = number * (hidden + attention + branches) + weights
+        sums = 1 if config.parallel_residual else 2
+        kept = number * (sums * hidden + attention + branches) + weights
     elif section.recomputes == "ops":
         ops = section.recompute_ops
-        share = 1 if "products" in ops else 0.5 if "every_second_product" in ops else 0
-        products = share * (attention - queries + 2 * hidden + branches)
-        kept = int(number * (hidden + products + ("attention" in ops) * queries)) + weights
+        products = 0
+        if "products" in ops:
+            products = queries + 2 * keys + hidden + branches
+        elif "every_second_product" in ops:  # of q, k, v, o, gate, up, down, as activation.py counts
+            products = keys + hidden + (config.ffn_hidden_size if config.activation == "swiglu" else 0)
+        kept = number * (hidden + products + ("attention" in ops) * queries) + weights
     elif section.recomputes == "blocks":
         share = float(parse_selective_checkpointing(section.selective_checkpointing))
         kept = int(share * number * hidden + (1 - share) * kept)

@@ -71,7 +71,14 @@ def test_a_run_killed_twenty_times_equals_the_undisturbed_one(tmp_path: Path) ->
     flags = [*TINY, "--num_steps=600", "--checkpoint_interval=4", "--keep_last_n=3"]
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
     trained(*flags, f"--output_dir={calm}", nproc=2)
-    launch = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=60", "main_training.py"]
+    launch = [
+        *TORCHRUN,
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc_per_node=2",
+        "--max-restarts=60",
+        "main_training.py",
+    ]
     with open(tmp_path / "output.txt", "w") as output:
         process = subprocess.Popen(
             [*launch, *flags, f"--output_dir={disturbed}"],
@@ -184,7 +191,7 @@ def test_a_save_slower_than_the_grace_period_leaves_the_last_one(tmp_path: Path)
     trained(*TINY, "--num_steps=2", f"--output_dir={tmp_path / 'run'}", nproc=2)
     for grace_s, saved in ((2, False), (60, True)):
         process = subprocess.Popen(
-            [*TORCHRUN, "--standalone", "--nproc_per_node=2", str(script), *flags],
+            [*TORCHRUN, "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", str(script), *flags],
             cwd=ROOT,
             env=ENVIRONMENT | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_s)},
             stdout=subprocess.DEVNULL,

@@ -151,9 +151,11 @@ def steps_that_wait_for_nothing() -> None:
         rows = torch.randint(512, (4, 129))
         batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None)
         interval = Interval(alone, device)
+        clock = Clock(device)
         for step in range(4):
             torch.cuda.set_sync_debug_mode("error" if step else "default")
-            interval.add(train_step(recipe, state, batch, Clock(device)))
+            clock.mark("data")
+            interval.add(train_step(recipe, state, batch, clock))
         torch.cuda.set_sync_debug_mode("default")
 
 

@@ -1,4 +1,4 @@
-"""Part 1 of benchmarks/gpu_slot.sh: the GPU against the CPU and each feature against the plain run; and a
+"""Part 3 of benchmarks/gpu_slot.sh: the GPU against the CPU and each feature against the plain run; and a
 resumed run."""
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of part 1."""
+    """The runs of part 3."""
     folder = tmp_path_factory.mktemp("slot")
     environment = with_gpu() | {"PYTHON": sys.executable, "OMP_NUM_THREADS": str(os.cpu_count())}
-    subprocess.run(["bash", "benchmarks/gpu_slot.sh", "1", folder], cwd=ROOT, env=environment, timeout=900)
+    subprocess.run(["bash", "benchmarks/gpu_slot.sh", "3", folder], cwd=ROOT, env=environment, timeout=900)
     return folder / "runs"
 
 

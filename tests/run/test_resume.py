@@ -283,6 +283,7 @@ def test_a_rank_that_hangs_leaves_its_stacks(tmp_path: Path) -> None:
         "-m",
         "torch.distributed.run",
         "--standalone",
+        "--local-addr=127.0.0.1",
         "--nproc_per_node=2",
         str(script),
     ]
@@ -321,7 +322,14 @@ def test_versions_and_commit_are_in_the_checkpoint(whole: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_torchrun_ends_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc_per_node=2",
+    ]
     torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
     command = [
         *torchrun,

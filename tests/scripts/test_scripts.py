@@ -352,7 +352,7 @@ def test_several_processes_go_through_torchrun(repo: Path) -> None:
     assert train(repo, PYTHON=str(fake / "python"), NPROC_PER_NODE="4").returncode == 0
     words = (repo / "torchrun.txt").read_text().split("\n")
     assert words[:4] == ["-m", "torch.distributed.run", "--nproc_per_node=4", "--max_restarts=0"]
-    assert words[5:7] == ["--standalone", "main_training.py"]
+    assert words[5:8] == ["--standalone", "--local-addr=127.0.0.1", "main_training.py"]
     assert (
         train(repo, PYTHON=str(fake / "python"), MAX_RESTARTS="2").returncode == 0
     )  # one process that shall restart

@@ -87,7 +87,7 @@ HSDP = "--num_devices=64 --grad_accum_steps=4"
             (4 * N / 64, 2 * N, 2 * N, N / 8),
             {"dp_shard": 63 / 64 * 4 * N},
         ),
-        ("--sharding_strategy=ddp", (4 * N, 2 * N, 4 * N, 8 * N), {"dp_replicate": 7 / 8 * 8 * N}),
+        ("--sharding_strategy=ddp", (4 * N, 2 * 202_383_360, 4 * N, 8 * N), {"dp_replicate": 7 / 8 * 8 * N}),
         ("--num_devices=1 --mixed_precision=False", (4 * N, 0, 4 * N, 8 * N), {}),
     ],
 )
