@@ -102,8 +102,8 @@ def write_tokenizer_json(folder: Path, post_processor: Any = None, **model: Any)
     content = tokenizer_json(kind, {256: BEGIN, 257: END}, pre_tokenizer=by_bytes, decoder=by_bytes)
     content["post_processor"] = post_processor
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    said = {"bos_token": BEGIN, "eos_token": {"content": END}, "add_bos_token": False, "tokenizer_class": "X"}
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(said | {"tokenizer_class": "PreTrainedTokenizerFast"})
-    )
+    end = {"__type": "AddedToken", "content": END} | dict.fromkeys(("lstrip", "rstrip", "normalized"), False)
+    said = {"bos_token": BEGIN, "eos_token": end, "add_bos_token": False}
+    said |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
     return folder / "tokenizer.json"
