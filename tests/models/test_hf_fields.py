@@ -18,8 +18,9 @@ from tests.hf_folders import FAMILIES, write_folder
 
 HARMLESS: dict[str, Any] = {
     "is_llama_config": True, "_attn_implementation_autoset": True, "predict_special_tokens": True,
-    "pruned_heads": {}, "auto_map": {"AutoConfig": "x.Y"}, "num_logits_to_keep": 1, "unsloth_version": "2025.1",
-    "max_length": 20, "num_beams": 4, "_name_or_path": "a", "chunk_size_feed_forward": 0, "is_encoder_decoder": False,
+    "pruned_heads": {}, "auto_map": {"AutoConfig": "x.Y"}, "num_logits_to_keep": 1,
+    "unsloth_version": "2025.1", "max_length": 20, "num_beams": 4, "_name_or_path": "a",
+    "chunk_size_feed_forward": 0, "is_encoder_decoder": False,
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from fms_fsdp.data.prompts import encode_prompts
+from fms_fsdp.data.tokenizer import SentencePieceTokenizer
 from fms_fsdp.errors import UserError, is_known_io_error
 from fms_fsdp.generate import Sampling, generate, text_after
 from fms_fsdp.loading import load
@@ -29,12 +30,12 @@ from tests.hf_folders import FAMILIES, template, weights_of, write_folder, write
 CASES = int(os.environ.get("HOSTILE_CASES", "100"))
 DEEP: Any = json.loads("[" * 900 + "]" * 900)
 VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, -64, 2.5, 1e-320, 1e300, float("nan"), float("inf"), 10**9, 10**18, 2**63, 10**400,
-    "", "false", "x", "64", "\ud800", "\x1b[2J", "../x", [], [1], [-64, 64], ["a", None], {}, {"a": 1},
+    None, True, False, 0, 1, -1, -64, 2.5, 1e-320, 1e300, float("nan"), float("inf"), 10**9, 10**18, 2**63,
+    10**400, "", "false", "x", "64", "\ud800", "\x1b[2J", "../x", [], [1], [-64, 64], ["a", None], {}, {"a": 1},
     {"rope_type": "linear"}, {"type": "llama3", "factor": 8}, {"content": 3}, DEEP,
 ]  # fmt: skip
-NAMES = "rope_scaling rope_theta sliding_window layer_types head_dim rms_norm_eps eos_token_id tie_word_embeddings"
-NAMES += " num_key_value_heads rope_parameters hidden_act quantization_config \ud800 add_bos_token model_type"
+NAMES = "rope_scaling rope_theta sliding_window layer_types head_dim rms_norm_eps eos_token_id"
+NAMES += " tie_word_embeddings num_key_value_heads rope_parameters hidden_act quantization_config \ud800 add_bos_token model_type"
 TEMPERATURES = (0, 1e-320, 1e-9, 0.8, 1e30)
 
 
@@ -126,6 +127,13 @@ def changed_bin(draw: random.Random, data: bytes) -> bytes:
     return out.getvalue()
 
 
+def sentencepiece_model() -> bytes:
+    from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
+
+    lines = ["the thing in a line of words and more words " * 40] * 9
+    return train_sentencepiece(iter(lines), 275, "unigram")
+
+
 def changed_folder(draw: random.Random, files: dict[str, bytes]) -> dict[str, bytes]:
     files = dict(files)
     if draw.random() < 0.3:
@@ -187,6 +195,20 @@ def use(folder: Path, draw: random.Random) -> str:
         assert "\n" not in str(error) and len(str(error)) < 2000, error
         return str(error)
     return ""
+
+
+def test_a_damaged_sentencepiece_model_is_read_or_refused_in_one_line() -> None:
+    sound = sentencepiece_model()
+    for number in range(CASES):
+        draw, data = random.Random(number), sound
+        for _ in range(draw.choice((1, 1, 4))):
+            data = changed_bytes(draw, data)
+        try:
+            tokenizer = SentencePieceTokenizer(data, "x")
+            tokenizer.decode(tokenizer.encode(["the thing", "", " 日本"])[0].tolist())
+            tokenizer.token_bytes()
+        except UserError as error:
+            assert "\n" not in str(error)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of quantized and sparse tensors that the test makes
