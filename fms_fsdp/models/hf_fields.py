@@ -129,7 +129,8 @@ HARMLESS = set(
     # other tasks and outputs
     "id2label label2id num_labels problem_type finetuning_task task_specific_params prefix return_dict "
     "output_attentions output_hidden_states output_past _num_labels n_special classifier_dropout "
-    "summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj is_decoder chunk_size_feed_forward "
+    "summary_activation summary_first_dropout summary_proj_to_labels "
+    "summary_type summary_use_proj is_decoder chunk_size_feed_forward "
     # training alone, memory alone, or another name of the context
     "gradient_checkpointing reorder_and_upcast_attn n_ctx max_sequence_length model_max_length "
     "hidden_dropout embd_pdrop attention_probs_dropout_prob hidden_dropout_prob".split()
