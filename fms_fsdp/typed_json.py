@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,9 @@ def list_of(kind: Kind, most: int = 1 << 20) -> Kind:
     )
 
 
+_HALVES = re.compile("[\ud800-\udfff]")  # of characters: no file and no library takes them
+
+
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float) and not _is_nan(value)
 
@@ -109,5 +113,5 @@ def _is_nan(value: Any) -> bool:
 
 ANYTHING = Kind("anything", lambda value: True)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-TEXT = Kind("a text", lambda value: isinstance(value, str))
+TEXT = Kind("a text", lambda value: isinstance(value, str) and not _HALVES.search(value))
 TABLE = Kind("a table", lambda value: isinstance(value, dict))

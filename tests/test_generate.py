@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,18 @@ import pytest
 import torch
 
 from fms_fsdp.__main__ import main
+from fms_fsdp.data.prompts import read_lines
+from fms_fsdp.errors import UserError
+from fms_fsdp.flags import parse_flags
 from fms_fsdp.generate import Sampling, generate, probabilities
 from fms_fsdp.models.decoding import CachedReader
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.tools.generate import GenerateConfig
 from tests.cli import ROOT, losses, trained
 from tests.cli import run as launched
+from tests.hf_folders import template, write_folder, write_tokenizer_json
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = ([5, 6, 7, 8, 9, 10], [3], [11, 12, 13])
@@ -154,6 +161,85 @@ def test_the_distribution_is_that_of_a_slow_reference(sampling: Sampling) -> Non
         total = sum(weights[token] for token in kept)
         expected = [weights[token] / total if token in kept else 0.0 for token in range(9)]
         assert found[row].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_smallest_temperature_takes_the_likeliest(model: Llama) -> None:
+    (expected,) = texts(model, [[3]], GREEDY)
+    for sampling in (Sampling(temperature=1e-320), Sampling(temperature=1e-320, top_k=3, top_p=0.5)):
+        assert texts(model, [[3]], sampling) == [expected]
+    assert len(texts(model, [[3]], Sampling(repetition_penalty=1e-320))[0]) == 10
+
+
+def test_logits_that_are_not_finite_are_told_in_one_line(model: Llama) -> None:
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.head.norm.weight[0] = float("nan")  # type: ignore[union-attr, index]
+    for sampling in (GREEDY, Sampling(), Sampling(top_k=3, repetition_penalty=1.1)):
+        with pytest.raises(UserError, match="the model's logits are not finite"):
+            texts(broken, [[3]], sampling)
+
+
+def test_tokens_that_the_model_does_not_have_are_told_in_one_line(model: Llama) -> None:
+    with pytest.raises(UserError, match="has token 61, and the model has 61"):
+        texts(model, [[3], [4, 61]], GREEDY)
+    assert texts(model, [[3]], GREEDY, end_tokens=[10**9]) == texts(model, [[3]], GREEDY)
+
+
+def test_a_file_of_prompts_is_cut_at_line_feeds_alone(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes("a\u2028b\r\nc\rd\x0ce\n\nf\u0085".encode())
+    assert read_lines(path, "--prompts") == ["a\u2028b", "c\rd\x0ce", "", "f\u0085"]
+    path.write_bytes(b"")
+    assert read_lines(path, "--prompts") == []
+    path.write_bytes(b"a\xff")
+    with pytest.raises(UserError, match=r"--prompts \(.*\) must be UTF-8: .* at byte 1"):
+        read_lines(path, "--prompts")
+
+
+def test_texts_of_flags_may_be_spaces_and_lines() -> None:
+    read = partial(parse_flags, GenerateConfig)
+    assert read(["--stop=\n"]).stop == ("\n",) and read(["--stop= "]).stop == (" ",)
+    assert read(["--stop=\n\n,a b,\t"]).stop == ("\n\n", "a b", "\t")
+    text = " def f(x):\n\treturn x\r\n\u00a0\u2028👩‍👧"
+    assert read([f"--prompt={text}"]).prompt == text
+    for wrong in ("--stop=a,,b", "--stop=,"):
+        with pytest.raises(UserError, match="must have no empty part"):
+            read([wrong])
+    for wrong in ("--prompt=a\x1b[2J", "--prompt=\ud800", "--stop=\x00"):
+        with pytest.raises(UserError, match="must hold no control characters"):
+            read([wrong])
+
+
+def test_a_folder_s_begin_and_end_tokens_are_those_of_its_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against transformers: greedy text behind the ids of its tokenizer; with CRLF from a pipe, too."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    write_folder(tmp_path)
+    write_tokenizer_json(tmp_path, template())
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
+    given = tokenizer("the in", return_tensors="pt").input_ids
+    assert given[0, 0] == 256
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = theirs.generate(given, max_new_tokens=12, do_sample=False, pad_token_id=0)[0].tolist()
+    flags = [f"--path={tmp_path}", "--temperature=0", "--max_new_tokens=12"]
+
+    def written(*more: str) -> str:
+        assert main(["generate", *flags, *more]) == 0
+        return capsys.readouterr().out
+
+    drawn = ids[given.shape[1] :]
+    for end in (299, drawn[5]):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, end]}))
+        kept = drawn[: drawn.index(end)] if end in drawn else drawn
+        kept = [token for token in kept if token < 261]  # the model has more
+        expected = tokenizer.decode([*given[0], *kept], skip_special_tokens=True)
+        assert written("--prompt=the in") == expected + "\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the in\r\n\xff\r\n")))
+    assert main(["generate", *flags, "--interactive"]) == 0
+    told = capsys.readouterr()
+    assert told.out == expected + "\n" and "must be whole characters" in told.err
 
 
 def test_draws_follow_the_distribution(model: Llama) -> None:

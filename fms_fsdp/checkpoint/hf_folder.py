@@ -22,7 +22,7 @@ from fms_fsdp.checkpoint.weight_files import Weights, check_finite, open_weights
 from fms_fsdp.cpu_tuning import positive_number
 from fms_fsdp.data.kept_tokenizer import UsedTokenizer
 from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.from_hf import read_shape
 from fms_fsdp.models.hf import HFWeight, find_family, hf_weights
@@ -200,14 +200,21 @@ def hf_tokenizer(path: Path, name: str) -> UsedTokenizer:
 
 
 def find_hf_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer of the folder: tokenizer.model if it is there, which needs no other package; None if
-    there is none.
+    """The tokenizer of the folder: tokenizer.model if it is there, which needs no other package, and can be
+    read; None if there is none.
 
     Raises:
-        ValueError: it cannot be read, or names no end token.
+        UserError: it cannot be read, or names no end token.
     """
     model = path / "tokenizer.model"
     try:
-        return load_tokenizer(str(model if model.is_file() else path))
+        if model.is_file():
+            return load_tokenizer(str(model))
+    except UserError as error:
+        if not (path / "tokenizer.json").is_file():
+            raise
+        note_once(f"{error}; tokenizer.json is read")
+    try:
+        return load_tokenizer(str(path))
     except FileNotFoundError:
         return None

@@ -45,11 +45,13 @@ def read_lines(path: Path, name: str) -> list[str]:
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """The ids of each text. Raises: UserError for a text that is half a character (a lone surrogate)."""
-    try:
-        return [row.tolist() for row in tokenizer.encode(texts)]
-    except UnicodeEncodeError as error:
-        rule = f"must be whole characters, not half of one (U+{ord(error.object[error.start]):04X})"
-        raise UserError(f"a text {rule}; write it otherwise") from None
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            rule = f"must be whole characters, not half of one (U+{ord(text[error.start]):04X})"
+            raise UserError(f"a text {rule}; write it otherwise") from None
+    return [row.tolist() for row in tokenizer.encode(texts)]
 
 
 def encode_prompts(

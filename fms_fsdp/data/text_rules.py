@@ -10,6 +10,7 @@ Source: transformers 5.23 (tokenization_utils_tokenizers.py): the post_processor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,11 @@ def begin_token(root: str, tokenizer: Tokenizer) -> int | None:
     there is no such token, or no shard can be read."""
     try:
         files = open_root(root)
-        paths = [path for path in sorted(files.walk("")) if path.endswith(SUFFIX) and f"{META}/" not in path]
+        shards = (path for path in files.walk("") if path.endswith(SUFFIX) and f"{META}/" not in path)
         first = set[int]()
-        for path in paths[:_SAMPLED_SHARDS]:
+        for path in islice(shards, _SAMPLED_SHARDS):
             first |= set(Shard(files, path, delimiter=0).first_tokens(_SAMPLED_DOCUMENTS))
+        files.close()
     except (UserError, OSError):
         return None
     found = next(iter(first)) if len(first) == 1 else -1

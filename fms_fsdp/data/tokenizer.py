@@ -130,9 +130,12 @@ class SentencePieceTokenizer:
         self._model = model
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise UserError(f"--tokenizer ({name}) is not a sentencepiece model: {error}") from error
-        size = int(self._processor.vocab_size())
+            size = int(self._processor.vocab_size())
+            for number in range(size):  # a damaged one may have pieces that are no text
+                self._processor.id_to_piece(number)
+        except (RuntimeError, UnicodeDecodeError) as error:
+            text = shown(str(error))
+            raise UserError(f"--tokenizer ({name}) is not a sentencepiece model: {text}") from error
         eos = int(self._processor.piece_to_id(eos_token)) if eos_token else int(self._processor.eos_id())
         if eos < 0 or (eos_token and self._processor.id_to_piece(eos) != eos_token):
             raise UserError(_no_end(name, eos_token))

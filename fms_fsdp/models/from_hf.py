@@ -186,6 +186,8 @@ def _rope(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
                 )
             if or_none(_ROPE_KINDS[name]).check(f"{table}.{name}", value) is None:
                 continue
+            if name == "rope_type" and value not in ("default", "linear", "llama3"):
+                raise UserError(f"{table} of type {quoted(value)} must be linear or llama3")
             if found.setdefault(name, value) != value:
                 raise UserError(f"{table}.{name} ({value}) and ({found[name]}) disagree; leave one out")
     names = ("rotary_emb_base", "rope_theta") if is_neox else ("rope_theta",)
@@ -214,8 +216,6 @@ def _agreed(used: Any, said: Mapping[str, Any], names: tuple[str, ...], what: st
 
 def _scaling(found: Mapping[str, Any], positions: int) -> RopeScaling | None:
     kind = found.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise UserError(f"rope_scaling of type {quoted(kind)} must be linear or llama3")
     needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}.get(kind, [])
     for name in needed:
         if name not in found:

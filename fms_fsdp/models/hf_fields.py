@@ -116,9 +116,9 @@ HARMLESS = set(
     # names, versions, classes and who made the file
     "architectures model_type torch_dtype dtype transformers_version auto_map tokenizer_class "
     "name_or_path _name_or_path _commit_hash is_llama_config unsloth_version unsloth_fixed "
-    "transformers.js_config "
-    "torchscript use_bfloat16 tf_legacy_loss _attn_implementation _attn_implementation_autoset "
-    "attn_implementation _attn_implementation_internal _experts_implementation_internal "
+    "transformers.js_config torchscript use_bfloat16 tf_legacy_loss "
+    "_attn_implementation _attn_implementation_autoset attn_implementation _flash_attn_2_enabled "
+    "_attn_implementation_internal _experts_implementation_internal "
     # tokens and generation
     "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id use_cache "
     "num_logits_to_keep predict_special_tokens max_length min_length do_sample early_stopping num_beams "
@@ -128,8 +128,9 @@ HARMLESS = set(
     "suppress_tokens begin_suppress_tokens num_beam_groups diversity_penalty "
     # other tasks and outputs
     "id2label label2id num_labels problem_type finetuning_task task_specific_params prefix return_dict "
-    "output_attentions output_hidden_states classifier_dropout summary_activation summary_first_dropout "
-    "summary_proj_to_labels summary_type summary_use_proj is_decoder chunk_size_feed_forward "
+    "output_attentions output_hidden_states output_past _num_labels n_special classifier_dropout "
+    "summary_activation summary_first_dropout summary_proj_to_labels "
+    "summary_type summary_use_proj is_decoder chunk_size_feed_forward "
     # training alone, memory alone, or another name of the context
     "gradient_checkpointing reorder_and_upcast_attn n_ctx max_sequence_length model_max_length "
     "hidden_dropout embd_pdrop attention_probs_dropout_prob hidden_dropout_prob".split()

@@ -76,9 +76,8 @@ def main(config: ScoreConfig) -> None:
             scores = score(model, tokenizer, question, rules.before)
         except UserError as error:
             raise UserError(f"--questions ({path}:{number}) {error}") from None
-        by_length = scores / torch.tensor([len(choice.removeprefix(" ")) for choice in question.choices])
         right += int(scores.argmax()) == question.answer
-        right_by_length += int(by_length.argmax()) == question.answer
+        right_by_length += int(by_length(scores, question.choices).argmax()) == question.answer
         if sys.stderr.isatty():
             print(f"\r\x1b[K{number} of {len(questions)} questions", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
@@ -93,6 +92,11 @@ def main(config: ScoreConfig) -> None:
     else:
         shares = (f"{name} {found[name]:.3f} ± {found[f'{name}_stderr']:.3f}" for name in ("acc", "acc_norm"))
         print(f"{count:,} question{'s' * (count > 1)} · {' · '.join(shares)} · by chance {chance:.3f}")
+
+
+def by_length(scores: torch.Tensor, choices: Sequence[str]) -> torch.Tensor:
+    """The scores for each character of the choices, of which one space at the beginning is none."""
+    return scores / torch.tensor([len(choice.removeprefix(" ")) for choice in choices])
 
 
 def read_question(line: str, place: str) -> Question:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,13 @@ import fms_fsdp
 from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint.folders import problems
 from fms_fsdp.checkpoint.weight_files import open_weights
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.flags import parse_flags
 from fms_fsdp.models.from_hf import config_from_hf
 from fms_fsdp.models.hf import hf_config
-from fms_fsdp.models.variants import VARIANTS
+from fms_fsdp.models.variants import VARIANTS, resolve_model
 from tests.cli import losses, metrics, trained
+from tests.hf_folders import FAMILIES, write_folder
 
 BASE = dict(
     vocab_size=300,
@@ -250,6 +254,33 @@ def test_a_run_that_cannot_be_written_is_one_line_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+STRETCHED = LLAMA3 | {"factor": 2.6666667, "low_freq_factor": 1.25}
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, "stretched"])
+def test_the_flags_that_import_prints_make_the_same_model_at_any_shorter_row(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind in FAMILIES:
+        write_folder(tmp_path / "a folder", kind, rope_parameters=...)
+    else:
+        write_folder(tmp_path / "a folder", rope_scaling=STRETCHED, rope_parameters=...)
+    capsys.readouterr()
+    assert imported(tmp_path / "a folder", tmp_path / "a run") == 0
+    *_, advice = capsys.readouterr().out.splitlines()
+    flags = shlex.split(advice.removeprefix("train on with: "))
+    assert flags[0] == f"--ckpt_load_path={tmp_path / 'a run'}/checkpoints" and "--max_seq_len=64" in flags
+    shape = fms_fsdp.load_model(str(tmp_path / "a run"))[0].config
+    cfg = parse_flags(TrainConfig, [*flags, "--use_dummy_dataset=True", "--seq_length=32"])
+    made = resolve_model(cfg.model, seq_length=32)
+    free = {"init_std": shape.init_std, "dropout": 0.0, "attn_dropout": 0.0}
+    assert replace(made, **free) == replace(shape, **free)
+    assert hf_config(made, "float32", None)["vocab_size"] == 300 and made.max_seq_len == 64
+    longer = parse_flags(TrainConfig, [*flags, "--use_dummy_dataset=True", "--seq_length=65"])
+    with pytest.raises(ValueError, match=r"--max_seq_len \(64\) must not be below --seq_length \(65\)"):
+        resolve_model(longer.model, seq_length=65)
+
+
 @pytest.mark.slow
 def test_a_training_goes_on_from_imported_weights_alike_on_any_number_of_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -272,5 +303,8 @@ def test_a_training_goes_on_from_imported_weights_alike_on_any_number_of_ranks(
     assert first[2] == pytest.approx(first[0], rel=1e-6) and first[4] == pytest.approx(first[0], rel=1e-6)
     fresh = trained(*common, *flags[1:], f"--output_dir={tmp_path / 'fresh'}")
     assert "only weights" not in fresh and losses(tmp_path / "fresh")[0] != first[0][0]
+    assert main(["export", f"--path={tmp_path}/ranks0", f"--output={tmp_path}/out"]) == 0
+    said = json.loads((tmp_path / "out/config.json").read_text())
+    assert said["max_position_embeddings"] == 64  # not the 32 of the rows
     inside = trained(*common, *flags[1:], f"--output_dir={tmp_path / 'run'}")
     assert "only weights are taken" in inside and metrics(tmp_path / "run")[1]["loss"] == first[0][0]

@@ -14,7 +14,7 @@ from fms_fsdp.data.tokenizer import load_tokenizer
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.tools.score import Question, score
+from fms_fsdp.tools.score import Question, by_length, read_question, score
 
 QUESTION = Question("A sky is", (" blue", " loud and long", "!"), 0)
 
@@ -55,6 +55,45 @@ def test_a_token_that_reaches_from_the_prompt_into_a_choice_is_counted(tmp_path:
     with torch.no_grad():
         logits_V = model(torch.tensor([[tokenizer.vocabulary.eos_id]]))[0, -1]
     assert float(scores[0]) == pytest.approx(float(logits_V.log_softmax(0)[whole].sum()), rel=1e-5)
+
+
+def test_white_space_at_the_end_of_a_prompt_belongs_to_the_choices() -> None:
+    tokenizer = load_tokenizer("byte")
+    model = model_of(tokenizer.vocabulary.size)
+    moved = score(model, tokenizer, Question("A sky is \n", ("blue", "loud"), 0))
+    assert torch.equal(moved, score(model, tokenizer, Question("A sky is", (" \nblue", " \nloud"), 0)))
+    assert not torch.equal(moved, score(model, tokenizer, Question("A sky is ", ("\nblue", "loud"), 0)))
+
+
+def test_what_the_tokenizer_adds_stands_before_a_question() -> None:
+    tokenizer = load_tokenizer("byte")
+    model = model_of(tokenizer.vocabulary.size)
+    for prompt in ("ab", ""):
+        found = score(model, tokenizer, Question(prompt, ("c", "d"), 0), [256])
+        with torch.no_grad():
+            logits_V = model(torch.tensor([[256, *prompt.encode()]]))[0, -1].log_softmax(0)
+        assert found.tolist() == pytest.approx(logits_V[[ord("c"), ord("d")]].tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("choices", "scores", "best"),
+    [
+        ((" ab", "abc"), (-2.1, -3.0), 1),  # 2 characters, not 3: one leading space is none
+        (("  a", " abc"), (-2.1, -3.0), 1),  # of two spaces one counts: 2 and 3
+        ((" ", "abc"), (-0.1, -9.0), 1),  # no character is left
+    ],
+)
+def test_acc_norm_counts_characters_as_lm_eval_does(
+    choices: tuple[str, ...], scores: tuple[float, ...], best: int
+) -> None:
+    assert int(by_length(torch.tensor(scores), choices).argmax()) == best
+
+
+def test_a_text_in_place_of_choices_is_refused() -> None:
+    with pytest.raises(ValueError, match="must have texts as prompt and choices"):
+        read_question('{"prompt": "a", "choices": "bc", "answer": 0}', "q:1")
+    with pytest.raises(ValueError, match="must have texts as prompt and choices"):
+        read_question('{"prompt": "a", "choices": {"b": 1, "c": 2}, "answer": 0}', "q:1")
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +145,7 @@ def test_a_model_that_has_learnt_the_text_answers_right(
     ("line", "problem"),
     [
         ("", "is empty"),
+        ('{"prompt": "\\ud800", "choices": ["b", "c"], "answer": 0}', "q.jsonl:1) a text must be whole"),
         ("{", "q.jsonl:1) must have prompt, choices and answer"),
         ("[1]", "q.jsonl:1) must have prompt, choices and answer"),
         ('{"prompt": "a", "choices": ["b"], "answer": 0}', "q.jsonl:1) must have two choices at least"),

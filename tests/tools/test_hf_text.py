@@ -1,0 +1,182 @@
+"""Texts of a folder of Hugging Face: what its tokenizer adds on the way in, the ids of training on the way
+out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fms_fsdp.__main__ import main
+from fms_fsdp.data.text_rules import TextRules, begin_token, rules_of_folder
+from fms_fsdp.data.tokenizer import load_tokenizer
+from fms_fsdp.errors import note_once
+from fms_fsdp.loading import load
+from fms_fsdp.tools.export.tokenizer_check import find_differences
+from fms_fsdp.tools.export.tokenizers import write_tokenizer
+from tests.hf_folders import BEGIN, END, change_json, template, write_folder, write_tokenizer_json
+
+BERT = {"type": "BertProcessing", "sep": [END, 257], "cls": [BEGIN, 256]}
+ROBERTA = BERT | {"type": "RobertaProcessing", "trim_offsets": True, "add_prefix_space": False}
+ADDED: dict[str, tuple[Any, TextRules]] = {
+    "nothing": (None, TextRules()),
+    "begin, as Llama 3": (template(), TextRules((256,))),
+    "both": (template(end=257), TextRules((256,), (257,))),
+    "end": (template(begin=None, end=257), TextRules((), (257,))),
+    "Bert": (BERT, TextRules((256,), (257,))),
+    "Roberta": (ROBERTA, TextRules((256,), (257,))),
+}
+TEXTS = ["", " ", "the thing", "  in\n\n the   ", "日本 é", "\t<x>"]
+
+
+def ids_of_transformers(folder: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    opened: Any = AutoTokenizer.from_pretrained(folder)
+    return [opened(text).input_ids for text in TEXTS]
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_a_tokenizer_adds_is_read_as_transformers_do(name: str, tmp_path: Path) -> None:
+    processor, rules = ADDED[name]
+    write_tokenizer_json(tmp_path, processor)
+    change_json(tmp_path / "tokenizer_config.json", lambda said: said | {"add_bos_token": name != "both"})
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert rules_of_folder(tmp_path, tokenizer) == rules
+    ours = [[*rules.before, *row.tolist(), *rules.after] for row in tokenizer.encode(TEXTS)]
+    assert ids_of_transformers(tmp_path) == ours
+
+
+@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize("begin", [None, 256])
+def test_an_exported_tokenizer_gives_the_ids_of_training(
+    name: str, begin: int | None, tmp_path: Path
+) -> None:
+    path = write_tokenizer_json(tmp_path, ADDED[name][0])
+    change_json(path, lambda said: said | {"padding": None, "truncation": None})
+    ours, folder = load_tokenizer(str(tmp_path)), tmp_path / "out"
+    folder.mkdir()
+    assert write_tokenizer(ours, folder, 64, begin)
+    before = [] if begin is None else [begin]
+    expected = [[*before, *row.tolist()] for row in ours.encode(TEXTS)]
+    assert ids_of_transformers(folder) == expected
+    assert find_differences(ours, folder, before) == []
+    from transformers import AutoTokenizer
+
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    assert [theirs.decode(row[len(before) :]) for row in expected] == TEXTS
+    assert rules_of_folder(folder, ours) == TextRules(tuple(before))
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "unigram"])
+def test_a_begin_token_goes_out_with_every_kind(kind: str, tmp_path: Path) -> None:
+    from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
+
+    if kind != "byte":
+        model = train_sentencepiece(iter(["the thing in a line " * 40] * 9), 270, kind)
+        (tmp_path / "tokenizer.model").write_bytes(model)
+    ours = load_tokenizer("byte" if kind == "byte" else str(tmp_path / "tokenizer.model"))
+    begin = 256 if kind == "byte" else ours.token_id("<s>")
+    (tmp_path / "out").mkdir()
+    assert begin is not None and write_tokenizer(ours, tmp_path / "out", 64, begin)
+    assert ids_of_transformers(tmp_path / "out") == [[begin, *row.tolist()] for row in ours.encode(TEXTS)]
+
+
+def test_the_check_of_an_export_tells_of_an_added_token_and_of_runs_of_spaces(tmp_path: Path) -> None:
+    write_tokenizer_json(tmp_path, template())
+    ours = load_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (note,) = find_differences(ours, tmp_path)
+    assert note.startswith("tokenizer.json gives other ids than training for 10,000 of 10,000 texts")
+    write_tokenizer_json(tmp_path)
+    squeeze = {"type": "Replace", "pattern": {"String": "   "}, "content": "  "}
+    change_json(tmp_path / "tokenizer.json", lambda said: said | {"normalizer": squeeze})
+    (note,) = find_differences(ours, tmp_path)
+    assert int(note.split("texts (")[1].split(" ")[0].replace(",", "")) > 500, note
+
+
+def test_documents_that_begin_with_a_token_make_it_the_run_s(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("byte")
+    for name, first in (("with", [256]), ("without", [])):
+        rows = [np.array([*first, *b"the thing in a line"], dtype=np.uint16) for _ in range(30)]
+        folder = tmp_path / name
+        _write_ids(folder / "in.parquet", rows)
+        assert (
+            main(["convert", f"--input={folder}/in.parquet", f"--output={folder}/out", "--tokenizer=byte"])
+            == 0
+        )
+        assert begin_token(str(folder / "out"), tokenizer) == (256 if first else None)
+    assert begin_token(str(tmp_path / "nothing"), tokenizer) is None
+
+
+def _write_ids(path: Path, rows: Sequence[Any]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir()
+    pq.write_table(pa.table({"input_ids": [row.tolist() for row in rows]}), path)
+
+
+def test_an_untrained_import_goes_out_with_its_own_files_and_ends_as_the_folder_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "hf", eos_token_id=[257, 5], bos_token_id=256)
+    write_tokenizer_json(folder, template(), dropout=0.5)
+    (folder / "special_tokens_map.json").write_text('{ "bos_token":  "<|begin|>" }')
+    (folder / "chat_template.jinja").write_text("{{ x }}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 7], "temperature": 0.6}')
+    note_once.cache_clear()
+    assert main(["import", f"--path={folder}", f"--output={tmp_path}/run"]) == 0
+    assert "drops merges by chance (dropout 0.5), which is switched off" in capsys.readouterr().err
+    assert main(["export", f"--path={tmp_path}/run", f"--output={tmp_path}/out", "--dtype=fp32"]) == 0
+    assert capsys.readouterr().err == ""
+    for path in folder.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    said = json.loads((tmp_path / "out/config.json").read_text())
+    assert (said["bos_token_id"], said["eos_token_id"]) == (256, [257, 5])
+    for path in (folder, tmp_path / "run", tmp_path / "out"):
+        assert load(str(path), None, "cpu").rules == TextRules((256,), (), (257, 7)), path
+
+
+def test_a_tokenizer_with_dropout_is_the_same_each_time(tmp_path: Path) -> None:
+    write_tokenizer_json(tmp_path, dropout=0.9)
+    tokenizer = load_tokenizer(str(tmp_path))
+    rows = {tuple(tokenizer.encode(["the thing in the"])[0].tolist()) for _ in range(30)}
+    assert len(rows) == 1 and 259 in next(iter(rows))
+
+
+def test_a_tokenizer_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    path = write_tokenizer_json(tmp_path)
+    first = load_tokenizer(str(tmp_path))
+    assert load_tokenizer(str(tmp_path)) is first
+    change_json(path, lambda said: said["model"].update(merges=[["t", "h"]]))
+    assert load_tokenizer(str(tmp_path)).encode(["the"])[0].tolist() == [258, ord("e")]
+    change_json(tmp_path / "tokenizer_config.json", lambda said: said.update(eos_token=BEGIN))
+    assert load_tokenizer(str(tmp_path)).vocabulary.eos_id == 256
+
+
+def test_an_unreadable_tokenizer_model_gives_way_to_a_good_tokenizer_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note_once.cache_clear()
+    write_folder(tmp_path, tokenizer=True)
+    (tmp_path / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert load(str(tmp_path), None, "cpu").tokenizer is not None
+    assert "tokenizer.model) is not a sentencepiece model" in capsys.readouterr().err
+
+
+def test_a_tokenizer_config_that_is_a_list_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_folder(tmp_path, tokenizer=True)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    assert main(["generate", f"--path={tmp_path}", "--prompt=a"]) == 2
+    error = capsys.readouterr().err
+    assert "tokenizer_config.json must hold a table, not a list" in error and error.count("\n") == 1

@@ -1,0 +1,234 @@
+"""Folders of Hugging Face with something wrong in them: read, or refused in one line; no traceback, no hang.
+
+`HOSTILE_CASES=1000 python -m pytest tests/tools/test_hostile_hf.py` takes 1,000 a family in place of 100.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fms_fsdp.data.prompts import encode_prompts
+from fms_fsdp.data.tokenizer import SentencePieceTokenizer
+from fms_fsdp.errors import UserError, is_known_io_error
+from fms_fsdp.generate import Sampling, generate, text_after
+from fms_fsdp.loading import load
+from fms_fsdp.tools.score import read_question, score
+from tests.hf_folders import FAMILIES, template, weights_of, write_folder, write_tokenizer_json
+
+CASES = int(os.environ.get("HOSTILE_CASES", "100"))
+DEEP: Any = json.loads("[" * 900 + "]" * 900)
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, -64, 2.5, 1e-320, 1e300, float("nan"), float("inf"), 10**9, 10**18, 2**63,
+    10**400, "", "false", "x", "64", "\ud800", "\x1b[2J", "../x", [], [1], [-64, 64], ["a", None], {}, {"a": 1},
+    {"rope_type": "linear"}, {"type": "llama3", "factor": 8}, {"content": 3}, DEEP,
+]  # fmt: skip
+NAMES = "rope_scaling rope_theta sliding_window layer_types head_dim rms_norm_eps eos_token_id"
+NAMES += " tie_word_embeddings num_key_value_heads rope_parameters hidden_act quantization_config \ud800 add_bos_token model_type"
+TEMPERATURES = (0, 1e-320, 1e-9, 0.8, 1e30)
+
+
+def files_of(kind: str, folder: Path) -> dict[str, bytes]:
+    """The files of a sound folder: weights as safetensors and, with an index, as .bin."""
+    write_folder(folder, kind, eos_token_id=257)
+    write_tokenizer_json(folder, template(end=257))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 256]}')
+    weights = weights_of(kind)
+    torch.save(weights, folder / "part.bin")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, "part.bin")}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def places(content: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    keys = (
+        content
+        if isinstance(content, dict)
+        else range(min(len(content), 3))
+        if isinstance(content, list)
+        else ()
+    )
+    for key in list(keys)[:60]:
+        yield (*before, key)
+        yield from places(content[key], (*before, key))
+
+
+def changed_json(draw: random.Random, data: bytes) -> bytes:
+    content = json.loads(data)
+    what = draw.random()
+    if what < 0.05:
+        return json.dumps(draw.choice(VALUES)).encode()
+    if what < 0.1:
+        return b"[" * 100_000 + data
+    if what < 0.25:
+        content[draw.choice(NAMES.split())] = draw.choice(VALUES)
+        return json.dumps(content).encode()
+    *way, last = draw.choice(list(places(content)))
+    inner = content
+    for key in way:
+        inner = inner[key]
+    if what < 0.35:
+        del inner[last]
+    elif what < 0.5 and type(inner[last]) in (int, float):
+        inner[last] = inner[last] * draw.choice((-1, 0, 0.5, 2, 3, 1000)) + draw.choice((0, 0, 1))
+    else:
+        inner[last] = draw.choice(VALUES)
+    return json.dumps(content).encode()
+
+
+def changed_bytes(draw: random.Random, data: bytes) -> bytes:
+    data = data or b"x"
+    at = draw.randrange(len(data))
+    if draw.random() < 0.3:
+        return data[:at]
+    return data[:at] + bytes(draw.randrange(256) for _ in range(draw.randint(1, 8))) + data[at + 1 :]
+
+
+def changed_safetensors(draw: random.Random, data: bytes) -> bytes:
+    (length,) = struct.unpack("<Q", data[:8])
+    header, body = data[8 : 8 + length], data[8 + length :]
+    if draw.random() < 0.5:
+        header = changed_json(draw, header)
+    else:
+        body = bytearray(body)
+        at = draw.randrange(len(body) // 4) * 4
+        body[at : at + 4] = struct.pack("<f", draw.choice((float("nan"), float("inf"), 3e38, -1e-44)))
+    return struct.pack("<Q", len(header)) + header + bytes(body)
+
+
+def changed_bin(draw: random.Random, data: bytes) -> bytes:
+    weights = torch.load(io.BytesIO(data))
+    name = draw.choice(list(weights))
+    weight = weights[name]
+    makers: list[Callable[[], Any]] = [
+        lambda: weight.to(torch.complex64), lambda: weight.to_sparse(), lambda: 3, lambda: "x", lambda: None,
+        lambda: weight.long(), lambda: weight.double() * 1e300, lambda: weight.to("meta"), lambda: weight[:1],
+        lambda: weight.to(torch.float8_e4m3fn), lambda: weight.T, lambda: {"a": weight},
+        lambda: torch.nn.Parameter(weight), lambda: torch.tensor(1.0),
+        lambda: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
+    ]  # fmt: skip
+    if draw.random() < 0.8:
+        weights[name] = draw.choice(makers)()
+    else:
+        weights = draw.choice([[weights], {"state_dict": weights}, {3: weight}, weight, None])
+    out = io.BytesIO()
+    torch.save(weights, out, _use_new_zipfile_serialization=draw.random() < 0.5)
+    return out.getvalue()
+
+
+def sentencepiece_model() -> bytes:
+    from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
+
+    lines = ["the thing in a line of words and more words " * 40] * 9
+    return train_sentencepiece(iter(lines), 275, "unigram")
+
+
+def changed_folder(draw: random.Random, files: dict[str, bytes]) -> dict[str, bytes]:
+    files = dict(files)
+    if draw.random() < 0.3:
+        del files["model.safetensors"]
+    for _ in range(draw.choice((1, 1, 2))):
+        name = draw.choice(["config.json", "config.json", *files])
+        if draw.random() < 0.15:
+            files[name] = changed_bytes(draw, files[name])
+        elif draw.random() < 0.05:
+            files[name] = b""
+        else:
+            try:
+                if name.endswith(".json"):
+                    files[name] = changed_json(draw, files[name])
+                elif name.endswith(".bin"):
+                    files[name] = changed_bin(draw, files[name])
+                else:
+                    files[name] = changed_safetensors(draw, files[name])
+            except (
+                ValueError,
+                IndexError,
+                TypeError,
+                RecursionError,
+                RuntimeError,
+                EOFError,
+                AttributeError,
+            ):
+                files[name] = changed_bytes(draw, files[name])  # it was changed before
+    return files
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TimeoutError("a folder takes too long")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def use(folder: Path, draw: random.Random) -> str:
+    """Reads the folder as `generate` and `score` do; returns what the user is told."""
+    try:
+        model, tokenizer, rules = load(str(folder), None, "cpu")
+        if tokenizer is None:
+            return "no tokenizer"
+        prompts = encode_prompts(tokenizer, ["the in", ""], model.config, rules)
+        sampling = Sampling(draw.choice(TEMPERATURES), repetition_penalty=draw.choice((1.0, 1e-320, 2.0)))
+        drawn = list(generate(model, prompts.ids, sampling, max_new_tokens=3, end_tokens=prompts.ends))
+        text_after(tokenizer, prompts.ids[0], [token for (token, _) in drawn if token is not None])
+        asked = {"prompt": draw.choice(("the ", "", "\ud800")), "choices": [" in", "the"], "answer": 0}
+        score(model, tokenizer, read_question(json.dumps(asked), "q:1"), rules.before)
+    except (UserError, OSError) as error:
+        assert isinstance(error, UserError) or is_known_io_error(error), repr(error)
+        assert "\n" not in str(error) and len(str(error)) < 2000, error
+        return str(error)
+    return ""
+
+
+def test_a_damaged_sentencepiece_model_is_read_or_refused_in_one_line() -> None:
+    sound = sentencepiece_model()
+    for number in range(CASES):
+        draw, data = random.Random(number), sound
+        for _ in range(draw.choice((1, 1, 4))):
+            data = changed_bytes(draw, data)
+        try:
+            tokenizer = SentencePieceTokenizer(data, "x")
+            tokenizer.decode(tokenizer.encode(["the thing", "", " 日本"])[0].tolist())
+            tokenizer.token_bytes()
+        except UserError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of quantized and sparse tensors that the test makes
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_hostile_folder_is_read_or_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+    sound = files_of(kind, tmp_path / "sound")
+    assert use(tmp_path / "sound", random.Random(1)) == ""
+    folder, told = tmp_path / "hf", set[str]()
+    for number in range(CASES):
+        draw = random.Random(f"{kind} {number}")
+        files = changed_folder(draw, sound)
+        folder.mkdir(exist_ok=True)
+        for path in folder.iterdir():
+            path.unlink()
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        with within(20):
+            try:
+                told.add(use(folder, draw))
+            except BaseException as error:
+                changed = [name for name in sound if files.get(name) != sound[name]]
+                raise AssertionError(f"case {number} of {kind}, {changed}: {error!r}") from error
+    assert len(told) > CASES // 4
