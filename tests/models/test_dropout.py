@@ -68,7 +68,7 @@ def test_a_row_has_its_mask_whoever_holds_it() -> None:
 def gradients(config: LlamaConfig, how: str = "", rows: slice = slice(None)) -> tuple[torch.Tensor, ...]:
     model = build(config)
     if "recompute" in how:
-        apply_recomputation(model, ParallelConfig(recompute="blocks"))
+        apply_recomputation(model, ParallelConfig(recompute="blocks"), compiled="compile" in how)
     if "compile" in how:
         for block in model.blocks.values():
             block.compile(fullgraph=True, dynamic=False, backend="aot_eager")

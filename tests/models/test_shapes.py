@@ -149,7 +149,7 @@ def test_recomputing_compiled_blocks_give_the_same_gradients_and_bf16_close_ones
         if how.get("bf16"):
             apply_precision(model, BF16)
         if how.get("recompute"):
-            apply_recomputation(model, ParallelConfig(recompute="blocks"))
+            apply_recomputation(model, ParallelConfig(recompute="blocks"), compiled=bool(how.get("compile")))
         if how.get("compile"):
             for block in model.blocks.values():
                 block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
