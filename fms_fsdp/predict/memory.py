@@ -163,8 +163,8 @@ def activation_bytes(
     """About what the forward pass of a micro-step of so many tokens keeps for the backward pass, where blocks
     are compiled; without the compiler norms and casts keep up to half as much again.
 
-    A block keeps per token its input, queries, keys, values, attention's output, what the feed-forward adds to
-    and what its first products give; where nothing is recomputed also both norms and what the last product
+    A block keeps per token its input, queries, keys, values, attention's output, what the feed-forward adds
+    to and what its first products give; where nothing is recomputed also both norms and what the last product
     takes in; under dropout of attention the weights too, in fp32 before it and after. The result of the last
     product is never needed.
     """
