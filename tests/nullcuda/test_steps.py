@@ -1,0 +1,129 @@
+"""Steps on a CUDA device that only counts: what is sent, kept and waited for, and that everything starts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from fms_fsdp.config import ParallelConfig, PrecisionConfig
+from fms_fsdp.mesh import resolve_dims
+from fms_fsdp.models.flops import flops_per_token, num_params_by_unit
+from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.predict.communication import bytes_sent
+from fms_fsdp.predict.memory import activation_bytes
+from fms_fsdp.runtime import World
+from tests.cli import ROOT
+from tests.nullcuda.conftest import Device, found
+
+pytestmark = pytest.mark.slow
+STEPS = ROOT / "tests" / "nullcuda" / "steps.py"
+SMALL = LlamaConfig(2, 256, 512, 4, 2, 512, max_seq_len=128)
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": dict(precision="bf16"),
+    "fp32": dict(precision="fp32"),
+    "fp16": dict(precision="fp16"),
+    "bf16_pure": dict(precision="bf16_pure"),
+    "bf16 moments": dict(precision="bf16", optimizer_state_dtype="bf16"),
+    "float8": dict(precision="float8"),
+    "float8 by tensor": dict(precision="float8", float8_scaling="tensor"),
+}
+RECOMPUTATIONS = ("none", "cheap", "ops", "blocks")
+LAYOUTS = [
+    ("none", 1),
+    ("fsdp", 1),
+    ("ddp", 1),
+    ("fsdp", 2),
+    ("hsdp", 4),
+    ("ddp", 2),
+    ("zero1", 2),
+    ("zero2", 2),
+]
+
+
+def case(strategy: str, world: int, recompute: str, precision: dict[str, Any], **more: Any) -> dict[str, Any]:
+    flags: dict[str, Any] = {"sharding_strategy": strategy, "recompute": recompute}
+    flags |= {"hsdp_shard_size": 2} if strategy == "hsdp" else {}
+    return {"flags": flags, "precision": precision, "world": world, **more}
+
+
+def sent(config: LlamaConfig, row: dict[str, Any]) -> dict[str, int]:
+    """Bytes that the rank sent in the last step, by axis, from what was counted."""
+    by_axis = {"dp_shard": 0.0, "dp_replicate": 0.0}
+    replicas = 2 if row["flags"]["sharding_strategy"] == "hsdp" else row["world"]
+    for name, (_, size) in row["messages"].items():
+        group = int(name.split(" world")[1])
+        if "AllReduce" in name:
+            by_axis["dp_replicate"] += 2 * size * (replicas - 1) / replicas
+        elif group > 1:
+            by_axis["dp_shard"] += size * (group - 1) / group
+    return {axis: round(size) for axis, size in by_axis.items() if size}
+
+
+def predicted(config: LlamaConfig, row: dict[str, Any]) -> dict[str, int]:
+    world, section = row["world"], ParallelConfig(**row["flags"])
+    precision = PrecisionConfig(**row["precision"])
+    dims = resolve_dims(section, "", World(0, 0, world, min(world, 8)))
+    return bytes_sent(config, dims, precision.resolve(precision.named or "bf16"), 1)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_every_setting_takes_steps_waits_for_nothing_and_sends_what_is_predicted(
+    device: Device, name: str
+) -> None:
+    cases = [
+        case(strategy, world, recompute, PRECISIONS[name])
+        for (strategy, world), recompute in itertools.product(LAYOUTS, RECOMPUTATIONS)
+    ]
+    rows = found(device(STEPS, json.dumps(cases), timeout=3600))
+    assert len(rows) == len(cases)
+    for row in rows:
+        about = {key: row[key] for key in ("flags", "precision", "world")}
+        assert (row["waits"], row["unimplemented"]) == ({}, 0), about
+        assert sent(SMALL, row) == pytest.approx(predicted(SMALL, row), rel=1e-4), about
+    kept = {
+        (row["flags"]["sharding_strategy"], row["world"], row["flags"]["recompute"]): row["kept"]
+        for row in rows
+    }
+    for strategy, world in LAYOUTS:
+        none, cheap, ops, blocks = (kept[strategy, world, each] for each in RECOMPUTATIONS)
+        assert blocks < ops < none and blocks < cheap < none, (strategy, world)
+
+
+EIGHT = VARIANTS["llama3_8b"]
+BF16 = dict(precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "rows", "recompute", "precision"),
+    [
+        ("none", 1, 3, "cheap", BF16),
+        ("none", 1, 8, "blocks", BF16),
+        ("fsdp", 8, 4, "cheap", BF16),
+        ("none", 1, 3, "cheap", dict(precision="float8")),
+    ],
+)
+def test_a_step_of_8b_sends_keeps_and_multiplies_what_estimate_says(
+    device: Device, strategy: str, world: int, rows: int, recompute: str, precision: dict[str, Any]
+) -> None:
+    length = 4096
+    more = dict(variant="llama3_8b", rows=rows, seq_length=length)
+    name = "NVIDIA H200" if world == 1 else "NVIDIA H100 80GB HBM3"
+    cases = json.dumps([case(strategy, world, recompute, precision, **more)])
+    (row,) = found(device(STEPS, cases, name=name, timeout=1800))
+    assert (row["waits"], row["unimplemented"]) == ({}, 0)
+    assert sent(EIGHT, row) == pytest.approx(predicted(EIGHT, row), rel=1e-4)
+    section, flags = ParallelConfig(recompute=recompute), PrecisionConfig(**precision)
+    numbers = flags.resolve(flags.named or "bf16")
+    kept = activation_bytes(EIGHT, rows * length, length, numbers, section)
+    assert row["kept"] == pytest.approx(kept, rel=0.02)
+    if (
+        recompute == "cheap"
+    ):  # no product is repeated; attention is no product of cuBLAS, a lookup none at all
+        attention = 12 * EIGHT.num_layers * EIGHT.num_attention_heads * EIGHT.head_dim * length
+        lookup = 6 * num_params_by_unit(EIGHT)["embed"]
+        products = flops_per_token(EIGHT, length) - attention - lookup
+        assert row["products"] == pytest.approx(rows * length * products, rel=1e-4)
+    print(json.dumps(row))  # what docs/performance.md records
