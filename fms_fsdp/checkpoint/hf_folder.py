@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -30,7 +29,6 @@ from fms_fsdp.models.init import clean_name, local_part
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.predict.memory import available_memory
-from fms_fsdp.runtime import log
 from fms_fsdp.typed_json import quoted
 
 _IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".masked_bias")
@@ -189,13 +187,12 @@ def _mean_row(part: torch.Tensor) -> torch.Tensor:
     return total / len(part)
 
 
-@cache  # the note is for once
 def hf_tokenizer(path: Path, name: str) -> UsedTokenizer:
     """The tokenizer that the weights of the folder were trained with, as far as it can be read here."""
-    with suppress(ValueError):
+    with suppress(UserError):
         if (found := find_hf_tokenizer(path)) is not None:
             return UsedTokenizer(name, found.vocabulary.digest, lambda: found)
-    log.info("note: no tokenizer in %s can be read here: whether the data have the same is not checked", path)
+    note_once(f"no tokenizer in {path} can be read here: whether the data have the same is not checked")
     return UsedTokenizer(name, "", lambda: None)
 
 

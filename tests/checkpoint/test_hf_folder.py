@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import fms_fsdp
+from fms_fsdp.__main__ import main
 from fms_fsdp.errors import UserError, note_once
+from fms_fsdp.tools.export.safetensors import write_tensors
 from tests.hf_folders import FAMILIES, model_of, weights_of, write_folder, write_weights
 
 
@@ -96,7 +98,9 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_weight_that_is_not_finite_is_named(value: float, tmp_path: Path) -> None:
+def test_a_weight_that_is_not_finite_is_named(
+    value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for kind, name in (
         ("llama", "model.layers.1.mlp.up_proj.weight"),
         ("gpt2", "transformer.h.0.attn.c_attn.bias"),
@@ -107,6 +111,12 @@ def test_a_weight_that_is_not_finite_is_named(value: float, tmp_path: Path) -> N
         write_weights(tmp_path / kind, weights)
         with pytest.raises(UserError, match=f"weight {name} holds values that are not finite"):
             fms_fsdp.load_model(str(tmp_path / kind))
+        assert main(["import", f"--path={tmp_path}/{kind}", f"--output={tmp_path}/run"]) == 2
+        assert f"weight {name} holds values that are not finite" in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+        with pytest.raises(UserError, match=f"weight {name} holds values .* choose another checkpoint"):
+            shapes = {each: weight.shape for each, weight in weights.items()}
+            list(write_tensors(tmp_path, shapes, torch.float32, 10**9, weights.__getitem__))
 
 
 @pytest.mark.parametrize(
@@ -140,8 +150,6 @@ def test_many_layers_and_positions_end_in_a_line_at_once(tmp_path: Path) -> None
 
 
 def test_a_path_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fms_fsdp.__main__ import main
-
     monkeypatch.setenv("HOME", str(tmp_path))
     write_folder(tmp_path / "hf")
     assert main(["import", "--path=~/hf", "--output=~/run"]) == 0
@@ -153,8 +161,6 @@ def test_a_path_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_export_in_fp16_refuses_what_becomes_infinite(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fms_fsdp.__main__ import main
-
     weights = {name: weight.clone() for name, weight in weights_of("llama").items()}
     weights["model.layers.0.mlp.down_proj.weight"][0, 0] = 7e4
     write_folder(tmp_path / "hf")

@@ -31,11 +31,12 @@ CASES = int(os.environ.get("HOSTILE_CASES", "100"))
 DEEP: Any = json.loads("[" * 900 + "]" * 900)
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, -64, 2.5, 1e-320, 1e300, float("nan"), float("inf"), 10**9, 10**18, 2**63,
-    10**400, "", "false", "x", "64", "\ud800", "\x1b[2J", "../x", [], [1], [-64, 64], ["a", None], {}, {"a": 1},
-    {"rope_type": "linear"}, {"type": "llama3", "factor": 8}, {"content": 3}, DEEP,
+    10**400, "", "false", "x", "64", "\ud800", "\x1b[2J", "../x", [], [1], [-64, 64], ["a", None], {},
+    {"a": 1}, {"rope_type": "linear"}, {"type": "llama3", "factor": 8}, {"content": 3}, DEEP,
 ]  # fmt: skip
 NAMES = "rope_scaling rope_theta sliding_window layer_types head_dim rms_norm_eps eos_token_id"
-NAMES += " tie_word_embeddings num_key_value_heads rope_parameters hidden_act quantization_config \ud800 add_bos_token model_type"
+NAMES += " tie_word_embeddings num_key_value_heads rope_parameters hidden_act quantization_config"
+NAMES += " add_bos_token model_type \ud800"
 TEMPERATURES = (0, 1e-320, 1e-9, 0.8, 1e30)
 
 
