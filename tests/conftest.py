@@ -7,6 +7,7 @@ those in tests/gpu give their processes the first of the GPUs back.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+
+from fms_fsdp.errors import note_once
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # kept under another name for tests/gpu, and for test processes of this one
@@ -62,6 +65,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def notes_are_told() -> Iterator[None]:
+    """A test that sets up the log of a run, or is told a note, takes it from no other."""
+    log = logging.getLogger("fms_fsdp")
+    before = log.handlers[:]
+    yield
+    log.handlers[:] = before
+    note_once.cache_clear()
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from fms_fsdp.config.precision import Precision
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.parallel.precision import product_in
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SMALLEST = 1e-30  # of what a scale stands for: a row of zeros gets a finite one
@@ -104,7 +105,7 @@ class _Float8Product(torch.autograd.Function):
             dx_NI = _product(grad_NO, weight_OI.to(x.dtype).t(), dtype, ctx.by_row, fast=ctx.by_row)
             dx = dx_NI.view(x.shape)
         if ctx.needs_input_grad[1]:
-            dweight = (grad_NO.t() @ x.flatten(0, -2)).to(weight_OI.dtype)
+            dweight = product_in(weight_OI.dtype, grad_NO.t(), x.flatten(0, -2))
         return dx, dweight, None
 
 

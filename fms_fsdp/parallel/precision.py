@@ -86,8 +86,16 @@ class _CastProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad
         dx = grad @ weight.T.to(x.dtype).T if need_x else None
-        dweight = grad.flatten(0, -2).T @ x.flatten(0, -2) if need_weight else None
-        return dx, None if dweight is None else dweight.to(weight.dtype)
+        dweight = product_in(weight.dtype, grad.flatten(0, -2).T, x.flatten(0, -2)) if need_weight else None
+        return dx, dweight
+
+
+def product_in(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product in another dtype than that of its factors; a GPU of NVIDIA writes it so at once, neither
+    rounded nor cast."""
+    if left.is_cuda and torch.version.cuda and left.dtype != dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
 
 
 class _CastLinear(nn.Linear):

@@ -13,6 +13,8 @@ import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision, parse_selective_checkpointing
@@ -24,7 +26,7 @@ from fms_fsdp.parallel.activation import select_blocks
 from fms_fsdp.parallel.compile import check_compile, compiles
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.parallel.precision import fsdp_policy
+from fms_fsdp.parallel.precision import fsdp_policy, product_in
 from fms_fsdp.predict.memory import activation_bytes
 
 CPU = torch.device("cpu")
@@ -251,3 +253,26 @@ def test_an_attention_backend_the_device_lacks_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"--attn_impl \(efficient\) .* auto, flash, math"):
         build(replace(CONFIG, attn_impl="efficient"))
+
+
+@pytest.mark.parametrize(("device", "casts"), [("cuda", 0), ("cpu", 1)])
+def test_the_gradient_of_a_weight_comes_in_fp32_from_a_gpu_s_product(
+    device: str, casts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was rounded to bf16 and cast, 224 times in a step of 8B. The device is one of shapes alone."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    seen = list[str]()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func.overloadpacket.__name__ != "device":
+                seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Seen():
+        left, right = (torch.empty(8, 8, device=device, dtype=torch.bfloat16) for _ in range(2))
+        seen.clear()
+        assert product_in(torch.float32, left, right).dtype == torch.float32
+        assert seen == ["mm"] + casts * ["_to_copy"]
+        seen.clear()
+        assert product_in(torch.bfloat16, left, right).dtype == torch.bfloat16 and seen == ["mm"]
