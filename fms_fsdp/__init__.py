@@ -26,7 +26,7 @@ def load_model(
         logits = model(tokens)
 
     Raises:
-        ValueError: no complete checkpoint is there, or a damaged one; or a folder of Hugging Face that is not
+        UserError: no complete checkpoint is there, or a damaged one; or a folder of Hugging Face that is not
             whole, or of a model that there is not here.
     """
     from fms_fsdp.loading import load  # torch: not for those who only read flags

@@ -4,7 +4,7 @@
     --config=a.toml,b.json (later wins) ─────────────────┴─ merge (flags win) ── coerce ── dataclass
 
 `-` and `_` are equal in names. An unknown name, a value that does not fit its flag, a stray argument and a
-flag given twice with two values are `ValueError`s of one line. Works for `TrainConfig` (sections) and for any
+flag given twice with two values are `UserError`s of one line. Works for `TrainConfig` (sections) and for any
 flat dataclass whose fields `config.flag` declares.
 """
 
@@ -57,7 +57,7 @@ def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = T
     """The config of `argv`, which is without the program's name. `--help` prints all flags and exits with 0.
 
     Raises:
-        ValueError: an unknown flag, a value that does not fit, a stray argument, an unreadable overlay.
+        UserError: an unknown flag, a value that does not fit, a stray argument, an unreadable overlay.
     """
     try:
         return _parse(config_type, argv, usage)

@@ -83,7 +83,7 @@ def resolve_dims(section: ParallelConfig, variant: str, world: World) -> Paralle
     """The axes of a run. Default strategy: none on one device, hsdp for 7b and 13b, else fsdp.
 
     Raises:
-        ValueError: an unknown strategy, `none` on several processes, or a shard size that does not divide
+        UserError: an unknown strategy, `none` on several processes, or a shard size that does not divide
             the world size.
     """
     world_size = world.world_size

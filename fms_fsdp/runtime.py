@@ -74,7 +74,7 @@ def pick_device(world: World) -> torch.device:
     """This rank's GPU, or the CPU where the machine has none.
 
     Raises:
-        ValueError: the node has GPUs, but fewer than ranks.
+        UserError: the node has GPUs, but fewer than ranks.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -100,7 +100,7 @@ def resolve_precision(section: PrecisionConfig, device: torch.device, keep_name:
     """As asked, else bf16 wherever the hardware computes it natively; logs what was chosen and why.
 
     Raises:
-        ValueError: a GPU without bf16, unless fp32 or fp16 was asked for.
+        UserError: a GPU without bf16, unless fp32 or fp16 was asked for.
     """
     wanted = section.named
     if device.type == "cuda":

@@ -20,7 +20,7 @@ def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
     """Returns a name from the file `told_by`, if it leads below a folder. `folders`: it may hold "/".
 
     Raises:
-        ValueError: it does not; the line names `told_by`.
+        UserError: it does not; the line names `told_by`.
     """
     if not isinstance(name, str) or not name:
         rule = "must be a text that is not empty"

@@ -238,7 +238,7 @@ def _explained(failure: CheckpointException, folder: Path) -> BaseException:
 
 
 def _raise_alike(found: list[ValueError | OSError], folder: Path, mesh: Mesh) -> None:
-    """Raises what any rank has found, on every rank (collective: every rank). A ValueError is damage, an
+    """Raises what any rank has found, on every rank (collective: every rank). A UserError is damage, an
     OSError a file that cannot be read."""
     everyone = [error for errors in mesh.gather(found) for error in errors]
     if damage := [str(error) for error in everyone if isinstance(error, ValueError)]:

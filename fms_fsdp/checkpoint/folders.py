@@ -136,7 +136,7 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
     """{name: (bytes, checksum)} of files.json.
 
     Raises:
-        ValueError: it is missing or not, to the last byte, what was written, or names what is no bare file
+        UserError: it is missing or not, to the last byte, what was written, or names what is no bare file
             name.
         OSError: it cannot be read.
     """
@@ -180,7 +180,7 @@ def open_file(path: Path) -> FileIO:
     """Opens a regular file for reading; never waits for a FIFO or a device. Links are followed.
 
     Raises:
-        ValueError: it is missing or no regular file.
+        UserError: it is missing or no regular file.
         OSError: it cannot be read; the error names it.
     """
     try:
@@ -192,7 +192,7 @@ def open_file(path: Path) -> FileIO:
 
 
 def _read_json(path: Path) -> tuple[str, Any]:
-    """Text and content of a file. Raises: ValueError, OSError as `open_file`; ValueError: it is no JSON."""
+    """Text and content of a file. Raises: UserError, OSError as `open_file`; UserError: it is no JSON."""
     with open_file(path) as file:
         raw = file.read(_LARGEST_JSON)
     try:
@@ -311,7 +311,7 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
     `skip`: folders known to be damaged.
 
     Raises:
-        ValueError: there are checkpoints, but none that can be used.
+        UserError: there are checkpoints, but none that can be used.
         OSError: one that would be used cannot be read.
     """
     if _STEP.fullmatch(path.name) and (step is not None or path.is_dir()):

@@ -138,7 +138,7 @@ def load_weights(path: Path, model: Llama, mesh: Mesh) -> None:
     """Fills the model with the weights of a folder, each rank its part (collective: every rank).
 
     Raises:
-        ValueError: some rank cannot read the folder; alike on every rank.
+        UserError: some rank cannot read the folder; alike on every rank.
     """
     problem = ""
     try:

@@ -46,7 +46,7 @@ class SaveSchedule:
 
 
 def check_keep_best(keep_best: int, schedule: SaveSchedule, eval_interval: int) -> None:
-    """Raises ValueError if no checkpoint but the last would have a validation loss to be ranked by."""
+    """Raises UserError if no checkpoint but the last would have a validation loss to be ranked by."""
     if keep_best and not schedule.meets(eval_interval):
         raise UserError(
             f"--keep_best ({keep_best}) ranks checkpoints whose step is evaluated, and none is before the "
@@ -58,7 +58,7 @@ def parse_schedule(text: str, interval: int) -> SaveSchedule:
     """The schedule of `--checkpoint_schedule`, or of `--checkpoint_interval` where it is empty (0: none).
 
     Raises:
-        ValueError: the text does not parse.
+        UserError: the text does not parse.
     """
     if not text:
         return SaveSchedule(((0, None, interval),) if interval else ())

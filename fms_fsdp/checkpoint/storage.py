@@ -184,7 +184,7 @@ class CheckpointReader(FileSystemReader):
     `prefix`: of another program's checkpoint, which has no files.json, only tensors of such names are seen.
 
     Raises:
-        ValueError: there is no such `.metadata`.
+        UserError: there is no such `.metadata`.
         OSError: it cannot be read.
     """
 

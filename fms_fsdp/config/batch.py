@@ -43,7 +43,7 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
     """The three batch sizes from two of them; with fewer, batch_size is 2 and grad_accum_steps is 1.
 
     Raises:
-        ValueError: the three contradict one another, or the global batch does not divide over the ranks.
+        UserError: the three contradict one another, or the global batch does not divide over the ranks.
     """
     rows, accum, total = section.batch_size, section.grad_accum_steps, section.global_batch_size
     if total is None:
@@ -96,7 +96,7 @@ def _check_factors(section: TrainingConfig, total: int, dp_size: int) -> None:
 
 
 def check_rampup(rampup: tuple[int, ...], end: int) -> None:
-    """Raises ValueError unless start, increment and samples of a ramp lead to a batch of `end` rows."""
+    """Raises UserError unless start, increment and samples of a ramp lead to a batch of `end` rows."""
     if not rampup:
         return
     if len(rampup) != 3:
@@ -116,7 +116,7 @@ def _with_ramp(section: TrainingConfig, batch: BatchPlan) -> BatchPlan:
     """`batch` with the ramp that leads to it.
 
     Raises:
-        ValueError: one of the ramp's batches does not divide over the ranks.
+        UserError: one of the ramp's batches does not divide over the ranks.
     """
     if not section.rampup_batch_size:
         return batch
@@ -151,7 +151,7 @@ def keep_global_batch(
     number of rows in a micro-step.
 
     Raises:
-        ValueError: `total` does not divide over the ranks, or the flags give another product.
+        UserError: `total` does not divide over the ranks, or the flags give another product.
     """
     rows, accum = section.batch_size, section.grad_accum_steps
     if section.global_batch_size is not None:

@@ -96,7 +96,7 @@ def _rows_of_precision(section: PrecisionConfig) -> Iterator[tuple[bool, str, st
 
 
 def refuse_idle_flags(config: TrainConfig, origins: Mapping[str, str]) -> None:
-    """Raises ValueError for a typed flag that other typed flags or defaults leave without effect."""
+    """Raises UserError for a typed flag that other typed flags or defaults leave without effect."""
     changed = non_defaults(config)
     for idle in without_effect(config, config.parallel.sharding_strategy):
         is_typed = all(origins.get(name, "flag") == "flag" for name in (idle.name, *idle.because))

@@ -148,7 +148,7 @@ class PrecisionConfig:
 
 
 def check_rounding(precision: Precision, section: OptimConfig) -> None:
-    """Raises ValueError for an optimizer that cannot keep weights or moments in bf16 so that they move."""
+    """Raises UserError for an optimizer that cannot keep weights or moments in bf16 so that they move."""
     if not precision.is_rounded:
         return
     kept = "where weights or moments are kept in bf16 (--precision, --param_dtype, --optimizer_state_dtype)"

@@ -21,7 +21,7 @@ def parse_span(flag: str, text: str) -> RunSpan:
     """The span in `2000`, `0.05`, `216320samples` or `10Btokens`; a number below 1 with a point is a share.
 
     Raises:
-        ValueError: none of these.
+        UserError: none of these.
     """
     match = re.fullmatch(r"(.*?) ?(steps|samples|tokens|)", text.strip().lower())
     number, unit = (match[1], match[2]) if match else ("", "")

@@ -16,7 +16,7 @@ def parse_selective_checkpointing(text: str) -> Fraction:
     """The share of blocks to checkpoint, in (0, 1]: from `1`, `1/2`, `0.33` or `every:k` (every k-th block).
 
     Raises:
-        ValueError: not such a share. In fms-fsdp an integer k above 1 meant "every k-th"; the error says how
+        UserError: not such a share. In fms-fsdp an integer k above 1 meant "every k-th"; the error says how
             to write that.
     """
     above, _, below = (f"1/{text[6:]}" if text.startswith("every:") else text).partition("/")
@@ -269,7 +269,7 @@ class TrainingConfig:
         """The source of `num_epochs` ("" for all) and how often it is gone through; None if not given.
 
         Raises:
-            ValueError: it is neither a number above 0 nor such a number behind the name of a source.
+            UserError: it is neither a number above 0 nor such a number behind the name of a source.
         """
         source, _, text = self.num_epochs.rpartition(":")
         number = exact_number(text)

@@ -64,7 +64,7 @@ def plain(value: float, digits: int = 3) -> str:
 
 
 def check_alone(given: Mapping[str, Any], rule: str) -> None:
-    """Raises ValueError, which ends with `rule`, where more than one of these flags has a value."""
+    """Raises UserError, which ends with `rule`, where more than one of these flags has a value."""
     first, *others = [name for name, value in given.items() if value] or [""]
     if others:
         raise UserError(f"--{others[0]} ({given[others[0]]}) must not be given beside --{first}{rule}")
@@ -74,7 +74,7 @@ def coerce(row: Flag, value: Any) -> Any:
     """`value` as the declared type of the flag.
 
     Raises:
-        ValueError: it does not fit the type, the choices, the range or the form.
+        UserError: it does not fit the type, the choices, the range or the form.
     """
     word = value.lower() if isinstance(value, str) else value
     if row.is_optional and word in ("", "none", "null", None) and word not in row.choices:
@@ -145,7 +145,7 @@ def _is_control(character: str) -> bool:
 
 
 def _check_form(form: str, text: str, quoted: str) -> None:
-    """Raises ValueError for a text that no file system can hold, or that leads out of its folder."""
+    """Raises UserError for a text that no file system can hold, or that leads out of its folder."""
     parts = text.split("/")
     if form == "folder name":
         if len(parts) > 1 or text in (".", "..") or len(text) > 200:

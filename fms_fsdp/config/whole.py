@@ -148,7 +148,7 @@ def from_dict(content: Mapping[str, Any]) -> TrainConfig:
     A flag that is missing has its default. What is no flag is left out: an earlier release may have had it.
 
     Raises:
-        ValueError: a value does not fit its flag.
+        UserError: a value does not fit its flag.
     """
     found: dict[str, Any] = {}
     for name, row in flag_table(TrainConfig).items():

@@ -53,7 +53,7 @@ def check_batch(batch: Batch, vocab_size: int, step: int, first_row: int) -> Non
 def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[int, int]:
     """Returns the rows [start, stop) of the global batch that belong to a rank.
 
-    Raises: ValueError, naming the numbers of ranks that divide the batch.
+    Raises: UserError, naming the numbers of ranks that divide the batch.
     """
     check_divides(global_batch_size, dp_size)
     num_rows = global_batch_size // dp_size

@@ -65,7 +65,7 @@ def of_tiktoken(data: bytes, name: str) -> str:
     """The tokenizer.json of such a file.
 
     Raises:
-        ValueError: it is damaged, or none of the published ones.
+        UserError: it is damaged, or none of the published ones.
     """
     found = [_token_and_rank(line) for line in data.splitlines() if line]
     ranks = dict(pair for pair in found if pair is not None) if None not in found else {}

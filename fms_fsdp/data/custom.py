@@ -47,7 +47,7 @@ def load_builder(section: DataConfig) -> Callable[..., Stream]:
     pin_memory=…, **data_kwargs)`. What it builds must have the methods in `REQUIRED`, with the meaning that
     `stream.Stream` gives them, and may have the others.
 
-    Raises: ValueError if there is no such module or function, or (when called) if the stream lacks a method.
+    Raises: UserError if there is no such module or function, or (when called) if the stream lacks a method.
     """
     name = section.dataset_builder
     build = load_function("--dataset_builder", name)

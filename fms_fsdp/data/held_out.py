@@ -75,7 +75,7 @@ def scan_held_out(
     """Returns the held-out corpora that the flags name, () if nothing is to be evaluated: for one rank, which
     sends them to the others. `used`: the tokenizer of the model, where it is not that of `trained`.
 
-    Raises: ValueError, FileNotFoundError if there are none, or they are trained on, or of another tokenizer
+    Raises: UserError if there are none, or they are trained on, or of another tokenizer
     or a larger vocabulary.
     """
     if trained is not None:

@@ -54,7 +54,7 @@ def check_same_tokenizer(one: UsedTokenizer, other: UsedTokenizer, remedy: str) 
     differ, a page of text is compared, if both can be opened.
 
     Raises:
-        ValueError: they are two tokenizers.
+        UserError: they are two tokenizers.
     """
     if not one.digest or not other.digest or one.digest == other.digest:
         return
@@ -71,7 +71,7 @@ def check_same_tokenizer(one: UsedTokenizer, other: UsedTokenizer, remedy: str) 
 def find_tokenizer(root: str) -> Tokenizer | None:
     """Returns the tokenizer that `prepare` left in a folder of shards, None if there is none.
 
-    Raises: ValueError for a description that cannot be trusted.
+    Raises: UserError for a description that cannot be trusted.
     """
     try:
         files = open_root(root)
@@ -96,7 +96,7 @@ def find_tokenizer(root: str) -> Tokenizer | None:
 
 
 def _read_whole(files: Files, path: str) -> bytes:
-    """Returns the content of a small file. Raises: OSError, ValueError."""
+    """Returns the content of a small file. Raises: UserError, OSError."""
     size = files.size(path)
     if size > _LARGEST_FILE:
         raise UserError(f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore or remove it")

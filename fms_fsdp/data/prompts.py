@@ -85,7 +85,7 @@ def scan_prompts(section: EvalConfig, data: DataConfig, model: ModelSize) -> Pro
     there are to be none.
 
     Raises:
-        ValueError: no tokenizer is beside the data, or a prompt is too long.
+        UserError: no tokenizer is beside the data, or a prompt is too long.
         OSError: the file of prompts cannot be read.
     """
     if not section.sample_interval:

@@ -184,7 +184,7 @@ class CorpusRows:
         return sum(count for masked, count in self._masked.items() if masked <= step)
 
     def reader(self, name: str) -> SourceReader:
-        """Returns what reads a source. Raises: ValueError if it is not among those opened."""
+        """Returns what reads a source. Raises: UserError if it is not among those opened."""
         if name not in self._readers:
             raise UserError(
                 f"source ({name}) of this step is not among the sources opened; add it to --datasets"
@@ -209,7 +209,7 @@ class CorpusRows:
         """Continues after `step`, with the flags of this run from step + 1 on; returns what they change, in
         words.
 
-        Raises: ValueError if the state is damaged, of another corpus, seed, packing or separator, or of a row
+        Raises: UserError if the state is damaged, of another corpus, seed, packing or separator, or of a row
         length that does not fit.
         """
         self._check_same(state, step)
@@ -246,7 +246,7 @@ class CorpusRows:
         with "" for it, the rows of all sources together, in the shares of the mixture. And the epochs of each
         by then, in words.
 
-        Raises: ValueError if the mixture has no such source.
+        Raises: UserError if the mixture has no such source.
         """
         history, order = self.order.history, self.order
         if source and source not in self._quotas:

@@ -41,7 +41,7 @@ class Stream(Protocol):
         consumed."""
 
     def next_batch(self) -> Batch:
-        """Returns the rows of the next step and counts it as consumed. Raises: ValueError for bad data, at
+        """Returns the rows of the next step and counts it as consumed. Raises: UserError for bad data, at
         its step."""
 
     def batch_at(self, step: int) -> Batch | None:
@@ -64,7 +64,7 @@ class Stream(Protocol):
         """Continues after `step` with the flags of this run; returns what they change, a line each, to be
         logged.
 
-        Raises: ValueError, FileNotFoundError if the state is of other data.
+        Raises: UserError if the state is of other data.
         """
 
     def begin_after(self, step: int) -> None:
@@ -96,7 +96,7 @@ class TokenStream:
         """Returns the rows of step `step` + 1 and counts it as consumed; errors of the thread appear here, at
         their step.
 
-        Raises: ShardError naming file, document and step; ValueError at the end that --max_epochs sets.
+        Raises: ShardError naming file, document and step; UserError at the end that --max_epochs sets.
         """
         if self.last_step is not None and self.step >= self.last_step:
             raise UserError(
@@ -182,7 +182,7 @@ def build_stream(
 
     `rampup`: start, increment and samples of a ramp to `global_batch_size`.
 
-    Raises: ValueError if the batch cannot be shared out or is larger than the corpus, or for weights too
+    Raises: UserError if the batch cannot be shared out or is larger than the corpus, or for weights too
     small.
     """
     rows_of_rank(global_batch_size, dp_rank, dp_size)

@@ -96,7 +96,7 @@ class SyntheticRows:
         }
 
     def load(self, state: dict[str, Any], step: int) -> list[str]:
-        """Continues from `step`; returns what changed. Raises: ValueError for a state of other data."""
+        """Continues from `step`; returns what changed. Raises: UserError for a state of other data."""
         check_same(state, self.state(), ("synthetic", "--seed"), "the same data flags")
         segments = [
             Segment(after, batch, _QUOTAS, length, rampup_of(state, after))

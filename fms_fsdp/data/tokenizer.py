@@ -60,7 +60,7 @@ class Vocabulary:
 def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
     """Returns what the file meta/tokenizer.json says: the vocabulary, and what the tokenizer was trained on.
 
-    Raises: ValueError.
+    Raises: UserError.
     """
     try:
         content = json.loads(data)

@@ -103,7 +103,7 @@ def chosen_backend(config: LlamaConfig, dtype: torch.dtype, device: torch.device
     """The kernel that torch takes for causal attention of this shape, such as "flash" or "cudnn".
 
     Raises:
-        ValueError: there is none for it.
+        UserError: there is none for it.
     """
     size = (config.max_seq_len, config.head_dim)
     q, kv = (

@@ -192,7 +192,7 @@ def find_family(config: LlamaConfig) -> Family:
     """The first class that holds the shape.
 
     Raises:
-        ValueError: none does; it names what keeps the shape from the nearest.
+        UserError: none does; it names what keeps the shape from the nearest.
     """
     obstacles = [(_differences(family, config), family) for family in FAMILIES]
     found, family = min(obstacles, key=lambda entry: len(entry[0]))

@@ -304,7 +304,7 @@ def build_model(config: LlamaConfig) -> Llama:
     """A Llama of this shape, or what the user's `--model_builder` makes of it.
 
     Raises:
-        ValueError: there is no such function.
+        UserError: there is no such function.
     """
     build = load_function("--model_builder", config.model_builder) if config.model_builder else Llama
     model: Llama = build(config)

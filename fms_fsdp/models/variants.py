@@ -189,7 +189,7 @@ def register_variant(name: str, config: LlamaConfig) -> None:
     """Adds a variant, so that `--model_variant=name` finds it.
 
     Raises:
-        ValueError: the name is taken.
+        UserError: the name is taken.
     """
     if name in VARIANTS or name in ALIASES:
         raise UserError(f"model variant ({name}) is already defined; choose another name")
@@ -200,7 +200,7 @@ def canonical_variant(name: str) -> str:
     """The table's name of a variant, aliases and case resolved.
 
     Raises:
-        ValueError: no such variant; names the nearest and lists all.
+        UserError: no such variant; names the nearest and lists all.
     """
     lowered = name.lower()
     found = ALIASES.get(lowered, lowered)
@@ -220,7 +220,7 @@ def resolve_model(
     none is given, `seq_length` positions.
 
     Raises:
-        ValueError: unknown variant, a shape that does not divide, a vocabulary smaller than the data's, or
+        UserError: unknown variant, a shape that does not divide, a vocabulary smaller than the data's, or
             another shape than that of the weights to begin with.
     """
     variant, is_theirs = _base_shape(section), bool(section.init_from_hf or section.hf_config)
@@ -278,7 +278,7 @@ def _base_shape(section: ModelConfig) -> LlamaConfig:
 
 
 def _check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig) -> None:
-    """Raises ValueError where a run that begins with weights has another shape than they have."""
+    """Raises UserError where a run that begins with weights has another shape than they have."""
     table = flag_table(ModelConfig)
     names = {spec.name for spec in fields(LlamaConfig) if table[spec.name].resume == "refused"}
     for name in sorted(names - {"z_loss", "vocab_multiple_of", "vocab_size"}):
@@ -302,7 +302,7 @@ def _parse_scaling(text: str) -> RopeScaling | None:
     """`linear:4`, `llama3:8` or `llama3:8:1:4:8192`; a linear one of 1 is none.
 
     Raises:
-        ValueError: not such a text.
+        UserError: not such a text.
     """
     kind, *numbers = text.split(":")
     values = [float(exact_number(number) or 0) for number in numbers]

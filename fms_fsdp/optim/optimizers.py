@@ -136,7 +136,7 @@ def build_optimizers(
     step may be `compiled`.
 
     Raises:
-        ValueError: a flag does not fit the optimizer, or it needs what is not there.
+        UserError: a flag does not fit the optimizer, or it needs what is not there.
     """
     check_rounding(precision, section)
     named = {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
@@ -206,7 +206,7 @@ def state_of_stand_in(section: OptimConfig, precision: Precision = FP32) -> dict
     """The state that the optimizers keep of a model of one matrix in a block and one outside, by name.
 
     Raises:
-        ValueError: the flags name no optimizer that can be built, or settings that it does not take.
+        UserError: the flags name no optimizer that can be built, or settings that it does not take.
     """
     dtype = torch.bfloat16 if precision.weights == "bf16" else torch.float32
     with torch.device("meta"):  # so that no random number is drawn

@@ -25,7 +25,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def check_even(parameter: torch.Tensor) -> None:
-    """Raises ValueError where ranks hold unequal parts.
+    """Raises UserError where ranks hold unequal parts.
 
     torchao steps by torch.compile, whose cache takes the code of one rank for that of all (torch 2.13).
     """

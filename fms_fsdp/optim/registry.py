@@ -52,7 +52,7 @@ def load_builder(name: str) -> Build:
     """What builds the optimizer of that name, or of the form module:function.
 
     Raises:
-        ValueError: its package is not installed, or there is no such module or function.
+        UserError: its package is not installed, or there is no such module or function.
     """
     package = BUILDERS.get(name, name).partition(":")[0].partition(".")[0]
     if name in BUILDERS and find_spec(package) is None:
@@ -72,7 +72,7 @@ def read_settings(name: str, section: OptimConfig) -> dict[str, Any]:
     section's own optimizer, `--optimizer_kwargs`.
 
     Raises:
-        ValueError: a key is unknown, has a flag or a value of another type, or a flag was set that the
+        UserError: a key is unknown, has a flag or a value of another type, or a flag was set that the
             builder does not take.
     """
     _, *signature = inspect.signature(load_builder(name)).parameters.values()

@@ -64,7 +64,7 @@ def find_corners(section: OptimConfig, run: Length) -> Corners:
     """The corners that the flags name in a run of this length.
 
     Raises:
-        ValueError: the decay ends before it begins.
+        UserError: the decay ends before it begins.
     """
     spans = {name: parse_span(name, text) for name, text in section.spans().items()}
     in_tokens = any(span.unit in ("samples", "tokens") for span in spans.values())

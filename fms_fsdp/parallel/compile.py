@@ -50,7 +50,7 @@ def missing_compiler(device: torch.device) -> str:
 
 
 def check_compile(section: ParallelConfig, device: torch.device) -> None:
-    """Raises ValueError where blocks would be compiled without a compiler, or where `--recompute=cheap` would
+    """Raises UserError where blocks would be compiled without a compiler, or where `--recompute=cheap` would
     find no compiled blocks."""
     if not compiles(section, device):
         if section.recomputes == "cheap":

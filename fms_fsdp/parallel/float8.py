@@ -35,7 +35,7 @@ _MULTIPLE = 16  # of sizes that the kernels of GPUs take
 
 
 def check_float8(config: LlamaConfig, precision: Precision, device: torch.device) -> None:
-    """Raises ValueError for a GPU without the products of `precision`, and for matrices that they do not
+    """Raises UserError for a GPU without the products of `precision`, and for matrices that they do not
     take; nothing to do without float8."""
     if not precision.float8:
         return

@@ -24,7 +24,7 @@ from fms_fsdp.parallel.precision import apply_precision, cast_weights, sum_gradi
 
 
 def check_attention(attn_impl: str, device: torch.device) -> None:
-    """Raises ValueError for a backend of attention that the device lacks."""
+    """Raises UserError for a backend of attention that the device lacks."""
     if device.type == "cpu" and attn_impl in ("cudnn", "efficient"):
         raise UserError(f"--attn_impl ({attn_impl}) exists on GPU only; choose one of: auto, flash, math")
 

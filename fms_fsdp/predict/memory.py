@@ -131,7 +131,7 @@ def in_words(device: torch.device, available: int) -> str:
 
 
 def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_size: int, variant: str) -> None:
-    """Raises ValueError, one line with both figures and a remedy, where a rank cannot hold its part."""
+    """Raises UserError, one line with both figures and a remedy, where a rank cannot hold its part."""
     available = available_memory(device, local_world_size)
     if estimate.total <= available:
         return

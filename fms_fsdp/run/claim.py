@@ -62,7 +62,7 @@ def claim(parsed: Parsed[TrainConfig], plan: Plan, mesh: Mesh) -> Claim:
     the launch ends.
 
     Raises:
-        ValueError, OSError: another run writes there, or the checkpoint does not fit; alike on every rank.
+        UserError, OSError: another run writes there, or the checkpoint does not fit; alike on every rank.
     """
     cfg, world = parsed.config, plan.world
     folder, root = Path(cfg.output_dir), Path(cfg.ckpt_save_path)
@@ -187,7 +187,7 @@ def _check_shared(root: Path, world: World, mesh: Mesh) -> None:
     """Every node sees the file that rank 0 writes; network file systems may take some seconds to show it.
 
     Raises:
-        ValueError: some node does not.
+        UserError: some node does not.
     """
     if world.world_size <= world.local_world_size:
         return

@@ -28,7 +28,7 @@ def lock_folder(
     without locks guards nothing; a line on stderr says so.
 
     Raises:
-        ValueError: another process holds it.
+        UserError: another process holds it.
     """
     file = open(folder / ".lock", "a+", opener=partial(os.open, mode=0o644))
     deadline = time.monotonic() + patience_s
@@ -60,7 +60,7 @@ def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
     first, so a refused launch makes nothing.
 
     Raises:
-        ValueError: another process holds one of them, or one cannot be made.
+        UserError: another process holds one of them, or one cannot be made.
     """
     resolved = dict.fromkeys(folder.resolve() for folder in folders)
     for folder in sorted(resolved, key=lambda folder: not folder.exists()):

@@ -26,7 +26,7 @@ def check_machine(parsed: Parsed[TrainConfig], device: torch.device, dims: Paral
     """Logs a note for each flag that does nothing here.
 
     Raises:
-        ValueError: this machine has no such backend or device, or a file stands where one must be written.
+        UserError: this machine has no such backend or device, or a file stands where one must be written.
     """
     cfg = parsed.config
     check_attention(cfg.model.attn_impl, device)

@@ -146,7 +146,7 @@ def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
     """Devices, mesh and batch; reads no data.
 
     Raises:
-        ValueError: the first check that fails, as one line.
+        UserError: the first check that fails, as one line.
     """
     cfg = parsed.config
     resolve_model(cfg.model, seq_length=cfg.data.seq_length)
@@ -167,7 +167,7 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
     """Data, model, memory and folders (collective: every rank; rank 0 lists the data for all).
 
     Raises:
-        ValueError, OSError: the first check that fails, as one line.
+        UserError, OSError: the first check that fails, as one line.
     """
     cfg, precision, batch = parsed.config, machine.precision, machine.batch
     corpus, seq_length = _open_data(cfg), cfg.data.seq_length
@@ -211,7 +211,7 @@ def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:
     """`found` with `start`, and the batch and the number of steps that follow from it.
 
     Raises:
-        ValueError: the checkpoint is of another model or batch, or already past the end.
+        UserError: the checkpoint is of another model or batch, or already past the end.
     """
     cfg, checkpoint = parsed.config, begin.checkpoint
     found = replace(found, begin=begin)
@@ -282,7 +282,7 @@ def _check_disk(folder: Path, needed: int) -> None:
 
 
 def _check_writable(flag: str, folder: Path) -> None:
-    """Raises ValueError where this process may not make the folder, or write in it."""
+    """Raises UserError where this process may not make the folder, or write in it."""
     nearest = _nearest(folder)
     if not nearest.is_dir():
         raise UserError(
@@ -313,7 +313,7 @@ def open_stream(cfg: TrainConfig, found: Plan) -> Stream:
     """This rank's rows, from the step after the checkpoint's; logs what the flags change in a resumed run.
 
     Raises:
-        ValueError, OSError: the checkpoint's data state is of other data, or the batch or the length do not
+        UserError, OSError: the checkpoint's data state is of other data, or the batch or the length do not
         fit the data.
     """
     stream, changes = _begun_stream(cfg, found)
@@ -358,7 +358,7 @@ def _end_of_epochs(cfg: TrainConfig, found: Plan, source: str, epochs: float) ->
     and in words what every source is gone through by then.
 
     Raises:
-        ValueError: there is no such source in the mixture.
+        UserError: there is no such source in the mixture.
     """
     stream, _ = _begun_stream(cfg, found)
     try:

@@ -49,7 +49,7 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
     """Returns the newest complete checkpoint, or that of `step`, of a run folder, a folder of checkpoints or
     one.
 
-    Raises: ValueError, with `name` as the name of the path.
+    Raises: UserError, with `name` as the name of the path.
     """
     folder = Path(path).expanduser()
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
@@ -83,7 +83,7 @@ def trained_with(checkpoint: Checkpoint) -> UsedTokenizer:
 def recorded_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     """The tokenizer beside the data that the checkpoint was trained on; None if there is none.
 
-    Raises: ValueError if there is another one by now.
+    Raises: UserError if there is another one by now.
     """
     used = trained_with(checkpoint)
     found = used.find()

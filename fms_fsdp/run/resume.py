@@ -44,7 +44,7 @@ def find_start(cfg: TrainConfig, skip: Collection[Path] = ()) -> Start:
     """The start that the flags name. `skip`: checkpoints found to be damaged.
 
     Raises:
-        ValueError: there is none where one must be, or one where none may be.
+        UserError: there is none where one must be, or one where none may be.
     """
     section, own_root = cfg.checkpoint, Path(cfg.ckpt_save_path)
     if section.resume == "never" and named_steps(own_root):
@@ -113,7 +113,7 @@ def _passed_over(checkpoint: Checkpoint) -> str:
 
 
 def check_model(model: LlamaConfig, checkpoint: Checkpoint) -> None:
-    """Raises ValueError naming the first field in which the checkpoint's model is another."""
+    """Raises UserError naming the first field in which the checkpoint's model is another."""
     table, saved = flag_table(TrainConfig), asdict(model_from_dict(checkpoint.state["resolved"]["model"]))
     for name, value in asdict(model).items():
         is_kept = table[name].resume == "refused"
@@ -136,7 +136,7 @@ def keep_width(model: LlamaConfig, section: ModelConfig, checkpoint: Checkpoint)
 
 
 def check_same_optimizer(section: OptimConfig, checkpoint: Checkpoint) -> None:
-    """Raises ValueError where the checkpoint holds the state of another optimizer, or of other settings."""
+    """Raises UserError where the checkpoint holds the state of another optimizer, or of other settings."""
     before, now = asdict(_saved_section(checkpoint.state)), asdict(section)
     for name in ("optimizer", "optimizer_kwargs"):
         old, new = joined(before[name]), joined(now[name])
@@ -186,7 +186,7 @@ def kept_corners(section: OptimConfig, run: Length, start: Start) -> Corners:
     nothing but a last phase of wsd that has not begun.
 
     Raises:
-        ValueError: the decay ends before it begins.
+        UserError: the decay ends before it begins.
     """
     if not (state := start.state):
         return find_corners(section, run)

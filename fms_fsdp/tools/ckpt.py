@@ -64,7 +64,7 @@ def checkpoint_rows(path: str) -> list[tuple[str, ...]]:
     """Of every checkpoint at `path`: its name, GiB, tokens, validation loss and state.
 
     Raises:
-        ValueError: there is no such folder.
+        UserError: there is no such folder.
     """
     rows = list[tuple[str, ...]]()
     for folder in _folders(path):
@@ -78,7 +78,7 @@ def checkpoint_rows(path: str) -> list[tuple[str, ...]]:
 
 
 def verify_checkpoints(config: CkptVerifyConfig) -> None:
-    """The command `ckpt verify`. Raises: ValueError if any file is not what was written."""
+    """The command `ckpt verify`. Raises: UserError if any file is not what was written."""
     bad = []
     for folder in _folders(config.path):
         wrong = _problems(folder, deep=True)

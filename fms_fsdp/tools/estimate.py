@@ -206,7 +206,7 @@ def main(config: EstimateConfig) -> None:
     """The command `estimate`.
 
     Raises:
-        ValueError: the flags contradict one another.
+        UserError: the flags contradict one another.
         OSError: the page of `plot_schedule` cannot be written.
     """
     if config.plot_schedule:

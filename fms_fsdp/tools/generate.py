@@ -52,7 +52,7 @@ def main(config: GenerateConfig) -> None:
     """Prints the texts; a single one appears token by token. With `interactive`, to the end of the input.
 
     Raises:
-        ValueError: no checkpoint or no tokenizer is there, or a prompt does not fit the context.
+        UserError: no checkpoint or no tokenizer is there, or a prompt does not fit the context.
     """
     prompts = [config.prompt]
     if config.prompts:

@@ -58,7 +58,7 @@ def main(config: ScoreConfig) -> None:
     """Prints the shares of right answers.
 
     Raises:
-        ValueError: no checkpoint or no tokenizer is there, a line is no question, or one does not fit the
+        UserError: no checkpoint or no tokenizer is there, a line is no question, or one does not fit the
             context.
         OSError: the questions cannot be read.
     """
@@ -103,7 +103,7 @@ def read_question(line: str, place: str) -> Question:
     """The question of a line.
 
     Raises:
-        ValueError: it is none; with its place.
+        UserError: it is none; with its place.
     """
     try:
         content = json.loads(line)

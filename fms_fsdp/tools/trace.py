@@ -53,7 +53,7 @@ def summarize(path: Path, top: int = 15) -> str:
     """The tables of one trace: what the time of a step went into, and the work that took most of it.
 
     Raises:
-        ValueError: the file is no trace, or one without steps.
+        UserError: the file is no trace, or one without steps.
     """
     events = _read_events(path)
     ranges = [event for event in events if event.get("cat") == "user_annotation"]

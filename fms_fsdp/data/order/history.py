@@ -106,7 +106,7 @@ class History:
             self._append(segment)
 
     def segment(self, step: int) -> Segment:
-        """Returns the segment of a step. Raises: ValueError for a step before the data of the run begin."""
+        """Returns the segment of a step. Raises: UserError for a step before the data of the run begin."""
         if step <= self.segments[0].after:
             raise UserError(
                 f"step ({step}) must lie after step {self.segments[0].after}, where the data of the run begin"
@@ -188,7 +188,7 @@ class History:
         """Passes over the rows now planned for the steps a to b - 1 of each "a:b" in `text`, unless done
         before.
 
-        `step` is the last one consumed. Raises: ValueError for a malformed range or one that is not ahead.
+        `step` is the last one consumed. Raises: UserError for a malformed range or one that is not ahead.
         """
         changes = []
         for item in filter(None, text.replace(" ", "").split(",")):

@@ -31,7 +31,7 @@ Name = TypeVar("Name", str, int)
 def slot_quotas(weights: Mapping[str, float]) -> dict[str, int]:
     """Returns each source's number of slots, summing to NUM_SLOTS: largest remainders, ties by name.
 
-    Raises: ValueError for a weight that is not positive and finite, or below 1/65,536 of their sum.
+    Raises: UserError for a weight that is not positive and finite, or below 1/65,536 of their sum.
     """
     for name, weight in weights.items():
         if not (weight > 0 and math.isfinite(weight)):

@@ -24,7 +24,7 @@ _DIGEST, _MARKS = re.compile("[0-9a-f]{16}"), re.compile("([0-9a-f]{2}|--)*")
 
 
 def check_same(state: Mapping[str, Any], mine: Mapping[str, Any], names: Iterable[str], remedy: str) -> None:
-    """Raises ValueError where a checkpoint's data state has another value than this run's under one of the
+    """Raises UserError where a checkpoint's data state has another value than this run's under one of the
     `names`, those of flags with "--" before them."""
     for name in names:
         now, before = mine[name.removeprefix("--")], state.get(name.removeprefix("--"))
@@ -38,7 +38,7 @@ def check_same(state: Mapping[str, Any], mine: Mapping[str, Any], names: Iterabl
 def check_state(state: Mapping[str, Any], step: int) -> None:
     """Checks manifest, cuts, history and skipped ranges of the data state of a run that stands after `step`.
 
-    Raises: ValueError naming the first value that no run writes.
+    Raises: UserError naming the first value that no run writes.
     """
     try:
         checks = _checks(state, step)

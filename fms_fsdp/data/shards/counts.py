@@ -29,7 +29,7 @@ Counts = dict[str, tuple[int, int]]  # (documents, tokens) by the path of the sh
 
 
 def read_counts(files: Files, paths: Collection[str]) -> Counts:
-    """Returns what the counts files among `paths`, the files of the corpus, say. Raises: ValueError."""
+    """Returns what the counts files among `paths`, the files of the corpus, say. Raises: UserError."""
     rows: Counts = {}
     for table in fnmatch.filter(paths, TABLES):
         try:
@@ -80,7 +80,7 @@ def _starts(path: str) -> Iterator[int]:
 
 
 def _parse(data: bytes) -> Counts:
-    """Returns the rows. Raises: ValueError, LookupError, naming the row (the header is row 1)."""
+    """Returns the rows. Raises: UserError, LookupError, naming the row (the header is row 1)."""
     from pyarrow import BufferReader, csv, system_memory_pool
 
     if not data.partition(b"\n")[2].strip():

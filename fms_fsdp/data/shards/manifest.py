@@ -107,7 +107,7 @@ def scan_corpus(section: DataConfig) -> Corpus:
     """Returns the corpus with the marks that a stream looks up at the start: for one rank, which sends it to
     the others.
 
-    Raises: ValueError, FileNotFoundError with one line.
+    Raises: UserError with one line.
     """
     corpus = open_corpus(section)
     return replace(corpus, marks={source.name: corpus.marks_of(source) for source in corpus.sources})
@@ -120,7 +120,7 @@ def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards
     their tokens (and by at least 1/65,536, so that a tiny one is not refused). `check_shards` compares the
     shards opened with their counts.
 
-    Raises: ValueError, FileNotFoundError with one line.
+    Raises: UserError with one line.
     """
     files = files or open_root(section.data_path)
     may_miss, paths = section.on_missing == "mask", sorted(files.walk(""))
@@ -150,7 +150,7 @@ def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards
 
 
 def _check_size(source: Source, seq_length: int) -> None:
-    """Checks that a source has a row, and no more rows than can be counted. Raises: ValueError."""
+    """Checks that a source has a row, and no more rows than can be counted. Raises: UserError."""
     most = min(MAX_TOKENS, MAX_ROWS * seq_length) - 1
     if float(source.tokens.sum(dtype=float)) + float(source.docs.sum(dtype=float)) > most:
         raise UserError(
@@ -209,7 +209,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def open_root(data_path: str) -> Files:
-    """Returns access to the folder or object store that --data_path names. Raises: ValueError,
+    """Returns access to the folder or object store that --data_path names. Raises: UserError,
     FileNotFoundError."""
     if not data_path:
         raise UserError(
@@ -244,7 +244,7 @@ def _found_sources(root: str, paths: list[str]) -> tuple[str, ...]:
 
 
 def _named_sources(section: DataConfig, root: str, paths: list[str]) -> tuple[str, ...]:
-    """Returns --datasets, after checking that they are folders. Raises: ValueError, FileNotFoundError."""
+    """Returns --datasets, after checking that they are folders. Raises: UserError."""
     names = [posixpath.normpath(name) for name in section.datasets]
     known: set[str] = set()
     for folder in {posixpath.dirname(path) for path in paths}:
@@ -259,7 +259,7 @@ def _named_sources(section: DataConfig, root: str, paths: list[str]) -> tuple[st
 
 
 def _apart(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names, none of which lies in another. Raises: ValueError."""
+    """Returns the names, none of which lies in another. Raises: UserError."""
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"--datasets ({name}) must be named once; raise its weight instead")
@@ -288,7 +288,7 @@ def _shards_of_source(
     root: str, name: str, paths: list[str], missing: list[str], may_miss: bool
 ) -> list[str]:
     """Returns the shards of a source, with those `missing` that only the counts files list. Raises:
-    ValueError, FileNotFoundError."""
+    UserError."""
     listed = [path for path in _below(name, paths) if path.endswith(SUFFIX)]
     absent = [path for path in _below(name, missing) if path.endswith(SUFFIX)]
     if not listed and not absent:
@@ -339,7 +339,7 @@ def _open_some(
 def _vocabulary(opened: dict[str, Shard]) -> tuple[int | None, str]:
     """Returns the largest vocabulary that the shards name, and the digest of their tokenizer.
 
-    Raises: ValueError if they are of several tokenizers."""
+    Raises: UserError if they are of several tokenizers."""
     facts = {path: shard.metadata for path, shard in opened.items()}
     of_tokenizer = {m["tokenizer_digest"]: path for path, m in facts.items() if m.get("tokenizer_digest")}
     if len(of_tokenizer) > 1:

@@ -67,7 +67,7 @@ class RemoteFiles:
         """Lists the files, unless their `sizes` are given. `filesystem` is (pyarrow FileSystem, path in it),
         by default what the URI says.
 
-        Raises: ValueError, FileNotFoundError, PermissionError, OSError with one line.
+        Raises: UserError with one line.
         """
         self.root, self.counters = shown(data_path), StorageCounters()
         self._data_path = data_path

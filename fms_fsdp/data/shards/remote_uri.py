@@ -40,7 +40,7 @@ def is_denied(error: BaseException) -> bool:
 def open_filesystem(uri: str) -> tuple[Any, str]:
     """Returns (pyarrow FileSystem, path in it). Its own retries are turned down: `RemoteFiles` has the say.
 
-    Raises: ValueError for a scheme or URI that is not understood; OSError.
+    Raises: UserError for a scheme or URI that is not understood; OSError.
     """
     scheme = urlsplit(uri).scheme
     if scheme not in SCHEMES:

@@ -42,7 +42,7 @@ def delimiter_of(shard: Shard, sep_token: int, *, trusted: bool = False) -> int:
 
 def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) -> int:
     """Returns the separator: the flag, else the one that all shards opened (by path) name. Raises:
-    ValueError."""
+    UserError."""
     named = {path: shard.metadata.get("sep_token") for path, shard in opened.items()}
     said = {path: int(token) for path, token in named.items() if token}
     if section.sep_token is not None:

@@ -50,7 +50,7 @@ def main(config: ExportConfig) -> None:
     """Writes the folder beside its place and moves it there when it is whole.
 
     Raises:
-        ValueError: no sound checkpoint, a model that the format cannot hold, a place that is taken.
+        UserError: no sound checkpoint, a model that the format cannot hold, a place that is taken.
         OSError: it cannot be written.
     """
     keep_freed_memory()

@@ -52,7 +52,7 @@ def main(config: ImportConfig) -> None:
     """Writes the run folder beside its place and moves it there when it is whole.
 
     Raises:
-        ValueError: the folder is not whole, of a class or with a field that our models do not have, or its
+        UserError: the folder is not whole, of a class or with a field that our models do not have, or its
             weights are not those of its config.json.
         OSError: the run folder cannot be written.
     """

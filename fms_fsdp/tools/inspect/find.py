@@ -105,7 +105,7 @@ def _seen(data: Inspected, address: RowAddress, at: int, start: int, stop: int) 
 
 def find_file(source: Source, text: str) -> int:
     """Returns the place of a shard in its source, from its number, its path or the end of its path. Raises:
-    ValueError."""
+    UserError."""
     if text.isdigit() and int(text) < len(source.paths):
         return int(text)
     fitting = [i for i, path in enumerate(source.paths) if path == text or path.endswith(f"/{text}")]

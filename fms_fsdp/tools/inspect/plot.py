@@ -53,7 +53,7 @@ def document_lengths(data: Inspected) -> dict[str, I64]:
 
 
 def draw(data: Inspected, num_steps: int, path: str) -> None:
-    """Writes the picture. Raises: ValueError where matplotlib is not installed, OSError where nothing can be
+    """Writes the picture. Raises: UserError where matplotlib is not installed, OSError where nothing can be
     written."""
     edges, shares = mixture_over_time(data, num_steps)
     lengths = {name: found for name, found in document_lengths(data).items() if len(found)}

@@ -116,7 +116,7 @@ class Inspected:
 def inspected(config: InspectConfig) -> Iterator[Inspected]:
     """Opens the data that the flags name; nothing of it is read yet.
 
-    Raises: ValueError, FileNotFoundError: bad flags, no such run, data other than the run's.
+    Raises: UserError: bad flags, no such run, data other than the run's.
     """
     run = read_run(config.run)
     section, batch = data_section(config, run.data), config.global_batch_size or run.batch
@@ -166,7 +166,7 @@ def read_run(folder: str) -> Run:
     """Returns the newest launch's flags, and the checkpoint that the run would go on from; without a folder,
     the defaults.
 
-    Raises: ValueError, FileNotFoundError: no such run, or training would refuse its checkpoints.
+    Raises: UserError: no such run, or training would refuse its checkpoints.
     """
     if not folder:
         return Run()
@@ -236,7 +236,7 @@ def step_fingerprint(data: Inspected, step: int) -> str:
 def text_of_rows(data: Inspected, step: int) -> Callable[[int, int, int], str]:
     """Returns what decodes tokens of a row of the step: the first of `count` that begin at `at`.
 
-    Raises: ValueError: no tokenizer lies beside the data.
+    Raises: UserError: no tokenizer lies beside the data.
     """
     tokenizer = find_tokenizer(path := data.section.data_path)
     if tokenizer is None:
@@ -246,7 +246,7 @@ def text_of_rows(data: Inspected, step: int) -> Callable[[int, int, int], str]:
 
 
 def parse_range(name: str, text: str, stop: int) -> tuple[int, int]:
-    """Returns [a, b) of "a:b" (or of "a", one) within [0, stop). Raises: ValueError."""
+    """Returns [a, b) of "a:b" (or of "a", one) within [0, stop). Raises: UserError."""
     if not text:
         return 0, stop
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.replace(" ", ""))

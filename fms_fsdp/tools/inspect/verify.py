@@ -141,7 +141,7 @@ def _slices(files: Files, shard: Shard, starts: I64, stops: I64) -> Iterator[tup
 
 
 def main(config: VerifyConfig) -> None:
-    """The command `inspect verify`. Raises: ValueError with the number of problems, after a line for each."""
+    """The command `inspect verify`. Raises: UserError with the number of problems, after a line for each."""
     run = read_run(config.run)
     section = data_section(config, run.data)
     corpus = open_corpus(dataclasses.replace(section, seq_length=1, on_missing="mask"), check_shards=False)

@@ -41,7 +41,7 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
     """Turns files of token ids into shards and returns what was read and written, by source.
 
     Raises:
-        ValueError, FileNotFoundError: bad options or inputs, or an output made from others.
+        UserError: bad options or inputs, or an output made from others.
     """
     output = config.folder
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None

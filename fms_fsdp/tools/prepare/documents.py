@@ -136,7 +136,7 @@ def read_part(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
     """The records of a part in order, at most `part.limit` of them (problems count as records).
 
     Raises:
-        ValueError: the file cannot be read at all, or a Parquet or Arrow file has no such column.
+        UserError: the file cannot be read at all, or a Parquet or Arrow file has no such column.
     """
     readers = {"jsonl": _read_json_lines, "json": _read_json, "parquet": _read_parquet, "arrow": _read_arrow}
     try:

@@ -55,7 +55,7 @@ class TextReader:
         Of a batch the problems come first, then copies and empty documents, then the encoded ones.
 
         Raises:
-            ValueError: a file cannot be read.
+            UserError: a file cannot be read.
         """
         tokenizer = load_tokenizer(self.tokenizer, self.eos_token)
         eos = np.array([tokenizer.vocabulary.eos_id], dtype=np.uint32)
@@ -90,7 +90,7 @@ class TokenReader:
     eos_id: int
 
     def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
-        """Every record. Raises: ValueError: a file cannot be read."""
+        """Every record. Raises: UserError: a file cannot be read."""
         for part in parts:
             number = 0
             try:
@@ -167,7 +167,7 @@ def encode_slice(job: SliceJob) -> SliceResult:
     """Writes the shards of the slice and its journal entry, which it returns.
 
     Raises:
-        ValueError: an unreadable file, an id outside the vocabulary, or more malformed records than allowed.
+        UserError: an unreadable file, an id outside the vocabulary, or more malformed records than allowed.
     """
     recipe, parts = job.recipe, job.slice.parts
     writers = SplitWriters(job)
@@ -189,7 +189,7 @@ def encode_slice(job: SliceJob) -> SliceResult:
 
 
 def check_bad_lines(limit: int, source: str, num_bad: int, shown: Sequence[str]) -> None:
-    """Raises ValueError where a source has more malformed records than --max_bad_lines allows."""
+    """Raises UserError where a source has more malformed records than --max_bad_lines allows."""
     if num_bad > limit:
         rule = f"exceeded in source {source}: {'; '.join(shown)}; repair the input or raise the limit"
         raise UserError(f"--max_bad_lines ({limit}) {rule}")

@@ -90,7 +90,7 @@ def find_files(
 
     Raises:
         FileNotFoundError: nothing is there, or nothing is left of it.
-        ValueError: what is written to `output` would be read as input.
+        UserError: what is written to `output` would be read as input.
     """
     path = os.path.expanduser(path)
     if os.path.isfile(path):

@@ -146,7 +146,7 @@ def check_plans(
     `keys` hold all that the shards of each source depend on, `digest` is that of the tokenizer.
 
     Raises:
-        ValueError: a source was made otherwise, or by another program, or with another tokenizer.
+        UserError: a source was made otherwise, or by another program, or with another tokenizer.
     """
     known = {path.parent.name: json.loads(path.read_text()) for path in _journals(output, "plan.json")}
     names = [source.name for source in sources]
@@ -181,7 +181,7 @@ def finish(
     """Publishes the sources and writes the counts; returns what each was made of.
 
     Raises:
-        ValueError: a source is empty.
+        UserError: a source is empty.
     """
     stats = {}
     for source in sources:
@@ -207,7 +207,7 @@ def _journals(output: Path, pattern: str = "") -> list[Path]:
 
 
 def _read_entry(path: Path) -> SliceResult:
-    """A journal entry. Raises: ValueError where it names other files than shards of its source."""
+    """A journal entry. Raises: UserError where it names other files than shards of its source."""
     try:
         result: SliceResult = json.loads(path.read_text())
         named = [(shard["split"], shard["file"]) for shard in result["shards"]]

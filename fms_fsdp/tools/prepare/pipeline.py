@@ -71,7 +71,7 @@ def make_shards(
     Returns what was read and written, by source.
 
     Raises:
-        ValueError: an unreadable input, more malformed records than allowed, or a source without documents.
+        UserError: an unreadable input, more malformed records than allowed, or a source without documents.
     """
     recipe = ShardRecipe(reader, info, config.split, config.shard_tokens, max_bad_lines, dedup)
     workers = config.num_workers or available_cores()

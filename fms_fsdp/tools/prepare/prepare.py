@@ -81,7 +81,7 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
     """Turns the inputs into shards and returns what was read and written, by source.
 
     Raises:
-        ValueError, FileNotFoundError: bad options or inputs, or an output made from others.
+        UserError: bad options or inputs, or an output made from others.
     """
     sources = [_find_source(config, name, paths) for name, paths in parse_input(config.input).items()]
     with lock_output(config.folder):
@@ -108,7 +108,7 @@ def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     """Returns what the output's tokenizer is from now on: the one given, trained, or already there.
 
     Raises:
-        ValueError: a source of the output was made with another, or with other inputs or options.
+        UserError: a source of the output was made with another, or with other inputs or options.
     """
     output = config.folder
     path = output / "meta" / "tokenizer.json"

@@ -61,7 +61,7 @@ class ShardWriter:
         """Appends one document of at least zero token ids.
 
         Raises:
-            ValueError: an id is negative or not below the vocabulary size.
+            UserError: an id is negative or not below the vocabulary size.
         """
         if len(tokens):
             low, high = int(tokens.min()), int(tokens.max())

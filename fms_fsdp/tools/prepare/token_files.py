@@ -35,7 +35,7 @@ def read_token_file(path: str, column: str) -> Iterator[Tokens]:
     """The documents of a file; `column` names the ids in Parquet and Arrow files ("": tokens or input_ids).
 
     Raises:
-        ValueError, OSError: the file is none of these formats, or damaged.
+        UserError, OSError: the file is none of these formats, or damaged.
     """
     if path.endswith(".idx"):
         return _read_megatron(path)
@@ -109,7 +109,7 @@ def _read_arrow_ids(path: str, column: str) -> Iterator[Tokens]:
 
 @contextmanager
 def open_arrow(path: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
-    """Schema and batches of an Arrow file or a whole Arrow stream. Raises: ValueError."""
+    """Schema and batches of an Arrow file or a whole Arrow stream. Raises: UserError."""
     with pa.memory_map(path) as source:
         is_file = source.read(6) == b"ARROW1"  # else a stream, as the package datasets writes
         source.seek(max(0, source.size() - 8))
@@ -124,7 +124,7 @@ def _ids_column(schema: pa.Schema, wanted: str, *, plain: bool = False) -> str:
     """The name of the column of ids: lists of integers, or with `plain` also integers: a batch is a document.
 
     Raises:
-        ValueError: no such column, or not lists of integers.
+        UserError: no such column, or not lists of integers.
     """
     name = wanted or next((name for name in _COLUMNS if name in schema.names), "")
     if name not in schema.names:

@@ -35,7 +35,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
     ends and runs of spaces, of which source code is full; digits stand alone.
 
     Raises:
-        ValueError: too little text for the vocabulary, or too many characters.
+        UserError: too little text for the vocabulary, or too many characters.
     """
     import sentencepiece
 

@@ -47,7 +47,7 @@ def run_jobs(
     With one worker the jobs run in this process, in their order.
 
     Raises:
-        ValueError: a process was killed from outside. What a job raises passes through; the other jobs end.
+        UserError: a process was killed from outside. What a job raises passes through; the other jobs end.
     """
     num_workers = min(num_workers, len(jobs))
     if num_workers > 1:

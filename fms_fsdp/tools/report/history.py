@@ -115,7 +115,7 @@ def read_run(folder: Path) -> RunHistory:
     """The history of the run in `folder`; a last line that is still being written is left out.
 
     Raises:
-        ValueError: it is no run folder, or none that has reported yet.
+        UserError: it is no run folder, or none that has reported yet.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():

@@ -42,7 +42,7 @@ def main(config: ReportConfig) -> None:
     """Writes the page and prints its path, or serves it.
 
     Raises:
-        ValueError: no run can be drawn, matplotlib is missing for --png, or the port cannot be used.
+        UserError: no run can be drawn, matplotlib is missing for --png, or the port cannot be used.
         OSError: the page cannot be written.
     """
     runs = read_runs(config.runs)
@@ -65,7 +65,7 @@ def main(config: ReportConfig) -> None:
 def read_runs(folders: Sequence[str]) -> list[RunHistory]:
     """The histories of the run folders; what cannot be drawn is left out with a note.
 
-    Runs of one name are called by their folders. Raises: ValueError, if none can be drawn.
+    Runs of one name are called by their folders. Raises: UserError, if none can be drawn.
     """
     runs, problems = list[RunHistory](), list[UserError]()
     for folder in dict.fromkeys(folders):

@@ -13,7 +13,7 @@ def write_png(panels: Sequence[Panel], path: Path, flag: str = "--png") -> None:
     """Writes the picture that `flag` asks for, the panels below one another.
 
     Raises:
-        ValueError: matplotlib is missing.
+        UserError: matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure

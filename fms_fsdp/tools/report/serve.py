@@ -15,7 +15,7 @@ def serve(folders: Sequence[Path], render: Callable[[], str], host: str, port: i
     """Prints the address and answers there until Ctrl-C.
 
     Raises:
-        ValueError: the address cannot be used.
+        UserError: the address cannot be used.
     """
     watched = [path for folder in folders for path in (folder, folder / "metrics.jsonl")]
     made: tuple[list[int], bytes] = [], b""
