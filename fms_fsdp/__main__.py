@@ -15,7 +15,7 @@ import typing
 from collections.abc import Sequence
 
 from fms_fsdp.cpu_tuning import before_torch
-from fms_fsdp.errors import PROGRAM, UserError, check_installed, is_known_io_error, printing
+from fms_fsdp.errors import PROGRAM, UserError, check_installed, is_for_user, printing
 
 CALLED = PROGRAM or "python -m fms_fsdp"
 # command, of one word or two → (module:function in fms_fsdp.tools, what it does); the type of the function's
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
                 print(f"{command}: {COMMANDS[command][1]}")
             run(parse_flags(config_type, argv[num_words:], f"{CALLED} {command}"))
     except (UserError, OSError) as error:
-        if not isinstance(error, UserError) and not is_known_io_error(error):
+        if not is_for_user(error):
             raise
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

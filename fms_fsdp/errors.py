@@ -41,8 +41,8 @@ def check_installed() -> None:
 
 
 class UserError(ValueError):
-    """What the user can correct; the text is one line: name (value) rule; remedy. Only such an error is told
-    in one line: any other one is a bug, and gets its traceback.
+    """What the user can correct; the text is one line: name (value) rule; remedy. It and a known I/O
+    error are told in one line (`is_for_user`): any other error is a bug, and gets its traceback.
 
     `on_one_rank`: only this rank knows it (a shard that it cannot read), so this rank reports it.
     `data_step`: the step whose data are wrong; the next attempt checks them first.
@@ -72,11 +72,11 @@ class RunFailed(Exception):
         self.on_one_rank = on_one_rank
 
 
-def is_known_io_error(error: BaseException) -> bool:
-    """Says whether the user can correct it: a full disk, or a named file that is missing, forbidden or on a
-    disk that cannot be written. Other errors of the system, and those without a file's name, are bugs."""
-    if not isinstance(error, OSError):
-        return False
+def is_for_user(error: BaseException) -> bool:
+    """Says whether the user can correct the error: a UserError, a full disk, or a named file that is missing,
+    forbidden or on a disk that cannot be written. Other errors, also of the system, are bugs."""
+    if isinstance(error, UserError) or not isinstance(error, OSError):
+        return isinstance(error, UserError)
     return error.errno in _FULL_DISK or (error.errno in _ABOUT_PATHS and error.filename is not None)
 
 
@@ -85,8 +85,12 @@ def checking_input(*, on_one_rank: bool = False, data_step: int | None = None) -
     """Turns known I/O errors into UserError, and says of each UserError who reports it; other errors pass."""
     try:
         yield
-    except (UserError, OSError) as error:
-        if not isinstance(error, UserError) and not is_known_io_error(error):
+    except UserError as error:
+        error.on_one_rank |= on_one_rank
+        error.data_step = error.data_step or data_step
+        raise
+    except OSError as error:
+        if not is_for_user(error):
             raise
         raise UserError(str(error), on_one_rank=on_one_rank, data_step=data_step) from error
 

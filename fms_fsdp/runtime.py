@@ -27,7 +27,7 @@ from fms_fsdp.config import ParallelConfig, Precision, PrecisionConfig, Training
 from fms_fsdp.config.values import shown
 from fms_fsdp.console import Console
 from fms_fsdp.cpu_tuning import keep_freed_memory
-from fms_fsdp.errors import RunFailed, UserError, is_known_io_error
+from fms_fsdp.errors import RunFailed, UserError, is_for_user
 
 T = TypeVar("T")
 log = logging.getLogger("fms_fsdp")  # for lines that are the same on all ranks: rank 0 prints them
@@ -214,9 +214,8 @@ def agreed(make: Callable[[], T]) -> T:
             box[0] = make()
         except Exception as error:
             failure = error
-            is_for_user = isinstance(error, UserError) or is_known_io_error(error)
-            text = str(error) if is_for_user else f"rank 0 failed: {type(error).__name__}: {error}"
-            box[1] = UserError(text) if is_for_user else RunFailed(text)
+            failed = RunFailed(f"rank 0 failed: {type(error).__name__}: {error}")
+            box[1] = UserError(str(error)) if is_for_user(error) else failed
     dist.broadcast_object_list(box, src=0)
     if box[1] is not None:
         raise failure or box[1]

@@ -19,15 +19,19 @@ def last_of_each(argv: Iterable[str]) -> list[str]:
     return list({argument.partition("=")[0]: argument for argument in argv}.values())
 
 
+def under_torchrun(num_processes: int, *options: str) -> list[str]:
+    """The command of so many processes, which meet by address: the name of a machine need not resolve."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    return [*command, f"--nproc_per_node={num_processes}", *options]
+
+
 def run(
     *argv: str, nproc: int = 0, torchrun: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`python main_training.py ARGV`, or under torchrun with `nproc` processes; one thread each."""
     command = [sys.executable, "main_training.py"]
     if nproc:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-        command = [*command, f"--nproc_per_node={nproc}"]
-        command = [*command, *torchrun, "main_training.py"]
+        command = under_torchrun(nproc, *torchrun, "main_training.py")
     settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
     return subprocess.run(
         [*command, *last_of_each(argv)],

@@ -27,7 +27,7 @@ from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
-from tests.cli import ROOT, metrics, run, trained
+from tests.cli import ROOT, metrics, run, trained, under_torchrun
 
 SEQ = 32
 FLAGS = ("--model_variant=tiny", f"--seq_length={SEQ}", "--report_interval=1", "--precision=fp32")
@@ -77,12 +77,8 @@ def curve(folder: Path) -> list[tuple[float, float, str]]:
 
 
 def offline(*argv: str, nproc: int = 0) -> subprocess.CompletedProcess[str]:
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={nproc}"]
-        if nproc
-        else []
-    )
-    command = [sys.executable, *torchrun, "-m", "fms_fsdp", "evaluate", *argv]
+    launcher = under_torchrun(nproc) if nproc else [sys.executable]
+    command = [*launcher, "-m", "fms_fsdp", "evaluate", *argv]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from math import gcd
 
 from fms_fsdp.config.ramp import MAX_INCREMENTS, BatchRamp
 from fms_fsdp.config.training import TrainingConfig
@@ -125,7 +124,7 @@ def _with_ramp(section: TrainingConfig, batch: BatchPlan) -> BatchPlan:
     if start % micro_step == 0 and increment % micro_step == 0:
         return replace(batch, rampup=rampup)
     remedies = []
-    rows, rest = divmod(gcd(start, increment, end), batch.dp_size)
+    rows, rest = divmod(math.gcd(start, increment, end), batch.dp_size)
     if not rest:
         others = f" --grad_accum_steps={end // (rows * batch.dp_size)}" if section.grad_accum_steps else ""
         remedies.append(f"write --batch_size={rows}{others}")

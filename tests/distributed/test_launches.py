@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.run.lock import lock_folder
-from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained
+from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained, under_torchrun
 from tests.data.corpora import SEP, write_corpus, write_lists
 from tests.distributed.test_recovery import ENVIRONMENT, TORCHRUN, wait_for, workers
 
-LAUNCH = [*TORCHRUN, "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", "main_training.py"]
+LAUNCH = under_torchrun(2, "main_training.py")
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.checkpoint.folders import complete_steps, problems, read_files
-from tests.cli import ROOT, TINY, losses, metrics, status, trained
+from tests.cli import ROOT, TINY, losses, metrics, status, trained, under_torchrun
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -71,14 +71,7 @@ def test_a_run_killed_twenty_times_equals_the_undisturbed_one(tmp_path: Path) ->
     flags = [*TINY, "--num_steps=600", "--checkpoint_interval=4", "--keep_last_n=3"]
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
     trained(*flags, f"--output_dir={calm}", nproc=2)
-    launch = [
-        *TORCHRUN,
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        "--nproc_per_node=2",
-        "--max-restarts=60",
-        "main_training.py",
-    ]
+    launch = under_torchrun(2, "--max-restarts=60", "main_training.py")
     with open(tmp_path / "output.txt", "w") as output:
         process = subprocess.Popen(
             [*launch, *flags, f"--output_dir={disturbed}"],
@@ -191,7 +184,7 @@ def test_a_save_slower_than_the_grace_period_leaves_the_last_one(tmp_path: Path)
     trained(*TINY, "--num_steps=2", f"--output_dir={tmp_path / 'run'}", nproc=2)
     for grace_s, saved in ((2, False), (60, True)):
         process = subprocess.Popen(
-            [*TORCHRUN, "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", str(script), *flags],
+            under_torchrun(2, str(script), *flags),
             cwd=ROOT,
             env=ENVIRONMENT | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_s)},
             stdout=subprocess.DEVNULL,

@@ -22,7 +22,7 @@ from fms_fsdp.flags import parse_flags
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
 from fms_fsdp.run.resume import Start, check_model, differences, keep_width, kept_corners, schedule_jump
-from tests.cli import ROOT, TINY, events, last_of_each, losses, metrics, run, status, trained
+from tests.cli import ROOT, TINY, events, last_of_each, losses, metrics, run, status, trained, under_torchrun
 
 
 @pytest.fixture(scope="module")
@@ -278,15 +278,7 @@ def test_a_rank_that_hangs_leaves_its_stacks(tmp_path: Path) -> None:
         "== 3 and os.environ['RANK'] == '1':\n        time.sleep(1000)\n    return step(recipe, state, "
         "batch, clock)\ntrain.train_step = hang\nos._exit(main_training.main(sys.argv[1:]))\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        "--nproc_per_node=2",
-        str(script),
-    ]
+    command = under_torchrun(2, str(script))
     begin = time.monotonic()
     result = subprocess.run(
         [*command, *argv(tmp_path, "--num_steps=9", "--collective_timeout_s=4")],
@@ -322,20 +314,9 @@ def test_versions_and_commit_are_in_the_checkpoint(whole: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_torchrun_ends_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        "--nproc_per_node=2",
-    ]
-    torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
-    command = [
-        *torchrun,
-        "main_training.py",
-        *argv(tmp_path, "--num_steps=100000", "--checkpoint_interval=0"),
-    ]
+    signals = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    flags = argv(tmp_path, "--num_steps=100000", "--checkpoint_interval=0")
+    command = under_torchrun(2, signals, "main_training.py", *flags)
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
     )
