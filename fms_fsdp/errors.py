@@ -17,18 +17,8 @@ _CALLED = os.path.basename(sys.argv[0].replace("/__main__.py", ""))
 PROGRAM = {"fms-fsdp": "fms-fsdp", "fms_fsdp": "python -m fms_fsdp"}.get(_CALLED, "")
 _PACKAGES = ("torch", "fire", "numpy", "pyarrow")  # without one of them no command works
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
-_ABOUT_PATHS = {
-    errno.ENOENT,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.EIO,
-    errno.ESTALE,
-}
+_ABOUT_PATHS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE}
+_ABOUT_PATHS |= {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 def check_installed() -> None:
