@@ -68,12 +68,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def notes_are_told() -> Iterator[None]:
-    """A test that sets up the log of a run, or is told a note, takes it from no other."""
+def notes_are_told() -> None:
+    """A test is told its notes on stderr, and anew: no earlier test's log or note keeps them."""
     log = logging.getLogger("fms_fsdp")
-    before = log.handlers[:]
-    yield
-    log.handlers[:] = before
+    log.handlers.clear()
+    log.propagate = True  # else pytest hands it handlers of its own
     note_once.cache_clear()
 
 
