@@ -21,7 +21,7 @@ import torch
 
 from fms_fsdp.data.prompts import encode_prompts
 from fms_fsdp.data.tokenizer import SentencePieceTokenizer
-from fms_fsdp.errors import UserError, is_known_io_error
+from fms_fsdp.errors import UserError, is_for_user
 from fms_fsdp.generate import Sampling, generate, text_after
 from fms_fsdp.loading import load
 from fms_fsdp.tools.score import read_question, score
@@ -192,7 +192,7 @@ def use(folder: Path, draw: random.Random) -> str:
         asked = {"prompt": draw.choice(("the ", "", "\ud800")), "choices": [" in", "the"], "answer": 0}
         score(model, tokenizer, read_question(json.dumps(asked), "q:1"), rules.before)
     except (UserError, OSError) as error:
-        assert isinstance(error, UserError) or is_known_io_error(error), repr(error)
+        assert is_for_user(error), repr(error)
         assert "\n" not in str(error) and len(str(error)) < 2000, error
         return str(error)
     return ""
