@@ -57,7 +57,8 @@ def test_train_sh_shows_live_progress_and_ends_with_the_results(tmp_path: Path, 
     before, _, after = plain.partition("report  file://")
     page = Path(after.splitlines()[0])
     assert page == folder / "report.html" and "</html>" in page.read_text()
-    assert "--num_steps=360" in after and len(after.splitlines()) <= 8
+    assert re.search(r"^time    .*training \d+ s.*: \d+ s in all$", after, re.MULTILINE)
+    assert "--num_steps=360" in after and len(after.splitlines()) <= 9
 
 
 @pytest.mark.slow
