@@ -8,7 +8,8 @@
 whole operand one. The numbers of a gradient differ in size by more than the 18 powers of two that e4m3 spans,
 so under one scale a gradient has e5m2, which spans 32 with one bit less of each number; with scales by row
 e4m3 is wide enough. Scales are those of the numbers at hand, so nothing is kept between steps. Weights are
-scaled anew in the backward pass, so no copy of them outlives a product.
+rounded anew in the backward pass, so no copy of them outlives a product; the one scale of "tensor" is kept
+for that pass, scales by row hold along the other dim there.
 
 Source: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433 (formats, scaling by tensor). Which
 products are in which format: torchao's recipe `rowwise_with_gw_hp`, and `tensorwise` but for dW, which is in
@@ -91,18 +92,22 @@ class _Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_OI: torch.Tensor, by_row: bool) -> torch.Tensor:
-        ctx.save_for_backward(x, weight_OI)
+        weight = weight_OI.to(x.dtype)
+        largest = _largest(weight, by_row)
+        # a largest number of each row is of no use to the backward pass, which sums along the other dim
+        ctx.save_for_backward(x, weight_OI, None if by_row else largest)
         ctx.by_row = by_row
-        y_NO = _product(x.flatten(0, -2), weight_OI.to(x.dtype), _E4M3, by_row, fast=True)
+        y_NO = _product(x.flatten(0, -2), weight, _E4M3, by_row, fast=True, largest_b=largest)
         return y_NO.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight_OI = ctx.saved_tensors
+        x, weight_OI, largest = ctx.saved_tensors
         grad_NO, dx, dweight = grads[0].flatten(0, -2), None, None
         if ctx.needs_input_grad[0]:
             dtype = _E4M3 if ctx.by_row else _E5M2
-            dx_NI = _product(grad_NO, weight_OI.to(x.dtype).t(), dtype, ctx.by_row, fast=ctx.by_row)
+            weight_IO = weight_OI.to(x.dtype).t()
+            dx_NI = _product(grad_NO, weight_IO, dtype, ctx.by_row, fast=ctx.by_row, largest_b=largest)
             dx = dx_NI.view(x.shape)
         if ctx.needs_input_grad[1]:
             dweight = product_in(weight_OI.dtype, grad_NO.t(), x.flatten(0, -2))
@@ -110,14 +115,22 @@ class _Float8Product(torch.autograd.Function):
 
 
 def _product(
-    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, by_row: bool, *, fast: bool
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dtype: torch.dtype,
+    by_row: bool,
+    *,
+    fast: bool,
+    largest_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a b^T in the dtype of a: a in the float8 `dtype`, b in e4m3.
+    """a b^T in the dtype of a: a in the float8 `dtype`, b in e4m3; `largest_b`: what `_largest` says of b,
+    where that is known.
 
     On a CPU the float8 numbers are multiplied in fp32: torch's own kernel there is a thousand times slower
     (seen with 2.13). `fast` lets a GPU sum with fewer bits; its kernels by row are slow without.
     """
-    (a8, scale_a), (b8, scale_b) = _quantized(a, dtype, by_row), _quantized(b, _E4M3, by_row)
+    largest_b = _largest(b, by_row) if largest_b is None else largest_b
+    (a8, scale_a), (b8, scale_b) = _quantized(a, dtype, _largest(a, by_row)), _quantized(b, _E4M3, largest_b)
     if by_row:
         scale_b = scale_b.t()
     if a.device.type == "cpu":
@@ -125,10 +138,16 @@ def _product(
     return torch._scaled_mm(a8, b8.t(), scale_a, scale_b, out_dtype=a.dtype, use_fast_accum=fast)
 
 
-def _quantized(a: torch.Tensor, dtype: torch.dtype, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """a / scale in the float8 `dtype`, row after row in memory, and the fp32 scale: of each row (rows, 1), or
-    one without dims. The largest number becomes the largest of the format; what is not finite stays so."""
+def _largest(a: torch.Tensor, by_row: bool) -> torch.Tensor:
+    """The largest magnitude of each row (rows, 1), or of all numbers, without dims."""
+    return a.abs().amax(dim=1, keepdim=True) if by_row else a.abs().amax()
+
+
+def _quantized(
+    a: torch.Tensor, dtype: torch.dtype, largest_a: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a / scale in the float8 `dtype`, row after row in memory, and the fp32 scale, which has the shape of
+    `largest_a`. The largest number becomes the largest of the format; what is not finite stays so."""
     largest = torch.finfo(dtype).max
-    amax = a.abs().amax(dim=1, keepdim=True) if by_row else a.abs().amax()
-    scale = amax.float().clamp(min=_SMALLEST) / largest
+    scale = largest_a.float().clamp(min=_SMALLEST) / largest
     return (a.float() / scale).clamp(-largest, largest).to(dtype).contiguous(), scale

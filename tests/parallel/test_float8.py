@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fms_fsdp.config import OptimConfig, ParallelConfig
 from fms_fsdp.config.precision import Precision
@@ -112,6 +113,21 @@ def test_compiled_products_are_those_of_eager_ones(scaling: str) -> None:
     eager = multiply(*operands(torch.bfloat16), scaling)
     for one, other in zip(multiply(*operands(torch.bfloat16), scaling, compiled), eager, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-8, atol=1e-5 * other.norm().item())
+
+
+@pytest.mark.parametrize(("scaling", "times"), [("row", 4), ("tensor", 3)])
+def test_the_scale_of_a_whole_weight_is_found_once(scaling: str, times: int) -> None:
+    """For x, the weight and the gradient, and the weight again by columns."""
+    found = []
+
+    class Reductions(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(func is torch.ops.aten.amax.default)
+            return func(*args, **(kwargs or {}))
+
+    with Reductions():
+        multiply(*operands(torch.bfloat16), scaling)
+    assert sum(found) == times
 
 
 @pytest.mark.parametrize("by_row", [False, True])
