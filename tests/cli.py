@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.warm import launch
+
 ROOT = Path(__file__).parent.parent
 TINY = ("--model_variant=tiny", "--use_dummy_dataset=True", "--seq_length=64", "--report_interval=1")
 
@@ -28,18 +30,20 @@ def under_torchrun(num_processes: int, *options: str) -> list[str]:
 def run(
     *argv: str, nproc: int = 0, torchrun: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python main_training.py ARGV`, or under torchrun with `nproc` processes; one thread each."""
+    """`python main_training.py ARGV`, or under torchrun with `nproc` processes; one thread each.
+
+    One process is a fork of a server (tests/warm.py), unless `environment` is given: the server has imported
+    torch and the program, which read some variables while they are imported.
+    """
+    flags = last_of_each(argv)
+    if not nproc and not environment:
+        return launch(flags)
     command = [sys.executable, "main_training.py"]
     if nproc:
         command = under_torchrun(nproc, *torchrun, "main_training.py")
     settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
     return subprocess.run(
-        [*command, *last_of_each(argv)],
-        cwd=ROOT,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [*command, *flags], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=240
     )
 
 

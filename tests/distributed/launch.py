@@ -11,7 +11,6 @@ the tests of a worker start hundreds of ranks.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -21,9 +20,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-multiprocessing.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "pytest"]
-)
+import tests.warm  # noqa: F401 - says what the process that is forked has imported
 
 
 def _worker(
