@@ -1,4 +1,4 @@
-"""Runs the entrypoint as a user does, and reads what it left behind."""
+"""Runs the entrypoint with a user's flags, and reads what it left behind."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.warm import ROOT as ROOT
 from tests.warm import launch
 
-ROOT = Path(__file__).parent.parent
 TINY = ("--model_variant=tiny", "--use_dummy_dataset=True", "--seq_length=64", "--report_interval=1")
 
 

@@ -39,6 +39,8 @@ def launch(flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdout", "stderr")]
+        for path in streams:
+            path.touch()  # also for a fork that ends before it opens them
         fork = multiprocessing.get_context("forkserver").Process(
             target=_main, args=(list(flags), settings, *map(str, streams))
         )
@@ -64,8 +66,8 @@ def _main(flags: list[str], settings: dict[str, str], stdout: str, stderr: str) 
     os.chdir(ROOT)
     sys.argv = ["main_training.py", *flags]
     _open_streams(stdout, stderr)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     status = main_training.main(flags)
     sys.stdout.flush()
@@ -75,7 +77,7 @@ def _main(flags: list[str], settings: dict[str, str], stdout: str, stderr: str) 
 def _open_streams(stdout: str, stderr: str) -> None:
     """The standard streams of the process are these files, and no input."""
     for number, path in enumerate((os.devnull, stdout, stderr)):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     sys.stdin, sys.stdout, sys.stderr = (

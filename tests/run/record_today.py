@@ -57,12 +57,12 @@ FLAGS = (*SHAPE, *SOURCES, *LENGTH, *OPTIM)
 
 
 def flags(data: Path, run: Path) -> list[str]:
-    """Those of the recorded run, on these folders."""
+    """The flags of the recorded run, on these folders."""
     return [*FLAGS, f"--data_path={data}", f"--output_dir={run}"]
 
 
 def command_lines() -> list[str]:
-    """Flags of the program: each flag alone with another value, and what the pages and scripts show."""
+    """Flags of the program: each flag with another value, and what the pages show."""
     lines = []
     for name, spec in flag_table(TrainConfig).items():
         values: dict[str, Any] = {**BESIDE.get(name, {}), name: another(name, spec)}
