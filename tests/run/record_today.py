@@ -29,8 +29,7 @@ from tests.cli import run as run_program
 from tests.data.corpora import write_counts, write_lists
 from tests.run.test_run_name import BESIDE, another
 
-TODAY = Path(__file__).parent / "today"
-DATA, RUN, LOSSES, NAMES = (TODAY / name for name in ("data", "run", "losses.json", "run_names.json"))
+TODAY = Path(__file__).parent / "today.zip"  # folders data and run, losses.json, run_names.json
 SHAPE = ("--model_variant=tiny", "--num_layers=2", "--hidden_size=16", "--num_attention_heads=2")
 SHAPE = (*SHAPE, "--ffn_hidden_size=32", "--vocab_size=64", "--seq_length=32", "--precision=fp32")
 SOURCES = ("--datasets=web,code", "--weights=2,1", "--sep_token=3", "--logical_shards=8")
@@ -109,18 +108,17 @@ def _write_data(root: Path) -> None:
 
 
 def main() -> None:
-    shutil.rmtree(TODAY, ignore_errors=True)
-    TODAY.mkdir()
     with tempfile.TemporaryDirectory() as folder:
-        data, run = Path(folder, "data"), Path(folder, "run")
+        data, run, kept = Path(folder, "data"), Path(folder, "run"), Path(folder, "kept")
         _write_data(data)
         assert run_program(*flags(data, run), "--exit_step=3").returncode == 75
-        shutil.copytree(data, DATA)
-        shutil.copytree(run, RUN, ignore=shutil.ignore_patterns(".lock", "tensorboard", "log.txt"))
+        shutil.copytree(data, kept / "data")
+        shutil.copytree(run, kept / "run", ignore=shutil.ignore_patterns(".lock", "tensorboard", "log.txt"))
         trained(*flags(data, run))
-        LOSSES.write_text(json.dumps(losses(run)) + "\n")
+        (kept / "losses.json").write_text(json.dumps(losses(run)))
         os.chdir(data)
-        NAMES.write_text(json.dumps(_run_names(), indent=1, sort_keys=True) + "\n")
+        (kept / "run_names.json").write_text(json.dumps(_run_names(), indent=1, sort_keys=True))
+        shutil.make_archive(str(TODAY.with_suffix("")), "zip", kept)
 
 
 if __name__ == "__main__":
