@@ -23,57 +23,21 @@ import stat
 import zlib
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fms_fsdp.config import OptimConfig, flag_table
 from fms_fsdp.errors import UserError
-from fms_fsdp.models.variants import LlamaConfig, model_from_dict
 from fms_fsdp.safe_names import open_regular, safe_name
 
-Shape = Any  # see _STATE_SHAPE
-Number, Text, Texts = "number", "text", "texts"  # each or null
 FILES, STATE, METADATA = "files.json", "train_state.json", ".metadata"
 _PAGE = 4096
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _ANY = re.compile(r"step_([0-9]+)(?:\.(partial|damaged|superseded|deleted)(?:-\d+)?)?")
 _LARGEST_JSON = 256 << 20
-_TEXTS = {
-    name: Texts if row.is_list else Text for name, row in flag_table(OptimConfig).items() if row.kind is str
-}
-_CORNERS: Shape = {"in_tokens": bool, "warmup": int, "decay_start": int, "decay_end": int, "step_size": int}
-# what a run needs of train_state.json: a type, a list or a table of one shape, a row of given shapes, or a
-# table of given names; an earlier release may have left out a name with a question mark
-_STATE_SHAPE: Shape = {
-    "step": int,
-    "tokens_seen": int,
-    "data": dict,
-    "config": {"": dict, "optim": {"": Number, **_TEXTS}},
-    "resolved": {
-        "model": dict,
-        "batch": {"batch_size": int, "global_batch_size": int},
-        "num_steps": int,
-        "versions?": {"": str},
-        "schedule?": _CORNERS,
-    },
-    "save_s": Number,
-    "validation_loss": Number,
-    "rows_seen?": int,
-    "loss_scale?": {"scale": Number, "steps": int, "left": int},
-}
-_RAMPS: Shape = {"ramps?": {"": (int, int, int)}}
-_SYNTHETIC_SHAPE: Shape = {"history": [(int, int, int)], **_RAMPS}
-_CORPUS_SHAPE: Shape = {
-    "history": [{"step": int, "batch": int, "seq_length": int, "weights": {"": Number}}],
-    "skipped": [[int]],
-    "manifest": {"": (str, int, int, object)},
-    "fit": {"": {"": [int]}},
-    **_RAMPS,
-}
 
 
 @dataclass(frozen=True)
@@ -233,54 +197,9 @@ def problems(folder: Path, *, deep: bool = False) -> list[str]:
 
 
 def _state_problem(folder: Path) -> str:
-    """What `train_state.json` lacks of what a run needs, or has of another type; empty if nothing."""
+    """A text where the folder has the name of another step than its `train_state.json`; else empty."""
     _, state = _read_json(folder / STATE)
-    if text := _mismatch(state, _STATE_SHAPE, STATE):
-        return text
-    if folder.name != f"step_{state['step']}":
-        return f"{STATE} is of step {state['step']}"
-    data = state["data"]  # of our own streams; a user's stream knows its own
-    data_shape = (
-        _SYNTHETIC_SHAPE if "synthetic" in data else _CORPUS_SHAPE if data.get("state_version") == 2 else {}
-    )
-    if text := _mismatch(data, data_shape, STATE):
-        return text
-    if data_shape and not data["history"]:
-        return f"{STATE} has no history of the data"
-    try:
-        model = asdict(model_from_dict(state["resolved"]["model"]))
-    except (TypeError, ValueError):
-        return f"{STATE} describes no model"
-    known = asdict(LlamaConfig(1, 1, 1, 1, 1)) | {"rope_scaling": model["rope_scaling"]}  # of many types
-    wrong = [name for name, value in model.items() if type(value) is not type(known[name])]
-    return f"{STATE} has a model whose {wrong[0]} is {model[wrong[0]]!r}" if wrong else ""
-
-
-def _mismatch(value: Any, shape: Shape, name: str) -> str:
-    """A text that says where `value` is not of that shape; empty if it is. No whole number may need more than
-    64 bits."""
-    inner: Iterable[tuple[str, Any, Shape]] = ()
-    if isinstance(shape, dict) and isinstance(value, dict):
-        keys = dict.fromkeys([key for key in shape if key and not key.endswith("?")] + [*value])
-        parts = {key: shape.get(key, shape.get(f"{key}?", shape.get(""))) for key in keys}
-        inner = [(key, value.get(key), part) for key, part in parts.items() if part is not None]
-    elif isinstance(shape, list) and isinstance(value, list):
-        inner = [(str(place), item, shape[0]) for place, item in enumerate(value)]
-    elif isinstance(shape, tuple) and isinstance(value, list) and len(value) == len(shape):
-        inner = zip(map(str, range(len(value))), value, shape, strict=True)
-    elif shape is Number:
-        return "" if value is None or type(value) in (bool, int, float) else f"{name} must be a number"
-    elif shape is Texts:
-        is_list = isinstance(value, list) and all(isinstance(text, str) for text in value)
-        return "" if value is None or is_list else f"{name} must be a list of texts"
-    elif shape is Text:
-        return "" if value is None or isinstance(value, str) else f"{name} must be a text"
-    elif shape is int:
-        return "" if type(value) is int and 0 <= value < 2**63 else f"{name} must be a whole number"
-    elif not isinstance(shape, type) or not isinstance(value, shape):
-        return f"{name} is of the wrong type"
-    texts = (_mismatch(item, part, f"{name}: {key}") for key, item, part in inner)
-    return next((text for text in texts if text), "")
+    return "" if folder.name == f"step_{state['step']}" else f"{STATE} is of step {state['step']}"
 
 
 def complete_steps(root: Path) -> list[int]:

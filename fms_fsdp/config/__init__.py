@@ -20,7 +20,6 @@ from fms_fsdp.config.precision import FP32 as FP32
 from fms_fsdp.config.precision import NUM_BYTES as NUM_BYTES
 from fms_fsdp.config.precision import Precision as Precision
 from fms_fsdp.config.precision import PrecisionConfig as PrecisionConfig
-from fms_fsdp.config.precision import recorded_precision as recorded_precision
 from fms_fsdp.config.surroundings import CheckpointConfig as CheckpointConfig
 from fms_fsdp.config.surroundings import EvalConfig as EvalConfig
 from fms_fsdp.config.surroundings import LogConfig as LogConfig

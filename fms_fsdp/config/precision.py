@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fms_fsdp.config.flag import announced_flag
 from fms_fsdp.config.optim import OptimConfig
@@ -58,13 +56,6 @@ class Precision:
 
 
 FP32, BF16 = Precision(), Precision(compute="bf16")
-
-
-def recorded_precision(resolved: Mapping[str, Any]) -> Precision:
-    """That of a run, from what its checkpoint says beyond the flags; earlier releases had bf16 and fp32."""
-    if "precision" in resolved:
-        return Precision(**resolved["precision"])
-    return Precision(compute="bf16" if resolved["mixed_precision"] else "fp32")
 
 
 # fmt: off

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from fms_fsdp.config.flag import build_config, flag_table, non_defaults
@@ -20,26 +19,6 @@ from fms_fsdp.config.surroundings import CheckpointConfig, EvalConfig, LogConfig
 from fms_fsdp.config.training import DataConfig, ParallelConfig, TrainingConfig
 from fms_fsdp.config.values import check_alone, coerce, joined
 from fms_fsdp.errors import UserError
-
-# The sections and flags that an earlier release hashed into the run name. A new flag does not belong here.
-_EARLIER_NAME = {
-    "model": """
-        model_variant num_layers hidden_size ffn_hidden_size num_attention_heads num_kv_heads
-        rope_theta norm_eps vocab_size tie_embeddings init_std norm pos_emb attn_impl
-    """,
-    "data": """
-        use_dummy_dataset data_path datasets weights seq_length sep_token logical_shards packing
-        document_mask on_missing max_epochs dataset_builder data_kwargs
-    """,
-    "parallel": """
-        sharding_strategy hsdp_shard_size mixed_precision reduce_dtype fsdp_activation_checkpointing
-        selective_checkpointing low_cpu_fsdp use_torch_compile reshard_after_forward fsdp_prefetch
-        cpu_offload dist_backend collective_timeout_s matmul_precision
-    """,
-    "optim": "learning_rate warmup_steps min_lr_ratio adam_beta1 adam_beta2 adam_eps weight_decay grad_clip",
-    "training": "seed batch_size grad_accum_steps global_batch_size deterministic",
-}
-_MOVED = {"mixed_precision": "parallel", "reduce_dtype": "parallel"}  # flag → its section in earlier releases
 
 
 @dataclass(frozen=True)
@@ -92,38 +71,18 @@ class TrainConfig:
 
     @cached_property
     def run_name(self) -> str:
-        """The given name, or `<variant>-<hash>` of the flags that are in the name and not at their default.
-
-        It is the name of an earlier release if only the folder of that name exists.
-        """
+        """The given name, or `<variant>-<hash>` of the flags in the name that are not at their default."""
         if self.log.run_name:
             return self.log.run_name
         table = flag_table(TrainConfig)
         hashed = {name: value for name, value in non_defaults(self).items() if table[name].in_name}
-        name, earlier = self._name_of(hashed), self._name_of(self._hashed_earlier())
-        return earlier if Path("runs", earlier).is_dir() and not Path("runs", name).exists() else name
+        digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.model.name}-{digest}"
 
     @property
     def keep_name(self) -> str:
         """What ends an advice to change a flag that is in the name: with it the same run goes on."""
         return f"--run_name={shlex.quote(self.run_name)}"
-
-    def _name_of(self, hashed: dict[str, Any]) -> str:
-        digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.model.name}-{digest}"
-
-    def _hashed_earlier(self) -> dict[str, Any]:
-        content = dataclasses.asdict(self)
-        for name, section in _MOVED.items():
-            content[section][name] = content["precision"][name]
-        for section, names in _EARLIER_NAME.items():
-            content[section] = {name: content[section][name] for name in names.split()}
-        for name in ("fsdp_activation_checkpointing", "use_torch_compile"):  # their default was False
-            content["parallel"][name] = bool(content["parallel"][name])
-        content["parallel"]["reshard_after_forward"] = self.parallel.reshard_after_forward is not False
-        for name, default in (("norm", "rmsnorm"), ("pos_emb", "rope")):  # theirs were those
-            content["model"][name] = content["model"][name] or default
-        return {section: content[section] for section in _EARLIER_NAME}
 
     @property
     def output_dir(self) -> str:
@@ -143,16 +102,15 @@ def as_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def from_dict(content: Mapping[str, Any]) -> TrainConfig:
-    """The configuration that `as_dict` of this release or an earlier one wrote.
+    """The configuration that `as_dict` wrote.
 
-    A flag that is missing has its default. What is no flag is left out: an earlier release may have had it.
+    A flag that is missing has its default; an entry that is no flag is left out.
 
     Raises:
         UserError: a value does not fit its flag.
     """
     found: dict[str, Any] = {}
     for name, row in flag_table(TrainConfig).items():
-        for section in (_MOVED.get(name, ""), row.section):  # the place of this release counts
-            if name in content.get(section, {}):
-                found[name] = coerce(row, content[section][name])
+        if name in content.get(row.section, {}):
+            found[name] = coerce(row, content[row.section][name])
     return build_config(TrainConfig, found)

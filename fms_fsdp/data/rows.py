@@ -23,7 +23,7 @@ from fms_fsdp.data.order.order import Consumption, Fit, Order
 from fms_fsdp.data.order.packing import Cuts, pack_bestfit, pack_concat
 from fms_fsdp.data.order.permute import ORDER_VERSION
 from fms_fsdp.data.order.source_order import Rest, RowAddress, Span
-from fms_fsdp.data.order.state import check_same, check_state
+from fms_fsdp.data.order.state import check_same
 from fms_fsdp.data.order.tapes import TAIL, fit_geometry
 from fms_fsdp.data.pieces import Pieces, Row, ShardCache, SourceReader, Window
 from fms_fsdp.data.shards.content_marks import changed_shard
@@ -212,17 +212,11 @@ class CorpusRows:
         Raises: UserError if the state is damaged, of another corpus, seed, packing or separator, or of a row
         length that does not fit.
         """
-        self._check_same(state, step)
+        self._check_same(state)
         history, size = History.from_state(state), self._section.seq_length
-        if pair := history.unfit_lengths():
-            raise UserError(
-                f"seq_length of the checkpoint's data state was {pair[0]} and {pair[1]}, neither a multiple "
-                "of the other, as earlier releases allowed; go on with the release that wrote it, or "
-                f"{WEIGHTS_ALONE}"
-            )
         before = history.segments[-1].seq_length
         changes = history.change(step, self.global_batch_size, self._quotas, size, self._rampup)
-        if history.unfit_lengths():
+        if history.has_unfit_lengths():
             lengths = sorted({segment.seq_length for segment in history.segments} - {size})
             raise UserError(
                 f"--seq_length ({size}) must divide {before} or be a multiple of it, and all lengths of a "
@@ -333,11 +327,10 @@ class CorpusRows:
         out.positions[:] = np.arange(len(out.positions))
         out.document_ids.fill(0)
 
-    def _check_same(self, state: dict[str, Any], step: int) -> None:
+    def _check_same(self, state: dict[str, Any]) -> None:
         mine = self.state()
         same = ("state_version", "order_version", "--seed", "--packing", "--sep_token")
         check_same(state, mine, same, "the same value")
-        check_state(state, step)
         size, old_size = self._section.seq_length, state["history"][-1]["seq_length"]
         if self._section.packing == "bestfit" and size != old_size:
             raise UserError(

@@ -53,7 +53,7 @@ from fms_fsdp.parallel.compile import check_compile
 from fms_fsdp.parallel.float8 import check_float8
 from fms_fsdp.predict.memory import MemoryEstimate, check_memory, estimate_memory
 from fms_fsdp.run.machine import check_machine
-from fms_fsdp.run.resume import Start, check_model, check_same_optimizer, keep_width, kept_corners
+from fms_fsdp.run.resume import Start, check_model, check_same_optimizer, kept_corners
 from fms_fsdp.state import Progress
 
 _TRACKER_PACKAGES = {"wandb", "mlflow", "aim", "codecarbon"}  # each tracker needs the package of its name
@@ -107,10 +107,7 @@ class Plan(Machine):
 
     @property
     def rows_at_start(self) -> int:
-        state = self.begin.state
-        if "rows_seen" in state or not state:
-            return int(state.get("rows_seen", 0))
-        return int(self.tokens_at_start // state["config"]["data"]["seq_length"])  # of an earlier release
+        return int(self.begin.state.get("rows_seen", 0))
 
     @cached_property
     def batches(self) -> BatchIntervals:
@@ -216,7 +213,6 @@ def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:
     cfg, checkpoint = parsed.config, begin.checkpoint
     found = replace(found, begin=begin)
     if checkpoint is not None:
-        found = replace(found, model=keep_width(found.model, cfg.model, checkpoint))
         check_model(found.model, checkpoint)
     if checkpoint is not None and begin.continues:
         check_same_optimizer(cfg.optim, checkpoint)

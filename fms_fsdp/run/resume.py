@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers, named_steps, open_checkpoint
-from fms_fsdp.config import ModelConfig, OptimConfig, TrainConfig, flag_table, from_dict, recorded_precision
+from fms_fsdp.config import OptimConfig, Precision, TrainConfig, flag_table, from_dict
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.values import joined
 from fms_fsdp.errors import UserError
@@ -126,15 +126,6 @@ def check_model(model: LlamaConfig, checkpoint: Checkpoint) -> None:
             )
 
 
-def keep_width(model: LlamaConfig, section: ModelConfig, checkpoint: Checkpoint) -> LlamaConfig:
-    """`model` with the feed-forward width of the checkpoint, where no flag names one: the rule by which it
-    follows the width may be another there."""
-    saved = model_from_dict(checkpoint.state["resolved"]["model"])
-    if section.ffn_hidden_size is not None or saved.hidden_size != model.hidden_size:
-        return model
-    return replace(model, ffn_hidden_size=saved.ffn_hidden_size)
-
-
 def check_same_optimizer(section: OptimConfig, checkpoint: Checkpoint) -> None:
     """Raises UserError where the checkpoint holds the state of another optimizer, or of other settings."""
     before, now = asdict(_saved_section(checkpoint.state)), asdict(section)
@@ -168,7 +159,7 @@ def differences(cfg: TrainConfig, resolved: dict[str, Any], start: Start) -> lis
     # refused ones got past the checks: they come to the same thing
     if quiet := changed["free"] + changed["refused"]:
         lines.append(f"changed, without effect on what is trained: {', '.join(quiet)}")
-    precisions = [recorded_precision(each).in_words for each in (saved, resolved)]
+    precisions = [Precision(**each["precision"]).in_words for each in (saved, resolved)]
     if precisions[0] != precisions[1]:
         lines.append(f"precision: {precisions[0]} -> {precisions[1]}")
     for name in ("world_size", "device"):
@@ -212,11 +203,7 @@ def schedule_jump(now: Schedule, start: Start) -> str:
 
 def _saved_schedule(state: dict[str, Any]) -> tuple[OptimConfig, Corners]:
     """The flags and the corners of the launch that wrote the checkpoint."""
-    before, resolved = _saved_section(state), state["resolved"]
-    if "schedule" in resolved:
-        return before, Corners(**resolved["schedule"])
-    # an earlier release: everything in steps
-    return before, find_corners(before, Length(resolved["num_steps"], 1, lambda step: step))
+    return _saved_section(state), Corners(**state["resolved"]["schedule"])
 
 
 def _saved_section(state: dict[str, Any]) -> OptimConfig:

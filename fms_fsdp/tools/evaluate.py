@@ -9,7 +9,7 @@ from typing import Any
 
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.config import ParallelConfig, TrainConfig, flag, recorded_precision
+from fms_fsdp.config import ParallelConfig, Precision, TrainConfig, flag
 from fms_fsdp.data.held_out import HeldOut, close_held_out, open_held_out, scan_held_out
 from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.evaluate import Forward, evaluate
@@ -39,7 +39,7 @@ def main(config: EvaluateConfig) -> None:
     """The command; also under torchrun, where the checkpoint is sharded over all processes."""
     checkpoint = find_checkpoint(config.path, config.step, "--path")
     cfg, resolved = _run_config(config, checkpoint), checkpoint.state["resolved"]
-    batch, precision, seed = resolved["batch"], recorded_precision(resolved), cfg.training.seed
+    batch, precision, seed = resolved["batch"], Precision(**resolved["precision"]), cfg.training.seed
     world = World.from_env()
     set_up_log(world)
     device = pick_device(world)

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers
-from fms_fsdp.config import ModelConfig, TrainConfig, as_dict
+from fms_fsdp.config import ModelConfig, Precision, TrainConfig, as_dict
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.flags import parse_flags
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
-from fms_fsdp.run.resume import Start, check_model, differences, keep_width, kept_corners, schedule_jump
+from fms_fsdp.run.resume import Start, check_model, differences, kept_corners, schedule_jump
 from tests.cli import ROOT, TINY, events, last_of_each, losses, metrics, run, status, trained, under_torchrun
 
 
@@ -346,30 +346,11 @@ def test_rotary_positions_take_another_length_and_learned_ones_do_not(tmp_path: 
             check_model(longer, checkpoint)
 
 
-def test_a_checkpoint_of_an_earlier_release_knows_no_options_and_keeps_its_width(tmp_path: Path) -> None:
-    section = ModelConfig(model_variant="tiny", hidden_size=64)
-    model, new = (
-        resolve_model(section, seq_length=64),
-        ("head_dim", "activation", "bias", "dropout", "z_loss"),
-    )
-    assert model.ffn_hidden_size == 128  # 64 * 352 / 128 = 176, of which the multiple of 128
-    saved = {name: value for name, value in asdict(model).items() if name not in new}
-    checkpoint = Checkpoint(tmp_path / "step_4", {"resolved": {"model": saved | {"ffn_hidden_size": 352}}})
-    kept = keep_width(model, section, checkpoint)
-    assert kept.ffn_hidden_size == 352
-    check_model(kept, checkpoint)
-    given = replace(section, ffn_hidden_size=128)
-    with pytest.raises(
-        ValueError, match=r"--ffn_hidden_size \(128\) must be that of the checkpoint .* \(352\)"
-    ):
-        check_model(keep_width(resolve_model(given, seq_length=64), given, checkpoint), checkpoint)
-
-
 def start_of(cfg: TrainConfig, *, num_steps: int = 1000, fresh_data: bool = False) -> Start:
     resolved = {
         "world_size": 1,
         "device": "cpu",
-        "mixed_precision": False,
+        "precision": asdict(Precision()),
         "versions": {},
         "num_steps": num_steps,
     }
@@ -394,16 +375,15 @@ def test_a_seed_of_fresh_data_is_said_to_take_effect() -> None:
     ]
 
 
-def at_step_600(cfg: TrainConfig, num_steps: int = 1000, schedule: Corners | None = None) -> Start:
-    """The start from a checkpoint of 80 tokens a step; an earlier release kept no `schedule`."""
-    start = start_of(cfg, num_steps=num_steps)
+def at_step_600(cfg: TrainConfig, schedule: Corners) -> Start:
+    """The start from a checkpoint of 80 tokens a step."""
+    start = start_of(cfg)
     assert start.checkpoint is not None
     state = start.checkpoint.state
     state["tokens_seen"] = 600 * 80
     state["resolved"] |= {"batch": {"global_batch_size": 10}, "model": {"max_seq_len": 16}}
     state["config"]["data"] = {"seq_length": 8}
-    if schedule is not None:
-        state["resolved"]["schedule"] = asdict(schedule)
+    state["resolved"]["schedule"] = asdict(schedule)
     return start
 
 
@@ -417,12 +397,11 @@ def length(num_steps: int) -> Length:
 def test_a_longer_run_moves_no_corner_of_the_schedule(flags: list[str]) -> None:
     cfg = parse_flags(TrainConfig, flags)
     first = find_corners(cfg.optim, length(1000))
-    for kept in (first, None) if "tokens" not in str(flags) else (first,):
-        start = at_step_600(cfg, schedule=kept)
-        for num_steps in (700, 1000, 2000):
-            found = kept_corners(cfg.optim, length(num_steps), start)
-            assert found == first
-            assert schedule_jump(Schedule(cfg.optim, found), start) == ""
+    start = at_step_600(cfg, schedule=first)
+    for num_steps in (700, 1000, 2000):
+        found = kept_corners(cfg.optim, length(num_steps), start)
+        assert found == first
+        assert schedule_jump(Schedule(cfg.optim, found), start) == ""
 
 
 def test_a_changed_flag_of_the_schedule_makes_new_corners_and_is_told() -> None:

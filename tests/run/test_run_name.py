@@ -100,19 +100,6 @@ def test_a_flag_at_its_default_names_the_same_run(tmp_path: Path, monkeypatch: p
     assert parse("--model_variant=tiny", "--seed=2023", "--learning_rate=3e-4").run_name == "tiny-e1f05e7a"
 
 
-def test_a_folder_that_the_earlier_rule_named_is_still_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    flags = ["--model_variant=tiny", "--use_dummy_dataset=True", "--seq_length=128", "--batch_size=2"]
-    new, earlier = parse(*flags).run_name, "tiny-21a870ea"
-    assert new != earlier
-    (tmp_path / "runs" / earlier).mkdir(parents=True)
-    assert parse(*flags).output_dir == f"runs/{earlier}"
-    (tmp_path / "runs" / new).mkdir()
-    assert parse(*flags).output_dir == f"runs/{new}"
-
-
 def test_advice_that_names_another_run_names_this_one_too() -> None:
     config = dataclasses.replace(TrainConfig(), checkpoint=CheckpointConfig(ckpt_load_path="a b"))
     assert config.keep_name == f"--run_name={config.run_name}"

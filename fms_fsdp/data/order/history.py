@@ -119,12 +119,12 @@ class History:
         changed = [new for old, new in pairwise(self.segments) if new.seq_length != old.seq_length]
         return [self.segments[0], *changed]
 
-    def unfit_lengths(self) -> tuple[int, int] | None:
-        """Returns two row lengths that one run cannot have: neighbours neither of which divides the other, or
-        the longest of all and one that does not divide it; None if all fit."""
+    def has_unfit_lengths(self) -> bool:
+        """Says whether one of two neighbouring row lengths does not divide the other, or one does not divide
+        the longest of all."""
         sizes = [segment.seq_length for segment in self.lengths()]
         pairs = [*pairwise(sizes), *((size, max(sizes)) for size in sizes)]
-        return next(((a, b) for a, b in pairs if a % b and b % a), None)
+        return any(a % b and b % a for a, b in pairs)
 
     def rows(self, step: int, num_steps: int = 1) -> Rows:
         """Returns the sequences of `num_steps` steps from `step` (>= 1) on, as if the mixture of `step` held

@@ -196,16 +196,3 @@ def test_epochs_stand_alone_and_minus_one_is_none() -> None:
     assert section(num_epochs="web/en:1.5").epochs() == ("web/en", 1.5)
     with pytest.raises(ValueError, match=r"--num_epochs \(2\) must not be given beside --num_tokens"):
         section(num_epochs="2", num_tokens=100)
-
-
-def test_a_damaged_ramp_of_a_checkpoint_is_refused(files: Files) -> None:
-    with files.stream(12, seq_length=32, rampup=(4, 4, 90)) as stream:
-        stream.next_batch()
-        state = stream.state_dict()
-    assert state["ramps"] == {"0": [4, 4, 90]}
-    for wrong in ([4, 5, 90], [12, 4, 90], [4, 0, 90], [4, 4, 0], [4, 4], [True, 4, 90]):
-        with (
-            files.stream(12, seq_length=32, rampup=(4, 4, 90)) as stream,
-            pytest.raises(ValueError, match="damaged"),
-        ):
-            stream.load_state_dict(state | {"ramps": {"0": wrong}}, 1)

@@ -223,17 +223,6 @@ def test_lengths_that_do_not_divide_are_refused(files: Files, lengths: tuple[int
     assert state == before
 
 
-def test_a_state_with_lengths_that_do_not_divide_is_refused(files: Files) -> None:
-    state = files.stream(4, seq_length=32).state_dict()
-    first = state["history"][0]
-    state["fit"] |= files.stream(4, seq_length=48).state_dict()["fit"]
-    state["history"] = [first, {**first, "step": 5, "seq_length": 48}]
-    with pytest.raises(
-        ValueError, match=r"was 32 and 48, neither a multiple of the other.*--load_model_only"
-    ):
-        files.stream(4, seq_length=48).load_state_dict(state, 7)
-
-
 def test_bestfit_keeps_its_length(files: Files) -> None:
     state = files.stream(4, seq_length=32, packing="bestfit").state_dict()
     stream = files.stream(4, seq_length=64, packing="bestfit")
