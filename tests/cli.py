@@ -28,19 +28,20 @@ def under_torchrun(num_processes: int, *options: str) -> list[str]:
 
 
 def run(
-    *argv: str, nproc: int = 0, torchrun: tuple[str, ...] = (), **environment: str
+    *argv: str, nproc: int = 0, torchrun: tuple[str, ...] | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python main_training.py ARGV`, or under torchrun with `nproc` processes; one thread each.
+    """`python main_training.py ARGV`, with `nproc` as that many ranks; one thread each.
 
-    One process is a fork of a server (tests/warm.py), unless `environment` is given: the server has imported
-    torch and the program, which read some variables while they are imported.
+    The processes are forks of a server (tests/warm.py), unless `torchrun` gives options of the real one, or
+    `environment` variables: the server has imported torch and the program, which read some variables while
+    they are imported.
     """
     flags = last_of_each(argv)
-    if not nproc and not environment:
-        return launch(flags)
+    if torchrun is None and not environment:
+        return launch(flags, nproc)
     command = [sys.executable, "main_training.py"]
     if nproc:
-        command = under_torchrun(nproc, *torchrun, "main_training.py")
+        command = under_torchrun(nproc, *(torchrun or ()), "main_training.py")
     settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
     return subprocess.run(
         [*command, *flags], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=240

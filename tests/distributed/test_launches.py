@@ -124,7 +124,7 @@ def test_one_of_two_torchruns_is_killed_and_all_ranks_stop(tmp_path: Path) -> No
 def test_the_rank_that_runs_out_of_memory_tells_what_would_help(tmp_path: Path) -> None:
     stream = ["--dataset_builder=tests.distributed.failing_stream:build", "--data_kwargs=rank=1,step=3"]
     argv = ["--model_variant=tiny", "--seq_length=64", "--num_steps=9", f"--output_dir={tmp_path}"]
-    result = run(*argv, *stream, nproc=2)
+    result = run(*argv, *stream, nproc=2, torchrun=())
     assert result.returncode == 1
     assert "[rank 1] failed: out of memory (CUDA out of memory." in result.stderr
     ended = status(tmp_path)
