@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +24,7 @@ from fms_fsdp.run.plan import Plan, check_data, find_machine
 from fms_fsdp.runtime import World, set_up_log
 from tests.cli import ROOT, run
 from tests.fresh import copy_tracked
+from tests.warm import COMMANDS, TRAINING, launch
 
 TINY = (
     "--model_variant=tiny",
@@ -397,23 +398,35 @@ BAD_FLAGS = [
 
 def bad(cwd: Path, *words: str | Path) -> None:
     """Runs a command that must end with 2 and leave the folder as it is; text to read lies in `in`."""
+    variables = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PYTHON": sys.executable}
+    refused(
+        cwd,
+        lambda: subprocess.run(
+            words, cwd=cwd, env=os.environ | variables, capture_output=True, text=True, timeout=100
+        ),
+    )
+
+
+def bad_fork(cwd: Path, program: str, *flags: str) -> None:
+    """As `bad`, for a launch of the program or of its commands."""
+    refused(cwd, lambda: launch(flags, program=program, cwd=cwd))
+
+
+def refused(cwd: Path, run: Callable[[], subprocess.CompletedProcess[str]]) -> None:
     (cwd / "in").mkdir(exist_ok=True)
     (cwd / "in" / "a.txt").write_text("some text")
     before = sorted(cwd.rglob("*"))
-    variables = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PYTHON": sys.executable}
-    done = subprocess.run(
-        words, cwd=cwd, env=os.environ | variables, capture_output=True, text=True, timeout=100
-    )
+    done = run()
     assert done.returncode == 2 and "error: " in done.stdout + done.stderr, (
-        f"{words}\n{done.stdout}\n{done.stderr}"
+        f"{done.args}\n{done.stdout}\n{done.stderr}"
     )
-    assert sorted(path for path in cwd.rglob("*") if path.name != ".setup.lock") == before, words
+    assert sorted(path for path in cwd.rglob("*") if path.name != ".setup.lock") == before, done.args
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", BAD_FLAGS)
 def test_bad_input_of_a_training_leaves_no_folder(empty: Path, flags: str) -> None:
-    bad(empty, sys.executable, ROOT / "main_training.py", *flags.split())
+    bad_fork(empty, TRAINING, *flags.split())
 
 
 @pytest.mark.slow
@@ -438,7 +451,7 @@ def test_bad_input_of_the_script_leaves_no_folder(empty: Path) -> None:
 )
 def test_bad_input_of_prepare_leaves_no_folder(empty: Path, flags: str) -> None:
     source = [] if "--input" in flags else ["--input=in"]
-    bad(empty, sys.executable, "-m", "fms_fsdp", "prepare", *source, "--output=out/deep", *flags.split())
+    bad_fork(empty, COMMANDS, "prepare", *source, "--output=out/deep", *flags.split())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
-from tests.cli import ROOT, metrics, run, trained, under_torchrun
+from tests.cli import metrics, run, trained
+from tests.warm import COMMANDS, launch
 
 SEQ = 32
 FLAGS = ("--model_variant=tiny", f"--seq_length={SEQ}", "--report_interval=1", "--precision=fp32")
@@ -77,9 +77,7 @@ def curve(folder: Path) -> list[tuple[float, float, str]]:
 
 
 def offline(*argv: str, nproc: int = 0) -> subprocess.CompletedProcess[str]:
-    launcher = under_torchrun(nproc) if nproc else [sys.executable]
-    command = [*launcher, "-m", "fms_fsdp", "evaluate", *argv]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return launch(["evaluate", *argv], nproc, program=COMMANDS)
 
 
 def held_out(corpus: Path, max_rows: int = 12, **changes: Any) -> tuple[HeldOut, ...]:

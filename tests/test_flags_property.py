@@ -6,8 +6,6 @@ import gc
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.flags import SHIPPED, parse_with_origins
 from fms_fsdp.run.plan import check_data, find_machine
 from fms_fsdp.runtime import World, set_up_log
-from tests.cli import ROOT
+from tests.warm import launch
 
 BASE = {
     "model_variant": "tiny",
@@ -207,8 +205,7 @@ def test_the_command_does_what_the_plan_says(folder: Path) -> None:
         left[kind] -= 1
         here = folder / f"{kind}{left[kind]}"
         here.mkdir()
-        command = [sys.executable, str(ROOT / "main_training.py"), *case.flags]
-        ended = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=240)
+        ended = launch(case.flags, cwd=here)
         shown = f"{[flag[:100] for flag in case.flags]} -> {ended.returncode} {ended.stderr[-1000:]}"
         if (
             kind == "accepted" and ended.returncode != 2

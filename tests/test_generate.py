@@ -28,6 +28,7 @@ from fms_fsdp.tools.generate import GenerateConfig
 from tests.cli import ROOT, losses, trained
 from tests.cli import run as launched
 from tests.hf_folders import template, write_folder, write_tokenizer_json
+from tests.warm import command
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = ([5, 6, 7, 8, 9, 10], [3], [11, 12, 13])
@@ -259,17 +260,15 @@ def test_draws_follow_the_distribution(model: Llama) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on text, with its tokenizer."""
     folder = tmp_path_factory.mktemp("written")
-    command = [sys.executable, "-m", "fms_fsdp", "prepare", f"--input=pages={ROOT}/docs"]
     flags = [f"--output={folder}/data", "--train_tokenizer", "--vocab_size=400"]
-    subprocess.run([*command, *flags], check=True, capture_output=True, timeout=120)
+    command("prepare", f"--input=pages={ROOT}/docs", *flags).check_returncode()
     shape = ["--model_variant=tiny", f"--data_path={folder}/data", "--seq_length=48", "--batch_size=4"]
     trained(*shape, "--num_steps=4", f"--output_dir={folder}/run")
     return folder / "run"
 
 
 def written(run: Path, *flags: str, code: int = 0) -> str:
-    command = [sys.executable, "-m", "fms_fsdp", "generate", f"--path={run}", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    ended = command("generate", f"--path={run}", *flags)
     assert ended.returncode == code, ended.stderr
     return ended.stdout if code == 0 else ended.stderr
 

@@ -1,4 +1,4 @@
-"""Launches of the program as forks of a process that has imported it.
+"""Launches of the program and its commands as forks of a process that has imported them.
 
 A launch of two tiny steps costs two and a half seconds of a CPU, and the imports are nearly all of them. The
 server is the one that ranks of tests are forks of (tests/distributed/launch.py). A fork has the environment,
@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 240
+TRAINING, COMMANDS = "main_training.py", "fms_fsdp/__main__.py"
 multiprocessing.set_forkserver_preload(
     [
         "torch",
@@ -30,11 +32,14 @@ multiprocessing.set_forkserver_preload(
         "torch.distributed.fsdp",
         "pytest",
         "main_training",
+        "fms_fsdp.__main__",
     ]
 )
 
 
-def launch(flags: Sequence[str], num_ranks: int = 0) -> subprocess.CompletedProcess[str]:
+def launch(
+    flags: Sequence[str], num_ranks: int = 0, *, program: str = TRAINING, cwd: Path = ROOT, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
     """What `python main_training.py FLAGS` ends with, in this process's environment with one thread.
 
     `num_ranks`: so many processes meet as ranks of one machine, as under torchrun but without its agent; the
@@ -44,18 +49,28 @@ def launch(flags: Sequence[str], num_ranks: int = 0) -> subprocess.CompletedProc
     """
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
-        streams = [Path(folder, name) for name in ("stdout", "stderr")]
+        streams = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
+        for path in streams:
+            path.write_text(stdin if path.name == "stdin" else "")
         forks = [
-            context.Process(target=_main, args=(list(flags), settings, *map(str, streams)))
+            context.Process(target=_main, args=(program, list(flags), settings, str(cwd), *map(str, streams)))
             for settings in _environments(num_ranks)
         ]
         for fork in forks:
             fork.start()
         statuses = _statuses(forks)
-        stdout, stderr = (path.read_text() if path.exists() else "" for path in streams)
+        stdout, stderr = (path.read_text() for path in streams[1:])
     if not statuses:
         raise subprocess.TimeoutExpired(list(flags), TIMEOUT_S, stdout, stderr)
     return subprocess.CompletedProcess(list(flags), next(filter(None, statuses), 0), stdout, stderr)
+
+
+def command(*argv: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """What `python -m fms_fsdp ARGV` ends with.
+
+    Raises: subprocess.TimeoutExpired after 240 s.
+    """
+    return launch(argv, program=COMMANDS, cwd=cwd, stdin=stdin)
 
 
 def _statuses(forks: Sequence[multiprocessing.process.BaseProcess]) -> list[int]:
@@ -86,29 +101,45 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
     return [{**common, **address, **size, **place} for place in places]
 
 
-def _main(flags: list[str], settings: dict[str, str], stdout: str, stderr: str) -> None:
+def _main(
+    program: str, flags: list[str], settings: dict[str, str], cwd: str, stdin: str, stdout: str, stderr: str
+) -> None:
     """In the fork: becomes a launch of the program, and ends the process as main_training.py does."""
     import torch
 
     import main_training
+    from fms_fsdp import __main__ as commands
 
     os.environ.clear()
     os.environ.update(settings)
-    os.chdir(ROOT)
-    sys.argv = ["main_training.py", *flags]
-    _open_streams(stdout, stderr)
+    os.chdir(cwd)
+    sys.argv = [str(ROOT / program), *flags]
+    _open_streams(stdin, stdout, stderr)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    status = main_training.main(flags)
+    try:
+        status = (main_training if program == TRAINING else commands).main(flags)
+    except BaseException as error:  # noqa: BLE001 - a bug of a command ends as Python itself ends
+        status = _status_of(error)
     sys.stdout.flush()
     os._exit(status)
 
 
-def _open_streams(stdout: str, stderr: str) -> None:
-    """The standard streams of the process are these files, and no input."""
-    for number, path in enumerate((os.devnull, stdout, stderr)):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+def _status_of(error: BaseException) -> int:
+    """The exit status of a process that ends with this error, whose traceback is printed."""
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+        return 1
+    if isinstance(error.code, str):
+        print(error.code, file=sys.stderr)
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def _open_streams(*paths: str) -> None:
+    """The standard streams of the process, from input to errors, are these files."""
+    for number, path in enumerate(paths):
+        file = os.open(path, os.O_RDWR | os.O_APPEND if number else os.O_RDONLY)
         os.dup2(file, number)
         os.close(file)
     sys.stdin, sys.stdout, sys.stderr = (

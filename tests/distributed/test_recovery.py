@@ -22,12 +22,15 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def workers(torchrun: int) -> list[int]:
-    """Process ids of torchrun's workers."""
-    found = subprocess.run(
-        ["pgrep", "-P", str(torchrun), "-f", "main_training.py"], capture_output=True, text=True
-    )
+def children(process: int, *options: str) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(process), *options], capture_output=True, text=True)
     return [int(text) for text in found.stdout.split()]
+
+
+def workers(torchrun: int) -> list[int]:
+    """Process ids of torchrun's workers: its children, or forks of a child that has imported the program."""
+    own = children(torchrun, "-f", "main_training.py")
+    return own or [fork for server in children(torchrun) for fork in children(server)]
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, pause_s: float = 0.03) -> bool:
@@ -71,10 +74,10 @@ def test_a_run_killed_twenty_times_equals_the_undisturbed_one(tmp_path: Path) ->
     flags = [*TINY, "--num_steps=600", "--checkpoint_interval=4", "--keep_last_n=3"]
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
     trained(*flags, f"--output_dir={calm}", nproc=2)
-    launch = under_torchrun(2, "--max-restarts=60", "main_training.py")
+    launch = [sys.executable, "-m", "tests.warm_torchrun", *under_torchrun(2, "--max-restarts=60")[3:]]
     with open(tmp_path / "output.txt", "w") as output:
         process = subprocess.Popen(
-            [*launch, *flags, f"--output_dir={disturbed}"],
+            [*launch, "main_training.py", *flags, f"--output_dir={disturbed}"],
             cwd=ROOT,
             env=ENVIRONMENT,
             stdout=output,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +23,7 @@ from fms_fsdp.optim.registry import BUILDERS, read_settings
 from fms_fsdp.run.plan import find_machine
 from fms_fsdp.runtime import World, set_up_log
 from tests.cli import TINY, losses, run, trained
+from tests.warm import command
 
 HERE = [name for name in OPTIMIZERS if name != "adamw8bit"]
 
@@ -165,8 +164,7 @@ def test_a_run_goes_on_with_its_optimizer_and_with_no_other(tmp_path: Path) -> N
         assert (text in ended.stdout + ended.stderr) and (ended.returncode != 0) == bool(text), ended.stderr
         if text:
             assert "(muon); set it so" in ended.stdout + ended.stderr
-    checked = [sys.executable, "-m", "fms_fsdp", "ckpt", "verify", f"--path={tmp_path / 'parts'}"]
-    verified = subprocess.run(checked, capture_output=True, text=True)
+    verified = command("ckpt", "verify", f"--path={tmp_path / 'parts'}")
     assert verified.returncode == 0 and verified.stdout.count("sound") == 2, verified.stdout + verified.stderr
     first = losses(tmp_path / "through")[:3]
     assert losses(tmp_path / "parts")[:3] == pytest.approx(first, rel=1e-3)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,10 @@ import fms_fsdp
 from fms_fsdp.data.kept_tokenizer import check_same_tokenizer, find_tokenizer, of_folder
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from tests.cli import ROOT, run, trained
+from tests.warm import command
 
 FLAGS = ("--model_variant=tiny", "--seq_length=64", "--report_interval=1", "--trackers=none")
 FLAGS += ("--global_batch_size=4", "--vocab_size=600", "--num_steps=2")
-
-
-def command(*argv: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "fms_fsdp", *argv]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
 def prepared(folder: Path, **options: object) -> Path:

@@ -25,23 +25,13 @@ from fms_fsdp.tools.prepare import duplicates, encode, pipeline
 from fms_fsdp.tools.prepare.input_files import find_files, parse_input
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from fms_fsdp.tools.prepare.stats import describe
+from tests.warm import command
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(output: Path, inputs: str, tokenizer: str = "byte", workers: int = 1, **options: object):
     return prepare(PrepareConfig(inputs, str(output), tokenizer=tokenizer, num_workers=workers, **options))
-
-
-def command(*flags: str, **options) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fms_fsdp", *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        **options,
-    )
 
 
 def contents(output: Path) -> dict[str, bytes]:
