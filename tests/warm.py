@@ -112,6 +112,7 @@ def _main(
 
     os.environ.clear()
     os.environ.update(settings)
+    tell_coverage()
     os.chdir(cwd)
     sys.argv = [str(ROOT / program), *flags]
     _open_streams(stdin, stdout, stderr)
@@ -124,6 +125,12 @@ def _main(
         status = _status_of(error)
     sys.stdout.flush()
     os._exit(status)
+
+
+def tell_coverage() -> None:
+    """Names the test of this process to coverage, if that records: the server was of another test."""
+    if "coverage" in sys.modules and (running := sys.modules["coverage"].Coverage.current()):
+        running.switch_context(os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0])
 
 
 def _status_of(error: BaseException) -> int:

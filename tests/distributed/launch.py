@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-import tests.warm  # noqa: F401 - says what the process that is forked has imported
+from tests.warm import tell_coverage  # the module says what the process that is forked has imported
 
 
 def _worker(
@@ -40,6 +40,7 @@ def _worker(
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
+    tell_coverage()
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
