@@ -163,10 +163,9 @@ class Mesh:
         return self.dims.place(self._rank, axis)
 
     def counts_for(self, axis: str) -> bool:
-        """Whether a sum over the world takes in this process's value of something that differs along `axis`
-        alone.
+        """Whether this process adds to a sum over the world of values that differ along `axis` alone.
 
-        The first of the ranks that hold the same value counts, the others do not.
+        Of the ranks that hold the same value the first adds it, the others do not.
         """
         others = set(AXES) - set(_JOINED.get(axis, (axis,)))
         return all(self.place(other) == 0 for other in others)

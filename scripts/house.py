@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fms_fsdp"
 BUDGETS = {"trains": 5900, "tools": 2200}  # what the house is to come to
-CEILINGS = {"trains": 12315, "tools": 4227}  # what breaks the rule; lower it when the house shrinks
+CEILINGS = {"trains": 12307, "tools": 4227}  # what breaks the rule; lower it when the house shrinks
 PAGES = ("README.md", "docs/performance.md")  # show the sizes, in hundreds, in the first column of a table
 LONGEST_LINE, LONGEST_FUNCTION, LONGEST_FILE = 110, 60, 400
 # Who may import whom, from the bottom: a module may import its own unit and the units of earlier lines.

@@ -53,8 +53,8 @@ def open_folder(path: Path, name: str = "path") -> HFFolder:
     """Reads the shape and the headers of the weight files.
 
     Raises:
-        UserError: it is not whole, of a class or with a field that our models do not have, or a weight is
-            missing, too many, of another shape or no number; with `name` as the name of the path.
+        UserError: the folder is not whole, is of a class or has a field that our models do not have, or a
+            weight is missing, unknown, of another shape or no number; with `name` as the name of the path.
     """
     try:
         shape = read_shape(path / "config.json")

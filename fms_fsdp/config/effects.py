@@ -16,19 +16,19 @@ _WITHOUT_EPS = ("sgd", "adafactor", "rprop", "sm3")
 
 
 class Idle(NamedTuple):
-    """A flag without effect: which flags cause it, and what the flag needs."""
+    """A flag without effect, the flags that cause this, and what the flag lacks, in words: "without X"."""
 
     name: str
     because: tuple[str, ...]
-    needs: str
+    lacks: str
 
 
 def without_effect(config: TrainConfig, strategy: str | None) -> Iterator[Idle]:
     """The flags whose value does not matter here. `strategy`: the sharding strategy, if it is known."""
     data, evaluation, load = config.data, config.eval, config.checkpoint
-    synthetic, evaluates = data.use_dummy_dataset, evaluation.eval_interval or evaluation.eval_at_start
+    synthetic, shards = data.use_dummy_dataset, "token shards; leave out --use_dummy_dataset"
+    evaluates = evaluation.eval_interval or evaluation.eval_at_start
     tests = evaluation.eval_test or evaluation.test_data_path
-    shards = "token shards; leave out --use_dummy_dataset"
     rows = (
         (config.parallel.recomputes != "blocks",
             "selective_checkpointing", "recompute fsdp_activation_checkpointing", "--recompute=blocks"),
@@ -49,16 +49,15 @@ def without_effect(config: TrainConfig, strategy: str | None) -> Iterator[Idle]:
         (not data.dataset_builder, "data_kwargs", "dataset_builder", "--dataset_builder"),
         (not (evaluates or tests),
             "eval_steps", "eval_interval eval_at_start eval_test test_data_path", "--eval_interval"),
-        (not tests,
-            "test_steps", "eval_test test_data_path", "--eval_test=True or --test_data_path"),
+        (not tests, "test_steps", "eval_test test_data_path", "--eval_test=True or --test_data_path"),
         (not evaluation.sample_interval, "sample_prompts", "sample_interval", "--sample_interval"),
         (not evaluates,
             "eval_data_path eval_datasets", "eval_interval eval_at_start", "--eval_interval"),
         (not load.ckpt_load_path, "resuming_dataset", "ckpt_load_path", "--ckpt_load_path"),
         (load.load_model_only,
-            "resuming_dataset", "load_model_only", "the optimizer and the step; leave out --load_model_only"),
+            "resuming_dataset", "load_model_only", "beside --load_model_only; leave out one"),
         (load.checkpoint_schedule,
-            "checkpoint_interval", "checkpoint_schedule", "its own steps; leave out --checkpoint_schedule"),
+            "checkpoint_interval", "checkpoint_schedule", "beside --checkpoint_schedule; leave out one"),
         (config.optim.lr_schedule != "polynomial", "lr_power", "lr_schedule", "--lr_schedule=polynomial"),
         (config.optim.lr_schedule not in ("step", "exponential"),
             "lr_gamma lr_step_size", "lr_schedule", "--lr_schedule=step or exponential"),
@@ -71,7 +70,7 @@ def without_effect(config: TrainConfig, strategy: str | None) -> Iterator[Idle]:
             "weight_decay decay_norms decay_embeddings", "optimizer", "an optimizer with weight decay"),
         (not config.model.init_from_hf, "init_new_tokens", "init_from_hf", "--init_from_hf"),
         (config.model.init_from_hf,
-            "init_std residual_scaled_init", "init_from_hf", "new weights; leave out --init_from_hf"),
+            "init_std residual_scaled_init", "init_from_hf", "beside --init_from_hf; leave out one"),
         (config.model.pos_emb not in (None, "rope"),
             "rope_theta rope_scaling rope_pct", "pos_emb", "--pos_emb=rope"),
         (not config.model.attn_window, "attn_window_pattern", "attn_window", "--attn_window"),
@@ -82,7 +81,8 @@ def without_effect(config: TrainConfig, strategy: str | None) -> Iterator[Idle]:
     )  # fmt: skip
     for is_idle, names, because, needs in rows:
         for name in names.split() if is_idle else ():
-            yield Idle(name, tuple(because.split()), needs)
+            lacks = needs if needs.startswith("beside ") else f"without {needs}"
+            yield Idle(name, tuple(because.split()), lacks)
 
 
 def _rows_of_precision(section: PrecisionConfig) -> Iterator[tuple[bool, str, str, str]]:
@@ -101,9 +101,7 @@ def refuse_idle_flags(config: TrainConfig, origins: Mapping[str, str]) -> None:
     for idle in without_effect(config, config.parallel.sharding_strategy):
         is_typed = all(origins.get(name, "flag") == "flag" for name in (idle.name, *idle.because))
         if idle.name in changed and is_typed:
-            raise UserError(
-                f"--{idle.name} ({joined(changed[idle.name])}) has no effect without {idle.needs}"
-            )
+            raise UserError(f"--{idle.name} ({joined(changed[idle.name])}) has no effect {idle.lacks}")
 
 
 def notes(config: TrainConfig, origins: Mapping[str, str], strategy: str) -> Iterator[str]:
@@ -112,4 +110,4 @@ def notes(config: TrainConfig, origins: Mapping[str, str], strategy: str) -> Ite
     for idle in without_effect(config, strategy):
         if idle.name in changed or origins.get(idle.name) == "flag":
             value = f" ({joined(changed[idle.name])})" if idle.name in changed else ""
-            yield f"note: --{idle.name}{value} has no effect without {idle.needs}"
+            yield f"note: --{idle.name}{value} has no effect {idle.lacks}"

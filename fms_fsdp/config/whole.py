@@ -81,7 +81,7 @@ class TrainConfig:
 
     @property
     def keep_name(self) -> str:
-        """What ends an advice to change a flag that is in the name: with it the same run goes on."""
+        """The flag that makes the same run go on where a flag changes that is in the default run name."""
         return f"--run_name={shlex.quote(self.run_name)}"
 
     @property

@@ -17,13 +17,12 @@ import numpy as np
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
-from fms_fsdp.data.order.history import MAX_STEPS, History, Segment
+from fms_fsdp.data.order.history import MAX_STEPS, History, Segment, check_same
 from fms_fsdp.data.order.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.order.order import Consumption, Fit, Order
 from fms_fsdp.data.order.packing import Cuts, pack_bestfit, pack_concat
 from fms_fsdp.data.order.permute import ORDER_VERSION
 from fms_fsdp.data.order.source_order import Rest, RowAddress, Span
-from fms_fsdp.data.order.state import check_same
 from fms_fsdp.data.order.tapes import TAIL, fit_geometry
 from fms_fsdp.data.pieces import Pieces, Row, ShardCache, SourceReader, Window
 from fms_fsdp.data.shards.content_marks import changed_shard

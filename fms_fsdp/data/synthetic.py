@@ -15,11 +15,10 @@ import numpy as np
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import Batch, empty_batch, rows_of_rank
-from fms_fsdp.data.order.history import History, Segment, rampup_of
+from fms_fsdp.data.order.history import History, Segment, check_same, rampup_of
 from fms_fsdp.data.order.mixture import NUM_SLOTS
 from fms_fsdp.data.order.order import Consumption
 from fms_fsdp.data.order.permute import I64, ORDER_VERSION, U64, derive_key, mix64
-from fms_fsdp.data.order.state import check_same
 from fms_fsdp.errors import UserError
 
 _FACTOR, _SUMMAND, _CELL, _MAX_ALPHABET = 5, 3, 32, 256

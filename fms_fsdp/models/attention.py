@@ -69,7 +69,7 @@ def attention(
     score: Callable[..., torch.Tensor] | None = None,
     drop: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T / sqrt(K)) v, causal: the last query sees all keys, each one before it a key less.
+    """softmax(q k^T / sqrt(K)) v, causal: the last query sees all keys, each query before it one key less.
 
     `mask`: one of masks.py; beside a BlockMask `score` is what flex_attention does to the scores. With more
     keys than queries (T > S, those of a cache) None and a bias are allowed. `drop` changes the weights

@@ -26,7 +26,7 @@ class HFWeight(NamedTuple):
     shape: torch.Size = torch.Size()
 
     def made_of(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """It, of our weights as `read` gives them by name."""
+        """The weight of Hugging Face, made of our weights, which `read` gives by name."""
         return self.make([read(name) for name in self.ours])
 
 
@@ -43,8 +43,9 @@ class Family:
     """A class of transformers.
 
     `holds`: values that fields of a shape must have, where they are not Llama's. `layer`: what begins the
-    names within a layer. `inside` and `outside`: their module → ours; several of ours stand in one of theirs.
-    `packing`: how those of a layer become theirs. `fields`: of config.json, beside those of all, in order.
+    names within a layer. `inside` and `outside`: a module of transformers → our modules, of which several may
+    stand in one. `packing`: how our weights of a layer become one weight there. `fields`: of config.json,
+    beside the fields of all classes, in order.
     """
 
     name: str

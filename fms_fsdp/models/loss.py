@@ -42,7 +42,7 @@ def _empty_rows(like: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Ten
     other rows, as of 50,257 bf16 numbers, are slow there."""
     multiple = _ROW_MULTIPLE.get(like.device.type, 64)
     rows = like.new_empty(num_rows, -(-vocab_size // multiple) * multiple)
-    rows[:, vocab_size:] = 0  # a product may read there, and times zero only a finite number is nothing
+    rows[:, vocab_size:] = 0  # a product may read these columns: NaN times zero is NaN
     return rows[:, :vocab_size]
 
 

@@ -32,8 +32,8 @@ def attention_mask(
     num_keys: int = 0,
 ) -> Any:
     """What `attention` takes for queries at `positions` and the keys up to there, in a layer with this window
-    (0: none). `ids_BS` number the documents; `cached` keys are no reason to compile. `num_keys`: so many
-    there are, and those behind `positions` are hidden."""
+    (0: none). `ids_BS` number the documents. `cached`: the keys come from a cache, and nothing is compiled
+    for them. `num_keys`: the number of keys, of which the keys behind `positions` are hidden."""
     if not num_keys:
         if not window and config.pos_emb != "alibi" and (ids_BS is None or not config.attn_dropout):
             return None if ids_BS is None else document_mask(ids_BS)

@@ -176,8 +176,8 @@ def _build_part(
 def _make_state(part: torch.optim.Optimizer, build: Build, settings: Mapping[str, Any]) -> None:
     """Makes what one of torch's optimizers would make at its first step: a count of steps, and zeros.
 
-    Names are those of a parameter of its own that is stepped once; torchao's, which would compile first, are
-    known.
+    One step of a parameter made for this purpose shows the names of the state. Optimizers of torchao would
+    compile in that step; the names of their state are known.
     """
     quantized = getattr(part, "_new_buffer", None)
     if quantized is None:

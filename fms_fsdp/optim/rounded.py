@@ -88,7 +88,8 @@ class RoundedAdamW(ShardOptimizer):
         return super().state_dict()
 
     def _count_last(self) -> None:
-        """Takes the last step back from the counts if it changed nothing. The device has long known."""
+        """Takes the last step back from the counts if the step changed nothing. The device has computed the
+        answer by now, so reading it waits for nothing."""
         last, self._last = self._last, None
         if last is not None and last.read():
             for state in self.state.values():

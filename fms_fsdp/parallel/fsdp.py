@@ -82,8 +82,8 @@ def set_gradient_sync(model: nn.Module, last_micro_step: bool, mesh: Mesh) -> No
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Forward passes without a backward one: the model evaluates inside. Afterwards it does what it did, and
-    gathered weights, which only a backward pass would free, are freed."""
+    """A context in which the model evaluates: forward passes without a backward pass. At its end the model
+    trains again if it trained before, and gathered weights, which else a backward pass frees, are freed."""
     was_training = model.training
     model.eval()
     try:

@@ -41,7 +41,8 @@ class MemoryEstimate:
 
     `gradients`: whole ones, beyond the rank's share of them. `rows`: the table of positions, the rows of a
     step and what a block takes in of those of a micro-step. `activations`: what the blocks keep for the
-    backward pass, no part of the total; `beside`: what of them a step holds beside the total at most.
+    backward pass, no part of the total. `beside`: the most bytes of activations that a step holds while it
+    holds the whole total.
     """
 
     state: int

@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -271,6 +271,18 @@ class History:
                 ranges.append((max(start, g), stop))
                 g = stop
         return ranges
+
+
+def check_same(state: Mapping[str, Any], mine: Mapping[str, Any], names: Iterable[str], remedy: str) -> None:
+    """Raises UserError where a checkpoint's data state has another value than this run's under one of the
+    `names`, those of flags with "--" before them."""
+    for name in names:
+        now, before = mine[name.removeprefix("--")], state.get(name.removeprefix("--"))
+        if now != before:
+            raise UserError(
+                f"{name} ({now}) is {before} in the checkpoint's data state; resume with {remedy}, or take "
+                "its weights alone with --load_model_only"
+            )
 
 
 def rampup_of(state: Mapping[str, Any], after: int) -> tuple[int, ...]:

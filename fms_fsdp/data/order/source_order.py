@@ -9,9 +9,9 @@ the token where it stands, in whole rows of the new length; such a row may run o
 Tapes take turns in proportion to the rows they have left (`Mixture`); the tail counts as one tape. Epochs cut
 for the new length follow.
 
-Invariant: in each epoch every token comes at most once. A change leaves out less than one row of the new
-length a tape (`Rest.left_out`), and nothing that a longer row before it did not leave out where the new
-length divides the old one.
+Invariant: in each epoch every token comes at most once. A change of the row length
+leaves out less than one row of the new length at the end of each tape (`Rest.left_out`). Where the new length
+divides the old one, a change leaves out no token that the old rows would have read.
 """
 
 from __future__ import annotations

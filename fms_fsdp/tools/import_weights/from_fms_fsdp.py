@@ -70,7 +70,7 @@ def open_checkpoint(path: Path, section: ModelConfig, ntk_alpha: int) -> HFFolde
     """The weights, which must be those of the shape that the flags say; sizes are compared as they are read.
 
     Raises:
-        UserError: it cannot be read, or a weight is missing, too many or of another shape.
+        UserError: the checkpoint cannot be read, or a weight is missing, unknown or of another shape.
     """
     try:
         found = _renamed(_read_file(path) if path.is_file() else _read_folder(path))
