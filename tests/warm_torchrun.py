@@ -1,6 +1,6 @@
 """torchrun whose workers are forks of a process that has imported the program.
 
-    python -m tests.warm_torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=2 main_training.py FLAGS
+    python -m tests.warm_torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=2 main_training.py …
 
 The agent, its store, its restarts and the variables of the workers are torchrun's own.
 """
