@@ -25,8 +25,8 @@ from typing import Any, Generic, TypeVar
 import fire
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.config.effects import refuse_idle_flags
 from fms_fsdp.config.flag import Flag, build_config, flag_table, flag_values
+from fms_fsdp.config.rules import refuse_idle_flags
 from fms_fsdp.config.values import coerce, one_line, shown
 from fms_fsdp.errors import PROGRAM, UserError, print_and_end
 
@@ -265,5 +265,9 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
             choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
             lines.append(f"  --{row.name} ({type_name(row)}, default {shown_value(row.default)}){choices}")
             lines.append(f"      {row.help}{' (advanced)' if row.advanced else ''}")
-    lines += ["\n--help=all lists every flag, --list_variants the models"] if first else []
+    lines += (
+        ["\n--help=all lists every flag, --list_variants the models, --rules what is refused"]
+        if first
+        else []
+    )
     return "\n".join(lines)

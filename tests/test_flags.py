@@ -20,6 +20,8 @@ from fms_fsdp.__main__ import COMMANDS
 from fms_fsdp.__main__ import main as run_command
 from fms_fsdp.config import TrainConfig, TrainingConfig, as_dict, parse_selective_checkpointing, resolve_batch
 from fms_fsdp.config.flag import flag_table
+from fms_fsdp.config.rule import Rule
+from fms_fsdp.config.rules import CONTRADICTIONS, IDLE
 from fms_fsdp.config.values import plain
 from fms_fsdp.errors import UserError
 from fms_fsdp.flags import (
@@ -31,7 +33,9 @@ from fms_fsdp.flags import (
     parse_flags,
     parse_with_origins,
 )
+from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.variants import VARIANTS, resolve_model
+from fms_fsdp.run.rules import MACHINE, Hardware, listing
 from fms_fsdp.tools.flags_page import markdown
 
 ROOT = Path(__file__).parent.parent
@@ -187,6 +191,25 @@ def test_the_configuration_page_is_up_to_date() -> None:
     assert committed == markdown(TrainConfig), (
         "run: python -m fms_fsdp.tools.flags_page > docs/configuration.md"
     )
+
+
+def test_the_page_of_rules_is_up_to_date() -> None:
+    committed = (ROOT / "docs" / "rules.md").read_text()
+    assert committed == listing() + "\n", "run: python main_training.py --rules > docs/rules.md"
+
+
+def test_every_rule_names_flags_and_can_be_told() -> None:
+    """A name in a text that is neither a flag nor a fact would be found by the user, in a traceback."""
+    names, config = flag_table(TrainConfig).keys(), TrainConfig()
+    rules: tuple[Rule[Any], ...] = (*CONTRADICTIONS, *IDLE, *MACHINE)
+    no_facts = next(field.default for field in dataclasses.fields(Rule) if field.name == "facts")
+    for rule in rules:
+        assert {rule.flag, *rule.beside.split()} <= names, rule
+        quoted = set(re.findall(r"\{(\w+)\}", rule.template))
+        assert quoted <= names or rule.facts is not no_facts, rule
+    assert all(rule.holds(config) for rule in CONTRADICTIONS)
+    hardware = Hardware(config, torch.device("cpu"), ParallelDims("none"))
+    assert all(rule.holds(hardware) for rule in MACHINE)
 
 
 def test_help_prints_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,15 +45,6 @@ class SaveSchedule:
         return False
 
 
-def check_keep_best(keep_best: int, schedule: SaveSchedule, eval_interval: int) -> None:
-    """Raises UserError if no checkpoint but the last would have a validation loss to be ranked by."""
-    if keep_best and not schedule.meets(eval_interval):
-        raise UserError(
-            f"--keep_best ({keep_best}) ranks checkpoints whose step is evaluated, and none is before the "
-            f"last; let an evaluation (--eval_interval {eval_interval}) fall on the step of a checkpoint"
-        )
-
-
 def parse_schedule(text: str, interval: int) -> SaveSchedule:
     """The schedule of `--checkpoint_schedule`, or of `--checkpoint_interval` where it is empty (0: none).
 

@@ -3,8 +3,8 @@
     TrainConfig ── model · data · parallel · precision · optim · training · eval · checkpoint · log · profiler
 
 `--seq_length` means `config.data.seq_length`: a name is unique over all sections. `None` means "derived":
-from the variant, the data, the world or the hardware. A section checks itself when it is made; `TrainConfig`
-adds the checks across sections. Standard library only.
+from the variant, the data, the world or the hardware. `TrainConfig` is judged by the table of rules
+(rules.py) when it is made. Standard library only.
 """
 
 from fms_fsdp.config.batch import BatchPlan as BatchPlan

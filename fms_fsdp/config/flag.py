@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ class Flag:
     `orders_data`: it decides the order of data that begin anew. `aliases`: other words for choices. `form`:
     what a text must be: "path", "folder name" or "source name"; a "text" keeps the spaces at its ends and
     its brackets. `positional`: arguments without a name belong
-    to this flag.
+    to this flag. `parse`: gets the name and the text, and raises UserError for a text that says nothing.
     """
 
     default: Any
@@ -45,6 +45,7 @@ class Flag:
     orders_data: bool = False
     advanced: bool = False
     positional: bool = False
+    parse: Callable[[str, str], object] | None = None
     name: str = ""
     section: str = ""
     type: Any = None

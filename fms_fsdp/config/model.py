@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
-from fms_fsdp.config.values import check_alone
 
 
 # fmt: off
@@ -97,11 +96,6 @@ class ModelConfig:
     model_builder: str = refused_flag("", advanced=True,
         help="module:function that builds your own model from the shape (see docs/models.md)")
     # fmt: on
-
-    def __post_init__(self) -> None:
-        variant = "" if self.model_variant == ModelConfig.model_variant else self.model_variant
-        given = {"init_from_hf": self.init_from_hf, "hf_config": self.hf_config, "model_variant": variant}
-        check_alone(given, ", which names the shape; leave one of them out")
 
     @property
     def name(self) -> str:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from fms_fsdp.config.flag import announced_flag, refused_flag
 from fms_fsdp.config.spans import parse_span
-from fms_fsdp.config.values import shown
-from fms_fsdp.errors import UserError
 
 OPTIMIZERS = (
     *("adamw", "adam", "sgd", "muon", "adafactor", "lamb", "adamw8bit", "adagrad", "adadelta", "adamax"),
@@ -36,12 +34,12 @@ class OptimConfig:
         choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt", "square", "polynomial", "step",
             "exponential", "noam", "annealing"),
         help="how the learning rate falls after the warm-up; docs/optimization.md has the formulas")
-    warmup: str | None = announced_flag(None,
+    warmup: str | None = announced_flag(None, parse=parse_span,
         help="linear warm-up: steps, a share of the run (0.05), 216320samples or 10Btokens "
         "(default: 5 % of the run, at most 2000 steps)")
     warmup_steps: int | None = announced_flag(None, minimum=0,
         help="another name of --warmup, in steps")
-    lr_decay: str | None = announced_flag(None, in_name=False,
+    lr_decay: str | None = announced_flag(None, in_name=False, parse=parse_span,
         help="where the decay ends, written as --warmup is; for wsd the length of its last phase "
         "(default: the run's first length; for wsd a tenth of it)")
     constant_steps: int = announced_flag(0, minimum=0, advanced=True,
@@ -54,7 +52,7 @@ class OptimConfig:
         help="exponent of --lr_schedule=polynomial")
     lr_gamma: float = announced_flag(0.1, above=0, maximum=1, advanced=True,
         help="factor after every lr_step_size, of --lr_schedule=step and exponential")
-    lr_step_size: str | None = announced_flag(None, advanced=True,
+    lr_step_size: str | None = announced_flag(None, advanced=True, parse=parse_span,
         help="distance of two such factors, written as --warmup is")
     adam_beta1: float = announced_flag(0.9, minimum=0, below=1, help="decay of the first moment")
     adam_beta2: float = announced_flag(0.95, minimum=0, below=1, help="decay of the second moment")
@@ -69,24 +67,6 @@ class OptimConfig:
     grad_clip: float = announced_flag(1.0, minimum=0,
         help="largest global norm of the gradient; 0 does not clip")
     # fmt: on
-
-    def __post_init__(self) -> None:
-        for name, text in self.spans().items():
-            parse_span(name, text)
-        if self.warmup is not None and self.warmup_steps is not None:
-            raise UserError(
-                f"--warmup ({shown(self.warmup)}) must not be given beside --warmup_steps "
-                f"({self.warmup_steps}); leave one out"
-            )
-        if self.min_lr is not None and (self.min_lr_ratio != 0.1 or self.min_lr > self.learning_rate):
-            raise UserError(
-                f"--min_lr ({self.min_lr:g}) must not exceed --learning_rate ({self.learning_rate:g}), nor "
-                "be given beside --min_lr_ratio; lower it, or leave one out"
-            )
-        if self.lr_schedule in ("step", "exponential") and not self.lr_step_size:
-            raise UserError(
-                f"--lr_schedule ({self.lr_schedule}) needs --lr_step_size; add it, such as --lr_step_size=0.3"
-            )
 
     def spans(self) -> dict[str, str]:
         """The flags that hold a span of the run, and are given."""

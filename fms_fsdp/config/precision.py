@@ -94,34 +94,19 @@ class PrecisionConfig:
         help="an overflow at this loss scale ends the run")
     # fmt: on
 
-    def __post_init__(self) -> None:
-        alias = {True: "bf16", False: "fp32", None: None}[self.mixed_precision]
-        if None not in (alias, self.precision) and alias != self.precision:
-            raise UserError(
-                f"--precision ({self.precision}) must not contradict --mixed_precision "
-                f"({self.mixed_precision}), which is --precision={alias}; leave that out"
-            )
-        for name in ("param_dtype", "optimizer_state_dtype"):
-            if self.named == "bf16_pure" and getattr(self, name) == "fp32":
-                raise UserError(
-                    f"--{name} (fp32) must not contradict --precision=bf16_pure; leave it out, or use "
-                    "--precision=bf16"
-                )
-        if self.param_dtype == "bf16" and self.named in ("fp32", "fp16"):
-            raise UserError(
-                f"--param_dtype (bf16) must not be given with --precision={self.named}; use --precision=bf16"
-            )
-        if self.grad_accum_dtype == "bf16" and self._weights == "fp32":
-            raise UserError("--grad_accum_dtype (bf16) needs weights in bf16; add --param_dtype=bf16")
+    @property
+    def alias(self) -> str | None:
+        """`precision` as `mixed_precision` says; None where that is not given."""
+        return {True: "bf16", False: "fp32", None: None}[self.mixed_precision]
 
     @property
     def named(self) -> str | None:
         """`precision`, by whichever of its names it is given; None where the hardware decides."""
-        alias = {True: "bf16", False: "fp32", None: None}[self.mixed_precision]
-        return self.precision or alias or ("bf16" if self.param_dtype == "bf16" else None)
+        return self.precision or self.alias or ("bf16" if self.param_dtype == "bf16" else None)
 
     @property
-    def _weights(self) -> str:
+    def weights(self) -> str:
+        """What the optimizer moves is kept in."""
         return self.param_dtype or ("bf16" if self.named == "bf16_pure" else "fp32")
 
     def resolve(self, name: str) -> Precision:
@@ -129,8 +114,8 @@ class PrecisionConfig:
         pure = name == "bf16_pure"
         return Precision(
             compute=name if name in NUM_BYTES else "bf16",
-            weights=self._weights,
-            gradients=self.grad_accum_dtype or self._weights,
+            weights=self.weights,
+            gradients=self.grad_accum_dtype or self.weights,
             reduce=self.reduce_dtype,
             state=self.optimizer_state_dtype or ("bf16" if pure else "fp32"),
             stochastic_rounding=self.stochastic_rounding,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fms_fsdp.config.flag import free_flag
-from fms_fsdp.config.values import joined
-from fms_fsdp.errors import UserError
 
 
 # fmt: off
@@ -86,19 +84,6 @@ class CheckpointConfig:
         help="with keep_last_n: also keep the checkpoints of these steps")
     # fmt: on
 
-    def __post_init__(self) -> None:
-        for name in ("keep_every", "keep_best", "keep_steps"):
-            value = getattr(self, name)
-            if value and not self.keep_last_n:
-                raise UserError(
-                    f"--{name} ({joined(value)}) has no effect where --keep_last_n (0) keeps every "
-                    f"checkpoint; set that"
-                )
-        if self.resume_step is not None and self.resume == "never":
-            raise UserError(
-                f"--resume_step ({self.resume_step}) needs a checkpoint; leave out --resume=never"
-            )
-
 
 # fmt: off
 @dataclass(frozen=True)
@@ -140,12 +125,6 @@ class LogConfig:
         help="number of events that one write to TensorBoard's file takes together; with 1 a run that is "
         "killed loses none of them, and a report is one short write; raise it where the file system is slow")
     # fmt: on
-
-    def __post_init__(self) -> None:
-        if "none" in self.trackers and len(self.trackers) > 1:
-            raise UserError(
-                f"--trackers ({','.join(self.trackers)}) must not name others beside none; leave one out"
-            )
 
 
 # fmt: off

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
 from fms_fsdp.config.ramp import BatchIntervals
-from fms_fsdp.config.values import check_alone, exact_number, joined, shown
+from fms_fsdp.config.values import exact_number, shown
 from fms_fsdp.errors import UserError
 
 
@@ -35,6 +34,24 @@ def parse_selective_checkpointing(text: str) -> Fraction:
         remedy = "; to checkpoint none use --fsdp_activation_checkpointing=False" if share == 0 else ""
         raise UserError(f"--selective_checkpointing ({text}) must lie above 0 and at most at 1{remedy}")
     return share
+
+
+def parse_epochs(text: str) -> tuple[str, float] | None:
+    """The source of a number of passes over the data ("" for all) and the number; None for "" and "-1".
+
+    Raises:
+        UserError: the text is neither a number above 0 nor such a number behind the name of a source.
+    """
+    source, _, digits = text.rpartition(":")
+    number = exact_number(digits)
+    if text in ("", "-1"):
+        return None
+    if number is None or not 0 < number <= 10**6:
+        raise UserError(
+            f"--num_epochs ({shown(text)}) must be a number above 0 and at most 1,000,000, or "
+            "such a number behind the name of a source; write 2 or wiki:2"
+        )
+    return source, float(number)
 
 
 # fmt: off
@@ -80,45 +97,6 @@ class DataConfig:
         help="arguments for dataset_builder, written key=value,…")
     # fmt: on
 
-    def __post_init__(self) -> None:
-        self._check_sources()
-        if self.logical_shards & (self.logical_shards - 1):
-            below = 1 << (self.logical_shards.bit_length() - 1)
-            nearest = below if self.logical_shards - below <= 2 * below - self.logical_shards else 2 * below
-            raise UserError(
-                f"--logical_shards ({self.logical_shards}) must be a power of two; nearest: {nearest}"
-            )
-        for item in filter(None, self.skip_steps.replace(" ", "").split(",")):
-            match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", item)
-            if match is None or not 1 <= int(match[1]) < int(match[2]):
-                raise UserError(
-                    f"--skip_steps ({item}) must be a:b with 1 <= a < b, the steps a to b - 1; write 100:120"
-                )
-        dotted_name = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
-        if self.dataset_builder and not re.fullmatch(dotted_name, self.dataset_builder):
-            raise UserError(
-                f"--dataset_builder ({self.dataset_builder}) must be importable as module:function"
-            )
-        for item in self.data_kwargs:
-            if "=" not in item:
-                raise UserError(
-                    f"--data_kwargs ({item}) must be written key=value; several are joined by commas"
-                )
-
-    def _check_sources(self) -> None:
-        names, weights = ",".join(self.datasets), joined(self.weights)
-        if twice := sorted({name for name in self.datasets if self.datasets.count(name) > 1}):
-            raise UserError(f"--datasets ({names}) must name a source once; repeated: {', '.join(twice)}")
-        if self.weights and len(self.weights) != len(self.datasets):
-            raise UserError(
-                f"--weights ({weights}) must give one number per dataset: {len(self.weights)} weights for "
-                f"{len(self.datasets)} datasets ({names or 'none named'}); name both in the same order"
-            )
-        if any(weight <= 0 for weight in self.weights):
-            raise UserError(
-                f"--weights ({weights}) must be positive; leave a dataset out to give it no tokens"
-            )
-
 
 # fmt: off
 @dataclass(frozen=True)
@@ -143,6 +121,7 @@ class ParallelConfig:
     fsdp_activation_checkpointing: bool | None = free_flag(None,
         help="another name: True is --recompute=blocks, False is --recompute=none")
     selective_checkpointing: str = free_flag("1", advanced=True,
+        parse=lambda name, text: parse_selective_checkpointing(text),
         help="share of the blocks that --recompute=blocks takes, evenly spaced: 1, 1/2, 0.33 or every:k")
     recompute_ops: tuple[str, ...] = free_flag(("attention", "every_second_product"), advanced=True,
         choices=("attention", "every_second_product", "products"),
@@ -172,23 +151,7 @@ class ParallelConfig:
     matmul_precision: str = free_flag("high", choices=("highest", "high", "medium"), advanced=True,
         help="precision of fp32 matrix products on GPU: highest is fp32, high is TF32")
 
-    def __post_init__(self) -> None:
-        parse_selective_checkpointing(self.selective_checkpointing)
-        alias = self.fsdp_activation_checkpointing
-        other = "blocks" if alias else "none"
-        if None not in (alias, self.recompute) and other != self.recompute:
-            raise UserError(
-                f"--recompute ({self.recompute}) must not contradict --fsdp_activation_checkpointing "
-                f"({alias}), which is --recompute={other}; leave that out"
-            )
-        for name, value in self._implied().items():
-            if getattr(self, name) not in (None, value):
-                raise UserError(
-                    f"--{name} ({not value}) must not contradict --sharding_strategy "
-                    f"({self.sharding_strategy}), for which it is {value}; leave one of them out"
-                )
-
-    def _implied(self) -> dict[str, bool]:
+    def implied(self) -> dict[str, bool]:
         """What a strategy decides, that other strategies leave to flags."""
         strategy = (self.sharding_strategy or "").lower()
         if strategy not in ("zero1", "zero2"):
@@ -197,7 +160,7 @@ class ParallelConfig:
 
     def resolved(self, name: str) -> bool:
         """`reshard_after_forward` or `sync_each_micro_step`, by the strategy or by its flag."""
-        return self._implied().get(name, getattr(self, name) is not False)
+        return self.implied().get(name, getattr(self, name) is not False)
 
     @property
     def recomputes(self) -> str:
@@ -223,7 +186,7 @@ class TrainingConfig:
         help="length of the run in tokens, such as 300B; give it instead of num_steps")
     num_samples: int | None = announced_flag(None, minimum=1, in_name=False,
         help="length of the run in rows of seq_length tokens; give it instead of num_steps")
-    num_epochs: str = announced_flag("", in_name=False,
+    num_epochs: str = announced_flag("", in_name=False, parse=lambda name, text: parse_epochs(text),
         help="length of the run in passes over the data, such as 1.5, or over one source, such as wiki:2; "
         "give it instead of num_steps")
     batch_size: int | None = announced_flag(None, minimum=1,
@@ -260,27 +223,9 @@ class TrainingConfig:
         "(default: measured from its steps, evaluations and saves)")
     # fmt: on
 
-    def __post_init__(self) -> None:
-        lengths = {name: getattr(self, name) for name in ("num_steps", "num_tokens", "num_samples")}
-        lengths["num_epochs"] = self.num_epochs if self.epochs() is not None else ""
-        check_alone(lengths, "; choose one of them")
-
     def epochs(self) -> tuple[str, float] | None:
-        """The source of `num_epochs` ("" for all) and how often it is gone through; None if not given.
-
-        Raises:
-            UserError: it is neither a number above 0 nor such a number behind the name of a source.
-        """
-        source, _, text = self.num_epochs.rpartition(":")
-        number = exact_number(text)
-        if self.num_epochs in ("", "-1"):
-            return None
-        if number is None or not 0 < number <= 10**6:
-            raise UserError(
-                f"--num_epochs ({shown(self.num_epochs)}) must be a number above 0 and at most 1,000,000, or "
-                "such a number behind the name of a source; write 2 or wiki:2"
-            )
-        return source, float(number)
+        """The source of `num_epochs` ("" for all) and how often it is gone through; None if not given."""
+        return parse_epochs(self.num_epochs)
 
     def steps_at(self, batches: BatchIntervals, seq_length: int, start: int = 0, tokens_seen: int = 0) -> int:
         """The last step of the run, by its length in steps, tokens or samples; `batches` holds from `start`

@@ -12,7 +12,6 @@ import math
 import operator
 import re
 import unicodedata
-from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -61,13 +60,6 @@ def short(value: float, digits: int = 6) -> str:
 def plain(value: float, digits: int = 3) -> str:
     """The number, rounded to so many digits and written out: 0.0000123, 18,000."""
     return f"{Decimal(f'{value:.{digits}g}'):,f}"
-
-
-def check_alone(given: Mapping[str, Any], rule: str) -> None:
-    """Raises UserError, which ends with `rule`, where more than one of these flags has a value."""
-    first, *others = [name for name, value in given.items() if value] or [""]
-    if others:
-        raise UserError(f"--{others[0]} ({given[others[0]]}) must not be given beside --{first}{rule}")
 
 
 def coerce(row: Flag, value: Any) -> Any:
@@ -129,6 +121,8 @@ def _text(row: Flag, text: str, quoted: str) -> str:
         raise UserError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten it")
     if row.form not in ("", "text"):
         _check_form(row.form, text, quoted)
+    if row.parse is not None:
+        row.parse(row.name, text)
     if not row.choices or (row.form == "module:function" and ":" in text):
         return text
     text = row.aliases.get(text.lower(), text)

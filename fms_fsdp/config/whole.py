@@ -15,10 +15,11 @@ from fms_fsdp.config.flag import build_config, flag_table, non_defaults
 from fms_fsdp.config.model import ModelConfig
 from fms_fsdp.config.optim import OptimConfig
 from fms_fsdp.config.precision import PrecisionConfig
+from fms_fsdp.config.rule import judge
+from fms_fsdp.config.rules import CONTRADICTIONS
 from fms_fsdp.config.surroundings import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
 from fms_fsdp.config.training import DataConfig, ParallelConfig, TrainingConfig
-from fms_fsdp.config.values import check_alone, coerce, joined
-from fms_fsdp.errors import UserError
+from fms_fsdp.config.values import coerce
 
 
 @dataclass(frozen=True)
@@ -37,37 +38,7 @@ class TrainConfig:
     profiler: ProfilerConfig = ProfilerConfig()
 
     def __post_init__(self) -> None:
-        num_steps, warmup_steps = self.training.num_steps, self.optim.warmup_steps
-        if num_steps is not None and warmup_steps is not None and warmup_steps > num_steps:
-            raise UserError(
-                f"--warmup_steps ({warmup_steps}) must not exceed --num_steps ({num_steps}); raise that"
-            )
-        own, no_shards = self.data.dataset_builder, self.data.use_dummy_dataset or self.data.dataset_builder
-        for name, is_wrong in (
-            ("num_epochs", self.training.epochs() and no_shards),
-            ("rampup_batch_size", self.training.rampup_batch_size and own),
-        ):
-            if is_wrong:
-                other = "dataset_builder" if own else "use_dummy_dataset"
-                raise UserError(
-                    f"--{name} ({joined(getattr(self.training, name))}) cannot be followed with --{other}, "
-                    "whose data are not token shards; leave one of them out"
-                )
-        if self.checkpoint.keep_best and not self.eval.eval_interval:
-            raise UserError(
-                f"--keep_best ({self.checkpoint.keep_best}) compares validation losses; set --eval_interval"
-            )
-        section = self.checkpoint
-        starts = {"ckpt_load_path": section.ckpt_load_path, "init_from_hf": self.model.init_from_hf}
-        check_alone(starts, "; leave one of them out")
-        scheduled, interval = section.checkpoint_schedule, section.checkpoint_interval
-        if section.export_interval and (scheduled or not interval or section.export_interval % interval):
-            raise UserError(
-                f"--export_interval ({section.export_interval}) must be a multiple of --checkpoint_interval "
-                f"({interval}{', with a --checkpoint_schedule' if scheduled else ''}); change one of them"
-            )
-        if self.checkpoint.load_model_only and not self.checkpoint.ckpt_load_path:
-            raise UserError("--load_model_only (True) needs the weights' place; add --ckpt_load_path=FOLDER")
+        judge(CONTRADICTIONS, self, self)
 
     @cached_property
     def run_name(self) -> str:

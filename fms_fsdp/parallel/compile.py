@@ -11,7 +11,6 @@ import torch
 import torch._functorch.config as functorch_config
 
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.errors import UserError
 from fms_fsdp.models.llama import Llama
 
 
@@ -47,15 +46,3 @@ def missing_compiler(device: torch.device) -> str:
     variable, usual = ("CXX", "g++") if device.type == "cpu" else ("CC", "gcc")
     name = os.environ.get(variable, usual)
     return "" if shutil.which(name) else f"{name} is not on the PATH; install it, or set {variable}"
-
-
-def check_compile(section: ParallelConfig, device: torch.device) -> None:
-    """Raises UserError where blocks would be compiled without a compiler, or where `--recompute=cheap` would
-    find no compiled blocks."""
-    if not compiles(section, device):
-        if section.recomputes == "cheap":
-            raise UserError(
-                "--recompute (cheap) needs --use_torch_compile=True; add it, or use ops or blocks"
-            )
-    elif missing := missing_compiler(device):
-        raise UserError(f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 
 from fms_fsdp.config import ParallelConfig, Precision
-from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama, build_model
@@ -21,12 +20,6 @@ from fms_fsdp.parallel.compile import apply_compile, compiles
 from fms_fsdp.parallel.float8 import apply_float8
 from fms_fsdp.parallel.fsdp import apply_fsdp
 from fms_fsdp.parallel.precision import apply_precision, cast_weights, sum_gradients_in_fp32
-
-
-def check_attention(attn_impl: str, device: torch.device) -> None:
-    """Raises UserError for a backend of attention that the device lacks."""
-    if device.type == "cpu" and attn_impl in ("cudnn", "efficient"):
-        raise UserError(f"--attn_impl ({attn_impl}) exists on GPU only; choose one of: auto, flash, math")
 
 
 def parallelize(
@@ -43,7 +36,6 @@ def parallelize(
     Collective: every rank. It is built without memory, so no rank ever holds more than its shards, unless
     `low_cpu_fsdp` is off: then each rank fills a whole model on the CPU first.
     """
-    check_attention(config.attn_impl, device)
     compiled = compiles(section, device)
     with torch.device("meta" if section.low_cpu_fsdp else "cpu"):
         model = build_model(config)

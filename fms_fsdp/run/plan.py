@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -24,7 +23,6 @@ import torch
 
 from fms_fsdp import runtime
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.checkpoint.retention import check_keep_best, parse_schedule
 from fms_fsdp.config import (
     BatchPlan,
     OptimConfig,
@@ -49,14 +47,11 @@ from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes, state_of_stand_in
 from fms_fsdp.optim.schedules import Corners, Length, Schedule
-from fms_fsdp.parallel.compile import check_compile
 from fms_fsdp.parallel.float8 import check_float8
 from fms_fsdp.predict.memory import MemoryEstimate, check_memory, estimate_memory
 from fms_fsdp.run.machine import check_machine
 from fms_fsdp.run.resume import Start, check_model, check_same_optimizer, kept_corners
 from fms_fsdp.state import Progress
-
-_TRACKER_PACKAGES = {"wandb", "mlflow", "aim", "codecarbon"}  # each tracker needs the package of its name
 
 
 @dataclass(frozen=True)
@@ -147,12 +142,8 @@ def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
     """
     cfg = parsed.config
     resolve_model(cfg.model, seq_length=cfg.data.seq_length)
-    schedule = parse_schedule(cfg.checkpoint.checkpoint_schedule, cfg.checkpoint.checkpoint_interval)
-    check_keep_best(cfg.checkpoint.keep_best, schedule, cfg.eval.eval_interval)
-    _check_trackers(cfg.log.trackers)
     device = runtime.pick_device(world)
     dims = resolve_dims(cfg.parallel, cfg.model.name, world)
-    check_compile(cfg.parallel, device)
     check_machine(parsed, device, dims)
     batch = resolve_batch(cfg.training, dims.size("dp"))
     precision = runtime.resolve_precision(cfg.precision, device, cfg.keep_name)
@@ -258,14 +249,6 @@ def start_loss_scale(cfg: TrainConfig, plan: Plan) -> LossScale | None:
     if saved := plan.begin.state.get("loss_scale"):
         scale.load_state_dict(saved)
     return scale
-
-
-def _check_trackers(names: tuple[str, ...]) -> None:
-    for name in names:
-        if name in _TRACKER_PACKAGES and find_spec(name) is None:
-            raise UserError(
-                f"--trackers ({name}) needs the package {name}, which is not installed; pip install {name}"
-            )
 
 
 def _check_disk(folder: Path, needed: int) -> None:

@@ -1,4 +1,5 @@
-"""What a user asks in place of a training: `--version` and `--list_variants`. Works without torch."""
+"""What a user asks in place of a training: `--version`, `--list_variants` and `--rules`. The first two work
+without torch."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ _STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of AdamW, 
 def answer(argv: Sequence[str]) -> None:
     """Prints the answer and ends the process with status 0, if `argv` holds such a question."""
     questions = {"--version": version, "--list_variants": variants, "--list-variants": variants}
+    questions |= {"--rules": rules}
     for argument in argv:
         if argument in questions:
             print_and_end(questions[argument]())
@@ -24,6 +26,13 @@ def version() -> str:
     """The versions of this package, where it is installed, and of torch."""
     found = {each.name.replace("-", "_"): each.version for each in importlib.metadata.distributions()}
     return ", ".join(f"{name} {found[name]}" for name in ("fms_fsdp", "torch") if name in found)
+
+
+def rules() -> str:
+    """All rules that a launch is judged by, as a table."""
+    from fms_fsdp.run.rules import listing  # imports torch
+
+    return listing()
 
 
 def variants() -> str:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from fms_fsdp.checkpoint.retention import KeepPolicy, check_keep_best, parse_schedule
+from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
+from fms_fsdp.config import CheckpointConfig, EvalConfig, TrainConfig
+from fms_fsdp.config.rule import judge
+from fms_fsdp.errors import UserError
+from fms_fsdp.mesh import ParallelDims
+from fms_fsdp.run.rules import MACHINE, Hardware
 
 
 def test_one_schedule_does_what_took_three_scripts() -> None:
@@ -32,22 +38,30 @@ def test_a_schedule_that_does_not_parse_is_one_line(text: str) -> None:
         parse_schedule(text, 1000)
 
 
+def judge_keep_best(keep_best: int, schedule: str, interval: int, eval_interval: int) -> None:
+    section = CheckpointConfig(
+        keep_best=keep_best, keep_last_n=1, checkpoint_schedule=schedule, checkpoint_interval=interval
+    )
+    config = TrainConfig(checkpoint=section, eval=EvalConfig(eval_interval=eval_interval))
+    judge(MACHINE, Hardware(config, torch.device("cpu"), ParallelDims("none")), config)
+
+
 @pytest.mark.parametrize("text", ["5@10", "3@9,7", "10@100,18@1000,1500", "4@6,6@30", "1@1,9@20"])
 def test_keep_best_with_intervals_that_never_meet_is_refused(text: str) -> None:
     schedule = parse_schedule(text, 0)
     for interval in range(1, 40):
         meets = any(schedule.is_due(step) for step in range(interval, 20_000, interval))
         assert schedule.meets(interval) == meets, interval
-        check_keep_best(0, schedule, interval)
+        judge_keep_best(0, text, 0, interval)
         if not meets:
-            with pytest.raises(ValueError, match=rf"--keep_best \(2\) .*--eval_interval {interval}\)"):
-                check_keep_best(2, schedule, interval)
+            with pytest.raises(UserError, match=rf"--keep_best \(2\) .*--eval_interval {interval}\)"):
+                judge_keep_best(2, text, 0, interval)
 
 
 def test_keep_best_of_a_run_that_saves_its_last_step_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--keep_best \(1\)"):
-        check_keep_best(1, parse_schedule("", 0), 10)
-    check_keep_best(1, parse_schedule("", 15), 10)
+    with pytest.raises(UserError, match=r"--keep_best \(1\)"):
+        judge_keep_best(1, "", 0, 10)
+    judge_keep_best(1, "", 15, 10)
 
 
 STEPS = [100, 200, 300, 400, 500, 600]

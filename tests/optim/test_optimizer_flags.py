@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fms_fsdp.config import OptimConfig, TrainConfig
-from fms_fsdp.config.effects import _WITHOUT_BETAS, _WITHOUT_EPS
 from fms_fsdp.config.optim import OPTIMIZERS
+from fms_fsdp.config.rules import _WITHOUT_BETAS, _WITHOUT_EPS
 from fms_fsdp.flags import parse_with_origins
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS

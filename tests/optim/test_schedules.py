@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from fms_fsdp.config import OptimConfig
+from fms_fsdp.config import OptimConfig, TrainConfig
 from fms_fsdp.config.spans import parse_span
+from fms_fsdp.errors import UserError
+from fms_fsdp.flags import parse_flags
 from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
 
 RUN = Length(num_steps=110, seq_length=8, tokens_at=lambda step: 40 * step)
@@ -130,8 +132,9 @@ def test_tokens_count_where_the_batch_changes() -> None:
     ],
 )
 def test_flags_that_fit_no_run_are_one_line(flags: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words) as refused:
-        schedule(**flags)
+    argv = [f"--{name}={value}" for name, value in ({"learning_rate": 2.0, "warmup": "10"} | flags).items()]
+    with pytest.raises(UserError, match=words) as refused:
+        find_corners(parse_flags(TrainConfig, argv).optim, RUN)
     assert "\n" not in str(refused.value)
 
 

@@ -17,17 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision, parse_selective_checkpointing
+from fms_fsdp.config import BF16, FP32, ModelConfig, ParallelConfig, Precision, TrainConfig, parse_selective_checkpointing
+from fms_fsdp.config.rule import judge
+from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.flops import recomputed_flops_per_token
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.activation import select_blocks
-from fms_fsdp.parallel.compile import check_compile, compiles
+from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import fsdp_policy, product_in
 from fms_fsdp.predict.memory import activation_bytes
+from fms_fsdp.run.rules import MACHINE, Hardware
 
 CPU = torch.device("cpu")
 NO_MESH = Mesh(ParallelDims("none"), 0, "cpu")
@@ -225,15 +228,20 @@ def test_master_weights_stay_fp32_and_inputs_are_not_cast() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+def judge_machine(section: ParallelConfig, device: torch.device) -> None:
+    config = TrainConfig(parallel=section)
+    judge(MACHINE, Hardware(config, device, ParallelDims("none")), config)
+
+
 def test_compile_without_a_compiler_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     asked = ParallelConfig(use_torch_compile=True)
     with pytest.raises(ValueError, match=r"--use_torch_compile \(True\) needs a compiler: g\+\+ is not on"):
-        check_compile(asked, CPU)
+        judge_machine(asked, CPU)
     gpu = torch.device("cuda")
     with pytest.raises(ValueError, match="gcc is not on the PATH"):
-        check_compile(asked, gpu)
+        judge_machine(asked, gpu)
     assert not compiles(ParallelConfig(), gpu)  # by default only where it can
 
 
@@ -244,8 +252,8 @@ def test_blocks_are_compiled_by_default_on_gpus_only() -> None:
 
 def test_what_the_compiler_recomputes_needs_the_compiler() -> None:
     with pytest.raises(ValueError, match=r"--recompute \(cheap\) needs --use_torch_compile=True"):
-        check_compile(ParallelConfig(recompute="cheap"), CPU)
-    check_compile(ParallelConfig(recompute="cheap"), torch.device("cuda"))
+        judge_machine(ParallelConfig(recompute="cheap"), CPU)
+    judge_machine(ParallelConfig(recompute="cheap"), torch.device("cuda"))
 
 
 def test_an_attention_backend_the_device_lacks_is_refused() -> None:

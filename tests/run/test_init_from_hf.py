@@ -12,7 +12,7 @@ import torch
 
 import fms_fsdp
 from fms_fsdp.checkpoint.hf_folder import load_weights
-from fms_fsdp.config import FP32, ModelConfig, ParallelConfig
+from fms_fsdp.config import FP32, ModelConfig, ParallelConfig, TrainConfig
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import resolve_model
@@ -101,7 +101,7 @@ def test_a_run_is_alike_on_any_number_of_ranks_and_goes_on_from_its_own_checkpoi
 
 def test_the_shape_is_that_of_the_folder_and_flags_beside_it_must_agree(folders: Path) -> None:
     def shape(kind: str, seq_length: int = 32, data: int | None = None, **more: Any) -> Any:
-        section = ModelConfig(init_from_hf=str(folders / kind), **more)
+        section = TrainConfig(model=ModelConfig(init_from_hf=str(folders / kind), **more)).model
         return resolve_model(section, seq_length=seq_length, data_vocab_size=data)
 
     qwen = shape("qwen3", num_layers=2, head_dim=24, dropout=0.1, z_loss=1e-4, data=200)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fms_fsdp.config import TrainingConfig, keep_global_batch, resolve_batch
+from fms_fsdp.config import TrainConfig, TrainingConfig, keep_global_batch, resolve_batch
 from fms_fsdp.config.ramp import BatchIntervals, BatchRamp
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.order.history import History, Segment
 from fms_fsdp.data.order.mixture import slot_quotas
+from fms_fsdp.flags import parse_flags
 from tests.data.corpora import Files, write_corpus
 
 IRREGULAR = {"a": 0.37, "b": 0.41, "c": 0.22}
@@ -188,11 +189,11 @@ def test_epochs_are_counted_by_the_stream(files: Files) -> None:
 @pytest.mark.parametrize("text", ["0", "-2", "x", "a:", "a:0", "1e9", "1:2:x", "nan", "inf"])
 def test_epochs_that_are_no_number_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^--num_epochs \(.*\) must be a number above 0"):
-        section(num_epochs=text)
+        parse_flags(TrainConfig, [f"--num_epochs={text}"])
 
 
 def test_epochs_stand_alone_and_minus_one_is_none() -> None:
     assert section(num_epochs="-1", num_steps=3).epochs() is None
     assert section(num_epochs="web/en:1.5").epochs() == ("web/en", 1.5)
     with pytest.raises(ValueError, match=r"--num_epochs \(2\) must not be given beside --num_tokens"):
-        section(num_epochs="2", num_tokens=100)
+        TrainConfig(training=section(num_epochs="2", num_tokens=100))
