@@ -189,6 +189,17 @@ def test_the_configuration_page_is_up_to_date() -> None:
     )
 
 
+def test_every_part_that_a_flag_belongs_to_is_there_and_told() -> None:
+    rows = [row for row in flag_table(TrainConfig).values() if row.part]
+    assert rows, "no flag names its part"
+    shown, page = help_text(TrainConfig, "x", every=True), markdown(TrainConfig)
+    for row in rows:
+        place = ROOT / "fms_fsdp" / "extras" / row.part.replace(".", "/")
+        assert place.is_dir() or place.with_suffix(".py").is_file(), row.name
+        assert f"(part: {row.part})" in page.partition(f"| `--{row.name}` |")[2].partition("\n")[0]
+        assert f"(part: {row.part})" in "\n".join(shown.partition(f"  --{row.name} (")[2].splitlines()[:2])
+
+
 def test_help_prints_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse("--help")

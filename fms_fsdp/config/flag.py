@@ -28,7 +28,8 @@ class Flag:
     `orders_data`: it decides the order of data that begin anew. `aliases`: other words for choices. `form`:
     what a text must be: "path", "folder name" or "source name"; a "text" keeps the spaces at its ends and
     its brackets. `positional`: arguments without a name belong
-    to this flag.
+    to this flag. `part`: the module of extras/ that only a run which chooses it loads, and that the flag
+    belongs to.
     """
 
     default: Any
@@ -45,6 +46,7 @@ class Flag:
     orders_data: bool = False
     advanced: bool = False
     positional: bool = False
+    part: str = ""
     name: str = ""
     section: str = ""
     type: Any = None

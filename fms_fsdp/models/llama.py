@@ -32,7 +32,7 @@ from fms_fsdp.models.loss import linear_cross_entropy
 from fms_fsdp.models.masks import alibi_score, attention_mask
 from fms_fsdp.models.positions import rope_table, rotate, waves
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.own_code import load_function
+from fms_fsdp.parts import load_part
 
 Losses = tuple[torch.Tensor, ...]  # loss_sum, num_labels and, in training with a z-loss, z_sum
 
@@ -306,6 +306,6 @@ def build_model(config: LlamaConfig) -> Llama:
     Raises:
         UserError: there is no such function.
     """
-    build = load_function("--model_builder", config.model_builder) if config.model_builder else Llama
+    build = load_part(config.model_builder, flag="--model_builder") if config.model_builder else Llama
     model: Llama = build(config)
     return model

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -46,15 +46,17 @@ from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import ParallelDims, resolve_dims
 from fms_fsdp.models.hf import find_family
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
-from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes, state_of_stand_in
 from fms_fsdp.optim.schedules import Corners, Length, Schedule
 from fms_fsdp.parallel.compile import check_compile
-from fms_fsdp.parallel.float8 import check_float8
+from fms_fsdp.parts import load_part
 from fms_fsdp.predict.memory import MemoryEstimate, check_memory, estimate_memory
 from fms_fsdp.run.machine import check_machine
 from fms_fsdp.run.resume import Start, check_model, check_same_optimizer, kept_corners
 from fms_fsdp.state import Progress
+
+if TYPE_CHECKING:
+    from fms_fsdp.extras.loss_scale import LossScale
 
 _TRACKER_PACKAGES = {"wandb", "mlflow", "aim", "codecarbon"}  # each tracker needs the package of its name
 
@@ -170,7 +172,8 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
     corpus, seq_length = _open_data(cfg), cfg.data.seq_length
     vocab_size = corpus.vocab_size if corpus is not None else None
     model = resolve_model(cfg.model, seq_length=seq_length, data_vocab_size=vocab_size)
-    check_float8(model, precision, machine.device)
+    if precision.float8:
+        load_part("float8").check_float8(model, precision, machine.device)
     if cfg.checkpoint.export_interval:
         find_family(model)
     state = state_bytes(cfg.optim, model, precision)
@@ -254,7 +257,7 @@ def start_loss_scale(cfg: TrainConfig, plan: Plan) -> LossScale | None:
     checkpoint."""
     if plan.precision.compute != "fp16":
         return None
-    scale = LossScale(cfg.precision, plan.device)
+    scale: LossScale = load_part("loss_scale:LossScale")(cfg.precision, plan.device)
     if saved := plan.begin.state.get("loss_scale"):
         scale.load_state_dict(saved)
     return scale
