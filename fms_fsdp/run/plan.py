@@ -37,7 +37,6 @@ from fms_fsdp.config import (
 from fms_fsdp.config.ramp import BatchIntervals
 from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.held_out import HeldOut, HeldOutListing, close_held_out, open_held_out, scan_held_out
-from fms_fsdp.data.prompts import Prompts, scan_prompts
 from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.shards.manifest import Corpus, scan_corpus
 from fms_fsdp.data.stream import Stream, TokenStream, build_stream
@@ -57,6 +56,7 @@ from fms_fsdp.state import Progress
 
 if TYPE_CHECKING:
     from fms_fsdp.extras.loss_scale import LossScale
+    from fms_fsdp.extras.prompts import Prompts
 
 _TRACKER_PACKAGES = {"wandb", "mlflow", "aim", "codecarbon"}  # each tracker needs the package of its name
 
@@ -188,7 +188,7 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
         optimizer_bytes=state,
         held_out=open_held_out(cfg.eval, listings, batch.global_batch_size),
         held_out_listings=listings,
-        prompts=runtime.agreed(partial(scan_prompts, cfg.eval, cfg.data, model)),
+        prompts=_find_prompts(cfg, model),
     )
     found = start_from(parsed, found, found.begin)
     for holder, part in found.memory(cfg.parallel).by_holder(machine.device, cfg.parallel).items():
@@ -205,6 +205,14 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
     if cfg.checkpoint.save_last or cfg.checkpoint.checkpoint_interval or cfg.checkpoint.checkpoint_schedule:
         _check_disk(Path(cfg.ckpt_save_path), checkpoint_bytes(cfg.optim, model, precision))
     return found
+
+
+def _find_prompts(cfg: TrainConfig, model: LlamaConfig) -> Prompts | None:
+    """The prompts of samples during training, if there are to be any (collective: every rank)."""
+    if not cfg.eval.sample_interval:
+        return None
+    scan: Callable[..., Prompts] = load_part("prompts:scan_prompts")
+    return runtime.agreed(partial(scan, cfg.eval, cfg.data, model))
 
 
 def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:

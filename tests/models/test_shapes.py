@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fms_fsdp.config import BF16, ParallelConfig
-from fms_fsdp.generate import Sampling, generate
+from fms_fsdp.extras.generate import Sampling, generate
 from fms_fsdp.models.attention import KeyValueCache
 from fms_fsdp.models.llama import Llama, ScaleNorm
 from fms_fsdp.models.loss import linear_cross_entropy
