@@ -49,7 +49,6 @@ if __name__ == "__main__":
 
 from fms_fsdp import runtime
 from fms_fsdp.checkpoint.checkpoints import Checkpoints
-from fms_fsdp.checkpoint.exports import Exporter
 from fms_fsdp.evaluate import Evaluator, Forward
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.meter import Meter
@@ -165,6 +164,7 @@ def run_loop(
         forward = Forward(state.model, plan.batch.batch_size, mask, device, mesh, watchdog.feed)
         profiler = StepProfiler(cfg.profiler, folder, device, plan.world.rank)
         saves, describe_step = plan_saves(cfg, plan, attempt), partial(describe_data, state.stream, mesh)
+        exports = (cfg.checkpoint.export_interval, saves.root, folder / "exports", mesh)
         samples = (cfg, plan.prompts, state.model, mesh, sinks, watchdog.feed, clock.mark)
         hooks = [
             watchdog,
@@ -175,7 +175,7 @@ def run_loop(
             Evaluator(cfg.eval, forward, plan.held_out, sinks, clock.mark),
             *([load_part("samples:Sampler")(*samples)] if plan.prompts else []),
             Checkpoints(cfg.checkpoint, saves, state, mesh, watchdog.feed, sinks.event, clock.mark),
-            Exporter(cfg.checkpoint.export_interval, saves.root, folder / "exports", mesh),
+            *([load_part("exports:Exporter")(*exports)] if cfg.checkpoint.export_interval else []),
             GarbageCollector(cfg.training.gc_interval),
         ]
         for hook in hooks:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 
 from fms_fsdp.extras.generate import Sampling, generate  # noqa: E402
-from fms_fsdp.models.hf import hf_config, hf_weights  # noqa: E402
+from fms_fsdp.extras.hf import hf_config, hf_weights  # noqa: E402
 from fms_fsdp.models.init import init_weights  # noqa: E402
 from fms_fsdp.models.llama import Llama  # noqa: E402
 from fms_fsdp.models.variants import VARIANTS  # noqa: E402

@@ -24,12 +24,12 @@ class ModelConfig:
 
     model_variant: str = refused_flag("7b", form="folder name",
         help="name of the variant; an unknown name prints all names")
-    hf_config: str = refused_flag("", form="path",
+    hf_config: str = refused_flag("", form="path", part="from_hf",
         help="config.json of Hugging Face: its shape in place of a variant's, with new weights")
-    init_from_hf: str = free_flag("", form="path", in_name=True,
+    init_from_hf: str = free_flag("", form="path", in_name=True, part="hf_folder",
         help="folder of Hugging Face: the run has its shape and begins with its weights, which are read in "
         "place, unless it has a checkpoint of its own")
-    init_new_tokens: str = free_flag("refuse", choices=("refuse", "mean"), in_name=True,
+    init_new_tokens: str = free_flag("refuse", choices=("refuse", "mean"), in_name=True, part="hf_folder",
         help="if the vocabulary is larger than that of init_from_hf: with mean, new rows of embedding and "
         "head begin as the mean row")
     num_layers: int | None = refused_flag(None, minimum=1,

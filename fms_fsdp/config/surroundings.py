@@ -65,7 +65,7 @@ class CheckpointConfig:
     resume_step: int | None = free_flag(None, minimum=1,
         help="go back to the checkpoint of this step and set later ones aside; the same command, "
         "given again, goes on from the checkpoints that it has made since")
-    export_interval: int = free_flag(0, minimum=0,
+    export_interval: int = free_flag(0, minimum=0, part="exports",
         help="number of steps between exports to exports/ in the run folder, as folders of Hugging Face, of "
         "checkpoints that are saved anyway; the last step is exported too; 0 is off")
     checkpoint_interval: int = free_flag(1000, minimum=0,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
-from fms_fsdp.checkpoint.hf_folder import fill, find_hf_tokenizer, is_hf_folder, open_folder
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras.hf_folder import fill, find_hf_tokenizer, is_hf_folder, open_folder
 from fms_fsdp.extras.text_rules import TextRules, begin_token, rules_of_folder
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.llama import Llama, build_model

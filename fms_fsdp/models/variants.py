@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fms_fsdp.config import ModelConfig, flag_table
 from fms_fsdp.config.batch import divisors
 from fms_fsdp.config.values import exact_number
 from fms_fsdp.errors import UserError
+from fms_fsdp.parts import load_part
 
 
 @dataclass(frozen=True)
@@ -269,10 +270,9 @@ def _base_shape(section: ModelConfig) -> LlamaConfig:
     path = Path(getattr(section, flag))
     if not getattr(section, flag):
         return VARIANTS[canonical_variant(section.model_variant)]
-    from fms_fsdp.models.from_hf import read_shape  # it imports this module
-
+    read: Callable[[Path], LlamaConfig] = load_part("from_hf:read_shape")
     try:
-        return read_shape(path if path.is_file() else path / "config.json")
+        return read(path if path.is_file() else path / "config.json")
     except UserError as error:
         raise UserError(f"--{flag} ({path}) cannot be taken: {error}") from None
 

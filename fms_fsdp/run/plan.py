@@ -43,7 +43,6 @@ from fms_fsdp.data.stream import Stream, TokenStream, build_stream
 from fms_fsdp.errors import UserError
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import ParallelDims, resolve_dims
-from fms_fsdp.models.hf import find_family
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes, state_of_stand_in
 from fms_fsdp.optim.schedules import Corners, Length, Schedule
@@ -175,7 +174,7 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
     if precision.float8:
         load_part("float8").check_float8(model, precision, machine.device)
     if cfg.checkpoint.export_interval:
-        find_family(model)
+        load_part("hf").find_family(model)
     state = state_bytes(cfg.optim, model, precision)
     listings = runtime.agreed(partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size))
     found = Plan(

@@ -27,8 +27,8 @@ from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.loading import load
 from fms_fsdp.extras.prompts import check_tokens, encode_texts, read_lines
+from fms_fsdp.extras.typed_json import TEXT, list_of, quoted, whole
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.typed_json import TEXT, list_of, quoted, whole
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 import fms_fsdp
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.tokenizer import load_tokenizer
-from fms_fsdp.models.hf import find_family, hf_config, hf_weights
+from fms_fsdp.extras.hf import find_family, hf_config, hf_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
 from fms_fsdp.tools.export.safetensors import split_by_size

@@ -17,11 +17,11 @@ import torch
 import fms_fsdp
 from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint.folders import problems
-from fms_fsdp.checkpoint.weight_files import open_weights
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.extras.from_hf import config_from_hf
+from fms_fsdp.extras.hf import hf_config
+from fms_fsdp.extras.weight_files import open_weights
 from fms_fsdp.flags import parse_flags
-from fms_fsdp.models.from_hf import config_from_hf
-from fms_fsdp.models.hf import hf_config
 from fms_fsdp.models.variants import VARIANTS, resolve_model
 from tests.cli import losses, metrics, trained
 from tests.hf_folders import FAMILIES, write_folder

@@ -22,11 +22,11 @@ from typing import NamedTuple
 import torch
 
 from fms_fsdp.checkpoint.checkpointer import load_tensor
-from fms_fsdp.checkpoint.hf_folder import HFFolder, check_names
 from fms_fsdp.checkpoint.storage import CheckpointReader
-from fms_fsdp.checkpoint.weight_files import Weights
 from fms_fsdp.config import ModelConfig
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras.hf_folder import HFFolder, check_names
+from fms_fsdp.extras.weight_files import Weights
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import VARIANTS, canonical_variant, resolve_model
 

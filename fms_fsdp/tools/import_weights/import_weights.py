@@ -14,14 +14,14 @@ import torch
 
 from fms_fsdp.atomic import whole_folder, write_json
 from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
-from fms_fsdp.checkpoint.hf_folder import HFFolder, fill, find_hf_tokenizer, open_folder
-from fms_fsdp.checkpoint.weight_files import check_finite
 from fms_fsdp.config import DataConfig, ModelConfig, OptimConfig, Precision, TrainConfig, as_dict, flag
 from fms_fsdp.config.flag import non_defaults
-from fms_fsdp.data.tokenizer import TOKENIZER_FILES
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras.hf import AS_THEY_ARE, find_family, hf_weights
+from fms_fsdp.extras.hf_folder import HFFolder, fill, find_hf_tokenizer, open_folder
+from fms_fsdp.extras.hf_tokenizer import TOKENIZER_FILES
+from fms_fsdp.extras.weight_files import check_finite
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.models.hf import AS_THEY_ARE, find_family, hf_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
 from fms_fsdp.optim.schedules import Length, find_corners

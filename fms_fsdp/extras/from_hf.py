@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fms_fsdp.errors import UserError, note_once
-from fms_fsdp.models.hf import find_family
-from fms_fsdp.models.hf_fields import GELUS, HARMLESS, NEUTRAL, NOT_READ, SHARE, THETA, TYPES
+from fms_fsdp.extras.hf import find_family
+from fms_fsdp.extras.hf_fields import GELUS, HARMLESS, NEUTRAL, NOT_READ, SHARE, THETA, TYPES
+from fms_fsdp.extras.typed_json import TEXT, number, or_none, quoted, read_table, whole
 from fms_fsdp.models.variants import LlamaConfig, RopeScaling
-from fms_fsdp.typed_json import TEXT, number, or_none, quoted, read_table, whole
 
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
