@@ -200,7 +200,7 @@ def draw(key: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """As `models.dropout` mixes, in place. Products wrap around at 32 bits, which is four times as fast."""
+    """As `dropout` mixes, in place. Products wrap around at 32 bits, which is four times as fast."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x21F0AAAD)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x735A2D97)
     return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.config import ModelConfig, flag_table
+from fms_fsdp.config import ModelConfig
 from fms_fsdp.config.batch import divisors
 from fms_fsdp.config.values import exact_number
 from fms_fsdp.errors import UserError
@@ -256,7 +256,7 @@ def resolve_model(
             "or leave it out"
         )
     if section.init_from_hf:
-        _check_same(config, variant, section)
+        load_part("from_hf").check_same(config, variant, section)
     _check_shape(config, derives_heads=given.get("head_dim") == 0)
     for name in ("rope_theta", "rope_scaling", "rope_pct") if config.pos_emb != "rope" else ():
         if (value := getattr(section, name)) is not None:
@@ -275,27 +275,6 @@ def _base_shape(section: ModelConfig) -> LlamaConfig:
         return read(path if path.is_file() else path / "config.json")
     except UserError as error:
         raise UserError(f"--{flag} ({path}) cannot be taken: {error}") from None
-
-
-def _check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig) -> None:
-    """Raises UserError where a run that begins with weights has another shape than they have."""
-    table = flag_table(ModelConfig)
-    names = {spec.name for spec in fields(LlamaConfig) if table[spec.name].resume == "refused"}
-    for name in sorted(names - {"z_loss", "vocab_multiple_of", "vocab_size"}):
-        there, asked = getattr(weights, name), getattr(config, name)
-        if there != asked:
-            raise UserError(f"--{name} ({asked}) must be that of --init_from_hf ({there}); leave it out")
-    if config.pos_emb == "learned" and config.max_seq_len != weights.max_seq_len:
-        flag = "max_seq_len" if section.max_seq_len else "seq_length"
-        rule = f"must fit the {weights.max_seq_len} positions that --init_from_hf has learned"
-        raise UserError(f"--{flag} ({config.max_seq_len}) {rule}; set it so")
-    is_larger = config.vocab_size > weights.vocab_size and section.init_new_tokens == "mean"
-    if config.vocab_size != weights.vocab_size and not is_larger:
-        raise UserError(
-            f"--init_from_hf ({section.init_from_hf}) has {weights.vocab_size} tokens and must have those "
-            f"of the data or of --vocab_size ({config.vocab_size}); prepare the data with its tokenizer, or "
-            "give a larger vocabulary --init_new_tokens=mean"
-        )
 
 
 def _parse_scaling(text: str) -> RopeScaling | None:

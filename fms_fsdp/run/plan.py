@@ -35,7 +35,6 @@ from fms_fsdp.config import (
     resolve_batch,
 )
 from fms_fsdp.config.ramp import BatchIntervals
-from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.held_out import HeldOut, HeldOutListing, close_held_out, open_held_out, scan_held_out
 from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.shards.manifest import Corpus, scan_corpus
@@ -308,7 +307,7 @@ def _nearest(folder: Path) -> Path:
 
 def _open_data(cfg: TrainConfig) -> Corpus | None:
     if cfg.data.dataset_builder:
-        load_builder(cfg.data)
+        load_part("custom").load_builder(cfg.data)
         return None
     if cfg.data.use_dummy_dataset:
         return None
@@ -338,7 +337,7 @@ def _begun_stream(cfg: TrainConfig, found: Plan) -> tuple[Stream, list[str]]:
     """This rank's rows from the step after the checkpoint's, and what the flags change in them, in words."""
     build: Callable[..., Stream] = partial(build_stream, corpus=found.corpus, rampup=found.batch.rampup)
     if cfg.data.dataset_builder:
-        build = load_builder(cfg.data)
+        build = load_part("custom").load_builder(cfg.data)
     stream = build(
         cfg.data,
         seed=cfg.training.seed,
