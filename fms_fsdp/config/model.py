@@ -46,7 +46,7 @@ class ModelConfig:
         help="width of a head (default: hidden_size / num_attention_heads)")
     rope_theta: float | None = refused_flag(None, minimum=1,
         help="base of the rotary frequencies (default: the variant's)")
-    rope_scaling: str | None = refused_flag(None, advanced=True,
+    rope_scaling: str | None = refused_flag(None, advanced=True, part="rope_scaling",
         help="stretch of the rotary frequencies: linear:FACTOR (1 is none) or llama3:FACTOR[:1:4:8192]")
     rope_pct: float | None = refused_flag(None, above=0, maximum=1, advanced=True,
         help="share of each head that is rotated (default: the variant's)")
@@ -86,11 +86,11 @@ class ModelConfig:
         help="c: logits are c tanh(logits / c); 0 is off (default: the variant's)")
     z_loss: float | None = refused_flag(None, minimum=0, maximum=1, advanced=True,
         help="add so many times log(Z)^2 to the loss of a label in training, such as 1e-4 (default: 0)")
-    dropout: float | None = announced_flag(None, minimum=0, below=1,
+    dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout",
         help="share of the embedding's and each branch's outputs that a step leaves out (default: 0)")
-    attn_dropout: float | None = announced_flag(None, minimum=0, below=1, advanced=True,
+    attn_dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout", advanced=True,
         help="share of the attention weights that a step leaves out; all are held at once (default: 0)")
-    ffn_dropout: float | None = announced_flag(None, minimum=0, below=1, advanced=True,
+    ffn_dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout", advanced=True,
         help="share of the feed-forward block's inner values that a step leaves out (default: 0)")
     attn_impl: str = free_flag("auto", choices=("auto", "flash", "cudnn", "efficient", "math"), advanced=True,
         help="backend of scaled_dot_product_attention; with auto, torch chooses it")
