@@ -49,7 +49,6 @@ if __name__ == "__main__":
 
 from fms_fsdp import runtime
 from fms_fsdp.checkpoint.checkpoints import Checkpoints
-from fms_fsdp.checkpoint.exports import Exporter
 from fms_fsdp.evaluate import Evaluator, Forward
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.meter import Meter
@@ -60,6 +59,7 @@ from fms_fsdp.observe.step_data import describe_data
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.compile import compiles_optimizer
 from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.parts import load_part
 from fms_fsdp.run.claim import claim, look_at_suspect, record_launch, restore
 from fms_fsdp.run.describe import announce, describe, plan_saves
 from fms_fsdp.run.garbage import GarbageCollector
@@ -68,7 +68,6 @@ from fms_fsdp.run.limits import Limits
 from fms_fsdp.run.lock import unlock_folders
 from fms_fsdp.run.out_of_memory import explaining_out_of_memory
 from fms_fsdp.run.plan import Plan, check_data, find_machine, open_stream, start_loss_scale, start_progress
-from fms_fsdp.samples import Sampler
 from fms_fsdp.state import TrainState
 from fms_fsdp.train import TrainStep, train
 
@@ -165,6 +164,8 @@ def run_loop(
         forward = Forward(state.model, plan.batch.batch_size, mask, device, mesh, watchdog.feed)
         profiler = StepProfiler(cfg.profiler, folder, device, plan.world.rank)
         saves, describe_step = plan_saves(cfg, plan, attempt), partial(describe_data, state.stream, mesh)
+        exports = (cfg.checkpoint.export_interval, saves.root, folder / "exports", mesh)
+        samples = (cfg, plan.prompts, state.model, mesh, sinks, watchdog.feed, clock.mark)
         hooks = [
             watchdog,
             BadSteps(cfg.training.max_bad_steps, describe_step, cfg.keep_name, state.loss_scale),
@@ -172,9 +173,9 @@ def run_loop(
             profiler,
             Limits(cfg.training, folder, mesh.is_main, signals, clock.totals, cfg.eval.eval_interval),
             Evaluator(cfg.eval, forward, plan.held_out, sinks, clock.mark),
-            Sampler(cfg, plan.prompts, state.model, mesh, sinks, watchdog.feed, clock.mark),
+            *([load_part("samples:Sampler")(*samples)] if plan.prompts else []),
             Checkpoints(cfg.checkpoint, saves, state, mesh, watchdog.feed, sinks.event, clock.mark),
-            Exporter(cfg.checkpoint.export_interval, saves.root, folder / "exports", mesh),
+            *([load_part("exports:Exporter")(*exports)] if cfg.checkpoint.export_interval else []),
             GarbageCollector(cfg.training.gc_interval),
         ]
         for hook in hooks:

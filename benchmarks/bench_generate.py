@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch  # noqa: E402
 
-from fms_fsdp.generate import Sampling, generate  # noqa: E402
-from fms_fsdp.models.hf import hf_config, hf_weights  # noqa: E402
+from fms_fsdp.extras.generate import Sampling, generate  # noqa: E402
+from fms_fsdp.extras.hf import hf_config, hf_weights  # noqa: E402
 from fms_fsdp.models.init import init_weights  # noqa: E402
 from fms_fsdp.models.llama import Llama  # noqa: E402
-from fms_fsdp.models.variants import VARIANTS  # noqa: E402
+from fms_fsdp.models.variants import all_variants  # noqa: E402
 from fms_fsdp.runtime import versions  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -126,7 +126,7 @@ def three_digits(number: float) -> float:
 
 def run(variant: str, precision: str, options: argparse.Namespace) -> dict[str, Any]:
     torch._dynamo.reset()  # it compiles for so many shapes only
-    config = replace(VARIANTS[variant], max_seq_len=max(options.prefill, PROMPT + options.tokens) + 2)
+    config = replace(all_variants()[variant], max_seq_len=max(options.prefill, PROMPT + options.tokens) + 2)
     model = Llama(config).eval()
     init_weights(model, seed=0)
     writers: dict[str, Write] = {}

@@ -29,7 +29,7 @@ def load_model(
         UserError: no complete checkpoint is there, or a damaged one; or a folder of Hugging Face that is not
             whole, or of a model that there is not here.
     """
-    from fms_fsdp.loading import load  # torch: not for those who only read flags
+    from fms_fsdp.parts import load_part
 
-    found = load(path, step, device)
+    found = load_part("loading").load(path, step, device)  # torch: not for those who only read flags
     return found.model, found.tokenizer

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import gc
-import importlib
 import runpy
 import sys
 import typing
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 
 from fms_fsdp.cpu_tuning import before_torch
 from fms_fsdp.errors import PROGRAM, UserError, check_installed, is_for_user, printing
+from fms_fsdp.parts import load_part
 
 CALLED = PROGRAM or "python -m fms_fsdp"
 # command, of one word or two → (module:function in fms_fsdp.tools, what it does); the type of the function's
@@ -61,8 +61,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     from fms_fsdp.flags import parse_flags
 
     before_torch()
-    module, _, function_name = COMMANDS[command][0].partition(":")
-    run = getattr(importlib.import_module(f"fms_fsdp.tools.{module}"), function_name)
+    run = load_part(COMMANDS[command][0], folder="tools")
     gc.enable()
     config_type = typing.get_type_hints(run)["config"]
     try:

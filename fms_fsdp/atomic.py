@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +26,6 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path`, which takes its place at the end, or is removed where something fails.
-
-    What a killed process left of it is removed first.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 

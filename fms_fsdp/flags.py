@@ -233,6 +233,11 @@ def shown_value(value: Any) -> str:
     return "empty" if value == "" else str(value)
 
 
+def of_part(row: Flag) -> str:
+    """Which optional part a flag belongs to, in brackets after its help; "" for most."""
+    return f" (part: {row.part})" if row.part else ""
+
+
 def describe_changes(parsed: Parsed[Any]) -> str:
     """The values that are not defaults, as flags in lines of 110 characters."""
     rows, values = flag_table(type(parsed.config)), flag_values(parsed.config)
@@ -264,7 +269,7 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
         for row in [row for row in rows if row.name in first or not first]:
             choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
             lines.append(f"  --{row.name} ({type_name(row)}, default {shown_value(row.default)}){choices}")
-            lines.append(f"      {row.help}{' (advanced)' if row.advanced else ''}")
+            lines.append(f"      {row.help}{' (advanced)' if row.advanced else ''}{of_part(row)}")
     lines += (
         ["\n--help=all lists every flag, --list_variants the models, --rules what is refused"]
         if first

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.data.stream import Stream
-from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import Optimizers
+
+if TYPE_CHECKING:
+    from fms_fsdp.extras.loss_scale import LossScale
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from torch.profiler import record_function
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, check_batch
 from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.models.dropout import row_keys
 from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.schedules import Schedule
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
+from fms_fsdp.parts import load_part
 from fms_fsdp.state import Hook, StepResult, TrainState
 
 
@@ -130,7 +130,8 @@ def micro_batches(recipe: TrainStep, batch: Batch, step: int) -> Iterator[tuple[
     mask = (batch.positions_BS, batch.document_ids_BS) if recipe.document_mask else (None, None)
     keys_B, num_rows = None, len(batch.tokens_BS)
     if recipe.dropout_seed is not None:
-        keys_B = row_keys(recipe.dropout_seed, step, recipe.mesh.place("dp") * num_rows, num_rows)
+        first_row = recipe.mesh.place("dp") * num_rows
+        keys_B = load_part("dropout").row_keys(recipe.dropout_seed, step, first_row, num_rows)
     moved = [
         None if column is None else column.to(recipe.device, non_blocking=True).split(recipe.batch_size)
         for column in (batch.tokens_BS, batch.labels_BS, *mask, keys_B)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.models.hf import hf_config, hf_weights
+from fms_fsdp.extras.hf import hf_config, hf_weights
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
@@ -93,7 +93,7 @@ def template(begin: int | None = 256, end: int | None = None) -> dict[str, Any]:
 
 def write_tokenizer_json(folder: Path, post_processor: Any = None, **model: Any) -> Path:
     """Bytes, and a few merges, as tokenizer.json; 256 begins and 257 ends a text."""
-    from fms_fsdp.data.byte_pairs import byte_characters, tokenizer_json
+    from fms_fsdp.extras.byte_pairs import byte_characters, tokenizer_json
 
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     vocab = {character: number for number, character in enumerate(byte_characters())}

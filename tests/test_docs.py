@@ -8,6 +8,7 @@ reads it, as it reads the commands within sentences.
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import shlex
 import subprocess
@@ -86,7 +87,8 @@ def read_by_its_parser(line: str) -> None:
             return read_by_its_parser(re.split("&& *", word)[-1])
         if Path(word).name in TRAINING:
             assert (ROOT / word).is_file() or word in ("main_training", "my_training.py"), line
-            flags = [flag for flag in rest if flag != "--" and flag != "--model_variant=mine"]
+            flags = list(itertools.takewhile(lambda flag: flag != ">", rest))
+            flags = [flag for flag in flags if flag not in ("--", "--model_variant=mine", "--rules")]
             return _parse(TrainConfig, flags)
         if word in ("fms_fsdp", "fms-fsdp") and (i == 0 or words[i - 1] == "-m"):
             if rest[:1] == ["train"]:

@@ -12,7 +12,7 @@ import pytest
 from fms_fsdp import __main__ as commands
 from fms_fsdp.data.shards.ipc import MissingShardError, ShardError
 from fms_fsdp.errors import MissingInput, StorageError, UserError, checking_input
-from fms_fsdp.own_code import load_function
+from fms_fsdp.parts import load_part
 from tests import cli
 
 BUG = "operands could not be broadcast together"
@@ -101,13 +101,13 @@ def test_bad_data_of_a_users_stream_are_one_line_with_their_step(tmp_path: Path)
 @pytest.mark.parametrize("name", ["", ":", "os:", ":getcwd", ".os:getcwd", "os.path", "os:getcwd.x", "o s:x"])
 def test_a_name_that_is_no_function_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="must be importable as module:function"):
-        load_function("--model_builder", name)
+        load_part(name, flag="--model_builder")
 
 
 @pytest.mark.parametrize("name", ["no_such_module:build", "os:no_such_function", "os:environ"])
 def test_a_module_without_such_a_function_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="must be importable as module:function: "):
-        load_function("--model_builder", name)
+        load_part(name, flag="--model_builder")
 
 
 def test_what_a_users_module_raises_is_not_taken_for_a_wrong_name(
@@ -116,6 +116,6 @@ def test_what_a_users_module_raises_is_not_taken_for_a_wrong_name(
     (tmp_path / "raises_at_import.py").write_text("int('x')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="invalid literal") as raised:
-        load_function("--model_builder", "raises_at_import:build")
+        load_part("raises_at_import:build", flag="--model_builder")
     assert not isinstance(raised.value, UserError)
-    assert load_function("--model_builder", "os:getcwd") is os.getcwd
+    assert load_part("os:getcwd", flag="--model_builder") is os.getcwd

@@ -34,7 +34,7 @@ from fms_fsdp.flags import (
     parse_with_origins,
 )
 from fms_fsdp.mesh import ParallelDims
-from fms_fsdp.models.variants import VARIANTS, resolve_model
+from fms_fsdp.models.variants import all_variants, resolve_model
 from fms_fsdp.run.rules import MACHINE, Hardware, listing
 from fms_fsdp.tools.flags_page import markdown
 
@@ -164,7 +164,7 @@ def test_every_shipped_shape_is_a_model(path: Path) -> None:
     model = resolve_model(config.model, seq_length=config.data.seq_length)
     assert model.hidden_size % model.num_attention_heads == 0 and model.vocab_size == 50257
     if "paper" in path.stem:
-        assert config.model.model_variant in VARIANTS and model.activation == "gelu_tanh"
+        assert config.model.model_variant in all_variants() and model.activation == "gelu_tanh"
 
 
 def test_every_shipped_use_can_be_laid_over_a_model() -> None:
@@ -210,6 +210,17 @@ def test_every_rule_names_flags_and_can_be_told() -> None:
     assert all(rule.holds(config) for rule in CONTRADICTIONS)
     hardware = Hardware(config, torch.device("cpu"), ParallelDims("none"))
     assert all(rule.holds(hardware) for rule in MACHINE)
+
+
+def test_every_part_that_a_flag_belongs_to_is_there_and_told() -> None:
+    rows = [row for row in flag_table(TrainConfig).values() if row.part]
+    assert rows, "no flag names its part"
+    shown, page = help_text(TrainConfig, "x", every=True), markdown(TrainConfig)
+    for row in rows:
+        place = ROOT / "fms_fsdp" / "extras" / row.part.replace(".", "/")
+        assert place.is_dir() or place.with_suffix(".py").is_file(), row.name
+        assert f"(part: {row.part})" in page.partition(f"| `--{row.name}` |")[2].partition("\n")[0]
+        assert f"(part: {row.part})" in "\n".join(shown.partition(f"  --{row.name} (")[2].splitlines()[:2])
 
 
 def test_help_prints_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from fms_fsdp.__main__ import main
-from fms_fsdp.data.prompts import read_lines
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras.decoding import CachedReader
+from fms_fsdp.extras.generate import Sampling, generate, probabilities
+from fms_fsdp.extras.prompts import read_lines
 from fms_fsdp.flags import parse_flags
-from fms_fsdp.generate import Sampling, generate, probabilities
-from fms_fsdp.models.decoding import CachedReader
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fms_fsdp.checkpoint.folders import open_checkpoint
 from fms_fsdp.config import TrainConfig
-from tests.cli import ROOT
+from tests.cli import ROOT, TINY, metrics
 
 
 def run_copy(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -78,3 +78,39 @@ def test_a_variant_of_a_users_own_script_trains_as_the_page_says(tmp_path: Path)
     assert open_checkpoint(tmp_path / "run" / "checkpoints") is not None
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
     assert recorded["resolved"]["model"]["hidden_size"] == 96
+
+
+def test_an_optimizer_trains_from_outside_and_as_a_part_as_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "how-to-add.md").read_text()
+    section = page.partition("## A part, such as an optimizer")[2].partition("\n## ")[0]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    row = re.search(r'`("signed": "signed:\w+")`', section)
+    assert block is not None and row is not None and len(block[1].splitlines()) <= 32
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "signed.py").write_text(block[1])
+    shutil.copytree(ROOT / "fms_fsdp", tmp_path / "fms_fsdp", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(ROOT / "main_training.py", tmp_path / "main_training.py")
+    (tmp_path / "fms_fsdp" / "extras" / "signed.py").write_text(block[1])
+    for name, before, added in (
+        ("optim/registry.py", "PARTS = {", f"{row[1]},"),
+        ("config/optim.py", "OPTIMIZERS = (", '"signed",'),
+    ):
+        path = tmp_path / "fms_fsdp" / name
+        start, found, rest = path.read_text().partition(before)
+        path.write_text(f"{start}{found}\n    {added}{rest}")
+    losses = []
+    for tree, optimizer in ((ROOT, "signed:SignMomentum"), (tmp_path, "signed")):
+        run = tmp_path / optimizer.partition(":")[0] / f"run{len(losses)}"
+        flags = [*TINY, "--num_steps=3", f"--optimizer={optimizer}", f"--output_dir={run}"]
+        done = subprocess.run(
+            [sys.executable, "main_training.py", *flags],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": f"{tree}:{outside}", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        losses.append([record["loss"] for record in metrics(run).values()])
+    assert losses[0] == losses[1] and len(losses[0]) == 3

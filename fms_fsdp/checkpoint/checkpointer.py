@@ -27,15 +27,13 @@ from torch.distributed._state_dict_utils import _copy_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files, read_state
+from fms_fsdp.checkpoint.folders import Checkpoint, file_problem, read_files
 from fms_fsdp.checkpoint.host_memory import host_copies
 from fms_fsdp.checkpoint.progress import SaveProgress
 from fms_fsdp.checkpoint.storage import CheckpointReader, CheckpointWriter
-from fms_fsdp.errors import RunFailed, UserError
+from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import clean_name
-from fms_fsdp.models.llama import build_model
-from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.runtime import own_log
 
@@ -172,7 +170,7 @@ class Checkpointer:
             alone = self._group is None
             dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=alone)
         except CheckpointException as error:  # a collection of tracebacks: the first rank's own error
-            rank, inner = _first_failure(error)
+            rank, inner = first_failure(error)
             raise SaveFailed(f"rank {rank}: {inner}".splitlines()[0]) from error
         except OSError as error:
             raise SaveFailed(str(error)) from error
@@ -227,7 +225,7 @@ def load_checkpoint(
 def _explained(failure: CheckpointException, folder: Path) -> BaseException:
     """The error that a failure to load means: unreadable storage, a fault of ours, or files without such
     tensors."""
-    rank, inner = _first_failure(failure)
+    rank, inner = first_failure(failure)
     if isinstance(inner, OSError):
         return RunFailed(f"rank {rank} cannot read {folder}: {inner}; repair the storage and start again")
     out_of_memory = MemoryError | torch.OutOfMemoryError | torch.AcceleratorError
@@ -256,42 +254,7 @@ def load_tensor(reader: CheckpointReader, name: str) -> torch.Tensor:
     return tensor
 
 
-def content_problems(folder: Path, optimizers_of: Callable[[nn.Module], Optimizers]) -> list[str]:
-    """Why a checkpoint whose files are what was written cannot be loaded all the same; [] if it can. Reads it
-    a tensor at a time.
-
-    `optimizers_of`: builds those of a model, which is one without memory here; of weights alone none are
-    needed.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    try:
-        reader = CheckpointReader(folder)
-        saved = reader.metadata.state_dict_metadata
-        state = read_state(folder)
-        config = model_from_dict(state["resolved"]["model"])
-        if config.num_layers > len(saved):
-            raise UserError(f"{config.num_layers} layers in {len(saved)} tensors")
-        with torch.device("meta"):
-            model = build_model(config)
-        optimizers = None if state.get("weights_only") else optimizers_of(model)
-        for name, tensor in collect_tensors(model, optimizers).items():
-            entry = saved.get(name)
-            if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():
-                raise UserError(f"no {name} of {tuple(tensor.size())}")
-            load_tensor(reader, name)
-    except CheckpointException as error:
-        _, inner = _first_failure(error)
-        if isinstance(inner, OSError):
-            raise inner from error
-        return [f"{name} cannot be loaded ({type(inner).__name__})"]
-    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
-        return [f"it cannot be loaded: {error}"]
-    return []
-
-
-def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     """The first rank that failed, and its error, out of DCP's collection of tracebacks."""
     rank, (inner, _) = min(error.failures.items())
     return rank, inner

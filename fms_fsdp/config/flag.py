@@ -29,6 +29,7 @@ class Flag:
     what a text must be: "path", "folder name" or "source name"; a "text" keeps the spaces at its ends and
     its brackets. `positional`: arguments without a name belong
     to this flag. `parse`: gets the name and the text, and raises UserError for a text that says nothing.
+    `part`: the module of extras/ that only a run which chooses it loads, and that the flag belongs to.
     """
 
     default: Any
@@ -46,6 +47,7 @@ class Flag:
     advanced: bool = False
     positional: bool = False
     parse: Callable[[str, str], object] | None = None
+    part: str = ""
     name: str = ""
     section: str = ""
     type: Any = None

@@ -23,12 +23,12 @@ class ModelConfig:
 
     model_variant: str = refused_flag("7b", form="folder name",
         help="name of the variant; an unknown name prints all names")
-    hf_config: str = refused_flag("", form="path",
+    hf_config: str = refused_flag("", form="path", part="from_hf",
         help="config.json of Hugging Face: its shape in place of a variant's, with new weights")
-    init_from_hf: str = free_flag("", form="path", in_name=True,
+    init_from_hf: str = free_flag("", form="path", in_name=True, part="hf_folder",
         help="folder of Hugging Face: the run has its shape and begins with its weights, which are read in "
         "place, unless it has a checkpoint of its own")
-    init_new_tokens: str = free_flag("refuse", choices=("refuse", "mean"), in_name=True,
+    init_new_tokens: str = free_flag("refuse", choices=("refuse", "mean"), in_name=True, part="hf_folder",
         help="if the vocabulary is larger than that of init_from_hf: with mean, new rows of embedding and "
         "head begin as the mean row")
     num_layers: int | None = refused_flag(None, minimum=1,
@@ -45,7 +45,7 @@ class ModelConfig:
         help="width of a head (default: hidden_size / num_attention_heads)")
     rope_theta: float | None = refused_flag(None, minimum=1,
         help="base of the rotary frequencies (default: the variant's)")
-    rope_scaling: str | None = refused_flag(None, advanced=True,
+    rope_scaling: str | None = refused_flag(None, advanced=True, part="rope_scaling",
         help="stretch of the rotary frequencies: linear:FACTOR (1 is none) or llama3:FACTOR[:1:4:8192]")
     rope_pct: float | None = refused_flag(None, above=0, maximum=1, advanced=True,
         help="share of each head that is rotated (default: the variant's)")
@@ -85,11 +85,11 @@ class ModelConfig:
         help="c: logits are c tanh(logits / c); 0 is off (default: the variant's)")
     z_loss: float | None = refused_flag(None, minimum=0, maximum=1, advanced=True,
         help="add so many times log(Z)^2 to the loss of a label in training, such as 1e-4 (default: 0)")
-    dropout: float | None = announced_flag(None, minimum=0, below=1,
+    dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout",
         help="share of the embedding's and each branch's outputs that a step leaves out (default: 0)")
-    attn_dropout: float | None = announced_flag(None, minimum=0, below=1, advanced=True,
+    attn_dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout", advanced=True,
         help="share of the attention weights that a step leaves out; all are held at once (default: 0)")
-    ffn_dropout: float | None = announced_flag(None, minimum=0, below=1, advanced=True,
+    ffn_dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout", advanced=True,
         help="share of the feed-forward block's inner values that a step leaves out (default: 0)")
     attn_impl: str = free_flag("auto", choices=("auto", "flash", "cudnn", "efficient", "math"), advanced=True,
         help="backend of scaled_dot_product_attention; with auto, torch chooses it")

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fms_fsdp.config.flag import announced_flag
-from fms_fsdp.config.optim import OptimConfig
-from fms_fsdp.config.values import joined
-from fms_fsdp.errors import UserError
 
 PRECISIONS = ("bf16", "fp32", "fp16", "bf16_pure", "float8")
 NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -80,17 +77,17 @@ class PrecisionConfig:
         advanced=True, help="what AdamW keeps its moments in (default: fp32, for bf16_pure bf16)")
     reduce_dtype: str = announced_flag("fp32", choices=("fp32", "bf16"), aliases=_DTYPES, advanced=True,
         help="precision of gradient reductions")
-    stochastic_rounding: bool = announced_flag(True, advanced=True,
+    stochastic_rounding: bool = announced_flag(True, advanced=True, part="rounded",
         help="round weights and moments in bf16 up or down by chance, so that small steps count on average")
-    float8_scaling: str = announced_flag("row", choices=("row", "tensor"), advanced=True,
+    float8_scaling: str = announced_flag("row", choices=("row", "tensor"), advanced=True, part="float8",
         help="what shares one scale in float8")
-    loss_scale: float = announced_flag(0.0, minimum=0, maximum=2**64, advanced=True,
+    loss_scale: float = announced_flag(0.0, minimum=0, maximum=2**64, advanced=True, part="loss_scale",
         help="factor of the loss in fp16; 0 finds it while it trains")
-    loss_scale_window: int = announced_flag(1000, minimum=1, advanced=True,
+    loss_scale_window: int = announced_flag(1000, minimum=1, advanced=True, part="loss_scale",
         help="number of steps without overflow after which the loss scale is doubled")
-    loss_scale_hysteresis: int = announced_flag(2, minimum=1, advanced=True,
+    loss_scale_hysteresis: int = announced_flag(2, minimum=1, advanced=True, part="loss_scale",
         help="number of overflows after which the loss scale is halved")
-    min_loss_scale: float = announced_flag(1.0, above=0, maximum=2**64, advanced=True,
+    min_loss_scale: float = announced_flag(1.0, above=0, maximum=2**64, advanced=True, part="loss_scale",
         help="an overflow at this loss scale ends the run")
     # fmt: on
 
@@ -120,25 +117,4 @@ class PrecisionConfig:
             state=self.optimizer_state_dtype or ("bf16" if pure else "fp32"),
             stochastic_rounding=self.stochastic_rounding,
             float8=self.float8_scaling if name == "float8" else "",
-        )
-
-
-def check_rounding(precision: Precision, section: OptimConfig) -> None:
-    """Raises UserError for an optimizer that cannot keep weights or moments in bf16 so that they move."""
-    if not precision.is_rounded:
-        return
-    kept = "where weights or moments are kept in bf16 (--precision, --param_dtype, --optimizer_state_dtype)"
-    if section.optimizer not in ("adamw", "adam"):
-        raise UserError(
-            f"--optimizer ({section.optimizer}) must be adamw or adam {kept}; use one of them, or keep fp32"
-        )
-    if section.optimizer_kwargs:
-        raise UserError(
-            f"--optimizer_kwargs ({joined(section.optimizer_kwargs)}) must be left out {kept}; leave it out, "
-            "or keep fp32"
-        )
-    if precision.state == "bf16" and not precision.stochastic_rounding and section.adam_beta2 > 0.99:
-        raise UserError(
-            f"--adam_beta2 ({section.adam_beta2:g}) must be at most 0.99 where moments in bf16 are rounded "
-            "to nearest, or the second stops short; lower it, or leave out --stochastic_rounding=False"
         )

@@ -32,10 +32,10 @@ class EvalConfig:
         help="folder of token shards to evaluate once, after the last step, in place of test/ in data_path")
     test_steps: int | None = free_flag(None, minimum=1, maximum=10**6,
         help="number of global batches of each source in that evaluation (default: eval_steps)")
-    sample_interval: int = free_flag(0, minimum=0,
+    sample_interval: int = free_flag(0, minimum=0, part="samples",
         help="number of steps between texts that the model writes, also after the last step; 0 is off; the "
         "data need their tokenizer beside them")
-    sample_prompts: tuple[str, ...] = free_flag((), form="text",
+    sample_prompts: tuple[str, ...] = free_flag((), form="text", part="samples",
         help="beginnings of these texts, or a file with one in each line (default: a new document)")
 
 
@@ -63,7 +63,7 @@ class CheckpointConfig:
     resume_step: int | None = free_flag(None, minimum=1,
         help="go back to the checkpoint of this step and set later ones aside; the same command, "
         "given again, goes on from the checkpoints that it has made since")
-    export_interval: int = free_flag(0, minimum=0,
+    export_interval: int = free_flag(0, minimum=0, part="exports",
         help="number of steps between exports to exports/ in the run folder, as folders of Hugging Face, of "
         "checkpoints that are saved anyway; the last step is exported too; 0 is off")
     checkpoint_interval: int = free_flag(1000, minimum=0,
@@ -101,7 +101,7 @@ class LogConfig:
         help="number of steps between reports; the first and the last step always report")
     print_interval: int = free_flag(0, minimum=0,
         help="number of steps between bare lines of step and time, which wait for no device; 0 is off")
-    diagnostics: bool = free_flag(False,
+    diagnostics: bool = free_flag(False, part="sensors",
         help="report shared and resident memory, temperatures and clocks, where the machine shows them")
     peak_tflops: float | None = free_flag(None, above=0, maximum=1e9, advanced=True,
         help="dense TFLOP/s of one device at best, which mfu counts against (default: a GPU's by its name)")
@@ -114,9 +114,10 @@ class LogConfig:
         choices=("none", "tensorboard", "wandb", "mlflow", "aim", "codecarbon"),
         help="programs that receive the metrics, in addition to metrics.jsonl; none of them can stop a run "
         "(see docs/metrics.md)")
-    tracker_project: str = free_flag("fms-fsdp",
+    tracker_project: str = free_flag("fms-fsdp", part="trackers",
         help="name of the project or experiment under which trackers file the run")
-    tracker_entity: str = free_flag("", help="team or account of wandb (default: the user's own)")
+    tracker_entity: str = free_flag("", part="trackers",
+        help="team or account of wandb (default: the user's own)")
     tracker_metrics: tuple[str, ...] = free_flag((), advanced=True,
         help="names of the metrics that trackers receive, such as loss,lr,*_ms (default: all)")
     tensorboard_dir: str = free_flag("", form="path",

@@ -20,7 +20,7 @@ from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
 from fms_fsdp.data.order.history import MAX_STEPS, History, Segment, check_same
 from fms_fsdp.data.order.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.order.order import Consumption, Fit, Order
-from fms_fsdp.data.order.packing import Cuts, pack_bestfit, pack_concat
+from fms_fsdp.data.order.packing import Cuts, pack_concat
 from fms_fsdp.data.order.permute import ORDER_VERSION
 from fms_fsdp.data.order.source_order import Rest, RowAddress, Span
 from fms_fsdp.data.order.tapes import TAIL, fit_geometry
@@ -30,6 +30,7 @@ from fms_fsdp.data.shards.ipc import ShardError, TokenError
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.manifest import Corpus
 from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.parts import load_part
 
 STATE_VERSION = 2  # of the form of `state`; the order of the data has its own
 SHARD_CACHE_BYTES = 24 << 20
@@ -171,7 +172,7 @@ class CorpusRows:
         tapes = self.order.source(span.source).tapes(span.epoch)
         key = tapes.piece_key(span.epoch, span.tape, span.window)
         if self._section.packing == "bestfit":
-            pack = partial(pack_bestfit, key=key, seq_length=tapes.geometry.seq_length)
+            pack = partial(load_part("bestfit:pack_bestfit"), key=key, seq_length=tapes.geometry.seq_length)
         else:
             pack = partial(pack_concat, key=key)
         starts = tapes.window_blocks(span.epoch, span.tape, span.window)

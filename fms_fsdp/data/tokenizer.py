@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -22,22 +21,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fms_fsdp.atomic import write_atomically, write_json
+from fms_fsdp.atomic import write_atomically
 from fms_fsdp.config.values import shown
-from fms_fsdp.data.byte_pairs import is_tiktoken, of_tiktoken
-from fms_fsdp.errors import MissingInput, UserError, note_once
+from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.parts import load_part
 from fms_fsdp.safe_names import safe_name, shown_name
-from fms_fsdp.typed_json import TEXT, or_none, parse_table, read_table, whole
 
 Tokens = npt.NDArray[Any]
-_END_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-_LARGEST_ID = 1 << 24
-# what a folder of Hugging Face says of its texts
-TOKENIZER_FILES = tuple(
-    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json tokenizer.model "
-    "vocab.json merges.txt vocab.txt spiece.model sentencepiece.bpe.model tekken.json chat_template.jinja "
-    "generation_config.json".split()
-)
 KEPT_AS = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
 
 
@@ -138,7 +128,7 @@ class SentencePieceTokenizer:
             raise UserError(f"--tokenizer ({name}) is not a sentencepiece model: {text}") from error
         eos = int(self._processor.piece_to_id(eos_token)) if eos_token else int(self._processor.eos_id())
         if eos < 0 or (eos_token and self._processor.id_to_piece(eos) != eos_token):
-            raise UserError(_no_end(name, eos_token))
+            raise UserError(no_end(name, eos_token))
         self.vocabulary = Vocabulary(
             "sentencepiece", size, eos, hashlib.sha256(model).hexdigest(), KEPT_AS["sentencepiece"], eos_token
         )
@@ -155,7 +145,7 @@ class SentencePieceTokenizer:
         table = np.zeros(self.vocabulary.size, dtype=np.int64)
         for i in range(self.vocabulary.size):
             if not (model.is_control(i) or model.is_unknown(i) or model.is_unused(i)):
-                table[i] = _piece_bytes(model.id_to_piece(i))
+                table[i] = piece_bytes(model.id_to_piece(i))
         return table
 
     def token_id(self, token: str) -> int | None:
@@ -166,109 +156,12 @@ class SentencePieceTokenizer:
         write_atomically(folder / self.vocabulary.file_name, self._model, sync=True)
 
 
-class HuggingFaceTokenizer:
-    """A `tokenizer.json`, or one made of GPT-2's `vocab.json` and `merges.txt` or of a file of tiktoken.
-
-    Needs the package `tokenizers`."""
-
-    def __init__(self, path: Path, eos_token: str = "") -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs one process per core already
-        try:
-            import tokenizers
-        except ImportError:
-            raise UserError(
-                f"--tokenizer ({path}) needs the package tokenizers; pip install tokenizers"
-            ) from None
-        content = path.read_bytes()
-        try:
-            if path.name == "vocab.json":
-                merges = str(path.with_name("merges.txt"))
-                content = tokenizers.ByteLevelBPETokenizer(str(path), merges).to_str().encode()
-            elif path.suffix != ".json":
-                content = of_tiktoken(content, str(path)).encode()
-            self._content = _without_chance(content, str(path))
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
-        except UserError:
-            raise
-        except BaseException as error:  # the package raises bare Exceptions, and panics that are none
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            raise UserError(f"--tokenizer ({path}) cannot be read: {shown(str(error))}") from error
-        # a document that spells <|endoftext|> holds text, not the token
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        numbers = map(self._tokenizer.token_to_id, self._end_names(path, eos_token))
-        known = [number for number in numbers if number is not None]
-        added = self._tokenizer.get_added_tokens_decoder()  # "</s>" may be a piece of text, too
-        eos = next((number for number in known if number in added), known[0] if known else None)
-        if eos is None:
-            raise UserError(_no_end(str(path), eos_token))
-        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        size = 1 + whole(0, _LARGEST_ID).check(f"--tokenizer ({path}): the largest id", largest)
-        digest = hashlib.sha256(self._content).hexdigest()
-        self.vocabulary = Vocabulary("huggingface", size, eos, digest, KEPT_AS["huggingface"], eos_token)
-
-    @staticmethod
-    def _end_names(path: Path, eos_token: str) -> Sequence[str]:
-        if eos_token:
-            return (eos_token,)
-        settings = path.with_name("tokenizer_config.json")
-        said = read_table(settings) if settings.is_file() else {}
-        named = token_text(said.get("eos_token"), f"{settings}: eos_token")
-        return (named,) if named else _END_NAMES
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(row.ids, dtype=np.uint32) for row in rows]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids]))
-
-    def token_bytes(self) -> Tokens:
-        content = json.loads(self._content)
-        # a character is a byte
-        by_bytes = "ByteLevel" in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
-        table = np.zeros(self.vocabulary.size, dtype=np.int64)
-        for piece, i in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            table[i] = len(piece) if by_bytes else _piece_bytes(piece)
-        for added in content.get("added_tokens", []):
-            table[added["id"]] = 0 if added["special"] else len(added["content"].encode())
-        return table
-
-    def token_id(self, token: str) -> int | None:
-        number: int | None = self._tokenizer.token_to_id(token)
-        return number
-
-    def save(self, folder: Path) -> None:
-        write_atomically(folder / self.vocabulary.file_name, self._content, sync=True)
-        end = self._tokenizer.id_to_token(self.vocabulary.eos_id)
-        write_json(folder / "tokenizer_config.json", {"eos_token": end})
-
-
-def _without_chance(content: bytes, name: str) -> bytes:
-    """A tokenizer.json that cuts a text the same way each time: a dropout of merges is switched off."""
-    parsed = parse_table(content, name)
-    model = parsed.get("model")
-    if not isinstance(model, dict) or not model.get("dropout"):
-        return content
-    rate = model["dropout"]
-    note_once(f"{name} drops merges by chance (dropout {rate}), which is switched off here")
-    return json.dumps(parsed | {"model": model | {"dropout": None}}, ensure_ascii=False).encode()
-
-
-def token_text(said: Any, name: str) -> str:
-    """What a file says of a token: its text, or a table with its content; "" for null."""
-    said = TEXT.check(f"content of {name}", said.get("content")) if isinstance(said, dict) else said
-    return or_none(TEXT).check(name, said) or ""
-
-
-def _piece_bytes(piece: str) -> int:
+def piece_bytes(piece: str) -> int:
     """UTF-8 bytes of a sentencepiece piece: a byte as <0x0A>, or text with U+2581 for a space."""
     return 1 if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
 
 
-def _no_end(name: str, eos_token: str) -> str:
+def no_end(name: str, eos_token: str) -> str:
     if eos_token:
         return f"--eos_token ({eos_token}) is not a token of {name}"
     return f"--tokenizer ({name}) names no end-of-document token; choose one of its tokens with --eos_token"
@@ -304,6 +197,9 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
 @functools.lru_cache(maxsize=4)
 def _open_tokenizer(path: Path, name: str, eos_token: str, digest: str) -> Tokenizer:
     """The tokenizer of a file; `digest` of that file and of those beside it that count."""
-    if path.suffix == ".json" or is_tiktoken(data := path.read_bytes()):
-        return HuggingFaceTokenizer(path, eos_token)
+    data = path.read_bytes()
+    is_sentencepiece = data.startswith(b"\n") and path.suffix != ".json"  # the mark of its first field
+    if not is_sentencepiece and (path.suffix == ".json" or load_part("byte_pairs").is_tiktoken(data)):
+        found: Tokenizer = load_part("hf_tokenizer:HuggingFaceTokenizer")(path, eos_token)
+        return found
     return SentencePieceTokenizer(data, name, eos_token)

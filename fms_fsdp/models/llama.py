@@ -5,20 +5,20 @@
 
 B batch, S sequence, D model, F ffn, V vocabulary, H query heads, G key/value heads, K head dim.
 
-The options of other models (docs/models.md) choose modules where the model is built. Plain modules of torch:
-every module computes in the dtype of its weights, which is the business of parallel/precision.py. The rotary
-table is fp32 always.
+The options of other models (docs/models.md) choose modules of extras/ where the model is built. All are plain
+modules of torch: every module computes in the dtype of its weights, which is the business of
+parallel/precision.py. The rotary table is fp32 always.
 
-Source: Touvron et al. 2023 (Llama 2); Shazeer 2020 (SwiGLU); Zhang and Sennrich 2019 (RMSNorm); Nguyen and
-Salazar 2019 (ScaleNorm); So et al. 2021 (squared ReLU); Gemma Team 2024 (capped logits).
+Source: Touvron et al. 2023 (Llama 2); Shazeer 2020 (SwiGLU); Zhang and Sennrich 2019 (RMSNorm); Gemma Team
+2024 (capped logits).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,19 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
 from fms_fsdp.models.attention import KeyValueCache, attention
-from fms_fsdp.models.dropout import Dropout, layer_keys
 from fms_fsdp.models.loss import linear_cross_entropy
-from fms_fsdp.models.masks import alibi_score, attention_mask
-from fms_fsdp.models.positions import rope_table, rotate, waves
+from fms_fsdp.models.masks import attention_mask
+from fms_fsdp.models.positions import rope_table, rotate
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.own_code import load_function
+from fms_fsdp.parts import load_part
 
 Losses = tuple[torch.Tensor, ...]  # loss_sum, num_labels and, in training with a z-loss, z_sum
+
+
+class Dropping(Protocol):
+    """Drops values of x by the keys of its rows; without keys, none."""
+
+    def __call__(self, x: torch.Tensor, keys_B: torch.Tensor | None) -> torch.Tensor: ...
 
 
 def build_linear(config: LlamaConfig, in_features: int, out_features: int) -> nn.Linear:
@@ -42,26 +47,24 @@ def build_linear(config: LlamaConfig, in_features: int, out_features: int) -> nn
     return nn.Linear(in_features, out_features, bias=config.bias)
 
 
-class ScaleNorm(nn.Module):
-    """g x / |x| with one number g, here x / rms(x) times a weight: 1 is the paper's first g, sqrt(D)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.size, self.eps = (size,), eps
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.expand(self.size).to(x.dtype)  # within, so that the product is rounded once
-        return F.rms_norm(x, self.size, weight, self.eps)
-
-
-_NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "scalenorm": ScaleNorm}
-
-
 def build_norm(config: LlamaConfig, size: int) -> nn.Module:
     """The norm the configuration names; all compute in fp32 inside."""
-    norm: nn.Module = _NORMS[config.norm](size, eps=config.norm_eps)
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(size, eps=config.norm_eps)
+    norm: nn.Module = load_part("gpt").NORMS[config.norm](size, eps=config.norm_eps)
     return norm
+
+
+def build_dropout(rate: float, place: int) -> Dropping:
+    """Dropout at this rate, or what hands on its input. `place` tells the uses within a layer apart."""
+    if not rate:
+        return _keep
+    drop: Dropping = load_part("dropout:Dropout")(rate, place)
+    return drop
+
+
+def _keep(x: torch.Tensor, keys_B: torch.Tensor | None) -> torch.Tensor:
+    return x
 
 
 class Attention(nn.Module):
@@ -70,7 +73,9 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        score = alibi_score(config.num_attention_heads) if config.pos_emb == "alibi" else None
+        score = None
+        if config.pos_emb == "alibi":
+            score = load_part("gpt").alibi_score(config.num_attention_heads)
         self.attend = partial(attention, backend=config.attn_impl, score=score)
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
@@ -81,7 +86,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (
             build_norm(config, config.head_dim) if config.qk_norm else nn.Identity() for _ in range(2)
         )
-        self.dropout = Dropout(config.attn_dropout, place=1)
+        self.drops, self.dropout = config.attn_dropout > 0, build_dropout(config.attn_dropout, place=1)
 
     def forward(
         self,
@@ -100,7 +105,7 @@ class Attention(nn.Module):
         k_BGSK = k_BSGK.transpose(1, 2)
         if cache is not None:
             k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
-        drop = partial(self.dropout, keys_B=keys_B) if self.dropout.rate and keys_B is not None else None
+        drop = partial(self.dropout, keys_B=keys_B) if self.drops and keys_B is not None else None
         out_BHSK = self.attend(q_BSHK.transpose(1, 2), k_BGSK, v_BGSK, mask=mask, drop=drop)
         projected_BSD: torch.Tensor = self.o_proj(out_BHSK.transpose(1, 2).flatten(2))
         return projected_BSD
@@ -114,33 +119,10 @@ class FeedForward(nn.Module):
         self.gate_proj = build_linear(config, config.hidden_size, config.ffn_hidden_size)
         self.up_proj = build_linear(config, config.hidden_size, config.ffn_hidden_size)
         self.down_proj = build_linear(config, config.ffn_hidden_size, config.hidden_size)
-        self.dropout = Dropout(config.ffn_dropout, place=2)
+        self.dropout = build_dropout(config.ffn_dropout, place=2)
 
     def forward(self, x_BSD: torch.Tensor, keys_B: torch.Tensor | None = None) -> torch.Tensor:
         inner_BSF = F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
-        out_BSD: torch.Tensor = self.down_proj(self.dropout(inner_BSF, keys_B))
-        return out_BSD
-
-
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-}
-
-
-class PlainFeedForward(nn.Module):
-    """Two matrices: down(activation(up(x)))."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.activation = _ACTIVATIONS[config.activation]
-        self.up_proj = build_linear(config, config.hidden_size, config.ffn_hidden_size)
-        self.down_proj = build_linear(config, config.ffn_hidden_size, config.hidden_size)
-        self.dropout = Dropout(config.ffn_dropout, place=2)
-
-    def forward(self, x_BSD: torch.Tensor, keys_B: torch.Tensor | None = None) -> torch.Tensor:
-        inner_BSF = self.activation(self.up_proj(x_BSD))
         out_BSD: torch.Tensor = self.down_proj(self.dropout(inner_BSF, keys_B))
         return out_BSD
 
@@ -153,9 +135,10 @@ class Block(nn.Module):
         self.attention_norm = build_norm(config, config.hidden_size)
         self.attention = Attention(config)
         self.ffn_norm = build_norm(config, config.hidden_size)
-        self.feed_forward = (FeedForward if config.activation == "swiglu" else PlainFeedForward)(config)
+        is_llama = config.activation == "swiglu"
+        self.feed_forward = (FeedForward if is_llama else load_part("gpt:PlainFeedForward"))(config)
         self.is_parallel = config.parallel_residual  # then the feed-forward reads x, as attention does
-        self.attention_dropout, self.ffn_dropout = (Dropout(config.dropout, place) for place in (3, 4))
+        self.attention_dropout, self.ffn_dropout = (build_dropout(config.dropout, place) for place in (3, 4))
 
     def forward(
         self,
@@ -173,28 +156,24 @@ class Block(nn.Module):
 
 
 class Embed(nn.Embedding):
-    """Token embedding, plus learned positions or waves where the configuration asks for them."""
+    """Token embedding."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config.padded_vocab_size, config.hidden_size)
-        self.positions: nn.Parameter | None = None
-        if config.pos_emb == "learned":
-            self.positions = nn.Parameter(torch.zeros(config.max_seq_len, config.hidden_size))
-        self.has_waves = config.pos_emb == "sinusoidal"
-        self.dropout = Dropout(config.dropout, place=0)
+        self.dropout = build_dropout(config.dropout, place=0)
 
     def forward(  # type: ignore[override]
         self, tokens_BS: torch.Tensor, positions: slice | torch.Tensor, keys_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x_BSD = F.embedding(tokens_BS, self.weight)
-        if self.positions is not None:
-            x_BSD = x_BSD + self.positions[positions]
-        if self.has_waves:
-            if isinstance(positions, slice):
-                positions = torch.arange(positions.start, positions.stop, device=x_BSD.device)
-            x_BSD = x_BSD + waves(positions, x_BSD.shape[-1]).to(x_BSD.dtype)
-        out_BSD: torch.Tensor = self.dropout(x_BSD, keys_B)
-        return out_BSD
+        return self.dropout(F.embedding(tokens_BS, self.weight), keys_B)
+
+
+def build_embed(config: LlamaConfig) -> Embed:
+    """The embedding, of positions too where the configuration asks for them."""
+    if config.pos_emb not in ("learned", "sinusoidal"):
+        return Embed(config)
+    embed: Embed = load_part("gpt:PositionEmbed")(config)
+    return embed
 
 
 class Head(nn.Linear):
@@ -241,7 +220,7 @@ class Llama(nn.Module):
         super().__init__()
         layers = range(config.num_layers) if layers is None else layers
         self.config = config
-        self.embed = Embed(config) if layers.start == 0 else None
+        self.embed = build_embed(config) if layers.start == 0 else None
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in layers})
         self.head = Head(config) if layers.stop == config.num_layers else None
         table = rope_table(config) if config.pos_emb == "rope" else torch.empty(0)
@@ -269,7 +248,7 @@ class Llama(nn.Module):
 
         Positions default to 0..S-1, behind those of the `caches` (one for each layer), with which only the
         last position has logits (S = 1); with document ids attention stays within a document. Only with
-        `keys_B` (dropout.row_keys) is there dropout. A part without embedding takes, and one without head
+        `keys_B` (row_keys) is there dropout. A part without embedding takes, and one without head
         gives, x_BSD.
         """
         start = caches[0].length if caches else 0
@@ -288,7 +267,8 @@ class Llama(nn.Module):
         x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS, positions, keys_B)
         traced = autograd_profiler._is_profiler_enabled  # names of blocks in traces, at no cost without one
         for i, (layer, block) in enumerate(self.blocks.items()):
-            cache, keys = caches[i] if caches else None, layer_keys(keys_B, int(layer))
+            cache = caches[i] if caches else None
+            keys = None if keys_B is None else load_part("dropout").layer_keys(keys_B, int(layer))
             with record_function(f"block {layer}") if traced else contextlib.nullcontext():
                 x_BSD = block(x_BSD, rope, masks[windows[int(layer)]], cache, keys)
         if self.head is None:
@@ -306,6 +286,6 @@ def build_model(config: LlamaConfig) -> Llama:
     Raises:
         UserError: there is no such function.
     """
-    build = load_function("--model_builder", config.model_builder) if config.model_builder else Llama
+    build = load_part(config.model_builder, flag="--model_builder") if config.model_builder else Llama
     model: Llama = build(config)
     return model

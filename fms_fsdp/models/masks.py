@@ -1,4 +1,4 @@
-"""Which keys a query sees, and what its distance to them adds to the scores.
+"""Which keys a query sees.
 
     None                    the causal rule alone, which every kernel knows
     ids_BS                  documents, one after the other, on a CPU
@@ -7,7 +7,7 @@
 
 B batch, S query positions, T key positions, H query heads.
 
-Source: Beltagy et al. 2020 (windows); Press et al. 2022, https://arxiv.org/abs/2108.12409 (ALiBi).
+Source: Beltagy et al. 2020 (windows).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.parts import load_part
 
 
 def attention_mask(
@@ -39,37 +40,7 @@ def attention_mask(
             return None if ids_BS is None else document_mask(ids_BS)
         if device.type == "cuda" and not cached and not config.attn_dropout:
             return block_mask(ids_BS, window, positions.stop, device)
-    # what is added to the scores: fp32 (B|1, H|1, S, T)
-    query_S1 = torch.arange(positions.start, positions.stop, device=device).unsqueeze(1)
-    distance_ST = query_S1 - torch.arange(num_keys or positions.stop, device=device)
-    seen = ((distance_ST >= 0) & (distance_ST < (window or positions.stop)))[None, None]
-    if ids_BS is not None:
-        seen = seen & (ids_BS.unsqueeze(2) == ids_BS.unsqueeze(1)).unsqueeze(1)
-    bias = torch.zeros(1, 1, 1, 1, device=device)
-    if config.pos_emb == "alibi":
-        heads = torch.arange(config.num_attention_heads, device=device).view(1, -1, 1, 1)
-        bias = -distance_ST * alibi_slopes(heads, config.num_attention_heads)
-    return bias.masked_fill(~seen, -torch.inf)
-
-
-def alibi_slopes(head: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """What a head takes off a score for each position of distance, fp32: 2^(-8 (head + 1) / n), n the largest
-    power of two in `num_heads`; heads beyond n take every second slope of 2n heads, as published."""
-    power = 1 << (num_heads.bit_length() - 1)
-    steps = torch.where(head < power, 2 * (head + 1), 2 * (head - power) + 1)
-    return torch.exp2(-4.0 / power * steps)
-
-
-@functools.cache
-def alibi_score(num_heads: int) -> Callable[..., torch.Tensor]:
-    """The same for flex_attention; one function for all layers, so that they share compiled code."""
-
-    def score(
-        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> torch.Tensor:
-        return score - alibi_slopes(h, num_heads) * (q - k)
-
-    return score
+    return load_part("gpt").added_mask(config, window, ids_BS, positions, device, num_keys)
 
 
 def document_mask(ids_BS: torch.Tensor) -> Any:

@@ -1,8 +1,8 @@
-"""Where a token stands, as the model is told: rotations of queries and keys, or waves added to the embedding.
+"""Where a token stands, as the model is told: rotations of queries and keys.
 
-B batch, S sequence, D model, H heads, K head dim, R rotated dims of a head.
+B batch, S sequence, H heads, K head dim, R rotated dims of a head.
 
-Source: Su et al. 2021 (rotary); Vaswani et al. 2017, section 3.5 (waves).
+Source: Su et al. 2021 (rotary).
 """
 
 from __future__ import annotations
@@ -42,11 +42,3 @@ def rotate(x_BSHK: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     cos, sin = rope.reshape(*rope.shape[:-2], 1, 2, 2, -1).unbind(-3)
     halves = x_BSHK.reshape(*x_BSHK.shape[:-1], 2, -1)
     return (halves * cos + halves.flip(-2) * sin).flatten(-2).to(x_BSHK.dtype)
-
-
-def waves(positions: torch.Tensor, size: int) -> torch.Tensor:
-    """fp32 sines and cosines, in turns, of each position at size/2 frequencies from 1 to nearly 1/10,000:
-    (… size)."""
-    freqs = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
-    angles = positions.unsqueeze(-1) * freqs
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)

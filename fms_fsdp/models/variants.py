@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.config import ModelConfig, flag_table
+from fms_fsdp.config import ModelConfig
 from fms_fsdp.config.batch import divisors
-from fms_fsdp.config.values import exact_number
 from fms_fsdp.errors import UserError
+from fms_fsdp.parts import load_part
 
 
 @dataclass(frozen=True)
@@ -109,23 +109,6 @@ def _llama3(layers: int, hidden: int, ffn: int, heads: int, factor: float = 0, *
     return LlamaConfig(layers, hidden, ffn, heads, 8, 128256, rope_theta=5e5, rope_scaling=scaling, **more)
 
 
-def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> LlamaConfig:
-    """As GPT-2. Source: Radford et al. 2019."""
-    style: dict[str, Any] = dict(norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned")
-    style |= dict(vocab_size=50257, vocab_multiple_of=128, tie_embeddings=True, max_seq_len=2048)
-    return LlamaConfig(layers, hidden, 4 * hidden, heads, heads, **style | more)
-
-
-def _neox(layers: int, hidden: int, heads: int, multiple: int = 128, **more: Any) -> LlamaConfig:
-    """As GPT-NeoX: attention and feed-forward side by side, a quarter of each head rotated.
-
-    Source: Black et al. 2022, https://arxiv.org/abs/2204.06745.
-    """
-    style: dict[str, Any] = dict(pos_emb="rope", rope_pct=0.25, parallel_residual=True, activation="gelu")
-    style |= dict(vocab_size=50277, vocab_multiple_of=multiple, tie_embeddings=False)
-    return _gpt(layers, hidden, heads, **style | more)
-
-
 VARIANTS: dict[str, LlamaConfig] = {
     # layers, hidden, ffn, heads, kv heads; vocabulary 32000 and theta 1e4 unless given
     "7b": LlamaConfig(32, 4096, 11008, 32, 32),
@@ -146,35 +129,17 @@ VARIANTS: dict[str, LlamaConfig] = {
     "194m": LlamaConfig(10, 1024, 2816, 8, 8),
     "quickstart": LlamaConfig(6, 256, 704, 4, 4, 8192, tie_embeddings=True, init_std=0.05),
     "tiny": LlamaConfig(2, 128, 352, 4, 2, 512),
-    # layers, hidden, heads. GPT-3: Brown et al. 2020, table 2.1, with all layers dense
-    "gpt_160m": _gpt(12, 768, 12, norm="rmsnorm", pos_emb="none", tie_embeddings=False),
-    "gpt3_125m": _gpt(12, 768, 12),
-    "gpt3_350m": _gpt(24, 1024, 16),
-    "gpt3_760m": _gpt(24, 1536, 16),
-    "gpt3_1.3b": _gpt(24, 2048, 16),  # the table's 24 heads of 128 do not fit a width of 2048
-    "gpt3_2.7b": _gpt(32, 2560, 32),
-    "gpt3_6.7b": _gpt(32, 4096, 32),
-    "gpt3_13b": _gpt(40, 5120, 40),  # the table's 5140 is no multiple of 40
-    "gpt3_175b": _gpt(96, 12288, 96),
-    "tr1_13b": _gpt(40, 5120, 32),  # https://github.com/bigscience-workshop/bigscience, tr1-13B-base
-    # https://github.com/EleutherAI/pythia
-    "pythia_14m": _neox(6, 128, 4),
-    "pythia_31m": _neox(6, 256, 8),
-    "pythia_70m": _neox(6, 512, 8),
-    "pythia_160m": _neox(12, 768, 12),
-    "pythia_410m": _neox(24, 1024, 16),
-    "pythia_1b": _neox(16, 2048, 8),
-    "pythia_1.4b": _neox(24, 2048, 16),
-    "pythia_2.8b": _neox(32, 2560, 32),
-    "pythia_6.9b": _neox(32, 4096, 32, multiple=256),
-    "pythia_12b": _neox(36, 5120, 40, multiple=512),
-    # https://github.com/EleutherAI/gpt-neox/blob/main/configs/20B.yml; its bias-gelu-fusion is GELU by tanh
-    "neox_20b": _neox(44, 6144, 64, multiple=256, activation="gelu_tanh"),
 }
 
 ALIASES: dict[str, str] = {f"llama2_{name}": name for name in ("7b", "13b", "34b", "70b", "1.4b", "194m")}
 # fms-fsdp's names with the length of a row, which is --seq_length here
 ALIASES |= {f"{name}_4k": name for name in VARIANTS if name.startswith("llama3_")}
+
+
+def all_variants() -> dict[str, LlamaConfig]:
+    """Every variant by its name: the Llamas of `VARIANTS`, then GPT and its relatives."""
+    others: dict[str, LlamaConfig] = load_part("gpt_variants:VARIANTS")
+    return VARIANTS | others
 
 
 def model_from_dict(content: Mapping[str, Any]) -> LlamaConfig:
@@ -191,7 +156,7 @@ def register_variant(name: str, config: LlamaConfig) -> None:
     Raises:
         UserError: the name is taken.
     """
-    if name in VARIANTS or name in ALIASES:
+    if name in all_variants() or name in ALIASES:
         raise UserError(f"model variant ({name}) is already defined; choose another name")
     VARIANTS[name] = config
 
@@ -208,9 +173,12 @@ def canonical_variant(name: str) -> str:
         return found
     if lowered.startswith("mamba"):
         raise UserError(f"--model_variant ({name}) is no Llama; this project trains Llamas: --list_variants")
-    near = difflib.get_close_matches(lowered, [*VARIANTS, *ALIASES], n=1, cutoff=0.5)
+    known = all_variants()
+    if found in known:
+        return found
+    near = difflib.get_close_matches(lowered, [*known, *ALIASES], n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"--model_variant ({name}) is not known; {hint}choose one of: {', '.join(VARIANTS)}")
+    raise UserError(f"--model_variant ({name}) is not known; {hint}choose one of: {', '.join(known)}")
 
 
 def resolve_model(
@@ -241,7 +209,7 @@ def resolve_model(
         share = variant.ffn_hidden_size / variant.hidden_size
         given.setdefault("ffn_hidden_size", max(1, round(share * hidden / 128)) * 128)
     if section.rope_scaling is not None:
-        given["rope_scaling"] = _parse_scaling(section.rope_scaling)
+        given["rope_scaling"] = load_part("rope_scaling").parse_scaling(section.rope_scaling)
     least = variant.vocab_size if section.init_from_hf else 0
     config = replace(
         variant,
@@ -255,7 +223,7 @@ def resolve_model(
             "or leave it out"
         )
     if section.init_from_hf:
-        _check_same(config, variant, section)
+        load_part("from_hf").check_same(config, variant, section)
     _check_shape(config, derives_heads=given.get("head_dim") == 0)
     for name in ("rope_theta", "rope_scaling", "rope_pct") if config.pos_emb != "rope" else ():
         if (value := getattr(section, name)) is not None:
@@ -268,54 +236,13 @@ def _base_shape(section: ModelConfig) -> LlamaConfig:
     flag = "init_from_hf" if section.init_from_hf else "hf_config"
     path = Path(getattr(section, flag))
     if not getattr(section, flag):
-        return VARIANTS[canonical_variant(section.model_variant)]
-    from fms_fsdp.models.from_hf import read_shape  # it imports this module
-
+        name = canonical_variant(section.model_variant)
+        return VARIANTS[name] if name in VARIANTS else all_variants()[name]
+    read: Callable[[Path], LlamaConfig] = load_part("from_hf:read_shape")
     try:
-        return read_shape(path if path.is_file() else path / "config.json")
+        return read(path if path.is_file() else path / "config.json")
     except UserError as error:
         raise UserError(f"--{flag} ({path}) cannot be taken: {error}") from None
-
-
-def _check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig) -> None:
-    """Raises UserError where a run that begins with weights has another shape than they have."""
-    table = flag_table(ModelConfig)
-    names = {spec.name for spec in fields(LlamaConfig) if table[spec.name].resume == "refused"}
-    for name in sorted(names - {"z_loss", "vocab_multiple_of", "vocab_size"}):
-        there, asked = getattr(weights, name), getattr(config, name)
-        if there != asked:
-            raise UserError(f"--{name} ({asked}) must be that of --init_from_hf ({there}); leave it out")
-    if config.pos_emb == "learned" and config.max_seq_len != weights.max_seq_len:
-        flag = "max_seq_len" if section.max_seq_len else "seq_length"
-        rule = f"must fit the {weights.max_seq_len} positions that --init_from_hf has learned"
-        raise UserError(f"--{flag} ({config.max_seq_len}) {rule}; set it so")
-    is_larger = config.vocab_size > weights.vocab_size and section.init_new_tokens == "mean"
-    if config.vocab_size != weights.vocab_size and not is_larger:
-        raise UserError(
-            f"--init_from_hf ({section.init_from_hf}) has {weights.vocab_size} tokens and must have those "
-            f"of the data or of --vocab_size ({config.vocab_size}); prepare the data with its tokenizer, or "
-            "give a larger vocabulary --init_new_tokens=mean"
-        )
-
-
-def _parse_scaling(text: str) -> RopeScaling | None:
-    """`linear:4`, `llama3:8` or `llama3:8:1:4:8192`; a linear one of 1 is none.
-
-    Raises:
-        UserError: not such a text.
-    """
-    kind, *numbers = text.split(":")
-    values = [float(exact_number(number) or 0) for number in numbers]
-    lengths = {"linear": (1,), "llama3": (1, 4)}.get(kind, ())
-    if len(values) not in lengths or min(values) < 1 or (len(values) == 4 and values[1] >= values[2]):
-        raise UserError(
-            f"--rope_scaling ({text}) must be linear:FACTOR or llama3:FACTOR[:LOW:HIGH:LENGTH], of numbers "
-            "from 1 on, LOW below HIGH; write it so"
-        )
-    if kind == "linear":
-        return RopeScaling(values[0], kind="linear") if values[0] > 1 else None
-    factor, low, high, length = values if len(values) == 4 else (*values, 1.0, 4.0, 8192.0)
-    return RopeScaling(factor, low, high, int(length))
 
 
 def _check_shape(config: LlamaConfig, *, derives_heads: bool) -> None:

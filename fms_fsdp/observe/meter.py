@@ -20,11 +20,12 @@ from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.energy import find_meter
 from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, report_line
-from fms_fsdp.observe.sensors import find_sensors, read_all
+from fms_fsdp.observe.sensors import read_all
 from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.observe.step_data import global_fingerprint
 from fms_fsdp.observe.utilization import find_utilization
 from fms_fsdp.parallel.fsdp import global_norm
+from fms_fsdp.parts import load_part
 from fms_fsdp.run.health import SpikeDetector
 from fms_fsdp.run.plan import Plan
 from fms_fsdp.runtime import Phases, log, show_progress
@@ -57,7 +58,7 @@ class Meter(Hook):
             log.info("mfu is not reported: the peak of %s is not known; give --peak_tflops", name)
         self._spikes = SpikeDetector(cfg.training.spike_threshold)
         self._energy = find_meter(plan.device, plan.world.local_rank)
-        self._sensors = find_sensors(plan.device) if cfg.log.diagnostics else {}
+        self._sensors = load_part("sensors").find_sensors(plan.device) if cfg.log.diagnostics else {}
         self._interval = Interval(mesh, plan.device)
         self._zeros: torch.Tensor | None = None
         self._paces: deque[float] = deque(maxlen=20)  # seconds a row, of the last reports

@@ -16,16 +16,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from fms_fsdp.config import FP32, NUM_BYTES, OptimConfig, Precision
-from fms_fsdp.config.precision import check_rounding
 from fms_fsdp.config.values import joined
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.optim.quantized import check_even, dequantized, num_bytes
 from fms_fsdp.optim.registry import BUILDERS, Build, load_builder, read_settings
-from fms_fsdp.optim.rounded import RoundedAdamW
 from fms_fsdp.optim.shards import shard_of
+from fms_fsdp.parts import load_part
 
 _STAND_IN = 256  # rows and columns of a matrix whose state is looked at before the model is built
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -87,7 +85,7 @@ class Optimizers:
         """`<parameter>.<key>` → tensor, by name, as sharded as the parameters are; the tensors in use, but
         for quantized ones, which are stored as fp32, so that they fit any sharding."""
         lazy = [part for part in self.parts if not part.state]
-        state = {name: dequantized(value) for name, value in self.tensors_in_use().items()}
+        state = {name: as_saved(value) for name, value in self.tensors_in_use().items()}
         for part in lazy:
             part.state.clear()  # torch has filled it by a step without gradient; its own first step does
         return state
@@ -103,6 +101,23 @@ class Optimizers:
         """Takes over a state of the form of `state_dict`; groups and rates stay those of this launch."""
         for name, value in self.tensors_in_use().items():
             shard_of(value).copy_(shard_of(state[name]))
+
+
+def as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of the optimizers' state as checkpoints hold it: a quantized one becomes fp32."""
+    whole: torch.Tensor = load_part("quantized").dequantized(tensor) if _is_quantized(tensor) else tensor
+    return whole
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that this rank's part takes in memory."""
+    own: int = shard_of(tensor).nbytes
+    return load_part("quantized").num_bytes(tensor) if _is_quantized(tensor) else own
+
+
+def _is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether several plain tensors stand behind this one, as torchao has them."""
+    return hasattr(shard_of(tensor), "tensor_attrs")
 
 
 def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
@@ -138,11 +153,12 @@ def build_optimizers(
     Raises:
         UserError: a flag does not fit the optimizer, or it needs what is not there.
     """
-    check_rounding(precision, section)
     named = {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     name = section.optimizer
     if precision.is_rounded:
-        rounded = partial(RoundedAdamW, names=named, precision=precision, seed=seed)
+        part = load_part("rounded")
+        part.check_rounding(precision, section)
+        rounded = partial(part.RoundedAdamW, names=named, precision=precision, seed=seed)
         build = partial(rounded, decoupled=name == "adamw", compiled=compiled)
         return Optimizers(model, [_build_part(name, section, named, build)])
     if name != "muon":
@@ -179,24 +195,19 @@ def _make_state(part: torch.optim.Optimizer, build: Build, settings: Mapping[str
     One step of a parameter made for this purpose shows the names of the state. Optimizers of torchao would
     compile in that step; the names of their state are known.
     """
-    quantized = getattr(part, "_new_buffer", None)
-    if quantized is None:
-        probe = nn.Parameter(torch.zeros(1))
-        probe.grad = torch.zeros(1)
-        stepped = build([probe], **settings)
-        stepped.step()
-        names = list(stepped.state[probe])
-    else:
-        names = ["step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if settings.get("amsgrad") else [])]
+    if hasattr(part, "_new_buffer"):
+        load_part("quantized").make_state(part, settings)
+        return
+    probe = nn.Parameter(torch.zeros(1))
+    probe.grad = torch.zeros(1)
+    stepped = build([probe], **settings)
+    stepped.step()
+    names = list(stepped.state[probe])
     for parameter in (each for group in part.param_groups for each in group["params"]):
-        if quantized is not None:
-            check_even(parameter)
         for name in names:
             if name == "step":
                 device = parameter.device if settings.get("fused") else None
                 value = torch.zeros((), dtype=torch.float32, device=device)
-            elif quantized is not None:
-                value = quantized(parameter, signed=name == "exp_avg")
             else:
                 value = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             part.state[parameter][name] = value
@@ -232,7 +243,7 @@ def state_bytes(
     units, total = num_params_by_unit(config), 0.0
     counts = {"blocks": config.num_layers * units["block"], "embed": units["embed"] + units["head"]}
     for name, value in state_of_stand_in(section, precision).items():
-        size = num_bytes(dequantized(value) if saved else value)
+        size = num_bytes(as_saved(value) if saved else value)
         total += size / _STAND_IN**2 * counts[name.partition(".")[0]] if value.ndim else 0
     return round(total)
 

@@ -17,25 +17,27 @@ from fms_fsdp.config import OptimConfig
 from fms_fsdp.config.flag import Flag
 from fms_fsdp.config.values import coerce, shown
 from fms_fsdp.errors import UserError
-from fms_fsdp.own_code import load_function
+from fms_fsdp.parts import load_part
 
 Build = Callable[..., torch.optim.Optimizer]
-BUILDERS = {  # torch's own work on sharded tensors, entry by entry
+PARTS = {  # of extras/, as module:class
+    "adafactor": "factored:Adafactor",
+    "lamb": "layerwise:Lamb",
+    "rprop": "elementwise:Rprop",
+    "novograd": "layerwise:NovoGrad",
+    "madgrad": "elementwise:Madgrad",
+    "sm3": "factored:SM3",
+}
+BUILDERS = PARTS | {  # torch's own work on sharded tensors, entry by entry
     "adamw": "torch.optim:AdamW",
     "adam": "torch.optim:Adam",
-    "sgd": "fms_fsdp.optim.elementwise:SGD",
+    "sgd": "fms_fsdp.optim.sgd:SGD",
     "muon": "fms_fsdp.optim.muon:Muon",
-    "adafactor": "fms_fsdp.optim.factored:Adafactor",
-    "lamb": "fms_fsdp.optim.layerwise:Lamb",
     "adamw8bit": "torchao.optim:AdamW8bit",
     "adagrad": "torch.optim:Adagrad",
     "adadelta": "torch.optim:Adadelta",
     "adamax": "torch.optim:Adamax",
     "rmsprop": "torch.optim:RMSprop",
-    "rprop": "fms_fsdp.optim.elementwise:Rprop",
-    "novograd": "fms_fsdp.optim.layerwise:NovoGrad",
-    "madgrad": "fms_fsdp.optim.elementwise:Madgrad",
-    "sm3": "fms_fsdp.optim.factored:SM3",
 }
 _FUSED = ("adamw", "adam")
 _FLAGS = {  # an argument → the flags that set it
@@ -54,10 +56,13 @@ def load_builder(name: str) -> Build:
     Raises:
         UserError: its package is not installed, or there is no such module or function.
     """
-    package = BUILDERS.get(name, name).partition(":")[0].partition(".")[0]
+    if name in PARTS:
+        part: Build = load_part(PARTS[name])
+        return part
+    package = BUILDERS.get(name, name).partition(".")[0]
     if name in BUILDERS and find_spec(package) is None:
         raise UserError(f"--optimizer ({name}) needs the package {package}; pip install {package}")
-    build: Build = load_function("--optimizer", BUILDERS.get(name, name))
+    build: Build = load_part(BUILDERS.get(name, name), flag="--optimizer")
     try:
         takes = inspect.signature(build).parameters
     except (ValueError, TypeError) as error:

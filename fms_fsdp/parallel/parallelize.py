@@ -17,9 +17,9 @@ from fms_fsdp.models.llama import Llama, build_model
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.activation import apply_recomputation
 from fms_fsdp.parallel.compile import apply_compile, compiles
-from fms_fsdp.parallel.float8 import apply_float8
 from fms_fsdp.parallel.fsdp import apply_fsdp
 from fms_fsdp.parallel.precision import apply_precision, cast_weights, sum_gradients_in_fp32
+from fms_fsdp.parts import load_part
 
 
 def parallelize(
@@ -45,7 +45,7 @@ def parallelize(
     if mesh.device_mesh is None:
         apply_precision(model, precision)
     if precision.float8:
-        apply_float8(model, precision.float8)
+        load_part("float8").apply_float8(model, precision.float8)
     if section.recomputes in ("ops", "blocks"):
         apply_recomputation(model, section, compiled=compiled)
     if compiled:

@@ -25,7 +25,6 @@ import torch
 from fms_fsdp.atomic import read_json, write_atomically
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import set_aside
-from fms_fsdp.checkpoint.hf_folder import hf_tokenizer, load_weights, open_folder
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.data.kept_tokenizer import check_same_tokenizer, of_folder
 from fms_fsdp.data.shards.manifest import Corpus
@@ -35,6 +34,7 @@ from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.optim.optimizers import Optimizers
+from fms_fsdp.parts import load_part
 from fms_fsdp.run.describe import announce, resolved
 from fms_fsdp.run.limits import STOP_FILE
 from fms_fsdp.run.lock import lock_folders
@@ -88,9 +88,9 @@ def _find_start(cfg: TrainConfig, corpus: Corpus | None) -> Start:
     begin = find_start(cfg)
     used = trained_with(begin.checkpoint) if begin.checkpoint is not None else None
     if begin.weights:
-        folder = Path(begin.weights)
-        open_folder(folder, "--init_from_hf")
-        used = hf_tokenizer(folder, f"--init_from_hf ({folder})")
+        folder, part = Path(begin.weights), load_part("hf_folder")
+        part.open_folder(folder, "--init_from_hf")
+        used = part.hf_tokenizer(folder, f"--init_from_hf ({folder})")
     if corpus is not None and used is not None:
         path = cfg.data.data_path
         remedy = "prepare the data with the tokenizer of the weights, or choose other weights"
@@ -109,7 +109,7 @@ def restore(
     """
     if plan.begin.weights:
         with checking_input():
-            load_weights(Path(plan.begin.weights), model, mesh)
+            load_part("hf_folder").load_weights(Path(plan.begin.weights), model, mesh)
     damaged: list[Path] = []
 
     def choose_again() -> Start:

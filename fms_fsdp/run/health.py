@@ -16,13 +16,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.runtime import HostCopy, log, own_log
 from fms_fsdp.state import Hook, Progress, StepResult
+
+if TYPE_CHECKING:
+    from fms_fsdp.extras.loss_scale import LossScale
 
 
 class TooManyBadSteps(RunFailed):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -33,25 +33,25 @@ from fms_fsdp.config import (
     resolve_batch,
 )
 from fms_fsdp.config.ramp import BatchIntervals
-from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.held_out import HeldOut, HeldOutListing, close_held_out, open_held_out, scan_held_out
-from fms_fsdp.data.prompts import Prompts, scan_prompts
 from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.shards.manifest import Corpus, scan_corpus
 from fms_fsdp.data.stream import Stream, TokenStream, build_stream
 from fms_fsdp.errors import UserError
 from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import ParallelDims, resolve_dims
-from fms_fsdp.models.hf import find_family
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
-from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes, state_of_stand_in
 from fms_fsdp.optim.schedules import Corners, Length, Schedule
-from fms_fsdp.parallel.float8 import check_float8
+from fms_fsdp.parts import load_part
 from fms_fsdp.predict.memory import MemoryEstimate, check_memory, estimate_memory
 from fms_fsdp.run.machine import check_machine
 from fms_fsdp.run.resume import Start, check_model, check_same_optimizer, kept_corners
 from fms_fsdp.state import Progress
+
+if TYPE_CHECKING:
+    from fms_fsdp.extras.loss_scale import LossScale
+    from fms_fsdp.extras.prompts import Prompts
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,10 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
     corpus, seq_length = _open_data(cfg), cfg.data.seq_length
     vocab_size = corpus.vocab_size if corpus is not None else None
     model = resolve_model(cfg.model, seq_length=seq_length, data_vocab_size=vocab_size)
-    check_float8(model, precision, machine.device)
+    if precision.float8:
+        load_part("float8").check_float8(model, precision, machine.device)
     if cfg.checkpoint.export_interval:
-        find_family(model)
+        load_part("hf").find_family(model)
     state = state_bytes(cfg.optim, model, precision)
     listings = runtime.agreed(partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size))
     found = Plan(
@@ -176,7 +177,7 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
         optimizer_bytes=state,
         held_out=open_held_out(cfg.eval, listings, batch.global_batch_size),
         held_out_listings=listings,
-        prompts=runtime.agreed(partial(scan_prompts, cfg.eval, cfg.data, model)),
+        prompts=_find_prompts(cfg, model),
     )
     found = start_from(parsed, found, found.begin)
     for holder, part in found.memory(cfg.parallel).by_holder(machine.device, cfg.parallel).items():
@@ -193,6 +194,14 @@ def check_data(parsed: Parsed[TrainConfig], machine: Machine) -> Plan:
     if cfg.checkpoint.save_last or cfg.checkpoint.checkpoint_interval or cfg.checkpoint.checkpoint_schedule:
         _check_disk(Path(cfg.ckpt_save_path), checkpoint_bytes(cfg.optim, model, precision))
     return found
+
+
+def _find_prompts(cfg: TrainConfig, model: LlamaConfig) -> Prompts | None:
+    """The prompts of samples during training, if there are to be any (collective: every rank)."""
+    if not cfg.eval.sample_interval:
+        return None
+    scan: Callable[..., Prompts] = load_part("prompts:scan_prompts")
+    return runtime.agreed(partial(scan, cfg.eval, cfg.data, model))
 
 
 def start_from(parsed: Parsed[TrainConfig], found: Plan, begin: Start) -> Plan:
@@ -245,7 +254,7 @@ def start_loss_scale(cfg: TrainConfig, plan: Plan) -> LossScale | None:
     checkpoint."""
     if plan.precision.compute != "fp16":
         return None
-    scale = LossScale(cfg.precision, plan.device)
+    scale: LossScale = load_part("loss_scale:LossScale")(cfg.precision, plan.device)
     if saved := plan.begin.state.get("loss_scale"):
         scale.load_state_dict(saved)
     return scale
@@ -281,7 +290,7 @@ def _nearest(folder: Path) -> Path:
 
 def _open_data(cfg: TrainConfig) -> Corpus | None:
     if cfg.data.dataset_builder:
-        load_builder(cfg.data)
+        load_part("custom").load_builder(cfg.data)
         return None
     if cfg.data.use_dummy_dataset:
         return None
@@ -311,7 +320,7 @@ def _begun_stream(cfg: TrainConfig, found: Plan) -> tuple[Stream, list[str]]:
     """This rank's rows from the step after the checkpoint's, and what the flags change in them, in words."""
     build: Callable[..., Stream] = partial(build_stream, corpus=found.corpus, rampup=found.batch.rampup)
     if cfg.data.dataset_builder:
-        build = load_builder(cfg.data)
+        build = load_part("custom").load_builder(cfg.data)
     stream = build(
         cfg.data,
         seed=cfg.training.seed,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fms_fsdp.errors import print_and_end
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.models.variants import VARIANTS
+from fms_fsdp.models.variants import all_variants
 
 _STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of AdamW, all fp32
 
@@ -40,7 +40,7 @@ def variants() -> str:
     head = f"{'variant':<14}{'layers':>6}{'width':>7}{'parameters':>16}"
     lines = [f"{'':43}  GiB of weights, gradients and moments on each of"]
     lines.append(head + "".join(f"{ranks:>10}" for ranks in ("1 rank", "8 ranks", "64 ranks")))
-    for name, config in VARIANTS.items():
+    for name, config in all_variants().items():
         count = num_params(config)
         shape = f"{name:<14}{config.num_layers:>6}{config.hidden_size:>7}{count:>16,}"
         gib = [count * _STATE_BYTES / ranks / 2**30 for ranks in (1, 8, 64)]

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
+from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import TrainConfig, flag_table, from_dict
-from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, of_folder
-from fms_fsdp.data.tokenizer import Tokenizer
-from fms_fsdp.errors import UserError
+from fms_fsdp.data.kept_tokenizer import UsedTokenizer, of_folder
 
-ORIGINALS = Path("tokenizer") / "original"  # within a run folder that was imported
 _PATHS = {name for name, row in flag_table(TrainConfig).items() if row.form == "path"}
 
 
@@ -45,52 +41,16 @@ def recorded_config(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> T
     return from_dict(recorded_sections(config, resolved))
 
 
-def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoint:
-    """Returns the newest complete checkpoint, or that of `step`, of a run folder, a folder of checkpoints or
-    one.
-
-    Raises: UserError, with `name` as the name of the path.
-    """
-    folder = Path(path).expanduser()
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = open_checkpoint(root, step=step) if path else None
-    if found is None:
-        which = "" if step is None else f" of step {step}"
-        rule = f"must hold a complete checkpoint{which}; see `python -m fms_fsdp ckpt list`"
-        raise UserError(f"{name} ({path}) {rule}")
-    return found
-
-
 def data_of(checkpoint: Checkpoint) -> str:
     """Where the data lie that the checkpoint was trained on; "" for synthetic ones."""
     state = checkpoint.state
     return recorded_config(state["config"], state["resolved"]).data.data_path
 
 
-def kept_originals(checkpoint: Checkpoint) -> Path | None:
-    """The files of text that an import kept as they were, of a checkpoint that was not trained since."""
-    folder = checkpoint.folder.parent.parent / ORIGINALS
-    is_untrained = checkpoint.step == 0 and "imported_from" in checkpoint.state
-    return folder if is_untrained and folder.is_dir() else None
-
-
 def trained_with(checkpoint: Checkpoint) -> UsedTokenizer:
     """The tokenizer of the data that the checkpoint was trained on."""
     digest = str(checkpoint.state["resolved"].get("tokenizer", ""))
     return of_folder(f"the checkpoint {checkpoint.folder}", digest, data_of(checkpoint))
-
-
-def recorded_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The tokenizer beside the data that the checkpoint was trained on; None if there is none.
-
-    Raises: UserError if there is another one by now.
-    """
-    used = trained_with(checkpoint)
-    found = used.find()
-    if found is not None:
-        now = UsedTokenizer("the folder of its data", found.vocabulary.digest, lambda: found)
-        check_same_tokenizer(used, now, "put back the data that it was trained on")
-    return found
 
 
 def _joined(start: str, path: Any) -> Any:

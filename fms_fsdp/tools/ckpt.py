@@ -132,8 +132,8 @@ def _problems(folder: Path, *, deep: bool = False) -> list[str]:
     try:
         wrong = problems(folder, deep=deep)
         if deep and not wrong:
-            from fms_fsdp.checkpoint.checkpointer import content_problems  # torch: not for a list
             from fms_fsdp.optim.optimizers import build_optimizers
+            from fms_fsdp.tools.ckpt_content import content_problems  # torch: not for a list
 
             section = recorded_config(read_state(folder)["config"], {}).optim
             wrong = content_problems(folder, lambda model: build_optimizers(section, model))

@@ -13,10 +13,11 @@ from fms_fsdp.config import ParallelConfig, Precision, TrainConfig, flag
 from fms_fsdp.data.held_out import HeldOut, close_held_out, open_held_out, scan_held_out
 from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.evaluate import Forward, evaluate
+from fms_fsdp.extras.trained_run import find_checkpoint
 from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.run.recorded import find_checkpoint, recorded_config, trained_with
+from fms_fsdp.run.recorded import recorded_config, trained_with
 from fms_fsdp.runtime import World, group_timeout, pick_device, set_up_log, start, stop
 from fms_fsdp.tools.table import table
 

@@ -12,7 +12,7 @@ from typing import Any
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import Flag
 from fms_fsdp.errors import printing
-from fms_fsdp.flags import sections_of, shown_value, type_name
+from fms_fsdp.flags import of_part, sections_of, shown_value, type_name
 
 
 def markdown(config_type: type[Any]) -> str:
@@ -30,7 +30,7 @@ def markdown(config_type: type[Any]) -> str:
 def _table_row(row: Flag) -> str:
     choices = f" One of {', '.join(f'`{choice}`' for choice in row.choices)}." if row.choices else ""
     cells = [f"`--{row.name}`", type_name(row), f"`{shown_value(row.default)}`", row.resume]
-    return f"| {' | '.join([*cells, 'yes' if row.in_name else '', row.help])}.{choices} |"
+    return f"| {' | '.join([*cells, 'yes' if row.in_name else '', row.help])}{of_part(row)}.{choices} |"
 
 
 _TABLE_HEAD = ("| flag | type | default | on resume | in the name | meaning |", "|---|---|---|---|---|---|")
@@ -61,7 +61,10 @@ checkpoint.
 
 The column "in the name" marks the flags that the default run name is made of. If one of them changes, the
 command names another run, unless `--run_name` or `--output_dir` is given. Any other flag can change from
-launch to launch, and the run goes on."""
+launch to launch, and the run goes on.
+
+"(part: NAME)" marks the flags of an optional part, whose code, `fms_fsdp/extras/NAME`, is imported only by a
+run that chooses it."""
 
 if __name__ == "__main__":
     with printing():

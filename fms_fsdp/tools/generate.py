@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from fms_fsdp.config import flag
-from fms_fsdp.data.prompts import encode_prompts, read_lines
 from fms_fsdp.errors import UserError
-from fms_fsdp.generate import Sampling, generate, text_after
-from fms_fsdp.loading import TextModel, load
+from fms_fsdp.extras.generate import Sampling, generate, text_after
+from fms_fsdp.extras.loading import TextModel, load
+from fms_fsdp.extras.prompts import encode_prompts, read_lines
 from fms_fsdp.parallel.compile import missing_compiler
 
 

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 
 from fms_fsdp.config import flag
 from fms_fsdp.data.batch import IGNORED_LABEL
-from fms_fsdp.data.prompts import check_tokens, encode_texts, read_lines
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
-from fms_fsdp.loading import load
+from fms_fsdp.extras.loading import load
+from fms_fsdp.extras.prompts import check_tokens, encode_texts, read_lines
+from fms_fsdp.extras.typed_json import TEXT, list_of, quoted, whole
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.typed_json import TEXT, list_of, quoted, whole
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.data.byte_pairs import byte_characters, of_tiktoken
 from fms_fsdp.data.tokenizer import load_tokenizer
+from fms_fsdp.extras.byte_pairs import byte_characters, of_tiktoken
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

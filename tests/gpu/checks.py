@@ -82,7 +82,7 @@ def segments_that_grow() -> None:
 
 def float8_products() -> None:
     """The product and both gradients in float8 against the CPU's, of the same float8 numbers."""
-    from fms_fsdp.parallel.float8 import _Float8Product
+    from fms_fsdp.extras.float8 import _Float8Product
 
     torch.manual_seed(0)
     x, weight, grad = (torch.randn(shape) for shape in ((3, 41, 256), (512, 256), (3, 41, 512)))
@@ -101,8 +101,8 @@ def float8_products() -> None:
 def loss_scale_within_the_step() -> None:
     """Kernels take the loss scale out while they clip, and leave out a step that overflows."""
     from fms_fsdp.config import OptimConfig, PrecisionConfig
+    from fms_fsdp.extras.loss_scale import LossScale
     from fms_fsdp.mesh import Mesh, ParallelDims
-    from fms_fsdp.optim.loss_scale import LossScale
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.fsdp import clip_grad_norm
 
@@ -129,10 +129,10 @@ def steps_that_wait_for_nothing() -> None:
     """Between reports the host reads nothing of a step: torch raises where it would wait for the device."""
     from fms_fsdp.config import OptimConfig, ParallelConfig, Precision, PrecisionConfig
     from fms_fsdp.data.batch import Batch
+    from fms_fsdp.extras.loss_scale import LossScale
     from fms_fsdp.mesh import Mesh, ParallelDims
     from fms_fsdp.models.variants import LlamaConfig
     from fms_fsdp.observe.metrics import Clock, Interval
-    from fms_fsdp.optim.loss_scale import LossScale
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
     from fms_fsdp.state import Progress, TrainState

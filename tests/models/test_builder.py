@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fms_fsdp
+from fms_fsdp.extras.hf import find_family
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.models.hf import find_family
 from fms_fsdp.models.llama import FeedForward, Llama, build_model
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
 from tests.cli import ROOT, TINY, run, trained

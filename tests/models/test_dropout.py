@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.models.dropout import Dropout, layer_keys, row_keys
+from fms_fsdp.extras.dropout import Dropout, layer_keys, row_keys
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.activation import apply_recomputation

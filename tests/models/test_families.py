@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fms_fsdp.models.hf import find_family, hf_config, hf_weights
+from fms_fsdp.extras.hf import find_family, hf_config, hf_weights
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig, RopeScaling

@@ -11,9 +11,9 @@ import torch
 
 import fms_fsdp
 from fms_fsdp.errors import UserError, note_once
-from fms_fsdp.models.from_hf import config_from_hf
-from fms_fsdp.models.hf import hf_config
-from fms_fsdp.models.hf_fields import TYPES
+from fms_fsdp.extras.from_hf import config_from_hf
+from fms_fsdp.extras.hf import hf_config
+from fms_fsdp.extras.hf_fields import TYPES
 from tests.hf_folders import FAMILIES, write_folder
 
 HARMLESS: dict[str, Any] = {

@@ -18,9 +18,10 @@ from fms_fsdp.models.flops import (
     recomputed_flops_per_token,
 )
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig, register_variant, resolve_model
+from fms_fsdp.models.variants import VARIANTS, LlamaConfig, all_variants, register_variant, resolve_model
 from fms_fsdp.parallel.activation import apply_recomputation, select_blocks
 
+EVERY = all_variants()
 PUBLISHED = {
     "7b": 6_738_415_616,
     "13b": 13_015_864_320,
@@ -85,15 +86,15 @@ def vectors(module: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("name, count", PUBLISHED.items())
 def test_parameter_count_is_the_published_one(name: str, count: int) -> None:
-    assert num_params(VARIANTS[name]) == count
+    assert num_params(EVERY[name]) == count
 
 
 @pytest.mark.parametrize("name, millions", ROUNDED.items())
 def test_parameter_count_is_near_the_rounded_one(name: str, millions: int) -> None:
-    assert num_params(VARIANTS[name]) == pytest.approx(millions * 1e6, rel=0.03)
+    assert num_params(EVERY[name]) == pytest.approx(millions * 1e6, rel=0.03)
 
 
-@pytest.mark.parametrize("config", [*VARIANTS.values(), *EXTRA.values()], ids=[*VARIANTS, *EXTRA])
+@pytest.mark.parametrize("config", [*EVERY.values(), *EXTRA.values()], ids=[*EVERY, *EXTRA])
 def test_formulas_equal_the_model_on_the_meta_device(config: LlamaConfig) -> None:
     model = on_meta(config)
     units = num_params_by_unit(config)
@@ -102,10 +103,10 @@ def test_formulas_equal_the_model_on_the_meta_device(config: LlamaConfig) -> Non
         assert sum(p.numel() for p in module.parameters()) == units[unit]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_flops_equal_torchs_counter(name: str) -> None:
     """The counter sees no embedding lookup, but full attention, whose scores are computed twice."""
-    config, seq = replace(VARIANTS[name], num_layers=2), 128
+    config, seq = replace(EVERY[name], num_layers=2), 128
     model = on_meta(config)
     tokens = torch.zeros(2, seq, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
@@ -131,7 +132,7 @@ def test_matmul_flops_leave_the_lookup_out(config: LlamaConfig) -> None:
 @pytest.mark.parametrize("share", ["1", "1/2"])
 @pytest.mark.parametrize("name", ["7b", "70b", "tiny", "gpt3_350m", "pythia_410m"])
 def test_recomputed_flops_equal_torchs_counter(name: str, share: str) -> None:
-    config, seq = replace(VARIANTS[name], num_layers=4), 128
+    config, seq = replace(EVERY[name], num_layers=4), 128
     counts = []
     for checkpointed in (False, True):
         model = on_meta(config)
@@ -159,13 +160,13 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
     )
     assert resolve_model(ModelConfig(max_seq_len=32, head_dim=96), seq_length=8).max_seq_len == 32
     scaled = resolve_model(ModelConfig(rope_scaling="llama3:8"), seq_length=8).rope_scaling
-    assert scaled == VARIANTS["llama3.1_8b"].rope_scaling
+    assert scaled == EVERY["llama3.1_8b"].rope_scaling
     assert resolve_model(ModelConfig(model_variant="llama3.1_8b", rope_scaling="linear:1"), seq_length=8) == (
-        replace(VARIANTS["llama3_8b"], max_seq_len=8)
+        replace(EVERY["llama3_8b"], max_seq_len=8)
     )
     heads = resolve_model(ModelConfig(num_attention_heads=64), seq_length=8)
     assert heads.num_kv_heads == 64 and heads.head_dim == 64
-    assert resolve_model(ModelConfig(model_variant="LLAMA2_7b"), seq_length=4096) == VARIANTS["7b"]
+    assert resolve_model(ModelConfig(model_variant="LLAMA2_7b"), seq_length=4096) == EVERY["7b"]
     assert (
         resolve_model(
             ModelConfig(model_variant="llama3.2_1b", tie_embeddings=False), seq_length=8

@@ -25,10 +25,10 @@ import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401 - registe
 
 from fms_fsdp.config import OptimConfig, ParallelConfig, PrecisionConfig  # noqa: E402
 from fms_fsdp.data.batch import Batch  # noqa: E402
+from fms_fsdp.extras.loss_scale import LossScale  # noqa: E402
 from fms_fsdp.mesh import Mesh, resolve_dims  # noqa: E402
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig  # noqa: E402
 from fms_fsdp.observe.metrics import Clock  # noqa: E402
-from fms_fsdp.optim.loss_scale import LossScale  # noqa: E402
 from fms_fsdp.optim.optimizers import build_optimizers  # noqa: E402
 from fms_fsdp.parallel.compile import compiles_optimizer  # noqa: E402
 from fms_fsdp.parallel.parallelize import parallelize  # noqa: E402

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fms_fsdp.extras.sensors import find_sensors
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.observe.energy import EnergyMeter, find_meter
 from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, report_line
-from fms_fsdp.observe.sensors import find_sensors, read_all
+from fms_fsdp.observe.sensors import read_all
 from fms_fsdp.observe.sinks import MetricsFile
 from fms_fsdp.observe.utilization import Utilization
 from fms_fsdp.parallel.fsdp import global_norm

@@ -340,8 +340,9 @@ def test_a_launch_ends_though_a_tracker_hangs_for_ever(tmp_path: Path) -> None:
     script = tmp_path / "hanging.py"
     script.write_text(
         "import atexit, os, runpy, sys, time\nsys.path.insert(0, os.getcwd())\nfrom fms_fsdp.observe import "
-        "trackers\ndef hang(*_):\n    atexit.register(time.sleep, 1000)\n    "
-        "time.sleep(1000)\ntrackers.Wandb = hang\ntrackers.PATIENCE_S = 0.5\nsys.argv[0] = "
+        "trackers\nfrom fms_fsdp.extras.trackers import ADAPTERS\n"
+        "def hang(*_):\n    atexit.register(time.sleep, 1000)\n    "
+        "time.sleep(1000)\nADAPTERS['wandb'] = hang\ntrackers.PATIENCE_S = 0.5\nsys.argv[0] = "
         "'main_training.py'\nrunpy.run_path('main_training.py', run_name='__main__')\n"
     )
     argv = [*TINY, "--trackers=wandb", "--num_steps=2", f"--output_dir={tmp_path}"]

@@ -14,12 +14,12 @@ import torch
 
 from fms_fsdp.config import OptimConfig, ParallelConfig, Precision, PrecisionConfig
 from fms_fsdp.data.batch import Batch
+from fms_fsdp.extras.loss_scale import LossScale
 from fms_fsdp.mesh import Mesh, ParallelDims, resolve_dims
 from fms_fsdp.models import loss as loss_module
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Clock
-from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.fsdp import local_shards
 from fms_fsdp.parallel.parallelize import parallelize

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Shard
 from fms_fsdp.config import OptimConfig, TrainConfig
 from fms_fsdp.config.optim import OPTIMIZERS
 from fms_fsdp.config.rules import _WITHOUT_BETAS, _WITHOUT_EPS
+from fms_fsdp.extras.quantized import check_even
 from fms_fsdp.flags import parse_with_origins
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.optim.optimizers import build_optimizers, state_bytes
-from fms_fsdp.optim.quantized import check_even
 from fms_fsdp.optim.registry import BUILDERS, read_settings
 from fms_fsdp.run.plan import find_machine
 from fms_fsdp.runtime import World, set_up_log

@@ -16,13 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision
+from fms_fsdp.extras.rounded import _mixed, compiled_move, draw, move, round_by_chance
 from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import build_model
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
 from fms_fsdp.optim.optimizers import build_optimizers, state_bytes, state_of_stand_in
-from fms_fsdp.optim.rounded import _mixed, compiled_move, draw, move, round_by_chance
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import DTYPES, cast_weights

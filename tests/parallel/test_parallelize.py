@@ -17,9 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fms_fsdp.config import BF16, FP32, ModelConfig, ParallelConfig, Precision, TrainConfig, parse_selective_checkpointing
+from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision, TrainConfig, parse_selective_checkpointing
 from fms_fsdp.config.rule import judge
-from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.flops import recomputed_flops_per_token
 from fms_fsdp.models.llama import Llama

@@ -19,9 +19,9 @@ import torch
 import fms_fsdp
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.tokenizer import load_tokenizer
-from fms_fsdp.models.hf import find_family, hf_config, hf_weights
+from fms_fsdp.extras.hf import find_family, hf_config, hf_weights
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.models.variants import LlamaConfig, all_variants
 from fms_fsdp.tools.export.safetensors import split_by_size
 from fms_fsdp.tools.export.tokenizer_check import find_differences
 from fms_fsdp.tools.export.tokenizers import write_tokenizer
@@ -160,7 +160,7 @@ def test_memory_is_that_of_two_of_the_largest_weight(tmp_path: Path) -> None:
 
 
 def test_the_configuration_has_both_spellings_and_every_weight_a_name() -> None:
-    for name, config in VARIANTS.items():
+    for name, config in all_variants().items():
         if config.pos_emb == "none":
             continue
         content = hf_config(config, "bfloat16", 2)

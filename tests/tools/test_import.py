@@ -17,12 +17,12 @@ import torch
 import fms_fsdp
 from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint.folders import problems
-from fms_fsdp.checkpoint.weight_files import open_weights
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.extras.from_hf import config_from_hf
+from fms_fsdp.extras.hf import hf_config
+from fms_fsdp.extras.weight_files import open_weights
 from fms_fsdp.flags import parse_flags
-from fms_fsdp.models.from_hf import config_from_hf
-from fms_fsdp.models.hf import hf_config
-from fms_fsdp.models.variants import VARIANTS, resolve_model
+from fms_fsdp.models.variants import all_variants, resolve_model
 from tests.cli import losses, metrics, trained
 from tests.hf_folders import FAMILIES, write_folder
 
@@ -91,7 +91,7 @@ def test_an_imported_model_has_the_same_logits_and_goes_out_as_it_came_in(kind: 
 
 @pytest.mark.parametrize("name", ["7b", "llama3.1_8b", "llama3.2_1b", "pythia_70m", "gpt3_125m"])
 def test_a_config_that_we_write_is_read_as_the_same_shape(name: str) -> None:
-    variant = VARIANTS[name]
+    variant = all_variants()[name]
     found = config_from_hf(json.loads(json.dumps(hf_config(variant, "bfloat16", 2))))
     multiple = {"vocab_multiple_of": variant.vocab_multiple_of}
     assert found.__dict__ | multiple == variant.__dict__
@@ -132,7 +132,7 @@ def test_neox_20b_is_what_its_published_config_says() -> None:
         "vocab_size": 50432,
     }
     published |= {"intermediate_size": 24576, "layer_norm_eps": 1e-5, "max_position_embeddings": 2048}
-    ours = VARIANTS["neox_20b"]
+    ours = all_variants()["neox_20b"]
     assert ours.padded_vocab_size == 50432
     assert config_from_hf(published) == replace(ours, vocab_size=50432, vocab_multiple_of=1)
 

@@ -5,8 +5,7 @@
     /gpfs/old/corpus/code/shard-00000.arrow,990,1048576
 
 Invariant: a row stands for one shard below the corpus's folder, or for none. Rows may have been written where
-the corpus had another root: roots are what stands before the path of a shard that is there, and the root of
-most rows goes first. A row of a shard that is not there loses the first such root that it begins with.
+the corpus had another root (extras/foreign_counts.py).
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from __future__ import annotations
 import fnmatch
 import gc
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from fms_fsdp.data.shards.files import Files
 from fms_fsdp.errors import StorageError, UserError
+from fms_fsdp.parts import load_part
 from fms_fsdp.safe_names import safe_name
 
 META = "meta"
@@ -43,40 +42,13 @@ def read_counts(files: Files, paths: Collection[str]) -> Counts:
                 f"counts file ({table}) must hold `dataset/filename,documents,tokens`: "
                 f"{' '.join(str(error).split())}; correct or remove it"
             ) from None
-    counts = _placed(rows, frozenset(paths))
+    known = frozenset(paths)
+    counts = rows if rows.keys() <= known else load_part("foreign_counts").placed(rows, known)
     for path, (docs, tokens) in counts.items():
         safe_name(path, TABLES, folders=True)
         if docs < 0 or tokens < 0:
             raise UserError(f"{TABLES} gives shard {path} a count below 0 ({min(docs, tokens)}); correct it")
     return counts
-
-
-def _placed(rows: Counts, known: frozenset[str]) -> Counts:
-    """Returns the rows by the paths that shards have, or would have, below this corpus's own root."""
-    for start in _starts(next(iter(rows), "")):  # nearly always one root places all
-        root = next(iter(rows), "")[:start]
-        if all(path.startswith(root) and path[start:] in known for path in rows):
-            return {path[start:]: row for path, row in rows.items()}
-    votes = Counter(path[:start] for path in rows for start in _starts(path) if path[start:] in known)
-    ranked = sorted(votes, key=lambda root: (-votes[root], len(root)))
-    ranks = {root: rank for rank, root in enumerate(ranked)}
-    counts: Counts = {}
-    for path, row in rows.items():
-        fitting = sorted(
-            (start for start in _starts(path) if path[:start] in ranks), key=lambda i: ranks[path[:i]]
-        )
-        start = next((start for start in fitting if path[start:] in known), fitting[0] if fitting else 0)
-        if path[start:][:1] != "/" and (start == 0 or path[start:] not in counts):
-            counts[path[start:]] = row
-        # else: written under a root of which no shard is here, or for a second time
-    return counts
-
-
-def _starts(path: str) -> Iterator[int]:
-    """Yields where a path may start below a root: at 0, after a first "/", and at the folders in it."""
-    yield 0
-    for slash in re.finditer("/", path[: max(1, path.rfind("/"))]):
-        yield slash.end()
 
 
 def _parse(data: bytes) -> Counts:

@@ -1,7 +1,8 @@
 """Access to files: size, ranged reads, listing. The only code of the stream that touches storage.
 
 `LocalFiles` reads with `os.pread`, which releases the interpreter lock, through a bounded set of open
-descriptors. Another storage is another class with these methods (`remote_files`); nothing else changes.
+descriptors. Another storage is another class with these methods (extras/remote_files.py); nothing else
+changes.
 """
 
 from __future__ import annotations

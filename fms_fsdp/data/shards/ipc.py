@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import Files
 from fms_fsdp.errors import MissingInput, UserError
 
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 
 MAGIC = b"ARROW1"
 _RECORD_BATCH = 3  # MessageHeader.RecordBatch
-_PADDING = 64  # buffers and bodies are padded to a multiple of 8 or of 64 bytes
+PADDING = 64  # buffers and bodies are padded to a multiple of 8 or of 64 bytes
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("pad", "<i4"), ("body", "<i8")])
-_BUFFER = np.dtype([("offset", "<i8"), ("length", "<i8")])
+BUFFER = np.dtype([("offset", "<i8"), ("length", "<i8")])
 _MISREAD = (struct.error, LookupError, OverflowError, ValueError, NotImplementedError, TypeError)
 CONVERT = "write it anew with `python -m fms_fsdp convert --input=NAME=PATH --output=DIR`"
 
@@ -55,7 +54,7 @@ class ArrowFile:
     """An Arrow IPC file of the corpus. What is wrong with it is raised as a ShardError that names it."""
 
     def __init__(self, files: Files, path: str) -> None:
-        self.path, self._files = path, files
+        self.path, self.files = path, files
         with self.errors_named():
             self.size = files.size(path)
 
@@ -67,7 +66,7 @@ class ArrowFile:
         except ShardError:
             raise
         except FileNotFoundError:
-            text = f"shard ({self.path}) is missing in {self._files.root}; restore it or --on_missing=mask"
+            text = f"shard ({self.path}) is missing in {self.files.root}; restore it or --on_missing=mask"
             raise MissingShardError(text) from None
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
@@ -88,7 +87,7 @@ class ArrowFile:
         """Returns `size` bytes at `offset`. Raises: ShardError."""
         if min(size, offset) < 0 or offset + size > self.size:  # what says so is wrong; nothing is allocated
             raise self.damaged()
-        data = self._files.pread(self.path, size, offset)
+        data = self.files.pread(self.path, size, offset)
         if len(data) != size:
             remedy = "it is truncated: restore it or --on_missing=mask"
             raise self.error(f"ends {size - len(data)} bytes early", remedy)
@@ -101,7 +100,7 @@ class ArrowFile:
         size = self.size
         if size == 0:
             raise self.error("is empty (0 bytes)", "restore it or remove it")
-        end = self._files.pread(self.path, 10, max(0, size - 10))
+        end = self.files.pread(self.path, 10, max(0, size - 10))
         if size < 32 or end[4:] != MAGIC or self.read(6, 0) != MAGIC:
             remedy = f"it is truncated or of another format: restore it or {CONVERT}"
             raise self.error("is not a whole Arrow IPC file", remedy)
@@ -115,11 +114,11 @@ class ArrowFile:
         parts = np.stack([blocks[name].astype(np.int64) for name in ("offset", "metadata", "body")])
         begins, ends = np.append(parts[0], size - 10 - length), np.append(8 + message_size, parts.sum(axis=0))
         gaps = begins - ends  # between schema, batches and footer: an end mark of 8 bytes, and padding
-        if (parts < 0).any() or (parts > size).any() or (gaps < 0).any() or (gaps >= _PADDING).any():
+        if (parts < 0).any() or (parts > size).any() or (gaps < 0).any() or (gaps >= PADDING).any():
             raise self.damaged()
         return blocks, schema
 
-    def _message(self, offset: int, size: int) -> tuple[_Table, int]:
+    def message(self, offset: int, size: int) -> tuple[_Table, int]:
         """Returns the RecordBatch table of the message at `offset`, and where its FlatBuffers root starts in
         the file."""
         data = self.read(size, offset)
@@ -140,59 +139,23 @@ class ArrowFile:
         `offset_width` and `width` are the bytes of an offset and of a value.
         """
         offset, size, length = (int(block[name]) for name in ("offset", "metadata", "body"))
-        batch, _ = self._message(offset, size)
-        nodes, buffers = batch.vector(1, _BUFFER), batch.vector(2, _BUFFER)  # a node is (length, null_count)
+        batch, _ = self.message(offset, size)
+        nodes, buffers = batch.vector(1, BUFFER), batch.vector(2, BUFFER)  # a node is (length, null_count)
         num_docs, num_tokens = int(nodes["offset"][0]), int(nodes["offset"][1])
         if nodes["length"].any():
             raise self.error("has null documents or tokens")
         at = 0
         for start, used in buffers.tolist():
-            if not at <= start < at + _PADDING or start % 8 or used < 0:
+            if not at <= start < at + PADDING or start % 8 or used < 0:
                 raise self.damaged()
             at = start + used
         enough = int(buffers["length"][3]) >= num_tokens * width >= 0
         enough &= int(buffers["length"][1]) >= (num_docs + 1) * offset_width or num_docs == 0
-        ends = at <= length < at + _PADDING
+        ends = at <= length < at + PADDING
         if not enough or not ends or batch.scalar(0, "<q") != num_docs or num_docs < 0:
             raise self.damaged()
         body = offset + size
         return num_docs, num_tokens, body + int(buffers["offset"][1]), body + int(buffers["offset"][3])
-
-    def scalar_layout(self, blocks: npt.NDArray[np.void], width: int) -> tuple[I64, I64]:
-        """Returns (length, byte position) of the document in each record batch of plain integers of `width`
-        bytes.
-
-        The writer gives all messages of a kind the same shape, so the length lies at the same place in each:
-        they are gathered at once and checked against the size of the body. Any doubt, and the messages are
-        read one by one.
-        """
-        body = blocks["body"].astype(np.int64)
-        message_at, metadata = blocks["offset"].astype(np.int64), blocks["metadata"].astype(np.int64)
-        lengths, addresses = np.zeros_like(body), message_at + metadata
-        filled = np.flatnonzero(body > 0)
-        if len(filled) == 0:
-            return lengths, addresses
-        batch, root_at = self._message(int(message_at[filled[0]]), int(metadata[filled[0]]))
-        length_at = root_at - int(message_at[filled[0]]) + batch.position(0)
-        first_buffer = int(batch.vector(2, _BUFFER)["offset"][1])
-        if first_buffer == 0 and (metadata[filled] == metadata[filled[0]]).all():
-            lengths[filled] = self._files.gather_int64(self.path, message_at[filled] + length_at)
-            spare = body[filled] // width - lengths[filled]
-            most = np.where(body[filled] % _PADDING, 8, _PADDING) // width
-            if (lengths[filled] > 0).all() and (spare >= 0).all() and (spare < most).all():
-                return lengths, addresses
-        for i in filled.tolist():
-            batch, _ = self._message(int(message_at[i]), int(metadata[i]))
-            ((length, num_nulls),) = batch.vector(1, _BUFFER).tolist()  # a FieldNode
-            start, used = batch.vector(2, _BUFFER)[1].tolist()
-            if num_nulls:
-                raise self.error("has null tokens")
-            fits = 0 <= length * width <= used and 0 <= start <= int(body[i]) - used
-            if not fits or length != batch.scalar(0, "<q"):
-                raise self.damaged()
-            lengths[i] = length
-            addresses[i] += start
-        return lengths, addresses
 
 
 class _Table:

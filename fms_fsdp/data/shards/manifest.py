@@ -36,6 +36,7 @@ from fms_fsdp.data.shards.ipc import CONVERT, ShardError, TokenError
 from fms_fsdp.data.shards.separator import delimiter_of, find_sep_token
 from fms_fsdp.data.shards.shard import Shard
 from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.parts import load_part
 from fms_fsdp.safe_names import has_control_character, shown_name
 
 SUFFIX = ".arrow"
@@ -216,9 +217,8 @@ def open_root(data_path: str) -> Files:
             "--data_path () must name the folder of the token shards; set --data_path or --use_dummy_dataset"
         )
     if "://" in data_path:
-        from fms_fsdp.data.shards.remote_files import RemoteFiles
-
-        return RemoteFiles(data_path)
+        remote: Files = load_part("remote_files:RemoteFiles")(data_path)
+        return remote
     root = os.path.abspath(os.path.expanduser(data_path))
     if not os.path.isdir(root):
         remedy = "make it with `python -m fms_fsdp prepare --input=... --output=...`, or --use_dummy_dataset"

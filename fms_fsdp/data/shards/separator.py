@@ -9,8 +9,9 @@ from fms_fsdp.config import DataConfig
 from fms_fsdp.data.shards.ipc import CONVERT, ShardError
 from fms_fsdp.data.shards.shard import Shard
 from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.parts import load_part
 
-_SAMPLED_DOCUMENTS = 16
+SAMPLED_DOCUMENTS = 16
 
 
 def delimiter_of(shard: Shard, sep_token: int, *, trusted: bool = False) -> int:
@@ -25,7 +26,7 @@ def delimiter_of(shard: Shard, sep_token: int, *, trusted: bool = False) -> int:
     said = shard.metadata.get("has_eos")
     if trusted and said is not None:
         return 0 if said == "true" else 1
-    ends = {token == sep_token for token in shard.last_tokens(_SAMPLED_DOCUMENTS)}
+    ends = {token == sep_token for token in shard.last_tokens(SAMPLED_DOCUMENTS)}
     if said is None and len(ends) > 1:
         raise ShardError(
             f"shard ({shard.path}) holds documents with and without a trailing separator ({sep_token}); "
@@ -62,14 +63,6 @@ def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) 
         )
     if paths:
         return next(iter(paths))
-    for path, shard in opened.items():
-        ends = set(shard.last_tokens(_SAMPLED_DOCUMENTS))
-        hint = (
-            f"its first documents all end with {min(ends)}"
-            if len(ends) == 1
-            else "its documents end with none"
-        )
-        raise UserError(
-            f"sep_token is not said by shard {path}; set --sep_token to the id that ends a document ({hint})"
-        )
+    if opened:
+        raise load_part("fms_layout").no_separator(opened)
     raise MissingInput(f"--data_path ({root}) holds no readable shard; restore one")

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import Files
 from fms_fsdp.data.shards.ipc import ArrowFile
+from fms_fsdp.parts import load_part
 from fms_fsdp.safe_names import shown_name
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Shard:
         """Where each document starts in the shard (one more than documents), and its byte position: where
         each has a record batch of its own. Reads the length of every one."""
         with self._file.errors_named():
-            lengths, addresses = self._file.scalar_layout(self._blocks, self.dtype.itemsize)
+            lengths, addresses = _scalar_layout(self._file, self._blocks, self.dtype.itemsize)
         added = np.arange(len(lengths) + 1, dtype=np.int64) * self._delimiter
         return np.concatenate([[0], np.cumsum(lengths)]) + added, addresses
 
@@ -180,7 +181,7 @@ class Shard:
             lengths, addresses = np.diff(found.starts) - self._delimiter, found.addresses
         else:
             with self._file.errors_named():
-                lengths, addresses = self._file.scalar_layout(self._blocks[:limit], self.dtype.itemsize)
+                lengths, addresses = _scalar_layout(self._file, self._blocks[:limit], self.dtype.itemsize)
         width = self.dtype.itemsize
         places = addresses[:limit] + (lengths[:limit] - 1) * width * is_last
         data = [self._file.read(width, place) for place in places[lengths[:limit] > 0].tolist()]
@@ -216,6 +217,12 @@ class Shard:
         offsets = np.dtype("<i8" if pa.types.is_large_list(kind) else "<i4")
         unsigned = np.dtype(f"<u{value.bit_width // 8}")  # negative ids turn out too large
         return unsigned, is_list, offsets
+
+
+def _scalar_layout(file: ArrowFile, blocks: npt.NDArray[np.void], width: int) -> tuple[I64, I64]:
+    """Returns (length, byte position) of the document in each record batch of plain integers."""
+    layout: tuple[I64, I64] = load_part("fms_layout:scalar_layout")(file, blocks, width)
+    return layout
 
 
 def _overlapping(starts: I64, start: int, stop: int) -> tuple[int, int]:

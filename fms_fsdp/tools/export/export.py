@@ -13,22 +13,23 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.atomic import whole_folder
 from fms_fsdp.checkpoint.checkpointer import load_tensor
 from fms_fsdp.checkpoint.folders import Checkpoint, problems
 from fms_fsdp.checkpoint.storage import CheckpointReader
 from fms_fsdp.config import flag
 from fms_fsdp.cpu_tuning import keep_freed_memory
-from fms_fsdp.data.text_rules import begin_token
-from fms_fsdp.data.tokenizer import TOKENIZER_FILES
 from fms_fsdp.errors import UserError
-from fms_fsdp.models.hf import find_family, hf_config, hf_weights
+from fms_fsdp.extras.hf import find_family, hf_config, hf_weights
+from fms_fsdp.extras.hf_tokenizer import TOKENIZER_FILES
+from fms_fsdp.extras.text_rules import begin_token
+from fms_fsdp.extras.trained_run import find_checkpoint, kept_originals, recorded_tokenizer
+from fms_fsdp.extras.typed_json import read_table
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
-from fms_fsdp.run.recorded import data_of, find_checkpoint, kept_originals, recorded_tokenizer
+from fms_fsdp.run.recorded import data_of
 from fms_fsdp.tools.export.safetensors import DTYPES, write_tensors
 from fms_fsdp.tools.export.tokenizer_check import find_differences
 from fms_fsdp.tools.export.tokenizers import write_tokenizer
-from fms_fsdp.typed_json import read_table
+from fms_fsdp.tools.whole_folder import whole_folder
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fms_fsdp.checkpoint.weight_files import check_finite
+from fms_fsdp.extras.weight_files import check_finite
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -15,8 +15,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.data.byte_pairs import byte_characters, pairs_of, tokenizer_json
 from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.extras.byte_pairs import byte_characters, pairs_of, tokenizer_json
 
 _SPACE = "\u2581"
 _ENDS = ("<|begin_of_text|>", "<|end_of_text|>")

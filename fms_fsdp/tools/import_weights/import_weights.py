@@ -12,23 +12,25 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.atomic import whole_folder, write_json
+from fms_fsdp.atomic import write_json
 from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
-from fms_fsdp.checkpoint.hf_folder import HFFolder, fill, find_hf_tokenizer, open_folder
-from fms_fsdp.checkpoint.weight_files import check_finite
 from fms_fsdp.config import DataConfig, ModelConfig, OptimConfig, Precision, TrainConfig, as_dict, flag
 from fms_fsdp.config.flag import non_defaults
-from fms_fsdp.data.tokenizer import TOKENIZER_FILES
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras.hf import AS_THEY_ARE, find_family, hf_weights
+from fms_fsdp.extras.hf_folder import HFFolder, fill, find_hf_tokenizer, open_folder
+from fms_fsdp.extras.hf_tokenizer import TOKENIZER_FILES
+from fms_fsdp.extras.trained_run import ORIGINALS
+from fms_fsdp.extras.weight_files import check_finite
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.models.hf import AS_THEY_ARE, find_family, hf_weights
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.models.variants import VARIANTS, LlamaConfig, all_variants
 from fms_fsdp.optim.schedules import Length, find_corners
-from fms_fsdp.run.recorded import ORIGINALS, working_folder
+from fms_fsdp.run.recorded import working_folder
 from fms_fsdp.runtime import versions
 from fms_fsdp.tools.import_weights.from_fms_fsdp import find_checkpoint, open_checkpoint
 from fms_fsdp.tools.prepare.output_folder import save_tokenizer
+from fms_fsdp.tools.whole_folder import whole_folder
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _keep_originals(folder: Path, kept: Path) -> None:
 def _flags(config: LlamaConfig) -> str:
     """The flags of a training that has this shape and this context."""
     shape, context = _shape(config), f"--max_seq_len={config.max_seq_len}"
-    fitting = [name for name, variant in VARIANTS.items() if _shape(variant) == shape]
+    fitting = [name for name, variant in all_variants().items() if _shape(variant) == shape]
     if fitting:
         return f"--model_variant={fitting[0]} {context}"
     base = _shape(VARIANTS["7b"])

@@ -9,10 +9,11 @@ import pytest
 
 from fms_fsdp.data.order.history import History, Segment
 from fms_fsdp.data.order.mixture import NUM_SLOTS, Mixture, slot_quotas
-from fms_fsdp.data.order.packing import pack_bestfit, pack_concat, shuffled
+from fms_fsdp.data.order.packing import pack_concat, shuffled
 from fms_fsdp.data.order.permute import bit_reverse, derive_key, hash64, mix64, permute, unpermute
 from fms_fsdp.data.order.source_order import Rest, SourceOrder
 from fms_fsdp.data.order.tapes import TAIL, Geometry, Tapes, fit_geometry, locate
+from fms_fsdp.extras.bestfit import pack_bestfit
 
 KEY = 0x0123456789ABCDEF
 WIDE = Geometry(1500, 1_000_000, 32, 16, 265_500)

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from fms_fsdp.data.order.packing import Cuts, pack_bestfit, pack_concat, shuffled
+from fms_fsdp.data.order.packing import Cuts, pack_concat, shuffled
+from fms_fsdp.extras.bestfit import pack_bestfit
 
 
 def random_lengths(rng: np.random.Generator, num_rows: int, seq_length: int, mean: float) -> np.ndarray:

@@ -18,9 +18,9 @@ import torch
 from pyarrow import fs
 
 from fms_fsdp.data.shards.manifest import open_corpus
-from fms_fsdp.data.shards.remote_files import PAGE, RemoteFiles
-from fms_fsdp.data.shards.remote_uri import start_errors
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras.remote_files import PAGE, RemoteFiles
+from fms_fsdp.extras.remote_uri import start_errors
 from tests.data.corpora import Files, write_corpus
 
 SIZES = {"web": [90_000, 300, 40_000], "lang=en/dataset=code": [50_000]}

@@ -17,9 +17,10 @@ from typing import Any
 from fms_fsdp.data.shards.counts import META
 from fms_fsdp.data.shards.manifest import SUFFIX, open_root
 from fms_fsdp.data.shards.shard import Shard
-from fms_fsdp.data.tokenizer import Tokenizer, token_text
+from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
-from fms_fsdp.typed_json import ANYTHING, FLAG, TABLE, TEXT, list_of, or_none, read_table, whole
+from fms_fsdp.extras.hf_tokenizer import token_text
+from fms_fsdp.extras.typed_json import ANYTHING, FLAG, TABLE, TEXT, list_of, or_none, read_table, whole
 
 _ID = whole(-1, 1 << 31)  # -1: none
 _IDS = or_none(list_of(_ID))

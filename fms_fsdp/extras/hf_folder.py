@@ -17,19 +17,19 @@ from pathlib import Path
 import torch
 
 from fms_fsdp.atomic import read_json
-from fms_fsdp.checkpoint.weight_files import Weights, check_finite, open_weights
 from fms_fsdp.cpu_tuning import positive_number
 from fms_fsdp.data.kept_tokenizer import UsedTokenizer
 from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
 from fms_fsdp.errors import UserError, note_once
+from fms_fsdp.extras.from_hf import read_shape
+from fms_fsdp.extras.hf import HFWeight, find_family, hf_weights
+from fms_fsdp.extras.typed_json import quoted
+from fms_fsdp.extras.weight_files import Weights, check_finite, open_weights
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.models.from_hf import read_shape
-from fms_fsdp.models.hf import HFWeight, find_family, hf_weights
 from fms_fsdp.models.init import clean_name, local_part
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.predict.memory import available_memory
-from fms_fsdp.typed_json import quoted
 
 _IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".masked_bias")
 _HEADS = ("lm_head.", "embed_out.")

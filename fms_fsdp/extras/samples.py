@@ -14,9 +14,9 @@ from torch import nn
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.values import one_line
 from fms_fsdp.data.kept_tokenizer import find_tokenizer
-from fms_fsdp.data.prompts import Prompts
 from fms_fsdp.errors import UserError
-from fms_fsdp.generate import Sampling, generate, text_after
+from fms_fsdp.extras.generate import Sampling, generate, text_after
+from fms_fsdp.extras.prompts import Prompts
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.observe.sinks import Sinks
@@ -37,7 +37,7 @@ class Sampler(Hook):
     def __init__(
         self,
         cfg: TrainConfig,
-        prompts: Prompts | None,
+        prompts: Prompts,
         model: nn.Module,
         mesh: Mesh,
         sinks: Sinks,
@@ -47,12 +47,11 @@ class Sampler(Hook):
         self._interval, self._file = cfg.eval.sample_interval, Path(cfg.output_dir, "samples.txt")
         self._prompts, self._sinks, self._alive, self._mark = prompts, sinks, alive, mark
         self._model = cast(Llama, model)
-        is_writer = prompts is not None and mesh.is_main
-        self._tokenizer = find_tokenizer(cfg.data.data_path) if is_writer else None
+        self._tokenizer = find_tokenizer(cfg.data.data_path) if mesh.is_main else None
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
         """Draws the texts, if they are due (collective: every rank)."""
-        if self._prompts is None or (progress.step % self._interval and not progress.is_done):
+        if progress.step % self._interval and not progress.is_done:
             return
         self._mark("device")
         drawn = self._draw(self._prompts)

@@ -26,9 +26,9 @@ def row_keys(seed: int, step: int, first_row: int, num_rows: int) -> torch.Tenso
     return torch.from_numpy(keys.astype(np.int64))
 
 
-def layer_keys(keys_B: torch.Tensor | None, layer: int) -> torch.Tensor | None:
+def layer_keys(keys_B: torch.Tensor, layer: int) -> torch.Tensor:
     """The keys of one layer. They are made outside of its block: compiled code is shared among layers."""
-    return None if keys_B is None else _mixed(keys_B + layer + 1)
+    return _mixed(keys_B + layer + 1)
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class Exporter(Hook):
 
     def __init__(self, interval: int, checkpoints: Path, folder: Path, mesh: Mesh) -> None:
         self._interval, self._checkpoints, self._folder = interval, checkpoints, folder
-        self._is_on = mesh.is_main and interval > 0
+        self._is_on = mesh.is_main
         self._due: list[int] = []
         self._running: tuple[int, subprocess.Popen[str]] | None = None
 

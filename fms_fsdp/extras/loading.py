@@ -8,14 +8,15 @@ from typing import NamedTuple
 import torch
 
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
-from fms_fsdp.checkpoint.hf_folder import fill, find_hf_tokenizer, is_hf_folder, open_folder
-from fms_fsdp.data.text_rules import TextRules, begin_token, rules_of_folder
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras.hf_folder import fill, find_hf_tokenizer, is_hf_folder, open_folder
+from fms_fsdp.extras.text_rules import TextRules, begin_token, rules_of_folder
+from fms_fsdp.extras.trained_run import find_checkpoint, kept_originals, recorded_tokenizer
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.llama import Llama, build_model
 from fms_fsdp.models.variants import LlamaConfig, model_from_dict
-from fms_fsdp.run.recorded import data_of, find_checkpoint, kept_originals, recorded_tokenizer
+from fms_fsdp.run.recorded import data_of
 
 
 class TextModel(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import UserError
-from fms_fsdp.own_code import load_function
+from fms_fsdp.parts import load_part
 
 REQUIRED = ("next_batch", "state_dict", "load_state_dict", "close")
 
@@ -50,7 +50,7 @@ def load_builder(section: DataConfig) -> Callable[..., Stream]:
     Raises: UserError if there is no such module or function, or (when called) if the stream lacks a method.
     """
     name = section.dataset_builder
-    build = load_function("--dataset_builder", name)
+    build = load_part(name, flag="--dataset_builder")
     kwargs = dict(item.split("=", 1) for item in section.data_kwargs)
 
     def checked_build(*args: Any, **settings: Any) -> CustomStream:

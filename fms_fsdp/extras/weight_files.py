@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from fms_fsdp.errors import UserError, note_once
-from fms_fsdp.typed_json import TABLE, TEXT, list_of, parse_table, quoted, read_table, whole
+from fms_fsdp.extras.typed_json import TABLE, TEXT, list_of, parse_table, quoted, read_table, whole
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

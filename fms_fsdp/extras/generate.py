@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 
 from fms_fsdp.cpu_tuning import positive_number
-from fms_fsdp.data.prompts import check_tokens
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
-from fms_fsdp.models.decoding import CachedReader
+from fms_fsdp.extras.decoding import CachedReader
+from fms_fsdp.extras.prompts import check_tokens
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.predict.memory import available_memory
 

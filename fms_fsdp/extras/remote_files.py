@@ -30,8 +30,8 @@ import numpy as np
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import MAX_OPEN_FILES, StorageCounters
 from fms_fsdp.data.shards.lru import Lru
-from fms_fsdp.data.shards.remote_uri import PERMANENT, is_denied, open_filesystem, shown, start_errors
 from fms_fsdp.errors import MissingInput, StorageError
+from fms_fsdp.extras.remote_uri import PERMANENT, is_denied, open_filesystem, shown, start_errors
 
 PAGE = 1 << 16
 RUN_PAGES = 32  # pages of one request at most

@@ -9,7 +9,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fms_fsdp.typed_json import ANYTHING, FLAG, TABLE, TEXT, Kind, list_of, number, one_of, or_none, whole
+from fms_fsdp.extras.typed_json import (
+    ANYTHING,
+    FLAG,
+    TABLE,
+    TEXT,
+    Kind,
+    list_of,
+    number,
+    one_of,
+    or_none,
+    whole,
+)
 
 
 class Field(NamedTuple):

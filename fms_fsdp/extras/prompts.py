@@ -9,9 +9,9 @@ from typing import Protocol
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.kept_tokenizer import find_tokenizer
-from fms_fsdp.data.text_rules import NO_RULES, TextRules, begin_token
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras.text_rules import NO_RULES, TextRules, begin_token
 
 
 class ModelSize(Protocol):
@@ -80,16 +80,13 @@ def check_tokens(ids: Iterable[Sequence[int]], vocab_size: int) -> None:
         raise UserError(f"the tokenizer of the model {rule}: they do not belong together")
 
 
-def scan_prompts(section: EvalConfig, data: DataConfig, model: ModelSize) -> Prompts | None:
-    """The prompts of the samples during training, for one rank, which sends them to the others; None where
-    there are to be none.
+def scan_prompts(section: EvalConfig, data: DataConfig, model: ModelSize) -> Prompts:
+    """The prompts of the samples during training, for one rank, which sends them to the others.
 
     Raises:
         UserError: no tokenizer is beside the data, or a prompt is too long.
         OSError: the file of prompts cannot be read.
     """
-    if not section.sample_interval:
-        return None
     tokenizer = find_tokenizer(data.data_path) if data.data_path else None
     if tokenizer is None:
         rule = f"needs a tokenizer beside the data ({data.data_path or 'none'})"

@@ -1,4 +1,4 @@
-"""MADGRAD, with decoupled decay, Rprop, and SGD: every entry by itself."""
+"""MADGRAD, with decoupled decay, and Rprop: every entry by itself."""
 
 from __future__ import annotations
 
@@ -81,18 +81,3 @@ class Rprop(ShardOptimizer):
             size.clamp_(*group["step_sizes"])
             before.copy_(gradient.masked_fill_(turned < 0, 0.0))
             weight.addcmul_(gradient.sign(), size, value=-1)
-
-
-class SGD(torch.optim.SGD):
-    """torch's. Its first momentum is the first gradient, without `dampening`; zeros that are made in advance
-    would give it with that, so a dampened group counts its steps."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"] if group["momentum"] and group["dampening"] else ():
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    if not state.setdefault("step", torch.zeros(())):
-                        state["momentum_buffer"] = None  # then torch takes a copy of the gradient
-                    state["step"] += 1
-        super().step(closure)

@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.config.precision import Precision
+from fms_fsdp.config import OptimConfig, Precision
+from fms_fsdp.config.values import joined
 from fms_fsdp.data.order.permute import derive_key, hash64
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.init import local_part
 from fms_fsdp.optim.shards import Pair, ShardOptimizer, State, Tensors, shards_of
 from fms_fsdp.runtime import HostCopy
@@ -33,6 +35,25 @@ _ONE_KERNEL: dict[str, str | int | bool | Callable[..., object]] = {
     "realize_reads_threshold": 64,
     "realize_opcount_threshold": 1000,
 }
+
+
+def check_rounding(precision: Precision, section: OptimConfig) -> None:
+    """Raises UserError for an optimizer that cannot keep weights or moments in bf16 so that they move."""
+    kept = "where weights or moments are kept in bf16 (--precision, --param_dtype, --optimizer_state_dtype)"
+    if section.optimizer not in ("adamw", "adam"):
+        raise UserError(
+            f"--optimizer ({section.optimizer}) must be adamw or adam {kept}; use one of them, or keep fp32"
+        )
+    if section.optimizer_kwargs:
+        raise UserError(
+            f"--optimizer_kwargs ({joined(section.optimizer_kwargs)}) must be left out {kept}; leave it out, "
+            "or keep fp32"
+        )
+    if precision.state == "bf16" and not precision.stochastic_rounding and section.adam_beta2 > 0.99:
+        raise UserError(
+            f"--adam_beta2 ({section.adam_beta2:g}) must be at most 0.99 where moments in bf16 are rounded "
+            "to nearest, or the second stops short; lower it, or leave out --stochastic_rounding=False"
+        )
 
 
 class RoundedAdamW(ShardOptimizer):
@@ -179,7 +200,7 @@ def draw(key: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """As `models.dropout` mixes, in place. Products wrap around at 32 bits, which is four times as fast."""
+    """As `dropout` mixes, in place. Products wrap around at 32 bits, which is four times as fast."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x21F0AAAD)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x735A2D97)
     return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))

@@ -9,14 +9,16 @@ refused by its name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fms_fsdp.config import ModelConfig, flag_table
 from fms_fsdp.errors import UserError, note_once
-from fms_fsdp.models.hf import find_family
-from fms_fsdp.models.hf_fields import GELUS, HARMLESS, NEUTRAL, NOT_READ, SHARE, THETA, TYPES
+from fms_fsdp.extras.hf import find_family
+from fms_fsdp.extras.hf_fields import GELUS, HARMLESS, NEUTRAL, NOT_READ, SHARE, THETA, TYPES
+from fms_fsdp.extras.typed_json import TEXT, number, or_none, quoted, read_table, whole
 from fms_fsdp.models.variants import LlamaConfig, RopeScaling
-from fms_fsdp.typed_json import TEXT, number, or_none, quoted, read_table, whole
 
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
@@ -230,3 +232,24 @@ def _scaling(found: Mapping[str, Any], positions: int) -> RopeScaling | None:
             f"low_freq_factor ({low:g}) of rope_scaling must be below high_freq_factor ({high:g})"
         )
     return RopeScaling(factor, low, high, found.get("original_max_position_embeddings", positions))
+
+
+def check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig) -> None:
+    """Raises UserError where a run that begins with weights has another shape than they have."""
+    table = flag_table(ModelConfig)
+    names = {spec.name for spec in fields(LlamaConfig) if table[spec.name].resume == "refused"}
+    for name in sorted(names - {"z_loss", "vocab_multiple_of", "vocab_size"}):
+        there, asked = getattr(weights, name), getattr(config, name)
+        if there != asked:
+            raise UserError(f"--{name} ({asked}) must be that of --init_from_hf ({there}); leave it out")
+    if config.pos_emb == "learned" and config.max_seq_len != weights.max_seq_len:
+        flag = "max_seq_len" if section.max_seq_len else "seq_length"
+        rule = f"must fit the {weights.max_seq_len} positions that --init_from_hf has learned"
+        raise UserError(f"--{flag} ({config.max_seq_len}) {rule}; set it so")
+    is_larger = config.vocab_size > weights.vocab_size and section.init_new_tokens == "mean"
+    if config.vocab_size != weights.vocab_size and not is_larger:
+        raise UserError(
+            f"--init_from_hf ({section.init_from_hf}) has {weights.vocab_size} tokens and must have those "
+            f"of the data or of --vocab_size ({config.vocab_size}); prepare the data with its tokenizer, or "
+            "give a larger vocabulary --init_new_tokens=mean"
+        )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -9,19 +12,26 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.optim.shards import as_shard, shard_of
 
 
+def make_state(part: Any, settings: Mapping[str, Any]) -> None:
+    """Makes what an optimizer of torchao would make at its first step, which compiles."""
+    names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if settings.get("amsgrad") else [])]
+    for parameter in (each for group in part.param_groups for each in group["params"]):
+        check_even(parameter)
+        part.state[parameter]["step"] = torch.zeros((), dtype=torch.float32)
+        for name in names:
+            part.state[parameter][name] = part._new_buffer(parameter, signed=name == "exp_avg")
+
+
 def dequantized(tensor: torch.Tensor) -> torch.Tensor:
-    """An fp32 copy of a quantized tensor, sharded alike; any other tensor itself."""
-    local = shard_of(tensor)
-    if not hasattr(local, "tensor_attrs"):
-        return tensor
-    plain = local.dequantize()
+    """An fp32 copy of a quantized tensor, sharded alike."""
+    plain = shard_of(tensor).dequantize()
     return as_shard(plain, tensor, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else plain
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that this rank's part takes in memory."""
-    local = shard_of(tensor)
-    return sum(getattr(local, name).nbytes for name in getattr(local, "tensor_attrs", ())) or local.nbytes
+    """Bytes that this rank's part of a quantized tensor takes in memory."""
+    local: Any = shard_of(tensor)
+    return sum(getattr(local, name).nbytes for name in local.tensor_attrs)
 
 
 def check_even(parameter: torch.Tensor) -> None:

@@ -1,0 +1,78 @@
+"""A plain Llama trains without optional parts: no module of fms_fsdp.extras or fms_fsdp.tools is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.cli import ROOT, metrics
+from tests.data.corpora import SEP, VOCAB, write_corpus
+
+# The server of tests/warm.py has imported the commands, so this is a process of its own, which forks itself.
+DRIVER = """
+import json, os, sys
+import main_training
+
+for flags in json.loads(sys.argv[1]):
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    status = main_training.main(flags)
+    apart = [name for name in sys.modules if name.startswith(("fms_fsdp.extras", "fms_fsdp.tools"))]
+    print("\\nENDED", json.dumps([status, sorted(apart)]), flush=True)
+    os._exit(0)
+"""
+SMALL = [
+    *("--model_variant=7b", "--num_layers=2", "--hidden_size=64", "--ffn_hidden_size=128"),
+    *("--num_attention_heads=4", f"--vocab_size={VOCAB}", "--seq_length=64", "--batch_size=2"),
+    *("--report_interval=1", "--checkpoint_interval=2"),
+]
+
+
+def endings(launches: list[list[str]]) -> list[tuple[int, list[str]]]:
+    """The exit status of each launch, and the modules of extras and tools that it has imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(launches)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    ended: list[Any] = [
+        json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("ENDED")
+    ]
+    assert len(ended) == len(launches), done.stdout + done.stderr
+    return [(status, modules) for status, modules in ended]
+
+
+def test_a_refusal_a_save_and_a_resume_load_no_part(tmp_path: Path) -> None:
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    write_corpus(corpus, {"web": [4000, 3000]})
+    flags = [*SMALL, f"--data_path={corpus}", f"--sep_token={SEP}", f"--output_dir={run}"]
+    launches = [
+        [*flags, "--num_steps=2", "--num_kv_heads=3"],
+        [*flags, "--num_steps=2"],
+        [*flags, "--num_steps=4", "--seed=7"],
+        [*flags, "--num_steps=4"],
+    ]
+    assert endings(launches) == [(2, []), (0, []), (2, []), (0, [])]
+    assert sorted(metrics(run)) == [1, 2, 3, 4] and (run / "checkpoints" / "step_4").is_dir()
+
+
+def test_a_part_that_is_chosen_is_the_only_one(tmp_path: Path) -> None:
+    """Without this the test above could pass because nothing is ever found."""
+    chosen = {
+        "--optimizer=lamb": "layerwise",
+        "--precision=fp16": "loss_scale",
+        "--dropout=0.1": "dropout",
+        "--norm=scalenorm": "gpt",
+    }
+    given = [*SMALL, "--use_dummy_dataset", "--num_steps=1"]
+    launches = [[*given, flag, f"--output_dir={tmp_path / part}"] for flag, part in chosen.items()]
+    expected = [["fms_fsdp.extras", f"fms_fsdp.extras.{part}"] for part in chosen.values()]
+    assert endings(launches) == [(0, modules) for modules in expected]
