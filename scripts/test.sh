@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the quick tests, with --all also the slow ones, with --torch=2.11 under another version of torch, in an
-# environment of its own. Up to four files of tests run at a time (one: -n0). pytest gets all further
-# arguments.
+# environment of its own. Up to four files of tests run at a time (one: -n0), and the tests of some files
+# apart (SPREAD in tests/conftest.py). pytest gets all further arguments.
 #
 #   bash scripts/test.sh [--all] [--torch=VERSION] [tests/data -k resume ...]
 set -euo pipefail

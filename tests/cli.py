@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.warm import ROOT as ROOT
 from tests.warm import launch
@@ -53,6 +57,22 @@ def trained(*argv: str, nproc: int = 0, **environment: str) -> str:
     result = run(*argv, nproc=nproc, **environment)
     assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result.stdout
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder of that name, filled by `make` where no test of the session, in any worker of pytest-xdist,
+    has asked for it yet. All share it, so none changes it."""
+    base = factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, done = shared / f"once-{name}", shared / f"once-{name}.done"
+    with open(shared / f"once-{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # closing frees it
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a `make` that failed
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder
 
 
 def metrics(folder: Path) -> dict[int, dict[str, Any]]:

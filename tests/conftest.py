@@ -28,6 +28,20 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# files whose tests go to any worker, one by one: one worker would still run such a file when all others end
+SPREAD = (
+    "tests/distributed/test_launches.py",
+    "tests/distributed/test_recovery.py",
+    "tests/distributed/test_training.py",
+    "tests/run/test_launch.py",
+    "tests/run/test_resume.py",
+    "tests/scripts/test_scripts.py",
+    "tests/test_flags_property.py",
+    "tests/test_generate.py",
+    "tests/test_training.py",
+    "tests/tools/test_export.py",
+    "tests/tools/test_trace.py",
+)
 gc.disable()  # until all tests are imported
 
 
@@ -65,6 +79,31 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Under `--dist=loadfile` the tests of SPREAD go to any worker, one by one and in their order."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file in SPREAD else file
+
+    if config.option.dist != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # else what is spread would begin last
+    return ByFile(config, log)
+
+
+@pytest.fixture(scope="session")
+def eight_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of eight steps without a stop, a checkpoint at every second."""
+    from tests.cli import TINY, made_once, trained
+
+    flags = [*TINY, "--num_steps=8", "--checkpoint_interval=2"]
+    return made_once(tmp_path_factory, "eight-steps", lambda run: trained(*flags, f"--output_dir={run}"))
 
 
 @pytest.fixture(autouse=True)

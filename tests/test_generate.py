@@ -25,7 +25,7 @@ from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.tools.generate import GenerateConfig
-from tests.cli import ROOT, losses, trained
+from tests.cli import ROOT, losses, made_once, trained
 from tests.cli import run as launched
 from tests.hf_folders import template, write_folder, write_tokenizer_json
 from tests.warm import command
@@ -259,12 +259,14 @@ def test_draws_follow_the_distribution(model: Llama) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on text, with its tokenizer."""
-    folder = tmp_path_factory.mktemp("written")
-    flags = [f"--output={folder}/data", "--train_tokenizer", "--vocab_size=400"]
-    command("prepare", f"--input=pages={ROOT}/docs", *flags).check_returncode()
-    shape = ["--model_variant=tiny", f"--data_path={folder}/data", "--seq_length=48", "--batch_size=4"]
-    trained(*shape, "--num_steps=4", f"--output_dir={folder}/run")
-    return folder / "run"
+
+    def make(folder: Path) -> None:
+        flags = [f"--output={folder}/data", "--train_tokenizer", "--vocab_size=400"]
+        command("prepare", f"--input=pages={ROOT}/docs", *flags).check_returncode()
+        shape = ["--model_variant=tiny", f"--data_path={folder}/data", "--seq_length=48", "--batch_size=4"]
+        trained(*shape, "--num_steps=4", f"--output_dir={folder}/run")
+
+    return made_once(tmp_path_factory, "written", make) / "run"
 
 
 def written(run: Path, *flags: str, code: int = 0) -> str:

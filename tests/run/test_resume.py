@@ -25,12 +25,10 @@ from fms_fsdp.run.resume import Start, check_model, differences, kept_corners, s
 from tests.cli import ROOT, TINY, events, last_of_each, losses, metrics, run, status, trained, under_torchrun
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps without a stop, a checkpoint at every second."""
-    folder = tmp_path_factory.mktemp("whole")
-    trained(*TINY, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={folder}")
-    return folder
+@pytest.fixture
+def whole(eight_steps: Path) -> Path:
+    """Eight steps without a stop, a checkpoint at every second; not to be changed."""
+    return eight_steps
 
 
 @pytest.fixture
