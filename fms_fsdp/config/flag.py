@@ -13,7 +13,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 C = TypeVar("C")
@@ -75,10 +75,10 @@ announced_flag = partial(flag, resume="announced")
 refused_flag = partial(flag, resume="refused")
 
 
+@cache
 def flag_table(config_type: type[Any]) -> Mapping[str, Flag]:
     """Flat name → row, in the order of declaration; a field that is a dataclass itself is a section."""
-    table: dict[str, Flag] = {}
-    types = typing.get_type_hints(config_type)
+    table, types = dict[str, Flag](), typing.get_type_hints(config_type)
     for field in dataclasses.fields(config_type):
         if dataclasses.is_dataclass(types[field.name]):
             rows = flag_table(types[field.name]).values()
