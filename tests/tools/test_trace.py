@@ -16,6 +16,7 @@ import pytest
 from fms_fsdp.__main__ import main as command
 from fms_fsdp.tools.trace import length, self_times, summarize, union
 from tests.cli import ROOT, TINY, run, status, trained
+from tests.warm import running
 
 
 def test_unions_agree_with_a_count_of_microseconds() -> None:
@@ -86,31 +87,29 @@ def test_a_running_job_is_traced_on_demand(tmp_path: Path) -> None:
         "--profiler_active=1",
         f"--output_dir={tmp_path}",
     ]
-    process = subprocess.Popen(
-        [sys.executable, "main_training.py", *argv], cwd=ROOT, stdout=subprocess.DEVNULL
-    )
     folder = tmp_path / "profile_traces"
 
     def wait_for(traces: int) -> None:
         deadline = time.monotonic() + 60
         while len(list(folder.glob("*.summary.txt"))) < traces:
-            assert time.monotonic() < deadline and process.poll() is None
+            assert time.monotonic() < deadline and process.exitcode is None
             time.sleep(0.1)
 
-    try:
+    with running(argv) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(0.5)
         (tmp_path / "PROFILE").touch()
         wait_for(1)
-        process.send_signal(signal.SIGUSR2)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGUSR2)
         wait_for(2)
         time.sleep(1.5)
         assert len(list(folder.glob("*.json"))) == 2  # the file counts once
-    finally:
         (tmp_path / "STOP").touch()
-        process.wait(timeout=60)
+        process.join(60)
+        assert process.exitcode == 75
 
 
 def test_what_is_no_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
