@@ -85,8 +85,8 @@ def command(*argv: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.Complet
 def running(
     flags: Sequence[str], *, program: str = TRAINING, output: str | Path = os.devnull
 ) -> Iterator[BaseProcess]:
-    """A launch that goes on while the test does: it has a pid for signals, `exitcode` and `join`. The end of the
-    block kills it. `output`: the file that gets what it prints."""
+    """A launch that goes on while the test does: it has a pid for signals, `exitcode` and `join`. The end of
+    the block kills it. `output`: the file that gets what it prints."""
     Path(output).touch()
     (settings,) = _environments(0)
     fork = _fork(program, flags, settings, ROOT, [os.devnull, output, output])

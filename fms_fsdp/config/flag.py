@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -75,8 +75,7 @@ announced_flag = partial(flag, resume="announced")
 refused_flag = partial(flag, resume="refused")
 
 
-@cache
-def flag_table(config_type: type[Any]) -> Mapping[str, Flag]:
+def _make_table(config_type: type[Any]) -> Mapping[str, Flag]:
     """Flat name → row, in the order of declaration; a field that is a dataclass itself is a section."""
     table, types = dict[str, Flag](), typing.get_type_hints(config_type)
     for field in dataclasses.fields(config_type):
@@ -89,6 +88,10 @@ def flag_table(config_type: type[Any]) -> Mapping[str, Flag]:
             assert row.name not in table, f"flag {row.name} is declared in two sections"
             table[row.name] = row
     return table
+
+
+# made once; a class can be hashed, which mypy does not see
+flag_table: Callable[[type[Any]], Mapping[str, Flag]] = cache(_make_table)  # type: ignore[assignment]
 
 
 def flag_values(config: Any) -> dict[str, Any]:
