@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,19 @@ def notes_are_told() -> None:
     log.handlers.clear()
     log.propagate = True  # else pytest hands it handlers of its own
     note_once.cache_clear()
+
+
+@pytest.fixture
+def traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile traces, checks and divides graphs as usual, but runs them as they are: no code is made."""
+    import torch
+
+    from fms_fsdp.models.masks import compiled
+
+    compiled.cache_clear()  # it keeps compiled functions
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    yield
+    compiled.cache_clear()
 
 
 @pytest.fixture
