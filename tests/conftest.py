@@ -118,7 +118,7 @@ def notes_are_told() -> None:
 
 @pytest.fixture
 def traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.compile traces, checks and divides graphs as usual, but makes no code: it runs them as they are."""
+    """torch.compile traces, checks and divides graphs as usual, and runs them without code of its own."""
     import torch
 
     from fms_fsdp.models.masks import compiled
