@@ -111,7 +111,7 @@ def test_workers_on_two_nodes_meet_again_after_one_is_killed(tmp_path: Path) -> 
     with open(tmp_path / "output.txt", "w") as output:
         for _ in range(2):
             launch = [
-                *TORCHRUN,
+                *(sys.executable, "-m", "tests.warm_torchrun"),
                 "--nnodes=2",
                 "--nproc_per_node=1",
                 "--max-restarts=3",
