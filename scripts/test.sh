@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the quick tests, with --all also the slow ones, with --torch=2.11 under another version of torch, in an
-# environment of its own. Up to four files of tests run at a time (one: -n0). pytest gets all further
-# arguments.
+# environment of its own. Up to four files of tests run at a time (one: -n0), and the tests of some files
+# apart (SPREAD in tests/conftest.py). pytest gets all further arguments.
 #
 #   bash scripts/test.sh [--all] [--torch=VERSION] [tests/data -k resume ...]
 set -euo pipefail
@@ -22,4 +22,9 @@ if [[ ! "${TORCH_VERSION:-2.11}" =~ ^2\.[0-9]+(\.[0-9]+)?$ ]]; then
     exit 2
 fi
 use_environment dev
+# Without bytecode each process of a test compiles the sources of torch anew, half the time of a start.
+if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
+    unset PYTHONDONTWRITEBYTECODE
+    export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$ROOT/.pytest_cache/bytecode}" # not beside the sources
+fi
 exec "$PYTHON" -m pytest -q -n auto --maxprocesses=4 --dist=loadfile "${selection[@]}" "${arguments[@]}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.warm import ROOT as ROOT
 from tests.warm import launch
@@ -28,17 +32,17 @@ def under_torchrun(num_processes: int, *options: str) -> list[str]:
 
 
 def run(
-    *argv: str, nproc: int = 0, torchrun: tuple[str, ...] | None = None, **environment: str
+    *argv: str, nproc: int = 0, torchrun: tuple[str, ...] | None = None, backend: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`python main_training.py ARGV`, with `nproc` as that many ranks; one thread each.
 
     The processes are forks of a server (tests/warm.py), unless `torchrun` gives options of the real one, or
     `environment` variables: the server has imported torch and the program, which read some variables while
-    they are imported.
+    they are imported. `backend` is of torch.compile in forks.
     """
     flags = last_of_each(argv)
     if torchrun is None and not environment:
-        return launch(flags, nproc)
+        return launch(flags, nproc, backend=backend)
     command = [sys.executable, "main_training.py"]
     if nproc:
         command = under_torchrun(nproc, *(torchrun or ()), "main_training.py")
@@ -48,11 +52,27 @@ def run(
     )
 
 
-def trained(*argv: str, nproc: int = 0, **environment: str) -> str:
+def trained(*argv: str, nproc: int = 0, backend: str = "", **environment: str) -> str:
     """The output of a run that must end with 0."""
-    result = run(*argv, nproc=nproc, **environment)
+    result = run(*argv, nproc=nproc, backend=backend, **environment)
     assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result.stdout
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder of that name, filled by `make` where no test of the session, in any worker of pytest-xdist,
+    has asked for it yet. All share it, so none changes it."""
+    base = factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, done = shared / f"once-{name}", shared / f"once-{name}.done"
+    with open(shared / f"once-{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # closing frees it
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a `make` that failed
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder
 
 
 def metrics(folder: Path) -> dict[int, dict[str, Any]]:

@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# files whose tests go to any worker, one by one: one worker would still run such a file when all others end
+SPREAD = (
+    "tests/distributed/test_launches.py",
+    "tests/distributed/test_recovery.py",
+    "tests/distributed/test_training.py",
+    "tests/run/test_launch.py",
+    "tests/run/test_resume.py",
+    "tests/scripts/test_scripts.py",
+    "tests/test_flags_property.py",
+    "tests/test_generate.py",
+    "tests/test_training.py",
+    "tests/tools/test_export.py",
+    "tests/tools/test_trace.py",
+)
 gc.disable()  # until all tests are imported
 
 
@@ -67,6 +82,31 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Under `--dist=loadfile` the tests of SPREAD go to any worker, one by one and in their order."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file in SPREAD else file
+
+    if config.option.dist != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # else what is spread would begin last
+    return ByFile(config, log)
+
+
+@pytest.fixture(scope="session")
+def eight_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of eight steps without a stop, a checkpoint at every second."""
+    from tests.cli import TINY, made_once, trained
+
+    flags = [*TINY, "--num_steps=8", "--checkpoint_interval=2"]
+    return made_once(tmp_path_factory, "eight-steps", lambda run: trained(*flags, f"--output_dir={run}"))
+
+
 @pytest.fixture(autouse=True)
 def notes_are_told() -> None:
     """A test is told its notes on stderr, and anew: no earlier test's log or note keeps them."""
@@ -74,6 +114,19 @@ def notes_are_told() -> None:
     log.handlers.clear()
     log.propagate = True  # else pytest hands it handlers of its own
     note_once.cache_clear()
+
+
+@pytest.fixture
+def traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile traces, checks and divides graphs as usual, and runs them without code of its own."""
+    import torch
+
+    from fms_fsdp.models.masks import compiled
+
+    compiled.cache_clear()  # it keeps compiled functions
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    yield
+    compiled.cache_clear()
 
 
 @pytest.fixture

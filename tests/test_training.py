@@ -27,12 +27,10 @@ FIELDS = (
 ).split()
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps without a stop, a checkpoint at every second."""
-    folder = tmp_path_factory.mktemp("whole")
-    trained(*TINY, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={folder}")
-    return folder
+@pytest.fixture
+def whole(eight_steps: Path) -> Path:
+    """Eight steps without a stop, a checkpoint at every second; not to be changed."""
+    return eight_steps
 
 
 def test_a_run_leaves_everything_in_its_folder(whole: Path) -> None:
@@ -93,7 +91,8 @@ def test_a_report_tells_the_mean_of_its_interval_and_where_the_time_went(whole: 
     assert end["logging_s"] > 0
 
 
-def test_a_finished_run_says_so_and_does_nothing(whole: Path) -> None:
+def test_a_finished_run_says_so_and_does_nothing(whole: Path, tmp_path: Path) -> None:
+    whole = Path(shutil.copytree(whole, tmp_path / "run"))
     before = (whole / "metrics.jsonl").read_bytes()
     output = trained(*TINY, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={whole}")
     assert "already finished at step 8; raise --num_steps or choose another --run_name" in output
@@ -141,7 +140,10 @@ def test_load_path_continues_and_load_model_only_starts_afresh(whole: Path, tmp_
         (["--num_steps=9", "--vocab_size=99"], "--vocab_size (99) must be that of the checkpoint"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused(whole: Path, argv: list[str], message: str) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    whole: Path, tmp_path: Path, argv: list[str], message: str
+) -> None:
+    whole = Path(shutil.copytree(whole, tmp_path / "run"))
     before = (whole / "status.json").read_text()
     result = run(*TINY, *argv, f"--output_dir={whole}")
     assert (whole / "status.json").read_text() == before

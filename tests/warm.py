@@ -17,8 +17,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -38,23 +41,28 @@ multiprocessing.set_forkserver_preload(
 
 
 def launch(
-    flags: Sequence[str], num_ranks: int = 0, *, program: str = TRAINING, cwd: Path = ROOT, stdin: str = ""
+    flags: Sequence[str],
+    num_ranks: int = 0,
+    *,
+    program: str = TRAINING,
+    cwd: Path = ROOT,
+    stdin: str = "",
+    backend: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """What `python main_training.py FLAGS` ends with, in this process's environment with one thread.
 
     `num_ranks`: so many processes meet as ranks of one machine, as under torchrun but without its agent; the
-    result has the first exit status that is not 0, and all that they printed.
+    result has the first exit status that is not 0, and all that they printed. `backend`: what torch.compile
+    uses where the program names none; "aot_eager" traces and divides graphs as usual but generates no code.
 
     Raises: subprocess.TimeoutExpired after 240 s.
     """
-    context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
         for path in streams:
             path.write_text(stdin if path.name == "stdin" else "")
         forks = [
-            context.Process(target=_main, args=(program, list(flags), settings, str(cwd), *map(str, streams)))
-            for settings in _environments(num_ranks)
+            _fork(program, flags, settings, cwd, streams, backend) for settings in _environments(num_ranks)
         ]
         for fork in forks:
             fork.start()
@@ -73,7 +81,36 @@ def command(*argv: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.Complet
     return launch(argv, program=COMMANDS, cwd=cwd, stdin=stdin)
 
 
-def _statuses(forks: Sequence[multiprocessing.process.BaseProcess]) -> list[int]:
+@contextmanager
+def running(
+    flags: Sequence[str], *, program: str = TRAINING, output: str | Path = os.devnull
+) -> Iterator[BaseProcess]:
+    """A launch that goes on while the test does: it has a pid for signals, `exitcode` and `join`. The end of
+    the block kills it. `output`: the file that gets what it prints."""
+    Path(output).touch()
+    (settings,) = _environments(0)
+    fork = _fork(program, flags, settings, ROOT, [os.devnull, output, output])
+    fork.start()
+    try:
+        yield fork
+    finally:
+        fork.kill()
+        fork.join()
+
+
+def _fork(
+    program: str,
+    flags: Sequence[str],
+    settings: dict[str, str],
+    cwd: Path,
+    streams: Sequence[str | Path],
+    backend: str = "",
+) -> BaseProcess:
+    given = (program, list(flags), settings, str(cwd), [str(path) for path in streams], backend)
+    return multiprocessing.get_context("forkserver").Process(target=_main, args=given)
+
+
+def _statuses(forks: Sequence[BaseProcess]) -> list[int]:
     """Exit statuses in the order in which the processes end; ten seconds after one fails the others are
     killed. Empty if time runs out."""
     running, statuses, until = list(forks), list[int](), time.monotonic() + TIMEOUT_S
@@ -102,7 +139,7 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
 
 
 def _main(
-    program: str, flags: list[str], settings: dict[str, str], cwd: str, stdin: str, stdout: str, stderr: str
+    program: str, flags: list[str], settings: dict[str, str], cwd: str, streams: list[str], backend: str
 ) -> None:
     """In the fork: becomes a launch of the program, and ends the process as main_training.py does."""
     import torch
@@ -115,10 +152,12 @@ def _main(
     tell_coverage()
     os.chdir(cwd)
     sys.argv = [str(ROOT / program), *flags]
-    _open_streams(stdin, stdout, stderr)
+    _open_streams(*streams)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    if backend:
+        torch.compile = partial(torch.compile, backend=backend)
     try:
         status = (main_training if program == TRAINING else commands).main(flags)
     except BaseException as error:  # noqa: BLE001 - a bug of a command ends as Python itself ends

@@ -13,7 +13,7 @@ import dataclasses
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 C = TypeVar("C")
@@ -78,10 +78,9 @@ announced_flag = partial(flag, resume="announced")
 refused_flag = partial(flag, resume="refused")
 
 
-def flag_table(config_type: type[Any]) -> Mapping[str, Flag]:
+def _make_table(config_type: type[Any]) -> Mapping[str, Flag]:
     """Flat name → row, in the order of declaration; a field that is a dataclass itself is a section."""
-    table: dict[str, Flag] = {}
-    types = typing.get_type_hints(config_type)
+    table, types = dict[str, Flag](), typing.get_type_hints(config_type)
     for field in dataclasses.fields(config_type):
         if dataclasses.is_dataclass(types[field.name]):
             rows = flag_table(types[field.name]).values()
@@ -92,6 +91,10 @@ def flag_table(config_type: type[Any]) -> Mapping[str, Flag]:
             assert row.name not in table, f"flag {row.name} is declared in two sections"
             table[row.name] = row
     return table
+
+
+# made once; a class can be hashed, which mypy does not see
+flag_table: Callable[[type[Any]], Mapping[str, Flag]] = cache(_make_table)  # type: ignore[assignment]
 
 
 def flag_values(config: Any) -> dict[str, Any]:

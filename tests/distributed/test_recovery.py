@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.checkpoint.folders import complete_steps, problems, read_files
-from tests.cli import ROOT, TINY, losses, metrics, status, trained, under_torchrun
+from tests.cli import ROOT, TINY, losses, made_once, metrics, status, trained, under_torchrun
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -111,7 +111,7 @@ def test_workers_on_two_nodes_meet_again_after_one_is_killed(tmp_path: Path) -> 
     with open(tmp_path / "output.txt", "w") as output:
         for _ in range(2):
             launch = [
-                *TORCHRUN,
+                *(sys.executable, "-m", "tests.warm_torchrun"),
                 "--nnodes=2",
                 "--nproc_per_node=1",
                 "--max-restarts=3",
@@ -139,11 +139,8 @@ def test_workers_on_two_nodes_meet_again_after_one_is_killed(tmp_path: Path) -> 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps on four ranks, saved, then four more."""
-    folder = tmp_path_factory.mktemp("four")
-    trained(
-        *TINY, "--num_steps=8", "--checkpoint_interval=4", "--batch_size=2", f"--output_dir={folder}", nproc=4
-    )
-    return folder
+    flags = [*TINY, "--num_steps=8", "--checkpoint_interval=4", "--batch_size=2"]
+    return made_once(tmp_path_factory, "four", lambda run: trained(*flags, f"--output_dir={run}", nproc=4))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import TINY, losses, metrics, run, trained
+from tests.cli import TINY, losses, made_once, metrics, run, trained
 
 FP32 = (*TINY, "--mixed_precision=False", "--global_batch_size=8", "--num_steps=6", "--checkpoint_interval=3")
 WATCHED = ("--log_param_norm=True", "--log_num_zeros=True", "--log_all_ranks=True")
@@ -18,9 +18,8 @@ WATCHED = ("--log_param_norm=True", "--log_num_zeros=True", "--log_all_ranks=Tru
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, fp32, a global batch of 8 rows in four micro-steps."""
-    folder = tmp_path_factory.mktemp("alone")
-    trained(*FP32, *WATCHED, f"--output_dir={folder}")
-    return folder
+    flags = [*FP32, *WATCHED]
+    return made_once(tmp_path_factory, "alone", lambda run: trained(*flags, f"--output_dir={run}"))
 
 
 @pytest.mark.parametrize(

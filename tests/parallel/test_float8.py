@@ -196,6 +196,7 @@ def test_recomputation_keeps_loss_and_gradients_to_the_last_bit(flags: dict[str,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
 @pytest.mark.filterwarnings("ignore")
 def test_blocks_are_compiled_whole() -> None:
     for one, other in zip(step("row", use_torch_compile=True), step("row"), strict=True):

@@ -134,6 +134,7 @@ def test_cheap_recomputation_keeps_less_and_repeats_no_product() -> None:
     assert kept[1] < kept[0]
 
 
+@pytest.mark.usefixtures("traced_alone")
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiler_is_told_to_recompute() -> None:
     torch._dynamo.reset()
@@ -169,6 +170,7 @@ def test_checkpointing_keeps_fewer_activations() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("precision", [BF16, replace(BF16, float8="row")])
 def test_a_compiled_block_that_recomputes_keeps_its_input_alone(precision: Precision) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -16,7 +14,8 @@ from fms_fsdp.run.recorded import recorded_config, working_folder
 from fms_fsdp.tools.inspect.step import InspectConfig, inspected, step_fingerprint
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from fms_fsdp.tools.report.history import differences
-from tests.cli import ROOT, metrics
+from tests.cli import metrics
+from tests.warm import command, launch
 
 
 @pytest.mark.parametrize(
@@ -65,24 +64,15 @@ def test_a_run_on_a_relative_data_path_is_inspected_and_evaluated_from_another_f
     prepare(PrepareConfig(inputs, output, tokenizer="byte", **options))  # type: ignore[arg-type]
     shape = ("--model_variant=tiny", "--seq_length=32", "--global_batch_size=2", "--num_steps=1")
     flags = (*shape, "--data_path=tokens", "--ckpt_save_path=kept", "--output_dir=run")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-    def run(folder: Path, *argv: str) -> str:
-        command = [sys.executable, *argv]
-        told = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert told.returncode == 0, told.stderr
-        return told.stdout
-
-    run(place, f"{ROOT}/main_training.py", *flags)
+    ended = launch(flags, cwd=place)
+    assert ended.returncode == 0, ended.stderr
     monkeypatch.chdir(other)
     with inspected(InspectConfig(run=str(place / "run"))) as data:
         assert data.run.step == 1
         assert step_fingerprint(data, 1) == metrics(place / "run")[1]["data_fingerprint"]
-    told = json.loads(
-        run(other, "-m", "fms_fsdp", "evaluate", "--path=../place/kept", "--eval_steps=1", "--json=True")
-    )
+    evaluated = command("evaluate", "--path=../place/kept", "--eval_steps=1", "--json=True", cwd=other)
+    assert evaluated.returncode == 0, evaluated.stderr
+    told = json.loads(evaluated.stdout)
     assert told["step"] == 1 and told["eval/loss"] > 0
 
 

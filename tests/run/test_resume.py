@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,14 +22,13 @@ from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
 from fms_fsdp.run.resume import Start, check_model, differences, kept_corners, schedule_jump
 from tests.cli import ROOT, TINY, events, last_of_each, losses, metrics, run, status, trained, under_torchrun
+from tests.warm import running
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps without a stop, a checkpoint at every second."""
-    folder = tmp_path_factory.mktemp("whole")
-    trained(*TINY, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={folder}")
-    return folder
+@pytest.fixture
+def whole(eight_steps: Path) -> Path:
+    """Eight steps without a stop, a checkpoint at every second; not to be changed."""
+    return eight_steps
 
 
 @pytest.fixture
@@ -215,15 +213,14 @@ def test_exit_step_counts_the_steps_of_the_run(tmp_path: Path) -> None:
 
 def test_the_stop_file_stops_and_is_gone_with_the_next_launch(tmp_path: Path) -> None:
     common = [*TINY, f"--output_dir={tmp_path}", "--num_steps=100000", "--checkpoint_interval=0"]
-    process = subprocess.Popen(
-        [sys.executable, "main_training.py", *common], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    (tmp_path / "STOP").touch()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and f"stopped by the file {tmp_path / 'STOP'}" in output
+    with running(common, output=tmp_path / "output") as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        (tmp_path / "STOP").touch()
+        process.join(60)
+        assert process.exitcode == 75
+    assert f"stopped by the file {tmp_path / 'STOP'}" in (tmp_path / "output").read_text()
     step = status(tmp_path)["step"]
     assert complete_steps(tmp_path / "checkpoints") == [step]
     trained(*[flag for flag in common if "num_steps" not in flag], f"--num_steps={step + 1}")

@@ -27,6 +27,7 @@ from fms_fsdp.tools.export.tokenizer_check import find_differences
 from fms_fsdp.tools.export.tokenizers import write_tokenizer
 from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
 from tests.cli import ROOT, TINY, trained
+from tests.warm import COMMANDS, command, running
 
 SMALL = (
     "--num_layers=2",
@@ -132,15 +133,13 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
 @pytest.mark.slow
 def test_a_killed_export_leaves_no_folder_and_the_next_one_is_whole(tmp_path: Path) -> None:
     run = make(tmp_path / "run", "--vocab_size=200000")
-    command = [sys.executable, "-m", "fms_fsdp", "export", f"--path={run}", f"--output={tmp_path}/hf"]
-    process = subprocess.Popen(command, cwd=ROOT)
-    while not list(tmp_path.glob(".hf.partial/*.safetensors")):
-        assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "hf").exists()
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    argv = ["export", f"--path={run}", f"--output={tmp_path}/hf"]
+    with running(argv, program=COMMANDS) as process:
+        while not list(tmp_path.glob(".hf.partial/*.safetensors")):
+            assert process.exitcode is None, "it ended before it could be killed"
+            time.sleep(0.002)
+    assert process.exitcode == -signal.SIGKILL and not (tmp_path / "hf").exists()
+    assert command(*argv).returncode == 0
     assert not (tmp_path / ".hf.partial").exists() and differing_logits(run, tmp_path / "hf") <= 3e-2
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import pytest
 
 from fms_fsdp.__main__ import main as command
 from fms_fsdp.tools.trace import length, self_times, summarize, union
-from tests.cli import ROOT, TINY, run, status, trained
+from tests.cli import TINY, run, status, trained
+from tests.warm import running
 
 
 def test_unions_agree_with_a_count_of_microseconds() -> None:
@@ -86,31 +86,29 @@ def test_a_running_job_is_traced_on_demand(tmp_path: Path) -> None:
         "--profiler_active=1",
         f"--output_dir={tmp_path}",
     ]
-    process = subprocess.Popen(
-        [sys.executable, "main_training.py", *argv], cwd=ROOT, stdout=subprocess.DEVNULL
-    )
     folder = tmp_path / "profile_traces"
 
     def wait_for(traces: int) -> None:
         deadline = time.monotonic() + 60
         while len(list(folder.glob("*.summary.txt"))) < traces:
-            assert time.monotonic() < deadline and process.poll() is None
+            assert time.monotonic() < deadline and process.exitcode is None
             time.sleep(0.1)
 
-    try:
+    with running(argv) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(0.5)
         (tmp_path / "PROFILE").touch()
         wait_for(1)
-        process.send_signal(signal.SIGUSR2)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGUSR2)
         wait_for(2)
         time.sleep(1.5)
         assert len(list(folder.glob("*.json"))) == 2  # the file counts once
-    finally:
         (tmp_path / "STOP").touch()
-        process.wait(timeout=60)
+        process.join(60)
+        assert process.exitcode == 75
 
 
 def test_what_is_no_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,22 +127,19 @@ def test_out_of_memory_says_which_flags_would_help(tmp_path: Path) -> None:
         "--model_variant=tiny",
         "--use_dummy_dataset=True",
         "--seq_length=2048",
-        "--batch_size=256",
+        "--batch_size=128",
         "--num_steps=2",
+        f"--output_dir={tmp_path / 'run'}",
     ]
-    limited = (
-        f"ulimit -v 7000000; exec {sys.executable} main_training.py {' '.join(flags)} --output_dir={tmp_path}"
-    )
-    result = subprocess.run(
-        ["bash", "-c", limited],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    reason = status(tmp_path)["reason"]
+    with running(flags, output=tmp_path / "output") as process:
+        assert process.pid is not None
+        pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
+        room = pages * resource.getpagesize() + 2**30  # it would need twice as much
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (room, room))
+        process.join(200)
+        assert process.exitcode == 1
+    assert "Traceback" not in (tmp_path / "output").read_text()
+    reason = status(tmp_path / "run")["reason"]
     assert reason.startswith("out of memory (") and "can't allocate memory" in reason
-    for flag in ("--recompute=cheap", "--recompute=blocks", "--batch_size=128", "--seq_length=1024"):
+    for flag in ("--recompute=cheap", "--recompute=blocks", "--batch_size=64", "--seq_length=1024"):
         assert flag in reason
