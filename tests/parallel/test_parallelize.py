@@ -17,8 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision, TrainConfig, parse_selective_checkpointing
+from fms_fsdp.config import (
+    BF16,
+    FP32,
+    ModelConfig,
+    ParallelConfig,
+    Precision,
+    TrainConfig,
+    parse_selective_checkpointing,
+)
 from fms_fsdp.config.rule import judge
+from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh, ParallelDims
 from fms_fsdp.models.flops import recomputed_flops_per_token
 from fms_fsdp.models.llama import Llama
@@ -258,10 +267,9 @@ def test_what_the_compiler_recomputes_needs_the_compiler() -> None:
 
 
 def test_an_attention_backend_the_device_lacks_is_refused() -> None:
-    from dataclasses import replace
-
-    with pytest.raises(ValueError, match=r"--attn_impl \(efficient\) .* auto, flash, math"):
-        build(replace(CONFIG, attn_impl="efficient"))
+    config = TrainConfig(model=ModelConfig(attn_impl="efficient"))
+    with pytest.raises(UserError, match=r"--attn_impl \(efficient\) .* auto, flash, math"):
+        judge(MACHINE, Hardware(config, CPU, ParallelDims("none")), config)
 
 
 @pytest.mark.parametrize(("device", "casts"), [("cuda", 0), ("cpu", 1)])
