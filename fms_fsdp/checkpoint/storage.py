@@ -18,6 +18,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -240,8 +241,17 @@ def _is_whole(metadata: Any, sizes: dict[str, int]) -> bool:
     return True
 
 
+def _member_of_enum(kind: Any, name: str) -> Enum:
+    """The member of an enum by its name; attributes of other objects are refused."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"{METADATA} asks for an attribute, which no checkpoint of ours holds")
+    return kind.__members__[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 write members of enums so
+            return _member_of_enum
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(

@@ -109,6 +109,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a part is a link to /dev/zero": link(PART, "/dev/zero"),
     "another step": rewrite_state(lambda state: state.update(step=3)),
     ".metadata of another class": replace(METADATA, pickle.dumps({"a": 1})),
+    ".metadata that reads an attribute": replace(METADATA, b"cbuiltins\ngetattr\n(ctorch\nSize\nVcount\ntR."),
     ".metadata that is no pickle": replace(METADATA, b"hello"),
     ".metadata without a tensor": rewrite_metadata(drop_tensor),
     ".metadata with part of a tensor": rewrite_metadata(shrink_tensor),
