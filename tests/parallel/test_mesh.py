@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fms_fsdp.config import ParallelConfig, TrainingConfig
+from fms_fsdp.config import ParallelConfig, TrainConfig, TrainingConfig
 from fms_fsdp.mesh import AXES, Mesh, ParallelDims, resolve_dims
 from fms_fsdp.parallel.fsdp import global_norm
 from fms_fsdp.runtime import World, group_timeout, start
@@ -46,7 +46,7 @@ def test_a_flag_that_contradicts_the_strategy_is_refused(strategy: str, name: st
     assert section.resolved(name) is fits
     message = rf"--{name} \({not fits}\) must not contradict --sharding_strategy \({strategy}\), for which"
     with pytest.raises(ValueError, match=message):
-        ParallelConfig(sharding_strategy=strategy, **{name: not fits})  # type: ignore[arg-type]
+        TrainConfig(parallel=replace(section, **{name: not fits}))  # type: ignore[arg-type]
 
 
 def test_strategies_fill_the_world_in_any_case() -> None:
