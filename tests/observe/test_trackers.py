@@ -264,7 +264,7 @@ def test_none_means_none() -> None:
     with pytest.raises(
         ValueError, match=r"--trackers \(none,wandb\) must not name others beside none; leave one out"
     ):
-        LogConfig(trackers=("none", "wandb"))
+        TrainConfig(log=LogConfig(trackers=("none", "wandb")))
 
 
 def test_a_tracker_that_is_not_installed_ends_the_launch_with_one_line(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from fms_fsdp.config import DataConfig, TrainConfig
 from fms_fsdp.data.shards.manifest import open_corpus
+from fms_fsdp.errors import UserError
 from tests.data.corpora import SEP, Files, write_corpus, write_counts, write_lists, write_scalars
 
 SIZES = {"web": [3000, 2000], "code": [1500]}
@@ -119,8 +121,9 @@ def test_weights(files: Files) -> None:
     refused(
         files, r"weights .* must be at least 1/65536", batch=2, datasets=("web", "code"), weights=(1.0, 1e-9)
     )
-    refused(files, "weights", batch=2, datasets=("web", "code"), weights=(1.0,))
-    refused(files, "weights", batch=2, datasets=("web", "code"), weights=(1.0, -1.0))
+    for weights in ((1.0,), (1.0, -1.0)):
+        with pytest.raises(UserError, match="^--weights"):
+            TrainConfig(data=DataConfig(datasets=("web", "code"), weights=weights))
 
 
 def test_vocabularies_and_tokenizers(files: Files, tmp_path: Path) -> None:
