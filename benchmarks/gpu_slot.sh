@@ -27,6 +27,7 @@ if [[ ! "$part" =~ ^[1-5]$ ]]; then
 fi
 runs="$folder/runs"
 mkdir -p "$runs"
+[[ -z "${DRY_RUN:-}" ]] || AT_ONCE=1 # so commands are printed in their order
 [[ -z "${TAKE:-}" ]] || tar -xzf "$TAKE" --skip-old-files -C "$folder"
 if [[ -n "${WHEELS:-}" ]]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --target "$folder/site" "$WHEELS"/*.whl

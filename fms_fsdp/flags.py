@@ -270,9 +270,6 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
             choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
             lines.append(f"  --{row.name} ({type_name(row)}, default {shown_value(row.default)}){choices}")
             lines.append(f"      {row.help}{' (advanced)' if row.advanced else ''}{of_part(row)}")
-    lines += (
-        ["\n--help=all lists every flag, --list_variants the models, --rules what is refused"]
-        if first
-        else []
-    )
+    if first:
+        lines.append("\n--help=all lists every flag, --list_variants the models, --rules what is refused")
     return "\n".join(lines)

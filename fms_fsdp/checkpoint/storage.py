@@ -250,7 +250,7 @@ def _member_of_enum(kind: Any, name: str) -> Enum:
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 write members of enums so
+        if (module, name) == ("builtins", "getattr"):  # so Python 3.11.2 writes members of enums
             return _member_of_enum
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _ALLOWED.get(module, ()):

@@ -46,8 +46,7 @@ class Rule(Generic[Known]):
         """The line for the user where the rule does not hold."""
         values = {name: _quoted(value) for name, value in flag_values(config).items()}
         values |= {name: _quoted(value) for name, value in self.facts(known).items()}
-        quoted = f" ({values[self.flag]})" if self.flag in values else ""
-        return f"--{self.flag}{quoted} {self.template.format_map(values)}"
+        return f"--{self.flag} ({values[self.flag]}) {self.template.format_map(values)}"
 
 
 def judge(rules: Iterable[Rule[Known]], known: Known, config: Any) -> None:

@@ -41,9 +41,9 @@ def _alone(section: str, names: str, remedy: str, text: str = "") -> Iterator[Co
 
 
 def _is_given(section: Any, name: str) -> bool:
-    value = getattr(section, name)
     if name == "num_epochs":
-        return value not in ("", "-1")
+        return section.epochs() is not None
+    value = getattr(section, name)
     return bool(value) and (name != "model_variant" or value != type(section).model_variant)
 
 
@@ -62,22 +62,6 @@ def _nearest_power(config: TrainConfig) -> Mapping[str, Any]:
     number = config.data.logical_shards
     below = 1 << (number.bit_length() - 1)
     return {"nearest": below if number - below <= 2 * below - number else 2 * below}
-
-
-def _first_item(name: str, is_right: Callable[[str], Any]) -> tuple[Holds, Holds]:
-    """The condition that every item of a list of the data is right, and the first one that is not."""
-
-    def wrong(config: TrainConfig) -> list[str]:
-        value = getattr(config.data, name)
-        items = value.replace(" ", "").split(",") if isinstance(value, str) else value
-        return [item for item in items if item and not is_right(item)]
-
-    return lambda config: not wrong(config), lambda config: {name: wrong(config)[0]}
-
-
-def _is_range(item: str) -> bool:
-    match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", item)
-    return match is not None and 1 <= int(match[1]) < int(match[2])
 
 
 def _implied(name: str) -> ConfigRule:
@@ -125,7 +109,6 @@ def _deletes(name: str) -> ConfigRule:
     return Rule(name, holds, text, "set that", "keep_last_n")
 
 
-_RANGE, _KEY = _first_item("skip_steps", _is_range), _first_item("data_kwargs", lambda item: "=" in item)
 _ROUNDED = "must not contradict --precision=bf16_pure"
 
 CONTRADICTIONS: tuple[ConfigRule, ...] = (
@@ -139,12 +122,12 @@ CONTRADICTIONS: tuple[ConfigRule, ...] = (
         "must be positive", "leave a dataset out to give it no tokens", "datasets"),
     Rule("logical_shards", lambda c: not c.data.logical_shards & (c.data.logical_shards - 1),
         "must be a power of two; nearest: {nearest}", facts=_nearest_power),
-    Rule("skip_steps", _RANGE[0], "must be a:b with 1 <= a < b, the steps a to b - 1", "write 100:120",
-        facts=_RANGE[1]),
     Rule("dataset_builder",
         lambda c: not c.data.dataset_builder or re.fullmatch(_DOTTED_NAME, c.data.dataset_builder),
         "must be importable as module:function"),
-    Rule("data_kwargs", _KEY[0], "must be written key=value", "several are joined by commas", facts=_KEY[1]),
+    Rule("data_kwargs", lambda c: all("=" in item for item in c.data.data_kwargs),
+        "must be written key=value", "several are joined by commas",
+        facts=lambda c: {"data_kwargs": next(item for item in c.data.data_kwargs if "=" not in item)}),
     Rule("recompute",
         lambda c: c.parallel.fsdp_activation_checkpointing is None or c.parallel.recompute
         in (None, "blocks" if c.parallel.fsdp_activation_checkpointing else "none"),

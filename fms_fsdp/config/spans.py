@@ -1,4 +1,4 @@
-"""Spans of a run: steps, samples, tokens, or a share of the run."""
+"""Spans of a run: steps, samples, tokens, or a share of the run; and ranges of steps."""
 
 from __future__ import annotations
 
@@ -34,3 +34,21 @@ def parse_span(flag: str, text: str) -> RunSpan:
             "(216320samples) or tokens (10Btokens)"
         )
     return RunSpan(Fraction(whole), unit or "steps")
+
+
+def parse_skips(flag: str, text: str) -> list[tuple[int, int]]:
+    """The ranges of steps [a, b) in `100:120,300:310`.
+
+    Raises:
+        UserError: one of them is no such range.
+    """
+    ranges = []
+    for item in filter(None, text.replace(" ", "").split(",")):
+        match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", item)
+        a, b = (int(match[1]), int(match[2])) if match else (0, 0)
+        if not 1 <= a < b:
+            raise UserError(
+                f"--{flag} ({shown(item)}) must be a:b with 1 <= a < b, the steps a to b - 1; write 100:120"
+            )
+        ranges.append((a, b))
+    return ranges

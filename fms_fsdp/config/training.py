@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
 from fms_fsdp.config.ramp import BatchIntervals
+from fms_fsdp.config.spans import parse_skips
 from fms_fsdp.config.values import exact_number, shown
 from fms_fsdp.errors import UserError
 
@@ -85,7 +86,7 @@ class DataConfig:
         help="how documents fill rows: concat cuts them anywhere, bestfit makes few cuts")
     document_mask: bool = announced_flag(False,
         help="attention stays within a document, and positions start again with each document")
-    skip_steps: str = announced_flag("", in_name=False,
+    skip_steps: str = announced_flag("", in_name=False, parse=parse_skips,
         help="a:b leaves out the rows that are planned for steps a to b-1; use it after a loss spike")
     on_missing: str = free_flag("error", choices=("error", "mask"), advanced=True,
         help="what happens if a shard cannot be read: error stops the run, mask masks its rows")

@@ -266,9 +266,10 @@ class Llama(nn.Module):
         }
         x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS, positions, keys_B)
         traced = autograd_profiler._is_profiler_enabled  # names of blocks in traces, at no cost without one
+        layer_keys = None if keys_B is None else load_part("dropout:layer_keys")
         for i, (layer, block) in enumerate(self.blocks.items()):
             cache = caches[i] if caches else None
-            keys = None if keys_B is None else load_part("dropout").layer_keys(keys_B, int(layer))
+            keys = None if layer_keys is None else layer_keys(keys_B, int(layer))
             with record_function(f"block {layer}") if traced else contextlib.nullcontext():
                 x_BSD = block(x_BSD, rope, masks[windows[int(layer)]], cache, keys)
         if self.head is None:

@@ -111,8 +111,10 @@ def as_saved(tensor: torch.Tensor) -> torch.Tensor:
 
 def num_bytes(tensor: torch.Tensor) -> int:
     """Bytes that this rank's part takes in memory."""
-    own: int = shard_of(tensor).nbytes
-    return load_part("quantized").num_bytes(tensor) if _is_quantized(tensor) else own
+    count: int = shard_of(tensor).nbytes
+    if _is_quantized(tensor):
+        count = load_part("quantized").num_bytes(tensor)
+    return count
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:

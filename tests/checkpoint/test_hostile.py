@@ -5,11 +5,13 @@ A run does not use them, `ckpt verify` names them, and nobody waits for them.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import time
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,22 @@ def step_loaded(root: Path) -> int:
         except DamagedCheckpoint as error:
             skip.append(error.folder)
     return 0
+
+
+class OldPickler(pickle.Pickler):
+    """Writes members of enums as Python 3.11.2 does, by `getattr`."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_written_by_python_3_11_2_are_read(tmp_path: Path) -> None:
+    saved(tmp_path / "run", 1)
+    folder, written = tmp_path / "run" / "step_1", io.BytesIO()
+    OldPickler(written).dump(FileSystemReader(folder).read_metadata())
+    assert b"getattr" in written.getvalue()
+    replace(METADATA, written.getvalue())(folder)
+    assert step_loaded(tmp_path / "run") == 1
 
 
 @pytest.mark.parametrize("name", [None, *DAMAGES])

@@ -18,7 +18,6 @@ of `source_order`.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -30,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fms_fsdp.config.ramp import BatchIntervals, BatchRamp
+from fms_fsdp.config.spans import parse_skips
 from fms_fsdp.data.order.mixture import NUM_SLOTS, Mixture
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.order.tapes import MAX_ROWS
@@ -191,18 +191,12 @@ class History:
         `step` is the last one consumed. Raises: UserError for a malformed range or one that is not ahead.
         """
         changes = []
-        for item in filter(None, text.replace(" ", "").split(",")):
-            match = re.fullmatch(r"(\d+):(\d+)", item)
-            a, b = (int(match[1]), int(match[2])) if match else (0, 0)
-            if not 1 <= a < b:
-                raise UserError(
-                    f"--skip_steps ({item}) must be a:b with 1 <= a < b, the steps a to b - 1; write 100:120"
-                )
+        for a, b in parse_skips("skip_steps", text):
             if any((a, b) == (skip.a, skip.b) for skip in self.skipped):
                 continue  # the flag of an earlier start of this run
             if a <= step:
                 raise UserError(
-                    f"--skip_steps ({item}) must lie after step {step}, the last one trained on; "
+                    f"--skip_steps ({a}:{b}) must lie after step {step}, the last one trained on; "
                     "resume from an earlier checkpoint or leave it out"
                 )
             self.skipped.append(Skip(self._first(a), self._last(b - 1) + 1, a, b))
