@@ -78,7 +78,7 @@ def _implied(name: str) -> ConfigRule:
         text,
         "leave one of them out",
         "sharding_strategy",
-        lambda config: {"implied": config.parallel.implied()[name]},
+        lambda config: {"implied": config.parallel.implied().get(name)},
     )
 
 
@@ -127,7 +127,7 @@ CONTRADICTIONS: tuple[ConfigRule, ...] = (
         "must be importable as module:function"),
     Rule("data_kwargs", lambda c: all("=" in item for item in c.data.data_kwargs),
         "must be written key=value", "several are joined by commas",
-        facts=lambda c: {"data_kwargs": next(item for item in c.data.data_kwargs if "=" not in item)}),
+        facts=lambda c: {"data_kwargs": next((item for item in c.data.data_kwargs if "=" not in item), "")}),
     Rule("recompute",
         lambda c: c.parallel.fsdp_activation_checkpointing is None or c.parallel.recompute
         in (None, "blocks" if c.parallel.fsdp_activation_checkpointing else "none"),
