@@ -332,7 +332,7 @@ PYTHON_CODE
         say "note: the page of curves could not be made: $(head -n 1 "$SCRATCH/report")"
     fi
     part_done "page"
-    echo "time    $PARTS: $SECONDS s in all"
+    echo "time    ${PARTS:+$PARTS: }$SECONDS s in all"
     echo "folder  $RUN_DIR: metrics.jsonl, checkpoints, log.txt, console.txt"
     if [[ -z "${VIRTUAL_ENV:-}" && "$PYTHON" == "$ROOT/.venv/bin/python" ]]; then
         echo "next    source .venv/bin/activate"
