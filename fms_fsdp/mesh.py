@@ -17,8 +17,6 @@ No other module asks for the world's size, rank or process group to learn about 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -28,55 +26,14 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fms_fsdp.config import ParallelConfig
+from fms_fsdp.config.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.errors import UserError
 from fms_fsdp.runtime import World
 
 T = TypeVar("T")
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_JOINED = {
-    "dp": ("dp_replicate", "dp_shard"),
-    "loss": ("dp_replicate", "dp_shard", "cp"),
-    "replica": ("pp", "dp_shard", "cp", "tp"),
-    "world": AXES,
-}
 _STRATEGIES = flag_table(ParallelConfig)["sharding_strategy"].choices
 _PREFER_HSDP = ("7b", "13b", "llama2_7b", "llama2_13b")  # they fit one node, and HSDP communicates less
-
-
-@dataclass(frozen=True)
-class ParallelDims:
-    """The size of every axis, and how long a shard group holds whole weights and gradients.
-
-    The strategy `none` has no process group.
-    """
-
-    strategy: str
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    pp: int = 1
-    cp: int = 1
-    tp: int = 1
-    reshard_after_forward: bool = True
-    sync_each_micro_step: bool = True
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether gathered weights stay to the end of the step. A group of one rank frees them too: they are
-        copies in the dtype of products."""
-        return not self.reshard_after_forward
-
-    def size(self, axis: str) -> int:
-        """How many ranks an axis, or a product of axes, has."""
-        return math.prod(getattr(self, part) for part in _JOINED.get(axis, (axis,)))
-
-    def place(self, rank: int, axis: str) -> int:
-        """The place from 0 on an axis, or a product of axes, of the process with this number in the world."""
-        place = 0
-        for part in _JOINED.get(axis, (axis,)):
-            inner = math.prod(getattr(self, name) for name in AXES[AXES.index(part) + 1 :])
-            place = place * getattr(self, part) + rank // inner % getattr(self, part)
-        return place
 
 
 def resolve_dims(section: ParallelConfig, variant: str, world: World) -> ParallelDims:
@@ -138,7 +95,7 @@ class Mesh:
         sizes = [dims.size(axis) for axis in names]
         self.device_mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(names))
         self._groups = {axis: self.device_mesh.get_group(axis) for axis in names}
-        for joined, parts in _JOINED.items():
+        for joined, parts in JOINED.items():
             present = tuple(part for part in parts if part in names)
             if dims.size(joined) == dims.size("world"):
                 self._groups[joined] = None  # torch's default group
@@ -167,7 +124,7 @@ class Mesh:
 
         Of the ranks that hold the same value the first adds it, the others do not.
         """
-        others = set(AXES) - set(_JOINED.get(axis, (axis,)))
+        others = set(AXES) - set(JOINED.get(axis, (axis,)))
         return all(self.place(other) == 0 for other in others)
 
     def sum(self, tensor: torch.Tensor, axis: str) -> torch.Tensor:

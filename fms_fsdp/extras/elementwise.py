@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.optim.shards import Pair, ShardOptimizer, State, Tensors, shards_of
+from fms_fsdp.optim.shards import Pair, ShardOptimizer, State
+from fms_fsdp.sharded import Tensors, local_parts
 
 
 class Madgrad(ShardOptimizer):
@@ -27,10 +28,10 @@ class Madgrad(ShardOptimizer):
         super().__init__(groups, lr=lr, momentum=momentum, eps=eps, weight_decay=weight_decay)
 
     def update(self, group: dict[str, Any], step: int, parameters: Tensors, states: list[State]) -> None:
-        weights, gradients = shards_of(parameters), shards_of(p.grad for p in parameters)
-        sums = shards_of(state["grad_sum"] for state in states)
-        squares = shards_of(state["grad_sum_sq"] for state in states)
-        first = shards_of(state["first_weight"] for state in states)
+        weights, gradients = local_parts(parameters), local_parts(p.grad for p in parameters)
+        sums = local_parts(state["grad_sum"] for state in states)
+        squares = local_parts(state["grad_sum_sq"] for state in states)
+        first = local_parts(state["first_weight"] for state in states)
         if step == 1:
             torch._foreach_copy_(first, weights)  # not when it is built: weights may be loaded after that
         share = group["lr"] * step**0.5
@@ -73,7 +74,7 @@ class Rprop(ShardOptimizer):
     def update(self, group: dict[str, Any], step: int, parameters: Tensors, states: list[State]) -> None:
         smaller, larger = group["etas"]
         for parameter, state in zip(parameters, states, strict=True):
-            weight, gradient, before, size = shards_of(
+            weight, gradient, before, size = local_parts(
                 (parameter, parameter.grad, state["prev"], state["step_size"])
             )
             turned = gradient * before

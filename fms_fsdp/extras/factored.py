@@ -8,16 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.optim.shards import (
-    ShardOptimizer,
-    State,
-    Tensors,
-    norms_of,
-    reduce_over_shards,
-    shard_of,
-    shards_of,
-    statistic,
-)
+from fms_fsdp.optim.shards import ShardOptimizer, State
+from fms_fsdp.sharded import Tensors, local_part, local_parts, norms_of, reduce_over_parts, zeros_along
 
 
 class Adafactor(ShardOptimizer):
@@ -49,19 +41,19 @@ class Adafactor(ShardOptimizer):
     def new_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
         if parameter.ndim != 2:
             return {"variance": torch.zeros_like(parameter)}
-        return {"row_var": statistic(parameter, 0), "col_var": statistic(parameter, 1)}
+        return {"row_var": zeros_along(parameter, 0), "col_var": zeros_along(parameter, 1)}
 
     def update(self, group: dict[str, Any], step: int, parameters: Tensors, states: list[State]) -> None:
-        weights, updates = shards_of(parameters), shards_of(p.grad for p in parameters)
+        weights, updates = local_parts(parameters), local_parts(p.grad for p in parameters)
         sizes = [parameter.numel() ** 0.5 for parameter in parameters]
         lengths, new = norms_of(weights, parameters), step ** group["beta2_decay"]
         means = iter(self._update_factors(new, parameters, states))
         for state, gradient in zip(states, updates, strict=True):
             if "variance" in state:
-                estimate = shard_of(state["variance"]).lerp_(gradient.square(), new).clone()
+                estimate = local_part(state["variance"]).lerp_(gradient.square(), new).clone()
             else:
                 mean = next(means).clamp(min=group["eps1"])
-                estimate = shard_of(state["row_var"]) * (shard_of(state["col_var"]) / mean)
+                estimate = local_part(state["row_var"]) * (local_part(state["col_var"]) / mean)
             gradient.mul_(estimate.clamp_(min=group["eps1"] ** 2).rsqrt_())
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         rate = min(group["lr"], step**-0.5)
@@ -78,13 +70,13 @@ class Adafactor(ShardOptimizer):
         matrices = [parameter for parameter in parameters if parameter.ndim == 2]
         kept = [state for state in states if "row_var" in state]
         for dim, name in enumerate(("row_var", "col_var")):
-            gradients = shards_of(parameter.grad for parameter in matrices)
+            gradients = local_parts(parameter.grad for parameter in matrices)
             squares = [torch.linalg.vector_norm(g, dim=1 - dim, keepdim=True).square() for g in gradients]
-            reduce_over_shards(squares, matrices, 1 - dim)
+            reduce_over_parts(squares, matrices, 1 - dim)
             for square, parameter, state in zip(squares, matrices, kept, strict=True):
-                shard_of(state[name]).lerp_(square / parameter.shape[1 - dim], new)
-        totals = [shard_of(state["row_var"]).sum() for state in kept]
-        reduce_over_shards(totals, matrices, 0)
+                local_part(state[name]).lerp_(square / parameter.shape[1 - dim], new)
+        totals = [local_part(state["row_var"]).sum() for state in kept]
+        reduce_over_parts(totals, matrices, 0)
         return [total / matrix.shape[0] for total, matrix in zip(totals, matrices, strict=True)]
 
 
@@ -105,25 +97,25 @@ class SM3(ShardOptimizer):
         mean = {"exp_avg": torch.zeros_like(parameter)} if group["momentum"] else {}
         if parameter.ndim != 2:
             return mean | {"sum": torch.zeros_like(parameter)}
-        return mean | {"row_max": statistic(parameter, 0), "col_max": statistic(parameter, 1)}
+        return mean | {"row_max": zeros_along(parameter, 0), "col_max": zeros_along(parameter, 1)}
 
     def update(self, group: dict[str, Any], step: int, parameters: Tensors, states: list[State]) -> None:
-        weights, updates = shards_of(parameters), shards_of(p.grad for p in parameters)
+        weights, updates = local_parts(parameters), local_parts(p.grad for p in parameters)
         for parameter, state, update in zip(parameters, states, updates, strict=True):
             if "sum" in state:
-                bound = shard_of(state["sum"]).addcmul_(update, update)
+                bound = local_part(state["sum"]).addcmul_(update, update)
             else:
-                row, column = shard_of(state["row_max"]), shard_of(state["col_max"])
+                row, column = local_part(state["row_max"]), local_part(state["col_max"])
                 bound = torch.minimum(row, column).addcmul_(update, update)
                 row.copy_(bound.amax(1, keepdim=True))
                 # a rank may hold no row; a bound never falls, so the one before stands for it
                 column.copy_(bound.amax(0, keepdim=True) if len(bound) else column)
-                reduce_over_shards([row], [parameter], 1, dist.ReduceOp.MAX)
-                reduce_over_shards([column], [parameter], 0, dist.ReduceOp.MAX)
+                reduce_over_parts([row], [parameter], 1, dist.ReduceOp.MAX)
+                reduce_over_parts([column], [parameter], 0, dist.ReduceOp.MAX)
             update.mul_(bound.clamp(min=torch.finfo(bound.dtype).tiny).rsqrt())
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         if group["momentum"]:
-            means = shards_of(state["exp_avg"] for state in states)
+            means = local_parts(state["exp_avg"] for state in states)
             torch._foreach_lerp_(means, updates, 1 - group["momentum"])
             updates = means
         torch._foreach_add_(weights, updates, alpha=-group["lr"])

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.optim.shards import Pair, ShardOptimizer, State, Tensors, norms_of, shards_of
+from fms_fsdp.optim.shards import Pair, ShardOptimizer, State
+from fms_fsdp.sharded import Tensors, local_parts, norms_of
 
 
 class Lamb(ShardOptimizer):
@@ -26,9 +27,9 @@ class Lamb(ShardOptimizer):
 
     def update(self, group: dict[str, Any], step: int, parameters: Tensors, states: list[State]) -> None:
         beta1, beta2 = group["betas"]
-        weights, updates = shards_of(parameters), shards_of(p.grad for p in parameters)
-        means = shards_of(state["exp_avg"] for state in states)
-        squares = shards_of(state["exp_avg_sq"] for state in states)
+        weights, updates = local_parts(parameters), local_parts(p.grad for p in parameters)
+        means = local_parts(state["exp_avg"] for state in states)
+        squares = local_parts(state["exp_avg_sq"] for state in states)
         torch._foreach_lerp_(means, updates, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, updates, updates, 1 - beta2)
@@ -68,11 +69,11 @@ class NovoGrad(ShardOptimizer):
 
     def update(self, group: dict[str, Any], step: int, parameters: Tensors, states: list[State]) -> None:
         beta1, beta2 = group["betas"]
-        weights, gradients = shards_of(parameters), shards_of(p.grad for p in parameters)
+        weights, gradients = local_parts(parameters), local_parts(p.grad for p in parameters)
         for state, norm, gradient in zip(states, norms_of(gradients, parameters), gradients, strict=True):
             state["norm_sq"].lerp_(norm.square(), 1 - beta2 if step > 1 else 1.0)
             gradient.div_(state["norm_sq"].sqrt() + group["eps"])
-        means = shards_of(state["exp_avg"] for state in states)
+        means = local_parts(state["exp_avg"] for state in states)
         torch._foreach_mul_(means, beta1)
         torch._foreach_add_(means, gradients)
         torch._foreach_add_(means, weights, alpha=group["weight_decay"])

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.optim.shards import as_shard, shard_of
+from fms_fsdp.sharded import local_part, part_sizes, sharded_like
 
 
 def make_state(part: Any, settings: Mapping[str, Any]) -> None:
@@ -24,13 +23,13 @@ def make_state(part: Any, settings: Mapping[str, Any]) -> None:
 
 def dequantized(tensor: torch.Tensor) -> torch.Tensor:
     """An fp32 copy of a quantized tensor, sharded alike."""
-    plain = shard_of(tensor).dequantize()
-    return as_shard(plain, tensor, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else plain
+    local: Any = local_part(tensor)
+    return sharded_like(local.dequantize(), tensor)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
     """Bytes that this rank's part of a quantized tensor takes in memory."""
-    local: Any = shard_of(tensor)
+    local: Any = local_part(tensor)
     return sum(getattr(local, name).nbytes for name in local.tensor_attrs)
 
 
@@ -39,9 +38,9 @@ def check_even(parameter: torch.Tensor) -> None:
 
     torchao steps by torch.compile, whose cache takes the code of one rank for that of all (torch 2.13).
     """
-    shards = parameter.device_mesh.size(-1) if isinstance(parameter, DTensor) else 1
-    if parameter.shape[0] % shards:
+    sizes = part_sizes(parameter)
+    if len(set(sizes)) > 1:
         raise UserError(
             f"--optimizer (adamw8bit) needs equal shards, and {parameter.shape[0]} rows do not divide over "
-            f"{shards} ranks; change --vocab_size or the size at fault, or use another optimizer"
+            f"{len(sizes)} ranks; change --vocab_size or the size at fault, or use another optimizer"
         )

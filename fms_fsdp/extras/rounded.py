@@ -25,9 +25,9 @@ from fms_fsdp.config import OptimConfig, Precision
 from fms_fsdp.config.values import joined
 from fms_fsdp.data.order.permute import derive_key, hash64
 from fms_fsdp.errors import UserError
-from fms_fsdp.models.init import local_part
-from fms_fsdp.optim.shards import Pair, ShardOptimizer, State, Tensors, shards_of
+from fms_fsdp.optim.shards import Pair, ShardOptimizer, State
 from fms_fsdp.runtime import HostCopy
+from fms_fsdp.sharded import Tensors, local_part, local_parts, place_of
 
 _LARGEST = 0x7F7FFFFF  # the bits of the largest finite fp32 number
 # Without them torch's compiler writes fp32 copies of all results to memory and reads them again.
@@ -117,13 +117,13 @@ class RoundedAdamW(ShardOptimizer):
                 state["step"] -= 1
 
     def update(self, group: dict[str, Any], step: int, parameters: Tensors, states: list[State]) -> None:
-        device = shards_of(parameters[:1])[0].device
+        device = local_part(parameters[0]).device
         numbers = self._numbers(group, step, device)
         for parameter, state in zip(parameters, states, strict=True):
-            kept = shards_of((parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad))
+            kept = local_parts((parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad))
             key = derive_key(self._seed, step, self._hashes[parameter]) >> 33
             integers = partial(torch.arange, dtype=torch.int32, device=device)
-            place = [integers(part.start, part.stop) for part in local_part(parameter)[1]]
+            place = [integers(part.start, part.stop) for part in place_of(parameter)]
             key_tensor = torch.full((), key, dtype=torch.int32, device=device)
             # entries that are in fp32 at a time; compiled code has a few at hand, of any number
             at_once = kept[0].numel() if self._compiled else 1 << (18 if device.type == "cpu" else 25)

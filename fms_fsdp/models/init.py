@@ -16,9 +16,9 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fms_fsdp.models.llama import Llama
+from fms_fsdp.sharded import local_part, place_of
 
 _BLOCK_ROWS = 256
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -57,7 +57,8 @@ def init_weights(model: Llama, seed: int) -> None:
 def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
     """Normal values for the rows (and columns) this rank holds, drawn block by block on as many threads as
     torch uses."""
-    local, (rows, columns) = local_part(parameter)
+    local = local_part(parameter).detach()  # no_grad does not reach the pool's threads
+    rows, columns = place_of(parameter)
     num_columns, first_row = parameter.shape[1], rows.start
 
     def fill(block: int) -> None:
@@ -73,18 +74,3 @@ def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
         blocks = range(first_row // _BLOCK_ROWS, -(-(first_row + len(local)) // _BLOCK_ROWS))
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(fill, blocks))
-
-
-def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
-    """This rank's part of a parameter, and its place in the whole, a slice for each dim."""
-    if not isinstance(parameter, DTensor):
-        # detached: no_grad does not reach the pool's threads
-        return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    local = parameter.to_local().detach()
-    assert tuple(local.shape) == tuple(shape), (local.shape, shape)
-    return local, tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))

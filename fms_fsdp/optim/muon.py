@@ -1,8 +1,8 @@
 """Muon: momentum whose update of a matrix has all singular values near 1.
 
-Rows of a matrix lie on several ranks, and the update needs them together. As many matrices as there are ranks
-are dealt at a time, one a rank: all rows of a matrix travel to its owner, which orthogonalizes it, and travel
-back, in two messages.
+The parts of a matrix lie on several ranks, and the update needs them together. As many matrices as there are
+such ranks are dealt at a time, one a rank: all parts of a matrix travel to its owner, which orthogonalizes
+the matrix, and travel back, in two messages.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.optim.shards import ShardOptimizer, State, Tensors, shards_of
+from fms_fsdp.optim.shards import ShardOptimizer, State
+from fms_fsdp.sharded import Tensors, groups_of, joined, local_parts, on_group_device, part_sizes, taken_apart
 
 _QUINTIC = (3.4445, -4.775, 2.0315)  # steepest at 0; takes singular values to between 0.7 and 1.2
 
@@ -51,58 +51,48 @@ class Muon(ShardOptimizer):
         super().__init__(groups, lr=lr, weight_decay=weight_decay, **settings)
 
     def update(self, group: dict[str, Any], step: int, parameters: Tensors, states: list[State]) -> None:
-        weights, gradients = shards_of(parameters), shards_of(p.grad for p in parameters)
-        means = shards_of(state["momentum_buffer"] for state in states)
+        weights, gradients = local_parts(parameters), local_parts(p.grad for p in parameters)
+        means = local_parts(state["momentum_buffer"] for state in states)
         torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
         if group["nesterov"]:
             torch._foreach_lerp_(gradients, means, group["momentum"])
             means = gradients
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        *_, ranks = _place(parameters[0])
-        for start in range(0, len(parameters), ranks):
-            window = slice(start, start + ranks)
-            updates = _orthogonalize(parameters[window], means[window], group["ns_steps"])
-            for parameter, weight, update in zip(parameters[window], weights[window], updates, strict=True):
-                rows, columns = parameter.shape
-                wide = 0.2 * max(rows, columns) ** 0.5
-                factor = wide if group["scale"] == "rms" else max(1, rows / columns) ** 0.5
-                weight.add_(update, alpha=-group["lr"] * factor)
+        for ranks, indices in groups_of(parameters).items():
+            window = ranks.size() if ranks else 1
+            for start in range(0, len(indices), window):
+                some = indices[start : start + window]
+                matrices = [parameters[i] for i in some]
+                updates = _orthogonalize(ranks, matrices, [means[i] for i in some], group["ns_steps"])
+                for i, update in zip(some, updates, strict=True):
+                    rows, columns = parameters[i].shape
+                    wide = 0.2 * max(rows, columns) ** 0.5
+                    factor = wide if group["scale"] == "rms" else max(1, rows / columns) ** 0.5
+                    weights[i].add_(update, alpha=-group["lr"] * factor)
 
 
-def _place(parameter: torch.Tensor) -> tuple[Any, int, int]:
-    """The process group whose ranks hold the rows of a matrix, this rank's place in it, and its size."""
-    shards = parameter.placements if isinstance(parameter, DTensor) else ()
-    axes = [axis for axis, placement in enumerate(shards) if placement.is_shard()]
-    if not axes:
-        return None, 0, 1
-    assert isinstance(parameter, DTensor) and len(axes) == 1 and shards[axes[0]].is_shard(0), shards
-    mesh, axis = parameter.device_mesh, axes[0]
-    return mesh.get_group(axis), mesh.get_local_rank(axis), mesh.size(axis)
+def _orthogonalize(
+    group: dist.ProcessGroup | None, parameters: Tensors, parts: Tensors, num_steps: int
+) -> Tensors:
+    """This rank's part of each matrix, orthogonalized; rank i of the group does it for matrix i (collective).
 
-
-def _orthogonalize(parameters: Tensors, shards: Tensors, num_steps: int) -> Tensors:
-    """This rank's rows of each matrix, orthogonalized; rank i does it for matrix i (collective)."""
-    group, rank, ranks = _place(parameters[0])
+    The group is that of the ranks which hold the parts; None where matrices are whole.
+    """
     if group is None:
-        return [orthogonalized(shard, num_steps) for shard in shards]
-    counts = [_rows_by_rank(p.shape[0], ranks, p.shape[1]) for p in parameters]
-    counts += [[0] * ranks] * (ranks - len(counts))  # ranks without a matrix
-    mine, per_matrix = counts[rank], [count[rank] for count in counts]
-    device = parameters[0].device_mesh.device_type  # type: ignore[attr-defined]
-    sent = torch.cat([shard.bfloat16().flatten() for shard in shards]).to(device)
-    whole = sent.new_empty(sum(mine))
-    dist.all_to_all_single(whole, sent, mine, per_matrix, group)
+        return [orthogonalized(part, num_steps) for part in parts]
+    rank, ranks = group.rank(), group.size()
+    sizes = [part_sizes(parameter) for parameter in parameters]
+    sizes += [[0] * ranks] * (ranks - len(sizes))  # ranks without a matrix
+    mine, per_matrix = sizes[rank], [size[rank] for size in sizes]
+    sent = on_group_device(torch.cat([part.bfloat16().flatten() for part in parts]), parameters[0])
+    entries = sent.new_empty(sum(mine))
+    dist.all_to_all_single(entries, sent, mine, per_matrix, group)
     if rank < len(parameters):
-        whole = orthogonalized(whole.view(parameters[rank].shape), num_steps).flatten()
-    dist.all_to_all_single(sent, whole, per_matrix, mine, group)
-    parts = torch.split(sent.to(shards[0].device), per_matrix[: len(shards)])
-    return [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)]
-
-
-def _rows_by_rank(rows: int, ranks: int, columns: int) -> list[int]:
-    """How many entries of a matrix each rank holds, as `Shard(0)` cuts it."""
-    most = -(-rows // ranks)
-    return [columns * max(0, min(most, rows - rank * most)) for rank in range(ranks)]
+        whole = orthogonalized(joined(entries, parameters[rank]), num_steps)
+        entries = taken_apart(whole, parameters[rank])
+    dist.all_to_all_single(sent, entries, per_matrix, mine, group)
+    received = torch.split(sent.to(parts[0].device), per_matrix[: len(parts)])
+    return [update.view_as(part) for update, part in zip(received, parts, strict=True)]
 
 
 def orthogonalized(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:

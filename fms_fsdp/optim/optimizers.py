@@ -22,8 +22,8 @@ from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.registry import BUILDERS, Build, load_builder, read_settings
-from fms_fsdp.optim.shards import shard_of
 from fms_fsdp.parts import load_part
+from fms_fsdp.sharded import local_part
 
 _STAND_IN = 256  # rows and columns of a matrix whose state is looked at before the model is built
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -100,7 +100,7 @@ class Optimizers:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes over a state of the form of `state_dict`; groups and rates stay those of this launch."""
         for name, value in self.tensors_in_use().items():
-            shard_of(value).copy_(shard_of(state[name]))
+            local_part(value).copy_(local_part(state[name]))
 
 
 def as_saved(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def as_saved(tensor: torch.Tensor) -> torch.Tensor:
 
 def num_bytes(tensor: torch.Tensor) -> int:
     """Bytes that this rank's part takes in memory."""
-    count: int = shard_of(tensor).nbytes
+    count: int = local_part(tensor).nbytes
     if _is_quantized(tensor):
         count = load_part("quantized").num_bytes(tensor)
     return count
@@ -119,7 +119,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
     """Whether several plain tensors stand behind this one, as torchao has them."""
-    return hasattr(shard_of(tensor), "tensor_attrs")
+    return hasattr(local_part(tensor), "tensor_attrs")
 
 
 def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:

@@ -15,7 +15,7 @@ The policy gathers copies in the dtype of products (precision.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import cast
@@ -23,12 +23,12 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import ParallelConfig, Precision
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.precision import fsdp_policy
+from fms_fsdp.sharded import global_norm, local_parts
 
 
 def apply_fsdp(model: Llama, section: ParallelConfig, mesh: Mesh, precision: Precision) -> None:
@@ -96,48 +96,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def global_norm(tensors: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """The 2-norm of all tensors together, an fp32 scalar alike on all ranks, without a host sync (collective:
-    every rank).
-
-    Exact on any mesh: a part that several ranks of one replica hold counts once, and one all-reduce adds
-    up the squares of all parts.
-    """
-    by_copies: dict[int, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_copies.setdefault(num_copies(tensor, mesh), []).append(tensor)
-    norms = {copies: _local_norm(local_shards(some)) for copies, some in by_copies.items()}
-    if mesh.device_mesh is None:
-        return norms[1]
-    # under CPU offload the shards lie elsewhere than the process group works
-    device = mesh.device_mesh.device_type
-    squared = sum(
-        (norm.square().to(device) / copies for copies, norm in norms.items()), torch.zeros((), device=device)
-    )
-    return mesh.sum(squared, "replica").sqrt()
-
-
-def num_copies(tensor: torch.Tensor, mesh: Mesh) -> int:
-    """How many ranks of one replica of the model, and of one stage of it, hold this part of the tensor."""
-    shards = 1
-    if isinstance(tensor, DTensor):
-        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-            shards *= size if placement.is_shard() else 1
-    return mesh.size("replica") // mesh.size("pp") // shards
-
-
-def _local_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    norms = torch._foreach_norm(list(tensors), dtype=torch.float32)
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
-    return total
-
-
-def local_shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's part of each tensor, which shares its memory."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-
-
-@torch.no_grad()
 def clip_grad_norm(
     parameters: Iterable[torch.Tensor], max_norm: float, mesh: Mesh, loss_scale: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
@@ -149,9 +107,9 @@ def clip_grad_norm(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = global_norm(gradients, mesh) / loss_scale
     if max_norm > 0 or isinstance(loss_scale, torch.Tensor):
-        shards = local_shards(gradients)
+        parts = local_parts(gradients)
         clip = (max_norm / (total + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(total)
-        factor = (clip / loss_scale).to(shards[0].device)
+        factor = (clip / loss_scale).to(parts[0].device)
         if factor.device.type != "cpu" or factor != 1:
-            torch._foreach_mul_(shards, factor)
+            torch._foreach_mul_(parts, factor)
     return total

@@ -13,18 +13,19 @@ import pytest
 import torch
 
 from fms_fsdp.config import OptimConfig, ParallelConfig, Precision, PrecisionConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.extras.loss_scale import LossScale
-from fms_fsdp.mesh import Mesh, ParallelDims, resolve_dims
+from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models import loss as loss_module
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.optimizers import build_optimizers
-from fms_fsdp.parallel.fsdp import local_shards
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.run.health import BadSteps, TooManyBadSteps
 from fms_fsdp.runtime import World
+from fms_fsdp.sharded import local_parts
 from fms_fsdp.state import Progress, StepResult, TrainState
 from fms_fsdp.train import TrainStep, train_step
 from tests.cli import TINY, metrics, run, trained
@@ -202,11 +203,11 @@ def step_where_one_rank_overflows() -> tuple[bool, bool, float]:
     mesh = Mesh(dims, torch.distributed.get_rank(), "cpu")
     state = state_of(FP16, mesh, loss_scale(first=64, hysteresis=1))
     assert make(state, mesh).grad_norm.isfinite()
-    before = [shard.clone() for shard in local_shards(numbers(state))]
+    before = [shard.clone() for shard in local_parts(numbers(state))]
     if mesh.is_main:
         state.model.blocks["1"].register_forward_hook(lambda module, inputs, output: output * 6e4 * 6e4)
     bad = make(state, mesh)
-    same = all(torch.equal(*pair) for pair in zip(before, local_shards(numbers(state)), strict=True))
+    same = all(torch.equal(*pair) for pair in zip(before, local_parts(numbers(state)), strict=True))
     assert state.loss_scale is not None
     return bool(bad.grad_norm.isfinite()), same, state.loss_scale.scale.item()
 

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fms_fsdp.config import OptimConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.optim import OPTIMIZERS
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 

@@ -20,8 +20,8 @@ from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.optim.optimizers import build_optimizers, state_bytes
 from fms_fsdp.optim.registry import BUILDERS, read_settings
-from fms_fsdp.run.plan import find_machine
 from fms_fsdp.runtime import World, set_up_log
+from fms_fsdp.spec.machine import find_machine
 from tests.cli import TINY, losses, run, trained
 from tests.warm import command
 

@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fms_fsdp.config import OptimConfig, ParallelConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.precision import Precision
 from fms_fsdp.extras.float8 import _Float8Product, _product, check_float8
-from fms_fsdp.mesh import Mesh, ParallelDims, resolve_dims
+from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.optimizers import build_optimizers

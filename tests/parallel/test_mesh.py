@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fms_fsdp.config import ParallelConfig, TrainConfig, TrainingConfig
-from fms_fsdp.mesh import AXES, Mesh, ParallelDims, resolve_dims
-from fms_fsdp.parallel.fsdp import global_norm
+from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.mesh import AXES, Mesh, resolve_dims
 from fms_fsdp.runtime import World, group_timeout, start
+from fms_fsdp.sharded import global_norm
 from tests.distributed.launch import run_ranks
 
 

@@ -26,9 +26,10 @@ from fms_fsdp.config import (
     TrainConfig,
     parse_selective_checkpointing,
 )
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.rule import judge
 from fms_fsdp.errors import UserError
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.flops import recomputed_flops_per_token
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
@@ -38,7 +39,7 @@ from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import fsdp_policy, product_in
 from fms_fsdp.predict.memory import activation_bytes
-from fms_fsdp.run.rules import MACHINE, Hardware
+from fms_fsdp.spec.rules import MACHINE, Hardware
 
 CPU = torch.device("cpu")
 NO_MESH = Mesh(ParallelDims("none"), 0, "cpu")

@@ -1,0 +1,52 @@
+"""The axes along which a run is divided over ranks, and their sizes. Standard library only.
+
+fms_fsdp/mesh.py says what each axis is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+JOINED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+    "replica": ("pp", "dp_shard", "cp", "tp"),
+    "world": AXES,
+}
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The size of every axis, and how long a shard group holds whole weights and gradients.
+
+    The strategy `none` has no process group.
+    """
+
+    strategy: str
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    reshard_after_forward: bool = True
+    sync_each_micro_step: bool = True
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether gathered weights stay to the end of the step. A group of one rank frees them too: they are
+        copies in the dtype of products."""
+        return not self.reshard_after_forward
+
+    def size(self, axis: str) -> int:
+        """How many ranks an axis, or a product of axes, has."""
+        return math.prod(getattr(self, part) for part in JOINED.get(axis, (axis,)))
+
+    def place(self, rank: int, axis: str) -> int:
+        """The place from 0 on an axis, or a product of axes, of the process with this number in the world."""
+        place = 0
+        for part in JOINED.get(axis, (axis,)):
+            inner = math.prod(getattr(self, name) for name in AXES[AXES.index(part) + 1 :])
+            place = place * getattr(self, part) + rank // inner % getattr(self, part)
+        return place

@@ -1,0 +1,259 @@
+"""Tensors of which each rank holds a part: which part is mine, how many ranks hold it, and norms and sums
+over the parts.
+
+Such a tensor, a DTensor, has a placement for each axis of its device mesh: the ranks of the axis hold parts
+along one dim, or copies. No other module reads placements. A plain tensor is its own only part.
+
+    rows    ├────── tp 0 ───────┼────── tp 1 ───────┤    tp cuts first, FSDP cuts what a rank of tp holds:
+            ├ fsdp 0 ─┼ fsdp 1 ─┼ fsdp 0 ─┼ fsdp 1 ─┤    (_StridedShard(0, split_factor=2), Shard(0))
+
+A strided placement says into how many pieces axes on its right have cut the dim before; in torch 2.13 its
+`is_shard()` is False. The places are computed here: of rows that such cuts do not divide, torch's
+`compute_local_shape_and_global_offset` tells some that no rank holds (2.11 to 2.13: 7 rows, tp 2, FSDP 3).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fms_fsdp.mesh import Mesh
+
+Tensors = list[torch.Tensor]
+Place = tuple[slice, ...]  # of a part in the whole tensor, a slice for each dim
+Placements = tuple[Placement, ...]
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has placements, if only on a mesh of one rank."""
+    return isinstance(tensor, DTensor)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the tensor, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_parts(tensors: Iterable[torch.Tensor | None]) -> Tensors:
+    """This rank's part of each tensor that is not None."""
+    return [local_part(tensor) for tensor in tensors if tensor is not None]
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """The place of this rank's part in the whole tensor."""
+    number = 0
+    for mesh, axis in _cuts(tensor):
+        number = number * mesh.size(axis) + mesh.get_local_rank(axis)
+    place, shape = places_of(tensor)[number], local_part(tensor).shape
+    assert tuple(map(_length, place)) == shape, (place, shape)
+    return place
+
+
+def places_of(tensor: torch.Tensor) -> tuple[Place, ...]:
+    """The place of each part in the whole tensor, empty ones included, by its rank in the group of
+    `groups_of`."""
+    cuts = (tensor.device_mesh.shape, tensor.placements) if isinstance(tensor, DTensor) else ((), ())
+    return _places(tensor.shape, *cuts)
+
+
+def num_copies(tensor: torch.Tensor, mesh: Mesh) -> int:
+    """The number of ranks, among those of one stage of one replica of the model, that hold each part."""
+    return mesh.size("replica") // mesh.size("pp") // len(places_of(tensor))
+
+
+def sharded_like(part: torch.Tensor, like: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The tensor whose part on this rank is `part`, of the shape of another tensor and cut as that one is.
+
+    With `dim` only that dim is so; every other one has size 1.
+    """
+    if not isinstance(like, DTensor):
+        return part
+    placements = [each if dim in (None, _cut_dim(each)) else Replicate() for each in like.placements]
+    whole = torch.empty([size if dim in (None, i) else 1 for i, size in enumerate(like.shape)], device="meta")
+    meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(placements), meta)
+    return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def zeros_along(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Zeros, one for each index of a dim of the tensor, cut as that dim is; every other dim has size 1."""
+    local = local_part(tensor)
+    shape = [size if i == dim else 1 for i, size in enumerate(local.shape)]
+    return sharded_like(torch.zeros(shape, device=local.device), tensor, dim)
+
+
+def reduce_over_parts(
+    values: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    dim: int | None = None,
+    op: Any = dist.ReduceOp.SUM,
+) -> None:
+    """In place: each value, computed from one part of the tensor beside it, becomes that of all its parts
+    (collective: every rank).
+
+    With `dim` only over the parts along that dim. Sends one message over each axis that cuts a tensor.
+    """
+    by_group: dict[tuple[dist.ProcessGroup, str], Tensors] = {}
+    for value, tensor in zip(values, tensors, strict=True):
+        for mesh, axis in _cuts(tensor, dim):
+            by_group.setdefault((mesh.get_group(axis), mesh.device_type), []).append(value)
+    for (group, device), some in by_group.items():
+        message = torch.cat([value.flatten() for value in some]).to(device)
+        dist.all_reduce(message, op, group)
+        sizes = [value.numel() for value in some]
+        for value, reduced in zip(some, torch.split(message, sizes), strict=True):
+            value.copy_(reduced.view_as(value))
+
+
+def norms_of(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Tensors:
+    """The 2-norm of each whole tensor, a scalar, from parts that are cut as the tensors beside them are.
+
+    Collective: every rank.
+    """
+    squares = [torch.linalg.vector_norm(part).square() for part in parts]
+    reduce_over_parts(squares, tensors)
+    return [square.sqrt() for square in squares]
+
+
+@torch.no_grad()
+def global_norm(tensors: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """The 2-norm of all tensors together, an fp32 scalar alike on all ranks, without a host sync (collective:
+    every rank).
+
+    Exact on any mesh: a part that several ranks of one replica hold counts once, and one all-reduce adds
+    up the squares of all parts.
+    """
+    by_copies: dict[int, Tensors] = {}
+    for tensor in tensors:
+        by_copies.setdefault(num_copies(tensor, mesh), []).append(local_part(tensor))
+    norms: dict[int, torch.Tensor] = {}
+    for copies, parts in by_copies.items():
+        norms[copies] = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, dtype=torch.float32)))
+    if mesh.device_mesh is None:
+        return norms[1]
+    # under CPU offload the parts lie elsewhere than the process group works
+    device = mesh.device_mesh.device_type
+    squared = sum(
+        (norm.square().to(device) / copies for copies, norm in norms.items()), torch.zeros((), device=device)
+    )
+    return mesh.sum(squared, "replica").sqrt()
+
+
+def groups_of(tensors: Sequence[torch.Tensor]) -> dict[dist.ProcessGroup | None, list[int]]:
+    """The indices of the tensors by the group of the ranks that hold the parts of one copy; None is the group
+    of tensors that are whole (collective: every rank)."""
+    by_cuts: dict[tuple[tuple[DeviceMesh, int], ...], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_cuts.setdefault(tuple(_cuts(tensor)), []).append(index)
+    found: dict[dist.ProcessGroup | None, list[int]] = {}
+    for cuts, indices in by_cuts.items():
+        found.setdefault(_group_across(cuts), []).extend(indices)
+    return found
+
+
+def on_group_device(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The part where the process groups of another tensor work: under CPU offload parts lie elsewhere."""
+    return part.to(like.device_mesh.device_type) if isinstance(like, DTensor) else part
+
+
+def part_sizes(tensor: torch.Tensor) -> list[int]:
+    """The number of entries of each part, in the order of `places_of`."""
+    return [math.prod(map(_length, place)) for place in places_of(tensor)]
+
+
+def joined(entries: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, of the shape of another one, from the entries of all parts, one part behind the other
+    in the order of `places_of`."""
+    whole = entries.new_empty(like.shape)
+    for place, part in zip(places_of(like), torch.split(entries, part_sizes(like)), strict=True):
+        whole[place] = part.view_as(whole[place])
+    return whole
+
+
+def taken_apart(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The entries of all parts of a whole tensor that is cut as another one is: what `joined` undoes."""
+    return torch.cat([whole[place].flatten() for place in places_of(like)])
+
+
+def _cut_dim(placement: Placement) -> int | None:
+    """The dim along which a placement cuts; None for copies. Summands are refused."""
+    assert isinstance(placement, Shard | _StridedShard | Replicate), placement
+    return None if isinstance(placement, Replicate) else placement.dim
+
+
+def _cuts(tensor: torch.Tensor, dim: int | None = None) -> list[tuple[DeviceMesh, int]]:
+    """The axes of more than one rank that cut the tensor, or one dim of it, each with its mesh."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    return [(mesh, axis) for axis in _cutting_axes(mesh.shape, tensor.placements, dim)]
+
+
+@cache
+def _cutting_axes(sizes: tuple[int, ...], placements: Placements, dim: int | None) -> tuple[int, ...]:
+    cut = [_cut_dim(placement) for placement in placements]
+    axes = [axis for axis, size in enumerate(sizes) if size > 1 and cut[axis] is not None]
+    return tuple(axis for axis in axes if dim in (None, cut[axis]))
+
+
+@cache
+def _places(shape: torch.Size, sizes: tuple[int, ...], placements: Placements) -> tuple[Place, ...]:
+    """The place of each part in a tensor of that shape, by its ranks on the axes that cut the tensor, of
+    which the last one runs first."""
+    axes = _cutting_axes(sizes, placements, None)
+    orders = [_order_of_cuts(sizes, placements, dim) for dim in range(len(shape))]
+    places = []
+    for ranks in itertools.product(*(range(sizes[axis]) for axis in axes)):
+        cuts = {axis: (sizes[axis], rank) for axis, rank in zip(axes, ranks, strict=True)}
+        dims = zip(shape, orders, strict=True)
+        places.append(tuple(_remaining(size, map(cuts.__getitem__, order)) for size, order in dims))
+    return tuple(places)
+
+
+def _order_of_cuts(sizes: tuple[int, ...], placements: Placements, dim: int) -> list[int]:
+    """The axes that cut the dim, in the order in which they do. Parts that are not contiguous are refused."""
+    order: list[int] = []
+    for axis in reversed(_cutting_axes(sizes, placements, dim)):
+        pieces = list(itertools.accumulate(map(sizes.__getitem__, order), operator.mul, initial=1))
+        pieces_before = getattr(placements[axis], "split_factor", 1)
+        assert pieces_before in pieces, (placements, sizes)
+        order.insert(pieces.index(pieces_before), axis)
+    return order
+
+
+def _remaining(size: int, cuts: Iterable[tuple[int, int]]) -> slice:
+    """What is left of a dim after cuts, each into a number of pieces, of which the one with a number is kept.
+    Sizes are those of torch.chunk: the last pieces may be smaller, or empty."""
+    start, stop = 0, size
+    for pieces, number in cuts:
+        length = -(-(stop - start) // pieces)
+        start = min(start + number * length, stop)
+        stop = min(start + length, stop)
+    return slice(start, stop)
+
+
+def _length(part: slice) -> int:
+    return len(range(part.start, part.stop))
+
+
+def _group_across(cuts: Sequence[tuple[DeviceMesh, int]]) -> dist.ProcessGroup | None:
+    """The process group over some axes of one mesh, whose last axis runs first."""
+    if len(cuts) < 2:
+        return next((mesh.get_group(axis) for mesh, axis in cuts), None)
+    (mesh, first), names = cuts[0], cuts[0][0].mesh_dim_names or ()
+    group: dist.ProcessGroup = mesh[tuple(names[axis] for _, axis in cuts)]._flatten().get_group()
+    # torch gives a new group half an hour of its own
+    options = mesh.get_group(first)._get_backend(torch.device(mesh.device_type)).options
+    dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+    return group
