@@ -1,8 +1,10 @@
 """Trains a Llama: the whole flow, once.
 
-flags → config → machine (devices, axes, batch) → process group, mesh → plan (data, model, memory)
-      → claim (rank 0 locks the folders and chooses the checkpoint) → data stream
-      → model (meta → precision → AC → compile → FSDP → init) → optimizers → load → train(step, hooks)
+parse    flags → config                                               (fms_fsdp/flags.py)
+resolve  machine (devices, axes, batch) → process group, mesh → inputs (data, model, room)
+claim    rank 0 locks the folders and chooses the checkpoint → Spec, the one value of this launch
+build    data stream → model (meta → precision → AC → compile → FSDP → init) → optimizers → load
+train    train(step, hooks)                                           (fms_fsdp/train.py, hooks.py)
 
 torchrun --nproc_per_node=8 main_training.py --model_variant=7b --sharding_strategy=hsdp --data_path=DIR
 """
@@ -15,8 +17,6 @@ import gc
 import os
 import sys
 import threading
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from fms_fsdp.cpu_tuning import before_torch
@@ -48,26 +48,18 @@ if __name__ == "__main__":
         sys.exit(begun[0].exit_status)
 
 from fms_fsdp import runtime
-from fms_fsdp.checkpoint.checkpoints import Checkpoints
-from fms_fsdp.evaluate import Evaluator, Forward
+from fms_fsdp.hooks import open_hooks
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.observe.meter import Meter
 from fms_fsdp.observe.metrics import Clock
-from fms_fsdp.observe.profiler import StepProfiler
-from fms_fsdp.observe.sinks import open_sinks
-from fms_fsdp.observe.step_data import describe_data
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.compile import compiles_optimizer
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.parts import load_part
 from fms_fsdp.run.claim import claim, look_at_suspect, record_launch, restore
-from fms_fsdp.run.describe import announce, describe, plan_saves
-from fms_fsdp.run.garbage import GarbageCollector
-from fms_fsdp.run.health import BadSteps, Watchdog
-from fms_fsdp.run.limits import Limits
 from fms_fsdp.run.lock import unlock_folders
-from fms_fsdp.run.out_of_memory import explaining_out_of_memory
-from fms_fsdp.run.plan import Plan, check_data, find_machine, open_stream, start_loss_scale, start_progress
+from fms_fsdp.spec.data import find_inputs
+from fms_fsdp.spec.machine import find_machine
+from fms_fsdp.spec.resolve import Spec, open_stream
+from fms_fsdp.spec.words import announce, describe
 from fms_fsdp.state import TrainState
 from fms_fsdp.train import TrainStep, train
 
@@ -104,86 +96,60 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
     mesh = Mesh(machine.dims, world.rank, machine.device.type, runtime.group_timeout(cfg.parallel))
     phases.done("group")
     with checking_input():
-        taken = claim(parsed, check_data(parsed, machine), mesh)
-        plan = taken.plan
-        stream = open_stream(cfg, plan)
-    launch.steps_done = lambda: plan.start
-    if plan.start == plan.num_steps:
+        spec, taken = claim(cfg, machine, find_inputs(cfg, machine), mesh)
+        stream = open_stream(spec)
+    launch.steps_done = lambda: spec.start
+    if spec.start == spec.num_steps:
         launch.claim(Path(cfg.output_dir))
         remedy = "raise --num_steps or choose another --run_name"
-        launch.end(FINISHED, f"already finished at step {plan.start}; {remedy}")
+        launch.end(FINISHED, f"already finished at step {spec.start}; {remedy}")
         return runtime.log.info(launch.reason)
     with checking_input():
-        facts = describe(cfg, plan)
-        record_launch(launch, cfg, taken)
-    look_at_suspect(stream, taken)
+        facts = describe(spec)
+        record_launch(launch, spec, taken)
+    look_at_suspect(stream, spec, taken.suspect_step)
     runtime.log_for_files(describe_flags(parsed))
     runtime.log.info("%s\n%s", describe_changes(parsed), facts)
-    announce(cfg, plan)
+    announce(spec)
     phases.done("data")
-    device, precision, seed = plan.device, plan.precision, cfg.training.seed
-    model = parallelize(plan.model, cfg.parallel, mesh, device=device, precision=precision, seed=seed)
+    device, precision, seed = spec.device, spec.precision, cfg.training.seed
+    model = parallelize(spec.model, cfg.parallel, mesh, device=device, precision=precision, seed=seed)
     with checking_input():
         compiled = compiles_optimizer(cfg.parallel, model, device)
         optimizers = build_optimizers(cfg.optim, model, precision, seed, compiled=compiled)
     phases.done("model")
-    plan, stream = restore(parsed, plan, stream, model, optimizers, mesh)
+    spec, state = restore(spec, stream, model, optimizers, mesh)
     phases.done("load")
-    state = TrainState(model, optimizers, stream, start_progress(plan), start_loss_scale(cfg, plan))
     launch.steps_done = lambda: state.progress.step
-    run_loop(cfg, plan, taken.attempt, mesh, state, launch, signals, phases)
-    done, step = state.progress.is_done, state.progress.step
-    why = f"{state.progress.stop}, at step {step}; start it again to go on"
-    launch.end(FINISHED if done else RESUME_ME, f"finished {step} steps" if done else why)
-    runtime.log.info("%s: %s", launch.reason, cfg.output_dir)
-
-
-def run_loop(
-    cfg: TrainConfig,
-    plan: Plan,
-    attempt: int,
-    mesh: Mesh,
-    state: TrainState,
-    launch: Launch,
-    signals: StopSignal,
-    phases: runtime.Phases,
-) -> None:
-    """Trains to the end, or until a limit, with everything that watches over it (collective: every rank)."""
-    folder, device, mask = Path(cfg.output_dir), plan.device, cfg.data.document_mask
     clock = Clock(device)
-    seed = cfg.training.seed if plan.model.has_dropout else None
-    size, clip, vocab_size = plan.batch.batch_size, cfg.optim.grad_clip, plan.model.vocab_size
-    recipe = TrainStep(mesh, device, plan.schedule, size, clip, mask, seed, vocab_size)
-    with ExitStack() as house:  # closes from the last to the first, all of them, also when a step fails
-        sinks = open_sinks(cfg, mesh, attempt, clock.totals)
-        house.callback(sinks.close)
-        house.callback(state.stream.close)
-        watchdog = Watchdog(
-            cfg.parallel.collective_timeout_s, folder / "stacks", plan.world.rank, launch.fail
-        )
-        forward = Forward(state.model, plan.batch.batch_size, mask, device, mesh, watchdog.feed)
-        profiler = StepProfiler(cfg.profiler, folder, device, plan.world.rank)
-        saves, describe_step = plan_saves(cfg, plan, attempt), partial(describe_data, state.stream, mesh)
-        exports = (cfg.checkpoint.export_interval, saves.root, folder / "exports", mesh)
-        samples = (cfg, plan.prompts, state.model, mesh, sinks, watchdog.feed, clock.mark)
-        hooks = [
-            watchdog,
-            BadSteps(cfg.training.max_bad_steps, describe_step, cfg.keep_name, state.loss_scale),
-            Meter(cfg, plan, mesh, state, sinks, clock, phases),
-            profiler,
-            Limits(cfg.training, folder, mesh.is_main, signals, clock.totals, cfg.eval.eval_interval),
-            Evaluator(cfg.eval, forward, plan.held_out, sinks, clock.mark),
-            *([load_part("samples:Sampler")(*samples)] if plan.prompts else []),
-            Checkpoints(cfg.checkpoint, saves, state, mesh, watchdog.feed, sinks.event, clock.mark),
-            *([load_part("exports:Exporter")(*exports)] if cfg.checkpoint.export_interval else []),
-            GarbageCollector(cfg.training.gc_interval),
-        ]
-        for hook in hooks:
-            house.callback(hook.close)
-        house.push(lambda kind, error, trace: launch.tell(error))
-        house.enter_context(explaining_out_of_memory(cfg, plan))
-        house.push(profiler.dump_at_failure)
-        train(recipe, state, hooks, clock)
+    with open_hooks(spec, taken.attempt, mesh, state, launch, signals, phases, clock) as hooks:
+        train(recipe_of(spec, mesh), state, hooks, clock)
+    tell_end(launch, state, cfg.output_dir)
+
+
+def recipe_of(spec: Spec, mesh: Mesh) -> TrainStep:
+    """What each step needs of the launch."""
+    cfg = spec.config
+    return TrainStep(
+        mesh,
+        spec.device,
+        spec.schedule,
+        spec.batch.batch_size,
+        cfg.optim.grad_clip,
+        cfg.data.document_mask,
+        dropout_seed=cfg.training.seed if spec.model.has_dropout else None,
+        vocab_size=spec.model.vocab_size,
+    )
+
+
+def tell_end(launch: Launch, state: TrainState, folder: str) -> None:
+    """Says how far the run got, and whether it is finished."""
+    step, stop = state.progress.step, state.progress.stop
+    if state.progress.is_done:
+        launch.end(FINISHED, f"finished {step} steps")
+    else:
+        launch.end(RESUME_ME, f"{stop}, at step {step}; start it again to go on")
+    runtime.log.info("%s: %s", launch.reason, folder)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,9 @@ import torch
 from result_file import HELP, write_result
 
 from fms_fsdp.config import ModelConfig, ParallelConfig, Precision
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.cpu_tuning import keep_freed_memory, let_gpu_memory_grow, set_thread_waiting
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.observe.metrics import memory

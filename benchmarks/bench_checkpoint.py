@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from fms_fsdp.mesh import Mesh
     from fms_fsdp.optim.optimizers import Optimizers
+    from fms_fsdp.record import Saved
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -73,7 +75,7 @@ def plain_read(path: Path, target: memoryview) -> None:
             start += count
 
 
-def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, dict[str, Any]]:
+def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, Saved]:
     """Starts the process group, builds the model and its optimizers, and what is recorded of them
     (collective: every rank)."""
     from fms_fsdp import runtime
@@ -82,8 +84,11 @@ def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, 
     from fms_fsdp.mesh import Mesh
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
-    from fms_fsdp.run.describe import plan_saves
-    from fms_fsdp.run.plan import check_data, find_machine
+    from fms_fsdp.record import Saved
+    from fms_fsdp.spec.data import find_inputs
+    from fms_fsdp.spec.machine import find_machine
+    from fms_fsdp.spec.origin import Origin
+    from fms_fsdp.spec.resolve import resolve
 
     flags = [
         f"--model_variant={variant}",
@@ -93,7 +98,8 @@ def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, 
     ]
     parsed = parse_with_origins(TrainConfig, flags)
     world = runtime.World.from_env()
-    found = check_data(parsed, find_machine(parsed, world))
+    cfg, machine = parsed.config, find_machine(parsed, world)
+    found = resolve(cfg, machine, find_inputs(cfg, machine), Origin())
     runtime.start(parsed.config.parallel, parsed.config.training, world, found.device, group=True)
     mesh = Mesh(found.dims, world.rank, found.device.type)
     device, seed = found.device, parsed.config.training.seed
@@ -101,7 +107,7 @@ def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, 
     model = parallelize(
         found.model, parsed.config.parallel, mesh, device=device, precision=precision, seed=seed
     )
-    state = {"tokens_seen": 0, "data": {}, **plan_saves(parsed.config, found, attempt=1).record}
+    state = Saved(0, **found.saved_with)
     return mesh, model, build_optimizers(parsed.config.optim, model, precision, seed), state
 
 
@@ -133,7 +139,9 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
         row = {"copy_s": timed(lambda: [b.copy_(t) for b, t in zip(buffers, local, strict=True)])}
         if step % 2:
             row["write_s"] = timed(lambda: plain_write(mine, raw))
-        row["stall_s"] = timed(partial(checkpointer.save, step, model, optimizer, state, now=False))
+        row["stall_s"] = timed(
+            partial(checkpointer.save, replace(state, step=step), model, optimizer, now=False)
+        )
         row["save_s"] = row["stall_s"] + timed(checkpointer.wait)
         if not step % 2:  # by turns: the second of the two finds less of the memory warm
             row["write_s"] = timed(lambda: plain_write(mine, raw))

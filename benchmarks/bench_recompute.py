@@ -61,8 +61,9 @@ def counted_bytes(options: argparse.Namespace, flags: list[str]) -> int:
     import torch
 
     from fms_fsdp.config import BF16, TrainConfig
+    from fms_fsdp.config.axes import ParallelDims
     from fms_fsdp.flags import parse_flags
-    from fms_fsdp.mesh import Mesh, ParallelDims
+    from fms_fsdp.mesh import Mesh
     from fms_fsdp.models.variants import resolve_model
     from fms_fsdp.parallel.parallelize import parallelize
 

@@ -103,6 +103,8 @@ class Evaluator(Hook):
     has ended.
     """
 
+    tells = ("validation",)
+
     def __init__(
         self,
         section: EvalConfig,

@@ -7,9 +7,9 @@ Hook          called around every step on every rank, in the order of a list; no
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -27,8 +27,8 @@ class StepResult:
     """One step's outcome, still on the device.
 
     `loss_sum`, `z_loss_sum`: of this rank; `num_labels`: of all ranks; `grad_norm`: before clipping, without
-    the loss scale; `requests`: the sums over ranks of what each asked for before the step; `loss_scale`: of
-    fp16.
+    the loss scale; `requests`: the sums over ranks of each entry of their `Requests` before the step;
+    `loss_scale`: of fp16.
     """
 
     loss_sum: torch.Tensor
@@ -39,6 +39,19 @@ class StepResult:
     z_loss_sum: torch.Tensor | None = None
 
 
+class Requests(NamedTuple):
+    """What a rank asks for, each 0 or 1, or the sums over ranks: the end of the launch after the next step.
+
+    `signal`: it got one. `file`: the stop file is there. `clock`: the time is nearly over. `records`: they
+    cannot be written.
+    """
+
+    signal: int = 0
+    file: int = 0
+    clock: int = 0
+    records: int = 0
+
+
 @dataclass
 class Progress:
     """Where a run is: `step` is the last step done, `start` the last one before this launch.
@@ -46,6 +59,9 @@ class Progress:
     rows_seen, tokens_seen    trained on by the end of `step`, over all launches of the run
     rows_at_end               of the whole run, as the flags of this launch plan it
     batch_rows, batch_tokens  of `step`
+
+    What hooks tell the loop and one another; `Hook.tells` names the one writer of each:
+
     requests    what this rank asks for, sent to all ranks with the next step
     stop        why the launch ends after the step under way; empty while it goes on
     problem     why the records of this rank cannot be written; empty while they can
@@ -62,7 +78,7 @@ class Progress:
     batch_tokens: int = 0
     step: int = -1
     batch: Batch | None = None
-    requests: list[int] = field(default_factory=list)
+    requests: Requests = Requests()
     stop: str = ""
     problem: str = ""
     validation: tuple[int, float] | None = None
@@ -105,9 +121,15 @@ class TrainState:
 
 
 class Hook:
-    """Work that is done around each step, on every rank. `part`: the part of the time it counts to."""
+    """Work that is done around each step, on every rank. `part`: the part of the time it counts to.
+
+    `tells`: the fields of `Progress` that this hook alone writes. `hears`: those that it reads after a step,
+    as another hook wrote them after the same step.
+    """
 
     part = "hooks"
+    tells: tuple[str, ...] = ()
+    hears: tuple[str, ...] = ()
 
     def before_step(self, progress: Progress) -> None:
         """Before step `progress.step + 1`."""
@@ -120,3 +142,14 @@ class Hook:
 
     def close(self) -> None:
         """At the end, also when a step failed."""
+
+
+def check_order(hooks: Sequence[Hook]) -> None:
+    """Asserts that each field has one writer, which comes before the hooks that hear of it."""
+    told: set[str] = set()
+    for hook in hooks:
+        assert not told & set(hook.tells), (
+            f"{type(hook).__name__} tells what another hook tells: {hook.tells}"
+        )
+        assert told >= set(hook.hears), f"{type(hook).__name__} comes before who tells it {hook.hears}"
+        told |= set(hook.tells)

@@ -20,8 +20,11 @@ import pytest
 
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.flags import SHIPPED, parse_flags, parse_with_origins
-from fms_fsdp.run.plan import Plan, check_data, find_machine
 from fms_fsdp.runtime import World, set_up_log
+from fms_fsdp.spec.data import find_inputs
+from fms_fsdp.spec.machine import find_machine
+from fms_fsdp.spec.origin import Origin
+from fms_fsdp.spec.resolve import Spec, resolve
 from tests.cli import ROOT, run
 from tests.fresh import copy_tracked
 from tests.warm import COMMANDS, TRAINING, launch
@@ -44,14 +47,15 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield folder
 
 
-def plan(*argv: str, ranks: int = 1) -> Plan:
+def plan(*argv: str, ranks: int = 1) -> Spec:
     """What a launch finds in front of its first collective; a flag given here replaces that of TINY."""
     given = {argument.partition("=")[0] for argument in argv}
     flags = [flag for flag in TINY if flag.partition("=")[0] not in given]
     world = World(0, 0, ranks, ranks)
     set_up_log(world)
     parsed = parse_with_origins(TrainConfig, [*flags, *argv])
-    return check_data(parsed, find_machine(parsed, world))
+    cfg, machine = parsed.config, find_machine(parsed, world)
+    return resolve(cfg, machine, find_inputs(cfg, machine), Origin())
 
 
 def refusal(*argv: str, ranks: int = 1) -> str:
@@ -383,7 +387,7 @@ def test_checkpoints_that_are_never_evaluated_cannot_be_ranked() -> None:
     flags = ("--keep_best=1", "--keep_last_n=1", "--eval_interval=3")
     text = refusal(*flags, "--checkpoint_interval=0")
     assert text.startswith("--keep_best (1) ranks checkpoints whose step is evaluated")
-    assert plan(*flags, "--checkpoint_interval=6").begin.checkpoint is None
+    assert plan(*flags, "--checkpoint_interval=6").origin.checkpoint is None
 
 
 BAD_FLAGS = [

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from fms_fsdp.checkpoint.checkpointer import load_checkpoint
 from fms_fsdp.checkpoint.folders import complete_steps, open_checkpoint
 from fms_fsdp.config import FP32, DataConfig, EvalConfig, ParallelConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.data.held_out import HeldOut, open_held_out, scan_held_out
 from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.data.tokenizer import ByteTokenizer
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare

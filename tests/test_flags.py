@@ -19,6 +19,7 @@ import torch
 from fms_fsdp.__main__ import COMMANDS
 from fms_fsdp.__main__ import main as run_command
 from fms_fsdp.config import TrainConfig, TrainingConfig, as_dict, parse_selective_checkpointing, resolve_batch
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.config.rule import Rule
 from fms_fsdp.config.rules import CONTRADICTIONS, IDLE
@@ -33,9 +34,8 @@ from fms_fsdp.flags import (
     parse_flags,
     parse_with_origins,
 )
-from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.variants import all_variants, resolve_model
-from fms_fsdp.run.rules import MACHINE, Hardware, listing
+from fms_fsdp.spec.rules import MACHINE, Hardware, listing
 from fms_fsdp.tools.flags_page import markdown
 
 ROOT = Path(__file__).parent.parent

@@ -17,8 +17,11 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.flags import SHIPPED, parse_with_origins
-from fms_fsdp.run.plan import check_data, find_machine
 from fms_fsdp.runtime import World, set_up_log
+from fms_fsdp.spec.data import find_inputs
+from fms_fsdp.spec.machine import find_machine
+from fms_fsdp.spec.origin import Origin
+from fms_fsdp.spec.resolve import resolve
 from tests.warm import launch
 
 BASE = {
@@ -71,7 +74,8 @@ class Case:
             with checking_input():
                 world = World.from_env() if self.variables else World(0, 0, self.ranks, self.ranks)
                 parsed = parse_with_origins(TrainConfig, self.flags)
-                check_data(parsed, find_machine(parsed, world))
+                cfg, machine = parsed.config, find_machine(parsed, world)
+                resolve(cfg, machine, find_inputs(cfg, machine), Origin())
         except UserError as error:  # any other error is a bug
             return str(error)
         return ""

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from fms_fsdp.config import FP32, DataConfig, ModelConfig, OptimConfig, ParallelConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.data.stream import build_stream
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.optimizers import build_optimizers

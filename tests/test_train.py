@@ -11,9 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.errors import UserError
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Clock, Interval

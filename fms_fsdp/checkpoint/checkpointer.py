@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.optim.optimizers import Optimizers
+from fms_fsdp.record import Saved
 from fms_fsdp.runtime import own_log
 
 Tensors = dict[str, torch.Tensor]
@@ -100,10 +101,8 @@ class Checkpointer:
         if self._in_background:
             self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizers))
 
-    def save(
-        self, step: int, model: nn.Module, optimizers: Optimizers | None, state: dict[str, Any], *, now: bool
-    ) -> None:
-        """Starts a checkpoint of `step`, or with `now` completes it; without optimizers, of weights alone.
+    def save(self, state: Saved, model: nn.Module, optimizers: Optimizers | None, *, now: bool) -> None:
+        """Starts a checkpoint of a state, or with `now` completes it; without optimizers, of weights alone.
 
         Raises:
             SaveFailed: this save with `now`, or the one that was in flight, could not be written.
@@ -114,9 +113,8 @@ class Checkpointer:
         if self._in_background and self._host is None and not now:
             self._allocate(tensors)
         wait = now or not self._in_background
-        state = {"step": step, **state}
         held = tensors if wait else self._copy_to_host(tensors)
-        self._in_flight = self._pool.submit(self._write, step, held, state, begin)
+        self._in_flight = self._pool.submit(self._write, held, state, begin)
         if wait:
             self.wait()
 
@@ -158,12 +156,13 @@ class Checkpointer:
             torch.cuda.current_stream().synchronize()
         return copied
 
-    def _write(self, step: int, tensors: Tensors, state: dict[str, Any], begin: float) -> None:
+    def _write(self, tensors: Tensors, state: Saved, begin: float) -> None:
         def commit() -> None:
             self.save_s = time.perf_counter() - begin
-            self._committed(step)
+            self._committed(state.step)
 
-        partial, final = self._root / f"step_{step}.partial-{self._attempt}", self._root / f"step_{step}"
+        final = self._root / f"step_{state.step}"
+        partial = final.with_name(f"{final.name}.partial-{self._attempt}")
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())  # unsharded: what all ranks write
         writer = CheckpointWriter(partial, final, state, num_bytes, self._progress, begin, commit)
         try:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
 from fms_fsdp.checkpoint.folders import clean_up, delete, named_steps, read_state, set_aside, size_problems
@@ -15,6 +14,7 @@ from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import CheckpointConfig
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import Mesh
+from fms_fsdp.record import Record, Saved
 from fms_fsdp.runtime import log
 from fms_fsdp.state import Hook, Progress, StepResult, TrainState
 
@@ -24,16 +24,16 @@ class SavePlan:
     """Where to save, and what is known before the first save.
 
     `superseded`: later checkpoints of the run, which it leaves behind. `save_s`: seconds that a save took in
-    an earlier launch, None if not known. `node_bytes`: what a node writes in one. `record`: the configuration
-    and what follows from it, kept beside the tensors. `patience_s`: how often a save that moves feeds the
-    watchdog. `host_bytes`: what this rank may use of host memory."""
+    an earlier launch, None if not known. `node_bytes`: what a node writes in one. `record`: the launch,
+    kept beside the tensors. `patience_s`: how often a save that moves is
+    said to be alive. `host_bytes`: what this rank may use of host memory."""
 
     root: Path
     attempt: int
     superseded: tuple[Path, ...]
     save_s: float | None
     node_bytes: int
-    record: dict[str, Any]
+    record: Record
     patience_s: float
     host_bytes: int = 2**62
 
@@ -42,11 +42,13 @@ class Checkpoints(Hook):
     """Saves what is due, and at a stop. A save that fails (a full disk) is logged; the last good checkpoint
     stays.
 
-    `alive()` feeds the watchdog while this rank waits for a save that moves. `event` writes a failure into
+    `alive()` tells the watchdog, while this rank waits, that a save moves. `event` writes a failure into
     metrics.jsonl. `mark(part)` tells the clock what the time went into.
     """
 
     part = "checkpoint"
+    tells = ("expected_save_s",)
+    hears = ("stop", "validation")
 
     def __init__(
         self,
@@ -116,18 +118,19 @@ class Checkpoints(Hook):
         self._mark("device")  # a copy waits for the steps: that is no time of the save
         self._settle()
         evaluated, step = progress.validation, progress.step
-        state = {
-            "tokens_seen": progress.tokens_seen,
-            "rows_seen": progress.rows_seen,
-            "validation_loss": evaluated[1] if evaluated and evaluated[0] == step else None,
-            "data": self._state.stream.state_dict(),
-            **self._plan.record,
-        }
-        if self._state.loss_scale is not None:
-            state["loss_scale"] = self._state.loss_scale.state_dict()
+        scale = self._state.loss_scale
+        state = Saved(
+            step,
+            tokens_seen=progress.tokens_seen,
+            rows_seen=progress.rows_seen,
+            validation_loss=evaluated[1] if evaluated and evaluated[0] == step else None,
+            data=self._state.stream.state_dict(),
+            loss_scale=scale.state_dict() if scale is not None else None,
+            **self._plan.record.saved_with,
+        )
         try:
             self._pending_step = step
-            self._checkpointer.save(step, self._state.model, self._state.optimizers, state, now=at_once)
+            self._checkpointer.save(state, self._state.model, self._state.optimizers, now=at_once)
         except SaveFailed as error:
             self._failed(error)
             if last:
@@ -175,5 +178,5 @@ def to_delete(root: Path, policy: KeepPolicy, start: int, written: Collection[in
     """
     steps = [step for step in named_steps(root) if step <= start or step in written]
     steps = [step for step in steps if not size_problems(root / f"step_{step}")]
-    losses = {step: read_state(root / f"step_{step}").get("validation_loss") for step in steps if policy.best}
+    losses = {step: read_state(root / f"step_{step}").validation_loss for step in steps if policy.best}
     return policy.to_delete(steps, {step: loss for step, loss in losses.items() if loss is not None})

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from fms_fsdp.errors import UserError
+from fms_fsdp.record import Saved, read_saved
 from fms_fsdp.safe_names import open_regular, safe_name
 
 FILES, STATE, METADATA = "files.json", "train_state.json", ".metadata"
@@ -46,12 +47,12 @@ class Checkpoint:
     damaged, and why."""
 
     folder: Path
-    state: dict[str, Any]
+    saved: Saved
     passed_over: dict[Path, str] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
-        return int(self.state["step"])
+        return self.saved.step
 
 
 class Checksum:
@@ -198,8 +199,8 @@ def problems(folder: Path, *, deep: bool = False) -> list[str]:
 
 def _state_problem(folder: Path) -> str:
     """A text where the folder has the name of another step than its `train_state.json`; else empty."""
-    _, state = _read_json(folder / STATE)
-    return "" if folder.name == f"step_{state['step']}" else f"{STATE} is of step {state['step']}"
+    step = read_state(folder).step
+    return "" if folder.name == f"step_{step}" else f"{STATE} is of step {step}"
 
 
 def complete_steps(root: Path) -> list[int]:
@@ -252,13 +253,15 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
     return None
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """The content of train_state.json, or {} where it cannot be read."""
-    try:
-        _, content = _read_json(folder / STATE)
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def read_state(folder: Path) -> Saved:
+    """What train_state.json says.
+
+    Raises:
+        UserError: it is missing, or no record of a checkpoint.
+        OSError: it cannot be read.
+    """
+    _, content = _read_json(folder / STATE)
+    return read_saved(content)
 
 
 def set_aside(folder: Path, word: str) -> Path:

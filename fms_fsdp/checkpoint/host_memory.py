@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from fms_fsdp.parallel.fsdp import local_shards
+from fms_fsdp.sharded import local_parts, sharded_like
 
 _LEAST_BYTES = 256 << 20  # of a slab that more tensors would fit
 _ALIGNMENT = 64
@@ -41,7 +40,7 @@ def host_copies(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> dict[s
         MemoryError: they need more than `limit_bytes`.
         RuntimeError: the system cannot pin so much.
     """
-    locals_ = dict(zip(tensors, local_shards(tensors.values()), strict=True))
+    locals_ = dict(zip(tensors, local_parts(tensors.values()), strict=True))
     places, sizes = pack({name: tensor.nbytes for name, tensor in locals_.items()})
     if sum(sizes) > limit_bytes:
         raise MemoryError(f"{sum(sizes) / 2**30:.1f} GiB are needed, {limit_bytes / 2**30:.1f} are free")
@@ -53,7 +52,5 @@ def host_copies(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> dict[s
         slab, first = places[name]
         # not a view of the slab: DCP copies a tensor of a larger storage before it writes it
         memory = torch.from_numpy(slabs[slab][first : first + tensor.nbytes])
-        copies[name] = copy = memory.view(tensor.dtype).view(tensor.shape)
-        if isinstance(whole := tensors[name], DTensor):
-            copies[name] = DTensor(copy, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        copies[name] = sharded_like(memory.view(tensor.dtype).view(tensor.shape), tensors[name])
     return copies

@@ -3,7 +3,7 @@
     write, fsync, delete ─▶ SaveProgress of that rank ─▶ one counter in the launch's store
                          ─▶ SaveProgress of every rank that waits ─▶ its watchdog
 
-So a save may take as long as it needs; when it moves on no rank, the watchdogs are not fed and end the
+So a save may take as long as it needs; when it moves on no rank, the watchdogs hear nothing and end the
 launch.
 """
 
@@ -23,18 +23,18 @@ OPERATION_LIMIT_S = 1800.0  # that one fsync or one deletion may take
 
 
 class SaveProgress:
-    """The saves of one rank. `alive()` is called while this rank waits and a save moves somewhere, about
+    """The saves of one rank. `on_alive()` is called while this rank waits and a save moves somewhere, about
     every `interval_s`."""
 
-    def __init__(self, alive: Callable[[], None] = lambda: None, interval_s: float = 5.0) -> None:
-        self._alive, self._interval_s = alive, interval_s
+    def __init__(self, on_alive: Callable[[], None] = lambda: None, interval_s: float = 5.0) -> None:
+        self._on_alive, self._interval_s = on_alive, interval_s
         self._moves = self._told = self._seen = 0
         self._operation_began: float | None = None
         self._store: dist.Store | None = None
         if dist.is_initialized():
             self._store = dist.PrefixStore("saves", dist.distributed_c10d._get_default_store())
 
-    def moved(self) -> None:
+    def alive(self) -> None:
         """Counts one more sign that this rank's save moves."""
         self._moves += 1
 
@@ -46,14 +46,14 @@ class SaveProgress:
             yield
         finally:
             self._operation_began = None
-            self.moved()
+            self.alive()
 
     def wait(self, future: Future[None]) -> None:
         """Returns when this rank's save is done; raises what it raised."""
         while not wait([future], self._interval_s).done:
             if self._moved_anywhere():
-                self._alive()
-        self._alive()
+                self._on_alive()
+        self._on_alive()
         future.result()
 
     def _moved_anywhere(self) -> bool:

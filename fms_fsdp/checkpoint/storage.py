@@ -18,6 +18,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +44,7 @@ from fms_fsdp.checkpoint.folders import (
 )
 from fms_fsdp.checkpoint.progress import SaveProgress
 from fms_fsdp.errors import StorageError, UserError
+from fms_fsdp.record import Saved
 
 _PIECE = 16 << 20  # bytes of a large tensor that are written at a time
 
@@ -70,7 +72,7 @@ class CheckpointWriter(FileSystemWriter):
         self,
         partial: Path,
         final: Path,
-        train_state: dict[str, Any],
+        train_state: Saved,
         needed_bytes: int,
         progress: SaveProgress,
         begin: float,
@@ -109,9 +111,9 @@ class CheckpointWriter(FileSystemWriter):
             files |= written.files
         files[METADATA] = self._summing.files[f"{METADATA}.tmp"]
         folder = Path(self.path)
-        self._train_state["save_s"] = round(time.perf_counter() - self._begin, 3)
+        state = replace(self._train_state, save_s=round(time.perf_counter() - self._begin, 3))
         with self.fs.create_stream(folder / STATE, "wb") as stream:
-            stream.write(json.dumps(self._train_state, indent=1).encode())
+            stream.write(json.dumps(state.content, indent=1).encode())
         files[STATE] = self._summing.files[STATE]
         with self.fs.create_stream(folder / FILES, "wb") as stream:
             stream.write(render_files(files).encode())
@@ -164,7 +166,7 @@ class _SummingFile(io.BufferedWriter):
             piece = view[start : start + _PIECE]
             self._checksum.update(piece)
             super().write(piece)
-            self._progress.moved()
+            self._progress.alive()
         return len(view)
 
     def close(self) -> None:

@@ -17,10 +17,10 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fms_fsdp.models.attention import KeyValueCache
 from fms_fsdp.models.llama import Llama
+from fms_fsdp.sharded import is_distributed
 
 Module = TypeVar("Module", bound=nn.Module)
 _FEW = 64  # rows
@@ -38,7 +38,7 @@ class CachedReader:
         if compiled:
             max_len = min(model.config.max_seq_len, max(64, 1 << (max_len - 1).bit_length()))
         self._compiled = compiled
-        is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
+        is_sharded = any(map(is_distributed, model.parameters()))
         packs = not compiled and not is_sharded and _can_pack(model, room)
         self._twin = model if is_sharded else _twin(model, packs)
         self._first = self._twin if packs else model  # reads the prompt

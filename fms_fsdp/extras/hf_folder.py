@@ -26,10 +26,11 @@ from fms_fsdp.extras.hf import HFWeight, find_family, hf_weights
 from fms_fsdp.extras.typed_json import quoted
 from fms_fsdp.extras.weight_files import Weights, check_finite, open_weights
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.models.init import clean_name, local_part
+from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.predict.memory import available_memory
+from fms_fsdp.sharded import local_part, place_of
 
 _IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".masked_bias")
 _HEADS = ("lm_head.", "embed_out.")
@@ -167,7 +168,7 @@ def fill(model: Llama, folder: HFFolder) -> None:
 
 
 def _fill_rows(target: torch.Tensor, part: torch.Tensor, vocab_size: int, name: str) -> None:
-    local, (rows, *columns) = local_part(target)
+    local, (rows, *columns) = local_part(target), place_of(target)
     first, known = rows.start, min(len(part), rows.stop)
     local[: max(0, known - first)] = part[(slice(first, known), *columns)]
     check_finite(name, local[: max(0, known - first)])

@@ -8,15 +8,16 @@ from typing import NamedTuple
 import torch
 
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf_folder import fill, find_hf_tokenizer, is_hf_folder, open_folder
 from fms_fsdp.extras.text_rules import TextRules, begin_token, rules_of_folder
 from fms_fsdp.extras.trained_run import find_checkpoint, kept_originals, recorded_tokenizer
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama, build_model
-from fms_fsdp.models.variants import LlamaConfig, model_from_dict
-from fms_fsdp.run.recorded import data_of
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.spec.origin import data_of
 
 
 class TextModel(NamedTuple):
@@ -40,7 +41,7 @@ def load(path: str, step: int | None, device: str | torch.device) -> TextModel:
         fill(model, found)
         return TextModel(model.eval(), tokenizer, rules)
     checkpoint = find_checkpoint(path, step)
-    model = _empty(model_from_dict(checkpoint.state["resolved"]["model"]), device)
+    model = _empty(checkpoint.saved.record.model, device)
     try:
         load_checkpoint(checkpoint, model, None, Mesh(ParallelDims("none"), 0, torch.device(device).type))
     except DamagedCheckpoint as error:

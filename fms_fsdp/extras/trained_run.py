@@ -8,7 +8,7 @@ from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
 from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
-from fms_fsdp.run.recorded import trained_with
+from fms_fsdp.spec.origin import trained_with
 
 ORIGINALS = Path("tokenizer") / "original"  # within a run folder that was imported
 
@@ -32,7 +32,7 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
 def kept_originals(checkpoint: Checkpoint) -> Path | None:
     """The files of text that an import kept as they were, of a checkpoint that was not trained since."""
     folder = checkpoint.folder.parent.parent / ORIGINALS
-    is_untrained = checkpoint.step == 0 and "imported_from" in checkpoint.state
+    is_untrained = checkpoint.step == 0 and bool(checkpoint.saved.imported_from)
     return folder if is_untrained and folder.is_dir() else None
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.config import TrainConfig
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import Mesh
@@ -24,11 +23,11 @@ from fms_fsdp.observe.sensors import read_all
 from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.observe.step_data import global_fingerprint
 from fms_fsdp.observe.utilization import find_utilization
-from fms_fsdp.parallel.fsdp import global_norm
 from fms_fsdp.parts import load_part
 from fms_fsdp.run.health import SpikeDetector
-from fms_fsdp.run.plan import Plan
 from fms_fsdp.runtime import Phases, log, show_progress
+from fms_fsdp.sharded import global_norm
+from fms_fsdp.spec.resolve import Spec
 from fms_fsdp.state import Hook, Progress, StepResult, TrainState
 
 
@@ -36,30 +35,25 @@ class Meter(Hook):
     """Writes a record for the first, the last and every `report_interval`-th step."""
 
     part = "logging"
+    tells = ("problem",)
 
     def __init__(
-        self,
-        cfg: TrainConfig,
-        plan: Plan,
-        mesh: Mesh,
-        state: TrainState,
-        sinks: Sinks,
-        clock: Clock,
-        phases: Phases,
+        self, spec: Spec, mesh: Mesh, state: TrainState, sinks: Sinks, clock: Clock, phases: Phases
     ) -> None:
-        self._mesh, self._device, self._stream, self._sinks = mesh, plan.device, state.stream, sinks
+        self._mesh, self._device, self._stream, self._sinks = mesh, spec.device, state.stream, sinks
+        cfg = spec.config
         self._clock, self._phases = clock, phases
-        self._schedule, self._base_rate = plan.schedule, cfg.optim.learning_rate
+        self._schedule, self._base_rate = spec.schedule, cfg.optim.learning_rate
         self._section, self._report_interval = cfg.log, cfg.log.report_interval
         self._parameters = list(state.model.parameters())
-        self._utilization = find_utilization(plan, cfg)
-        if plan.device.type == "cuda" and self._utilization.peak_flops is None:
-            name = torch.cuda.get_device_name(plan.device)
+        self._utilization = find_utilization(spec)
+        if spec.device.type == "cuda" and self._utilization.peak_flops is None:
+            name = torch.cuda.get_device_name(spec.device)
             log.info("mfu is not reported: the peak of %s is not known; give --peak_tflops", name)
         self._spikes = SpikeDetector(cfg.training.spike_threshold)
-        self._energy = find_meter(plan.device, plan.world.local_rank)
-        self._sensors = load_part("sensors").find_sensors(plan.device) if cfg.log.diagnostics else {}
-        self._interval = Interval(mesh, plan.device)
+        self._energy = find_meter(spec.device, spec.world.local_rank)
+        self._sensors = load_part("sensors").find_sensors(spec.device) if cfg.log.diagnostics else {}
+        self._interval = Interval(mesh, spec.device)
         self._zeros: torch.Tensor | None = None
         self._paces: deque[float] = deque(maxlen=20)  # seconds a row, of the last reports
         self._reported = 0, 0  # steps and tokens of this launch, by the last report

@@ -20,7 +20,7 @@ import torch
 
 from fms_fsdp.config.values import short
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.parallel.fsdp import local_shards, num_copies
+from fms_fsdp.sharded import local_part, num_copies
 from fms_fsdp.state import StepResult
 
 Record = dict[str, Any]
@@ -148,8 +148,7 @@ class Interval:
 def count_zeros(parameters: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     """How many entries of the gradient are exactly zero (collective: every rank)."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    parts = zip(gradients, local_shards(gradients), strict=True)
-    counts = [(part == 0).sum().double() / num_copies(gradient, mesh) for gradient, part in parts]
+    counts = [(local_part(each) == 0).sum().double() / num_copies(each, mesh) for each in gradients]
     return mesh.sum(torch.stack(counts).sum(), "replica")
 
 

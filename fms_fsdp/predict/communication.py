@@ -12,7 +12,7 @@ Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 from __future__ import annotations
 
 from fms_fsdp.config import NUM_BYTES, Precision
-from fms_fsdp.mesh import ParallelDims
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
 

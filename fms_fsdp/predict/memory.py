@@ -25,8 +25,8 @@ from fms_fsdp.config import (
     Precision,
     parse_selective_checkpointing,
 )
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.errors import UserError
-from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
 

@@ -1,7 +1,8 @@
-"""The claim of a launch: rank 0 locks the folders, chooses and checks the checkpoint, and sends it to all.
+"""The claim of a launch: rank 0 locks the folders, chooses the checkpoint, and sends it to all.
 
-    plan (every rank, nothing written) ─→ claim: lock → choose the start → broadcast → the same checks by all
-                                           → only now the folder is made and written to
+    folders that exist: locked → origin → broadcast → `resolve` on all ranks → new folders: made, locked
+
+So a refused launch makes no folder, and nobody else writes what the launch read.
 
 config.json (the latest launch) · config.<attempt>.json (each launch) · status.json · metrics.jsonl · log.txt
 · tensorboard/ · checkpoints/ · profile_traces/ · stacks/ (of ranks that hung) · slurm_job · STOP (made by
@@ -18,145 +19,80 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fms_fsdp.atomic import read_json, write_atomically
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
-from fms_fsdp.checkpoint.folders import set_aside
-from fms_fsdp.config import TrainConfig, as_dict
-from fms_fsdp.data.kept_tokenizer import check_same_tokenizer, of_folder
-from fms_fsdp.data.shards.manifest import Corpus
+from fms_fsdp.checkpoint.folders import named_steps, set_aside
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.data.held_out import close_held_out
 from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import UserError, checking_input
-from fms_fsdp.flags import Parsed
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.parts import load_part
-from fms_fsdp.run.describe import announce, resolved
 from fms_fsdp.run.limits import STOP_FILE
 from fms_fsdp.run.lock import lock_folders
-from fms_fsdp.run.plan import Plan, open_stream, start_from
-from fms_fsdp.run.recorded import trained_with
-from fms_fsdp.run.resume import Start, find_start
 from fms_fsdp.run.status import Launch
 from fms_fsdp.runtime import World, agreed, log, log_to_file, process_age_s
+from fms_fsdp.spec.data import Inputs
+from fms_fsdp.spec.machine import Machine
+from fms_fsdp.spec.origin import Origin, choose_origin, find_origin
+from fms_fsdp.spec.resolve import Spec, open_stream, resolve
+from fms_fsdp.spec.words import announce
+from fms_fsdp.state import Progress, TrainState
 
 _SENTINEL = ".shared"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a launch holds: its number from 1, and the plan with its start. `suspect_step`: the last attempt
-    ended because the data of this step are wrong."""
+    """What a launch holds: its number from 1. `suspect_step`: the last attempt ended because the data of this
+    step are wrong."""
 
     attempt: int
-    plan: Plan
     suspect_step: int | None
 
 
-def claim(parsed: Parsed[TrainConfig], plan: Plan, mesh: Mesh) -> Claim:
-    """Takes the folders for this run and chooses its start (collective: every rank). They stay locked until
-    the launch ends.
+def claim(cfg: TrainConfig, machine: Machine, inputs: Inputs, mesh: Mesh) -> tuple[Spec, Claim]:
+    """Takes the folders for this run and resolves the launch (collective: every rank). The folders stay
+    locked until the launch ends.
 
     Raises:
         UserError, OSError: another run writes there, or the checkpoint does not fit; alike on every rank.
     """
-    cfg, world = parsed.config, plan.world
     folder, root = Path(cfg.output_dir), Path(cfg.ckpt_save_path)
+    is_new = not root.exists()
 
-    def take() -> tuple[Start, dict[str, Any]]:
-        if not folder.exists() and not root.exists():  # a new run is checked before its folder is made
-            start_from(parsed, plan, _find_start(cfg, plan.corpus))
+    def choose() -> Origin:
+        lock_folders(path for path in (folder, root) if path.exists())
+        return find_origin(cfg, inputs.corpus)
+
+    def take() -> tuple[int, int | None]:
         lock_folders([folder, root])
-        begin = _find_start(cfg, plan.corpus)
-        _set_aside_own(cfg, begin.checkpoint.passed_over if begin.checkpoint else ())
-        return begin, read_json(folder / "status.json")
+        if is_new and named_steps(root):
+            raise UserError(
+                f"folder ({root}) must have one writer, and another began this run; start it again"
+            )
+        _set_aside_own(cfg, origin.checkpoint.passed_over if origin.checkpoint else ())
+        return _last_attempt(folder) + 1, read_json(folder / "status.json").get("data_step")
 
-    begin, last = agreed(take)
-    plan = start_from(parsed, plan, begin)
+    origin = agreed(choose)
+    spec = resolve(cfg, machine, inputs, origin)
+    taken = Claim(*agreed(take))
     for shared in [folder] if root.is_relative_to(folder) else [folder, root]:
-        _check_shared(shared, world, mesh)
-    attempt = agreed(lambda: _last_attempt(folder) + 1)
-    return Claim(attempt, plan, last.get("data_step"))
+        _check_shared(shared, machine.world, mesh)
+    return spec, taken
 
 
-def _find_start(cfg: TrainConfig, corpus: Corpus | None) -> Start:
-    """The start, whose weights of Hugging Face were looked at, and which is of the data's tokenizer."""
-    begin = find_start(cfg)
-    used = trained_with(begin.checkpoint) if begin.checkpoint is not None else None
-    if begin.weights:
-        folder, part = Path(begin.weights), load_part("hf_folder")
-        part.open_folder(folder, "--init_from_hf")
-        used = part.hf_tokenizer(folder, f"--init_from_hf ({folder})")
-    if corpus is not None and used is not None:
-        path = cfg.data.data_path
-        remedy = "prepare the data with the tokenizer of the weights, or choose other weights"
-        check_same_tokenizer(of_folder(f"--data_path ({path})", corpus.tokenizer, path), used, remedy)
-    return begin
-
-
-def restore(
-    parsed: Parsed[TrainConfig], plan: Plan, stream: Stream, model: Llama, optimizers: Optimizers, mesh: Mesh
-) -> tuple[Plan, Stream]:
-    """Loads the weights or the checkpoint that the plan names; where files of a checkpoint turn out to be
-    damaged, the newest sound one before it, which makes another plan (collective: every rank).
-
-    Raises:
-        UserError: none is sound.
-    """
-    if plan.begin.weights:
-        with checking_input():
-            load_part("hf_folder").load_weights(Path(plan.begin.weights), model, mesh)
-    damaged: list[Path] = []
-
-    def choose_again() -> Start:
-        _set_aside_own(parsed.config, damaged[-1:])
-        return find_start(parsed.config, damaged)
-
-    while plan.checkpoint is not None:
-        try:
-            load_checkpoint(plan.checkpoint, model, optimizers if plan.continues else None, mesh)
-            break
-        except DamagedCheckpoint as error:
-            log.error("%s; looking for an older one", error)
-            damaged.append(error.folder)
-        with checking_input():
-            stream.close()
-            plan = start_from(parsed, plan, agreed(choose_again))
-            stream = open_stream(parsed.config, plan)
-        announce(parsed.config, plan)
-    return plan, stream
-
-
-def look_at_suspect(stream: Stream, taken: Claim) -> None:
-    """Reads the data that ended the last attempt, if this attempt needs them too.
-
-    Raises:
-        UserError: the data are still wrong.
-    """
-    step = taken.suspect_step
-    if step is None or step <= taken.plan.start:
-        return
-    with checking_input(on_one_rank=True, data_step=step):
-        stream.batch_at(step)
-
-
-def _set_aside_own(cfg: TrainConfig, damaged: Iterable[Path]) -> None:
-    """Renames a damaged checkpoint, in the run's own folder only, which this launch has locked."""
-    for folder in damaged:
-        if folder.resolve().parent == Path(cfg.ckpt_save_path).resolve() and folder.is_dir():
-            log.warning("set aside: %s", set_aside(folder, "damaged"))
-
-
-def record_launch(launch: Launch, cfg: TrainConfig, taken: Claim) -> None:
+def record_launch(launch: Launch, spec: Spec, taken: Claim) -> None:
     """Writes the records of this launch into its folder (collective: every rank)."""
-    folder, rank = Path(cfg.output_dir), taken.plan.world.rank
+    folder, rank = Path(spec.config.output_dir), spec.world.rank
 
     def write() -> None:
-        text = json.dumps({**as_dict(cfg), "resolved": resolved(taken.plan)}, indent=1) + "\n"
+        text = json.dumps(spec.content, indent=1) + "\n"
         for name in (f"config.{taken.attempt}.json", "config.json"):
             write_atomically(folder / name, text)
         _remove_old_request(folder / STOP_FILE)
@@ -167,8 +103,74 @@ def record_launch(launch: Launch, cfg: TrainConfig, taken: Claim) -> None:
     agreed(write)
     if rank > 0:
         launch.claim(folder)
-        if cfg.log.log_all_ranks:
+        if spec.config.log.log_all_ranks:
             log_to_file(folder / f"log.rank{rank}.txt")
+
+
+def look_at_suspect(stream: Stream, spec: Spec, step: int | None) -> None:
+    """Reads the data that ended the last attempt, if this attempt needs them too.
+
+    Raises:
+        UserError: the data are still wrong.
+    """
+    if step is None or step <= spec.start:
+        return
+    with checking_input(on_one_rank=True, data_step=step):
+        stream.batch_at(step)
+
+
+def restore(
+    spec: Spec, stream: Stream, model: Llama, optimizers: Optimizers, mesh: Mesh
+) -> tuple[Spec, TrainState]:
+    """Loads the weights or the checkpoint that the run starts from; where files of a checkpoint turn out to
+    be damaged, the newest sound one before it, which makes another spec (collective: every rank).
+
+    Raises:
+        UserError: none is sound.
+    """
+    cfg, damaged = spec.config, list[Path]()
+    if spec.origin.weights:
+        with checking_input():
+            load_part("hf_folder").load_weights(Path(spec.origin.weights), model, mesh)
+
+    def choose_again() -> Origin:
+        _set_aside_own(cfg, damaged[-1:])
+        return choose_origin(cfg, damaged)
+
+    while (checkpoint := spec.origin.checkpoint) is not None:
+        try:
+            load_checkpoint(checkpoint, model, optimizers if spec.origin.continues else None, mesh)
+            break
+        except DamagedCheckpoint as error:
+            log.error("%s; looking for an older one", error)
+            damaged.append(error.folder)
+        with checking_input():
+            stream.close()
+            close_held_out(spec.held_out)
+            spec = resolve(cfg, spec.machine, spec.inputs, agreed(choose_again))
+            stream = open_stream(spec)
+        announce(spec)
+    return spec, _begin_state(spec, stream, model, optimizers)
+
+
+def _begin_state(spec: Spec, stream: Stream, model: Llama, optimizers: Optimizers) -> TrainState:
+    """The state before the first step of this launch; fp16 goes on with the loss scale of the checkpoint."""
+    timeline, loss_scale = spec.timeline, None
+    rows = timeline.rows_at_start
+    rows_at_end = rows + timeline.batches.rows_of(spec.num_steps - spec.start)
+    progress = Progress(spec.start, spec.num_steps, rows, timeline.tokens_at_start, rows_at_end)
+    if spec.precision.compute == "fp16":
+        loss_scale = load_part("loss_scale:LossScale")(spec.config.precision, spec.device)
+        if saved := spec.origin.saved.loss_scale:
+            loss_scale.load_state_dict(saved)
+    return TrainState(model, optimizers, stream, progress, loss_scale)
+
+
+def _set_aside_own(cfg: TrainConfig, damaged: Iterable[Path]) -> None:
+    """Renames a damaged checkpoint, in the run's own folder only, which this launch has locked."""
+    for folder in damaged:
+        if folder.resolve().parent == Path(cfg.ckpt_save_path).resolve() and folder.is_dir():
+            log.warning("set aside: %s", set_aside(folder, "damaged"))
 
 
 def _last_attempt(folder: Path) -> int:

@@ -130,8 +130,8 @@ class SpikeDetector:
 
 
 class Watchdog(Hook):
-    """A thread that ends this process with status 1 when nobody has fed it for `timeout_s`. It first writes
-    the stacks of all threads to `folder`.
+    """A thread that ends this process with status 1 when nobody said `alive()` for `timeout_s`. The thread
+    first writes the stacks of all threads to `folder`.
 
     The timeout of collectives is not enough: a rank may hang outside of a collective.
     """
@@ -145,9 +145,9 @@ class Watchdog(Hook):
 
     def before_step(self, progress: Progress) -> None:
         """A step that begins shows that this rank is alive."""
-        self.feed()
+        self.alive()
 
-    def feed(self) -> None:
+    def alive(self) -> None:
         """Says that this rank is alive."""
         self._heard = time.monotonic()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from fms_fsdp.config import TrainingConfig
 from fms_fsdp.run.stop_signal import StopSignal
 from fms_fsdp.runtime import HostCopy, job_end, process_age_s
-from fms_fsdp.state import Hook, Progress, StepResult
+from fms_fsdp.state import Hook, Progress, Requests, StepResult
 
 STOP_FILE = "STOP"
 
@@ -26,6 +26,8 @@ STOP_FILE = "STOP"
 class Limits(Hook):
     """The limits of one launch; the reason of its end is written to `progress.stop`. `spent`: seconds of this
     launch by part."""
+
+    tells = ("requests", "stop")
 
     section: TrainingConfig
     folder: Path
@@ -42,20 +44,19 @@ class Limits(Hook):
     _is_late: bool = False
 
     def before_step(self, progress: Progress) -> None:
-        """Writes what this rank asks for into `progress.requests`, each 0 or 1: a signal, the file, the
-        clock, or records that cannot be written."""
+        """Writes what this rank asks for into `progress.requests`."""
         if self.section.exit_step and self.section.exit_step <= progress.start:
             progress.stop = f"--exit_step ({self.section.exit_step}) is reached"
             return
         now = time.monotonic()
         self._measure(progress, now)
-        asked = [int(bool(self.signals.name)), 0, 0, int(bool(progress.problem))]
+        by_file = by_clock = False
         if self.is_main:
             if now - self._file_checked >= 1.0:
                 self._file_checked = now
-                asked[1] = int((self.folder / STOP_FILE).exists())
-            asked[2] = int(any(left_s < self.margin_s(progress) for left_s, _ in self._ends()))
-        progress.requests = asked
+                by_file = (self.folder / STOP_FILE).exists()
+            by_clock = any(left_s < self.margin_s(progress) for left_s, _ in self._ends())
+        progress.requests = Requests(bool(self.signals.name), by_file, by_clock, bool(progress.problem))
 
     def _measure(self, progress: Progress, now: float) -> None:
         """Measures the last step; its evaluation and its save are measured apart."""
@@ -76,7 +77,7 @@ class Limits(Hook):
         self._is_late = result.requests.device.type == "cuda"
         before, self._heard = self._heard, HostCopy(result.requests)
         heard = before if self._is_late else self._heard
-        requests = heard.read() if heard else [0, 0, 0, 0]
+        requests = Requests(*heard.read()) if heard else Requests()
         progress.stop = self._limit_reached(progress) or self._request_heard(progress, requests)
 
     def _limit_reached(self, progress: Progress) -> str:
@@ -91,15 +92,14 @@ class Limits(Hook):
             return f"--exit_samples ({section.exit_samples}) are reached"
         return ""
 
-    def _request_heard(self, progress: Progress, requests: list[int]) -> str:
-        by_signal, by_file, by_clock, by_problem = requests
-        if by_problem:
+    def _request_heard(self, progress: Progress, requests: Requests) -> str:
+        if requests.records:
             return progress.problem or "rank 0 cannot write its records"
-        if by_signal:
+        if requests.signal:
             return f"stopped by {self.signals.name or 'a signal to another rank'}"
-        if by_file:
+        if requests.file:
             return f"stopped by the file {self.folder / STOP_FILE}"
-        if by_clock:
+        if requests.clock:
             return min(self._ends(), default=(0.0, "the end of rank 0's time is near"))[1]
         return ""
 

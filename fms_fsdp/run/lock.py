@@ -52,21 +52,21 @@ def lock_folder(
     return file
 
 
-_held: list[TextIO] = []  # until the launch or the process ends
+_held: dict[Path, TextIO] = {}  # until the launch or the process ends
 
 
 def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
     """Makes and locks the folders until `unlock_folders`, or the process ends. Folders that exist are locked
-    first, so a refused launch makes nothing.
+    first, so a refused launch makes nothing. A folder that this process has locked stays so.
 
     Raises:
         UserError: another process holds one of them, or one cannot be made.
     """
-    resolved = dict.fromkeys(folder.resolve() for folder in folders)
-    for folder in sorted(resolved, key=lambda folder: not folder.exists()):
+    real = {folder.resolve() for folder in folders} - _held.keys()
+    for folder in sorted(real, key=lambda folder: (not folder.exists(), folder)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _held.append(lock_folder(folder, patience_s))
+            _held[folder] = lock_folder(folder, patience_s)
         except OSError as error:
             raise UserError(
                 f"folder ({folder}) must be one that can be made and written: {error.strerror}; choose "
@@ -77,4 +77,4 @@ def lock_folders(folders: Iterable[Path], patience_s: float = 10.0) -> None:
 def unlock_folders() -> None:
     """Gives back what `lock_folders` has locked: a launch is over, and its process may begin another one."""
     while _held:
-        _held.pop().close()
+        _held.popitem()[1].close()

@@ -30,7 +30,7 @@ def version() -> str:
 
 def rules() -> str:
     """All rules that a launch is judged by, as a table."""
-    from fms_fsdp.run.rules import listing  # imports torch
+    from fms_fsdp.spec.rules import listing  # imports torch
 
     return listing()
 

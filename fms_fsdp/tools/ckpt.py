@@ -19,8 +19,8 @@ from fms_fsdp.checkpoint.folders import (
 from fms_fsdp.checkpoint.retention import KeepPolicy
 from fms_fsdp.config import flag
 from fms_fsdp.errors import UserError
+from fms_fsdp.record import Saved
 from fms_fsdp.run.lock import lock_folder
-from fms_fsdp.run.recorded import recorded_config
 from fms_fsdp.tools.table import table
 
 LIST_HEAD = ("checkpoint", "GiB", "tokens", "validation loss", "state")
@@ -69,8 +69,8 @@ def checkpoint_rows(path: str) -> list[tuple[str, ...]]:
     rows = list[tuple[str, ...]]()
     for folder in _folders(path):
         wrong = _problems(folder)
-        state = {} if wrong else read_state(folder)
-        loss, tokens = state.get("validation_loss"), f"{state.get('tokens_seen', 0):,}"
+        saved = Saved(0) if wrong else read_state(folder)
+        loss, tokens = saved.validation_loss, f"{saved.tokens_seen:,}"
         shown_loss = "—" if loss is None else f"{loss:.4f}"
         rows.append((folder.name, _gib(folder), tokens, shown_loss, wrong[0] if wrong else "complete"))
     rows += [(folder.name, _gib(folder), "", "", word) for folder, word in leftovers(_root(path))]
@@ -98,7 +98,7 @@ def prune_checkpoints(config: CkptPruneConfig) -> None:
     """
     root = _root(config.path)
     complete, named = complete_steps(root), named_steps(root)
-    losses = {step: read_state(root / f"step_{step}").get("validation_loss") for step in complete}
+    losses = {step: read_state(root / f"step_{step}").validation_loss for step in complete}
     known_losses = {step: loss for step, loss in losses.items() if loss is not None}
     policy = KeepPolicy(config.keep_last_n, config.keep_every, config.keep_best, config.keep_steps)
     while policy.to_delete(complete, known_losses) and (
@@ -135,7 +135,7 @@ def _problems(folder: Path, *, deep: bool = False) -> list[str]:
             from fms_fsdp.optim.optimizers import build_optimizers
             from fms_fsdp.tools.ckpt_content import content_problems  # torch: not for a list
 
-            section = recorded_config(read_state(folder)["config"], {}).optim
+            section = read_state(folder).record.config.optim
             wrong = content_problems(folder, lambda model: build_optimizers(section, model))
         return wrong
     except OSError as error:

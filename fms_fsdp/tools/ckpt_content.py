@@ -15,7 +15,6 @@ from fms_fsdp.checkpoint.folders import read_state
 from fms_fsdp.checkpoint.storage import CheckpointReader
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.llama import build_model
-from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.optim.optimizers import Optimizers
 
 
@@ -33,12 +32,12 @@ def content_problems(folder: Path, optimizers_of: Callable[[nn.Module], Optimize
         reader = CheckpointReader(folder)
         saved = reader.metadata.state_dict_metadata
         state = read_state(folder)
-        config = model_from_dict(state["resolved"]["model"])
+        config = state.record.model
         if config.num_layers > len(saved):
             raise UserError(f"{config.num_layers} layers in {len(saved)} tensors")
         with torch.device("meta"):
             model = build_model(config)
-        optimizers = None if state.get("weights_only") else optimizers_of(model)
+        optimizers = None if state.weights_only else optimizers_of(model)
         for name, tensor in collect_tensors(model, optimizers).items():
             entry = saved.get(name)
             if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():

@@ -168,8 +168,8 @@ def _sharding(config: EstimateConfig) -> str:
     from fms_fsdp.mesh import resolve_dims
     from fms_fsdp.optim.optimizers import state_bytes
     from fms_fsdp.predict.memory import estimate_memory
-    from fms_fsdp.run.describe import describe_sharding
     from fms_fsdp.runtime import World
+    from fms_fsdp.spec.words import describe_sharding
 
     section, world = config.parallel, config.num_devices
     precision = config.resolved_precision()
@@ -234,7 +234,7 @@ def main(config: EstimateConfig) -> None:
     if sharding:
         print(sharding)
     if config.rampup_batch_size:
-        from fms_fsdp.run.describe import describe_ramp
+        from fms_fsdp.spec.words import describe_ramp
 
         print(describe_ramp(config.batches))
     print(table(("", "days"), [(name, f"{days:.2f}") for name, days in rows.items()]))

@@ -9,16 +9,15 @@ from typing import Any
 
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.config import ParallelConfig, Precision, TrainConfig, flag
+from fms_fsdp.config import ParallelConfig, TrainConfig, flag
 from fms_fsdp.data.held_out import HeldOut, close_held_out, open_held_out, scan_held_out
 from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.evaluate import Forward, evaluate
 from fms_fsdp.extras.trained_run import find_checkpoint
 from fms_fsdp.mesh import Mesh, resolve_dims
-from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.run.recorded import recorded_config, trained_with
 from fms_fsdp.runtime import World, group_timeout, pick_device, set_up_log, start, stop
+from fms_fsdp.spec.origin import trained_with
 from fms_fsdp.tools.table import table
 
 
@@ -39,15 +38,15 @@ class EvaluateConfig:
 def main(config: EvaluateConfig) -> None:
     """The command; also under torchrun, where the checkpoint is sharded over all processes."""
     checkpoint = find_checkpoint(config.path, config.step, "--path")
-    cfg, resolved = _run_config(config, checkpoint), checkpoint.state["resolved"]
-    batch, precision, seed = resolved["batch"], Precision(**resolved["precision"]), cfg.training.seed
+    cfg, record = _run_config(config, checkpoint), checkpoint.saved.record
+    batch, precision, seed = record.batch, record.precision, cfg.training.seed
     world = World.from_env()
     set_up_log(world)
     device = pick_device(world)
-    model_config = model_from_dict(resolved["model"])
+    model_config = record.model
     used = trained_with(checkpoint)
     found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=model_config.vocab_size, used=used)
-    sources = open_held_out(cfg.eval, found, batch["global_batch_size"])
+    sources = open_held_out(cfg.eval, found, batch.global_batch_size)
     parallel = ParallelConfig(
         collective_timeout_s=cfg.parallel.collective_timeout_s,
         dist_backend=cfg.parallel.dist_backend,
@@ -57,7 +56,7 @@ def main(config: EvaluateConfig) -> None:
     start(parallel, cfg.training, world, device, group=dims.strategy != "none")
     mesh = Mesh(dims, world.rank, device.type, group_timeout(parallel))
     model = parallelize(model_config, parallel, mesh, device=device, precision=precision, seed=seed)
-    forward = Forward(model, batch["batch_size"], cfg.data.document_mask, device, mesh)
+    forward = Forward(model, batch.batch_size, cfg.data.document_mask, device, mesh)
     try:
         load_checkpoint(checkpoint, model, None, mesh)
         values = evaluate(forward, sources)
@@ -65,7 +64,7 @@ def main(config: EvaluateConfig) -> None:
         raise UserError(str(error)) from error
     close_held_out(sources)
     if world.rank == 0:
-        place = {"step": checkpoint.step, "tokens_seen": checkpoint.state["tokens_seen"]}
+        place = {"step": checkpoint.step, "tokens_seen": checkpoint.saved.tokens_seen}
         print(json.dumps(place | values) if config.json else _table(checkpoint, values, sources))
     del model, forward, mesh
     stop()
@@ -73,7 +72,7 @@ def main(config: EvaluateConfig) -> None:
 
 def _run_config(config: EvaluateConfig, checkpoint: Checkpoint) -> TrainConfig:
     """The run's configuration, with evaluation on and the flags given here in their places."""
-    cfg = recorded_config(checkpoint.state["config"], checkpoint.state["resolved"])
+    cfg = checkpoint.saved.record.located
     names = ("eval_data_path", "eval_datasets", "eval_steps")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(config, name))}
     given |= {"eval_at_start": True, "eval_test": config.eval_test}
@@ -92,5 +91,5 @@ def _table(checkpoint: Checkpoint, values: dict[str, float], sources: Sequence[H
         losses = f"{values[f'{name}/loss']:.4f}", f"{values[f'{name}/ppl']:.2f}"
         shown_bits = "—" if bits is None else f"{bits:.4f}"
         rows.append((name, str(rows_of.get(name) or of_group), *losses, shown_bits))
-    title = f"{checkpoint.folder}: {checkpoint.state['tokens_seen']:,} tokens trained on"
+    title = f"{checkpoint.folder}: {checkpoint.saved.tokens_seen:,} tokens trained on"
     return title + "\n" + table(("source", "rows", "loss", "perplexity", "bits/byte"), rows)

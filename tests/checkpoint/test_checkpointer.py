@@ -10,7 +10,6 @@ import pickle
 import shutil
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +41,17 @@ from fms_fsdp.checkpoint.folders import (
     read_files,
 )
 from fms_fsdp.checkpoint.host_memory import host_copies, pack
-from fms_fsdp.config import OptimConfig
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.config import OptimConfig, TrainConfig
+from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
+from fms_fsdp.record import Saved
 from tests.checkpoint.signing import sign
 from tests.distributed.launch import run_ranks
-
-RESOLVED = {"batch": {"batch_size": 1, "global_batch_size": 1}, "num_steps": 9}
+from tests.specs import resolved
 
 
 def shape(width: int = 8) -> LlamaConfig:
@@ -59,12 +59,11 @@ def shape(width: int = 8) -> LlamaConfig:
 
 
 ALONE = Mesh(ParallelDims("none"), 0, "cpu")
-STATE_VALUES: dict[str, Any] = {
-    "tokens_seen": 96,
-    "data": {},
-    "config": {"optim": {}},
-    "resolved": RESOLVED | {"model": asdict(shape())},
-}
+RECORD = resolved(TrainConfig(), model=shape()).saved_with
+
+
+def state_of(step: int) -> Saved:
+    return Saved(step, tokens_seen=96, **RECORD)
 
 
 def made(seed: int, width: int = 8) -> tuple[nn.Module, Optimizers]:
@@ -89,7 +88,7 @@ def saved(root: Path, *steps: int, in_background: bool = False, width: int = 8) 
     model, optimizer = made(0, width)
     checkpointer = Checkpointer(root, attempt=1, in_background=in_background, committed=lambda step: None)
     for step in steps:
-        checkpointer.save(step, model, optimizer, STATE_VALUES, now=False)
+        checkpointer.save(state_of(step), model, optimizer, now=False)
     checkpointer.close()
     return values(model, optimizer)
 
@@ -102,7 +101,7 @@ def test_what_was_loaded_is_saved_in_the_same_bytes(tmp_path: Path) -> None:
     assert checkpoint is not None
     load_checkpoint(checkpoint, model, optimizers, ALONE)
     again = Checkpointer(tmp_path / "again", attempt=1, in_background=False, committed=lambda step: None)
-    again.save(3, model, optimizers, STATE_VALUES, now=True)
+    again.save(state_of(3), model, optimizers, now=True)
     again.close()
     files = [(tmp_path / name / "step_3" / "__0_0.distcp").read_bytes() for name in ("first", "again")]
     assert files[0] == files[1]
@@ -113,7 +112,7 @@ def test_what_was_saved_is_loaded_to_the_last_bit(tmp_path: Path, in_background:
     before = saved(tmp_path, 3, in_background=in_background)
     model, optimizer = made(1)
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint is not None and checkpoint.step == 3 and checkpoint.state["tokens_seen"] == 96
+    assert checkpoint is not None and checkpoint.step == 3 and checkpoint.saved.tokens_seen == 96
     load_checkpoint(checkpoint, model, optimizer, ALONE)
     assert all(torch.equal(a, b) for a, b in zip(before, values(model, optimizer), strict=True))
     weights_only, fresh = made(2)
@@ -135,7 +134,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
         committed=lambda step: told.append((step, complete_steps(tmp_path))),
     )
     for step in (1, 2):  # the second reuses the first one's host memory
-        checkpointer.save(step, model, optimizer, STATE_VALUES, now=False)
+        checkpointer.save(state_of(step), model, optimizer, now=False)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -228,7 +227,7 @@ def test_without_memory_for_the_copies_the_loop_waits_for_each_save(
     if reserved:
         checkpointer.reserve(model, optimizer)
     for step in (1, 2):
-        checkpointer.save(step, model, optimizer, STATE_VALUES, now=False)
+        checkpointer.save(state_of(step), model, optimizer, now=False)
         assert complete_steps(tmp_path)[-1] == step
     checkpointer.close()
     # another test may have given the logger a second way to the root
@@ -373,9 +372,9 @@ def test_a_full_disk_fails_the_save_and_leaves_the_last_one(small_disk: Path, in
     checkpointer = Checkpointer(
         small_disk, attempt=1, in_background=in_background, committed=lambda step: None
     )
-    checkpointer.save(1, model, optimizer, STATE_VALUES, now=True)
+    checkpointer.save(state_of(1), model, optimizer, now=True)
     with pytest.raises(SaveFailed, match="are needed and .* are free"):
-        checkpointer.save(2, model, optimizer, STATE_VALUES, now=False)
+        checkpointer.save(state_of(2), model, optimizer, now=False)
         checkpointer.wait()
     checkpointer.close()
     assert complete_steps(small_disk) == [1] and not problems(small_disk / "step_1", deep=True)
@@ -387,15 +386,15 @@ def test_a_disk_that_fills_up_while_writing_fails_the_save(
     """Someone else's file takes the room between the look at the disk and the write."""
     model, optimizer = made(0, width=158)
     checkpointer = Checkpointer(small_disk, attempt=1, in_background=False, committed=lambda step: None)
-    checkpointer.save(1, model, optimizer, STATE_VALUES, now=True)
+    checkpointer.save(state_of(1), model, optimizer, now=True)
     roomy = shutil.disk_usage(small_disk)._replace(free=2**40)
     monkeypatch.setattr("fms_fsdp.checkpoint.storage.shutil.disk_usage", lambda path: roomy)
     with pytest.raises(SaveFailed, match="No space left on device|unexpected pos|write"):
-        checkpointer.save(2, model, optimizer, STATE_VALUES, now=True)
+        checkpointer.save(state_of(2), model, optimizer, now=True)
     assert complete_steps(small_disk) == [1] and not problems(small_disk / "step_1", deep=True)
     shutil.rmtree(small_disk / "step_2.partial-1")
     delete(small_disk / "step_1")
-    checkpointer.save(3, model, optimizer, STATE_VALUES, now=True)
+    checkpointer.save(state_of(3), model, optimizer, now=True)
     assert complete_steps(small_disk) == [3]
 
 
@@ -405,7 +404,7 @@ def late_save(root: str, late_rank: int) -> list[str]:
         time.sleep(1)
     model, optimizer = made(0)
     checkpointer = Checkpointer(Path(root), attempt=1, in_background=True, committed=lambda step: None)
-    checkpointer.save(3, model, optimizer, STATE_VALUES, now=False)
+    checkpointer.save(state_of(3), model, optimizer, now=False)
     checkpointer.close()
     dist.barrier()
     return sorted(path.name for path in (Path(root) / "step_3").iterdir())

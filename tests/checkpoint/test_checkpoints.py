@@ -10,22 +10,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from fms_fsdp.checkpoint.checkpointer import Checkpointer
 from fms_fsdp.checkpoint.checkpoints import Checkpoints, to_delete
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, problems
 from fms_fsdp.checkpoint.retention import KeepPolicy
-from fms_fsdp.config import FP32, BatchPlan, CheckpointConfig, TrainConfig
-from fms_fsdp.mesh import ParallelDims
+from fms_fsdp.config import BatchPlan, CheckpointConfig, TrainConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.run.describe import plan_saves
-from fms_fsdp.run.plan import Plan, start_progress
-from fms_fsdp.run.resume import Start
+from fms_fsdp.record import Saved
 from fms_fsdp.runtime import World
-from fms_fsdp.state import TrainState
+from fms_fsdp.spec.origin import Origin
+from fms_fsdp.spec.words import plan_saves
+from fms_fsdp.state import Progress, TrainState
 from tests.checkpoint.test_checkpointer import ALONE, made, saved, shape
 from tests.cli import TINY, run, status, trained
+from tests.specs import resolved
 
 
 def flip(path: Path, place: int) -> None:
@@ -105,16 +105,16 @@ def keeper_of(
     """The hook of a launch on 8 ranks that went on from step 4; a save took `known` seconds before."""
     section = CheckpointConfig(ckpt_save_path=str(root), checkpoint_interval=5, **flags)
     cfg, config = TrainConfig(checkpoint=section), shape()
-    begin = Start(
-        Checkpoint(root / "step_4", {"step": 4, "tokens_seen": 4, "rows_seen": 4, "save_s": known}), True, ""
-    )
-    world, dims = World(0, 0, 8, 2), ParallelDims("fsdp", dp_shard=8)
-    plan = Plan(world, torch.device("cpu"), dims, BatchPlan(1, 1, 8), FP32, None, config, begin, 10, 1)
+    world, dims, batch = World(0, 0, 8, 2), ParallelDims("fsdp", dp_shard=8), BatchPlan(1, 1, 8)
+    before = resolved(cfg, model=config, dims=dims, batch=batch, world=world)
+    saved = Saved(4, tokens_seen=4, rows_seen=4, save_s=known, **before.saved_with)
+    origin = Origin(Checkpoint(root / "step_4", saved), True)
+    spec = resolved(cfg, model=config, dims=dims, batch=batch, world=world, origin=origin)
     model, optimizers = made(0)
     stream: Any = SimpleNamespace(state_dict=dict)
-    state = TrainState(model, optimizers, stream, start_progress(plan))
+    state = TrainState(model, optimizers, stream, Progress(4, 10, 4, 4))
     nothing: Any = SimpleNamespace()
-    return Checkpoints(section, plan_saves(cfg, plan, 1), state, ALONE, lambda: None, nothing, mark), state
+    return Checkpoints(section, plan_saves(spec, 1), state, ALONE, lambda: None, nothing, mark), state
 
 
 @pytest.mark.parametrize("known", [25.0, None])

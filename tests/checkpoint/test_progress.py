@@ -17,7 +17,7 @@ from fms_fsdp.checkpoint.checkpointer import Checkpointer
 from fms_fsdp.checkpoint.folders import Checksum, complete_steps
 from fms_fsdp.checkpoint.progress import SaveProgress, estimate_save_s
 from fms_fsdp.run.health import Watchdog
-from tests.checkpoint.test_checkpointer import STATE_VALUES, made
+from tests.checkpoint.test_checkpointer import made, state_of
 from tests.distributed.launch import run_ranks
 
 TIMEOUT_S = 3.0
@@ -32,7 +32,7 @@ def watched_save(root: str, slowness: str, slow_rank: int, in_background: bool) 
     rank = dist.get_rank()
     model, optimizer = made(0)
     Checkpointer(Path(root) / "imports", attempt=1, in_background=False, committed=print).save(
-        1, model, optimizer, STATE_VALUES, now=True
+        state_of(1), model, optimizer, now=True
     )
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), dist.group.WORLD)
     if rank == slow_rank:
@@ -49,9 +49,9 @@ def watched_save(root: str, slowness: str, slow_rank: int, in_background: bool) 
         attempt=1,
         in_background=in_background,
         committed=lambda step: time.sleep(1),  # as if old checkpoints were deleted
-        progress=SaveProgress(watchdog.feed, TIMEOUT_S / 8),
+        progress=SaveProgress(watchdog.alive, TIMEOUT_S / 8),
     )
-    checkpointer.save(3, model, optimizer, STATE_VALUES, now=False)
+    checkpointer.save(state_of(3), model, optimizer, now=False)
     checkpointer.close()
     dist.barrier()  # the ranks end a save together: no collective of the next step waits for one of them
     watchdog.close()

@@ -7,10 +7,10 @@ import torch
 
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import CheckpointConfig, EvalConfig, TrainConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.rule import judge
 from fms_fsdp.errors import UserError
-from fms_fsdp.mesh import ParallelDims
-from fms_fsdp.run.rules import MACHINE, Hardware
+from fms_fsdp.spec.rules import MACHINE, Hardware
 
 
 def test_one_schedule_does_what_took_three_scripts() -> None:

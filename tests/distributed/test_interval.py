@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.metrics import Interval
 from fms_fsdp.state import StepResult
 from tests.distributed.launch import run_ranks

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fms_fsdp.config import BF16, FP32, BatchPlan, ParallelConfig, Precision
-from fms_fsdp.mesh import Mesh, ParallelDims, resolve_dims
+from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig

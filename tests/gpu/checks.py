@@ -101,8 +101,9 @@ def float8_products() -> None:
 def loss_scale_within_the_step() -> None:
     """Kernels take the loss scale out while they clip, and leave out a step that overflows."""
     from fms_fsdp.config import OptimConfig, PrecisionConfig
+    from fms_fsdp.config.axes import ParallelDims
     from fms_fsdp.extras.loss_scale import LossScale
-    from fms_fsdp.mesh import Mesh, ParallelDims
+    from fms_fsdp.mesh import Mesh
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.fsdp import clip_grad_norm
 
@@ -128,9 +129,10 @@ def loss_scale_within_the_step() -> None:
 def steps_that_wait_for_nothing() -> None:
     """Between reports the host reads nothing of a step: torch raises where it would wait for the device."""
     from fms_fsdp.config import OptimConfig, ParallelConfig, Precision, PrecisionConfig
+    from fms_fsdp.config.axes import ParallelDims
     from fms_fsdp.data.batch import Batch
     from fms_fsdp.extras.loss_scale import LossScale
-    from fms_fsdp.mesh import Mesh, ParallelDims
+    from fms_fsdp.mesh import Mesh
     from fms_fsdp.models.variants import LlamaConfig
     from fms_fsdp.observe.metrics import Clock, Interval
     from fms_fsdp.optim.optimizers import build_optimizers

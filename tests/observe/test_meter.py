@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fms_fsdp.config import FP32, BatchPlan, LogConfig, TrainConfig
+from fms_fsdp.config import BatchPlan, LogConfig, TrainConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.data.batch import empty_batch
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.flops import flops_per_token
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS
@@ -20,10 +21,9 @@ from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.observe.utilization import find_utilization
 from fms_fsdp.optim.optimizers import build_optimizers
-from fms_fsdp.run.plan import Plan, start_progress
-from fms_fsdp.run.resume import Start
 from fms_fsdp.runtime import Phases, World
-from fms_fsdp.state import TrainState
+from fms_fsdp.state import Progress, TrainState
+from tests.specs import resolved
 
 TIMES = {"step_time_ms": 500.0, "eval_ms": 0.0, "checkpoint_ms": 0.0, "logging_ms": 0.0}
 
@@ -48,9 +48,8 @@ def test_the_peak_is_the_flag_s_or_that_of_a_known_gpu_and_a_cpu_has_none(
 ) -> None:
     """A CPU's was measured, and gave an mfu of 451 %."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    plan: Any = SimpleNamespace(model=VARIANTS["tiny"], seq_length=64, device=torch.device(device))
-    cfg = TrainConfig(log=LogConfig(peak_tflops=peak_tflops))
-    assert find_utilization(plan, cfg).peak_flops == expected
+    spec = resolved(TrainConfig(log=LogConfig(peak_tflops=peak_tflops)), device=device)
+    assert find_utilization(spec).peak_flops == expected
 
 
 @pytest.mark.parametrize(
@@ -63,9 +62,9 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     config, cpu = VARIANTS["tiny"], torch.device("cpu")
     world, batch = World(0, 0, 8, 8), BatchPlan(3, 1, dims.size("dp"))
     cfg = TrainConfig(log=LogConfig(output_dir=str(tmp_path), trackers=("none",), peak_tflops=1000.0))
-    plan = Plan(world, cpu, dims, batch, FP32, None, config, Start(None, False, ""), 10, 4096)
+    spec = resolved(cfg, model=config, dims=dims, batch=batch, world=world)
     model = Llama(config)
-    progress = start_progress(plan)
+    progress = Progress(0, 10, rows_at_end=10 * 24)
     for _ in range(5):
         progress.count(24, 24 * 4096)
     stream: Any = SimpleNamespace(consumption=dict)
@@ -73,7 +72,7 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     mesh, clock = Mesh(dims, 0, "cpu"), Clock(cpu)
     monkeypatch.setattr(mesh, "sum", lambda tensor, axis: tensor)  # there is one process
     sinks = Sinks(None, [], 1, {})
-    meter = Meter(cfg, plan, mesh, state, sinks, clock, Phases())
+    meter = Meter(spec, mesh, state, sinks, clock, Phases())
     batch = empty_batch(3, 4096)
     record = meter._record(progress, {"energy_j": 0.0}, TIMES, batch)
     assert record["tokens_per_sec"] == pytest.approx(24 * 4096 / 0.5)

@@ -14,14 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.extras.sensors import find_sensors
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.energy import EnergyMeter, find_meter
 from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, report_line
 from fms_fsdp.observe.sensors import read_all
 from fms_fsdp.observe.sinks import MetricsFile
 from fms_fsdp.observe.utilization import Utilization
-from fms_fsdp.parallel.fsdp import global_norm
+from fms_fsdp.sharded import global_norm
 from fms_fsdp.state import StepResult
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fms_fsdp.config import BF16, BatchPlan, ParallelConfig
-from fms_fsdp.mesh import ParallelDims, resolve_dims
+from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.mesh import resolve_dims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.predict import memory

@@ -12,8 +12,9 @@ import torch
 
 import fms_fsdp
 from fms_fsdp.config import FP32, ModelConfig, ParallelConfig, TrainConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.extras.hf_folder import load_weights
-from fms_fsdp.mesh import Mesh, ParallelDims
+from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.parallel.parallelize import parallelize

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, as_dict
-from fms_fsdp.run.recorded import recorded_config, working_folder
+from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, as_dict, from_dict
+from fms_fsdp.record import located_sections, working_folder
 from fms_fsdp.tools.inspect.step import InspectConfig, inspected, step_fingerprint
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from fms_fsdp.tools.report.history import differences
@@ -34,9 +34,8 @@ def test_relative_paths_are_joined_to_the_runs_working_folder(typed: str, joined
         TrainConfig(data=DataConfig(data_path=typed), checkpoint=CheckpointConfig(ckpt_load_path=typed))
     )
     for start, expected in (("/home/me", joined), ("", typed)):
-        cfg = recorded_config(config, {"working_dir": start})
+        cfg = from_dict(located_sections({**config, "resolved": {"working_dir": start}}))
         assert (cfg.data.data_path, cfg.checkpoint.ckpt_load_path) == (expected, expected)
-    assert recorded_config(config, {}).data.data_path == typed  # of an earlier version
 
 
 def test_the_working_folder_is_the_one_that_the_shell_names(

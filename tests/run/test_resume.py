@@ -9,19 +9,23 @@ import shutil
 import signal
 import subprocess
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers
-from fms_fsdp.config import ModelConfig, Precision, TrainConfig, as_dict
+from fms_fsdp.config import BatchPlan, ModelConfig, TrainConfig
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.flags import parse_flags
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
-from fms_fsdp.run.resume import Start, check_model, differences, kept_corners, schedule_jump
+from fms_fsdp.optim.schedules import Corners
+from fms_fsdp.record import Saved
+from fms_fsdp.spec.difference import differences, schedule_jump
+from fms_fsdp.spec.origin import Origin
+from fms_fsdp.spec.resolve import Spec, check_model
 from tests.cli import ROOT, TINY, events, last_of_each, losses, metrics, run, status, trained, under_torchrun
+from tests.specs import FRESH, resolved
 from tests.warm import running
 
 
@@ -161,15 +165,18 @@ def test_refused_flags_are_refused(
     whole: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fms_fsdp.flags import parse_with_origins
-    from fms_fsdp.run.plan import check_data, find_machine, open_stream, start_from
-    from fms_fsdp.run.resume import find_start
     from fms_fsdp.runtime import World
+    from fms_fsdp.spec.data import find_inputs
+    from fms_fsdp.spec.machine import find_machine
+    from fms_fsdp.spec.origin import find_origin
+    from fms_fsdp.spec.resolve import open_stream, resolve
 
     for flag, message in REFUSED.items():
         with pytest.raises(ValueError) as caught:
             parsed = parse_with_origins(TrainConfig, last_of_each(argv(whole, "--num_steps=9", flag)))
-            plan = check_data(parsed, find_machine(parsed, World(0, 0, 1, 1)))
-            open_stream(parsed.config, start_from(parsed, plan, find_start(parsed.config)))
+            cfg, machine = parsed.config, find_machine(parsed, World(0, 0, 1, 1))
+            inputs = find_inputs(cfg, machine)
+            open_stream(resolve(cfg, machine, inputs, find_origin(cfg, inputs.corpus)))
         assert message in str(caught.value), (flag, str(caught.value))
 
 
@@ -331,7 +338,8 @@ def test_rotary_positions_take_another_length_and_learned_ones_do_not(tmp_path: 
     model = resolve_model(ModelConfig(model_variant="tiny"), seq_length=64)
     for pos_emb in ("rope", "learned"):
         before = replace(model, pos_emb=pos_emb)
-        checkpoint = Checkpoint(tmp_path / "step_4", {"resolved": {"model": asdict(before)}})
+        saved = Saved(4, **resolved(TrainConfig(), model=before).saved_with)
+        checkpoint = Checkpoint(tmp_path / "step_4", saved)
         check_model(before, checkpoint)
         longer = replace(before, max_seq_len=128)
         if pos_emb == "rope":
@@ -343,16 +351,10 @@ def test_rotary_positions_take_another_length_and_learned_ones_do_not(tmp_path: 
             check_model(longer, checkpoint)
 
 
-def start_of(cfg: TrainConfig, *, num_steps: int = 1000, fresh_data: bool = False) -> Start:
-    resolved = {
-        "world_size": 1,
-        "device": "cpu",
-        "precision": asdict(Precision()),
-        "versions": {},
-        "num_steps": num_steps,
-    }
-    state = {"step": 600, "config": as_dict(cfg), "resolved": resolved}
-    return Start(Checkpoint(Path("step_600"), state), True, "", fresh_data=fresh_data)
+def origin_of(before: Spec, *, fresh_data: bool = False) -> Origin:
+    """The origin of a run that goes on from step 600 of a launch."""
+    saved = Saved(600, tokens_seen=600 * 80, rows_seen=600 * 10, **before.saved_with)
+    return Origin(Checkpoint(Path("step_600"), saved), True, fresh_data=fresh_data)
 
 
 def test_a_seed_of_fresh_data_is_said_to_take_effect() -> None:
@@ -362,61 +364,43 @@ def test_a_seed_of_fresh_data_is_said_to_take_effect() -> None:
         (True, "from step 601 on: "),
         (False, "changed, without effect on what is trained: "),
     ):
-        start = start_of(before, fresh_data=fresh_data)
-        assert differences(now, start.checkpoint.state["resolved"], start) == [f"{words}--seed 1 -> 2"]
+        origin = origin_of(resolved(before), fresh_data=fresh_data)
+        assert list(differences(resolved(now), origin)) == [f"{words}--seed 1 -> 2"]
     moved = parse_flags(TrainConfig, ["--data_path=b", "--seed=1", "--logical_shards=8", "--max_epochs=3"])
-    start = start_of(before, fresh_data=True)
-    assert differences(moved, start.checkpoint.state["resolved"], start) == [
+    origin = origin_of(resolved(before), fresh_data=True)
+    assert list(differences(resolved(moved), origin)) == [
         "from step 601 on: --data_path a -> b, --logical_shards 1024 -> 8",
         "changed, without effect on what is trained: --max_epochs None -> 3.0",
     ]
 
 
-def at_step_600(cfg: TrainConfig, schedule: Corners) -> Start:
-    """The start from a checkpoint of 80 tokens a step."""
-    start = start_of(cfg)
-    assert start.checkpoint is not None
-    state = start.checkpoint.state
-    state["tokens_seen"] = 600 * 80
-    state["resolved"] |= {"batch": {"global_batch_size": 10}, "model": {"max_seq_len": 16}}
-    state["config"]["data"] = {"seq_length": 8}
-    state["resolved"]["schedule"] = asdict(schedule)
-    return start
-
-
-def length(num_steps: int) -> Length:
-    return Length(num_steps, 8, lambda step: step * 80)
+def launch_of(flags: list[str], num_steps: int, origin: Origin = FRESH) -> Spec:
+    """A launch of 80 tokens a step."""
+    cfg = parse_flags(TrainConfig, ["--seq_length=8", f"--num_steps={num_steps}", *flags])
+    return resolved(cfg, batch=BatchPlan(10, 1, 1), origin=origin)
 
 
 @pytest.mark.parametrize(
     "flags", [[], ["--warmup_steps=10"], ["--warmup=400tokens"], ["--lr_schedule=linear"]]
 )
 def test_a_longer_run_moves_no_corner_of_the_schedule(flags: list[str]) -> None:
-    cfg = parse_flags(TrainConfig, flags)
-    first = find_corners(cfg.optim, length(1000))
-    start = at_step_600(cfg, schedule=first)
+    first = launch_of(flags, 1000)
     for num_steps in (700, 1000, 2000):
-        found = kept_corners(cfg.optim, length(num_steps), start)
-        assert found == first
-        assert schedule_jump(Schedule(cfg.optim, found), start) == ""
+        later = launch_of(flags, num_steps, origin_of(first))
+        assert later.corners == first.corners
+        assert schedule_jump(later, later.origin) == ""
 
 
 def test_a_changed_flag_of_the_schedule_makes_new_corners_and_is_told() -> None:
-    before, now = (
-        parse_flags(TrainConfig, ["--warmup=10"]),
-        parse_flags(TrainConfig, ["--warmup=10", "--lr_decay=2000"]),
-    )
-    start = at_step_600(before, schedule=find_corners(before.optim, length(1000)))
-    corners = kept_corners(now.optim, length(2000), start)
-    assert corners == Corners(False, 10, 10, 2000)
-    told = schedule_jump(Schedule(now.optim, corners), start)
-    assert told == "learning rate of step 601: 1.245e-04 -> 2.454e-04"
+    origin = origin_of(launch_of(["--warmup=10"], 1000))
+    now = launch_of(["--warmup=10", "--lr_decay=2000"], 2000, origin)
+    assert now.corners == Corners(False, 10, 10, 2000)
+    assert schedule_jump(now, origin) == "learning rate of step 601: 1.245e-04 -> 2.454e-04"
 
 
 def test_the_last_phase_of_wsd_moves_with_the_end_until_it_has_begun() -> None:
-    cfg = parse_flags(TrainConfig, ["--lr_schedule=wsd", "--warmup=0.05"])
-    start = at_step_600(cfg, schedule=find_corners(cfg.optim, length(1000)))
-    assert kept_corners(cfg.optim, length(2000), start) == Corners(False, 50, 1800, 2000)
-    begun = Corners(False, 50, 590, 1000)
-    start = at_step_600(cfg, schedule=begun)
-    assert kept_corners(cfg.optim, length(2000), start) == begun
+    flags = ["--lr_schedule=wsd", "--warmup=0.05"]
+    first = launch_of(flags, 1000)
+    assert launch_of(flags, 2000, origin_of(first)).corners == Corners(False, 50, 1800, 2000)
+    begun = replace(first, corners=Corners(False, 50, 590, 1000))
+    assert launch_of(flags, 2000, origin_of(begun)).corners == begun.corners

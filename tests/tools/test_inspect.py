@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from fms_fsdp.__main__ import main as command
-from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, TrainingConfig, as_dict
+from fms_fsdp.config import BatchPlan, CheckpointConfig, DataConfig, TrainConfig, TrainingConfig, as_dict
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.run.recorded import recorded_config
-from fms_fsdp.run.resume import find_start
+from fms_fsdp.record import Saved, read_record
+from fms_fsdp.spec.origin import choose_origin
 from fms_fsdp.tools.inspect.find import Seen, find_document, find_file
 from fms_fsdp.tools.inspect.plan import describe_plan, ignored_share, plan_sources, warnings_of
 from fms_fsdp.tools.inspect.plot import document_lengths, mixture_over_time
@@ -26,6 +26,7 @@ from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected, row
 from fms_fsdp.tools.inspect.verify import verify_corpus
 from tests.checkpoint.signing import sign
 from tests.data.corpora import SEP, VOCAB, Files, write_corpus, write_counts, write_lists
+from tests.specs import resolved
 
 NUM_STEPS = 900  # of a run
 SIZES = {"a": [6000, 3000], "b": [3000], "c": [1500]}
@@ -92,19 +93,14 @@ def write_run(folder: Path, files: Files, stream: TokenStream, step: int, **data
     section = files.section(**{"seq_length": 32, **data})
     config = TrainConfig(data=section, training=TrainingConfig(seed=1), checkpoint=CheckpointConfig())
     batch = stream.rows.global_batch_size
-    sizes = {"batch_size": batch, "global_batch_size": batch}
-    resolved = {"batch": sizes, "model": asdict(LlamaConfig(1, 8, 8, 1, 1, VOCAB)), "num_steps": NUM_STEPS}
+    config = replace(config, training=replace(config.training, num_steps=NUM_STEPS))
+    record = resolved(config, model=LlamaConfig(1, 8, 8, 1, 1, VOCAB), batch=BatchPlan(batch, 1, 1))
+    record = replace(record, working_dir="")
     checkpoint = folder / "checkpoints" / f"step_{step}"
     checkpoint.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**as_dict(config), "resolved": resolved}))
-    state = {
-        "step": step,
-        "tokens_seen": 0,
-        "data": stream.state_dict(),
-        "config": as_dict(config),
-        "resolved": resolved,
-    }
-    (checkpoint / "train_state.json").write_text(json.dumps(state))
+    (folder / "config.json").write_text(json.dumps(record.content))
+    saved = Saved(step, data=stream.state_dict(), **record.saved_with)
+    (checkpoint / "train_state.json").write_text(json.dumps(saved.content))
     (checkpoint / ".metadata").touch()
     sign(checkpoint)
     return folder
@@ -156,9 +152,9 @@ def test_inspect_takes_the_checkpoint_that_training_would_take(
     for step in (20, 40, 60):
         (root / f"step_{step}" / "files.json").unlink()
     config = json.loads((folder / "config.json").read_text())
-    cfg = recorded_config(config, {**config["resolved"], "working_dir": "/"})
+    cfg = read_record({**config, "resolved": config["resolved"] | {"working_dir": "/"}}, "").located
     with pytest.raises(ValueError, match="must be sound; none is") as refused:
-        find_start(replace(cfg, log=replace(cfg.log, output_dir=str(folder))))
+        choose_origin(replace(cfg, log=replace(cfg.log, output_dir=str(folder))))
     with pytest.raises(ValueError) as told, inspected(InspectConfig(run=str(folder))):
         pass
     assert str(told.value) == str(refused.value)

@@ -24,8 +24,9 @@ from fms_fsdp.extras.hf_tokenizer import TOKENIZER_FILES
 from fms_fsdp.extras.text_rules import begin_token
 from fms_fsdp.extras.trained_run import find_checkpoint, kept_originals, recorded_tokenizer
 from fms_fsdp.extras.typed_json import read_table
-from fms_fsdp.models.variants import LlamaConfig, model_from_dict
-from fms_fsdp.run.recorded import data_of
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.spec.origin import data_of
 from fms_fsdp.tools.export.safetensors import DTYPES, write_tensors
 from fms_fsdp.tools.export.tokenizer_check import find_differences
 from fms_fsdp.tools.export.tokenizers import write_tokenizer
@@ -57,7 +58,7 @@ def main(config: ExportConfig) -> None:
     keep_freed_memory()
     checkpoint = find_checkpoint(config.path, config.step, "--path")
     output = Path(config.output).expanduser()
-    model = model_from_dict(checkpoint.state["resolved"]["model"])
+    model = checkpoint.saved.record.model
     find_family(model)
     if output.exists():
         raise UserError(f"--output ({output}) must not exist; choose another, or remove it")
@@ -119,12 +120,13 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def _card(checkpoint: Checkpoint, model: LlamaConfig) -> str:
     """The model card: what the checkpoint says of its training."""
-    state, resolved = checkpoint.state, checkpoint.state["resolved"]
-    data, facts = state["config"]["data"], {"step": checkpoint.step, "tokens seen": state["tokens_seen"]}
-    facts |= {"parameters": resolved["model"].get("num_params"), "context": model.max_seq_len}
-    facts |= {"validation loss": state.get("validation_loss"), "data": data.get("data_path")}
-    facts |= {"sources": data.get("datasets") or "all", "weights": data.get("weights") or "by size"}
-    facts |= {f"version of {name}": text for name, text in resolved.get("versions", {}).items()}
+    saved, record = checkpoint.saved, checkpoint.saved.record
+    data = record.config.data
+    facts: dict[str, object] = {"step": saved.step, "tokens seen": saved.tokens_seen}
+    facts |= {"parameters": num_params(model), "context": model.max_seq_len}
+    facts |= {"validation loss": saved.validation_loss, "data": data.data_path}
+    facts |= {"sources": list(data.datasets) or "all", "weights": list(data.weights) or "by size"}
+    facts |= {f"version of {name}": text for name, text in record.versions.items()}
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value is not None)
     return (
         textwrap.dedent("""\

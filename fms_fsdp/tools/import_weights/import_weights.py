@@ -14,7 +14,8 @@ import torch
 
 from fms_fsdp.atomic import write_json
 from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
-from fms_fsdp.config import DataConfig, ModelConfig, OptimConfig, Precision, TrainConfig, as_dict, flag
+from fms_fsdp.config import BatchPlan, DataConfig, ModelConfig, OptimConfig, Precision, TrainConfig, flag
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.flag import non_defaults
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf import AS_THEY_ARE, find_family, hf_weights
@@ -26,7 +27,7 @@ from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig, all_variants
 from fms_fsdp.optim.schedules import Length, find_corners
-from fms_fsdp.run.recorded import working_folder
+from fms_fsdp.record import Record, Saved, working_folder
 from fms_fsdp.runtime import versions
 from fms_fsdp.tools.import_weights.from_fms_fsdp import find_checkpoint, open_checkpoint
 from fms_fsdp.tools.prepare.output_folder import save_tokenizer
@@ -108,32 +109,27 @@ def _write(model: Llama, folder: Path, partial: Path, output: Path) -> str:
             digest = tokenizer.vocabulary.digest
     size, path = model.config.max_seq_len, str(output.absolute() / "tokenizer") if digest else ""
     cfg = TrainConfig(data=DataConfig(data_path=path, seq_length=size))
-    resolved: dict[str, Any] = {
-        "world_size": 1,
-        "device": "cpu",
-        "batch": {"batch_size": 1, "global_batch_size": 1},
-        "model": asdict(model.config) | {"num_params": num_params(model.config)},
-        "precision": asdict(Precision()),
-        "num_steps": 1,
-        "tokenizer": digest,
-        "schedule": asdict(find_corners(OptimConfig(), Length(1, size, lambda step: step * size))),
-        "versions": versions(),
-        "working_dir": working_folder(),
-    }
-    state: dict[str, Any] = {
-        "tokens_seen": 0,
-        "rows_seen": 0,
-        "validation_loss": None,
-        "weights_only": True,
-        "data": {},
-    }
+    record = Record(
+        cfg,
+        world_size=1,
+        device_type="cpu",
+        dims=ParallelDims("none"),
+        batch=BatchPlan(1, 1, 1),
+        model=model.config,
+        precision=Precision(),
+        num_steps=1,
+        tokenizer=digest,
+        corners=find_corners(OptimConfig(), Length(1, size, lambda step: step * size)),
+        versions=versions(),
+        working_dir=working_folder(),
+    )
     root = partial / "checkpoints"
     root.mkdir()
+    state = Saved(0, weights_only=True, imported_from=str(folder.absolute()), **record.saved_with)
     checkpointer = Checkpointer(root, attempt=1, in_background=False, committed=lambda step: None)
-    record = {"config": as_dict(cfg), "resolved": resolved, "imported_from": str(folder.absolute())}
-    checkpointer.save(0, model, None, state | record, now=True)
+    checkpointer.save(state, model, None, now=True)
     checkpointer.close()
-    write_json(partial / "config.json", {**as_dict(cfg), "resolved": resolved})
+    write_json(partial / "config.json", record.content)
     return digest
 
 

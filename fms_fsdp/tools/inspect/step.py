@@ -31,8 +31,8 @@ from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.shards.ipc import ShardError
 from fms_fsdp.data.shards.manifest import Corpus, Source, open_corpus
 from fms_fsdp.errors import MissingInput, UserError
-from fms_fsdp.run.recorded import recorded_config
-from fms_fsdp.run.resume import Start, find_start
+from fms_fsdp.record import read_record
+from fms_fsdp.spec.origin import Origin, choose_origin
 
 ANY_VOCABULARY = 1 << 32
 _EXCERPT = 80  # tokens, and characters
@@ -79,17 +79,17 @@ class Run:
     rampup: tuple[int, ...] = ()
     vocab_size: int | None = None
     num_steps: int | None = None  # where the run ends
-    start: Start | None = None  # None: it has trained no step
+    origin: Origin | None = None  # None: it has trained no step
 
     @property
     def checkpoint(self) -> Checkpoint | None:
         """The checkpoint whose data go on."""
-        return self.start.checkpoint if self.start and not self.start.fresh_data else None
+        return self.origin.checkpoint if self.origin and not self.origin.fresh_data else None
 
     @property
     def step(self) -> int:
         """The last step trained on."""
-        return self.start.checkpoint.step if self.start and self.start.checkpoint else 0
+        return self.origin.checkpoint.step if self.origin and self.origin.checkpoint else 0
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
     try:
         corpora, changes = [corpus], list[str]()
         if run.checkpoint:
-            changes = rows.load(run.checkpoint.state["data"], run.step)
-            corpora += _open_dropped(rows, section, corpus, run.checkpoint.state["data"]["manifest"])
+            changes = rows.load(run.checkpoint.saved.data, run.step)
+            corpora += _open_dropped(rows, section, corpus, run.checkpoint.saved.data["manifest"])
         elif run.step:
             rows.begin_after(run.step)
         yield Inspected(run, rows, tuple(corpora), section, tuple(changes))
@@ -175,16 +175,22 @@ def read_run(folder: str) -> Run:
         raise MissingInput(f"run ({folder}) must be a run folder with config.json; look under runs/")
     try:
         content = json.loads(path.read_text())
-        cfg, resolved = recorded_config(content, content["resolved"]), content["resolved"]
-        batch, vocab_size = resolved["batch"]["global_batch_size"], resolved["model"]["vocab_size"]
-        num_steps = resolved.get("num_steps")
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"run ({folder}) has a config.json that cannot be read: {error!r}") from None
+    record = read_record(content, path)
+    cfg, batch, vocab_size = record.located, record.batch.global_batch_size, record.model.vocab_size
     kept = replace(cfg.checkpoint, resume="auto")
-    begin = find_start(replace(cfg, checkpoint=kept, log=replace(cfg.log, output_dir=folder)))
-    start = begin if begin.continues else None
+    origin = choose_origin(replace(cfg, checkpoint=kept, log=replace(cfg.log, output_dir=folder)))
     rampup = cfg.training.rampup_batch_size
-    return Run(cfg.data, cfg.training.seed, batch, rampup, vocab_size, num_steps, start)
+    return Run(
+        cfg.data,
+        cfg.training.seed,
+        batch,
+        rampup,
+        vocab_size,
+        record.num_steps,
+        origin if origin.continues else None,
+    )
 
 
 def _open_dropped(

@@ -14,7 +14,7 @@ from fms_fsdp.config.flag import non_defaults
 from fms_fsdp.config.values import short
 from fms_fsdp.errors import UserError
 from fms_fsdp.flags import shown_value
-from fms_fsdp.run.recorded import recorded_sections
+from fms_fsdp.record import located_sections
 from fms_fsdp.tools.ckpt import LIST_HEAD, checkpoint_rows
 from fms_fsdp.tools.report.history import RunHistory, differences
 
@@ -95,7 +95,7 @@ def tables(run: RunHistory) -> dict[str, list[Row]]:
 
 
 def _checkpoints(run: RunHistory) -> list[Row]:
-    sections = recorded_sections(run.config, run.config["resolved"])
+    sections = located_sections(run.config)
     folder = Path(sections.get("checkpoint", {}).get("ckpt_save_path") or run.folder / "checkpoints")
     return checkpoint_rows(str(folder)) if folder.is_dir() else []
 

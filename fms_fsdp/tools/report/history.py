@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fms_fsdp.atomic import read_json
 from fms_fsdp.errors import UserError
-from fms_fsdp.run.recorded import recorded_sections
+from fms_fsdp.record import located_sections
 
 Record = dict[str, Any]
 Floats = npt.NDArray[np.float64]
@@ -151,7 +151,7 @@ def differences(configs: dict[str, Record]) -> list[tuple[str, list[str]]]:
     """
     flat: list[dict[str, str]] = []
     for config in configs.values():
-        sections = recorded_sections(config, config.get("resolved", {})).values()
+        sections = located_sections(config).values()
         flat.append({key: json.dumps(value) for section in sections for key, value in section.items()})
     keys = dict.fromkeys(key for values in flat for key in values if key not in ("output_dir", "run_name"))
     rows = []

@@ -11,9 +11,9 @@ import torch
 
 from fms_fsdp.checkpoint.retention import parse_schedule
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.rule import Rule
 from fms_fsdp.config.rules import CONTRADICTIONS, IDLE
-from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.parallel.compile import compiles, missing_compiler
 
 _FILES = ("metrics.jsonl", "status.json", "config.json", "log.txt")  # of a run folder, which a launch writes

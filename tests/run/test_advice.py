@@ -8,17 +8,13 @@ import pytest
 import torch
 
 from fms_fsdp.config import BF16, BatchPlan, ParallelConfig, TrainConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.mesh import ParallelDims
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS
-from fms_fsdp.run.out_of_memory import explaining_out_of_memory, warning_of_memory
-from fms_fsdp.run.plan import Plan
-from fms_fsdp.run.resume import Start
-from fms_fsdp.runtime import World
+from fms_fsdp.spec.advice import explaining_out_of_memory, warning_of_memory
 from tests.predict.test_memory import fake_gpu
-
-GPU = torch.device("cuda", 0)
+from tests.specs import resolved
 
 
 @pytest.mark.parametrize(
@@ -35,15 +31,14 @@ def test_a_step_that_will_hardly_fit_is_told_beforehand_with_what_would_help(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], accum: int, told: str
 ) -> None:
     """7b, 4 rows: 100.5 GiB of state, 25.1 of them gradients, that come while 64 GiB of activations go."""
-    dims, batch, world = ParallelDims("none"), BatchPlan(4, accum, 1), World(0, 0, 1, 1)
-    state = 8 * num_params(VARIANTS["7b"])
-    fresh = Start(None, False, "")
-    plan = Plan(world, GPU, dims, batch, BF16, None, VARIANTS["7b"], fresh, 10, 4096, optimizer_bytes=state)
+    cfg, model, batch = TrainConfig(parallel=ParallelConfig(**flags)), VARIANTS["7b"], BatchPlan(4, accum, 1)
+    state = 8 * num_params(model)
+    spec = resolved(cfg, model=model, batch=batch, precision=BF16, device="cuda:0", optimizer_bytes=state)
     faked = fake_gpu(monkeypatch, 110)
-    warning = warning_of_memory(ParallelConfig(**flags), plan)
+    warning = warning_of_memory(spec)
     assert told in warning and bool(told) == bool(warning)
     faked.total = 180
-    assert warning_of_memory(ParallelConfig(**flags), plan) == ""
+    assert warning_of_memory(spec) == ""
 
 
 @pytest.mark.parametrize(("strategy", "flags"), [("none", " --sharding_strategy=fsdp"), ("fsdp", "")])
@@ -51,12 +46,10 @@ def test_the_advice_to_offload_is_a_command_that_runs(
     monkeypatch: pytest.MonkeyPatch, strategy: str, flags: str
 ) -> None:
     """An unsharded model cannot be offloaded."""
+    spec = resolved(TrainConfig(), model=VARIANTS["7b"], dims=ParallelDims(strategy), precision=BF16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    world, dims, batch = World(0, 0, 1, 1), ParallelDims(strategy), BatchPlan(1, 1, 1)
-    fresh = Start(None, False, "")
-    plan = Plan(world, torch.device("cpu"), dims, batch, BF16, None, VARIANTS["7b"], fresh, 10, 4096)
     with (
         pytest.raises(RunFailed, match=rf"--cpu_offload=True{flags} moves about"),
-        explaining_out_of_memory(TrainConfig(), plan),
+        explaining_out_of_memory(spec),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -1,0 +1,157 @@
+"""What a run reads: its corpus, the model that fits it, held-out data, and room for what the run writes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fms_fsdp import runtime
+from fms_fsdp.config import BatchPlan, TrainConfig
+from fms_fsdp.data.held_out import HeldOutListing, scan_held_out
+from fms_fsdp.data.shards.manifest import Corpus, scan_corpus
+from fms_fsdp.data.stream import Stream, build_stream
+from fms_fsdp.errors import UserError
+from fms_fsdp.models.variants import LlamaConfig, resolve_model
+from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes
+from fms_fsdp.parts import load_part
+from fms_fsdp.predict.memory import check_memory, estimate_memory
+from fms_fsdp.spec.machine import Machine
+from fms_fsdp.spec.origin import Origin
+
+if TYPE_CHECKING:
+    from fms_fsdp.extras.prompts import Prompts
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the checks of data found, alike on every rank.
+
+    `corpus`: None for synthetic data and streams of the user's own. `optimizer_bytes`: of the state of the
+    whole model. `prompts`: of samples during training.
+    """
+
+    corpus: Corpus | None
+    model: LlamaConfig
+    optimizer_bytes: int
+    held_out: tuple[HeldOutListing, ...]
+    prompts: Prompts | None
+
+
+def find_inputs(cfg: TrainConfig, machine: Machine) -> Inputs:
+    """Lists the data, and checks model, memory and folders (collective: every rank; rank 0 lists for all).
+
+    Raises:
+        UserError, OSError: the first check that fails, as one line.
+    """
+    corpus, precision = _open_corpus(cfg), machine.precision
+    vocab_size = corpus.vocab_size if corpus is not None else None
+    model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
+    if precision.float8:
+        load_part("float8").check_float8(model, precision, machine.device)
+    if cfg.checkpoint.export_interval:
+        load_part("hf").find_family(model)
+    held_out = runtime.agreed(partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size))
+    prompts = None
+    if cfg.eval.sample_interval:
+        prompts = runtime.agreed(partial(load_part("prompts:scan_prompts"), cfg.eval, cfg.data, model))
+    inputs = Inputs(corpus, model, state_bytes(cfg.optim, model, precision), held_out, prompts)
+    _check_room(cfg, machine, inputs)
+    return inputs
+
+
+def _open_corpus(cfg: TrainConfig) -> Corpus | None:
+    if cfg.data.dataset_builder:
+        load_part("custom").load_builder(cfg.data)
+        return None
+    return None if cfg.data.use_dummy_dataset else runtime.agreed(partial(scan_corpus, cfg.data))
+
+
+def _check_room(cfg: TrainConfig, machine: Machine, inputs: Inputs) -> None:
+    """Raises UserError where memory or disk is too small, or a folder cannot be written."""
+    need = estimate_memory(
+        inputs.model,
+        machine.dims,
+        cfg.parallel,
+        precision=machine.precision,
+        batch=machine.batch,
+        seq_length=cfg.data.seq_length,
+        optimizer_bytes=inputs.optimizer_bytes,
+    )
+    for holder, part in need.by_holder(machine.device, cfg.parallel).items():
+        check_memory(part, holder, machine.world.local_world_size, cfg.model.name_and_sizes)
+    folders = {
+        "output_dir": cfg.output_dir,
+        "profiler_dir": cfg.profiler.profiler_dir,
+        "tensorboard_dir": cfg.log.tensorboard_dir,
+        "ckpt_save_path": cfg.ckpt_save_path,
+    }
+    for flag, folder in folders.items():
+        if folder:
+            _check_writable(f"--{flag}", Path(folder))
+    if cfg.checkpoint.save_last or cfg.checkpoint.checkpoint_interval or cfg.checkpoint.checkpoint_schedule:
+        size = checkpoint_bytes(cfg.optim, inputs.model, machine.precision)
+        _check_disk(Path(cfg.ckpt_save_path), size)
+
+
+def _check_disk(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(_nearest(folder)).free
+    if free < needed:
+        raise UserError(
+            f"--ckpt_save_path ({folder}) must have room for one checkpoint: {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB are free; free some or choose another folder"
+        )
+
+
+def _check_writable(flag: str, folder: Path) -> None:
+    """Raises UserError where this process may not make the folder, or write in it."""
+    nearest = _nearest(folder)
+    if not nearest.is_dir():
+        raise UserError(
+            f"{flag} ({folder}) must be a folder that can be made: {nearest} is no folder; choose another"
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK) or os.statvfs(nearest).f_blocks == 0:  # as in /proc
+        raise UserError(f"{flag} ({folder}) must be writable; choose another or change its permissions")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    nearest = folder.absolute()
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    return nearest
+
+
+def begin_stream(
+    cfg: TrainConfig, machine: Machine, inputs: Inputs, batch: BatchPlan, origin: Origin
+) -> tuple[Stream, list[str]]:
+    """This rank's rows from the step after the checkpoint's, and what the flags change in them, in words.
+
+    Raises:
+        UserError, OSError: the checkpoint's data state is of other data, or the batch does not fit the data.
+    """
+    build: Callable[..., Stream] = partial(build_stream, corpus=inputs.corpus, rampup=batch.rampup)
+    if cfg.data.dataset_builder:
+        build = load_part("custom").load_builder(cfg.data)
+    stream = build(
+        cfg.data,
+        seed=cfg.training.seed,
+        vocab_size=inputs.model.vocab_size,
+        global_batch_size=batch.global_batch_size,
+        dp_rank=machine.dims.place(machine.world.rank, "dp"),
+        dp_size=machine.dims.size("dp"),
+        pin_memory=machine.device.type == "cuda",
+    )
+    if origin.fresh_data:
+        stream.begin_after(origin.saved.step)
+    elif origin.continues:
+        try:
+            return stream, stream.load_state_dict(origin.saved.data, origin.saved.step)
+        except UserError as error:
+            stream.close()
+            raise UserError(f"{error}; for other data choose another --run_name") from error
+    return stream, []

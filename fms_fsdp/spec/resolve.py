@@ -1,0 +1,256 @@
+"""The one value of a launch: everything that is known before step 1, alike on every rank. Nothing is written.
+
+    flags (done by parsing) → `find_machine`: devices, axes, batch → process group
+                            → `find_inputs`: data, model, room → `find_origin`: the checkpoint
+                            → `resolve`: all of these → Spec
+
+The first failure is raised, alike on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from fms_fsdp.checkpoint.folders import Checkpoint
+from fms_fsdp.config import BatchPlan, OptimConfig, ParallelConfig, TrainConfig, flag_table, keep_global_batch
+from fms_fsdp.config.ramp import BatchIntervals
+from fms_fsdp.config.values import joined
+from fms_fsdp.data.held_out import HeldOut, open_held_out
+from fms_fsdp.data.rows import CorpusRows
+from fms_fsdp.data.stream import Stream, TokenStream
+from fms_fsdp.errors import UserError
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.optim.optimizers import state_of_stand_in
+from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
+from fms_fsdp.predict.memory import MemoryEstimate, estimate_memory
+from fms_fsdp.record import Record, working_folder
+from fms_fsdp.runtime import World, log, versions
+from fms_fsdp.spec.data import Inputs, begin_stream
+from fms_fsdp.spec.machine import Machine
+from fms_fsdp.spec.origin import Origin
+
+if TYPE_CHECKING:
+    from fms_fsdp.extras.prompts import Prompts
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Where steps and tokens of the run lie: up to `start` as the checkpoint says, later ones by the batch of
+    this launch."""
+
+    start: int  # the last step already done
+    rows_at_start: int
+    tokens_at_start: int
+    seq_length: int
+    batch: BatchPlan
+
+    @cached_property
+    def batches(self) -> BatchIntervals:
+        """The batches of the steps from `start` on."""
+        return BatchIntervals(self.batch.ramp, self.rows_at_start)
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens of the run by the end of a step; those before `start` are shared out evenly."""
+        if step < self.start:
+            return self.tokens_at_start * step // self.start
+        return self.tokens_at_start + self.batches.rows_of(step - self.start) * self.seq_length
+
+    def step_at(self, tokens: int) -> int:
+        """The first step by whose end so many tokens are read: the inverse of `tokens_at`."""
+        if tokens < self.tokens_at_start:
+            return -(-tokens * self.start // self.tokens_at_start)
+        return self.start + self.batches.steps_for(-(-(tokens - self.tokens_at_start) // self.seq_length))
+
+
+@dataclass(frozen=True)
+class Spec(Record):
+    """A launch as it will be: what is recorded of it, and what it stands on in this process.
+
+    `epochs`: the length of the run in words, where epochs are its length.
+    """
+
+    origin: Origin
+    timeline: Timeline
+    machine: Machine
+    inputs: Inputs
+    held_out: tuple[HeldOut, ...]
+    epochs: str
+
+    @property
+    def world(self) -> World:
+        return self.machine.world
+
+    @property
+    def device(self) -> torch.device:
+        return self.machine.device
+
+    @property
+    def prompts(self) -> Prompts | None:
+        return self.inputs.prompts
+
+    @property
+    def start(self) -> int:
+        """The last step already done."""
+        return self.timeline.start
+
+    @property
+    def seq_length(self) -> int:
+        return self.timeline.seq_length
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.config.optim, self.corners)
+
+    def memory(self, section: ParallelConfig) -> MemoryEstimate:
+        """What a rank of this run would need with these flags."""
+        return estimate_memory(
+            self.model,
+            self.dims,
+            section,
+            precision=self.precision,
+            batch=self.batch,
+            seq_length=self.seq_length,
+            optimizer_bytes=self.inputs.optimizer_bytes,
+        )
+
+
+def resolve(cfg: TrainConfig, machine: Machine, inputs: Inputs, origin: Origin) -> Spec:
+    """Everything that follows from the flags, the machine, the data and the checkpoint.
+
+    Raises:
+        UserError: the checkpoint is of another model, optimizer or batch, or already past the end.
+    """
+    batch, saved = machine.batch, origin.saved
+    if origin.checkpoint is not None:
+        check_model(inputs.model, origin.checkpoint)
+        if origin.continues:
+            check_same_optimizer(cfg.optim, origin.checkpoint)
+            batch = _kept_batch(cfg, machine, saved.record.batch)
+    timeline = Timeline(saved.step, saved.rows_seen, saved.tokens_seen, cfg.data.seq_length, batch)
+    num_steps, epochs = _find_length(cfg, machine, inputs, origin, timeline)
+    if origin.checkpoint is not None and num_steps < saved.step:
+        raise UserError(
+            f"--num_steps ({num_steps}) must not lie below the newest checkpoint (step {saved.step} in "
+            f"{origin.checkpoint.folder.parent}); raise it or choose another --run_name"
+        )
+    return Spec(
+        config=cfg,
+        world_size=machine.world.world_size,
+        device_type=machine.device.type,
+        dims=machine.dims,
+        batch=batch,
+        model=inputs.model,
+        precision=machine.precision,
+        num_steps=num_steps,
+        tokenizer=inputs.corpus.tokenizer if inputs.corpus is not None else "",
+        corners=kept_corners(cfg.optim, Length(num_steps, timeline.seq_length, timeline.tokens_at), origin),
+        versions=versions(),
+        working_dir=working_folder(),
+        origin=origin,
+        timeline=timeline,
+        machine=machine,
+        inputs=inputs,
+        held_out=open_held_out(cfg.eval, inputs.held_out, batch.global_batch_size),
+        epochs=epochs,
+    )
+
+
+def check_model(model: LlamaConfig, checkpoint: Checkpoint) -> None:
+    """Raises UserError naming the first field in which the checkpoint's model is another."""
+    table, saved = flag_table(TrainConfig), asdict(checkpoint.saved.record.model)
+    for name, value in asdict(model).items():
+        is_kept = table[name].resume == "refused"
+        if name == "max_seq_len":
+            is_kept = model.pos_emb == "learned"  # a row of weights for every position
+        if is_kept and saved[name] != value:
+            raise UserError(
+                f"--{name} ({value}) must be that of the checkpoint {checkpoint.folder} ({saved[name]}); "
+                f"set it so, or choose another --run_name"
+            )
+
+
+def check_same_optimizer(section: OptimConfig, checkpoint: Checkpoint) -> None:
+    """Raises UserError where the checkpoint holds the state of another optimizer, or of other settings."""
+    before, now = asdict(checkpoint.saved.record.config.optim), asdict(section)
+    for name in ("optimizer", "optimizer_kwargs"):
+        old, new = joined(before[name]), joined(now[name])
+        if old != new and (name == "optimizer" or _state_names(before) != _state_names(now)):
+            raise UserError(
+                f"--{name} ({new}) must keep the state of the checkpoint {checkpoint.folder} ({old}); set it "
+                "so, take only the weights (--load_model_only), or choose another --run_name"
+            )
+
+
+def _state_names(flags: dict[str, Any]) -> list[str]:
+    return sorted(state_of_stand_in(OptimConfig(**flags)))
+
+
+def _kept_batch(cfg: TrainConfig, machine: Machine, saved: BatchPlan) -> BatchPlan:
+    """The batch of a run that goes on: the checkpoint's global batch, on this number of ranks."""
+    total, rows = saved.global_batch_size, saved.batch_size
+    dp_size = machine.dims.size("dp")
+    return keep_global_batch(cfg.training, dp_size, total=total, usual_rows=rows, keep_name=cfg.keep_name)
+
+
+def _find_length(
+    cfg: TrainConfig, machine: Machine, inputs: Inputs, origin: Origin, timeline: Timeline
+) -> tuple[int, str]:
+    """The last step of the run; and where epochs are its length, how often each source is read, in words.
+
+    Raises:
+        UserError: `--num_epochs` names no source of the mixture.
+    """
+    section, start = cfg.training, timeline.start
+    if (epochs := section.epochs()) is None:
+        args = timeline.batches, timeline.seq_length, start, timeline.tokens_at_start
+        return section.steps_at(*args), ""
+    stream, _ = begin_stream(cfg, machine, inputs, timeline.batch, origin)
+    try:
+        return cast(CorpusRows, cast(TokenStream, stream).rows).end_of_epochs(*epochs, start)
+    finally:
+        stream.close()
+
+
+def kept_corners(section: OptimConfig, run: Length, origin: Origin) -> Corners:
+    """Those of the checkpoint, unless a flag of the schedule has changed: another length of the run moves
+    nothing but a last phase of wsd that has not begun.
+
+    Raises:
+        UserError: the decay ends before it begins.
+    """
+    if not origin.continues:
+        return find_corners(section, run)
+    saved, old = origin.saved, origin.saved.record.corners
+    if _shape(saved.record.config.optim) != _shape(section):
+        return find_corners(section, run)
+    place = saved.tokens_seen if old.in_tokens else saved.step
+    if section.lr_schedule == "wsd" and place < old.decay_start:
+        return replace(find_corners(section, run), warmup=old.warmup)
+    return old
+
+
+def _shape(section: OptimConfig) -> tuple[object, ...]:
+    return section.lr_schedule, section.spans(), section.constant_steps
+
+
+def open_stream(spec: Spec) -> Stream:
+    """This rank's rows, from the step after the checkpoint's; logs what the flags change in a resumed run.
+
+    Raises:
+        UserError, OSError: the checkpoint's data state is of other data, or the batch or the length do not
+        fit the data.
+    """
+    stream, changes = begin_stream(spec.config, spec.machine, spec.inputs, spec.batch, spec.origin)
+    for change in changes:
+        log.info("from step %d on, %s", spec.start + 1, change)
+    if stream.last_step is not None and spec.num_steps > stream.last_step:
+        raise UserError(
+            f"--num_steps ({spec.num_steps}) must not exceed {stream.last_step}, the last step that "
+            f"--max_epochs ({spec.config.data.max_epochs:g}) "
+            f"leaves the shortest source; lower it or raise --max_epochs"
+        )
+    return stream
