@@ -27,7 +27,7 @@ before_torch()
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.flags import Parsed, describe_changes, describe_flags, parse_with_origins
-from fms_fsdp.run.questions import answer
+from fms_fsdp.run.listings import print_listing
 from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
 from fms_fsdp.run.stop_signal import StopSignal
 
@@ -37,7 +37,7 @@ def begin(argv: list[str]) -> tuple[Launch, StopSignal, Parsed[TrainConfig] | No
     launch = Launch()
     signals = StopSignal(launch)
     with launch, checking_input():
-        answer(argv)
+        print_listing(argv)
         return launch, signals, parse_with_origins(TrainConfig, argv)
     return launch, signals, None
 

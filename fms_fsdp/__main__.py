@@ -46,9 +46,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Runs one command; returns its exit status."""
     check_installed()
     if argv[:1] == ["--version"]:
-        from fms_fsdp.run.questions import answer
+        from fms_fsdp.run.listings import print_listing
 
-        answer(argv)
+        print_listing(argv)
     group = argv[0] if argv else ""
     in_group = [name for name in COMMANDS if name.startswith(f"{group} ")]
     num_words = 2 if in_group else 1

@@ -96,20 +96,11 @@ def cpu_has_bf16() -> bool:
     return bool(re.search(r"(?im)^(flags|features)\s.*\b(amx_bf16|avx512_bf16|bf16)\b", text))
 
 
-def resolve_precision(section: PrecisionConfig, device: torch.device, keep_name: str = "") -> Precision:
-    """As asked, else bf16 wherever the hardware computes it natively; logs what was chosen and why.
-
-    Raises:
-        UserError: a GPU without bf16, unless fp32 or fp16 was asked for.
-    """
+def resolve_precision(section: PrecisionConfig, device: torch.device) -> Precision:
+    """As asked, else bf16 wherever the hardware computes it natively; logs what was chosen and why."""
     wanted = section.named
     if device.type == "cuda":
-        wanted = wanted or "bf16"
-        if wanted not in ("fp32", "fp16") and not torch.cuda.is_bf16_supported(including_emulation=False):
-            name = torch.cuda.get_device_name(device)
-            remedy = f"add --precision=fp16 or --precision=fp32 {keep_name}".rstrip()
-            raise UserError(f"--precision ({wanted}) needs bf16, which {name} lacks; {remedy}")
-        return section.resolve(wanted)
+        return section.resolve(wanted or "bf16")
     native = cpu_has_bf16()
     if wanted in ("fp16", "float8"):
         log.warning("--precision=%s is slow on a CPU, and here for tests", wanted)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,19 @@ import torch
 
 from fms_fsdp.__main__ import COMMANDS
 from fms_fsdp.__main__ import main as run_command
-from fms_fsdp.config import TrainConfig, TrainingConfig, as_dict, parse_selective_checkpointing, resolve_batch
+from fms_fsdp.checkpoint.folders import Checkpoint
+from fms_fsdp.config import (
+    LogConfig,
+    ModelConfig,
+    TrainConfig,
+    TrainingConfig,
+    as_dict,
+    parse_selective_checkpointing,
+    resolve_batch,
+)
 from fms_fsdp.config.axes import ParallelDims
-from fms_fsdp.config.flag import flag_table
+from fms_fsdp.config.batch import DIVIDES, KEEPS_BATCH, LEADS, WantedBatch
+from fms_fsdp.config.flag import flag_table, flag_values
 from fms_fsdp.config.rule import Rule
 from fms_fsdp.config.rules import CONTRADICTIONS, IDLE
 from fms_fsdp.config.values import plain
@@ -34,9 +45,13 @@ from fms_fsdp.flags import (
     parse_flags,
     parse_with_origins,
 )
-from fms_fsdp.models.variants import all_variants, resolve_model
-from fms_fsdp.spec.rules import MACHINE, Hardware, listing
+from fms_fsdp.models.variants import SHAPES, VARIANTS, Shape, all_variants, resolve_model
+from fms_fsdp.predict.memory import FITS, MemoryEstimate, Room
+from fms_fsdp.record import Saved
+from fms_fsdp.spec.origin import Origin
+from fms_fsdp.spec.rules import CHECKPOINT, FOLDERS, LENGTH, MACHINE, Continued, Folders, Hardware, listing
 from fms_fsdp.tools.flags_page import markdown
+from tests.specs import resolved
 
 ROOT = Path(__file__).parent.parent
 
@@ -198,15 +213,39 @@ def test_the_page_of_rules_is_up_to_date() -> None:
     assert committed == listing() + "\n", "run: python main_training.py --rules > docs/rules.md"
 
 
-def test_every_rule_names_flags_and_can_be_told() -> None:
-    """A name in a text that is neither a flag nor a fact would be found by the user, in a traceback."""
-    names, config = flag_table(TrainConfig).keys(), TrainConfig()
+def every_rule(tmp_path: Path) -> Iterator[tuple[Rule[Any], Any, dict[str, Any]]]:
+    """Each rule of a launch with something that it can be judged by, and the values of flags."""
+    config, model = TrainConfig(log=LogConfig(output_dir=str(tmp_path))), VARIANTS["tiny"]
+    values, saved = flag_values(config), Saved(4, **resolved(config, model=model).saved_with)
+    checkpoint = Checkpoint(tmp_path / "step_4", saved)
     hardware = Hardware(config, torch.device("cpu"), ParallelDims("none"))
-    judged: list[tuple[Rule[Any], Any]] = [(rule, config) for rule in (*CONTRADICTIONS, *IDLE)]
-    for rule, known in [*judged, *((rule, hardware) for rule in MACHINE)]:
-        assert {rule.flag, *rule.beside.split()} <= names, rule
-        assert rule.broken_by(known, config).startswith(f"--{rule.flag} ("), rule
+    batch = WantedBatch(TrainingConfig(rampup_batch_size=(4, 4, 9)), 8, 2)
+    kept = WantedBatch(TrainingConfig(batch_size=1, grad_accum_steps=4), 8, 2)
+    room = Room(MemoryEstimate(1, 1, ParallelDims("fsdp")), torch.device("cpu"), 2**30, "tiny")
+    spec = resolved(config, model=model, origin=Origin(checkpoint, True))
+    known: list[tuple[tuple[Rule[Any], ...], Any, dict[str, Any]]] = [
+        ((*CONTRADICTIONS, *IDLE), config, values),
+        (MACHINE, hardware, values),
+        ((*DIVIDES, *LEADS), batch, {}),
+        (SHAPES, Shape(model, ModelConfig(rope_pct=1.0), 64, 256, True), {}),
+        (FITS, room, {}),
+        (FOLDERS, Folders(config, 1), {}),
+        (CHECKPOINT, Continued(config, model, checkpoint, True), {}),
+        (KEEPS_BATCH, kept, {}),
+        (LENGTH, spec, {}),
+    ]
+    for rules, what, flags in known:
+        yield from ((rule, what, flags) for rule in rules)
+
+
+def test_every_rule_names_flags_and_can_be_told(tmp_path: Path) -> None:
+    """A name in a text that is neither a flag nor a fact would be found by the user, in a traceback."""
+    names, page = flag_table(TrainConfig).keys(), listing()
+    for rule, known, values in every_rule(tmp_path):
+        assert {*rule.beside.split(), *([rule.flag] if rule.flag.isidentifier() else [])} <= names, rule
+        assert rule.broken_by(known, values).startswith(f"{rule.subject} ("), rule
         assert rule.is_note or rule.holds(known), rule
+        assert f"| `{rule.subject}` | " in page and rule.template in page, rule
 
 
 def test_every_part_that_a_flag_belongs_to_is_there_and_told() -> None:

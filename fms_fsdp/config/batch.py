@@ -6,12 +6,14 @@ With a ramp that is the batch at its end; before it, steps have fewer micro-step
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from fms_fsdp.config.ramp import MAX_INCREMENTS, BatchRamp
+from fms_fsdp.config.rule import Rule, judge
 from fms_fsdp.config.training import TrainingConfig
 from fms_fsdp.config.values import joined
-from fms_fsdp.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,142 @@ class BatchPlan:
         return BatchRamp.to(self.global_batch_size, self.rampup)
 
 
+@dataclass(frozen=True)
+class WantedBatch:
+    """A global batch of `total` rows that is to be divided over `dp_size` ranks as the section says.
+
+    `micro_step`: rows of a micro-step on one rank, where they are known. `keep_name`: the flag under which a
+    run goes on with another batch.
+    """
+
+    section: TrainingConfig
+    total: int
+    dp_size: int
+    micro_step: int = 1
+    keep_name: str = ""
+
+    @property
+    def given(self) -> dict[str, int]:
+        """The factors of the batch that a flag gives."""
+        values = {"batch_size": self.section.batch_size, "grad_accum_steps": self.section.grad_accum_steps}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def product(self) -> int:
+        """The rows of the given factors on all ranks."""
+        return math.prod(self.given.values()) * self.dp_size
+
+    @property
+    def keeps_factors(self) -> bool:
+        """Whether the given micro-steps, of the given rows at most, make the batch of a run that goes on."""
+        if self.section.grad_accum_steps is None:
+            return True
+        return self.total % self.product == 0 and (len(self.given) == 1 or self.total == self.product)
+
+    @property
+    def leads_to_end(self) -> bool:
+        """Whether whole increments of the ramp lead to the batch, and not too many."""
+        start, increment, _ = self.section.rampup_batch_size
+        increments, rest = divmod(self.total - start, increment)
+        return 1 <= increments <= MAX_INCREMENTS and not rest
+
+
 def divisors(total: int, most: int) -> list[int]:
     """The divisors of `total` up to `most`, for messages."""
     return [number for number in range(1, min(total, most) + 1) if total % number == 0]
+
+
+def _facts(wanted: WantedBatch) -> Mapping[str, Any]:
+    """The figures of messages on a batch."""
+    total, dp_size, given, product = wanted.total, wanted.dp_size, wanted.given, wanted.product
+    ranks = f" x {dp_size} data-parallel ranks" if dp_size > 1 else ""
+    remedies = [f"--global_batch_size={n * product}" for n in (total // product, total // product + 1) if n]
+    if len(given) == 1 and total % dp_size == 0:
+        ((name, value),) = given.items()
+        remedies.insert(0, f"--{name}={max(divisors(total // dp_size, min(value, 4096)))}")
+    return given | {
+        "global_batch_size": total,
+        "number of data-parallel ranks": dp_size,
+        "dp_size": dp_size,
+        "ranks": divisors(total, 65536),
+        "factors": " x ".join(f"--{name} ({value})" for name, value in given.items()) + ranks,
+        "product": product,
+        "rows": given.get("batch_size", "batch_size"),
+        "remedies": " or ".join(remedies),
+        "another": f"choose another batch with --global_batch_size=ROWS {wanted.keep_name}",
+    }
+
+
+def _facts_of_ramp(wanted: WantedBatch) -> Mapping[str, Any]:
+    """The figures of messages on a ramp; the remedies make whole micro-steps of each of its batches."""
+    start, increment, samples = wanted.section.rampup_batch_size
+    end, dp_size, unit = wanted.total, wanted.dp_size, wanted.micro_step * wanted.dp_size
+    remedies = []
+    rows, rest = divmod(math.gcd(start, increment, end), dp_size)
+    if not rest:
+        others = f" --grad_accum_steps={end // (rows * dp_size)}" if wanted.section.grad_accum_steps else ""
+        remedies.append(f"write --batch_size={rows}{others}")
+    multiple, steps = max(1, start // unit) * unit, (end - start) // increment
+    if multiple < end and steps > 0:
+        way = (end - multiple) // unit
+        fitting = next(each for each in range(min(steps, way), 0, -1) if way % each == 0)
+        remedies.append(f"write --rampup_batch_size={multiple},{way // fitting * unit},{samples}")
+    first = list(range(start, end, increment)[:5])
+    return {
+        "rampup_batch_size": wanted.section.rampup_batch_size,
+        "start": start,
+        "end": end,
+        "room": max(1, end - start),
+        "dp_size": dp_size,
+        "micro_step": wanted.micro_step,
+        "batches": joined(first) + ",…" * (steps > 5),
+        "remedies": " or ".join([*remedies, "leave it out"]),
+    }
+
+
+DIVIDES: tuple[Rule[WantedBatch], ...] = (
+    Rule("global_batch_size", lambda wanted: wanted.given or wanted.total % wanted.dp_size == 0,
+        "must be a multiple of the number of data-parallel ranks ({dp_size})",
+        "choose {remedies}, or a number of ranks among {ranks}", facts=_facts),
+    Rule("global_batch_size", lambda wanted: len(wanted.given) != 1 or wanted.total % wanted.product == 0,
+        "must be a multiple of {factors}", "choose {remedies}", "batch_size grad_accum_steps", _facts),
+    Rule("global_batch_size", lambda wanted: len(wanted.given) != 2 or wanted.total == wanted.product,
+        "must be {factors}", "leave it out, or choose --global_batch_size={product}",
+        "batch_size grad_accum_steps", _facts),
+)  # fmt: skip
+KEEPS_BATCH: tuple[Rule[WantedBatch], ...] = (
+    Rule("number of data-parallel ranks", lambda wanted: wanted.total % wanted.dp_size == 0,
+        "must divide the run's global batch ({global_batch_size} rows)",
+        "valid numbers: {ranks}; or {another}", "global_batch_size", _facts),
+    Rule("grad_accum_steps", lambda wanted: wanted.keeps_factors,
+        "must keep the run's global batch ({global_batch_size} rows), and {rows} rows x {dp_size} ranks x "
+        "{grad_accum_steps} micro-steps does not",
+        "leave it out, or {another}", "batch_size global_batch_size", _facts),
+)  # fmt: skip
+LEADS: tuple[Rule[WantedBatch], ...] = (
+    Rule("rampup_batch_size", lambda wanted: len(wanted.section.rampup_batch_size) in (0, 3),
+        "must be start,increment,samples", "write 16,16,5_000_000",
+        facts=lambda wanted: {"rampup_batch_size": wanted.section.rampup_batch_size}),
+    Rule("rampup_batch_size", lambda wanted: not wanted.section.rampup_batch_size or wanted.leads_to_end,
+        "must lead from {start} rows to the global batch ({end}) in whole increments, at most "
+        f"{MAX_INCREMENTS:,} of them",
+        "choose a start below it and an increment that divides {room}", "global_batch_size", _facts_of_ramp),
+    Rule("rampup_batch_size",
+        lambda wanted: math.gcd(*wanted.section.rampup_batch_size[:2]) % (wanted.micro_step * wanted.dp_size)
+        == 0,
+        "must have only batches that are divisible by data-parallel size ({dp_size}) x batch_size "
+        "({micro_step}), and has {batches},{end}", "{remedies}", "batch_size", _facts_of_ramp),
+)  # fmt: skip
+
+
+def check_divides(total: int, dp_size: int) -> None:
+    """Raises UserError unless a global batch of `total` rows divides over so many data-parallel ranks."""
+    judge(DIVIDES, WantedBatch(TrainingConfig(), total, dp_size), {})
+
+
+def check_rampup(rampup: tuple[int, ...], end: int) -> None:
+    """Raises UserError unless start, increment and samples of a ramp lead to a batch of `end` rows."""
+    judge(LEADS, WantedBatch(TrainingConfig(rampup_batch_size=rampup), end, 1), {})
 
 
 def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
@@ -48,97 +183,13 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
     if total is None:
         rows, accum = rows or 2, accum or 1
         total = rows * accum * dp_size
-    _check_factors(section, total, dp_size)
+    judge(DIVIDES, WantedBatch(section, total, dp_size), {})
     check_rampup(section.rampup_batch_size, total)
     per_rank = total // dp_size
     if rows is None:
         unit = BatchRamp.to(total, section.rampup_batch_size).unit
         rows = per_rank // accum if accum else (2 if unit % (2 * dp_size) == 0 else 1)
-    return _with_ramp(section, BatchPlan(rows, per_rank // rows, dp_size))
-
-
-def check_divides(total: int, dp_size: int) -> None:
-    """Raises UserError unless a global batch of `total` rows divides over so many data-parallel ranks."""
-    if total % dp_size:
-        ranks = joined(divisors(total, max(4096, 2 * dp_size)))
-        raise UserError(
-            f"--global_batch_size ({total}) must be a multiple of the number of data-parallel ranks "
-            f"({dp_size}); choose {_multiples(total, dp_size)}, or a number of ranks among {ranks}"
-        )
-
-
-def _multiples(total: int, unit: int) -> str:
-    """The multiples of `unit` around `total`, as the flag that is to be given."""
-    return " or ".join(f"--global_batch_size={n * unit}" for n in (total // unit, total // unit + 1) if n)
-
-
-def _check_factors(section: TrainingConfig, total: int, dp_size: int) -> None:
-    """Raises UserError unless the two factors, of which one or both may be left out, make `total` rows."""
-    names = ("batch_size", "grad_accum_steps")
-    given = {name: value for name in names if (value := getattr(section, name)) is not None}
-    if not given:
-        return check_divides(total, dp_size)
-    product = math.prod(given.values()) * dp_size
-    if total == product or (len(given) == 1 and total % product == 0):
-        return
-    ranks = f" x {dp_size} data-parallel ranks" if dp_size > 1 else ""
-    factors = " x ".join(f"--{name} ({value})" for name, value in given.items()) + ranks
-    if len(given) == 2:
-        rule = f"must be {factors}; leave it out, or choose --global_batch_size={product}"
-    else:
-        ((name, value),) = given.items()
-        other = ""
-        if total % dp_size == 0:
-            other = f"--{name}={max(divisors(total // dp_size, min(value, 4096)))} or "
-        rule = f"must be a multiple of {factors}; choose {other}{_multiples(total, product)}"
-    raise UserError(f"--global_batch_size ({total}) {rule}")
-
-
-def check_rampup(rampup: tuple[int, ...], end: int) -> None:
-    """Raises UserError unless start, increment and samples of a ramp lead to a batch of `end` rows."""
-    if not rampup:
-        return
-    if len(rampup) != 3:
-        raise UserError(
-            f"--rampup_batch_size ({joined(rampup)}) must be start,increment,samples; write 16,16,5_000_000"
-        )
-    start, increment, _ = rampup
-    if start >= end or (end - start) % increment or (end - start) // increment > MAX_INCREMENTS:
-        raise UserError(
-            f"--rampup_batch_size ({joined(rampup)}) must lead from {start} rows to the global batch ({end}) "
-            f"in whole increments, at most {MAX_INCREMENTS:,} of them; choose a start below it and an "
-            f"increment that divides {max(1, end - start)}"
-        )
-
-
-def _with_ramp(section: TrainingConfig, batch: BatchPlan) -> BatchPlan:
-    """`batch` with the ramp that leads to it.
-
-    Raises:
-        UserError: one of the ramp's batches does not divide over the ranks.
-    """
-    if not section.rampup_batch_size:
-        return batch
-    start, increment, samples = rampup = section.rampup_batch_size
-    micro_step, end = batch.batch_size * batch.dp_size, batch.global_batch_size
-    if start % micro_step == 0 and increment % micro_step == 0:
-        return replace(batch, rampup=rampup)
-    remedies = []
-    rows, rest = divmod(math.gcd(start, increment, end), batch.dp_size)
-    if not rest:
-        others = f" --grad_accum_steps={end // (rows * batch.dp_size)}" if section.grad_accum_steps else ""
-        remedies.append(f"write --batch_size={rows}{others}")
-    if (multiple := max(1, start // micro_step) * micro_step) < end:
-        steps, way = (end - start) // increment, (end - multiple) // micro_step  # at least one, and as before
-        fitting = next(each for each in range(min(steps, way), 0, -1) if way % each == 0)
-        remedies.append(f"write --rampup_batch_size={multiple},{way // fitting * micro_step},{samples}")
-    batches = [start + increment * each for each in range(min(5, (end - start) // increment))]
-    shown = f"{joined(batches)}{',…' if batches[-1] + increment < end else ''},{end}"
-    raise UserError(
-        f"--rampup_batch_size ({joined(rampup)}) must have only batches that are divisible by data-parallel "
-        f"size ({batch.dp_size}) x batch_size ({batch.batch_size}), and has {shown}; "
-        f"{' or '.join([*remedies, 'leave it out'])}"
-    )
+    return _with_ramp(section, rows, per_rank // rows, dp_size)
 
 
 def keep_global_batch(
@@ -155,24 +206,22 @@ def keep_global_batch(
     rows, accum = section.batch_size, section.grad_accum_steps
     if section.global_batch_size is not None:
         return resolve_batch(section, dp_size)
-    if total % dp_size:
-        valid = divisors(total, 65536)
-        raise UserError(
-            f"number of data-parallel ranks ({dp_size}) must divide the run's global batch ({total} rows); "
-            f"valid numbers: {joined(valid)}; or choose another batch with "
-            f"--global_batch_size=ROWS {keep_name}"
-        )
+    judge(KEEPS_BATCH, WantedBatch(section, total, dp_size, keep_name=keep_name), {})
     check_rampup(section.rampup_batch_size, total)
     per_rank = total // dp_size
-    if accum is None:
-        unit = max(1, BatchRamp.to(total, section.rampup_batch_size).unit // dp_size)
-        cap = min(rows or usual_rows, unit)
-        fitting = next(size for size in range(cap, 0, -1) if unit % size == 0)
-        return _with_ramp(section, BatchPlan(fitting, per_rank // fitting, dp_size))
-    if per_rank % accum or (rows is not None and rows * accum != per_rank):
-        product = f"{rows or 'batch_size'} rows x {dp_size} ranks x {accum} micro-steps"
-        raise UserError(
-            f"--grad_accum_steps ({accum}) must keep the run's global batch ({total} rows), and {product} "
-            f"does not; leave it out, or choose another batch with --global_batch_size=ROWS {keep_name}"
-        )
-    return _with_ramp(section, BatchPlan(per_rank // accum, accum, dp_size))
+    if accum is not None:
+        return _with_ramp(section, per_rank // accum, accum, dp_size)
+    unit = max(1, BatchRamp.to(total, section.rampup_batch_size).unit // dp_size)
+    most = min(rows or usual_rows, unit)
+    fitting = next(size for size in range(most, 0, -1) if unit % size == 0)
+    return _with_ramp(section, fitting, per_rank // fitting, dp_size)
+
+
+def _with_ramp(section: TrainingConfig, rows: int, accum: int, dp_size: int) -> BatchPlan:
+    """The batch with the ramp that leads to it.
+
+    Raises:
+        UserError: one of the ramp's batches does not divide over the ranks.
+    """
+    judge(LEADS, WantedBatch(section, rows * accum * dp_size, dp_size, rows), {})
+    return BatchPlan(rows, accum, dp_size, section.rampup_batch_size)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from fms_fsdp.config.flag import flag_values
-from fms_fsdp.config.values import joined, shown
+from fms_fsdp.config.values import joined, one_line, shown
 from fms_fsdp.errors import UserError
 
 Known = TypeVar("Known")
@@ -24,9 +23,10 @@ Known = TypeVar("Known")
 class Rule(Generic[Known]):
     """One refusal. The line that a user reads is `--flag (value) text; remedy`.
 
-    `holds` gets what is known when the rule is judged. `{name}` in the text and the remedy stands for the
-    value of a flag, or for an entry of `facts`. `beside`: the other flags that the rule is about, separated
-    by spaces. `is_note`: the flag has no effect, which is refused only where all these flags were typed.
+    `flag`: what the rule is about; where that is no flag, in words. `holds` gets what is known when the rule
+    is judged. `{name}` in the text and the remedy stands for the value of a flag, or for an entry of `facts`,
+    which comes first. `beside`: the other flags that the rule is about, separated by spaces. `is_note`: the
+    flag has no effect, which is refused only where all these flags were typed.
     """
 
     flag: str
@@ -38,23 +38,24 @@ class Rule(Generic[Known]):
     is_note: bool = False
 
     @property
+    def subject(self) -> str:
+        """The flag as it is typed, or the words in its place."""
+        return f"--{self.flag}" if self.flag.isidentifier() else self.flag
+
+    @property
     def template(self) -> str:
         """What follows the flag and its value, with the names of values in braces."""
         return f"{self.text}; {self.remedy}" if self.remedy else self.text
 
-    def broken_by(self, known: Known, config: Any) -> str:
-        """The line for the user where the rule does not hold."""
-        values = {name: _quoted(value) for name, value in flag_values(config).items()}
-        values |= {name: _quoted(value) for name, value in self.facts(known).items()}
-        return f"--{self.flag} ({values[self.flag]}) {self.template.format_map(values)}"
+    def broken_by(self, known: Known, values: Mapping[str, Any]) -> str:
+        """The line for the user where the rule does not hold; `values`: of the flags, by name."""
+        told = {name: shown(joined(value)) for name, value in values.items()}
+        told |= {name: one_line(joined(value)) for name, value in self.facts(known).items()}
+        return f"{self.subject} ({told[self.flag]}) {self.template.format_map(told)}"
 
 
-def judge(rules: Iterable[Rule[Known]], known: Known, config: Any) -> None:
-    """Raises UserError for the first rule that does not hold."""
+def judge(rules: Iterable[Rule[Known]], known: Known, values: Mapping[str, Any]) -> None:
+    """Raises UserError for the first rule that does not hold; `values`: of the flags, by name."""
     for rule in rules:
         if not rule.holds(known):
-            raise UserError(rule.broken_by(known, config))
-
-
-def _quoted(value: Any) -> str:
-    return shown(joined(value))
+            raise UserError(rule.broken_by(known, values))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fms_fsdp.config.flag import non_defaults
+from fms_fsdp.config.flag import flag_values, non_defaults
 from fms_fsdp.config.rule import Rule
 from fms_fsdp.config.values import joined
 from fms_fsdp.errors import UserError
@@ -274,7 +274,7 @@ def refuse_idle_flags(config: TrainConfig, origins: Mapping[str, str]) -> None:
         names = (rule.flag, *rule.beside.split())
         is_typed = all(origins.get(name, "flag") == "flag" for name in names)
         if rule.flag in changed and is_typed and not rule.holds(config):
-            raise UserError(rule.broken_by(config, config))
+            raise UserError(rule.broken_by(config, flag_values(config)))
 
 
 def notes(config: TrainConfig, origins: Mapping[str, str], strategy: str) -> Iterator[str]:

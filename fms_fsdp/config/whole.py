@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fms_fsdp.config.flag import build_config, flag_table, non_defaults
+from fms_fsdp.config.flag import build_config, flag_table, flag_values, non_defaults
 from fms_fsdp.config.model import ModelConfig
 from fms_fsdp.config.optim import OptimConfig
 from fms_fsdp.config.precision import PrecisionConfig
@@ -38,7 +38,7 @@ class TrainConfig:
     profiler: ProfilerConfig = ProfilerConfig()
 
     def __post_init__(self) -> None:
-        judge(CONTRADICTIONS, self, self)
+        judge(CONTRADICTIONS, self, flag_values(self))
 
     @cached_property
     def run_name(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from fms_fsdp.config import ModelConfig
 from fms_fsdp.config.batch import divisors
+from fms_fsdp.config.rule import Rule, judge
 from fms_fsdp.errors import UserError
 from fms_fsdp.parts import load_part
 
@@ -181,6 +182,72 @@ def canonical_variant(name: str) -> str:
     raise UserError(f"--model_variant ({name}) is not known; {hint}choose one of: {', '.join(known)}")
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A model with what asks for it. `derives_heads`: the head size follows from the other sizes."""
+
+    config: LlamaConfig
+    section: ModelConfig
+    seq_length: int
+    data_vocab_size: int | None
+    derives_heads: bool
+
+
+def _facts(shape: Shape) -> Mapping[str, Any]:
+    """The sizes that messages on a shape name."""
+    config = shape.config
+    return vars(config) | {
+        "seq_length": shape.seq_length,
+        "data_vocab_size": shape.data_vocab_size,
+        "rotary_dim": config.rotary_dim,
+        "of_hidden": ", ".join(map(str, divisors(config.hidden_size, 1024))),
+        "of_heads": ", ".join(map(str, divisors(config.num_attention_heads, 1024))),
+    }
+
+
+def _rotary(name: str) -> Rule[Shape]:
+    """The rule that a flag of rotary positions is given only where the model has them."""
+
+    def holds(shape: Shape) -> bool:
+        return shape.config.pos_emb == "rope" or getattr(shape.section, name) is None
+
+    return Rule(name, holds, "has no effect without --pos_emb=rope", "leave it out", "pos_emb", _facts)
+
+
+SHAPES: tuple[Rule[Shape], ...] = (
+    Rule("vocab_size", lambda shape: shape.config.vocab_size >= (shape.data_vocab_size or 0),
+        "must not be below the data's vocabulary ({data_vocab_size})",
+        "leave it out or raise it to {data_vocab_size}", "data_path", _facts),
+    Rule("max_seq_len", lambda shape: shape.config.max_seq_len >= shape.seq_length,
+        "must not be below --seq_length ({seq_length})", "raise it, or leave it out", "seq_length", _facts),
+    Rule("num_attention_heads",
+        lambda shape: not shape.derives_heads
+        or shape.config.hidden_size % shape.config.num_attention_heads == 0,
+        "must divide hidden_size ({hidden_size})", "valid: {of_hidden}; or give --head_dim",
+        "hidden_size head_dim", _facts),
+    Rule("num_kv_heads", lambda shape: shape.config.num_attention_heads % shape.config.num_kv_heads == 0,
+        "must divide num_attention_heads ({num_attention_heads})", "valid: {of_heads}",
+        "num_attention_heads", _facts),
+    Rule("num_attention_heads",
+        lambda shape: shape.config.pos_emb != "rope"
+        or (shape.config.rotary_dim > 0 and shape.config.rotary_dim % 2 == 0),
+        "must leave an even head size of hidden_size ({hidden_size}) for rotary embeddings, not {rotary_dim} "
+        "= {rope_pct} x {head_dim}", "change it, --head_dim or --rope_pct, or use --pos_emb=learned",
+        "hidden_size head_dim rope_pct pos_emb", _facts),
+    Rule("hidden_size",
+        lambda shape: shape.config.pos_emb != "sinusoidal" or shape.config.hidden_size % 2 == 0,
+        "must be even for --pos_emb=sinusoidal", "change it", "pos_emb", _facts),
+    Rule("attn_window_pattern",
+        lambda shape: shape.config.attn_window_pattern and not shape.config.attn_window_pattern.strip("LG"),
+        "must be made of the letters L and G", "write it as LLG", "", _facts),
+    Rule("attn_impl",
+        lambda shape: not shape.config.attn_dropout or shape.config.attn_impl in ("auto", "math"),
+        "has no dropout that repeats on any number of devices", "leave it out, or --attn_dropout",
+        "attn_dropout", _facts),
+    *map(_rotary, ("rope_theta", "rope_scaling", "rope_pct")),
+)  # fmt: skip
+
+
 def resolve_model(
     section: ModelConfig, *, seq_length: int, data_vocab_size: int | None = None
 ) -> LlamaConfig:
@@ -192,11 +259,6 @@ def resolve_model(
             another shape than that of the weights to begin with.
     """
     variant, is_theirs = _base_shape(section), bool(section.init_from_hf or section.hf_config)
-    if section.vocab_size is not None and section.vocab_size < (data_vocab_size or 0):
-        raise UserError(
-            f"--vocab_size ({section.vocab_size}) must not be below the data's vocabulary "
-            f"({data_vocab_size}); leave it out or raise it to {data_vocab_size}"
-        )
     derived = {"vocab_size", "max_seq_len", "rope_scaling"}
     names = {spec.name for spec in fields(LlamaConfig)} - derived
     given = {name: value for name in names if (value := getattr(section, name)) is not None}
@@ -217,17 +279,10 @@ def resolve_model(
         vocab_size=section.vocab_size or max(data_vocab_size or variant.vocab_size, least),
         max_seq_len=section.max_seq_len or max(seq_length, variant.max_seq_len if is_theirs else 0),
     )
-    if config.max_seq_len < seq_length:
-        raise UserError(
-            f"--max_seq_len ({config.max_seq_len}) must not be below --seq_length ({seq_length}); raise it, "
-            "or leave it out"
-        )
     if section.init_from_hf:
         load_part("from_hf").check_same(config, variant, section)
-    _check_shape(config, derives_heads=given.get("head_dim") == 0)
-    for name in ("rope_theta", "rope_scaling", "rope_pct") if config.pos_emb != "rope" else ():
-        if (value := getattr(section, name)) is not None:
-            raise UserError(f"--{name} ({value}) has no effect without --pos_emb=rope; leave it out")
+    shape = Shape(config, section, seq_length, data_vocab_size, given.get("head_dim") == 0)
+    judge(SHAPES, shape, {})
     return config
 
 
@@ -243,36 +298,3 @@ def _base_shape(section: ModelConfig) -> LlamaConfig:
         return read(path if path.is_file() else path / "config.json")
     except UserError as error:
         raise UserError(f"--{flag} ({path}) cannot be taken: {error}") from None
-
-
-def _check_shape(config: LlamaConfig, *, derives_heads: bool) -> None:
-    hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_kv_heads
-    if hidden % heads and derives_heads:
-        valid = ", ".join(map(str, divisors(hidden, 1024)))
-        raise UserError(
-            f"--num_attention_heads ({heads}) must divide hidden_size ({hidden}); valid: {valid}; or give "
-            "--head_dim"
-        )
-    if heads % kv_heads:
-        valid = ", ".join(map(str, divisors(heads, 1024)))
-        raise UserError(
-            f"--num_kv_heads ({kv_heads}) must divide num_attention_heads ({heads}); valid: {valid}"
-        )
-    if config.pos_emb == "rope" and (config.rotary_dim % 2 or not config.rotary_dim):
-        raise UserError(
-            f"--num_attention_heads ({heads}) must leave an even head size of hidden_size ({hidden}) for "
-            f"rotary embeddings, not {config.rotary_dim} = {config.rope_pct:g} x {config.head_dim}; change "
-            "it, --head_dim or --rope_pct, or use --pos_emb=learned"
-        )
-    if config.pos_emb == "sinusoidal" and hidden % 2:
-        raise UserError(f"--hidden_size ({hidden}) must be even for --pos_emb=sinusoidal; change it")
-    if not config.attn_window_pattern or set(config.attn_window_pattern) - set("LG"):
-        raise UserError(
-            f"--attn_window_pattern ({config.attn_window_pattern}) must be made of the letters L and G; "
-            "write it as LLG"
-        )
-    if config.attn_dropout and config.attn_impl not in ("auto", "math"):
-        raise UserError(
-            f"--attn_impl ({config.attn_impl}) has no dropout that repeats on any number of devices; leave "
-            "it out, or --attn_dropout"
-        )

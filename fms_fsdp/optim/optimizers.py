@@ -8,7 +8,7 @@ leaves out the call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -215,8 +215,10 @@ def _make_state(part: torch.optim.Optimizer, build: Build, settings: Mapping[str
             part.state[parameter][name] = value
 
 
+@cache
 def state_of_stand_in(section: OptimConfig, precision: Precision = FP32) -> dict[str, torch.Tensor]:
-    """The state that the optimizers keep of a model of one matrix in a block and one outside, by name.
+    """The state that the optimizers keep of a model of one matrix in a block and one outside, by name. Made
+    once in a process.
 
     Raises:
         UserError: the flags name no optimizer that can be built, or settings that it does not take.

@@ -12,8 +12,10 @@ a run that is refused here could not take its first step. What all blocks keep i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ from fms_fsdp.config import (
     parse_selective_checkpointing,
 )
 from fms_fsdp.config.axes import ParallelDims
-from fms_fsdp.errors import UserError
+from fms_fsdp.config.rule import Rule, judge
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
 
@@ -122,40 +124,71 @@ def available_memory(device: torch.device, local_world_size: int) -> int:
     return min(limits, default=2**62) // local_world_size
 
 
-def in_words(device: torch.device, available: int) -> str:
-    """What a rank may use, and where a GPU holds more than a process of ours takes beside it, that too."""
-    text = f"{available / _GIB:.1f} GiB of memory available to it"
-    if device.type != "cuda":
-        return text
-    used = torch.cuda.mem_get_info(device)[1] - available
-    return text if used < 2 * _GIB else f"{text}, beside {used / _GIB:.1f} GiB in use by other programs"
+@dataclass(frozen=True)
+class Room:
+    """What a rank needs of a device, the bytes that it may use there, and the name of the model."""
+
+    need: MemoryEstimate
+    device: torch.device
+    available: int
+    variant: str
+
+    @property
+    def suffices(self) -> bool:
+        return self.need.total <= self.available
+
+    @property
+    def is_full_of_rows(self) -> bool:
+        return 2 * self.need.rows > self.need.total
+
+    @property
+    def in_words(self) -> str:
+        """What a rank may use, and what other programs use of a GPU, where that is much."""
+        text = f"{self.available / _GIB:.1f} GiB of memory available to it"
+        if self.device.type != "cuda":
+            return text
+        used = torch.cuda.mem_get_info(self.device)[1] - self.available
+        return text if used < 2 * _GIB else f"{text}, beside {used / _GIB:.1f} GiB in use by other programs"
+
+    @property
+    def remedy(self) -> str:
+        need, room = self.need, self.available - (self.need.total - self.need.state)
+        flags = "--model_variant, --num_layers, --hidden_size, --ffn_hidden_size, --vocab_size"
+        smaller = f"choose a smaller model ({flags})"
+        if room > 0:
+            devices = -(-need.state * need.dims.dp_shard // room)
+            return f"shard over at least {devices} such devices (--sharding_strategy=fsdp), or {smaller}"
+        if need.dims.strategy != "none" and need.dims.keeps_weights:
+            by_block = "gather one block at a time (--sharding_strategy=fsdp, on several devices)"
+            return f"{by_block}, or {smaller}"
+        return smaller
 
 
-def check_memory(estimate: MemoryEstimate, device: torch.device, local_world_size: int, variant: str) -> None:
+def _facts(room: Room) -> Mapping[str, Any]:
+    """The figures of messages on memory."""
+    need = room.need
+    return {
+        "--seq_length and the batch": f"{need.rows / _GIB:.1f} GiB of rows and positions per rank",
+        "model_variant": f"{room.variant}: {need.total / _GIB:.1f} GiB per rank, {need.state / _GIB:.1f} of "
+        f"weights, gradients and optimizer state, {(need.unit + need.gradients) / _GIB:.1f} unsharded",
+        "available": room.in_words,
+        "remedy": room.remedy,
+    }
+
+
+FITS: tuple[Rule[Room], ...] = (
+    Rule("--seq_length and the batch", lambda room: room.suffices or not room.is_full_of_rows,
+        "must fit the {available}",
+        "lower one of --seq_length, --batch_size, --grad_accum_steps, --global_batch_size",
+        "seq_length batch_size grad_accum_steps global_batch_size", _facts),
+    Rule("model_variant", lambda room: room.suffices,
+        "must fit the {available}", "{remedy}", "sharding_strategy", _facts),
+)  # fmt: skip
+
+
+def check_memory(need: MemoryEstimate, device: torch.device, local_world_size: int, variant: str) -> None:
     """Raises UserError, one line with both figures and a remedy, where a rank cannot hold its part."""
-    available = available_memory(device, local_world_size)
-    if estimate.total <= available:
-        return
-    if 2 * estimate.rows > estimate.total:
-        raise UserError(
-            f"--seq_length and the batch ({estimate.rows / _GIB:.1f} GiB of rows and positions per rank) "
-            f"must fit the {in_words(device, available)}; lower one of --seq_length, --batch_size, "
-            "--grad_accum_steps, --global_batch_size"
-        )
-    room = available - (estimate.total - estimate.state)
-    all_state = estimate.state * estimate.dims.dp_shard
-    flags = "--model_variant, --num_layers, --hidden_size, --ffn_hidden_size, --vocab_size"
-    remedy = f"choose a smaller model ({flags})"
-    if room > 0:
-        devices = -(-all_state // room)
-        remedy = f"shard over at least {devices} such devices (--sharding_strategy=fsdp), or {remedy}"
-    elif estimate.dims.strategy != "none" and estimate.dims.keeps_weights:
-        remedy = f"gather one block at a time (--sharding_strategy=fsdp, on several devices), or {remedy}"
-    raise UserError(
-        f"--model_variant ({variant}: {estimate.total / _GIB:.1f} GiB per rank, {estimate.state / _GIB:.1f} "
-        f"of weights, gradients and optimizer state, {(estimate.unit + estimate.gradients) / _GIB:.1f} "
-        f"unsharded) must fit the {in_words(device, available)}; {remedy}"
-    )
+    judge(FITS, Room(need, device, available_memory(device, local_world_size), variant), {})
 
 
 def activation_bytes(

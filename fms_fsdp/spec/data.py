@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fms_fsdp import runtime
 from fms_fsdp.config import BatchPlan, TrainConfig
+from fms_fsdp.config.rule import judge
 from fms_fsdp.data.held_out import HeldOutListing, scan_held_out
 from fms_fsdp.data.shards.manifest import Corpus, scan_corpus
 from fms_fsdp.data.stream import Stream, build_stream
@@ -22,6 +20,7 @@ from fms_fsdp.parts import load_part
 from fms_fsdp.predict.memory import check_memory, estimate_memory
 from fms_fsdp.spec.machine import Machine
 from fms_fsdp.spec.origin import Origin
+from fms_fsdp.spec.rules import FOLDERS, Folders
 
 if TYPE_CHECKING:
     from fms_fsdp.extras.prompts import Prompts
@@ -84,46 +83,10 @@ def _check_room(cfg: TrainConfig, machine: Machine, inputs: Inputs) -> None:
     )
     for holder, part in need.by_holder(machine.device, cfg.parallel).items():
         check_memory(part, holder, machine.world.local_world_size, cfg.model.name_and_sizes)
-    folders = {
-        "output_dir": cfg.output_dir,
-        "profiler_dir": cfg.profiler.profiler_dir,
-        "tensorboard_dir": cfg.log.tensorboard_dir,
-        "ckpt_save_path": cfg.ckpt_save_path,
-    }
-    for flag, folder in folders.items():
-        if folder:
-            _check_writable(f"--{flag}", Path(folder))
-    if cfg.checkpoint.save_last or cfg.checkpoint.checkpoint_interval or cfg.checkpoint.checkpoint_schedule:
+    section, size = cfg.checkpoint, 0
+    if section.save_last or section.checkpoint_interval or section.checkpoint_schedule:
         size = checkpoint_bytes(cfg.optim, inputs.model, machine.precision)
-        _check_disk(Path(cfg.ckpt_save_path), size)
-
-
-def _check_disk(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(_nearest(folder)).free
-    if free < needed:
-        raise UserError(
-            f"--ckpt_save_path ({folder}) must have room for one checkpoint: {needed / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} GiB are free; free some or choose another folder"
-        )
-
-
-def _check_writable(flag: str, folder: Path) -> None:
-    """Raises UserError where this process may not make the folder, or write in it."""
-    nearest = _nearest(folder)
-    if not nearest.is_dir():
-        raise UserError(
-            f"{flag} ({folder}) must be a folder that can be made: {nearest} is no folder; choose another"
-        )
-    if not os.access(nearest, os.W_OK | os.X_OK) or os.statvfs(nearest).f_blocks == 0:  # as in /proc
-        raise UserError(f"{flag} ({folder}) must be writable; choose another or change its permissions")
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    nearest = folder.absolute()
-    while not os.path.lexists(nearest):
-        nearest = nearest.parent
-    return nearest
+    judge(FOLDERS, Folders(cfg, size), {})
 
 
 def begin_stream(

@@ -11,6 +11,7 @@ import torch
 from fms_fsdp import runtime
 from fms_fsdp.config import BatchPlan, Precision, TrainConfig, resolve_batch
 from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.rule import judge
 from fms_fsdp.config.rules import notes
 from fms_fsdp.config.values import shown
@@ -43,11 +44,11 @@ def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
     resolve_model(cfg.model, seq_length=cfg.data.seq_length)
     device = runtime.pick_device(world)
     dims = resolve_dims(cfg.parallel, cfg.model.name, world)
-    judge(MACHINE, Hardware(cfg, device, dims), cfg)
+    judge(MACHINE, Hardware(cfg, device, dims), flag_values(cfg))
     for line in [*notes(cfg, parsed.origins, dims.strategy), *_notes_of_the_machine(cfg, device)]:
         runtime.log.info(line)
     batch = resolve_batch(cfg.training, dims.size("dp"))
-    precision = runtime.resolve_precision(cfg.precision, device, cfg.keep_name)
+    precision = runtime.resolve_precision(cfg.precision, device)
     state_of_stand_in(cfg.optim, precision)
     return Machine(world, device, dims, batch, precision)
 

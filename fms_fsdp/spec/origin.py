@@ -36,6 +36,11 @@ class Origin:
         """What the checkpoint says of the run that goes on; step 0 of a run that begins."""
         return self.checkpoint.saved if self.checkpoint is not None and self.continues else Saved(0)
 
+    @property
+    def root(self) -> Path | None:
+        """The folder of the checkpoint."""
+        return self.checkpoint.folder.parent if self.checkpoint is not None else None
+
 
 def find_origin(cfg: TrainConfig, corpus: Corpus | None) -> Origin:
     """The origin that the flags name; its weights were made with the tokenizer of the data.

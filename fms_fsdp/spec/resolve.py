@@ -9,22 +9,19 @@ The first failure is raised, alike on every rank.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.config import BatchPlan, OptimConfig, ParallelConfig, TrainConfig, flag_table, keep_global_batch
+from fms_fsdp.config import BatchPlan, OptimConfig, ParallelConfig, TrainConfig, keep_global_batch
 from fms_fsdp.config.ramp import BatchIntervals
-from fms_fsdp.config.values import joined
+from fms_fsdp.config.rule import judge
 from fms_fsdp.data.held_out import HeldOut, open_held_out
 from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.stream import Stream, TokenStream
 from fms_fsdp.errors import UserError
-from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.optim.optimizers import state_of_stand_in
 from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
 from fms_fsdp.predict.memory import MemoryEstimate, estimate_memory
 from fms_fsdp.record import Record, working_folder
@@ -32,6 +29,7 @@ from fms_fsdp.runtime import World, log, versions
 from fms_fsdp.spec.data import Inputs, begin_stream
 from fms_fsdp.spec.machine import Machine
 from fms_fsdp.spec.origin import Origin
+from fms_fsdp.spec.rules import CHECKPOINT, LENGTH, Continued
 
 if TYPE_CHECKING:
     from fms_fsdp.extras.prompts import Prompts
@@ -126,18 +124,12 @@ def resolve(cfg: TrainConfig, machine: Machine, inputs: Inputs, origin: Origin) 
     """
     batch, saved = machine.batch, origin.saved
     if origin.checkpoint is not None:
-        check_model(inputs.model, origin.checkpoint)
-        if origin.continues:
-            check_same_optimizer(cfg.optim, origin.checkpoint)
-            batch = _kept_batch(cfg, machine, saved.record.batch)
+        judge(CHECKPOINT, Continued(cfg, inputs.model, origin.checkpoint, origin.continues), {})
+    if origin.continues:
+        batch = _kept_batch(cfg, machine, saved.record.batch)
     timeline = Timeline(saved.step, saved.rows_seen, saved.tokens_seen, cfg.data.seq_length, batch)
     num_steps, epochs = _find_length(cfg, machine, inputs, origin, timeline)
-    if origin.checkpoint is not None and num_steps < saved.step:
-        raise UserError(
-            f"--num_steps ({num_steps}) must not lie below the newest checkpoint (step {saved.step} in "
-            f"{origin.checkpoint.folder.parent}); raise it or choose another --run_name"
-        )
-    return Spec(
+    spec = Spec(
         config=cfg,
         world_size=machine.world.world_size,
         device_type=machine.device.type,
@@ -157,36 +149,8 @@ def resolve(cfg: TrainConfig, machine: Machine, inputs: Inputs, origin: Origin) 
         held_out=open_held_out(cfg.eval, inputs.held_out, batch.global_batch_size),
         epochs=epochs,
     )
-
-
-def check_model(model: LlamaConfig, checkpoint: Checkpoint) -> None:
-    """Raises UserError naming the first field in which the checkpoint's model is another."""
-    table, saved = flag_table(TrainConfig), asdict(checkpoint.saved.record.model)
-    for name, value in asdict(model).items():
-        is_kept = table[name].resume == "refused"
-        if name == "max_seq_len":
-            is_kept = model.pos_emb == "learned"  # a row of weights for every position
-        if is_kept and saved[name] != value:
-            raise UserError(
-                f"--{name} ({value}) must be that of the checkpoint {checkpoint.folder} ({saved[name]}); "
-                f"set it so, or choose another --run_name"
-            )
-
-
-def check_same_optimizer(section: OptimConfig, checkpoint: Checkpoint) -> None:
-    """Raises UserError where the checkpoint holds the state of another optimizer, or of other settings."""
-    before, now = asdict(checkpoint.saved.record.config.optim), asdict(section)
-    for name in ("optimizer", "optimizer_kwargs"):
-        old, new = joined(before[name]), joined(now[name])
-        if old != new and (name == "optimizer" or _state_names(before) != _state_names(now)):
-            raise UserError(
-                f"--{name} ({new}) must keep the state of the checkpoint {checkpoint.folder} ({old}); set it "
-                "so, take only the weights (--load_model_only), or choose another --run_name"
-            )
-
-
-def _state_names(flags: dict[str, Any]) -> list[str]:
-    return sorted(state_of_stand_in(OptimConfig(**flags)))
+    judge(LENGTH, spec, {})
+    return spec
 
 
 def _kept_batch(cfg: TrainConfig, machine: Machine, saved: BatchPlan) -> BatchPlan:

@@ -1,20 +1,40 @@
-"""The rules that this machine decides, beside the flags. They are judged before the process group is made."""
+"""The rules that flags alone do not decide, as tables: of the machine, of the folders, of the checkpoint.
+
+    MACHINE      before the process group is made            Hardware
+    FOLDERS      before anything is written                  Folders
+    CHECKPOINT   when the launch has chosen its checkpoint   Continued
+    LENGTH       when everything is known                    Spec
+
+Rules of the batch, of the shape and of memory stand where these are computed; `listing` shows all.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.checkpoint.retention import parse_schedule
-from fms_fsdp.config import TrainConfig
+from fms_fsdp.config import OptimConfig, TrainConfig, flag_table
 from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.config.batch import DIVIDES, KEEPS_BATCH, LEADS
 from fms_fsdp.config.rule import Rule
 from fms_fsdp.config.rules import CONTRADICTIONS, IDLE
+from fms_fsdp.models.variants import SHAPES, LlamaConfig
+from fms_fsdp.optim.optimizers import state_of_stand_in
 from fms_fsdp.parallel.compile import compiles, missing_compiler
+from fms_fsdp.predict.memory import FITS
+from fms_fsdp.record import Record
+
+if TYPE_CHECKING:
+    from fms_fsdp.spec.resolve import Spec
 
 _FILES = ("metrics.jsonl", "status.json", "config.json", "log.txt")  # of a run folder, which a launch writes
 _TRACKER_PACKAGES = {"wandb", "mlflow", "aim", "codecarbon"}  # each tracker needs the package of its name
@@ -25,7 +45,8 @@ _PREFACE = """# Rules
 
 A launch is refused with one line, `--flag (value) rule; remedy`, and exit status 2, where a rule does not
 hold. Names in braces stand for values. Rules of *flags* are judged before torch is imported, rules of the
-*machine* before the process group is made. A flag with *no effect* is refused only where the flag and the
+*machine* before the process group is made, rules of the *corpus* before a checkpoint is chosen, rules of the
+*checkpoint* before the launch makes a folder. A flag with *no effect* is refused only where the flag and the
 other flags of the rule were typed; else the log has a note. The types and ranges of single values are in
 [configuration.md](configuration.md).
 """
@@ -66,7 +87,19 @@ def _compiles(known: Hardware) -> bool:
     return compiles(known.config.parallel, known.device)
 
 
+def _computes_bf16(known: Hardware) -> bool:
+    """Whether the GPU computes in bf16, where products need it."""
+    if not known.is_gpu or known.config.precision.named in ("fp32", "fp16"):
+        return True
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
 MACHINE: tuple[Rule[Hardware], ...] = (
+    Rule("precision", _computes_bf16, "needs bf16, which {device} lacks",
+        "add --precision=fp16 or --precision=fp32 {keep_name}", "mixed_precision param_dtype",
+        lambda known: {"precision": known.config.precision.named or "bf16",
+            "device": torch.cuda.get_device_name(known.device) if known.is_gpu else "cpu",
+            "keep_name": known.config.keep_name}),
     Rule("keep_best", _are_ranked, "ranks checkpoints whose step is evaluated, and none is before the last",
         "let an evaluation (--eval_interval {eval_interval}) fall on the step of a checkpoint",
         "eval_interval checkpoint_interval checkpoint_schedule"),
@@ -104,13 +137,151 @@ MACHINE: tuple[Rule[Hardware], ...] = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Folders:
+    """The folders that a launch writes, and the bytes of one checkpoint, 0 where it saves none."""
+
+    config: TrainConfig
+    checkpoint_bytes: int
+
+    def folder(self, flag: str) -> Path:
+        """The folder of a flag; the run folder, which always is one, where the flag gives none."""
+        given = {
+            "profiler_dir": self.config.profiler.profiler_dir,
+            "tensorboard_dir": self.config.log.tensorboard_dir,
+            "ckpt_save_path": self.config.ckpt_save_path,
+        }
+        return Path(given.get(flag) or self.config.output_dir)
+
+    def nearest(self, flag: str) -> Path:
+        """The folder, or its nearest parent that exists."""
+        nearest = self.folder(flag).absolute()
+        while not os.path.lexists(nearest):
+            nearest = nearest.parent
+        return nearest
+
+    def free_bytes(self, flag: str) -> int:
+        return shutil.disk_usage(self.nearest(flag)).free
+
+
+def _can_be_written(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK) and os.statvfs(folder).f_blocks > 0  # no block: as in /proc
+
+
+def _written(flag: str) -> Iterator[Rule[Folders]]:
+    """The rules of a flag whose folder a launch writes."""
+
+    def facts(known: Folders) -> Mapping[str, Any]:
+        return {flag: known.folder(flag), "nearest": known.nearest(flag)}
+
+    yield Rule(flag, lambda known: known.nearest(flag).is_dir(),
+        "must be a folder that can be made: {nearest} is no folder", "choose another", "", facts)  # fmt: skip
+    yield Rule(flag, lambda known: _can_be_written(known.nearest(flag)),
+        "must be writable", "choose another or change its permissions", "", facts)  # fmt: skip
+
+
+FOLDERS: tuple[Rule[Folders], ...] = (
+    *_written("output_dir"),
+    *_written("profiler_dir"),
+    *_written("tensorboard_dir"),
+    *_written("ckpt_save_path"),
+    Rule("ckpt_save_path",
+        lambda known: known.checkpoint_bytes <= known.free_bytes("ckpt_save_path"),
+        "must have room for one checkpoint: {needed} GiB, and {free} GiB are free",
+        "free some or choose another folder",
+        facts=lambda known: {"ckpt_save_path": known.folder("ckpt_save_path"),
+            "needed": f"{known.checkpoint_bytes / 2**30:.1f}",
+            "free": f"{known.free_bytes('ckpt_save_path') / 2**30:.1f}"}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A launch, and the checkpoint that it begins with; where it `continues`, the optimizer goes on too."""
+
+    config: TrainConfig
+    model: LlamaConfig
+    checkpoint: Checkpoint
+    continues: bool
+
+    @property
+    def before(self) -> Record:
+        """The launch that wrote the checkpoint."""
+        return self.checkpoint.saved.record
+
+    def state_is_kept(self, name: str) -> bool:
+        """Whether a flag of the optimizer leaves the state what it was: another value may name the same."""
+        before, now = self.before.config.optim, self.config.optim
+        if not self.continues or getattr(before, name) == getattr(now, name):
+            return True
+        return name != "optimizer" and _state_names(before) == _state_names(now)
+
+
+def _state_names(section: OptimConfig) -> list[str]:
+    return sorted(state_of_stand_in(section))
+
+
+def _same_shape() -> Iterator[Rule[Continued]]:
+    """Rules that what decides the weights is what it was; positions count where each has weights."""
+    table = flag_table(TrainConfig)
+    for name in [field.name for field in fields(LlamaConfig)]:
+        if table[name].resume != "refused" and name != "max_seq_len":
+            continue
+
+        def holds(known: Continued, name: str = name) -> bool:
+            if name == "max_seq_len" and known.model.pos_emb != "learned":
+                return True
+            return bool(getattr(known.model, name) == getattr(known.before.model, name))
+
+        def facts(known: Continued, name: str = name) -> Mapping[str, Any]:
+            now, before = asdict(known.model)[name], asdict(known.before.model)[name]
+            return {name: str(now), "folder": known.checkpoint.folder, "saved": str(before)}
+
+        yield Rule(name, holds, "must be that of the checkpoint {folder} ({saved})",
+            "set it so, or choose another --run_name", "", facts)  # fmt: skip
+
+
+def _same_state(name: str) -> Rule[Continued]:
+    """The rule that a flag of the optimizer keeps the state of the checkpoint."""
+
+    def facts(known: Continued) -> Mapping[str, Any]:
+        before = getattr(known.before.config.optim, name)
+        return {name: getattr(known.config.optim, name), "folder": known.checkpoint.folder, "saved": before}
+
+    text, remedy = (
+        "must keep the state of the checkpoint {folder} ({saved})",
+        "set it so, take only the weights",
+    )
+    remedy = f"{remedy} (--load_model_only), or choose another --run_name"
+    return Rule(name, lambda known: known.state_is_kept(name), text, remedy, "", facts)
+
+
+CHECKPOINT: tuple[Rule[Continued], ...] = (
+    *_same_shape(),
+    *map(_same_state, ("optimizer", "optimizer_kwargs")),
+)
+
+
+LENGTH: tuple[Rule[Spec], ...] = (
+    Rule("num_steps", lambda spec: spec.num_steps >= spec.start,
+        "must not lie below the newest checkpoint (step {step} in {root})",
+        "raise it or choose another --run_name", "num_tokens num_samples num_epochs",
+        lambda spec: {"num_steps": spec.num_steps, "step": spec.start, "root": spec.origin.root}),
+)  # fmt: skip
+
+
 def listing() -> str:
     """The page docs/rules.md, which `--rules` prints: a table of all rules."""
-    kinds: dict[str, tuple[Rule[Any], ...]]
-    kinds = {"flags": CONTRADICTIONS, "machine": MACHINE, "no effect": IDLE}
-    lines = [_PREFACE, "| flag | judged by | rule | other flags of the rule |", "|---|---|---|---|"]
-    for when, rules in kinds.items():
+    tables: dict[str, tuple[Rule[Any], ...]] = {
+        "flags": CONTRADICTIONS,
+        "machine": (*MACHINE, *DIVIDES, *LEADS),
+        "corpus": (*SHAPES, *FITS, *FOLDERS),
+        "checkpoint": (*CHECKPOINT, *KEEPS_BATCH, *LENGTH),
+        "no effect": IDLE,
+    }
+    lines = [_PREFACE, "| what | judged by | rule | other flags of the rule |", "|---|---|---|---|"]
+    for when, rules in tables.items():
         for rule in rules:
             others = ", ".join(f"`--{name}`" for name in rule.beside.split())
-            lines.append(f"| `--{rule.flag}` | {when} | {rule.template} | {others} |")
+            lines.append(f"| `{rule.subject}` | {when} | {rule.template} | {others} |")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ import torch
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import CheckpointConfig, EvalConfig, TrainConfig
 from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.rule import judge
 from fms_fsdp.errors import UserError
 from fms_fsdp.spec.rules import MACHINE, Hardware
@@ -43,7 +44,7 @@ def judge_keep_best(keep_best: int, schedule: str, interval: int, eval_interval:
         keep_best=keep_best, keep_last_n=1, checkpoint_schedule=schedule, checkpoint_interval=interval
     )
     config = TrainConfig(checkpoint=section, eval=EvalConfig(eval_interval=eval_interval))
-    judge(MACHINE, Hardware(config, torch.device("cpu"), ParallelDims("none")), config)
+    judge(MACHINE, Hardware(config, torch.device("cpu"), ParallelDims("none")), flag_values(config))
 
 
 @pytest.mark.parametrize("text", ["5@10", "3@9,7", "10@100,18@1000,1500", "4@6,6@30", "1@1,9@20"])

@@ -27,6 +27,7 @@ from fms_fsdp.config import (
     parse_selective_checkpointing,
 )
 from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.rule import judge
 from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh
@@ -241,7 +242,7 @@ def test_master_weights_stay_fp32_and_inputs_are_not_cast() -> None:
 
 def judge_machine(section: ParallelConfig, device: torch.device) -> None:
     config = TrainConfig(parallel=section)
-    judge(MACHINE, Hardware(config, device, ParallelDims("none")), config)
+    judge(MACHINE, Hardware(config, device, ParallelDims("none")), flag_values(config))
 
 
 def test_compile_without_a_compiler_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +271,7 @@ def test_what_the_compiler_recomputes_needs_the_compiler() -> None:
 def test_an_attention_backend_the_device_lacks_is_refused() -> None:
     config = TrainConfig(model=ModelConfig(attn_impl="efficient"))
     with pytest.raises(UserError, match=r"--attn_impl \(efficient\) .* auto, flash, math"):
-        judge(MACHINE, Hardware(config, CPU, ParallelDims("none")), config)
+        judge(MACHINE, Hardware(config, CPU, ParallelDims("none")), flag_values(config))
 
 
 @pytest.mark.parametrize(("device", "casts"), [("cuda", 0), ("cpu", 1)])

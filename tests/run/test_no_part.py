@@ -1,4 +1,4 @@
-"""A plain Llama trains without optional parts: no module of fms_fsdp.extras or fms_fsdp.tools is loaded."""
+"""A plain Llama trains without optional parts, and loads what counts as core, but two optimizers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scripts import house
 from tests.cli import ROOT, metrics
 from tests.data.corpora import SEP, VOCAB, write_corpus
 
@@ -22,10 +23,11 @@ for flags in json.loads(sys.argv[1]):
         os.waitpid(child, 0)
         continue
     status = main_training.main(flags)
-    apart = [name for name in sys.modules if name.startswith(("fms_fsdp.extras", "fms_fsdp.tools"))]
-    print("\\nENDED", json.dumps([status, sorted(apart)]), flush=True)
+    loaded = [name for name in sys.modules if name.startswith("fms_fsdp.")]
+    print("\\nENDED", json.dumps([status, sorted(loaded)]), flush=True)
     os._exit(0)
 """
+CHOSEN = {"fms_fsdp.optim.muon", "fms_fsdp.optim.sgd", "fms_fsdp.optim.shards"}  # core, but not by default
 SMALL = [
     *("--model_variant=7b", "--num_layers=2", "--hidden_size=64", "--ffn_hidden_size=128"),
     *("--num_attention_heads=4", f"--vocab_size={VOCAB}", "--seq_length=64", "--batch_size=2"),
@@ -33,8 +35,12 @@ SMALL = [
 ]
 
 
+def is_apart(module: str) -> bool:
+    return module.startswith(("fms_fsdp.extras", "fms_fsdp.tools"))
+
+
 def endings(launches: list[list[str]]) -> list[tuple[int, list[str]]]:
-    """The exit status of each launch, and the modules of extras and tools that it has imported."""
+    """The exit status of each launch, and the modules of this project that it has imported."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps(launches)],
         cwd=ROOT,
@@ -60,7 +66,13 @@ def test_a_refusal_a_save_and_a_resume_load_no_part(tmp_path: Path) -> None:
         [*flags, "--num_steps=4", "--seed=7"],
         [*flags, "--num_steps=4"],
     ]
-    assert endings(launches) == [(2, []), (0, []), (2, []), (0, [])]
+    ended = endings(launches)
+    assert [status for status, _ in ended] == [2, 0, 2, 0]
+    files = house.python_files("fms_fsdp")
+    core = {house.module_name(file) for file in files if house.room(file) == "core"} - {"fms_fsdp"}
+    for _, modules in ended:
+        assert not set(modules) - core, "what is loaded counts as core"
+    assert core - set(ended[-1][1]) == CHOSEN, "what counts as core is loaded"
     assert sorted(metrics(run)) == [1, 2, 3, 4] and (run / "checkpoints" / "step_4").is_dir()
 
 
@@ -75,4 +87,5 @@ def test_a_part_that_is_chosen_is_the_only_one(tmp_path: Path) -> None:
     given = [*SMALL, "--use_dummy_dataset", "--num_steps=1"]
     launches = [[*given, flag, f"--output_dir={tmp_path / part}"] for flag, part in chosen.items()]
     expected = [["fms_fsdp.extras", f"fms_fsdp.extras.{part}"] for part in chosen.values()]
-    assert endings(launches) == [(0, modules) for modules in expected]
+    ended = [(status, list(filter(is_apart, modules))) for status, modules in endings(launches)]
+    assert ended == [(0, modules) for modules in expected]

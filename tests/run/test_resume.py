@@ -17,13 +17,15 @@ import pytest
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers
 from fms_fsdp.config import BatchPlan, ModelConfig, TrainConfig
 from fms_fsdp.config.flag import flag_table
+from fms_fsdp.config.rule import judge
 from fms_fsdp.flags import parse_flags
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.schedules import Corners
 from fms_fsdp.record import Saved
 from fms_fsdp.spec.difference import differences, schedule_jump
 from fms_fsdp.spec.origin import Origin
-from fms_fsdp.spec.resolve import Spec, check_model
+from fms_fsdp.spec.resolve import Spec
+from fms_fsdp.spec.rules import CHECKPOINT, Continued
 from tests.cli import ROOT, TINY, events, last_of_each, losses, metrics, run, status, trained, under_torchrun
 from tests.specs import FRESH, resolved
 from tests.warm import running
@@ -340,15 +342,15 @@ def test_rotary_positions_take_another_length_and_learned_ones_do_not(tmp_path: 
         before = replace(model, pos_emb=pos_emb)
         saved = Saved(4, **resolved(TrainConfig(), model=before).saved_with)
         checkpoint = Checkpoint(tmp_path / "step_4", saved)
-        check_model(before, checkpoint)
-        longer = replace(before, max_seq_len=128)
+        judge(CHECKPOINT, Continued(TrainConfig(), before, checkpoint, False), {})
+        other = Continued(TrainConfig(), replace(before, max_seq_len=128), checkpoint, False)
         if pos_emb == "rope":
-            check_model(longer, checkpoint)
+            judge(CHECKPOINT, other, {})
             continue
         with pytest.raises(
             ValueError, match=r"--max_seq_len \(128\) must be that of the checkpoint .* \(64\)"
         ):
-            check_model(longer, checkpoint)
+            judge(CHECKPOINT, other, {})
 
 
 def origin_of(before: Spec, *, fresh_data: bool = False) -> Origin:

@@ -13,19 +13,19 @@ from fms_fsdp.models.variants import all_variants
 _STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of AdamW, all fp32
 
 
-def answer(argv: Sequence[str]) -> None:
-    """Prints the answer and ends the process with status 0, if `argv` holds such a question."""
-    questions = {"--version": version, "--list_variants": variants, "--list-variants": variants}
-    questions |= {"--rules": rules}
+def print_listing(argv: Sequence[str]) -> None:
+    """Prints the listing that `argv` asks for and ends the process with status 0, if it asks for one."""
+    listings = {"--version": version, "--list_variants": variants, "--list-variants": variants}
+    listings |= {"--rules": rules}
     for argument in argv:
-        if argument in questions:
-            print_and_end(questions[argument]())
+        if argument in listings:
+            print_and_end(listings[argument]())
 
 
 def version() -> str:
     """The versions of this package, where it is installed, and of torch."""
-    found = {each.name.replace("-", "_"): each.version for each in importlib.metadata.distributions()}
-    return ", ".join(f"{name} {found[name]}" for name in ("fms_fsdp", "torch") if name in found)
+    installed = {each.name.replace("-", "_"): each.version for each in importlib.metadata.distributions()}
+    return ", ".join(f"{name} {installed[name]}" for name in ("fms_fsdp", "torch") if name in installed)
 
 
 def rules() -> str:
