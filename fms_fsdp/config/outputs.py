@@ -1,4 +1,4 @@
-"""The flags around training: validation, checkpoints, logs, traces. They can change on a resume."""
+"""The flags of what a run gives out: held-out losses, checkpoints, logs, traces. A resume may change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole configuration of a run, and what follows from several of its sections."""
+"""The configuration of a run with all its sections, and what follows from several of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 from fms_fsdp.config.flag import build_config, flag_table, non_defaults
 from fms_fsdp.config.model import ModelConfig
 from fms_fsdp.config.optim import OptimConfig
+from fms_fsdp.config.outputs import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
 from fms_fsdp.config.precision import PrecisionConfig
 from fms_fsdp.config.rule import judge
 from fms_fsdp.config.rules import CONTRADICTIONS
-from fms_fsdp.config.surroundings import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
 from fms_fsdp.config.training import DataConfig, ParallelConfig, TrainingConfig
 from fms_fsdp.config.values import coerce
 
