@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,15 @@ from torch import nn
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
-from fms_fsdp.models.attention import KeyValueCache, attention
+from fms_fsdp.models.attention import attention
 from fms_fsdp.models.loss import linear_cross_entropy
 from fms_fsdp.models.masks import attention_mask
 from fms_fsdp.models.positions import rope_table, rotate
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parts import load_part
+
+if TYPE_CHECKING:
+    from fms_fsdp.extras.decoding import KeyValueCache
 
 Losses = tuple[torch.Tensor, ...]  # loss_sum, num_labels and, in training with a z-loss, z_sum
 
