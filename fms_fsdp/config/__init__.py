@@ -30,4 +30,3 @@ from fms_fsdp.config.train_config import from_dict as from_dict
 from fms_fsdp.config.training import DataConfig as DataConfig
 from fms_fsdp.config.training import ParallelConfig as ParallelConfig
 from fms_fsdp.config.training import TrainingConfig as TrainingConfig
-from fms_fsdp.config.training import parse_selective_checkpointing as parse_selective_checkpointing

@@ -24,13 +24,12 @@ class ModelConfig:
     model_variant: str = refused_flag("7b", form="folder name",
         help="name of the variant; an unknown name prints all names")
     hf_config: str = refused_flag("", form="path", part="from_hf",
-        help="config.json of Hugging Face: its shape in place of a variant's, with new weights")
+        help="config.json of Hugging Face that gives the shape in place of a variant; weights are new")
     init_from_hf: str = free_flag("", form="path", in_name=True, part="hf_folder",
-        help="folder of Hugging Face: the run has its shape and begins with its weights, which are read in "
-        "place, unless it has a checkpoint of its own")
+        help="folder of Hugging Face: the run has the shape of this model and begins with the weights, "
+        "which are read in place, unless the run has a checkpoint")
     init_new_tokens: str = free_flag("refuse", choices=("refuse", "mean"), in_name=True, part="hf_folder",
-        help="if the vocabulary is larger than that of init_from_hf: with mean, new rows of embedding and "
-        "head begin as the mean row")
+        help="first weights of tokens that init_from_hf lacks: mean is the mean row, refuse allows none")
     num_layers: int | None = refused_flag(None, minimum=1,
         help="number of transformer blocks (default: the variant's)")
     hidden_size: int | None = refused_flag(None, minimum=1,
@@ -48,7 +47,7 @@ class ModelConfig:
     rope_scaling: str | None = refused_flag(None, advanced=True, part="rope_scaling",
         help="stretch of the rotary frequencies: linear:FACTOR (1 is none) or llama3:FACTOR[:1:4:8192]")
     rope_pct: float | None = refused_flag(None, above=0, maximum=1, advanced=True,
-        help="share of each head that is rotated (default: the variant's)")
+        help="share of the dims of a head that is rotated (default: the variant's)")
     norm_eps: float | None = refused_flag(None, minimum=0,
         help="epsilon inside the norms (default: the variant's)")
     vocab_size: int | None = refused_flag(None, minimum=2,
@@ -56,8 +55,8 @@ class ModelConfig:
     vocab_multiple_of: int | None = refused_flag(None, minimum=1, maximum=65536, advanced=True,
         help="fill up embedding and head to a multiple of so many rows (default: the variant's)")
     max_seq_len: int | None = announced_flag(None, minimum=1,
-        help="number of positions of the model, and of generated text (default: seq_length; that of a "
-        "config.json, if it is more)")
+        help="number of positions of the model, also for generated text (default: seq_length, or more if a "
+        "config.json says more)")
     tie_embeddings: bool | None = refused_flag(None,
         help="the output head uses the weights of the embedding (default: the variant's)")
     init_std: float | None = free_flag(None, above=0, maximum=10, in_name=True,
@@ -70,25 +69,24 @@ class ModelConfig:
         help="queries and keys are normalized, each head by itself (default: the variant's)")
     pos_emb: str | None = refused_flag(None, choices=("rope", "learned", "sinusoidal", "alibi", "none"),
         advanced=True, help="type of the positional encoding (default: the variant's)")
-    activation: str | None = refused_flag(None, choices=("swiglu", "gelu", "gelu_tanh", "relu2"),
-        advanced=True,
-        help="of the feed-forward block; swiglu has three matrices, others two (default: the variant's)")
+    activation: str | None = refused_flag(None, choices=("swiglu", "gelu", "gelu_tanh", "relu2"), advanced=True,
+        help="activation of the feed-forward block: swiglu has three matrices (default: the variant's)")
     bias: bool | None = refused_flag(None, advanced=True,
-        help="linear layers have a bias, all but the head (default: the variant's)")
+        help="linear layers other than the head have a bias (default: the variant's)")
     parallel_residual: bool | None = refused_flag(None, advanced=True,
         help="attention and feed-forward read the same input (default: the variant's)")
     attn_window: int | None = refused_flag(None, minimum=0, advanced=True,
-        help="a token sees so many tokens, itself the last; 0 is the whole row (default: the variant's)")
+        help="number of tokens that a token sees, with itself; 0 is the whole row (default: the variant's)")
     attn_window_pattern: str | None = refused_flag(None, advanced=True,
-        help="layers with the window (L) and with the whole row (G), such as LLG; it repeats (default: L)")
+        help="which layers see the window (L), which the whole row (G), as LLG, repeated (default: L)")
     logit_softcap: float | None = refused_flag(None, minimum=0, maximum=1e6, advanced=True,
         help="c: logits are c tanh(logits / c); 0 is off (default: the variant's)")
     z_loss: float | None = refused_flag(None, minimum=0, maximum=1, advanced=True,
-        help="add so many times log(Z)^2 to the loss of a label in training, such as 1e-4 (default: 0)")
+        help="factor of log(Z)^2, which training adds to the loss of a label, such as 1e-4 (default: 0)")
     dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout",
         help="share of the embedding's and each branch's outputs that a step leaves out (default: 0)")
     attn_dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout", advanced=True,
-        help="share of the attention weights that a step leaves out; all are held at once (default: 0)")
+        help="share of the attention weights that a step leaves out; memory holds all of them (default: 0)")
     ffn_dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout", advanced=True,
         help="share of the feed-forward block's inner values that a step leaves out (default: 0)")
     attn_impl: str = free_flag("auto", choices=("auto", "flash", "cudnn", "efficient", "math"), advanced=True,

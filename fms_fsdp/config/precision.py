@@ -65,24 +65,24 @@ class PrecisionConfig:
     """
 
     precision: str | None = announced_flag(None, choices=PRECISIONS, aliases=_ALIASES,
-        help="bf16 and fp16 compute in them and keep fp32 weights, bf16_pure keeps bf16 ones too, float8 "
-        "multiplies the matrices of blocks in 8 bits (default: bf16 if the hardware computes it, else fp32)")
+        help="bf16 and fp16 compute in 16 bits and keep fp32 weights, bf16_pure keeps bf16 weights, float8 "
+        "multiplies the matrices of blocks in 8 bits (default: bf16, or fp32 on hardware without bf16)")
     mixed_precision: bool | None = announced_flag(None,
-        help="another name: True is --precision=bf16, False is --precision=fp32")
+        help="another name of --precision: True is bf16, False is fp32")
     param_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES, advanced=True,
-        help="what weights are kept in (default: fp32, for bf16_pure bf16)")
+        help="dtype of the weights (default: fp32, for bf16_pure bf16)")
     grad_accum_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES,
-        advanced=True, help="what gradients are summed in over micro-steps (default: that of the weights)")
+        advanced=True, help="dtype of the sum of gradients over micro-steps (default: param_dtype)")
     optimizer_state_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES,
-        advanced=True, help="what AdamW keeps its moments in (default: fp32, for bf16_pure bf16)")
+        advanced=True, help="dtype of the moments of AdamW (default: fp32, for bf16_pure bf16)")
     reduce_dtype: str = announced_flag("fp32", choices=("fp32", "bf16"), aliases=_DTYPES, advanced=True,
-        help="precision of gradient reductions")
+        help="dtype in which ranks add up gradients")
     stochastic_rounding: bool = announced_flag(True, advanced=True, part="rounded",
         help="round weights and moments in bf16 up or down by chance, so that small steps count on average")
     float8_scaling: str = announced_flag("row", choices=("row", "tensor"), advanced=True, part="float8",
-        help="what shares one scale in float8")
+        help="part of a matrix that shares one scale in float8")
     loss_scale: float = announced_flag(0.0, minimum=0, maximum=2**64, advanced=True, part="loss_scale",
-        help="factor of the loss in fp16; 0 finds it while it trains")
+        help="factor of the loss in fp16; 0 finds the factor in training")
     loss_scale_window: int = announced_flag(1000, minimum=1, advanced=True, part="loss_scale",
         help="number of steps without overflow after which the loss scale is doubled")
     loss_scale_hysteresis: int = announced_flag(2, minimum=1, advanced=True, part="loss_scale",

@@ -12,32 +12,29 @@ from fms_fsdp.config.values import exact_number, shown
 from fms_fsdp.errors import UserError
 
 
-def parse_selective_checkpointing(text: str) -> Fraction:
-    """The share of blocks to checkpoint, in (0, 1]: from `1`, `1/2`, `0.33` or `every:k` (every k-th block).
+def parse_selective_checkpointing(flag: str, text: str) -> Fraction:
+    """The share of blocks to recompute, in (0, 1]: from `1`, `1/2`, `0.33` or `every:k` (every k-th block).
 
     Raises:
-        UserError: not such a share. In fms-fsdp an integer k above 1 meant "every k-th"; the error says how
-            to write that.
+        UserError: the text is no such share. In fms-fsdp an integer k above 1 meant "every k-th"; the error
+            says how to write that.
     """
+    quoted = f"--{flag} ({shown(text)})"
     above, _, below = (f"1/{text[6:]}" if text.startswith("every:") else text).partition("/")
-    parts = [exact_number(above), exact_number(below or "1")]
-    if None in parts or not parts[1]:
-        raise UserError(
-            f"--selective_checkpointing ({shown(text)}) must be a share such as 1, 1/2, 0.33 or every:k"
-        )
-    share = Fraction(parts[0] or 0) / parts[1]
+    dividend, divisor = exact_number(above), exact_number(below or "1")
+    if dividend is None or not divisor:
+        raise UserError(f"{quoted} must be a share such as 1, 1/2, 0.33 or every:k")
+    share = dividend / divisor
     if 1 < share <= 1000 and share.denominator == 1:
-        raise UserError(
-            f"--selective_checkpointing ({text}) must not exceed 1; for one block in {share} write 1/{share} "
-            f"or every:{share}"
-        )
+        remedy = f"for one block in {share} write 1/{share} or every:{share}"
+        raise UserError(f"{quoted} must not exceed 1; {remedy}")
     if not Fraction(1, 10**6) <= share <= 1:
         remedy = "; to checkpoint none use --fsdp_activation_checkpointing=False" if share == 0 else ""
-        raise UserError(f"--selective_checkpointing ({text}) must lie above 0 and at most at 1{remedy}")
+        raise UserError(f"{quoted} must lie above 0 and at most at 1{remedy}")
     return share
 
 
-def parse_epochs(text: str) -> tuple[str, float] | None:
+def parse_epochs(flag: str, text: str) -> tuple[str, float] | None:
     """The source of a number of passes over the data ("" for all) and the number; None for "" and "-1".
 
     Raises:
@@ -48,10 +45,8 @@ def parse_epochs(text: str) -> tuple[str, float] | None:
     if text in ("", "-1"):
         return None
     if number is None or not 0 < number <= 10**6:
-        raise UserError(
-            f"--num_epochs ({shown(text)}) must be a number above 0 and at most 1,000,000, or "
-            "such a number behind the name of a source; write 2 or wiki:2"
-        )
+        rule = "must be a number above 0 and at most 1,000,000, or such a number behind the name of a source"
+        raise UserError(f"--{flag} ({shown(text)}) {rule}; write 2 or wiki:2")
     return source, float(number)
 
 
@@ -73,29 +68,27 @@ class DataConfig:
     datasets: tuple[str, ...] = announced_flag((), form="source name",
         help="sources to train on, by the names of their subfolders in data_path (default: all)")
     weights: tuple[float, ...] = announced_flag((),
-        help="share of tokens of each source, in the order of --datasets (default: by size)")
+        help="share of each source in the tokens, in the order of --datasets (default: by size)")
     seq_length: int = announced_flag(4096, minimum=1,
-        help="number of tokens in a row; this is the context length of training")
+        help="number of tokens in a row, which is the context length of training")
     sep_token: int | None = refused_flag(None, minimum=0, orders_data=True,
         help="id of the token that ends every document (default: the id that the shards name)")
-    logical_shards: int = free_flag(1024, minimum=1, maximum=2**20, advanced=True, in_name=True,
-        orders_data=True,
-        help="number of tapes that are read side by side, divided by weight; more tapes shuffle more widely, "
-        "fewer tapes read less")
+    logical_shards: int = free_flag(1024, minimum=1, maximum=2**20, orders_data=True, in_name=True,
+        advanced=True, help="number of tapes that a run reads side by side; more tapes shuffle more widely")
     packing: str = refused_flag("concat", choices=("concat", "bestfit"), orders_data=True,
         help="how documents fill rows: concat cuts them anywhere, bestfit makes few cuts")
     document_mask: bool = announced_flag(False,
         help="attention stays within a document, and positions start again with each document")
     skip_steps: str = announced_flag("", in_name=False, parse=parse_skips,
-        help="a:b leaves out the rows that are planned for steps a to b-1; use it after a loss spike")
+        help="a:b leaves out the rows that are planned for steps a to b-1, for example after a loss spike")
     on_missing: str = free_flag("error", choices=("error", "mask"), advanced=True,
         help="what happens if a shard cannot be read: error stops the run, mask masks its rows")
     max_epochs: float | None = free_flag(None, above=0, maximum=1e6,
-        help="refuse a run that reads any source more often than this")
+        help="number of passes over a source that no run may exceed")
     dataset_builder: str = announced_flag("", advanced=True,
         help="module:function that builds your own stream (see docs/data.md)")
     data_kwargs: tuple[str, ...] = announced_flag((), advanced=True,
-        help="arguments for dataset_builder, written key=value,…")
+        help="arguments of dataset_builder, written key=value,…")
     # fmt: on
 
 
@@ -110,37 +103,31 @@ class ParallelConfig:
     """
 
     sharding_strategy: str | None = free_flag(None, choices=("fsdp", "hsdp", "ddp", "none", "zero1", "zero2"),
-        help="fsdp shards over all devices, hsdp shards within groups of devices, ddp replicates, none uses "
-        "one process; zero2 is fsdp that gathers weights once a step, zero1 reduces gradients once too "
+        help="fsdp shards over all devices, hsdp within groups of devices, ddp replicates; zero2 is fsdp "
+        "that gathers weights once a step, zero1 also reduces gradients once; none is for one process "
         "(default: none on one device, hsdp for 7b and 13b, otherwise fsdp)")
     hsdp_shard_size: int | None = free_flag(None, minimum=1,
         help="number of devices that share one copy of the model under hsdp (default: the devices of a node)")
     recompute: str | None = free_flag(None, choices=("none", "cheap", "ops", "blocks"),
-        help="what the backward pass computes again, to save memory: cheap is all but matrix products and "
-        "attention (needs compile), ops is all but what --recompute_ops names, blocks is whole blocks "
-        "(default: none)")
+        help="what the backward pass computes again, to save memory: cheap all but products and attention, "
+        "if compiled; ops all but what --recompute_ops names; blocks whole blocks (default: none)")
     fsdp_activation_checkpointing: bool | None = free_flag(None,
-        help="another name: True is --recompute=blocks, False is --recompute=none")
-    selective_checkpointing: str = free_flag("1", advanced=True,
-        parse=lambda name, text: parse_selective_checkpointing(text),
+        help="another name of --recompute: True is blocks, False is none")
+    selective_checkpointing: str = free_flag("1", parse=parse_selective_checkpointing, advanced=True,
         help="share of the blocks that --recompute=blocks takes, evenly spaced: 1, 1/2, 0.33 or every:k")
     recompute_ops: tuple[str, ...] = free_flag(("attention", "every_second_product"), advanced=True,
-        choices=("attention", "every_second_product", "products"),
-        help="what --recompute=ops keeps")
+        choices=("attention", "every_second_product", "products"), help="results that --recompute=ops keeps")
     low_cpu_fsdp: bool = free_flag(True,
-        help="build the model on the meta device and initialise it shard by shard; "
-        "no rank holds the whole model")
+        help="build the model without memory and fill it shard by shard: no rank holds the whole model")
     use_torch_compile: bool | None = free_flag(None,
         help="compile each block with torch.compile (default: on GPUs)")
     reshard_after_forward: bool | None = free_flag(None, advanced=True,
-        help="free the gathered weights after the forward pass (ZeRO-3); False keeps them to the end of the "
-        "step (default: True, but False for zero1 and zero2)")
+        help="free gathered weights after the forward pass (ZeRO-3), not after the step (default: False "
+        "for zero1 and zero2)")
     sync_each_micro_step: bool | None = free_flag(None, advanced=True,
-        help="reduce gradients to shards in every micro-step; False keeps whole ones and reduces them once a "
-        "step (default: True, but False for zero1)")
+        help="reduce gradients to shards in each micro-step, not once a step (default: False for zero1)")
     fsdp_blocks_per_group: int = free_flag(1, minimum=1, advanced=True,
-        help="number of consecutive blocks that are gathered and reduced together; the last group may be "
-        "smaller")
+        help="number of blocks in a row that are gathered and reduced together, but for the last group")
     fsdp_prefetch: int = free_flag(0, minimum=0, advanced=True,
         help="number of groups of blocks that are gathered ahead of use, in addition to FSDP's own prefetch")
     cpu_offload: bool = free_flag(False, advanced=True,
@@ -168,6 +155,13 @@ class ParallelConfig:
         """`recompute`, by whichever of its two names it is given."""
         return self.recompute or ("blocks" if self.fsdp_activation_checkpointing else "none")
 
+    @property
+    def recomputed_share(self) -> Fraction:
+        """The share of the blocks that are computed again, as a whole or but for some operations."""
+        if self.recomputes == "blocks":
+            return parse_selective_checkpointing("selective_checkpointing", self.selective_checkpointing)
+        return Fraction(1 if self.recomputes == "ops" else 0)
+
 
 # fmt: off
 @dataclass(frozen=True)
@@ -184,12 +178,11 @@ class TrainingConfig:
     num_steps: int | None = announced_flag(None, minimum=1, in_name=False,
         help="number of optimizer steps of the whole run, with those before a resume (default: 1000)")
     num_tokens: int | None = announced_flag(None, minimum=1, in_name=False,
-        help="length of the run in tokens, such as 300B; give it instead of num_steps")
+        help="length of the run in tokens, such as 300B, instead of num_steps")
     num_samples: int | None = announced_flag(None, minimum=1, in_name=False,
-        help="length of the run in rows of seq_length tokens; give it instead of num_steps")
-    num_epochs: str = announced_flag("", in_name=False, parse=lambda name, text: parse_epochs(text),
-        help="length of the run in passes over the data, such as 1.5, or over one source, such as wiki:2; "
-        "give it instead of num_steps")
+        help="length of the run in rows of seq_length tokens, instead of num_steps")
+    num_epochs: str = announced_flag("", in_name=False, parse=parse_epochs,
+        help="length of the run in passes over the data (1.5) or over one source (wiki:2), not in num_steps")
     batch_size: int | None = announced_flag(None, minimum=1,
         help="number of rows for each data-parallel rank and micro-step (default: 2, or from the other two)")
     grad_accum_steps: int | None = announced_flag(None, minimum=1,
@@ -197,15 +190,15 @@ class TrainingConfig:
     global_batch_size: int | None = announced_flag(None, minimum=1,
         help="number of rows in an optimizer step = batch_size x data-parallel size x grad_accum_steps")
     rampup_batch_size: tuple[int, ...] = announced_flag((), minimum=1,
-        help="start,increment,samples: begin with start rows in an optimizer step and grow by increment rows "
-        "at a time to global_batch_size, which is reached after so many samples (rows)")
+        help="start,increment,samples: the global batch grows from start rows by increment rows at a time, "
+        "and is global_batch_size after so many samples (rows)")
     deterministic: bool = announced_flag(False, advanced=True,
-        help="use only deterministic kernels; they are slower (CPU runs always repeat bit for bit)")
+        help="use only deterministic kernels, which are slower (CPU runs always repeat bit for bit)")
     max_bad_steps: int = free_flag(10, minimum=0,
-        help="the run fails after this many steps in a row whose gradient is not finite; "
-        "such a step changes no weight; 0 never fails")
+        help="the run fails after so many steps in a row whose gradient is not finite (such a step changes "
+        "no weight); 0 never fails")
     spike_threshold: float = free_flag(6.0, minimum=0, advanced=True,
-        help="log a loss that lies this many standard deviations above its recent mean; 0 logs none")
+        help="standard deviations above the recent mean at which the log calls a loss a spike; 0 is off")
     exit_interval: int | None = free_flag(None, minimum=1,
         help="end this launch after this many steps of its own; the same command continues the run")
     exit_tokens: int | None = free_flag(None, minimum=1,
@@ -217,16 +210,14 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = free_flag(None, above=0,
         help="end this launch within this many minutes of its start, the last checkpoint included")
     gc_interval: int = free_flag(50, minimum=0, advanced=True,
-        help="number of steps between two collections of Python's garbage, at the same step on every rank; "
-        "0 leaves it to Python")
+        help="number of steps between collections of Python's garbage on all ranks; 0 lets Python choose")
     exit_margin_s: float | None = free_flag(None, minimum=0, advanced=True,
-        help="number of seconds before the time limit at which this launch begins to end "
-        "(default: measured from its steps, evaluations and saves)")
+        help="seconds before the time limit at which the launch begins to end (default: as measured)")
     # fmt: on
 
     def epochs(self) -> tuple[str, float] | None:
         """The source of `num_epochs` ("" for all) and how often it is gone through; None if not given."""
-        return parse_epochs(self.num_epochs)
+        return parse_epochs("num_epochs", self.num_epochs)
 
     def steps_at(self, batches: BatchIntervals, seq_length: int, start: int = 0, tokens_seen: int = 0) -> int:
         """The last step of the run, by its length in steps, tokens or samples; `batches` holds from `start`

@@ -17,9 +17,8 @@ import torch
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.observe.energy import find_meter
 from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, report_line
-from fms_fsdp.observe.sensors import read_all
+from fms_fsdp.observe.sensors import find_meter, read_all
 from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.observe.step_data import global_fingerprint
 from fms_fsdp.observe.utilization import find_utilization

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fms_fsdp.config import parse_selective_checkpointing
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
 from fms_fsdp.parallel.activation import select_blocks
 from fms_fsdp.predict.hardware import gpu_peak_flops
@@ -33,12 +32,9 @@ def find_utilization(spec: Spec) -> Utilization:
     """The FLOPs of a run's model under its recipe, on its device. The peak is `--peak_tflops`, else that
     of a GPU by the table; a CPU has none."""
     cfg, model, seq_length, section = spec.config, spec.model, spec.seq_length, spec.config.parallel
-    flops, recomputing, kept = flops_per_token(model, seq_length), 0, tuple[str, ...]()
-    if section.recomputes == "blocks":
-        share = parse_selective_checkpointing(section.selective_checkpointing)
-        recomputing = sum(select_blocks(model.num_layers, share))
-    elif section.recomputes == "ops":
-        recomputing, kept = model.num_layers, section.recompute_ops
+    flops, share = flops_per_token(model, seq_length), section.recomputed_share
+    recomputing = sum(select_blocks(model.num_layers, share)) if share else 0
+    kept = section.recompute_ops if section.recomputes == "ops" else ()
     peak_flops = gpu_peak_flops(spec.device) if spec.device.type == "cuda" else None
     return Utilization(
         model=flops,
