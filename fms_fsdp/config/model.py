@@ -1,4 +1,4 @@
-"""The flags of the model: a variant, and what replaces its values. One row a flag: see flag.py."""
+"""The flags of the model: a variant, and what replaces values of the variant. One row a flag: see flag.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 
 from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
 
+ACTIVATIONS = ("swiglu", "gelu", "gelu_tanh", "relu2")
+
 
 # fmt: off
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model: the name of a variant, and fields that replace its values.
+    """The model: the name of a variant, and fields that replace values of the variant.
 
     On resume, the flags together must give the model of the checkpoint.
 
@@ -69,7 +71,7 @@ class ModelConfig:
         help="queries and keys are normalized, each head by itself (default: the variant's)")
     pos_emb: str | None = refused_flag(None, choices=("rope", "learned", "sinusoidal", "alibi", "none"),
         advanced=True, help="type of the positional encoding (default: the variant's)")
-    activation: str | None = refused_flag(None, choices=("swiglu", "gelu", "gelu_tanh", "relu2"), advanced=True,
+    activation: str | None = refused_flag(None, advanced=True, choices=ACTIVATIONS,
         help="activation of the feed-forward block: swiglu has three matrices (default: the variant's)")
     bias: bool | None = refused_flag(None, advanced=True,
         help="linear layers other than the head have a bias (default: the variant's)")
@@ -97,13 +99,13 @@ class ModelConfig:
 
     @property
     def name(self) -> str:
-        """What the model is called: its variant, or the folder that its shape comes from."""
+        """The name of the model: the variant, or the folder that the shape comes from."""
         path = Path(self.init_from_hf or self.hf_config)
         return (path.parent.name if path.suffix == ".json" else path.name) or self.model_variant
 
     @property
     def name_and_sizes(self) -> str:
-        """The name, with the sizes that are not those of what has this name."""
+        """The name, with the sizes that flags give in place of the sizes of the named model."""
         sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size")
         given = [f"{size} {value:,}" for size in sizes if (value := getattr(self, size)) is not None]
         return " with ".join(filter(None, (self.name, ", ".join(given))))

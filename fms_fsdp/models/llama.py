@@ -16,9 +16,9 @@ Source: Touvron et al. 2023 (Llama 2); Shazeer 2020 (SwiGLU); Zhang and Sennrich
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,8 @@ from fms_fsdp.parts import load_part
 if TYPE_CHECKING:
     from fms_fsdp.extras.decoding import KeyValueCache
 
+Dropping = Callable[..., torch.Tensor]  # of x and keys_B: drops values of x by the keys of the rows
 Losses = tuple[torch.Tensor, ...]  # loss_sum, num_labels and, in training with a z-loss, z_sum
-
-
-class Dropping(Protocol):
-    """Drops values of x by the keys of its rows; without keys, none."""
-
-    def __call__(self, x: torch.Tensor, keys_B: torch.Tensor | None) -> torch.Tensor: ...
 
 
 def build_linear(config: LlamaConfig, in_features: int, out_features: int) -> nn.Linear:
@@ -59,11 +54,10 @@ def build_norm(config: LlamaConfig, size: int) -> nn.Module:
 
 
 def build_dropout(rate: float, place: int) -> Dropping:
-    """Dropout at this rate, or what hands on its input. `place` tells the uses within a layer apart."""
-    if not rate:
-        return _keep
-    drop: Dropping = load_part("dropout:Dropout")(rate, place)
-    return drop
+    """Dropout at this rate; at rate 0, a function that returns x. `place` tells the uses within a layer
+    apart."""
+    dropout: Dropping = load_part("dropout:Dropout")(rate, place) if rate else _keep
+    return dropout
 
 
 def _keep(x: torch.Tensor, keys_B: torch.Tensor | None) -> torch.Tensor:
@@ -76,12 +70,10 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        score = None
-        if config.pos_emb == "alibi":
-            score = load_part("gpt").alibi_score(config.num_attention_heads)
+        heads, is_alibi = config.num_attention_heads, config.pos_emb == "alibi"
+        score = load_part("gpt").alibi_score(heads) if is_alibi else None
         self.attend = partial(attention, backend=config.attn_impl, score=score)
-        q_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
+        q_size, kv_size = heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = build_linear(config, config.hidden_size, q_size)
         self.k_proj = build_linear(config, config.hidden_size, kv_size)
         self.v_proj = build_linear(config, config.hidden_size, kv_size)
@@ -171,14 +163,6 @@ class Embed(nn.Embedding):
         return self.dropout(F.embedding(tokens_BS, self.weight), keys_B)
 
 
-def build_embed(config: LlamaConfig) -> Embed:
-    """The embedding, of positions too where the configuration asks for them."""
-    if config.pos_emb not in ("learned", "sinusoidal"):
-        return Embed(config)
-    embed: Embed = load_part("gpt:PositionEmbed")(config)
-    return embed
-
-
 class Head(nn.Linear):
     """Final norm and output projection, fused with the loss when labels are given.
 
@@ -223,17 +207,17 @@ class Llama(nn.Module):
         super().__init__()
         layers = range(config.num_layers) if layers is None else layers
         self.config = config
-        self.embed = build_embed(config) if layers.start == 0 else None
+        adds_positions = config.pos_emb in ("learned", "sinusoidal")
+        embed: type[Embed] = load_part("gpt:PositionEmbed") if adds_positions else Embed
+        self.embed = embed(config) if layers.start == 0 else None
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in layers})
         self.head = Head(config) if layers.stop == config.num_layers else None
-        table = rope_table(config) if config.pos_emb == "rope" else torch.empty(0)
-        self.register_buffer("rope", table.to(torch.get_default_device()), persistent=False)
+        self.register_buffer("rope", rope_table(config).to(torch.get_default_device()), persistent=False)
 
     def to_empty(self, *, device: torch.types.Device, recurse: bool = True) -> Llama:
         """As torch's, but the rotary table, which no checkpoint holds, keeps its values."""
         super().to_empty(device=device, recurse=recurse)
-        if self.config.pos_emb == "rope":
-            self.rope.copy_(rope_table(self.config))
+        self.rope.copy_(rope_table(self.config))
         return self
 
     def forward(

@@ -8,7 +8,6 @@ the query heads. Its fields have the names of the flags.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -17,6 +16,7 @@ from typing import Any
 
 from fms_fsdp.config import ModelConfig
 from fms_fsdp.config.batch import divisors
+from fms_fsdp.config.values import must_be_one_of
 from fms_fsdp.errors import UserError
 from fms_fsdp.parts import load_part
 
@@ -165,20 +165,15 @@ def canonical_variant(name: str) -> str:
     """The table's name of a variant, aliases and case resolved.
 
     Raises:
-        UserError: no such variant; names the nearest and lists all.
+        UserError: no such variant; the error lists all and names the nearest one.
     """
     lowered = name.lower()
     found = ALIASES.get(lowered, lowered)
-    if found in VARIANTS:
+    if found in VARIANTS or found in (known := all_variants()):
         return found
     if lowered.startswith("mamba"):
         raise UserError(f"--model_variant ({name}) is no Llama; this project trains Llamas: --list_variants")
-    known = all_variants()
-    if found in known:
-        return found
-    near = difflib.get_close_matches(lowered, [*known, *ALIASES], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"--model_variant ({name}) is not known; {hint}choose one of: {', '.join(known)}")
+    raise UserError(f"--model_variant ({name}) {must_be_one_of(list(known), lowered, cutoff=0.5)}")
 
 
 def resolve_model(
@@ -237,7 +232,7 @@ def _base_shape(section: ModelConfig) -> LlamaConfig:
     path = Path(getattr(section, flag))
     if not getattr(section, flag):
         name = canonical_variant(section.model_variant)
-        return VARIANTS[name] if name in VARIANTS else all_variants()[name]
+        return VARIANTS.get(name) or all_variants()[name]
     read: Callable[[Path], LlamaConfig] = load_part("from_hf:read_shape")
     try:
         return read(path if path.is_file() else path / "config.json")

@@ -120,7 +120,7 @@ class Interval:
         sums = mesh.sum(torch.cat([losses * mesh.counts_for("loss"), own]), "world")
         gradients = result.grad_norm, self._norms, self._largest, self._skipped
         alike = self._column(result.num_labels, self._labels, *gradients, *extra.values())
-        sums, alike = torch.cat([sums, alike]).cpu().split([len(sums), len(alike)])
+        sums, alike = torch.split(torch.cat([sums, alike]).cpu(), [len(sums), len(alike)])
         loss, loss_sum, *z_losses, energy_j, masked = sums.tolist()
         labels, all_labels, norm, norms, largest, skipped, *others = alike.tolist()
         done = self._steps - skipped

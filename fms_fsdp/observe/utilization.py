@@ -4,10 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
 from fms_fsdp.parallel.activation import select_blocks
-from fms_fsdp.predict.hardware import gpu_peak_flops
 from fms_fsdp.spec.resolve import Spec
+
+# Dense bf16 tensor-core peak in FLOP/s, without sparsity. Sources: NVIDIA's data sheets of each product
+# (V100: fp16; GB200: of one of its two GPUs), AMD's of MI250X (one of two dies) and MI300X. The longest name
+# that occurs in the device's name counts.
+PEAK_BF16_FLOPS = {
+    "V100": 125e12,
+    "A10G": 70e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "MI250X": 191.5e12,
+    "MI300X": 1307e12,
+}
 
 
 @dataclass(frozen=True)
@@ -35,10 +56,17 @@ def find_utilization(spec: Spec) -> Utilization:
     flops, share = flops_per_token(model, seq_length), section.recomputed_share
     recomputing = sum(select_blocks(model.num_layers, share)) if share else 0
     kept = section.recompute_ops if section.recomputes == "ops" else ()
-    peak_flops = gpu_peak_flops(spec.device) if spec.device.type == "cuda" else None
+    peak_flops = None
+    if cfg.log.peak_tflops is not None:
+        peak_flops = cfg.log.peak_tflops * 1e12
+    elif spec.device.type == "cuda":
+        name = torch.cuda.get_device_name(spec.device)
+        peak_flops = PEAK_BF16_FLOPS.get(
+            max((key for key in PEAK_BF16_FLOPS if key in name), key=len, default="")
+        )
     return Utilization(
         model=flops,
         matmul=matmul_flops_per_token(model, seq_length),
         hardware=flops + recomputed_flops_per_token(model, seq_length, recomputing, kept),
-        peak_flops=peak_flops if cfg.log.peak_tflops is None else cfg.log.peak_tflops * 1e12,
+        peak_flops=peak_flops,
     )

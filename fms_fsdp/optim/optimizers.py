@@ -55,21 +55,22 @@ class Optimizers:
         Where the optimizers `clip_by_themselves`, gradients still hold a `loss_scale`, which `grad_norm` does
         not, and those of a norm above `max_norm` are scaled down to it; 0 scales none.
         """
-        host_says, scale = True, None
+        is_bad, scale = ~torch.isfinite(grad_norm), None
         if self.clip_by_themselves and (max_norm > 0 or isinstance(loss_scale, torch.Tensor)):
             clip = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else 1.0
             scale = clip * loss_scale  # kernels divide by it
-        if not all(_skips_by_itself(part) for part in self.parts):
-            host_says = bool(torch.isfinite(grad_norm).item())
+        host_skips = not all(map(_skips_by_itself, self.parts)) and bool(is_bad.item())
         for part in self.parts:
             for group in part.param_groups:
-                _set_rate(group, rate(group["base_lr"]))
-            if _skips_by_itself(part):
-                bad = (~torch.isfinite(grad_norm)).to(_device_of(part), torch.float32)
-                # as torch.amp.GradScaler sets them
-                part.found_inf, part.grad_scale = bad, scale  # type: ignore[attr-defined]
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate(group["base_lr"]))
+                else:
+                    group["lr"] = rate(group["base_lr"])
+            if _skips_by_itself(part):  # two names of torch.amp.GradScaler
+                part.found_inf = is_bad.to(_device_of(part), torch.float32)  # type: ignore[attr-defined]
+                part.grad_scale = scale  # type: ignore[attr-defined]
                 part.step()
-            elif host_says:
+            elif not host_skips:
                 part.step()
 
     def zero_grad(self) -> None:
@@ -129,13 +130,6 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # torch's name for it
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def build_optimizers(
@@ -204,15 +198,14 @@ def _make_state(part: torch.optim.Optimizer, build: Build, settings: Mapping[str
     probe.grad = torch.zeros(1)
     stepped = build([probe], **settings)
     stepped.step()
-    names = list(stepped.state[probe])
-    for parameter in (each for group in part.param_groups for each in group["params"]):
-        for name in names:
-            if name == "step":
+    for group in part.param_groups:
+        for parameter in group["params"]:
+            state = part.state[parameter]
+            for name in stepped.state[probe]:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if "step" in state:
                 device = parameter.device if settings.get("fused") else None
-                value = torch.zeros((), dtype=torch.float32, device=device)
-            else:
-                value = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            part.state[parameter][name] = value
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
 
 
 def state_of_stand_in(section: OptimConfig, precision: Precision = FP32) -> dict[str, torch.Tensor]:

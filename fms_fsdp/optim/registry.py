@@ -5,7 +5,6 @@ The arguments of a builder are read from its signature, so nothing here repeats 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ import torch
 
 from fms_fsdp.config import OptimConfig
 from fms_fsdp.config.flag import Flag
-from fms_fsdp.config.values import coerce, shown
+from fms_fsdp.config.values import coerce, must_be_one_of, shown
 from fms_fsdp.errors import UserError
 from fms_fsdp.parts import load_part
 
@@ -26,12 +25,12 @@ PARTS = {  # of extras/, as module:class
     "rprop": "elementwise:Rprop",
     "novograd": "layerwise:NovoGrad",
     "madgrad": "elementwise:Madgrad",
+    "sgd": "elementwise:SGD",
     "sm3": "factored:SM3",
 }
 BUILDERS = PARTS | {  # torch's own work on sharded tensors, entry by entry
     "adamw": "torch.optim:AdamW",
     "adam": "torch.optim:Adam",
-    "sgd": "fms_fsdp.optim.sgd:SGD",
     "muon": "fms_fsdp.optim.muon:Muon",
     "adamw8bit": "torchao.optim:AdamW8bit",
     "adagrad": "torch.optim:Adagrad",
@@ -100,9 +99,8 @@ def read_settings(name: str, section: OptimConfig) -> dict[str, Any]:
         if key in _FLAGS and key not in known and key in taken:
             raise UserError(f"{quoted} must not set what has a flag; use --{' and --'.join(_FLAGS[key])}")
         if key not in known and not any(each.kind is each.VAR_KEYWORD for each in signature):
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            hint = f"did you mean {near[0]}? It takes {', '.join(known)}" if near else "leave it out"
-            raise UserError(f"{quoted} must be an argument of --optimizer={name}; {hint}")
+            rule = must_be_one_of(known, key, cutoff=0.0) if known else "must be left out"
+            raise UserError(f"{quoted}, an argument of --optimizer={name}, {rule}")
         settings[key] = _read_value(taken[key], text) if key in taken else text
     if name in BUILDERS and {"foreach", "fused"} & taken.keys():
         settings["fused" if name in _FUSED else "foreach"] = True

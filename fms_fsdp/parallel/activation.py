@@ -35,7 +35,7 @@ _ATTENTION = {
 
 
 def select_blocks(num_blocks: int, share: Fraction) -> list[bool]:
-    """For each block whether it recomputes: `floor(num_blocks * share)` of them, at least one, evenly spaced.
+    """Whether each block recomputes: `floor(num_blocks * share)` of them, at least one, evenly spaced.
 
     Block i is chosen where i * share passes a whole number; 1/k chooses every k-th. 1/2 of 6: the 2nd, 4th
     and 6th.
@@ -53,7 +53,8 @@ def apply_recomputation(model: Llama, section: ParallelConfig, *, compiled: bool
     settings: dict[str, Any] = {"preserve_rng_state": False}  # the model draws no random numbers
     kept = section.recompute_ops if section.recomputes == "ops" else ()
     if section.recomputes == "ops" or compiled:
-        settings["context_fn"] = lambda: create_selective_checkpoint_contexts(_policy(kept))
+        contexts: Callable[..., Any] = create_selective_checkpoint_contexts
+        settings["context_fn"] = lambda: contexts(_policy(kept))
     chosen = select_blocks(len(model.blocks), section.recomputed_share)
     for layer, recomputes in zip(list(model.blocks), chosen, strict=True):
         if recomputes:

@@ -53,7 +53,7 @@ REFUSED = {
     "--optimizer_kwargs=betas=0.9:0.99": "use --adam_beta1 and --adam_beta2",
     "--optimizer_kwargs=eps=1e-6": "use --adam_eps",
     "--optimizer_kwargs=weight_decay=0": "use --weight_decay",
-    "--optimizer_kwargs=fused=false": "must be an argument of --optimizer=adamw; did you mean amsgrad?",
+    "--optimizer_kwargs=fused=false": "adamw, must be one of amsgrad; did you mean amsgrad?",
     "--optimizer=sgd --adam_beta1=0.8": "--adam_beta1 (0.8) has no effect without an optimizer with betas",
     "--optimizer=sm3 --adam_eps=1e-6": "--adam_eps (1e-06) has no effect without an optimizer with an eps",
     "--optimizer=rprop --weight_decay=0.2": "--weight_decay (0.2) has no effect",
