@@ -97,7 +97,7 @@ def _means(name: str, loss_sum: float, num_labels: float, num_bytes: float) -> d
 
 
 class Evaluator(Hook):
-    """Evaluates when it is time, and leaves the loss for the checkpoint of that step.
+    """Evaluates at the steps that the flags name, and leaves the loss to the checkpoint of the step.
 
     `forward.alive` is called between groups of rows; `mark(part)` tells the clock that a part of the run
     has ended.
@@ -122,7 +122,7 @@ class Evaluator(Hook):
             self._evaluate(progress)
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
-        """Evaluates what is due (collective: every rank)."""
+        """Evaluates the groups that are due (collective: every rank)."""
         self._evaluate(progress)
 
     def _evaluate(self, progress: Progress) -> None:
@@ -154,7 +154,7 @@ class Evaluator(Hook):
 
 
 def _line(values: dict[str, float]) -> str:
-    """The loss of each group over all its tokens, then those of its sources, as one line."""
+    """One line: the loss of each group over all tokens, then the loss of each source in the group."""
     losses = {key.removesuffix("/loss"): loss for key, loss in values.items() if key.endswith("/loss")}
     parts = []
     for group in (name for name in losses if "/" not in name):

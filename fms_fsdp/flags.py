@@ -148,7 +148,8 @@ def _agreed_text(name: str, texts: Sequence[str], table: Mapping[str, Flag]) -> 
 
 
 def _is_no_flag(name: str, table: Mapping[str, Flag], quoted: str) -> str:
-    """A sentence on a name that is no flag: what another program's flag is here, or which flag is like it."""
+    """A sentence on a name that is no flag: the flag here for a flag of another program, or a similar
+    flag."""
     answer = _other_names().get(name.rpartition(".")[2]) if "learning_rate" in table else None
     near = difflib.get_close_matches(name[:100], table, n=1, cutoff=0.75)
     hint = answer or (f"did you mean --{near[0]}?" if near else "--help=all lists all flags")
@@ -157,7 +158,7 @@ def _is_no_flag(name: str, table: Mapping[str, Flag], quoted: str) -> str:
 
 @cache
 def _other_names() -> dict[str, str]:
-    """What flags of other programs are here, or why they are not, by their names."""
+    """Flag of another program → the flag here, or why there is none."""
     content: dict[str, dict[str, Any]]
     content = tomllib.loads((Path(__file__).parent / "other_names.toml").read_text())
     here = {name: f"write {flag}" for flag, names in content["here"].items() for name in names}
@@ -216,25 +217,25 @@ def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def sections_of(config_type: type[Any]) -> Iterator[tuple[str, list[Flag]]]:
-    """Each section with its rows."""
+    """Each section with the rows of the section."""
     for section, rows in groupby(flag_table(config_type).values(), lambda row: row.section):
         yield section, list(rows)
 
 
 def type_name(row: Flag) -> str:
-    """The type of a flag as help shows it."""
+    """The type of a flag in the words of the help."""
     return f"{row.kind.__name__}{',…' if row.is_list else ''}{' or none' if row.is_optional else ''}"
 
 
 def shown_value(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """A value in the form of the command line."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "empty"
     return "empty" if value == "" else str(value)
 
 
 def of_part(row: Flag) -> str:
-    """Which optional part a flag belongs to, in brackets after its help; "" for most."""
+    """The optional part that a flag belongs to, in brackets; "" for most flags."""
     return f" (part: {row.part})" if row.part else ""
 
 
@@ -247,7 +248,7 @@ def describe_changes(parsed: Parsed[Any]) -> str:
 
 
 def describe_flags(parsed: Parsed[Any]) -> str:
-    """The config by section. `*` marks a value that is not the default; its origin follows."""
+    """The config by section. `*` marks a value that is not the default; the origin of the value follows."""
     lines, values = [], flag_values(parsed.config)
     for section, rows in sections_of(type(parsed.config)):
         lines.append(f"[{section}]")

@@ -17,7 +17,8 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
 
 
 def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
-    """Returns a name from the file `told_by`, if it leads below a folder. `folders`: it may hold "/".
+    """Returns a name from the file `told_by`, if the name leads below a folder. `folders`: the name may hold
+    "/".
 
     Raises:
         UserError: it does not; the line names `told_by`.

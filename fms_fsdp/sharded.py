@@ -41,7 +41,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the tensor, which shares its memory."""
+    """This rank's part of the tensor, which shares the memory of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -105,8 +105,8 @@ def reduce_over_parts(
     dim: int | None = None,
     op: Any = dist.ReduceOp.SUM,
 ) -> None:
-    """In place: each value, computed from one part of the tensor beside it, becomes that of all its parts
-    (collective: every rank).
+    """Changes each value, computed from one part of the tensor at the same index, into the value of all parts
+    of that tensor, in place (collective: every rank).
 
     With `dim` only over the parts along that dim. Sends one message over each axis that cuts a tensor.
     """
@@ -123,7 +123,7 @@ def reduce_over_parts(
 
 
 def norms_of(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Tensors:
-    """The 2-norm of each whole tensor, a scalar, from parts that are cut as the tensors beside them are.
+    """The 2-norm of each whole tensor, a scalar, from parts that are cut like the tensors.
 
     Collective: every rank.
     """
@@ -187,7 +187,7 @@ def joined(entries: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def taken_apart(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The entries of all parts of a whole tensor that is cut as another one is: what `joined` undoes."""
+    """The entries of all parts of a whole tensor that is cut like another tensor: `joined` undoes this."""
     return torch.cat([whole[place].flatten() for place in places_of(like)])
 
 
@@ -217,8 +217,8 @@ def _cutting_axes(sizes: tuple[int, ...], placements: Placements, dim: int | Non
 
 @cache
 def _places(shape: torch.Size, sizes: tuple[int, ...], placements: Placements) -> tuple[Place, ...]:
-    """The place of each part in a tensor of that shape, by its ranks on the axes that cut the tensor, of
-    which the last one runs first. Sizes are those of torch.chunk: the last pieces may be smaller, or empty."""
+    """The place of each part in a tensor of that shape, by its ranks on the axes that cut the tensor, the
+    last axis first. Pieces have the sizes of torch.chunk: the last pieces may be smaller, or empty."""
     axes = _cutting_axes(sizes, placements, None)
     places: list[Place] = []
     for ranks in itertools.product(*(range(sizes[axis]) for axis in axes)):
@@ -236,7 +236,7 @@ def _places(shape: torch.Size, sizes: tuple[int, ...], placements: Placements) -
 
 @cache
 def _order_of_cuts(sizes: tuple[int, ...], placements: Placements, dim: int) -> list[int]:
-    """The axes that cut the dim, in the order in which they do. Parts that are not contiguous are refused."""
+    """The axes that cut the dim, in the order of the cuts. Parts that are not contiguous are refused."""
     order: list[int] = []
     for axis in reversed(_cutting_axes(sizes, placements, dim)):
         pieces = list(itertools.accumulate(map(sizes.__getitem__, order), operator.mul, initial=1))

@@ -30,10 +30,10 @@ from fms_fsdp.state import Hook, StepResult, TrainState
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What a step needs beside the state and the batch.
+    """The settings of a step, beside the state and the batch.
 
-    `dropout_seed`: None, unless the model drops values. `vocab_size`: what `train` lets tokens and labels be
-    of, if anything.
+    `dropout_seed`: None, unless the model drops values. `vocab_size`: the limit of tokens and labels that
+    `train` checks; None checks nothing.
     """
 
     mesh: Mesh

@@ -10,7 +10,7 @@ from fms_fsdp.config.flag import free_flag
 # fmt: off
 @dataclass(frozen=True)
 class EvalConfig:
-    """Validation on held-out data. It does not change what is trained.
+    """Validation on held-out data, which changes nothing in the training.
 
     When to change: set `eval_interval` in every run whose result matters. More `eval_steps` make the loss
     less noisy and take longer.
@@ -41,7 +41,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a run saves, where, what it keeps, and what it starts from.
+    """Checkpoints: which ones a run saves and keeps, where, and from which one the run starts.
 
     When to change: `checkpoint_interval` is the work that you can bear to lose. `keep_last_n` where the disk
     is small, `keep_best` with validation. `ckpt_load_path` to start from another run's weights.
@@ -85,7 +85,7 @@ class CheckpointConfig:
 # fmt: off
 @dataclass(frozen=True)
 class LogConfig:
-    """Where a run lives and what it reports.
+    """The folder of a run, and the reports of a run.
 
     When to change: `run_name` for a name that you can remember. `report_interval` larger where a step
     is short.

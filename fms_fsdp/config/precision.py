@@ -1,4 +1,4 @@
-"""The numbers that a run is kept and computed in: its flags, and what they come to on this hardware."""
+"""The dtypes of a run: the flags, and the dtypes that follow from the flags on this hardware."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ALIASES = {
 
 @dataclass(frozen=True)
 class Precision:
-    """What is computed and kept in which numbers; every field but the last two is a key of `NUM_BYTES`.
+    """The dtypes of a run; every field but the last two is a key of `NUM_BYTES`.
 
-    `compute`: products, activations and gathered weights. `weights`: those that the optimizer moves.
+    `compute`: products, activations and gathered weights. `weights`: the weights that the optimizer moves.
     `gradients`: the sums over micro-steps. `reduce`: gradients between ranks. `state`: moments of AdamW.
     `float8`: "" or how the products of blocks are scaled, "row" or "tensor".
     """
@@ -37,12 +37,12 @@ class Precision:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the optimizer has to round what it writes: then it is our own AdamW."""
+        """Whether the optimizer rounds weights or moments, as only the AdamW of extras/rounded.py can."""
         return "bf16" in (self.weights, self.state)
 
     @property
     def in_words(self) -> str:
-        """For the log: fp32, or what is computed and kept in which numbers."""
+        """The dtypes in words, for the log."""
         if self == Precision(reduce=self.reduce):
             return "fp32"
         moments = f", {self.state} moments" if self.is_rounded else ""
@@ -93,21 +93,21 @@ class PrecisionConfig:
 
     @property
     def alias(self) -> str | None:
-        """`precision` as `mixed_precision` says; None where that is not given."""
+        """The `precision` that `mixed_precision` names; None where `mixed_precision` is not given."""
         return {True: "bf16", False: "fp32", None: None}[self.mixed_precision]
 
     @property
     def named(self) -> str | None:
-        """`precision`, by whichever of its names it is given; None where the hardware decides."""
+        """The `precision` that one of three flags names; None where the hardware decides."""
         return self.precision or self.alias or ("bf16" if self.param_dtype == "bf16" else None)
 
     @property
     def weights(self) -> str:
-        """What the optimizer moves is kept in."""
+        """The dtype of the weights that the optimizer moves."""
         return self.param_dtype or ("bf16" if self.named == "bf16_pure" else "fp32")
 
     def resolve(self, name: str) -> Precision:
-        """What the flags come to where `precision` is `name`."""
+        """The dtypes that the flags give where `precision` is `name`."""
         pure = name == "bf16_pure"
         return Precision(
             compute=name if name in NUM_BYTES else "bf16",

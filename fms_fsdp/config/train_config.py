@@ -52,7 +52,7 @@ class TrainConfig:
 
     @property
     def keep_name(self) -> str:
-        """The flag that makes the same run go on where a flag changes that is in the default run name."""
+        """The flag that lets this run go on where another flag changes the default run name."""
         return f"--run_name={shlex.quote(self.run_name)}"
 
     @property
@@ -67,7 +67,7 @@ class TrainConfig:
 
 
 def as_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """The configuration by section, in JSON types; `--config=FILE` reads it back."""
+    """The configuration by section, in JSON types, as `--config=FILE` reads a configuration."""
     plain: dict[str, dict[str, Any]] = json.loads(json.dumps(dataclasses.asdict(config)))
     return plain
 

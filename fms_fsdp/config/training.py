@@ -95,7 +95,7 @@ class DataConfig:
 # fmt: off
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is divided over devices, and what it computes twice.
+    """The division of the model over devices, and what the backward pass computes again.
 
     When to change: start with the defaults. If memory is short, first `batch_size`, then `recompute`: `cheap`
     with compile, `ops`, `blocks` with a share of them. Then `hsdp_shard_size` or `fsdp`, last `cpu_offload`.
@@ -140,19 +140,19 @@ class ParallelConfig:
         help="precision of fp32 matrix products on GPU: highest is fp32, high is TF32")
 
     def implied(self) -> dict[str, bool]:
-        """What a strategy decides, that other strategies leave to flags."""
+        """The values of flags that the sharding strategy decides; most strategies decide none."""
         strategy = (self.sharding_strategy or "").lower()
         if strategy not in ("zero1", "zero2"):
             return {}
         return {"reshard_after_forward": False, "sync_each_micro_step": strategy == "zero2"}
 
     def resolved(self, name: str) -> bool:
-        """`reshard_after_forward` or `sync_each_micro_step`, by the strategy or by its flag."""
+        """The value of `reshard_after_forward` or `sync_each_micro_step`, by the strategy or by the flag."""
         return self.implied().get(name, getattr(self, name) is not False)
 
     @property
     def recomputes(self) -> str:
-        """`recompute`, by whichever of its two names it is given."""
+        """The value of `recompute`, which has a second name."""
         return self.recompute or ("blocks" if self.fsdp_activation_checkpointing else "none")
 
     @property
@@ -216,7 +216,8 @@ class TrainingConfig:
     # fmt: on
 
     def epochs(self) -> tuple[str, float] | None:
-        """The source of `num_epochs` ("" for all) and how often it is gone through; None if not given."""
+        """The source of `num_epochs` ("" for all) and the number of passes over the source; None if not
+        given."""
         return parse_epochs("num_epochs", self.num_epochs)
 
     def steps_at(self, batches: BatchIntervals, seq_length: int, start: int = 0, tokens_seen: int = 0) -> int:

@@ -133,14 +133,13 @@ def _text(row: Flag, text: str, quoted: str) -> str:
 
 
 def must_be_one_of(known: Sequence[str], word: str, *, cutoff: float) -> str:
-    """The rule that a word must be one of the known ones, with the known word that is like it, if there is
-    one."""
+    """The rule that lists all known words, with the known word that is most like `word`, if one is."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return f"must be one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _check_form(form: str, text: str, quoted: str) -> None:
-    """Raises UserError for a text that no file system can hold, or that leads out of its folder."""
+    """Raises UserError for a text that no file system can hold, or a path that leads out of a folder."""
     parts = text.split("/")
     if form == "folder name":
         if len(parts) > 1 or text in (".", "..") or len(text) > 200:

@@ -1,4 +1,4 @@
-"""Attention as one function of queries, keys and values, with its mask and its cache.
+"""Attention as one function of queries, keys, values and a mask.
 
 B batch, S query positions, T key positions, H query heads, G key/value heads, K head dim.
 

@@ -1,4 +1,5 @@
-"""Llama: a decoder-only transformer, written to be read next to its paper; and its relatives.
+"""Llama: a decoder-only transformer, written to be read next to the paper of Llama; and relatives of
+Llama.
 
     tokens_BS → Embed → Block × num_layers → Head → logits_BSV, or with labels (loss_sum, num_labels[, z_sum])
     Block: x + Attention(norm(x)), then x + FeedForward(norm(x))
@@ -196,7 +197,8 @@ class Head(nn.Linear):
 
 
 class Llama(nn.Module):
-    """The model, or the part of it that holds `layers`: the first has the embedding, the last the head.
+    """The model, or the part of the model that holds `layers`: the first has the embedding, the last the
+    head.
 
     A layer is named by its global number, whichever part holds it.
     """
@@ -215,7 +217,8 @@ class Llama(nn.Module):
         self.register_buffer("rope", rope_table(config).to(torch.get_default_device()), persistent=False)
 
     def to_empty(self, *, device: torch.types.Device, recurse: bool = True) -> Llama:
-        """As torch's, but the rotary table, which no checkpoint holds, keeps its values."""
+        """Allocates the parameters on a device; the rotary table, which no checkpoint holds, keeps its
+        values."""
         super().to_empty(device=device, recurse=recurse)
         self.rope.copy_(rope_table(self.config))
         return self
@@ -269,7 +272,7 @@ class Llama(nn.Module):
 
 
 def build_model(config: LlamaConfig) -> Llama:
-    """A Llama of this shape, or what the user's `--model_builder` makes of it.
+    """A Llama of this shape, or the model that the user's `--model_builder` makes of the shape.
 
     Raises:
         UserError: there is no such function.

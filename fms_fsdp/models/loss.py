@@ -62,7 +62,7 @@ def _softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: Scale = 1.
 
 
 def _compiled_softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: Scale = 1.0) -> Rows:
-    """The same, what lies between the products as one kernel.
+    """`_softmax_` as one compiled kernel.
 
     The labels' logits are taken outside of it: code that torch 2.11 compiles reads them after the logits have
     been overwritten.
@@ -80,9 +80,9 @@ def _normalise_(logits_CV: torch.Tensor, label_C1: torch.Tensor, scale: Scale) -
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Summed loss, and summed z-loss if there is one, of rows h_ND under head W_VD. The gradient of the first
-    is that of both. Gradients are made in `forward` in the dtype of h, summed over spans in fp32, `scale`
-    times as large as they are."""
+    """Summed loss, and summed z-loss if there is one, of rows h_ND under head W_VD. The gradient of the
+    first output is the gradient of both losses. `forward` makes the gradients in the dtype of h, summed over
+    spans in fp32, and multiplied by `scale`."""
 
     @staticmethod
     def forward(
@@ -152,8 +152,8 @@ def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor
 def _add_product(
     total_VD: torch.Tensor | None, left_VP: torch.Tensor, right_PD: torch.Tensor
 ) -> torch.Tensor:
-    """total + left @ right in fp32, slice by slice where the product has another dtype: neither it nor its
-    fp32 copy exists as a whole."""
+    """total + left @ right in fp32, slice by slice where the product has another dtype: neither the
+    product nor an fp32 copy of the product exists as a whole."""
     if total_VD is None:
         total_VD = left_VP.new_zeros(left_VP.shape[0], right_PD.shape[1], dtype=torch.float32)
     if left_VP.dtype == torch.float32:

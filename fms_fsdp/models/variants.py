@@ -1,4 +1,4 @@
-"""The variants as one table, and the shape of one run's model: variant + overrides → `LlamaConfig`.
+"""The variants as one table, and the shape of the model of a run: variant + overrides → `LlamaConfig`.
 
     VARIANTS["7b"] ─ ModelConfig overrides ─ data's vocabulary ─ seq_length ─▶ resolve_model ─▶ LlamaConfig
 
@@ -85,7 +85,7 @@ class LlamaConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and of the head; those beyond the vocabulary are never used."""
+        """Rows of the embedding and of the head; rows beyond the vocabulary are never used."""
         return -(-self.vocab_size // self.vocab_multiple_of) * self.vocab_multiple_of
 
     @property

@@ -1,5 +1,5 @@
-"""The meter: on report steps it reads the outcome of the step from the device, and writes it to log and
-sinks.
+"""The meter, which on report steps reads the outcome of the step from the device, and writes a record to log
+and sinks.
 
 Between reports nothing is read back. Every rank measures; the sinks and the log of rank 0 write it.
 """

@@ -1,4 +1,4 @@
-"""What a run measures of itself: sums over steps on the device, the time of its parts, and memory.
+"""Measurements of a run: sums over steps on the device, the time of the parts of a run, and memory.
 
 docs/metrics.md defines each number. Between reports nothing is read back from the device: `Interval` adds up
 there, and the one transfer of a report step brings the host, which on a GPU runs ahead, and the device
@@ -30,7 +30,7 @@ _SHOWN_PARTS = ("forward_backward", "optimizer", "eval", "checkpoint", "logging"
 
 
 class Clock:
-    """Splits the time of a run: `mark(part)` says that what went by since the last mark belonged to `part`.
+    """Splits the time of a run: `mark(part)` says that the time since the last mark belongs to `part`.
 
     On a GPU the parts of a step are timed by its events, over the last 64 steps of an interval; its host only
     hands out work.
@@ -154,7 +154,8 @@ def count_zeros(parameters: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Memory of this rank: on a GPU of torch's allocator, else what of this process is resident."""
+    """Memory of this rank: on a GPU the memory of torch's allocator, else the resident memory of the
+    process."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         return {

@@ -36,7 +36,7 @@ class MetricsFile:
         self.problem = ""
 
     def write(self, record: Record) -> None:
-        """Appends a record, unless there is a `problem`; what is not finite becomes null."""
+        """Appends a record, unless there is a `problem`; a number that is not finite becomes null."""
         line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
         try:
             while line and not self.problem:
@@ -54,7 +54,7 @@ def _finite(value: Any) -> Any:
 
 
 class Sinks:
-    """All places that a record is written to. `spent`: seconds of this launch by part, entered at its end."""
+    """All places that records go to. `spent`: seconds by part of this launch, which `close` writes down."""
 
     def __init__(
         self, file: MetricsFile, trackers: list[Background], attempt: int, spent: Mapping[str, float]
@@ -91,7 +91,7 @@ class Sinks:
         self._file.write({"event": name, "attempt": self.attempt, "step": step, "time": now, **fields})
 
     def close(self) -> None:
-        """Lets the trackers finish, and writes what this launch spent its time on."""
+        """Lets the trackers finish, and writes the seconds that this launch spent on each part."""
         for tracker in self._trackers:
             tracker.close()
         seconds = {f"{part}_s": round(spent, 3) for part, spent in self._spent.items()}

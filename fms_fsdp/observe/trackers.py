@@ -63,7 +63,8 @@ def build_trackers(config: TrainConfig) -> list[Background]:
 
 
 class Background:
-    """An adapter in a thread of its own; `patterns` name the scalars it gets, none means all."""
+    """An adapter in a thread of its own; `patterns` name the metrics that the adapter gets; without
+    patterns it gets all."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], patterns: tuple[str, ...] = ()) -> None:
         self._name, self._make, self._patterns = name, make, patterns
@@ -110,7 +111,7 @@ class Background:
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """The finite numbers of a record, without its place in the run."""
+    """The finite numbers of a record, without the place of the record in the run."""
     return {
         name: value
         for name, value in record.items()
@@ -123,7 +124,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def tag(name: str) -> str:
-    """What TensorBoard calls a number: `group/name`."""
+    """The name of a number in TensorBoard: `group/name`."""
     group = next((group for group, patterns in _GROUPS.items() if _matches(name, patterns)), "loss")
     return name if name.startswith(f"{group}/") else f"{group}/{name}"
 
@@ -172,7 +173,7 @@ class TensorBoard:
         self._add(step=record["tokens_seen"], summary=over_tokens)
 
     def _add(self, **content: Any) -> None:
-        """Appends an event, and writes those that were held back if they are enough."""
+        """Appends an event, and writes the held events to disk if there are enough."""
         self._writer.write(self._event(wall_time=time.time(), **content).SerializeToString())
         self._held += 1
         if self._held >= self._queue_size:
@@ -195,8 +196,8 @@ def _validations(path: Path) -> dict[int, float]:
 
 
 def _describe(config: TrainConfig) -> tuple[Any, ...]:
-    """For TensorBoard: all flags as one table, and as hparams those that a run trains by, the changed ones
-    first."""
+    """For TensorBoard: all flags as one table, and as hparams the flags that decide the training, the changed
+    flags first."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams, text
 

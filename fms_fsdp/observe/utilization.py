@@ -1,4 +1,4 @@
-"""How much of the hardware a run uses: FLOPs of a token against what the devices could do at best."""
+"""The share of the hardware that a run uses: FLOPs of a token against the peak of the devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ PEAK_BF16_FLOPS = {
 
 @dataclass(frozen=True)
 class Utilization:
-    """FLOPs of one token by three conventions, and the hardware's FLOP/s; without those there is no MFU."""
+    """FLOPs of one token by three conventions, and the peak FLOP/s of the device; without a peak there is no
+    MFU."""
 
     model: int
     matmul: int
@@ -50,8 +51,8 @@ class Utilization:
 
 
 def find_utilization(spec: Spec) -> Utilization:
-    """The FLOPs of a run's model under its recipe, on its device. The peak is `--peak_tflops`, else that
-    of a GPU by the table; a CPU has none."""
+    """The FLOPs of a token of a run. The peak is `--peak_tflops`, else the peak of the GPU in the table; a
+    CPU has no peak."""
     cfg, model, seq_length, section = spec.config, spec.model, spec.seq_length, spec.config.parallel
     flops, share = flops_per_token(model, seq_length), section.recomputed_share
     recomputing = sum(select_blocks(model.num_layers, share)) if share else 0
@@ -61,9 +62,8 @@ def find_utilization(spec: Spec) -> Utilization:
         peak_flops = cfg.log.peak_tflops * 1e12
     elif spec.device.type == "cuda":
         name = torch.cuda.get_device_name(spec.device)
-        peak_flops = PEAK_BF16_FLOPS.get(
-            max((key for key in PEAK_BF16_FLOPS if key in name), key=len, default="")
-        )
+        known = (key for key in PEAK_BF16_FLOPS if key in name)
+        peak_flops = PEAK_BF16_FLOPS.get(max(known, key=len, default=""))
     return Utilization(
         model=flops,
         matmul=matmul_flops_per_token(model, seq_length),

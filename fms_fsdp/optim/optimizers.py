@@ -30,7 +30,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Optimizers:
-    """Several optimizers over one model, each over parameters of its own."""
+    """Several optimizers over one model; each parameter belongs to one optimizer."""
 
     def __init__(self, model: nn.Module, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._model, self.parts = model, list(parts)
@@ -99,13 +99,13 @@ class Optimizers:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over a state of the form of `state_dict`; groups and rates stay those of this launch."""
+        """Takes over a state of the form of `state_dict`; groups and rates stay as this launch made them."""
         for name, value in self.tensors_in_use().items():
             local_part(value).copy_(local_part(state[name]))
 
 
 def as_saved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of the optimizers' state as checkpoints hold it: a quantized one becomes fp32."""
+    """The tensor that a checkpoint holds for a tensor of the state: a quantized tensor becomes fp32."""
     whole: torch.Tensor = load_part("quantized").dequantized(tensor) if _is_quantized(tensor) else tensor
     return whole
 
@@ -119,7 +119,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether several plain tensors stand behind this one, as torchao has them."""
+    """Whether several plain tensors stand behind this tensor, as in torchao."""
     return hasattr(local_part(tensor), "tensor_attrs")
 
 
@@ -170,7 +170,7 @@ def build_optimizers(
 def _build_part(
     name: str, section: OptimConfig, named: Mapping[str, torch.Tensor], own: Build | None = None
 ) -> torch.optim.Optimizer:
-    """One optimizer over these parameters, with a group of those that decay and one of the others."""
+    """One optimizer over these parameters: a group of parameters that decay and a group of others."""
     build, settings = own or load_builder(name), read_settings(name, section)
     if own or any(parameter.is_meta for parameter in named.values()):
         settings.pop("fused", None)  # no kernel there
@@ -186,7 +186,7 @@ def _build_part(
 
 
 def _make_state(part: torch.optim.Optimizer, build: Build, settings: Mapping[str, Any]) -> None:
-    """Makes what one of torch's optimizers would make at its first step: a count of steps, and zeros.
+    """Makes the state that an optimizer of torch makes at the first step: a count of steps, and zeros.
 
     One step of a parameter made for this purpose shows the names of the state. Optimizers of torchao would
     compile in that step; the names of their state are known.

@@ -1,4 +1,4 @@
-"""What an optimizer's name stands for, and which arguments its flags and `--optimizer_kwargs` give it.
+"""The optimizer behind a name, and the arguments that flags and `--optimizer_kwargs` give the optimizer.
 
 The arguments of a builder are read from its signature, so nothing here repeats them.
 """
@@ -50,7 +50,7 @@ _TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float}
 
 
 def load_builder(name: str) -> Build:
-    """What builds the optimizer of that name, or of the form module:function.
+    """The function that builds the optimizer of that name, or of the form module:function.
 
     Raises:
         UserError: its package is not installed, or there is no such module or function.
@@ -72,8 +72,8 @@ def load_builder(name: str) -> Build:
 
 
 def read_settings(name: str, section: OptimConfig) -> dict[str, Any]:
-    """The arguments of the builder, beside its groups: those with a flag if it takes them, and, of the
-    section's own optimizer, `--optimizer_kwargs`.
+    """The arguments of the builder beside the groups: arguments that have a flag, and, for the optimizer that
+    the section names, `--optimizer_kwargs`.
 
     Raises:
         UserError: a key is unknown, has a flag or a value of another type, or a flag was set that the

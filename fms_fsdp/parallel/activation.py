@@ -63,7 +63,7 @@ def apply_recomputation(model: Llama, section: ParallelConfig, *, compiled: bool
 
 
 def _policy(kept: Collection[str]) -> Callable[..., CheckpointPolicy]:
-    """Says of each operation, in the order of the pass, whether its result is kept.
+    """A policy that decides for each operation, in the order of the pass, whether the result is kept.
 
     Of the products every second one: k, o and up of q, k, v, o, gate, up, down. The result of the last one is
     not needed by the backward pass.
