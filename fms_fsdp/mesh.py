@@ -92,9 +92,9 @@ class Mesh:
         if dims.strategy == "none":
             return
         names = [axis for axis in AXES if dims.size(axis) > 1 or axis == "dp_shard"]
-        sizes = [dims.size(axis) for axis in names]
-        self.device_mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(names))
-        self._groups = {axis: self.device_mesh.get_group(axis) for axis in names}
+        sizes = tuple(map(dims.size, names))
+        self.device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
+        self._groups |= zip(names, map(self.device_mesh.get_group, names), strict=True)
         for joined, parts in JOINED.items():
             present = tuple(part for part in parts if part in names)
             if dims.size(joined) == dims.size("world"):

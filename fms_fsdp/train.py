@@ -11,9 +11,10 @@ hook reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch.profiler import record_function
@@ -132,9 +133,8 @@ def micro_batches(recipe: TrainStep, batch: Batch, step: int) -> Iterator[tuple[
     if recipe.dropout_seed is not None:
         first_row = recipe.mesh.place("dp") * num_rows
         keys_B = load_part("dropout").row_keys(recipe.dropout_seed, step, first_row, num_rows)
-    moved = [
-        None if column is None else column.to(recipe.device, non_blocking=True).split(recipe.batch_size)
-        for column in (batch.tokens_BS, batch.labels_BS, *mask, keys_B)
-    ]
-    for micro_step in range(len(batch.tokens_BS) // recipe.batch_size):
-        yield tuple(None if column is None else column[micro_step] for column in moved)
+    columns: list[Iterable[torch.Tensor | None]] = []
+    for column in (batch.tokens_BS, batch.labels_BS, *mask, keys_B):
+        moved = None if column is None else column.to(recipe.device, non_blocking=True)
+        columns.append(repeat(None) if moved is None else torch.split(moved, recipe.batch_size))
+    return zip(*columns, strict=False)

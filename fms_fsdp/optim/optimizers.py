@@ -94,8 +94,7 @@ class Optimizers:
     def tensors_in_use(self) -> dict[str, torch.Tensor]:
         """The state itself, by the names of `state_dict`."""
         found: dict[str, Any] = get_optimizer_state_dict(self._model, self.parts, options=_FLAT)
-        flat = dict(sorted(found.items()))
-        return {key.removeprefix("state."): value for key, value in flat.items() if key.startswith("state.")}
+        return {key[6:]: found[key] for key in sorted(found) if key.startswith("state.")}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -82,3 +82,4 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     assert record["tflops_per_device"] == pytest.approx(1000 * record["mfu"])
     assert progress.tokens_seen == 5 * 24 * 4096 and record["eta_s"] == pytest.approx(2.5)
     assert record["samples_seen"] == 5 * 24
+    sinks.close()
