@@ -75,7 +75,7 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
         raise UserError(". ".join(unknown))
     for name in bare:
         if name not in table or table[name].kind is not bool:
-            raise UserError(f"--{name} needs a value; write --{name}=VALUE (--help=all says what it means)")
+            raise UserError(f"--{name} needs a value; write --{name}=VALUE (--help=all explains the flag)")
     given = {name: _agreed_text(name, same, table) for name, same in texts.items()}
     overlays, folder = given.pop("config", ""), given.pop("config_dir", "")
     if folder and not overlays:
@@ -141,9 +141,7 @@ def _agreed_text(name: str, texts: Sequence[str], table: Mapping[str, Flag]) -> 
     values = [coerce(table[name], text) if name in table else text for text in texts]
     for text, value in zip(texts, values, strict=True):
         if value != values[0]:
-            raise UserError(
-                f"--{name} ({shown(texts[0])}) is also given as ({shown(text)}); leave one of them out"
-            )
+            raise UserError(f"--{name} ({shown(texts[0])}) is also given as ({shown(text)}); leave one out")
     return texts[0]
 
 
@@ -193,17 +191,13 @@ def _read_overlay(path: Path, table: Mapping[str, Flag]) -> dict[str, Any]:
         quoted = f"{path}: [{section}] {name}" if section else f"{path}: {name}"
         sections = sorted({row.section for row in table.values()})
         if section and section not in sections:
-            raise UserError(
-                f"{path}: the table [{section}] is not a section; sections: {', '.join(sections)}"
-            )
+            raise UserError(f"{path}: the table [{section}] is no section; sections: {', '.join(sections)}")
         if name not in table:
             raise UserError(_is_no_flag(name, table, quoted))
         if section and table[name].section != section:
-            raise UserError(f"{quoted} belongs to the table [{table[name].section}]; move it there")
+            raise UserError(f"{quoted} belongs to the table [{table[name].section}]; move the flag there")
         if name in flat and flat[name] != value:
-            raise UserError(
-                f"{path}: {name} ({flat[name]}) is also given as ({value}); leave one of them out"
-            )
+            raise UserError(f"{path}: {name} ({flat[name]}) is also given as ({value}); leave one out")
         flat[name] = value
     return flat
 

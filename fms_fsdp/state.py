@@ -151,5 +151,5 @@ def check_order(hooks: Sequence[Hook]) -> None:
         assert not told & set(hook.tells), (
             f"{type(hook).__name__} tells what another hook tells: {hook.tells}"
         )
-        assert told >= set(hook.hears), f"{type(hook).__name__} comes before who tells it {hook.hears}"
+        assert told >= set(hook.hears), f"{type(hook).__name__} comes before the hooks that tell {hook.hears}"
         told |= set(hook.tells)

@@ -141,7 +141,7 @@ def test_overlays_apply_from_left_to_right_and_flags_win(tmp_path: Path) -> None
     [
         ("num_stepz = 3", "did you mean --num_steps?"),
         ("[optim]\nnum_steps = 3", "belongs to the table [training]"),
-        ("[optimizer]\nlearning_rate = 3", "[optimizer] is not a section"),
+        ("[optimizer]\nlearning_rate = 3", "[optimizer] is no section"),
         ("num_steps = ", "cannot be read"),
         ("num_steps = true", "--num_steps (true) must be an integer"),
     ],

@@ -39,9 +39,9 @@ class ModelConfig:
     ffn_hidden_size: int | None = refused_flag(None, minimum=1,
         help="inner width of the feed-forward block (default: the variant's share of hidden_size)")
     num_attention_heads: int | None = refused_flag(None, minimum=1,
-        help="number of query heads; it must divide hidden_size (default: the variant's)")
+        help="number of query heads, a divisor of hidden_size (default: the variant's)")
     num_kv_heads: int | None = refused_flag(None, minimum=1,
-        help="number of key/value heads; it must divide num_attention_heads (default: the variant's)")
+        help="number of key/value heads, a divisor of num_attention_heads (default: the variant's)")
     head_dim: int | None = refused_flag(None, minimum=1, maximum=65536, advanced=True,
         help="width of a head (default: hidden_size / num_attention_heads)")
     rope_theta: float | None = refused_flag(None, minimum=1,
@@ -88,11 +88,11 @@ class ModelConfig:
     dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout",
         help="share of the embedding's and each branch's outputs that a step leaves out (default: 0)")
     attn_dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout", advanced=True,
-        help="share of the attention weights that a step leaves out; memory holds all of them (default: 0)")
+        help="share of the attention weights, all kept in memory, that a step leaves out (default: 0)")
     ffn_dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout", advanced=True,
         help="share of the feed-forward block's inner values that a step leaves out (default: 0)")
     attn_impl: str = free_flag("auto", choices=("auto", "flash", "cudnn", "efficient", "math"), advanced=True,
-        help="backend of scaled_dot_product_attention; with auto, torch chooses it")
+        help="backend of scaled_dot_product_attention; auto lets torch choose")
     model_builder: str = refused_flag("", advanced=True,
         help="module:function that builds your own model from the shape (see docs/models.md)")
     # fmt: on

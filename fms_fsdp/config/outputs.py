@@ -65,7 +65,7 @@ class CheckpointConfig:
         "exports/ of the run folder; the last step is exported too; 0 is off")
     checkpoint_interval: int = free_flag(1000, minimum=0,
         help="number of steps between checkpoints; the last step is saved too; 0 saves only the last step")
-    save_last: bool = free_flag(True, advanced=True, help="save the last step; benchmarks turn it off")
+    save_last: bool = free_flag(True, advanced=True, help="save the last step, unlike a benchmark")
     checkpoint_schedule: str = free_flag("",
         help="steps of checkpoints, not checkpoint_interval: 10@100,18@1000,1500 saves every 10 steps up to "
         "step 100, then every 18 steps up to step 1000, then every 1500 steps")
@@ -99,7 +99,7 @@ class LogConfig:
     print_interval: int = free_flag(0, minimum=0,
         help="number of steps between bare lines of step and time, which wait for no device; 0 is off")
     diagnostics: bool = free_flag(False, part="sensors",
-        help="report shared and resident memory, temperatures and clocks, where the machine shows them")
+        help="report memory, shared memory, temperatures and clocks that the machine shows")
     peak_tflops: float | None = free_flag(None, above=0, maximum=1e9, advanced=True,
         help="dense TFLOP/s of one device at best, against which mfu counts (default: by the GPU's name)")
     log_param_norm: bool = free_flag(False, help="report the norm of all parameters")

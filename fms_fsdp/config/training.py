@@ -62,7 +62,7 @@ class DataConfig:
     """
 
     use_dummy_dataset: bool = announced_flag(False,
-        help="train on synthetic tokens, for tests and benchmarks; they need no files and cost no time")
+        help="train on synthetic tokens, which need no files and no time, for tests and benchmarks")
     data_path: str = free_flag("", form="path", orders_data=True,
         help="folder with one subfolder of token shards for each source (see `python -m fms_fsdp prepare`)")
     datasets: tuple[str, ...] = announced_flag((), form="source name",
@@ -76,13 +76,13 @@ class DataConfig:
     logical_shards: int = free_flag(1024, minimum=1, maximum=2**20, orders_data=True, in_name=True,
         advanced=True, help="number of tapes that a run reads side by side; more tapes shuffle more widely")
     packing: str = refused_flag("concat", choices=("concat", "bestfit"), orders_data=True,
-        help="how documents fill rows: concat cuts them anywhere, bestfit makes few cuts")
+        help="how documents fill rows: concat cuts documents anywhere, bestfit makes few cuts")
     document_mask: bool = announced_flag(False,
         help="attention stays within a document, and positions start again with each document")
     skip_steps: str = announced_flag("", in_name=False, parse=parse_skips,
         help="a:b leaves out the rows that are planned for steps a to b-1, for example after a loss spike")
     on_missing: str = free_flag("error", choices=("error", "mask"), advanced=True,
-        help="what happens if a shard cannot be read: error stops the run, mask masks its rows")
+        help="what follows if a shard cannot be read: error ends the run, mask hides rows of the shard")
     max_epochs: float | None = free_flag(None, above=0, maximum=1e6,
         help="number of passes over a source that no run may exceed")
     dataset_builder: str = announced_flag("", advanced=True,
@@ -118,7 +118,7 @@ class ParallelConfig:
     recompute_ops: tuple[str, ...] = free_flag(("attention", "every_second_product"), advanced=True,
         choices=("attention", "every_second_product", "products"), help="results that --recompute=ops keeps")
     low_cpu_fsdp: bool = free_flag(True,
-        help="build the model without memory and fill it shard by shard: no rank holds the whole model")
+        help="build the model without memory and fill shard by shard: no rank holds a whole model")
     use_torch_compile: bool | None = free_flag(None,
         help="compile each block with torch.compile (default: on GPUs)")
     reshard_after_forward: bool | None = free_flag(None, advanced=True,
@@ -176,7 +176,7 @@ class TrainingConfig:
     seed: int = refused_flag(2023, minimum=0, maximum=2**63 - 1, orders_data=True,
         help="seed of the weights and of the order of the data")
     num_steps: int | None = announced_flag(None, minimum=1, in_name=False,
-        help="number of optimizer steps of the whole run, with those before a resume (default: 1000)")
+        help="number of optimizer steps of the whole run, with the steps before a resume (default: 1000)")
     num_tokens: int | None = announced_flag(None, minimum=1, in_name=False,
         help="length of the run in tokens, such as 300B, instead of num_steps")
     num_samples: int | None = announced_flag(None, minimum=1, in_name=False,
@@ -200,7 +200,7 @@ class TrainingConfig:
     spike_threshold: float = free_flag(6.0, minimum=0, advanced=True,
         help="standard deviations above the recent mean at which the log calls a loss a spike; 0 is off")
     exit_interval: int | None = free_flag(None, minimum=1,
-        help="end this launch after this many steps of its own; the same command continues the run")
+        help="end this launch after this many steps of its own; the same command goes on with the run")
     exit_tokens: int | None = free_flag(None, minimum=1,
         help="end this launch after this many tokens of its own")
     exit_samples: int | None = free_flag(None, minimum=1,

@@ -117,9 +117,9 @@ def _number(row: Flag, text: str, quoted: str) -> int | float:
 
 def _text(row: Flag, text: str, quoted: str) -> str:
     if _CONTROLS.search(text) if row.form == "text" else not text.isprintable():
-        raise UserError(f"{quoted} must hold no control characters; leave them out")
+        raise UserError(f"{quoted} must hold no control characters; remove the control characters")
     if len(text) > _LONGEST_TEXT:
-        raise UserError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten it")
+        raise UserError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten the text")
     if row.form not in ("", "text"):
         _check_form(row.form, text, quoted)
     if row.parse is not None:
@@ -146,7 +146,7 @@ def _check_form(form: str, text: str, quoted: str) -> None:
             raise UserError(f"{quoted} must be a bare name, without '/', of at most 200 characters")
         return
     if any(len(part.encode()) > 255 for part in parts):
-        raise UserError(f"{quoted} must have no name longer than 255 bytes; shorten it")
+        raise UserError(f"{quoted} must have no name longer than 255 bytes; shorten the name")
     if form == "source name" and (text.startswith("/") or ".." in parts):
         raise UserError(f"{quoted} must be a subfolder's name, relative and without '..'")
 

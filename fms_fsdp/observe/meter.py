@@ -89,9 +89,8 @@ class Meter(Hook):
     def after_training(self, progress: Progress) -> None:
         """Raises RunFailed if the records could not be written."""
         if self._sinks.problem:
-            raise RunFailed(
-                f"{self._sinks.problem}; make room and start it again: it goes on from the newest checkpoint"
-            )
+            remedy = "make room and start the run again: the run goes on from the newest checkpoint"
+            raise RunFailed(f"{self._sinks.problem}; {remedy}")
 
     def _is_due(self, progress: Progress, step: int) -> bool:
         always = (1, progress.start + 1, progress.num_steps)
@@ -162,8 +161,8 @@ class Meter(Hook):
             return
         first, stop = step - self._report_interval, step + self._report_interval
         log.warning(
-            "step %d: the loss is a spike; its data: python -m fms_fsdp inspect step --step=%d; to pass over "
-            "such data, go back with --resume_step and use --skip_steps=%d:%d",
+            "step %d: the loss is a spike; data of the step: python -m fms_fsdp inspect step --step=%d; to "
+            "pass over such data, go back with --resume_step and use --skip_steps=%d:%d",
             *(step, step, first, stop),
         )
         self._sinks.event("spike", step, loss=record["loss"], data_fingerprint=record["data_fingerprint"])

@@ -221,7 +221,7 @@ def state_of_stand_in(section: OptimConfig, precision: Precision = FP32) -> dict
     try:
         state = build_optimizers(section, model, precision).tensors_in_use()
         if odd := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
-            raise TypeError(f"its state must be tensors, to be saved, and {odd[0]} is none")
+            raise TypeError(f"the state must be tensors, to be saved, and {odd[0]} is no tensor")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, UserError) and str(error).startswith("--"):
             raise

@@ -97,7 +97,7 @@ def find_corners(section: OptimConfig, run: Length) -> Corners:
         given = ", ".join(f"--{name} ({value})" for name, value in values.items() if value)
         raise UserError(
             f"{given}: the warm-up must not end (at {warmup:,} {unit}) after the decay begins or ends (at "
-            f"{min(start, end):,}); shorten one of them, or lengthen the run"
+            f"{min(start, end):,}); shorten one span, or lengthen the run"
         )
     return Corners(in_tokens, warmup, start, end, size("lr_step_size", 0))
 

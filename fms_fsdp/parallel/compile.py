@@ -45,4 +45,4 @@ def missing_compiler(device: torch.device) -> str:
     """The compiler that compiled code for this device needs, if it is not on the PATH; else nothing."""
     variable, usual = ("CXX", "g++") if device.type == "cpu" else ("CC", "gcc")
     name = os.environ.get(variable, usual)
-    return "" if shutil.which(name) else f"{name} is not on the PATH; install it, or set {variable}"
+    return "" if shutil.which(name) else f"{name} is not on the PATH; install a compiler, or set {variable}"
