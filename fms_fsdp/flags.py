@@ -83,8 +83,10 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     overridden: list[str] = []
-    paths = [_find_overlay(name, folder) for name in (overlays.split(",") if overlays else ())]
-    layers: list[tuple[str, Mapping[str, Any]]] = [(str(path), _read_overlay(path, table)) for path in paths]
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    for name in overlays.split(",") if overlays else ():
+        path = _find_overlay(name, folder)
+        layers.append((str(path), _read_overlay(path, table)))
     for origin, content in [*layers, ("flag", given)]:
         for name, value in content.items():
             if name in values:
@@ -261,7 +263,9 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
     first = FIRST_FLAGS.split() if config_type is TrainConfig and not every else ()
     for section, rows in sections_of(config_type):
         lines += [f"\n{section}"] if section and not first else []
-        for row in [row for row in rows if row.name in first or not first]:
+        for row in rows:
+            if first and row.name not in first:
+                continue
             choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
             lines.append(f"  --{row.name} ({type_name(row)}, default {shown_value(row.default)}){choices}")
             lines.append(f"      {row.help}{' (advanced)' if row.advanced else ''}{of_part(row)}")

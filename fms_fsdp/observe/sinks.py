@@ -68,13 +68,14 @@ class Sinks:
         """Why the file of records cannot be written; empty if it can."""
         return self._file.problem
 
-    def write(self, progress: Progress, values: Mapping[str, Any]) -> None:
-        """Writes a record of the step just done."""
+    def write(self, progress: Progress, values: Mapping[str, Any]) -> Record:
+        """Writes and returns the record of the step just done: the values and the place in the run."""
         self._step = progress.step
         record = self._placed(progress, values)
         self._file.write(record)
         for tracker in self._trackers:
             tracker.write(record)
+        return record
 
     def text(self, progress: Progress, name: str, text: str) -> None:
         """Hands a text of the step just done to the trackers; metrics.jsonl gets no record of the text."""

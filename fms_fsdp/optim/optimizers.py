@@ -158,10 +158,12 @@ def build_optimizers(
         return Optimizers(model, [_build_part(name, section, named, build)])
     if name != "muon":
         return Optimizers(model, [_build_part(name, section, named)])
-    hidden = {name: p for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
+    hidden, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, parameter in named.items():
+        part_of = hidden if parameter.ndim == 2 and name.startswith("blocks.") else others
+        part_of[name] = parameter
     if not hidden:
         raise UserError("--optimizer (muon) needs matrices in blocks, and the model has none; use adamw")
-    others = {name: p for name, p in named.items() if name not in hidden}
     parts = [_build_part("muon", section, hidden)]
     return Optimizers(model, parts + ([_build_part("adamw", section, others)] if others else []))
 
@@ -173,12 +175,13 @@ def _build_part(
     build, settings = own or load_builder(name), read_settings(name, section)
     if own or any(parameter.is_meta for parameter in named.values()):
         settings.pop("fused", None)  # no kernel there
-    groups: dict[float, list[torch.Tensor]] = {}
+    groups: dict[float, dict[str, Any]] = {}
     for key, parameter in named.items():
         of_embedding = key.startswith("embed.")
         decays = section.decay_norms if parameter.ndim < 2 else section.decay_embeddings or not of_embedding
-        groups.setdefault(section.weight_decay if decays else 0.0, []).append(parameter)
-    part = build([{"params": some, "weight_decay": decay} for decay, some in groups.items()], **settings)
+        decay = section.weight_decay if decays else 0.0
+        groups.setdefault(decay, {"params": [], "weight_decay": decay})["params"].append(parameter)
+    part = build(list(groups.values()), **settings)
     if name in BUILDERS and not part.state:
         _make_state(part, build, settings)
     return part
@@ -199,12 +202,11 @@ def _make_state(part: torch.optim.Optimizer, build: Build, settings: Mapping[str
     stepped.step()
     for group in part.param_groups:
         for parameter in group["params"]:
-            state = part.state[parameter]
+            state, device = part.state[parameter], parameter.device if settings.get("fused") else None
             for name in stepped.state[probe]:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            if "step" in state:
-                device = parameter.device if settings.get("fused") else None
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state[name] = torch.zeros((), dtype=torch.float32, device=device)
+                if name != "step":
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def state_of_stand_in(section: OptimConfig, precision: Precision = FP32) -> dict[str, torch.Tensor]:
@@ -216,12 +218,12 @@ def state_of_stand_in(section: OptimConfig, precision: Precision = FP32) -> dict
     dtype = torch.bfloat16 if precision.weights == "bf16" else torch.float32
     with torch.device("meta"):  # so that no random number is drawn
         linear = partial(nn.Linear, _STAND_IN, _STAND_IN, bias=False, dtype=dtype)
-        matrices = {name: linear() for name in ("blocks", "embed")}
-    model = nn.ModuleDict(matrices).to_empty(device="cpu")
+        model = nn.ModuleDict({"blocks": linear(), "embed": linear()}).to_empty(device="cpu")
     try:
         state = build_optimizers(section, model, precision).tensors_in_use()
-        if odd := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
-            raise TypeError(f"the state must be tensors, to be saved, and {odd[0]} is no tensor")
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"the state must be tensors, to be saved, and {name} is no tensor")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, UserError) and str(error).startswith("--"):
             raise

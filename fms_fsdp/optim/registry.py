@@ -67,9 +67,7 @@ def load_builder(name: str) -> Build:
     except (ValueError, TypeError) as error:
         raise UserError(f"--optimizer ({shown(name)}) must be a function: {error}") from None
     if not takes:
-        raise UserError(
-            f"--optimizer ({shown(name)}) must take the parameters to optimize; this function takes nothing"
-        )
+        raise UserError(f"--optimizer ({shown(name)}) must have an argument: the parameters to optimize")
     return build
 
 

@@ -43,7 +43,7 @@ REFUSED = {
     "--optimizer=adamv": "did you mean adam?",
     "--optimizer=torch.optim:Nothing": "must be importable as module:function",
     "--optimizer=no_such_module:build": "must be importable as module:function",
-    "--optimizer=os:getcwd": "must take the parameters to optimize; this function takes nothing",
+    "--optimizer=os:getcwd": "must have an argument: the parameters to optimize",
     "--optimizer=textwrap:dedent": "cannot be built",
     "--optimizer=muon --optimizer_kwargs=nesterof=true": "did you mean nesterov?",
     "--optimizer=sgd --optimizer_kwargs=momentum": "must be of the form key=value",
