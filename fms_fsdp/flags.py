@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 import fire
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.config.flag import Flag, build_config, flag_table, flag_values
+from fms_fsdp.config.flag import Flag, build_config, flag_table, flag_values, non_defaults
 from fms_fsdp.config.rules import refuse_idle_flags
 from fms_fsdp.config.values import coerce, one_line, shown
 from fms_fsdp.errors import PROGRAM, UserError, print_and_end
@@ -237,22 +237,19 @@ def of_part(row: Flag) -> str:
 
 def describe_changes(parsed: Parsed[Any]) -> str:
     """The values that are not defaults, as flags in lines of 110 characters."""
-    rows, values = flag_table(type(parsed.config)), flag_values(parsed.config)
-    names = [name for name in rows if name in parsed.origins and values[name] != rows[name].default]
-    text = " ".join(["flags:", *(f"--{name}={shown_value(values[name])}" for name in names)])
+    changed = non_defaults(parsed.config).items()
+    text = " ".join(["flags:", *(f"--{name}={shown_value(value)}" for name, value in changed)])
     return textwrap.fill(text, 110, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False)
 
 
 def describe_flags(parsed: Parsed[Any]) -> str:
     """The config by section. `*` marks a value that is not the default; the origin of the value follows."""
-    lines, values = [], flag_values(parsed.config)
+    lines, values, changed = [], flag_values(parsed.config), non_defaults(parsed.config)
     for section, rows in sections_of(type(parsed.config)):
         lines.append(f"[{section}]")
         for row in rows:
-            value = values[row.name]
-            is_default, origin = value == row.default, parsed.origins.get(row.name, "")
-            mark, ending = (" ", "") if is_default else ("*", f"  ({origin})")
-            lines.append(f"  {mark} {row.name} = {shown_value(value)}{ending}")
+            ending = f"  ({parsed.origins[row.name]})" if row.name in changed else ""
+            lines.append(f"  {'*' if ending else ' '} {row.name} = {shown_value(values[row.name])}{ending}")
     return "\n".join([*lines, *(f"overridden: {item}" for item in parsed.overridden)])
 
 

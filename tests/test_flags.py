@@ -23,7 +23,7 @@ from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.config.rule import Rule
 from fms_fsdp.config.rules import CONTRADICTIONS, IDLE
-from fms_fsdp.config.training import parse_selective_checkpointing
+from fms_fsdp.config.spans import parse_selective_checkpointing
 from fms_fsdp.config.values import plain
 from fms_fsdp.errors import UserError
 from fms_fsdp.flags import (

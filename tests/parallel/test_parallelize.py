@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fms_fsdp.config import BF16, FP32, ModelConfig, ParallelConfig, Precision, TrainConfig
 from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.rule import judge
-from fms_fsdp.config.training import parse_selective_checkpointing
+from fms_fsdp.config.spans import parse_selective_checkpointing
 from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.flops import recomputed_flops_per_token
