@@ -19,8 +19,7 @@ class EvalConfig:
     eval_interval: int = free_flag(0, minimum=0,
         help="number of steps between evaluations on held-out data; the last step is evaluated too; 0 is off")
     eval_steps: int = free_flag(10, minimum=1, maximum=10**6,
-        help="number of global batches of each held-out source in an evaluation: always the same, at most "
-        "one epoch")
+        help="global batches of each held-out source in an evaluation: always the same, at most one epoch")
     eval_at_start: bool = free_flag(False, help="also evaluate before the first step of every launch")
     eval_data_path: str = free_flag("", form="path",
         help="folder of held-out token shards (default: validation/ in data_path, as `prepare --split` makes "
@@ -75,10 +74,8 @@ class CheckpointConfig:
         help="keep the newest N checkpoints and delete the others when a new one is complete; 0 keeps all")
     keep_every: int = free_flag(0, minimum=0,
         help="with keep_last_n: also keep every checkpoint whose step is a multiple of this number")
-    keep_best: int = free_flag(0, minimum=0,
-        help="with keep_last_n: also keep the N checkpoints with the lowest validation loss")
-    keep_steps: tuple[int, ...] = free_flag((), minimum=1,
-        help="with keep_last_n: also keep the checkpoints of these steps")
+    keep_best: int = free_flag(0, "with keep_last_n: also keep the N of lowest validation loss", minimum=0)
+    keep_steps: tuple[int, ...] = free_flag((), "with keep_last_n: also keep these steps", minimum=1)
     # fmt: on
 
 
@@ -103,24 +100,20 @@ class LogConfig:
     peak_tflops: float | None = free_flag(None, above=0, maximum=1e9, advanced=True,
         help="dense TFLOP/s of one device at best, against which mfu counts (default: by the GPU's name)")
     log_param_norm: bool = free_flag(False, help="report the norm of all parameters")
-    log_num_zeros: bool = free_flag(False, advanced=True,
-        help="report the number of zeros in the gradient")
-    log_all_ranks: bool = free_flag(False,
-        help="every rank writes log.rank<N>.txt; otherwise only rank 0 writes a log, log.txt")
+    log_num_zeros: bool = free_flag(False, "report the number of zeros in the gradient", advanced=True)
+    log_all_ranks: bool = free_flag(False, "every rank writes log.rank<N>.txt, not only rank 0 log.txt")
     trackers: tuple[str, ...] = free_flag(("tensorboard",),
         choices=("none", "tensorboard", "wandb", "mlflow", "aim", "codecarbon"),
         help="programs that also receive the metrics (docs/metrics.md); no tracker can stop a run")
     tracker_project: str = free_flag("fms-fsdp", part="trackers",
         help="name of the project or experiment under which trackers file the run")
-    tracker_entity: str = free_flag("", part="trackers",
-        help="team or account of wandb (default: the account of the user)")
+    tracker_entity: str = free_flag("", "team or account of wandb (default: the user's)", part="trackers")
     tracker_metrics: tuple[str, ...] = free_flag((), advanced=True,
         help="names of the metrics that trackers receive, such as loss,lr,*_ms (default: all)")
     tensorboard_dir: str = free_flag("", form="path",
         help="folder of TensorBoard's files (default: tensorboard/ in the run folder)")
     tensorboard_queue_size: int = free_flag(1, minimum=1, maximum=10**6, advanced=True,
-        help="number of events in one write to TensorBoard's file; with 1 a killed run loses no event; more "
-        "are for slow file systems")
+        help="events in one write to TensorBoard's file; with 1 a killed run loses none; more for slow disks")
     # fmt: on
 
 
@@ -135,18 +128,13 @@ class ProfilerConfig:
     """
 
     use_profiler: bool = free_flag(False, help="write a profiler trace of some steps of this launch")
-    profiler_dir: str = free_flag("", form="path",
-        help="folder of traces (default: profile_traces/ in the run folder)")
-    profiler_ranks: tuple[int, ...] = free_flag((0,), minimum=0,
-        help="ranks that write traces; empty means all ranks")
-    profiler_wait: int = free_flag(3, minimum=0,
-        help="number of steps of this launch before the profiler warms up")
-    profiler_warmup: int = free_flag(2, minimum=0, advanced=True,
-        help="number of steps that the profiler runs without recording")
+    profiler_dir: str = free_flag("", "folder of traces (default: profile_traces/ of the run)", form="path")
+    profiler_ranks: tuple[int, ...] = free_flag((0,), "ranks that write traces; empty: all ranks", minimum=0)
+    profiler_wait: int = free_flag(3, "steps of this launch before the profiler warms up", minimum=0)
+    profiler_warmup: int = free_flag(2, "steps that the profiler does not record", minimum=0, advanced=True)
     profiler_active: int = free_flag(3, minimum=1, help="number of steps that the profiler records")
     profiler_shapes: bool = free_flag(True, advanced=True, help="record the shapes of operands")
-    profiler_stacks: bool = free_flag(False, advanced=True,
-        help="record Python stacks; the trace is slower and larger")
+    profiler_stacks: bool = free_flag(False, "record Python stacks, which makes traces larger", advanced=True)
     profiler_memory: bool = free_flag(False, advanced=True, help="record allocations")
     memory_snapshot: bool = free_flag(False,
         help="record the history of the GPU's memory in the profiler's steps, not only if memory runs out")

@@ -67,8 +67,7 @@ class PrecisionConfig:
     precision: str | None = announced_flag(None, choices=PRECISIONS, aliases=_ALIASES,
         help="bf16 and fp16 compute in 16 bits and keep fp32 weights, bf16_pure keeps bf16 weights, float8 "
         "multiplies the matrices of blocks in 8 bits (default: bf16, or fp32 on hardware without bf16)")
-    mixed_precision: bool | None = announced_flag(None,
-        help="another name of --precision: True is bf16, False is fp32")
+    mixed_precision: bool | None = announced_flag(None, "True is --precision=bf16, False is --precision=fp32")
     param_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES, advanced=True,
         help="dtype of the weights (default: fp32, for bf16_pure bf16)")
     grad_accum_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES,

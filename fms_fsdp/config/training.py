@@ -29,8 +29,7 @@ class DataConfig:
         help="sources to train on, by the names of their subfolders in data_path (default: all)")
     weights: tuple[float, ...] = announced_flag((),
         help="share of each source in the tokens, in the order of --datasets (default: by size)")
-    seq_length: int = announced_flag(4096, minimum=1,
-        help="number of tokens in a row, which is the context length of training")
+    seq_length: int = announced_flag(4096, "tokens in a row, the context length of training", minimum=1)
     sep_token: int | None = refused_flag(None, minimum=0, orders_data=True,
         help="id of the token that ends every document (default: the id that the shards name)")
     logical_shards: int = free_flag(1024, minimum=1, maximum=2**20, orders_data=True, in_name=True,
@@ -47,8 +46,7 @@ class DataConfig:
         help="number of passes over a source that no run may exceed")
     dataset_builder: str = announced_flag("", advanced=True,
         help="module:function that builds your own stream (see docs/data.md)")
-    data_kwargs: tuple[str, ...] = announced_flag((), advanced=True,
-        help="arguments of dataset_builder, written key=value,…")
+    data_kwargs: tuple[str, ...] = announced_flag((), "key=value,… given to dataset_builder", advanced=True)
     # fmt: on
 
 
@@ -71,27 +69,22 @@ class ParallelConfig:
     recompute: str | None = free_flag(None, choices=("none", "cheap", "ops", "blocks"),
         help="what the backward pass computes again, to save memory: cheap all but products and attention, "
         "if compiled; ops all but what --recompute_ops names; blocks whole blocks (default: none)")
-    fsdp_activation_checkpointing: bool | None = free_flag(None,
-        help="another name of --recompute: True is blocks, False is none")
+    fsdp_activation_checkpointing: bool | None = free_flag(None, "True is --recompute=blocks, False is none")
     selective_checkpointing: str = free_flag("1", parse=parse_selective_checkpointing, advanced=True,
         help="share of the blocks that --recompute=blocks takes, evenly spaced: 1, 1/2, 0.33 or every:k")
     recompute_ops: tuple[str, ...] = free_flag(("attention", "every_second_product"), advanced=True,
         choices=("attention", "every_second_product", "products"), help="results that --recompute=ops keeps")
-    low_cpu_fsdp: bool = free_flag(True,
-        help="build the model without memory and fill shard by shard: no rank holds a whole model")
-    use_torch_compile: bool | None = free_flag(None,
-        help="compile each block with torch.compile (default: on GPUs)")
+    low_cpu_fsdp: bool = free_flag(True, "build the model shard by shard: no rank holds the whole model")
+    use_torch_compile: bool | None = free_flag(None, "compile blocks with torch.compile (default: on GPUs)")
     reshard_after_forward: bool | None = free_flag(None, advanced=True,
-        help="free gathered weights after the forward pass (ZeRO-3), not after the step (default: False "
-        "for zero1 and zero2)")
+        help="free gathered weights after the forward pass, not the step (default: False for zero1, zero2)")
     sync_each_micro_step: bool | None = free_flag(None, advanced=True,
         help="reduce gradients to shards in each micro-step, not once a step (default: False for zero1)")
     fsdp_blocks_per_group: int = free_flag(1, minimum=1, advanced=True,
         help="number of blocks in a row that are gathered and reduced together, but for the last group")
     fsdp_prefetch: int = free_flag(0, minimum=0, advanced=True,
         help="number of groups of blocks that are gathered ahead of use, in addition to FSDP's own prefetch")
-    cpu_offload: bool = free_flag(False, advanced=True,
-        help="keep sharded weights, gradients and optimizer state in host memory")
+    cpu_offload: bool = free_flag(False, "hold weights, gradients, optimizer state on the CPU", advanced=True)
     dist_backend: str = free_flag("auto", choices=("auto", "nccl", "gloo"), advanced=True,
         help="backend of the process group; auto is nccl on GPU and gloo on CPU")
     collective_timeout_s: int = free_flag(600, minimum=1, maximum=10**8, advanced=True,
@@ -161,12 +154,9 @@ class TrainingConfig:
         help="standard deviations above the recent mean at which the log calls a loss a spike; 0 is off")
     exit_interval: int | None = free_flag(None, minimum=1,
         help="end this launch after this many steps of its own; the same command goes on with the run")
-    exit_tokens: int | None = free_flag(None, minimum=1,
-        help="end this launch after this many tokens of its own")
-    exit_samples: int | None = free_flag(None, minimum=1,
-        help="end this launch after this many rows of its own")
-    exit_step: int | None = free_flag(None, minimum=1,
-        help="end the launch that reaches this step of the run")
+    exit_tokens: int | None = free_flag(None, "end this launch after this many tokens of its own", minimum=1)
+    exit_samples: int | None = free_flag(None, "end this launch after this many rows of its own", minimum=1)
+    exit_step: int | None = free_flag(None, "end the launch that reaches this step of the run", minimum=1)
     exit_duration_in_mins: float | None = free_flag(None, above=0,
         help="end this launch within this many minutes of its start, the last checkpoint included")
     gc_interval: int = free_flag(50, minimum=0, advanced=True,
