@@ -27,7 +27,7 @@ class ModelConfig:
     docs/models.md says who uses which.
     """
 
-    model_variant: str = refused_flag("7b", "variant's name; an unknown name prints all", form="folder name")
+    model_variant: str = refused_flag("7b", "name of a variant; a wrong name lists all", form="folder name")
     hf_config: str = refused_flag("", form="path", part="from_hf",
         help="config.json of Hugging Face that gives the shape in place of a variant; weights are new")
     init_from_hf: str = free_flag("", form="path", in_name=True, part="hf_folder",

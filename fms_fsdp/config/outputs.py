@@ -74,8 +74,8 @@ class CheckpointConfig:
         help="keep the newest N checkpoints and delete the others when a new one is complete; 0 keeps all")
     keep_every: int = free_flag(0, minimum=0,
         help="with keep_last_n: also keep every checkpoint whose step is a multiple of this number")
-    keep_best: int = free_flag(0, "with keep_last_n: also keep the N of lowest validation loss", minimum=0)
-    keep_steps: tuple[int, ...] = free_flag((), "with keep_last_n: also keep these steps", minimum=1)
+    keep_best: int = free_flag(0, "beside keep_last_n: N checkpoints of least validation loss", minimum=0)
+    keep_steps: tuple[int, ...] = free_flag((), "beside keep_last_n: checkpoints of these steps", minimum=1)
     # fmt: on
 
 
