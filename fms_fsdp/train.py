@@ -65,9 +65,7 @@ def train(recipe: TrainStep, state: TrainState, hooks: Sequence[Hook], clock: Cl
             with record_function("data"):
                 progress.batch = batch = state.stream.next_batch()
             if (rows := len(batch.tokens_BS)) % recipe.batch_size:
-                raise UserError(
-                    f"stream gave {rows} rows; a stream must give a multiple of {recipe.batch_size}"
-                )
+                raise UserError(f"stream gave {rows} rows, and must give a multiple of {recipe.batch_size}")
             if recipe.vocab_size is not None:  # on the host still, where nothing waits for it
                 check_batch(batch, recipe.vocab_size, progress.step + 1, recipe.mesh.place("dp") * rows)
         clock.mark("data")
