@@ -27,15 +27,15 @@ COMMANDS = {
     "inspect plan": ("inspect.plan:main", "tokens and epochs of each source by step N, a picture"),
     "inspect step": ("inspect.step:main", "files, documents and tokens in the rows of any step"),
     "inspect find": ("inspect.find:main", "when a document was or will be seen"),
-    "inspect verify": ("inspect.verify:main", "every shard against the counts, to its last token"),
+    "inspect verify": ("inspect.verify:main", "every shard against the counts, to the last token"),
     "trace": ("trace:main", "where the time of a profiler trace went, as a table"),
     "evaluate": ("evaluate:main", "loss, perplexity and bits per byte of a checkpoint"),
     "generate": ("generate:main", "text that a checkpoint writes after a prompt"),
     "score": ("score:main", "how often a checkpoint finds the right one of several answers"),
-    "import": ("import_weights.import_weights:main", "a folder of Hugging Face → a run with its weights"),
+    "import": ("import_weights.import_weights:main", "a folder of Hugging Face → a run with these weights"),
     "export": ("export.export:main", "a checkpoint → a folder that Hugging Face's transformers load"),
     "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
-    "ckpt verify": ("ckpt:verify_checkpoints", "every byte against its checksum"),
+    "ckpt verify": ("ckpt:verify_checkpoints", "every byte of a checkpoint against the checksums"),
     "ckpt prune": ("ckpt:prune_checkpoints", "delete what need not be kept; a dry run by default"),
     "estimate": ("estimate:main", "how long a training will take, as a range"),
     "report": ("report.page:main", "a page of curves and tables from run folders"),
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{command}: stopped; start it again to go on", file=sys.stderr)
+        print(f"{command}: stopped; start the command again to go on", file=sys.stderr)
         return 130
     return 0
 

@@ -1,4 +1,4 @@
-"""What rank 0 prints: plain lines; on a terminal with colours, and with one live line below them."""
+"""The printed lines of rank 0: plain text; on a terminal with colours, and a live line below the text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Console(logging.StreamHandler[TextIO]):
 
 
 def _terminal_behind() -> int | None:
-    """The open terminal that LAUNCH_TERMINAL names; None where it names none."""
+    """The open terminal that LAUNCH_TERMINAL names; None without such a terminal."""
     try:
         # the terminal must not become the one that controls this process
         number = os.open(os.environ.get("LAUNCH_TERMINAL", ""), os.O_WRONLY | os.O_NOCTTY)

@@ -1,4 +1,4 @@
-"""How a process uses CPU and memory: its waiting threads, memory that it keeps, its search for garbage."""
+"""The use of CPU and memory by a process: waiting threads, freed memory that is kept, search for garbage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def before_torch() -> None:
 def set_thread_waiting() -> None:
     """Lets idle threads spin some microseconds before they sleep; with too few cores they sleep at once.
 
-    It must run before torch is imported.
+    The function must run before torch is imported.
 
     A thread that sleeps starts the next parallel region late. A thread that spins for long takes the core of
     another; libgomp's default is to spin for milliseconds. Variables that the user set stay as they are. The
@@ -41,7 +41,7 @@ def let_gpu_memory_grow() -> None:
     """Lets torch's allocator on GPUs extend its segments in place: otherwise freed pieces of other sizes lie
     idle between them, and memory runs out early.
 
-    It must run before torch is imported. Settings of the user stay as they are.
+    The function must run before torch is imported. Settings of the user stay as they are.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html (PYTORCH_ALLOC_CONF)
     """
@@ -56,7 +56,7 @@ def positive_number(name: str, default: int) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Lets the C allocator keep what the process frees for the next step; False where it cannot.
+    """Lets the C allocator keep freed memory for the next step; returns False where the allocator cannot.
 
     By default glibc gives large blocks back to the system when they are freed. The next step then gets new
     pages, and the system fills each with zeros first: some hundredths to a fifth of the speed on a CPU

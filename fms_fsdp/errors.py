@@ -1,4 +1,4 @@
-"""What a user is told in one line: a run is refused or cannot go on. Standard library only."""
+"""Errors that a user reads in one line: a run is refused or cannot go on. Standard library only."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def check_installed() -> None:
 
 
 class UserError(ValueError):
-    """What the user can correct; the text is one line: name (value) rule; remedy. It and a known I/O
-    error are told in one line (`is_for_user`): any other error is a bug, and gets its traceback.
+    """An error that the user can correct; the text is one line: name (value) rule; remedy. The program shows
+    one line for a UserError and for a known I/O error (`is_for_user`). Any other error is a bug, and has a
+    traceback.
 
-    `on_one_rank`: only this rank knows it (a shard that it cannot read), so this rank reports it.
+    `on_one_rank`: only this rank knows the error (it cannot read a shard), so this rank reports the error.
     `data_step`: the step whose data are wrong; the next attempt checks them first.
     """
 
@@ -48,13 +49,13 @@ class MissingInput(UserError, FileNotFoundError):
 
 
 class StorageError(UserError, OSError):
-    """A storage that the user named and that does not answer as it must."""
+    """A storage that the user named and that gives a wrong answer or none."""
 
 
 class RunFailed(Exception):
     """The run cannot go on, and the code is not the reason: one line, exit status 1.
 
-    `on_one_rank`: only this rank knows it (out of memory), so this rank reports it.
+    `on_one_rank`: only this rank knows the reason (out of memory), so this rank reports the reason.
     """
 
     def __init__(self, text: str, *, on_one_rank: bool = False) -> None:
@@ -72,7 +73,8 @@ def is_for_user(error: BaseException) -> bool:
 
 @contextmanager
 def checking_input(*, on_one_rank: bool = False, data_step: int | None = None) -> Iterator[None]:
-    """Turns known I/O errors into UserError, and says of each UserError who reports it; other errors pass."""
+    """Turns known I/O errors into UserError, and notes in each UserError who reports the error; other errors
+    pass."""
     try:
         yield
     except UserError as error:
@@ -87,7 +89,7 @@ def checking_input(*, on_one_rank: bool = False, data_step: int | None = None) -
 
 @cache
 def note_once(text: str) -> None:
-    """Tells the user something that is no error: in the log of a run (rank 0), or on stderr; once."""
+    """Tells the user a note, which is no error, once: in the log of a run (rank 0), or on stderr."""
     log = logging.getLogger("fms_fsdp")
     if log.handlers:
         log.info("note: %s", text)
@@ -97,7 +99,7 @@ def note_once(text: str) -> None:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Lets a reader of the output that has seen enough, such as `head`, end it without an error."""
+    """Lets a program that reads the output, such as `head`, stop early without an error here."""
     try:
         yield
         sys.stdout.flush()

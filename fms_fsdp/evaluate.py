@@ -55,19 +55,20 @@ def evaluate(forward: Forward, sources: Sequence[HeldOut]) -> dict[str, float]:
     values: dict[str, float] = {}
     with evaluating(forward.model):
         for group in dict.fromkeys(source.group for source in sources):
-            totals: list[tuple[float, float, float]] = []
-            for source in (source for source in sources if source.group == group):
-                totals.append(_sums(forward, source))
-                values |= _means(f"{group}/{source.name}", *totals[-1])
-            loss_sum, num_labels, num_bytes = (math.fsum(column) for column in zip(*totals, strict=True))
+            totals: list[tuple[float, ...]] = []
+            for source in sources:
+                if source.group == group:
+                    totals.append(_sums(forward, source))
+                    values |= _means(f"{group}/{source.name}", *totals[-1])
+            loss_sum, num_labels, num_bytes = map(math.fsum, zip(*totals, strict=True))
             has_bytes = all(total[2] for total in totals)
             values |= _means(group, loss_sum, num_labels, num_bytes if has_bytes else 0)
     return values
 
 
-def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
-    """Sum of the loss over the labels of all rows, in nats; number of labels; bytes that these stand for, 0
-    if not known."""
+def _sums(forward: Forward, source: HeldOut) -> tuple[float, ...]:
+    """Sum of the loss over the labels of all rows, in nats; number of labels; bytes of the text of the
+    labels, 0 if not known."""
     mesh, size = forward.mesh, forward.batch_size
     sums = torch.zeros(-(-source.num_rows // size), 3, dtype=torch.float64)
     losses = torch.zeros(len(sums), dtype=torch.float64, device=forward.device)
@@ -86,8 +87,7 @@ def _sums(forward: Forward, source: HeldOut) -> tuple[float, float, float]:
             sums[group, 1] = len(labels)
             sums[group, 2] = 0 if source.token_bytes is None else int(source.token_bytes[labels].sum())
     sums[:, 0] = losses.cpu()
-    loss, labels_, bytes_ = (math.fsum(column) for column in mesh.sum(sums, "dp").T.tolist())
-    return loss, labels_, bytes_
+    return tuple(map(math.fsum, mesh.sum(sums, "dp").T.tolist()))
 
 
 def _means(name: str, loss_sum: float, num_labels: float, num_bytes: float) -> dict[str, float]:
@@ -97,7 +97,7 @@ def _means(name: str, loss_sum: float, num_labels: float, num_bytes: float) -> d
 
 
 class Evaluator(Hook):
-    """Evaluates when it is time, and leaves the loss for the checkpoint of that step.
+    """Evaluates at the steps that the flags name, and leaves the loss to the checkpoint of the step.
 
     `forward.alive` is called between groups of rows; `mark(part)` tells the clock that a part of the run
     has ended.
@@ -122,7 +122,7 @@ class Evaluator(Hook):
             self._evaluate(progress)
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
-        """Evaluates what is due (collective: every rank)."""
+        """Evaluates the groups that are due (collective: every rank)."""
         self._evaluate(progress)
 
     def _evaluate(self, progress: Progress) -> None:
@@ -154,7 +154,7 @@ class Evaluator(Hook):
 
 
 def _line(values: dict[str, float]) -> str:
-    """The loss of each group over all its tokens, then those of its sources, as one line."""
+    """One line: the loss of each group over all tokens, then the loss of each source in the group."""
     losses = {key.removesuffix("/loss"): loss for key, loss in values.items() if key.endswith("/loss")}
     parts = []
     for group in (name for name in losses if "/" not in name):

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 import fire
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.config.flag import Flag, build_config, flag_table, flag_values
+from fms_fsdp.config.flag import Flag, build_config, flag_table, flag_values, non_defaults
 from fms_fsdp.config.rules import refuse_idle_flags
 from fms_fsdp.config.values import coerce, one_line, shown
 from fms_fsdp.errors import PROGRAM, UserError, print_and_end
@@ -75,7 +75,7 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
         raise UserError(". ".join(unknown))
     for name in bare:
         if name not in table or table[name].kind is not bool:
-            raise UserError(f"--{name} needs a value; write --{name}=VALUE (--help=all says what it means)")
+            raise UserError(f"--{name} needs a value; write --{name}=VALUE (--help=all explains the flag)")
     given = {name: _agreed_text(name, same, table) for name, same in texts.items()}
     overlays, folder = given.pop("config", ""), given.pop("config_dir", "")
     if folder and not overlays:
@@ -83,8 +83,10 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     overridden: list[str] = []
-    paths = [_find_overlay(name, folder) for name in (overlays.split(",") if overlays else ())]
-    layers: list[tuple[str, Mapping[str, Any]]] = [(str(path), _read_overlay(path, table)) for path in paths]
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    for name in overlays.split(",") if overlays else ():
+        path = _find_overlay(name, folder)
+        layers.append((str(path), _read_overlay(path, table)))
     for origin, content in [*layers, ("flag", given)]:
         for name, value in content.items():
             if name in values:
@@ -141,14 +143,13 @@ def _agreed_text(name: str, texts: Sequence[str], table: Mapping[str, Flag]) -> 
     values = [coerce(table[name], text) if name in table else text for text in texts]
     for text, value in zip(texts, values, strict=True):
         if value != values[0]:
-            raise UserError(
-                f"--{name} ({shown(texts[0])}) is also given as ({shown(text)}); leave one of them out"
-            )
+            raise UserError(f"--{name} ({shown(texts[0])}) is also given as ({shown(text)}); leave one out")
     return texts[0]
 
 
 def _is_no_flag(name: str, table: Mapping[str, Flag], quoted: str) -> str:
-    """A sentence on a name that is no flag: what another program's flag is here, or which flag is like it."""
+    """A sentence on a name that is no flag: the flag here for a flag of another program, or a similar
+    flag."""
     answer = _other_names().get(name.rpartition(".")[2]) if "learning_rate" in table else None
     near = difflib.get_close_matches(name[:100], table, n=1, cutoff=0.75)
     hint = answer or (f"did you mean --{near[0]}?" if near else "--help=all lists all flags")
@@ -157,7 +158,7 @@ def _is_no_flag(name: str, table: Mapping[str, Flag], quoted: str) -> str:
 
 @cache
 def _other_names() -> dict[str, str]:
-    """What flags of other programs are here, or why they are not, by their names."""
+    """Flag of another program → the flag here, or why there is none."""
     content: dict[str, dict[str, Any]]
     content = tomllib.loads((Path(__file__).parent / "other_names.toml").read_text())
     here = {name: f"write {flag}" for flag, names in content["here"].items() for name in names}
@@ -192,17 +193,13 @@ def _read_overlay(path: Path, table: Mapping[str, Flag]) -> dict[str, Any]:
         quoted = f"{path}: [{section}] {name}" if section else f"{path}: {name}"
         sections = sorted({row.section for row in table.values()})
         if section and section not in sections:
-            raise UserError(
-                f"{path}: the table [{section}] is not a section; sections: {', '.join(sections)}"
-            )
+            raise UserError(f"{path}: the table [{section}] is no section; sections: {', '.join(sections)}")
         if name not in table:
             raise UserError(_is_no_flag(name, table, quoted))
         if section and table[name].section != section:
-            raise UserError(f"{quoted} belongs to the table [{table[name].section}]; move it there")
+            raise UserError(f"{quoted} belongs to the table [{table[name].section}]; move the flag there")
         if name in flat and flat[name] != value:
-            raise UserError(
-                f"{path}: {name} ({flat[name]}) is also given as ({value}); leave one of them out"
-            )
+            raise UserError(f"{path}: {name} ({flat[name]}) is also given as ({value}); leave one out")
         flat[name] = value
     return flat
 
@@ -216,46 +213,43 @@ def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def sections_of(config_type: type[Any]) -> Iterator[tuple[str, list[Flag]]]:
-    """Each section with its rows."""
+    """Each section with the rows of the section."""
     for section, rows in groupby(flag_table(config_type).values(), lambda row: row.section):
         yield section, list(rows)
 
 
 def type_name(row: Flag) -> str:
-    """The type of a flag as help shows it."""
+    """The type of a flag in the words of the help."""
     return f"{row.kind.__name__}{',…' if row.is_list else ''}{' or none' if row.is_optional else ''}"
 
 
 def shown_value(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """A value in the form of the command line."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "empty"
     return "empty" if value == "" else str(value)
 
 
 def of_part(row: Flag) -> str:
-    """Which optional part a flag belongs to, in brackets after its help; "" for most."""
+    """The optional part that a flag belongs to, in brackets; "" for most flags."""
     return f" (part: {row.part})" if row.part else ""
 
 
 def describe_changes(parsed: Parsed[Any]) -> str:
     """The values that are not defaults, as flags in lines of 110 characters."""
-    rows, values = flag_table(type(parsed.config)), flag_values(parsed.config)
-    names = [name for name in rows if name in parsed.origins and values[name] != rows[name].default]
-    text = " ".join(["flags:", *(f"--{name}={shown_value(values[name])}" for name in names)])
+    changed = non_defaults(parsed.config).items()
+    text = " ".join(["flags:", *(f"--{name}={shown_value(value)}" for name, value in changed)])
     return textwrap.fill(text, 110, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False)
 
 
 def describe_flags(parsed: Parsed[Any]) -> str:
-    """The config by section. `*` marks a value that is not the default; its origin follows."""
-    lines, values = [], flag_values(parsed.config)
+    """The config by section. `*` marks a value that is not the default; the origin of the value follows."""
+    lines, values, changed = [], flag_values(parsed.config), non_defaults(parsed.config)
     for section, rows in sections_of(type(parsed.config)):
         lines.append(f"[{section}]")
         for row in rows:
-            value = values[row.name]
-            is_default, origin = value == row.default, parsed.origins.get(row.name, "")
-            mark, ending = (" ", "") if is_default else ("*", f"  ({origin})")
-            lines.append(f"  {mark} {row.name} = {shown_value(value)}{ending}")
+            ending = f"  ({parsed.origins[row.name]})" if row.name in changed else ""
+            lines.append(f"  {'*' if ending else ' '} {row.name} = {shown_value(values[row.name])}{ending}")
     return "\n".join([*lines, *(f"overridden: {item}" for item in parsed.overridden)])
 
 
@@ -266,7 +260,9 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
     first = FIRST_FLAGS.split() if config_type is TrainConfig and not every else ()
     for section, rows in sections_of(config_type):
         lines += [f"\n{section}"] if section and not first else []
-        for row in [row for row in rows if row.name in first or not first]:
+        for row in rows:
+            if first and row.name not in first:
+                continue
             choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
             lines.append(f"  --{row.name} ({type_name(row)}, default {shown_value(row.default)}){choices}")
             lines.append(f"      {row.help}{' (advanced)' if row.advanced else ''}{of_part(row)}")

@@ -1,5 +1,5 @@
-"""The ranks of a run, arranged by named axes: sizes, places and reductions of an axis are asked for by its
-name.
+"""The ranks of a run, arranged by named axes. Other modules ask for the size of an axis, a place on an axis
+or a sum over an axis by the name of the axis.
 
     world = pp x dp_replicate x dp_shard x cp x tp       neighbours differ in the last axis, which stays
     inside a node
@@ -77,7 +77,7 @@ def resolve_dims(section: ParallelConfig, variant: str, world: World) -> Paralle
 
 
 class Mesh:
-    """The axes with this process in them: its places, and sums over the ranks of an axis.
+    """The axes of a run with the places of this process, and sums over the ranks of an axis.
 
     Making one is collective: every rank. Without a process group (`none`) every sum is of one rank.
     `timeout`: of collectives; that of the default group does not pass to the groups of axes.
@@ -92,9 +92,9 @@ class Mesh:
         if dims.strategy == "none":
             return
         names = [axis for axis in AXES if dims.size(axis) > 1 or axis == "dp_shard"]
-        sizes = [dims.size(axis) for axis in names]
-        self.device_mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(names))
-        self._groups = {axis: self.device_mesh.get_group(axis) for axis in names}
+        sizes = tuple(map(dims.size, names))
+        self.device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
+        self._groups |= zip(names, map(self.device_mesh.get_group, names), strict=True)
         for joined, parts in JOINED.items():
             present = tuple(part for part in parts if part in names)
             if dims.size(joined) == dims.size("world"):
@@ -108,7 +108,7 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this process writes the files that one process writes for all."""
         return self._rank == 0
 
     def size(self, axis: str) -> int:
@@ -134,7 +134,7 @@ class Mesh:
         return tensor
 
     def gather(self, value: T) -> list[T]:
-        """What every rank of the world has, by rank (collective: every rank)."""
+        """The values of all ranks of the world, by rank (collective: every rank)."""
         everyone = [value] * self.size("world")
         if len(everyone) > 1:
             dist.all_gather_object(everyone, value)

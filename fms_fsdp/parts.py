@@ -1,4 +1,4 @@
-"""The one loader of code by its name: optional parts of this package, and what users wrote themselves.
+"""The one loader of code by name: optional parts of this package, and functions that users wrote.
 
     load_part("float8")                             the module fms_fsdp/extras/float8.py
     load_part("samples:Sampler")                    what that module calls so

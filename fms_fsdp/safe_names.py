@@ -17,7 +17,8 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
 
 
 def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
-    """Returns a name from the file `told_by`, if it leads below a folder. `folders`: it may hold "/".
+    """Returns a name from the file `told_by`, if the name leads below a folder. `folders`: the name may hold
+    "/".
 
     Raises:
         UserError: it does not; the line names `told_by`.
@@ -29,7 +30,7 @@ def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
     elif name.startswith("/") or (not folders and "/" in name):
         rule = "must be a relative path" if folders else "must be a bare name without '/'"
     elif ".." in name.split("/") or name == ".":
-        rule = "must not lead out of its folder"
+        rule = "must not lead out of the folder"
     else:
         return name
     raise UserError(f"{told_by} names a file ({shown_name(name)}) that {rule}; correct or remove it")
@@ -55,5 +56,5 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise StorageError(f"{os.fspath(path)} must be a regular file; remove it")
+        raise StorageError(f"{os.fspath(path)} must be a regular file; remove what stands there")
     return descriptor

@@ -41,7 +41,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the tensor, which shares its memory."""
+    """This rank's part of the tensor, which shares the memory of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -79,18 +79,24 @@ def sharded_like(part: torch.Tensor, like: torch.Tensor, dim: int | None = None)
     """
     if not isinstance(like, DTensor):
         return part
-    placements = [each if dim in (None, _cut_dim(each)) else Replicate() for each in like.placements]
-    whole = torch.empty([size if dim in (None, i) else 1 for i, size in enumerate(like.shape)], device="meta")
-    meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
-    spec = DTensorSpec(like.device_mesh, tuple(placements), meta)
+    placements, shape = like.placements, like.shape
+    if dim is not None:
+        placements = tuple(each if _cut_dim(each) == dim else Replicate() for each in placements)
+        shape = _alone(shape, dim)
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), part.dtype)
+    spec = DTensorSpec(like.device_mesh, placements, meta)
     return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def zeros_along(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """Zeros, one for each index of a dim of the tensor, cut as that dim is; every other dim has size 1."""
     local = local_part(tensor)
-    shape = [size if i == dim else 1 for i, size in enumerate(local.shape)]
-    return sharded_like(torch.zeros(shape, device=local.device), tensor, dim)
+    return sharded_like(torch.zeros(_alone(local.shape, dim), device=local.device), tensor, dim)
+
+
+def _alone(shape: torch.Size, dim: int) -> torch.Size:
+    """The shape with one dim alone; every other dim has size 1."""
+    return torch.Size(size if i == dim else 1 for i, size in enumerate(shape))
 
 
 def reduce_over_parts(
@@ -99,8 +105,8 @@ def reduce_over_parts(
     dim: int | None = None,
     op: Any = dist.ReduceOp.SUM,
 ) -> None:
-    """In place: each value, computed from one part of the tensor beside it, becomes that of all its parts
-    (collective: every rank).
+    """Changes each value, computed from one part of the tensor at the same index, into the value of all parts
+    of that tensor, in place (collective: every rank).
 
     With `dim` only over the parts along that dim. Sends one message over each axis that cuts a tensor.
     """
@@ -109,21 +115,21 @@ def reduce_over_parts(
         for mesh, axis in _cuts(tensor, dim):
             by_group.setdefault((mesh.get_group(axis), mesh.device_type), []).append(value)
     for (group, device), some in by_group.items():
-        message = torch.cat([value.flatten() for value in some]).to(device)
+        message = torch.cat(list(map(torch.flatten, some))).to(device)
         dist.all_reduce(message, op, group)
-        sizes = [value.numel() for value in some]
-        for value, reduced in zip(some, torch.split(message, sizes), strict=True):
+        reduced_values = torch.split(message, list(map(torch.numel, some)))
+        for value, reduced in zip(some, reduced_values, strict=True):
             value.copy_(reduced.view_as(value))
 
 
 def norms_of(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Tensors:
-    """The 2-norm of each whole tensor, a scalar, from parts that are cut as the tensors beside them are.
+    """The 2-norm of each whole tensor, a scalar, from parts that are cut like the tensors.
 
     Collective: every rank.
     """
     squares = [torch.linalg.vector_norm(part).square() for part in parts]
     reduce_over_parts(squares, tensors)
-    return [square.sqrt() for square in squares]
+    return list(map(torch.sqrt, squares))
 
 
 @torch.no_grad()
@@ -137,16 +143,15 @@ def global_norm(tensors: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     by_copies: dict[int, Tensors] = {}
     for tensor in tensors:
         by_copies.setdefault(num_copies(tensor, mesh), []).append(local_part(tensor))
-    norms: dict[int, torch.Tensor] = {}
-    for copies, parts in by_copies.items():
-        norms[copies] = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, dtype=torch.float32)))
-    if mesh.device_mesh is None:
-        return norms[1]
     # under CPU offload the parts lie elsewhere than the process group works
-    device = mesh.device_mesh.device_type
-    squared = sum(
-        (norm.square().to(device) / copies for copies, norm in norms.items()), torch.zeros((), device=device)
-    )
+    device = None if mesh.device_mesh is None else mesh.device_mesh.device_type
+    squared = torch.zeros((), device=device)
+    for copies, parts in by_copies.items():
+        norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float32))
+        norm: torch.Tensor = torch.linalg.vector_norm(norms)
+        if device is None:
+            return norm
+        squared += norm.square().to(device) / copies
     return mesh.sum(squared, "replica").sqrt()
 
 
@@ -182,7 +187,7 @@ def joined(entries: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def taken_apart(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The entries of all parts of a whole tensor that is cut as another one is: what `joined` undoes."""
+    """The entries of all parts of a whole tensor that is cut like another tensor: `joined` undoes this."""
     return torch.cat([whole[place].flatten() for place in places_of(like)])
 
 
@@ -193,7 +198,7 @@ def _cut_dim(placement: Placement) -> int | None:
 
 
 def _cuts(tensor: torch.Tensor, dim: int | None = None) -> list[tuple[DeviceMesh, int]]:
-    """The axes of more than one rank that cut the tensor, or one dim of it, each with its mesh."""
+    """The axes of more than one rank that cut the tensor, or one dim of the tensor, each with its mesh."""
     if not isinstance(tensor, DTensor):
         return []
     mesh = tensor.device_mesh
@@ -202,27 +207,36 @@ def _cuts(tensor: torch.Tensor, dim: int | None = None) -> list[tuple[DeviceMesh
 
 @cache
 def _cutting_axes(sizes: tuple[int, ...], placements: Placements, dim: int | None) -> tuple[int, ...]:
-    cut = [_cut_dim(placement) for placement in placements]
-    axes = [axis for axis, size in enumerate(sizes) if size > 1 and cut[axis] is not None]
-    return tuple(axis for axis in axes if dim in (None, cut[axis]))
+    axes: list[int] = []
+    for axis, (size, placement) in enumerate(zip(sizes, placements, strict=True)):
+        cut_dim = _cut_dim(placement)
+        if size > 1 and cut_dim is not None and dim in (None, cut_dim):
+            axes.append(axis)
+    return tuple(axes)
 
 
 @cache
 def _places(shape: torch.Size, sizes: tuple[int, ...], placements: Placements) -> tuple[Place, ...]:
-    """The place of each part in a tensor of that shape, by its ranks on the axes that cut the tensor, of
-    which the last one runs first."""
+    """The place of each part in a tensor of that shape, by its ranks on the axes that cut the tensor, the
+    last axis first. Pieces have the sizes of torch.chunk: the last pieces may be smaller, or empty."""
     axes = _cutting_axes(sizes, placements, None)
-    orders = [_order_of_cuts(sizes, placements, dim) for dim in range(len(shape))]
-    places = []
+    places: list[Place] = []
     for ranks in itertools.product(*(range(sizes[axis]) for axis in axes)):
-        cuts = {axis: (sizes[axis], rank) for axis, rank in zip(axes, ranks, strict=True)}
-        dims = zip(shape, orders, strict=True)
-        places.append(tuple(_remaining(size, map(cuts.__getitem__, order)) for size, order in dims))
+        piece_of = dict(zip(axes, ranks, strict=True))
+        place: list[slice] = []
+        for dim, size in enumerate(shape):
+            left = range(size)
+            for axis in _order_of_cuts(sizes, placements, dim):
+                length = -(-len(left) // sizes[axis])
+                left = left[piece_of[axis] * length :][:length]
+            place.append(slice(left.start, left.stop))
+        places.append(tuple(place))
     return tuple(places)
 
 
+@cache
 def _order_of_cuts(sizes: tuple[int, ...], placements: Placements, dim: int) -> list[int]:
-    """The axes that cut the dim, in the order in which they do. Parts that are not contiguous are refused."""
+    """The axes that cut the dim, in the order of the cuts. Parts that are not contiguous are refused."""
     order: list[int] = []
     for axis in reversed(_cutting_axes(sizes, placements, dim)):
         pieces = list(itertools.accumulate(map(sizes.__getitem__, order), operator.mul, initial=1))
@@ -230,17 +244,6 @@ def _order_of_cuts(sizes: tuple[int, ...], placements: Placements, dim: int) -> 
         assert pieces_before in pieces, (placements, sizes)
         order.insert(pieces.index(pieces_before), axis)
     return order
-
-
-def _remaining(size: int, cuts: Iterable[tuple[int, int]]) -> slice:
-    """What is left of a dim after cuts, each into a number of pieces, of which the one with a number is kept.
-    Sizes are those of torch.chunk: the last pieces may be smaller, or empty."""
-    start, stop = 0, size
-    for pieces, number in cuts:
-        length = -(-(stop - start) // pieces)
-        start = min(start + number * length, stop)
-        stop = min(start + length, stop)
-    return slice(start, stop)
 
 
 def _length(part: slice) -> int:

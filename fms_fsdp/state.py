@@ -40,10 +40,11 @@ class StepResult:
 
 
 class Requests(NamedTuple):
-    """What a rank asks for, each 0 or 1, or the sums over ranks: the end of the launch after the next step.
+    """The reasons, each 0 or 1, for which a rank asks that the launch ends after the next step; or sums over
+    ranks.
 
-    `signal`: it got one. `file`: the stop file is there. `clock`: the time is nearly over. `records`: they
-    cannot be written.
+    `signal`: a signal came. `file`: the stop file exists. `clock`: the time is nearly over. `records`:
+    records cannot be written.
     """
 
     signal: int = 0
@@ -111,7 +112,7 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """What the loop changes, and a checkpoint holds."""
+    """The objects that the loop changes and that a checkpoint holds."""
 
     model: nn.Module
     optimizers: Optimizers
@@ -121,11 +122,10 @@ class TrainState:
 
 
 class Hook:
-    """Work that is done around each step, on every rank. `part`: the part of the time it counts to.
+    """Work around each step, on every rank. `part`: the part of the run that the time of a hook counts to.
 
-    `tells`: the fields of `Progress` that this hook alone writes. `hears`: those that it reads after a step,
-    as another hook wrote them after the same step.
-    """
+    `tells`: the fields of `Progress` that this hook alone writes. `hears`: the fields that this hook reads
+    after a step, as another hook wrote those fields after the same step."""
 
     part = "hooks"
     tells: tuple[str, ...] = ()
@@ -151,5 +151,5 @@ def check_order(hooks: Sequence[Hook]) -> None:
         assert not told & set(hook.tells), (
             f"{type(hook).__name__} tells what another hook tells: {hook.tells}"
         )
-        assert told >= set(hook.hears), f"{type(hook).__name__} comes before who tells it {hook.hears}"
+        assert told >= set(hook.hears), f"{type(hook).__name__} comes before the hooks that tell {hook.hears}"
         told |= set(hook.tells)

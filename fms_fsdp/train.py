@@ -11,9 +11,10 @@ hook reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch.profiler import record_function
@@ -30,10 +31,10 @@ from fms_fsdp.state import Hook, StepResult, TrainState
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What a step needs beside the state and the batch.
+    """The settings of a step, beside the state and the batch.
 
-    `dropout_seed`: None, unless the model drops values. `vocab_size`: what `train` lets tokens and labels be
-    of, if anything.
+    `dropout_seed`: None, unless the model drops values. `vocab_size`: the limit of tokens and labels that
+    `train` checks; None checks nothing.
     """
 
     mesh: Mesh
@@ -64,7 +65,7 @@ def train(recipe: TrainStep, state: TrainState, hooks: Sequence[Hook], clock: Cl
             with record_function("data"):
                 progress.batch = batch = state.stream.next_batch()
             if (rows := len(batch.tokens_BS)) % recipe.batch_size:
-                raise UserError(f"stream gave {rows} rows; it must give a multiple of {recipe.batch_size}")
+                raise UserError(f"stream gave {rows} rows, and must give a multiple of {recipe.batch_size}")
             if recipe.vocab_size is not None:  # on the host still, where nothing waits for it
                 check_batch(batch, recipe.vocab_size, progress.step + 1, recipe.mesh.place("dp") * rows)
         clock.mark("data")
@@ -132,9 +133,8 @@ def micro_batches(recipe: TrainStep, batch: Batch, step: int) -> Iterator[tuple[
     if recipe.dropout_seed is not None:
         first_row = recipe.mesh.place("dp") * num_rows
         keys_B = load_part("dropout").row_keys(recipe.dropout_seed, step, first_row, num_rows)
-    moved = [
-        None if column is None else column.to(recipe.device, non_blocking=True).split(recipe.batch_size)
-        for column in (batch.tokens_BS, batch.labels_BS, *mask, keys_B)
-    ]
-    for micro_step in range(len(batch.tokens_BS) // recipe.batch_size):
-        yield tuple(None if column is None else column[micro_step] for column in moved)
+    columns: list[Iterable[torch.Tensor | None]] = []
+    for column in (batch.tokens_BS, batch.labels_BS, *mask, keys_B):
+        moved = None if column is None else column.to(recipe.device, non_blocking=True)
+        columns.append(repeat(None) if moved is None else torch.split(moved, recipe.batch_size))
+    return zip(*columns, strict=False)

@@ -247,7 +247,7 @@ def test_a_flag_given_twice_must_say_the_same() -> None:
         "--num-steps 5 --num_steps=6",
         "--seed=5 --num_steps=5 --seed=6",
     ):
-        assert " (5) is also given as (6); leave one of them out" in refusal(*argv.split())
+        assert " (5) is also given as (6); leave one out" in refusal(*argv.split())
     assert "--use_profiler (True) is also given as (False)" in refusal("--use_profiler", "--nouse_profiler")
     assert "--config (bench) is also given as (profile)" in refusal("--config=bench", "--config=profile")
     assert plan("--num_steps=1000", "--num-steps", "1k").num_steps == 1000

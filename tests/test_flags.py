@@ -20,20 +20,13 @@ import torch
 from fms_fsdp.__main__ import COMMANDS
 from fms_fsdp.__main__ import main as run_command
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.config import (
-    LogConfig,
-    ModelConfig,
-    TrainConfig,
-    TrainingConfig,
-    as_dict,
-    parse_selective_checkpointing,
-    resolve_batch,
-)
+from fms_fsdp.config import LogConfig, ModelConfig, TrainConfig, TrainingConfig, as_dict, resolve_batch
 from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.batch import DIVIDES, KEEPS_BATCH, LEADS, WantedBatch
 from fms_fsdp.config.flag import flag_table, flag_values
 from fms_fsdp.config.rule import Rule
 from fms_fsdp.config.rules import CONTRADICTIONS, IDLE
+from fms_fsdp.config.spans import parse_selective_checkpointing
 from fms_fsdp.config.values import plain
 from fms_fsdp.errors import UserError
 from fms_fsdp.flags import (
@@ -155,7 +148,7 @@ def test_overlays_apply_from_left_to_right_and_flags_win(tmp_path: Path) -> None
     [
         ("num_stepz = 3", "did you mean --num_steps?"),
         ("[optim]\nnum_steps = 3", "belongs to the table [training]"),
-        ("[optimizer]\nlearning_rate = 3", "[optimizer] is not a section"),
+        ("[optimizer]\nlearning_rate = 3", "[optimizer] is no section"),
         ("num_steps = ", "cannot be read"),
         ("num_steps = true", "--num_steps (true) must be an integer"),
     ],
@@ -450,9 +443,12 @@ def test_what_a_refused_batch_is_advised_is_not_refused_next(rampup: tuple[int, 
 
 
 def test_selective_checkpointing_is_a_share_of_blocks() -> None:
-    assert parse_selective_checkpointing("1") == 1
-    assert parse_selective_checkpointing("1/2") == parse_selective_checkpointing("every:2") == Fraction(1, 2)
-    assert parse_selective_checkpointing("0.33") == Fraction(33, 100)
+    def share_of(text: str) -> Fraction:
+        return parse_selective_checkpointing("selective_checkpointing", text)
+
+    assert share_of("1") == 1
+    assert share_of("1/2") == share_of("every:2") == Fraction(1, 2)
+    assert share_of("0.33") == Fraction(33, 100)
 
 
 def test_arguments_without_a_name_make_up_the_list_that_wants_them() -> None:

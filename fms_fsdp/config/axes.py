@@ -35,8 +35,8 @@ class ParallelDims:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether gathered weights stay to the end of the step. A group of one rank frees them too: they are
-        copies in the dtype of products."""
+        """Whether gathered weights stay to the end of the step. A group of one rank frees gathered weights
+        too: the gathered weights are copies in the dtype of products."""
         return not self.reshard_after_forward
 
     def size(self, axis: str) -> int:

@@ -99,9 +99,10 @@ flag_table: Callable[[type[Any]], Mapping[str, Flag]] = cache(_make_table)  # ty
 
 def flag_values(config: Any) -> dict[str, Any]:
     """Flat name → value of every flag."""
-    table = flag_table(type(config))
-    owners = {row.section: getattr(config, row.section) if row.section else config for row in table.values()}
-    return {name: getattr(owners[row.section], name) for name, row in table.items()}
+    values = {}
+    for name, row in flag_table(type(config)).items():
+        values[name] = getattr(getattr(config, row.section) if row.section else config, name)
+    return values
 
 
 def non_defaults(config: Any) -> dict[str, Any]:
@@ -116,5 +117,7 @@ def build_config(config_type: type[C], values: Mapping[str, Any]) -> C:
     sections: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         sections.setdefault(table[name].section, {})[name] = value
-    own = sections.pop("", {})
-    return config_type(**own, **{name: types[name](**given) for name, given in sections.items()})
+    fields = sections.pop("", {})
+    for name, given in sections.items():
+        fields[name] = types[name](**given)
+    return config_type(**fields)

@@ -1,4 +1,4 @@
-"""The numbers that a run is kept and computed in: its flags, and what they come to on this hardware."""
+"""The dtypes of a run: the flags, and the dtypes that follow from the flags on this hardware."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ALIASES = {
 
 @dataclass(frozen=True)
 class Precision:
-    """What is computed and kept in which numbers; every field but the last two is a key of `NUM_BYTES`.
+    """The dtypes of a run; every field but the last two is a key of `NUM_BYTES`.
 
-    `compute`: products, activations and gathered weights. `weights`: those that the optimizer moves.
+    `compute`: products, activations and gathered weights. `weights`: the weights that the optimizer moves.
     `gradients`: the sums over micro-steps. `reduce`: gradients between ranks. `state`: moments of AdamW.
     `float8`: "" or how the products of blocks are scaled, "row" or "tensor".
     """
@@ -37,12 +37,12 @@ class Precision:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the optimizer has to round what it writes: then it is our own AdamW."""
+        """Whether the optimizer rounds weights or moments, as only the AdamW of extras/rounded.py can."""
         return "bf16" in (self.weights, self.state)
 
     @property
     def in_words(self) -> str:
-        """For the log: fp32, or what is computed and kept in which numbers."""
+        """The dtypes in words, for the log."""
         if self == Precision(reduce=self.reduce):
             return "fp32"
         moments = f", {self.state} moments" if self.is_rounded else ""
@@ -65,24 +65,23 @@ class PrecisionConfig:
     """
 
     precision: str | None = announced_flag(None, choices=PRECISIONS, aliases=_ALIASES,
-        help="bf16 and fp16 compute in them and keep fp32 weights, bf16_pure keeps bf16 ones too, float8 "
-        "multiplies the matrices of blocks in 8 bits (default: bf16 if the hardware computes it, else fp32)")
-    mixed_precision: bool | None = announced_flag(None,
-        help="another name: True is --precision=bf16, False is --precision=fp32")
+        help="bf16 and fp16 compute in 16 bits and keep fp32 weights, bf16_pure keeps bf16 weights, float8 "
+        "multiplies the matrices of blocks in 8 bits (default: bf16, or fp32 on hardware without bf16)")
+    mixed_precision: bool | None = announced_flag(None, "True is --precision=bf16, False is --precision=fp32")
     param_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES, advanced=True,
-        help="what weights are kept in (default: fp32, for bf16_pure bf16)")
+        help="dtype of the weights (default: fp32, for bf16_pure bf16)")
     grad_accum_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES,
-        advanced=True, help="what gradients are summed in over micro-steps (default: that of the weights)")
+        advanced=True, help="dtype of the sum of gradients over micro-steps (default: param_dtype)")
     optimizer_state_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES,
-        advanced=True, help="what AdamW keeps its moments in (default: fp32, for bf16_pure bf16)")
+        advanced=True, help="dtype of the moments of AdamW (default: fp32, for bf16_pure bf16)")
     reduce_dtype: str = announced_flag("fp32", choices=("fp32", "bf16"), aliases=_DTYPES, advanced=True,
-        help="precision of gradient reductions")
+        help="dtype in which ranks add up gradients")
     stochastic_rounding: bool = announced_flag(True, advanced=True, part="rounded",
         help="round weights and moments in bf16 up or down by chance, so that small steps count on average")
     float8_scaling: str = announced_flag("row", choices=("row", "tensor"), advanced=True, part="float8",
-        help="what shares one scale in float8")
+        help="part of a matrix that shares one scale in float8")
     loss_scale: float = announced_flag(0.0, minimum=0, maximum=2**64, advanced=True, part="loss_scale",
-        help="factor of the loss in fp16; 0 finds it while it trains")
+        help="factor of the loss in fp16; 0 finds the factor in training")
     loss_scale_window: int = announced_flag(1000, minimum=1, advanced=True, part="loss_scale",
         help="number of steps without overflow after which the loss scale is doubled")
     loss_scale_hysteresis: int = announced_flag(2, minimum=1, advanced=True, part="loss_scale",
@@ -93,21 +92,21 @@ class PrecisionConfig:
 
     @property
     def alias(self) -> str | None:
-        """`precision` as `mixed_precision` says; None where that is not given."""
+        """The `precision` that `mixed_precision` names; None where `mixed_precision` is not given."""
         return {True: "bf16", False: "fp32", None: None}[self.mixed_precision]
 
     @property
     def named(self) -> str | None:
-        """`precision`, by whichever of its names it is given; None where the hardware decides."""
+        """The `precision` that one of three flags names; None where the hardware decides."""
         return self.precision or self.alias or ("bf16" if self.param_dtype == "bf16" else None)
 
     @property
     def weights(self) -> str:
-        """What the optimizer moves is kept in."""
+        """The dtype of the weights that the optimizer moves."""
         return self.param_dtype or ("bf16" if self.named == "bf16_pure" else "fp32")
 
     def resolve(self, name: str) -> Precision:
-        """What the flags come to where `precision` is `name`."""
+        """The dtypes that the flags give where `precision` is `name`."""
         pure = name == "bf16_pure"
         return Precision(
             compute=name if name in NUM_BYTES else "bf16",

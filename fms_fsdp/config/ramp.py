@@ -28,8 +28,8 @@ class BatchRamp:
 
     @classmethod
     def to(cls, end: int, rampup: Sequence[int] = ()) -> BatchRamp:
-        """The ramp `rampup` (start, increment, samples) to a batch of `end` rows; without one, it is
-        constant."""
+        """The ramp `rampup` (start, increment, samples) to a batch of `end` rows; without `rampup` a constant
+        batch."""
         start, increment, samples = rampup or (end, 0, 0)
         return cls(start, increment, samples, end)
 
@@ -55,7 +55,8 @@ class BatchRamp:
 
 
 class BatchInterval(NamedTuple):
-    """Steps of one batch: how many steps and rows come before them, and the rows of each."""
+    """Steps with batches of `batch` rows: `step` steps and `row` rows come before the first of these
+    steps."""
 
     step: int
     row: int

@@ -16,7 +16,7 @@ from fms_fsdp.config.values import joined
 from fms_fsdp.errors import UserError
 
 if TYPE_CHECKING:
-    from fms_fsdp.config.whole import TrainConfig
+    from fms_fsdp.config.train_config import TrainConfig
 
 ConfigRule = Rule["TrainConfig"]
 Holds = Callable[["TrainConfig"], Any]

@@ -1,4 +1,4 @@
-"""Spans of a run: steps, samples, tokens, or a share of the run; and ranges of steps."""
+"""Texts of flags with a form of their own: spans of a run, ranges of steps, numbers of passes, shares."""
 
 from __future__ import annotations
 
@@ -52,3 +52,41 @@ def parse_skips(flag: str, text: str) -> list[tuple[int, int]]:
             )
         ranges.append((a, b))
     return ranges
+
+
+def parse_selective_checkpointing(flag: str, text: str) -> Fraction:
+    """The share of blocks to recompute, in (0, 1]: from `1`, `1/2`, `0.33` or `every:k` (every k-th block).
+
+    Raises:
+        UserError: the text is no such share. In fms-fsdp an integer k above 1 meant "every k-th"; the error
+            says how to write that.
+    """
+    quoted = f"--{flag} ({shown(text)})"
+    above, _, below = (f"1/{text[6:]}" if text.startswith("every:") else text).partition("/")
+    dividend, divisor = exact_number(above), exact_number(below or "1")
+    if dividend is None or not divisor:
+        raise UserError(f"{quoted} must be a share such as 1, 1/2, 0.33 or every:k")
+    share = dividend / divisor
+    if 1 < share <= 1000 and share.denominator == 1:
+        remedy = f"for one block in {share} write 1/{share} or every:{share}"
+        raise UserError(f"{quoted} must not exceed 1; {remedy}")
+    if not Fraction(1, 10**6) <= share <= 1:
+        remedy = "; to checkpoint none use --fsdp_activation_checkpointing=False" if share == 0 else ""
+        raise UserError(f"{quoted} must lie above 0 and at most at 1{remedy}")
+    return share
+
+
+def parse_epochs(flag: str, text: str) -> tuple[str, float] | None:
+    """The source of a number of passes over the data ("" for all) and the number; None for "" and "-1".
+
+    Raises:
+        UserError: the text is neither a number above 0 nor such a number behind the name of a source.
+    """
+    source, _, digits = text.rpartition(":")
+    number = exact_number(digits)
+    if text in ("", "-1"):
+        return None
+    if number is None or not 0 < number <= 10**6:
+        rule = "must be a number above 0 and at most 1,000,000, or such a number behind the name of a source"
+        raise UserError(f"--{flag} ({shown(text)}) {rule}; write 2 or wiki:2")
+    return source, float(number)

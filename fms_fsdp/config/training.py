@@ -7,52 +7,7 @@ from fractions import Fraction
 
 from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
 from fms_fsdp.config.ramp import BatchIntervals
-from fms_fsdp.config.spans import parse_skips
-from fms_fsdp.config.values import exact_number, shown
-from fms_fsdp.errors import UserError
-
-
-def parse_selective_checkpointing(text: str) -> Fraction:
-    """The share of blocks to checkpoint, in (0, 1]: from `1`, `1/2`, `0.33` or `every:k` (every k-th block).
-
-    Raises:
-        UserError: not such a share. In fms-fsdp an integer k above 1 meant "every k-th"; the error says how
-            to write that.
-    """
-    above, _, below = (f"1/{text[6:]}" if text.startswith("every:") else text).partition("/")
-    parts = [exact_number(above), exact_number(below or "1")]
-    if None in parts or not parts[1]:
-        raise UserError(
-            f"--selective_checkpointing ({shown(text)}) must be a share such as 1, 1/2, 0.33 or every:k"
-        )
-    share = Fraction(parts[0] or 0) / parts[1]
-    if 1 < share <= 1000 and share.denominator == 1:
-        raise UserError(
-            f"--selective_checkpointing ({text}) must not exceed 1; for one block in {share} write 1/{share} "
-            f"or every:{share}"
-        )
-    if not Fraction(1, 10**6) <= share <= 1:
-        remedy = "; to checkpoint none use --fsdp_activation_checkpointing=False" if share == 0 else ""
-        raise UserError(f"--selective_checkpointing ({text}) must lie above 0 and at most at 1{remedy}")
-    return share
-
-
-def parse_epochs(text: str) -> tuple[str, float] | None:
-    """The source of a number of passes over the data ("" for all) and the number; None for "" and "-1".
-
-    Raises:
-        UserError: the text is neither a number above 0 nor such a number behind the name of a source.
-    """
-    source, _, digits = text.rpartition(":")
-    number = exact_number(digits)
-    if text in ("", "-1"):
-        return None
-    if number is None or not 0 < number <= 10**6:
-        raise UserError(
-            f"--num_epochs ({shown(text)}) must be a number above 0 and at most 1,000,000, or "
-            "such a number behind the name of a source; write 2 or wiki:2"
-        )
-    return source, float(number)
+from fms_fsdp.config.spans import parse_epochs, parse_selective_checkpointing, parse_skips
 
 
 # fmt: off
@@ -67,42 +22,38 @@ class DataConfig:
     """
 
     use_dummy_dataset: bool = announced_flag(False,
-        help="train on synthetic tokens, for tests and benchmarks; they need no files and cost no time")
+        help="train on synthetic tokens, which need no files and no time, for tests and benchmarks")
     data_path: str = free_flag("", form="path", orders_data=True,
         help="folder with one subfolder of token shards for each source (see `python -m fms_fsdp prepare`)")
     datasets: tuple[str, ...] = announced_flag((), form="source name",
         help="sources to train on, by the names of their subfolders in data_path (default: all)")
     weights: tuple[float, ...] = announced_flag((),
-        help="share of tokens of each source, in the order of --datasets (default: by size)")
-    seq_length: int = announced_flag(4096, minimum=1,
-        help="number of tokens in a row; this is the context length of training")
+        help="share of each source in the tokens, in the order of --datasets (default: by size)")
+    seq_length: int = announced_flag(4096, "tokens in a row, the context length of training", minimum=1)
     sep_token: int | None = refused_flag(None, minimum=0, orders_data=True,
         help="id of the token that ends every document (default: the id that the shards name)")
-    logical_shards: int = free_flag(1024, minimum=1, maximum=2**20, advanced=True, in_name=True,
-        orders_data=True,
-        help="number of tapes that are read side by side, divided by weight; more tapes shuffle more widely, "
-        "fewer tapes read less")
+    logical_shards: int = free_flag(1024, minimum=1, maximum=2**20, orders_data=True, in_name=True,
+        advanced=True, help="number of tapes that a run reads side by side; more tapes shuffle more widely")
     packing: str = refused_flag("concat", choices=("concat", "bestfit"), orders_data=True,
-        help="how documents fill rows: concat cuts them anywhere, bestfit makes few cuts")
+        help="how documents fill rows: concat cuts documents anywhere, bestfit makes few cuts")
     document_mask: bool = announced_flag(False,
         help="attention stays within a document, and positions start again with each document")
     skip_steps: str = announced_flag("", in_name=False, parse=parse_skips,
-        help="a:b leaves out the rows that are planned for steps a to b-1; use it after a loss spike")
+        help="a:b leaves out the rows that are planned for steps a to b-1, for example after a loss spike")
     on_missing: str = free_flag("error", choices=("error", "mask"), advanced=True,
-        help="what happens if a shard cannot be read: error stops the run, mask masks its rows")
+        help="what follows if a shard cannot be read: error ends the run, mask hides rows of the shard")
     max_epochs: float | None = free_flag(None, above=0, maximum=1e6,
-        help="refuse a run that reads any source more often than this")
+        help="number of passes over a source that no run may exceed")
     dataset_builder: str = announced_flag("", advanced=True,
         help="module:function that builds your own stream (see docs/data.md)")
-    data_kwargs: tuple[str, ...] = announced_flag((), advanced=True,
-        help="arguments for dataset_builder, written key=value,…")
+    data_kwargs: tuple[str, ...] = announced_flag((), "key=value,… given to dataset_builder", advanced=True)
     # fmt: on
 
 
 # fmt: off
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is divided over devices, and what it computes twice.
+    """The division of the model over devices, and what the backward pass computes again.
 
     When to change: start with the defaults. If memory is short, first `batch_size`, then `recompute`: `cheap`
     with compile, `ops`, `blocks` with a share of them. Then `hsdp_shard_size` or `fsdp`, last `cpu_offload`.
@@ -110,41 +61,30 @@ class ParallelConfig:
     """
 
     sharding_strategy: str | None = free_flag(None, choices=("fsdp", "hsdp", "ddp", "none", "zero1", "zero2"),
-        help="fsdp shards over all devices, hsdp shards within groups of devices, ddp replicates, none uses "
-        "one process; zero2 is fsdp that gathers weights once a step, zero1 reduces gradients once too "
+        help="fsdp shards over all devices, hsdp within groups of devices, ddp replicates; zero2 is fsdp "
+        "that gathers weights once a step, zero1 also reduces gradients once; none is for one process "
         "(default: none on one device, hsdp for 7b and 13b, otherwise fsdp)")
     hsdp_shard_size: int | None = free_flag(None, minimum=1,
         help="number of devices that share one copy of the model under hsdp (default: the devices of a node)")
     recompute: str | None = free_flag(None, choices=("none", "cheap", "ops", "blocks"),
-        help="what the backward pass computes again, to save memory: cheap is all but matrix products and "
-        "attention (needs compile), ops is all but what --recompute_ops names, blocks is whole blocks "
-        "(default: none)")
-    fsdp_activation_checkpointing: bool | None = free_flag(None,
-        help="another name: True is --recompute=blocks, False is --recompute=none")
-    selective_checkpointing: str = free_flag("1", advanced=True,
-        parse=lambda name, text: parse_selective_checkpointing(text),
+        help="what the backward pass computes again, to save memory: cheap all but products and attention, "
+        "if compiled; ops all but what --recompute_ops names; blocks whole blocks (default: none)")
+    fsdp_activation_checkpointing: bool | None = free_flag(None, "True is --recompute=blocks, False is none")
+    selective_checkpointing: str = free_flag("1", parse=parse_selective_checkpointing, advanced=True,
         help="share of the blocks that --recompute=blocks takes, evenly spaced: 1, 1/2, 0.33 or every:k")
     recompute_ops: tuple[str, ...] = free_flag(("attention", "every_second_product"), advanced=True,
-        choices=("attention", "every_second_product", "products"),
-        help="what --recompute=ops keeps")
-    low_cpu_fsdp: bool = free_flag(True,
-        help="build the model on the meta device and initialise it shard by shard; "
-        "no rank holds the whole model")
-    use_torch_compile: bool | None = free_flag(None,
-        help="compile each block with torch.compile (default: on GPUs)")
+        choices=("attention", "every_second_product", "products"), help="results that --recompute=ops keeps")
+    low_cpu_fsdp: bool = free_flag(True, "build the model shard by shard: no rank holds the whole model")
+    use_torch_compile: bool | None = free_flag(None, "compile blocks with torch.compile (default: on GPUs)")
     reshard_after_forward: bool | None = free_flag(None, advanced=True,
-        help="free the gathered weights after the forward pass (ZeRO-3); False keeps them to the end of the "
-        "step (default: True, but False for zero1 and zero2)")
+        help="free gathered weights after the forward pass, not the step (default: False for zero1, zero2)")
     sync_each_micro_step: bool | None = free_flag(None, advanced=True,
-        help="reduce gradients to shards in every micro-step; False keeps whole ones and reduces them once a "
-        "step (default: True, but False for zero1)")
+        help="reduce gradients to shards in each micro-step, not once a step (default: False for zero1)")
     fsdp_blocks_per_group: int = free_flag(1, minimum=1, advanced=True,
-        help="number of consecutive blocks that are gathered and reduced together; the last group may be "
-        "smaller")
+        help="number of blocks in a row that are gathered and reduced together, but for the last group")
     fsdp_prefetch: int = free_flag(0, minimum=0, advanced=True,
         help="number of groups of blocks that are gathered ahead of use, in addition to FSDP's own prefetch")
-    cpu_offload: bool = free_flag(False, advanced=True,
-        help="keep sharded weights, gradients and optimizer state in host memory")
+    cpu_offload: bool = free_flag(False, "hold weights, gradients, optimizer state on the CPU", advanced=True)
     dist_backend: str = free_flag("auto", choices=("auto", "nccl", "gloo"), advanced=True,
         help="backend of the process group; auto is nccl on GPU and gloo on CPU")
     collective_timeout_s: int = free_flag(600, minimum=1, maximum=10**8, advanced=True,
@@ -153,20 +93,27 @@ class ParallelConfig:
         help="precision of fp32 matrix products on GPU: highest is fp32, high is TF32")
 
     def implied(self) -> dict[str, bool]:
-        """What a strategy decides, that other strategies leave to flags."""
+        """The values of flags that the sharding strategy decides; most strategies decide none."""
         strategy = (self.sharding_strategy or "").lower()
         if strategy not in ("zero1", "zero2"):
             return {}
         return {"reshard_after_forward": False, "sync_each_micro_step": strategy == "zero2"}
 
     def resolved(self, name: str) -> bool:
-        """`reshard_after_forward` or `sync_each_micro_step`, by the strategy or by its flag."""
+        """The value of `reshard_after_forward` or `sync_each_micro_step`, by the strategy or by the flag."""
         return self.implied().get(name, getattr(self, name) is not False)
 
     @property
     def recomputes(self) -> str:
-        """`recompute`, by whichever of its two names it is given."""
+        """The value of `recompute`, which has a second name."""
         return self.recompute or ("blocks" if self.fsdp_activation_checkpointing else "none")
+
+    @property
+    def recomputed_share(self) -> Fraction:
+        """The share of the blocks that are computed again, as a whole or but for some operations."""
+        if self.recomputes == "blocks":
+            return parse_selective_checkpointing("selective_checkpointing", self.selective_checkpointing)
+        return Fraction(1 if self.recomputes == "ops" else 0)
 
 
 # fmt: off
@@ -182,14 +129,13 @@ class TrainingConfig:
     seed: int = refused_flag(2023, minimum=0, maximum=2**63 - 1, orders_data=True,
         help="seed of the weights and of the order of the data")
     num_steps: int | None = announced_flag(None, minimum=1, in_name=False,
-        help="number of optimizer steps of the whole run, with those before a resume (default: 1000)")
+        help="number of optimizer steps of the whole run, with the steps before a resume (default: 1000)")
     num_tokens: int | None = announced_flag(None, minimum=1, in_name=False,
-        help="length of the run in tokens, such as 300B; give it instead of num_steps")
+        help="length of the run in tokens, such as 300B, instead of num_steps")
     num_samples: int | None = announced_flag(None, minimum=1, in_name=False,
-        help="length of the run in rows of seq_length tokens; give it instead of num_steps")
-    num_epochs: str = announced_flag("", in_name=False, parse=lambda name, text: parse_epochs(text),
-        help="length of the run in passes over the data, such as 1.5, or over one source, such as wiki:2; "
-        "give it instead of num_steps")
+        help="length of the run in rows of seq_length tokens, instead of num_steps")
+    num_epochs: str = announced_flag("", in_name=False, parse=parse_epochs,
+        help="length of the run in passes over the data (1.5) or over one source (wiki:2), not in num_steps")
     batch_size: int | None = announced_flag(None, minimum=1,
         help="number of rows for each data-parallel rank and micro-step (default: 2, or from the other two)")
     grad_accum_steps: int | None = announced_flag(None, minimum=1,
@@ -197,36 +143,32 @@ class TrainingConfig:
     global_batch_size: int | None = announced_flag(None, minimum=1,
         help="number of rows in an optimizer step = batch_size x data-parallel size x grad_accum_steps")
     rampup_batch_size: tuple[int, ...] = announced_flag((), minimum=1,
-        help="start,increment,samples: begin with start rows in an optimizer step and grow by increment rows "
-        "at a time to global_batch_size, which is reached after so many samples (rows)")
+        help="start,increment,samples: the global batch grows from start rows by increment rows at a time, "
+        "and is global_batch_size after so many samples (rows)")
     deterministic: bool = announced_flag(False, advanced=True,
-        help="use only deterministic kernels; they are slower (CPU runs always repeat bit for bit)")
+        help="use only deterministic kernels, which are slower (CPU runs always repeat bit for bit)")
     max_bad_steps: int = free_flag(10, minimum=0,
-        help="the run fails after this many steps in a row whose gradient is not finite; "
-        "such a step changes no weight; 0 never fails")
+        help="the run fails after so many steps in a row whose gradient is not finite (such a step changes "
+        "no weight); 0 never fails")
     spike_threshold: float = free_flag(6.0, minimum=0, advanced=True,
-        help="log a loss that lies this many standard deviations above its recent mean; 0 logs none")
+        help="standard deviations above the recent mean at which the log calls a loss a spike; 0 is off")
     exit_interval: int | None = free_flag(None, minimum=1,
-        help="end this launch after this many steps of its own; the same command continues the run")
-    exit_tokens: int | None = free_flag(None, minimum=1,
-        help="end this launch after this many tokens of its own")
-    exit_samples: int | None = free_flag(None, minimum=1,
-        help="end this launch after this many rows of its own")
-    exit_step: int | None = free_flag(None, minimum=1,
-        help="end the launch that reaches this step of the run")
+        help="end this launch after this many steps of its own; the same command goes on with the run")
+    exit_tokens: int | None = free_flag(None, "end this launch after this many tokens of its own", minimum=1)
+    exit_samples: int | None = free_flag(None, "end this launch after this many rows of its own", minimum=1)
+    exit_step: int | None = free_flag(None, "end the launch that reaches this step of the run", minimum=1)
     exit_duration_in_mins: float | None = free_flag(None, above=0,
         help="end this launch within this many minutes of its start, the last checkpoint included")
     gc_interval: int = free_flag(50, minimum=0, advanced=True,
-        help="number of steps between two collections of Python's garbage, at the same step on every rank; "
-        "0 leaves it to Python")
+        help="number of steps between collections of Python's garbage on all ranks; 0 lets Python choose")
     exit_margin_s: float | None = free_flag(None, minimum=0, advanced=True,
-        help="number of seconds before the time limit at which this launch begins to end "
-        "(default: measured from its steps, evaluations and saves)")
+        help="seconds before the time limit at which the launch begins to end (default: as measured)")
     # fmt: on
 
     def epochs(self) -> tuple[str, float] | None:
-        """The source of `num_epochs` ("" for all) and how often it is gone through; None if not given."""
-        return parse_epochs(self.num_epochs)
+        """The source of `num_epochs` ("" for all) and the number of passes over the source; None if not
+        given."""
+        return parse_epochs("num_epochs", self.num_epochs)
 
     def steps_at(self, batches: BatchIntervals, seq_length: int, start: int = 0, tokens_seen: int = 0) -> int:
         """The last step of the run, by its length in steps, tokens or samples; `batches` holds from `start`

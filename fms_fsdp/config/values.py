@@ -11,7 +11,7 @@ import difflib
 import math
 import operator
 import re
-import unicodedata
+from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -22,6 +22,8 @@ from fms_fsdp.errors import UserError
 LARGEST = {int: 10**15, float: 1e30}  # the limits of a number whose row has none
 _LONGEST_NUMBER, _LONGEST_TEXT, _LONGEST_SHOWN = 64, 1024, 200  # characters
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+# what no text holds: controls but tabs and line ends, and halves of characters
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _WORDS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
@@ -84,9 +86,8 @@ def coerce(row: Flag, value: Any) -> Any:
 
 def _scalar(row: Flag, value: Any) -> Any:
     if not isinstance(value, str | bool | int | float):
-        raise UserError(
-            f"--{row.name} must be one value of type {row.kind.__name__}, not a {type(value).__name__}"
-        )
+        kinds = f"{row.kind.__name__}, not a {type(value).__name__}"
+        raise UserError(f"--{row.name} must be one value of type {kinds}")
     text = str(value) if not isinstance(value, bool) else str(value).lower()
     text = text if row.form == "text" else text.strip()
     quoted = f"--{row.name} ({shown(text)})"
@@ -115,10 +116,10 @@ def _number(row: Flag, text: str, quoted: str) -> int | float:
 
 
 def _text(row: Flag, text: str, quoted: str) -> str:
-    if any(_is_control(character) for character in text) if row.form == "text" else not text.isprintable():
-        raise UserError(f"{quoted} must hold no control characters; leave them out")
+    if _CONTROLS.search(text) if row.form == "text" else not text.isprintable():
+        raise UserError(f"{quoted} must hold no control characters; remove the control characters")
     if len(text) > _LONGEST_TEXT:
-        raise UserError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten it")
+        raise UserError(f"{quoted} must have at most {_LONGEST_TEXT} characters; shorten the text")
     if row.form not in ("", "text"):
         _check_form(row.form, text, quoted)
     if row.parse is not None:
@@ -127,26 +128,25 @@ def _text(row: Flag, text: str, quoted: str) -> str:
         return text
     text = row.aliases.get(text.lower(), text)
     if text.lower() not in row.choices:
-        near = difflib.get_close_matches(text.lower(), row.choices, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{quoted} must be one of {', '.join(row.choices)}{hint}")
+        raise UserError(f"{quoted} {must_be_one_of(row.choices, text.lower(), cutoff=0.4)}")
     return text.lower()
 
 
-def _is_control(character: str) -> bool:
-    """Whether no text has it: controls but tabs and line ends, and halves of characters."""
-    return unicodedata.category(character) in ("Cc", "Cs") and character not in "\t\n\r"
+def must_be_one_of(known: Sequence[str], word: str, *, cutoff: float) -> str:
+    """The rule that lists all known words, with the known word that is most like `word`, if one is."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f"must be one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _check_form(form: str, text: str, quoted: str) -> None:
-    """Raises UserError for a text that no file system can hold, or that leads out of its folder."""
+    """Raises UserError for a text that no file system can hold, or a path that leads out of a folder."""
     parts = text.split("/")
     if form == "folder name":
         if len(parts) > 1 or text in (".", "..") or len(text) > 200:
             raise UserError(f"{quoted} must be a bare name, without '/', of at most 200 characters")
         return
     if any(len(part.encode()) > 255 for part in parts):
-        raise UserError(f"{quoted} must have no name longer than 255 bytes; shorten it")
+        raise UserError(f"{quoted} must have no name longer than 255 bytes; shorten the name")
     if form == "source name" and (text.startswith("/") or ".." in parts):
         raise UserError(f"{quoted} must be a subfolder's name, relative and without '..'")
 

@@ -6,7 +6,7 @@ On a CPU the twin has a second copy of the weights, laid out for oneDNN, where t
 
 A model in shards, whose weights are gathered by its own modules, has no twin.
 
-B batch, S positions, V vocabulary. Speeds: benchmarks/bench_generate.py.
+B batch, S positions, V vocabulary, G key/value heads, K head dim. Speeds: benchmarks/bench_generate.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,42 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fms_fsdp.models.attention import KeyValueCache
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.sharded import is_distributed
 
 Module = TypeVar("Module", bound=nn.Module)
 _FEW = 64  # rows
 _USUAL_ROWS = 16  # that a layout is made for; 1 and 512 rows read it as fast as one of their own
+
+
+class KeyValueCache:
+    """The keys and values of the positions seen so far, of one layer: (B G max_len K) each, as the first ones
+    in dtype and device.
+
+    With a `place`, a tensor of one number, each position goes there and all max_len come back: shapes that
+    compiled code likes. The mask then hides what is not there yet, and who calls counts `length`.
+    """
+
+    _keys: torch.Tensor
+    _values: torch.Tensor
+
+    def __init__(self, max_len: int) -> None:
+        self.max_len, self.length = max_len, 0
+        self.place: torch.Tensor | None = None
+
+    def append(self, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes in new positions; returns the keys and values of all."""
+        if self.place is not None:
+            self._keys.index_copy_(2, self.place, k_BGSK)
+            self._values.index_copy_(2, self.place, v_BGSK)
+            return self._keys, self._values
+        start, self.length = self.length, self.length + k_BGSK.shape[2]
+        if start == 0:
+            shape = (*k_BGSK.shape[:2], self.max_len, k_BGSK.shape[3])
+            self._keys, self._values = k_BGSK.new_zeros(shape), v_BGSK.new_zeros(shape)
+        self._keys[:, :, start : self.length] = k_BGSK
+        self._values[:, :, start : self.length] = v_BGSK
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
 
 class CachedReader:

@@ -1,4 +1,4 @@
-"""MADGRAD, with decoupled decay, and Rprop: every entry by itself."""
+"""MADGRAD, with decoupled decay, Rprop and SGD: every entry by itself."""
 
 from __future__ import annotations
 
@@ -82,3 +82,21 @@ class Rprop(ShardOptimizer):
             size.clamp_(*group["step_sizes"])
             before.copy_(gradient.masked_fill_(turned < 0, 0.0))
             weight.addcmul_(gradient.sign(), size, value=-1)
+
+
+class SGD(torch.optim.SGD):
+    """SGD of torch, whose momentum can be made before the first step.
+
+    The first momentum of torch is the first gradient, without `dampening`; zeros that are made in advance
+    would dampen the first gradient too, so a dampened group counts its steps.
+    """
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"] if group["momentum"] and group["dampening"] else ():
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state.setdefault("step", torch.zeros(())):
+                        state["momentum_buffer"] = None  # then torch takes a copy of the gradient
+                    state["step"] += 1
+        super().step(closure)

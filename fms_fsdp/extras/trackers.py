@@ -12,7 +12,7 @@ from typing import Any
 
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.observe.metrics import Record
-from fms_fsdp.observe.trackers import Tracker, scalars
+from fms_fsdp.observe.trackers import Tracker, numbers
 
 
 def _known_id(config: TrainConfig, tracker: str) -> str | None:
@@ -24,6 +24,12 @@ def _known_id(config: TrainConfig, tracker: str) -> str | None:
 def _keep_id(config: TrainConfig, tracker: str, value: str) -> None:
     """Writes the id for later launches, in `<tracker>.id`."""
     Path(config.output_dir, f"{tracker}.id").write_text(value)
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record under the names that trackers show; names of a report begin with `train/`."""
+    named = numbers(record).items()
+    return {name if name.startswith(("eval/", "test/")) else f"train/{name}": value for name, value in named}
 
 
 class Wandb:

@@ -1,4 +1,4 @@
-"""Attention as one function of queries, keys and values, with its mask and its cache.
+"""Attention as one function of queries, keys, values and a mask.
 
 B batch, S query positions, T key positions, H query heads, G key/value heads, K head dim.
 
@@ -27,36 +27,6 @@ _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-
-
-class KeyValueCache:
-    """The keys and values of the positions seen so far, of one layer: (B G max_len K) each, as the first ones
-    in dtype and device.
-
-    With a `place`, a tensor of one number, each position goes there and all max_len come back: shapes that
-    compiled code likes. The mask then hides what is not there yet, and who calls counts `length`.
-    """
-
-    _keys: torch.Tensor
-    _values: torch.Tensor
-
-    def __init__(self, max_len: int) -> None:
-        self.max_len, self.length = max_len, 0
-        self.place: torch.Tensor | None = None
-
-    def append(self, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes in new positions; returns the keys and values of all."""
-        if self.place is not None:
-            self._keys.index_copy_(2, self.place, k_BGSK)
-            self._values.index_copy_(2, self.place, v_BGSK)
-            return self._keys, self._values
-        start, self.length = self.length, self.length + k_BGSK.shape[2]
-        if start == 0:
-            shape = (*k_BGSK.shape[:2], self.max_len, k_BGSK.shape[3])
-            self._keys, self._values = k_BGSK.new_zeros(shape), v_BGSK.new_zeros(shape)
-        self._keys[:, :, start : self.length] = k_BGSK
-        self._values[:, :, start : self.length] = v_BGSK
-        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
 
 def attention(

@@ -16,8 +16,8 @@ from fms_fsdp.models.variants import LlamaConfig
 
 
 def num_params_by_unit(config: LlamaConfig) -> dict[str, int]:
-    """Parameters of one embedding, one block and the head: the units FSDP gathers. A tied head has only its
-    norm."""
+    """Parameters of one embedding, one block and the head: the units FSDP gathers. The part "head" of a tied
+    head is the norm alone."""
     if config.model_builder:
         return _counted(config)
     hidden, ffn = config.hidden_size, config.ffn_hidden_size

@@ -33,8 +33,8 @@ def clean_name(name: str) -> str:
 
 @torch.no_grad()
 def init_weights(model: Llama, seed: int) -> None:
-    """Fills every parameter in place: norm weights 1, biases 0, matrices normal with `init_std`; those that
-    write to the residual stream (o_proj, down_proj) with `init_std / sqrt(2 num_layers)`, if
+    """Fills every parameter in place: norm weights 1, biases 0, matrices normal with `init_std`; the
+    matrices that write to the residual stream (o_proj, down_proj) with `init_std / sqrt(2 num_layers)`, if
     `residual_scaled_init`.
 
     Works on plain and sharded (DTensor) parameters; not collective. Source: Radford et al. 2019 (GPT-2),

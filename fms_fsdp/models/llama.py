@@ -1,4 +1,5 @@
-"""Llama: a decoder-only transformer, written to be read next to its paper; and its relatives.
+"""Llama: a decoder-only transformer, written to be read next to the paper of Llama; and relatives of
+Llama.
 
     tokens_BS → Embed → Block × num_layers → Head → logits_BSV, or with labels (loss_sum, num_labels[, z_sum])
     Block: x + Attention(norm(x)), then x + FeedForward(norm(x))
@@ -16,9 +17,9 @@ Source: Touvron et al. 2023 (Llama 2); Shazeer 2020 (SwiGLU); Zhang and Sennrich
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,20 +27,18 @@ from torch import nn
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
-from fms_fsdp.models.attention import KeyValueCache, attention
+from fms_fsdp.models.attention import attention
 from fms_fsdp.models.loss import linear_cross_entropy
 from fms_fsdp.models.masks import attention_mask
 from fms_fsdp.models.positions import rope_table, rotate
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parts import load_part
 
+if TYPE_CHECKING:
+    from fms_fsdp.extras.decoding import KeyValueCache
+
+Dropping = Callable[..., torch.Tensor]  # of x and keys_B: drops values of x by the keys of the rows
 Losses = tuple[torch.Tensor, ...]  # loss_sum, num_labels and, in training with a z-loss, z_sum
-
-
-class Dropping(Protocol):
-    """Drops values of x by the keys of its rows; without keys, none."""
-
-    def __call__(self, x: torch.Tensor, keys_B: torch.Tensor | None) -> torch.Tensor: ...
 
 
 def build_linear(config: LlamaConfig, in_features: int, out_features: int) -> nn.Linear:
@@ -56,11 +55,10 @@ def build_norm(config: LlamaConfig, size: int) -> nn.Module:
 
 
 def build_dropout(rate: float, place: int) -> Dropping:
-    """Dropout at this rate, or what hands on its input. `place` tells the uses within a layer apart."""
-    if not rate:
-        return _keep
-    drop: Dropping = load_part("dropout:Dropout")(rate, place)
-    return drop
+    """Dropout at this rate; at rate 0, a function that returns x. `place` tells the uses within a layer
+    apart."""
+    dropout: Dropping = load_part("dropout:Dropout")(rate, place) if rate else _keep
+    return dropout
 
 
 def _keep(x: torch.Tensor, keys_B: torch.Tensor | None) -> torch.Tensor:
@@ -73,12 +71,10 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        score = None
-        if config.pos_emb == "alibi":
-            score = load_part("gpt").alibi_score(config.num_attention_heads)
+        heads, is_alibi = config.num_attention_heads, config.pos_emb == "alibi"
+        score = load_part("gpt").alibi_score(heads) if is_alibi else None
         self.attend = partial(attention, backend=config.attn_impl, score=score)
-        q_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
+        q_size, kv_size = heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = build_linear(config, config.hidden_size, q_size)
         self.k_proj = build_linear(config, config.hidden_size, kv_size)
         self.v_proj = build_linear(config, config.hidden_size, kv_size)
@@ -168,14 +164,6 @@ class Embed(nn.Embedding):
         return self.dropout(F.embedding(tokens_BS, self.weight), keys_B)
 
 
-def build_embed(config: LlamaConfig) -> Embed:
-    """The embedding, of positions too where the configuration asks for them."""
-    if config.pos_emb not in ("learned", "sinusoidal"):
-        return Embed(config)
-    embed: Embed = load_part("gpt:PositionEmbed")(config)
-    return embed
-
-
 class Head(nn.Linear):
     """Final norm and output projection, fused with the loss when labels are given.
 
@@ -209,7 +197,8 @@ class Head(nn.Linear):
 
 
 class Llama(nn.Module):
-    """The model, or the part of it that holds `layers`: the first has the embedding, the last the head.
+    """The model, or the part of the model that holds `layers`: the first has the embedding, the last the
+    head.
 
     A layer is named by its global number, whichever part holds it.
     """
@@ -220,17 +209,18 @@ class Llama(nn.Module):
         super().__init__()
         layers = range(config.num_layers) if layers is None else layers
         self.config = config
-        self.embed = build_embed(config) if layers.start == 0 else None
+        adds_positions = config.pos_emb in ("learned", "sinusoidal")
+        embed: type[Embed] = load_part("gpt:PositionEmbed") if adds_positions else Embed
+        self.embed = embed(config) if layers.start == 0 else None
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in layers})
         self.head = Head(config) if layers.stop == config.num_layers else None
-        table = rope_table(config) if config.pos_emb == "rope" else torch.empty(0)
-        self.register_buffer("rope", table.to(torch.get_default_device()), persistent=False)
+        self.register_buffer("rope", rope_table(config).to(torch.get_default_device()), persistent=False)
 
     def to_empty(self, *, device: torch.types.Device, recurse: bool = True) -> Llama:
-        """As torch's, but the rotary table, which no checkpoint holds, keeps its values."""
+        """Allocates the parameters on a device; the rotary table, which no checkpoint holds, keeps its
+        values."""
         super().to_empty(device=device, recurse=recurse)
-        if self.config.pos_emb == "rope":
-            self.rope.copy_(rope_table(self.config))
+        self.rope.copy_(rope_table(self.config))
         return self
 
     def forward(
@@ -282,7 +272,7 @@ class Llama(nn.Module):
 
 
 def build_model(config: LlamaConfig) -> Llama:
-    """A Llama of this shape, or what the user's `--model_builder` makes of it.
+    """A Llama of this shape, or the model that the user's `--model_builder` makes of the shape.
 
     Raises:
         UserError: there is no such function.

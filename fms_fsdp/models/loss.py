@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.models.masks import compiled
+from fms_fsdp.parts import load_part
 
 # fp32 logits of a chunk: within the cache of a CPU, large enough products for a GPU
 _CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
@@ -46,11 +47,11 @@ def _empty_rows(like: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Ten
     return rows[:, :vocab_size]
 
 
-_Rows = tuple[torch.Tensor, ...]  # of each row, fp32: gradient at its label, loss, and z-loss if there is one
-_Scale = torch.Tensor | float
+Rows = tuple[torch.Tensor, ...]  # of each row, fp32: gradient at its label, loss, and z-loss if there is one
+Scale = torch.Tensor | float
 
 
-def _softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: _Scale = 1.0) -> _Rows:
+def _softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: Scale = 1.0) -> Rows:
     """The gradient of each row at its label, and its loss; turns the logits into their gradients elsewhere,
     which are the probabilities, times `scale`, in place. Softmax in fp32."""
     logp_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
@@ -60,8 +61,8 @@ def _softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: _Scale = 1
     return label_C1.expm1(), -label_C1  # p - 1, exact near p = 1
 
 
-def _compiled_softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: _Scale = 1.0) -> _Rows:
-    """The same, what lies between the products as one kernel.
+def _compiled_softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: Scale = 1.0) -> Rows:
+    """`_softmax_` as one compiled kernel.
 
     The labels' logits are taken outside of it: code that torch 2.11 compiles reads them after the logits have
     been overwritten.
@@ -70,25 +71,7 @@ def _compiled_softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: _
     return label_C1.expm1(), -label_C1
 
 
-def _shaped_softmax_(
-    logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: _Scale = 1.0, *, z_loss: float, softcap: float
-) -> _Rows:
-    """The same of logits c tanh(logits / c), with z_loss · log(Z)² beside the loss; a factor of 0 leaves its
-    part out. Its gradient: (p (1 + 2 z_loss log Z) - onehot) · (1 - tanh²)."""
-    capped_CV = logits_CV.float()
-    slope_CV = torch.ones(1, 1, device=logits_CV.device).expand_as(capped_CV)
-    if softcap:
-        tanh_CV = (capped_CV / softcap).tanh()
-        capped_CV, slope_CV = softcap * tanh_CV, 1 - tanh_CV.square()
-    logz_C1 = capped_CV.logsumexp(dim=-1, keepdim=True)
-    logp_CV, pull_C1 = capped_CV - logz_C1, 2 * z_loss * logz_C1
-    label_C1 = logp_CV.gather(1, index_C1)
-    logits_CV.copy_(logp_CV.exp() * ((1 + pull_C1) * scale) * slope_CV)
-    gradient_C1 = (label_C1.expm1() + label_C1.exp() * pull_C1) * slope_CV.gather(1, index_C1)
-    return gradient_C1, -label_C1, *([z_loss * logz_C1.square()] if z_loss else [])
-
-
-def _normalise_(logits_CV: torch.Tensor, label_C1: torch.Tensor, scale: _Scale) -> torch.Tensor:
+def _normalise_(logits_CV: torch.Tensor, label_C1: torch.Tensor, scale: Scale) -> torch.Tensor:
     top_C1 = logits_CV.float().amax(dim=-1, keepdim=True)
     shifted_CV = logits_CV.float() - top_C1
     total_C1 = shifted_CV.exp().sum(dim=-1, keepdim=True).log()
@@ -97,9 +80,9 @@ def _normalise_(logits_CV: torch.Tensor, label_C1: torch.Tensor, scale: _Scale) 
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Summed loss, and summed z-loss if there is one, of rows h_ND under head W_VD. The gradient of the first
-    is that of both. Gradients are made in `forward` in the dtype of h, summed over spans in fp32, `scale`
-    times as large as they are."""
+    """Summed loss, and summed z-loss if there is one, of rows h_ND under head W_VD. The gradient of the
+    first output is the gradient of both losses. `forward` makes the gradients in the dtype of h, summed over
+    spans in fp32, and multiplied by `scale`."""
 
     @staticmethod
     def forward(
@@ -107,10 +90,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         h_ND: torch.Tensor,
         weight_VD: torch.Tensor,
         labels_N: torch.Tensor,
-        softmax_: Callable[[torch.Tensor, torch.Tensor, _Scale], _Rows],
+        softmax_: Callable[[torch.Tensor, torch.Tensor, Scale], Rows],
         num_losses: int,
-        scale: _Scale,
-    ) -> _Rows:
+        scale: Scale,
+    ) -> Rows:
         masked_N1 = (labels_N == IGNORED_LABEL).unsqueeze(1)
         index_N = labels_N.masked_fill(labels_N == IGNORED_LABEL, 0)
         head_VD = weight_VD.to(h_ND.dtype)
@@ -169,8 +152,8 @@ def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor
 def _add_product(
     total_VD: torch.Tensor | None, left_VP: torch.Tensor, right_PD: torch.Tensor
 ) -> torch.Tensor:
-    """total + left @ right in fp32, slice by slice where the product has another dtype: neither it nor its
-    fp32 copy exists as a whole."""
+    """total + left @ right in fp32, slice by slice where the product has another dtype: neither the
+    product nor an fp32 copy of the product exists as a whole."""
     if total_VD is None:
         total_VD = left_VP.new_zeros(left_VP.shape[0], right_PD.shape[1], dtype=torch.float32)
     if left_VP.dtype == torch.float32:
@@ -203,7 +186,7 @@ def linear_cross_entropy(
     """
     softmax_ = _compiled_softmax_ if compiled else _softmax_
     if z_loss or softcap:
-        softmax_ = functools.partial(_shaped_softmax_, z_loss=z_loss, softcap=softcap)
+        softmax_ = functools.partial(load_part("shaped_loss").shaped_softmax_, z_loss=z_loss, softcap=softcap)
     labels_N = labels_BS.reshape(-1)
     if not torch.is_grad_enabled():
         # else the gradients would be computed all the same

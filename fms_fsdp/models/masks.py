@@ -32,9 +32,10 @@ def attention_mask(
     cached: bool = False,
     num_keys: int = 0,
 ) -> Any:
-    """What `attention` takes for queries at `positions` and the keys up to there, in a layer with this window
-    (0: none). `ids_BS` number the documents. `cached`: the keys come from a cache, and nothing is compiled
-    for them. `num_keys`: the number of keys, of which the keys behind `positions` are hidden."""
+    """The mask that `attention` takes for queries at `positions` and all keys up to the last of these
+    positions, in a layer with this window (0: none). `ids_BS` number the documents. `cached`: the keys come
+    from a cache, so that no mask is compiled. `num_keys`: the number of keys, of which the keys behind
+    `positions` are hidden."""
     if not num_keys:
         if not window and config.pos_emb != "alibi" and (ids_BS is None or not config.attn_dropout):
             return None if ids_BS is None else document_mask(ids_BS)
@@ -44,7 +45,7 @@ def attention_mask(
 
 
 def document_mask(ids_BS: torch.Tensor) -> Any:
-    """What `attention` takes so that a token sees only earlier tokens of its own document.
+    """The mask that `attention` takes so that a token sees only earlier tokens of the same document.
 
     On a GPU the blocks for flex_attention, else the ids themselves.
     """
@@ -65,6 +66,6 @@ def block_mask(ids_BS: torch.Tensor | None, window: int, seq: int, device: torch
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled at its first call. Those of torch's flex_attention would make the whole matrix
-    of S x S without that."""
+    """The function, compiled at the first call. Functions of torch's flex_attention that are not compiled
+    make the whole matrix of S x S."""
     return torch.compile(function, dynamic=False)

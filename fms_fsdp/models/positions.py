@@ -13,7 +13,7 @@ from fms_fsdp.models.variants import LlamaConfig
 
 
 def rope_table(config: LlamaConfig) -> torch.Tensor:
-    """fp32 table of shape (max_seq_len, 2, R): cosines, and sines whose first half is negated.
+    """fp32 table of shape (max_seq_len, 2, R): cosines, and sines whose first half is negated. R may be 0.
 
     Frequencies are theta^(-2i/R), stretched by `rope_scaling` where the configuration has one. Computed on
     the CPU, so alike on every device.

@@ -1,4 +1,4 @@
-"""The variants as one table, and the shape of one run's model: variant + overrides → `LlamaConfig`.
+"""The variants as one table, and the shape of the model of a run: variant + overrides → `LlamaConfig`.
 
     VARIANTS["7b"] ─ ModelConfig overrides ─ data's vocabulary ─ seq_length ─▶ resolve_model ─▶ LlamaConfig
 
@@ -8,7 +8,6 @@ the query heads. Its fields have the names of the flags.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,6 +17,7 @@ from typing import Any
 from fms_fsdp.config import ModelConfig
 from fms_fsdp.config.batch import divisors
 from fms_fsdp.config.rule import Rule, judge
+from fms_fsdp.config.values import must_be_one_of
 from fms_fsdp.errors import UserError
 from fms_fsdp.parts import load_part
 
@@ -86,7 +86,7 @@ class LlamaConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and of the head; those beyond the vocabulary are never used."""
+        """Rows of the embedding and of the head; rows beyond the vocabulary are never used."""
         return -(-self.vocab_size // self.vocab_multiple_of) * self.vocab_multiple_of
 
     @property
@@ -166,20 +166,15 @@ def canonical_variant(name: str) -> str:
     """The table's name of a variant, aliases and case resolved.
 
     Raises:
-        UserError: no such variant; names the nearest and lists all.
+        UserError: no such variant; the error lists all and names the nearest one.
     """
     lowered = name.lower()
     found = ALIASES.get(lowered, lowered)
-    if found in VARIANTS:
+    if found in VARIANTS or found in (known := all_variants()):
         return found
     if lowered.startswith("mamba"):
         raise UserError(f"--model_variant ({name}) is no Llama; this project trains Llamas: --list_variants")
-    known = all_variants()
-    if found in known:
-        return found
-    near = difflib.get_close_matches(lowered, [*known, *ALIASES], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"--model_variant ({name}) is not known; {hint}choose one of: {', '.join(known)}")
+    raise UserError(f"--model_variant ({name}) {must_be_one_of(list(known), lowered, cutoff=0.5)}")
 
 
 @dataclass(frozen=True)
@@ -292,7 +287,7 @@ def _base_shape(section: ModelConfig) -> LlamaConfig:
     path = Path(getattr(section, flag))
     if not getattr(section, flag):
         name = canonical_variant(section.model_variant)
-        return VARIANTS[name] if name in VARIANTS else all_variants()[name]
+        return VARIANTS.get(name) or all_variants()[name]
     read: Callable[[Path], LlamaConfig] = load_part("from_hf:read_shape")
     try:
         return read(path if path.is_file() else path / "config.json")

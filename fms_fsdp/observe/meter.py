@@ -1,5 +1,5 @@
-"""The meter: on report steps it reads the outcome of the step from the device, and writes it to log and
-sinks.
+"""The meter, which on report steps reads the outcome of the step from the device, and writes a record to log
+and sinks.
 
 Between reports nothing is read back. Every rank measures; the sinks and the log of rank 0 write it.
 """
@@ -17,9 +17,8 @@ import torch
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.observe.energy import find_meter
 from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, report_line
-from fms_fsdp.observe.sensors import read_all
+from fms_fsdp.observe.sensors import find_meter, read_all
 from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.observe.step_data import global_fingerprint
 from fms_fsdp.observe.utilization import find_utilization
@@ -40,49 +39,44 @@ class Meter(Hook):
     def __init__(
         self, spec: Spec, mesh: Mesh, state: TrainState, sinks: Sinks, clock: Clock, phases: Phases
     ) -> None:
-        self._mesh, self._device, self._stream, self._sinks = mesh, spec.device, state.stream, sinks
-        cfg = spec.config
-        self._clock, self._phases = clock, phases
-        self._schedule, self._base_rate = spec.schedule, cfg.optim.learning_rate
-        self._section, self._report_interval = cfg.log, cfg.log.report_interval
+        self._spec, self._mesh, self._state, self._sinks = spec, mesh, state, sinks
+        self._clock, self._phases, self._section = clock, phases, spec.config.log
         self._parameters = list(state.model.parameters())
         self._utilization = find_utilization(spec)
         if spec.device.type == "cuda" and self._utilization.peak_flops is None:
             name = torch.cuda.get_device_name(spec.device)
             log.info("mfu is not reported: the peak of %s is not known; give --peak_tflops", name)
-        self._spikes = SpikeDetector(cfg.training.spike_threshold)
+        self._spikes = SpikeDetector(spec.config.training.spike_threshold)
         self._energy = find_meter(spec.device, spec.world.local_rank)
-        self._sensors = load_part("sensors").find_sensors(spec.device) if cfg.log.diagnostics else {}
+        self._sensors = load_part("sensors").find_sensors(spec.device) if self._section.diagnostics else {}
         self._interval = Interval(mesh, spec.device)
         self._zeros: torch.Tensor | None = None
         self._paces: deque[float] = deque(maxlen=20)  # seconds a row, of the last reports
         self._reported = 0, 0  # steps and tokens of this launch, by the last report
         self._energy_j, self._began = 0.0, time.time()
-        if cfg.log.log_num_zeros:
+        if self._section.log_num_zeros:
             state.optimizers.before_step(lambda: self._count_zeros(state.progress))
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
         """Takes in a step, and writes a record if one is due (collective: every rank)."""
-        step = progress.step
+        step, every = progress.step, self._section.report_interval
         self._interval.add(result)
         if not self._is_due(progress, step):
-            following = min(progress.num_steps, (step // self._report_interval + 1) * self._report_interval)
+            following = min(progress.num_steps, (step // every + 1) * every)
             show_progress(f"step {step}/{progress.num_steps} · next report at step {following}")
             if self._section.print_interval and step % self._section.print_interval == 0:
                 log.info("step %d/%d at %s", step, progress.num_steps, datetime.now().strftime("%H:%M:%S"))
             return
         assert progress.batch is not None
-        values = self._interval.read(
-            result, self._energy.read_j(), self._stream.num_masked_rows, self._alike_on_all_ranks(result)
-        )
+        energy_j, masked_rows = self._energy.read_j(), self._state.stream.num_masked_rows
+        values = self._interval.read(result, energy_j, masked_rows, self._alike_on_all_ranks(result))
         self._clock.mark("report")
-        record = self._record(progress, values, self._clock.read(), progress.batch)
-        self._sinks.write(progress, record)
+        measured = self._record(progress, values, self._clock.read(), progress.batch)
+        record = self._sinks.write(progress, measured)
         progress.problem = self._sinks.problem
-        place = {"step": step, "tokens_seen": progress.tokens_seen}
         validation = progress.validation[1] if progress.validation else None
         is_first = progress.steps_of_launch == 1
-        log.info(report_line(record | place, progress.num_steps, validation, with_pace=not is_first))
+        log.info(report_line(record, progress.num_steps, validation, with_pace=not is_first))
         if is_first:
             self._tell_phases(step)
         self._tell_spike(step, record)
@@ -90,13 +84,12 @@ class Meter(Hook):
     def after_training(self, progress: Progress) -> None:
         """Raises RunFailed if the records could not be written."""
         if self._sinks.problem:
-            raise RunFailed(
-                f"{self._sinks.problem}; make room and start it again: it goes on from the newest checkpoint"
-            )
+            remedy = "make room and start the run again: the run goes on from the newest checkpoint"
+            raise RunFailed(f"{self._sinks.problem}; {remedy}")
 
     def _is_due(self, progress: Progress, step: int) -> bool:
         always = (1, progress.start + 1, progress.num_steps)
-        return step in always or step % self._report_interval == 0
+        return step in always or step % self._section.report_interval == 0
 
     def _alike_on_all_ranks(self, result: StepResult) -> dict[str, torch.Tensor]:
         extra = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
@@ -115,7 +108,7 @@ class Meter(Hook):
     def _record(
         self, progress: Progress, values: dict[str, float], times: dict[str, float], batch: Batch
     ) -> dict[str, Any]:
-        energy_j = values.pop("energy_j")
+        spec, energy_j = self._spec, values.pop("energy_j")
         done = progress.steps_of_launch, progress.seen_in_launch[1]
         steps, tokens = (now - before for now, before in zip(done, self._reported, strict=True))
         self._reported = done
@@ -130,14 +123,14 @@ class Meter(Hook):
         record: dict[str, Any] = {
             "samples_seen": progress.rows_seen,
             **values,
-            "lr": self._schedule(progress.step, progress.tokens_seen, self._base_rate),
+            "lr": spec.schedule(progress.step, progress.tokens_seen, spec.config.optim.learning_rate),
             "batch_rows": progress.batch_rows,
             "batch_tokens": progress.batch_tokens,
             "tokens_per_sec_per_device": own_rate,
             "tokens_per_sec": rate,
             **self._utilization.of(own_rate),
             **times,
-            **memory(self._device),
+            **memory(spec.device),
             **read_all(self._sensors),
             "eta_s": eta_s,
             "finish_at": datetime.fromtimestamp(now + eta_s).strftime("%Y-%m-%d %H:%M"),
@@ -148,7 +141,7 @@ class Meter(Hook):
             record["energy_kwh"] = self._energy_j / 3.6e6
         self._began = now
         record["data_fingerprint"] = global_fingerprint(batch, self._mesh)
-        for source, used in self._stream.consumption().items():
+        for source, used in self._state.stream.consumption().items():
             record |= {f"epoch/{source}": used["epoch"], f"tokens/{source}": used["tokens"]}
         return record
 
@@ -161,10 +154,10 @@ class Meter(Hook):
     def _tell_spike(self, step: int, record: dict[str, Any]) -> None:
         if not self._spikes.is_spike(record["loss"]):
             return
-        first, stop = step - self._report_interval, step + self._report_interval
+        first, stop = step - self._section.report_interval, step + self._section.report_interval
         log.warning(
-            "step %d: the loss is a spike; its data: python -m fms_fsdp inspect step --step=%d; to pass over "
-            "such data, go back with --resume_step and use --skip_steps=%d:%d",
+            "step %d: the loss is a spike; data of the step: python -m fms_fsdp inspect step --step=%d; to "
+            "pass over such data, go back with --resume_step and use --skip_steps=%d:%d",
             *(step, step, first, stop),
         )
         self._sinks.event("spike", step, loss=record["loss"], data_fingerprint=record["data_fingerprint"])

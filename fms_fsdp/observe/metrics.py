@@ -1,4 +1,4 @@
-"""What a run measures of itself: sums over steps on the device, the time of its parts, and memory.
+"""Measurements of a run: sums over steps on the device, the time of the parts of a run, and memory.
 
 docs/metrics.md defines each number. Between reports nothing is read back from the device: `Interval` adds up
 there, and the one transfer of a report step brings the host, which on a GPU runs ahead, and the device
@@ -30,7 +30,7 @@ _SHOWN_PARTS = ("forward_backward", "optimizer", "eval", "checkpoint", "logging"
 
 
 class Clock:
-    """Splits the time of a run: `mark(part)` says that what went by since the last mark belonged to `part`.
+    """Splits the time of a run: `mark(part)` says that the time since the last mark belongs to `part`.
 
     On a GPU the parts of a step are timed by its events, over the last 64 steps of an interval; its host only
     hands out work.
@@ -86,23 +86,23 @@ class Interval:
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh = mesh
-        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._mesh, self._device = mesh, device
         self._clear()
 
     def _clear(self) -> None:
-        self._loss = self._labels = self._norms = self._largest = self._skipped = self._zero
+        zeros = torch.zeros(5, dtype=torch.float64, device=self._device)
+        self._loss, self._labels, self._norms, self._largest, self._skipped = zeros
         self._steps = 0
 
     def add(self, result: StepResult) -> None:
         """Takes in a step; waits for nothing."""
         done = torch.isfinite(result.grad_norm)
         norm = torch.where(done, result.grad_norm, 0.0)
-        self._loss = self._loss + torch.where(done, result.loss_sum, 0.0)
-        self._labels = self._labels + torch.where(done, result.num_labels, 0)
-        self._norms = self._norms + norm
-        self._largest = torch.maximum(self._largest, norm)
-        self._skipped = self._skipped + ~done
+        self._loss += torch.where(done, result.loss_sum, 0.0)
+        self._labels += torch.where(done, result.num_labels, 0)
+        self._norms += norm
+        self._largest.copy_(torch.maximum(self._largest, norm))
+        self._skipped += ~done
         self._steps += 1
 
     def read(
@@ -113,47 +113,49 @@ class Interval:
 
         `energy_j` and `masked_rows` are summed over ranks; `extra` are scalars alike on all ranks.
         """
-        mesh, device = self._mesh, self._zero.device
-        own = torch.tensor([energy_j, masked_rows * mesh.counts_for("dp")], dtype=torch.float64)
-        split = [result.loss_sum.double(), self._loss]
-        if result.z_loss_sum is not None:
-            split.append(result.z_loss_sum.double())
-        losses = torch.stack(split) * mesh.counts_for("loss")
-        sums = mesh.sum(torch.cat([losses, own.to(device, non_blocking=True)]), "world")
-        alike = (result.num_labels, result.grad_norm, self._labels, self._norms, self._largest, self._skipped)
-        rest = torch.stack([value.to(device, torch.float64) for value in (*alike, *extra.values())])
-        numbers = torch.cat([sums, rest]).tolist()
-        loss, all_losses, *z_loss, joules, masked = numbers[: len(sums)]
-        labels, norm, all_labels, norms, largest, skipped, *others = numbers[len(sums) :]
+        mesh, z_loss = self._mesh, result.z_loss_sum
+        losses = self._column(result.loss_sum, self._loss, *([] if z_loss is None else [z_loss]))
+        rows = masked_rows * mesh.counts_for("dp")
+        own = torch.tensor([energy_j, rows], dtype=torch.float64).to(self._device, non_blocking=True)
+        sums = mesh.sum(torch.cat([losses * mesh.counts_for("loss"), own]), "world")
+        gradients = result.grad_norm, self._norms, self._largest, self._skipped
+        alike = self._column(result.num_labels, self._labels, *gradients, *extra.values())
+        sums, alike = torch.split(torch.cat([sums, alike]).cpu(), [len(sums), len(alike)])
+        loss, loss_sum, *z_losses, energy_j, masked = sums.tolist()
+        labels, all_labels, norm, norms, largest, skipped, *others = alike.tolist()
         done = self._steps - skipped
         self._clear()
-        return {
+        values = {
             "loss": loss / labels,
-            "loss_mean": all_losses / all_labels if done else math.nan,
-            **({"z_loss": z_loss[0] / labels} if z_loss else {}),
+            "loss_mean": loss_sum / all_labels if done else math.nan,
             "perplexity": math.exp(min(loss / labels, 20.0)),
             "grad_norm": norm,
             "grad_norm_mean": norms / done if done else math.nan,
             "grad_norm_max": largest if done else math.nan,
             "skipped_steps": int(skipped),
             "masked_rows": int(masked),
-            "energy_j": joules,
-            **{
-                name: int(value) if name == "grad_zeros" else value
-                for name, value in zip(extra, others, strict=True)
-            },
+            "energy_j": energy_j,
         }
+        for name, value in zip(extra, others, strict=True):
+            values[name] = value if extra[name].is_floating_point() else int(value)
+        return values | ({"z_loss": z_losses[0] / labels} if z_losses else {})
+
+    def _column(self, *values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([value.to(self._device, torch.float64) for value in values])
 
 
 def count_zeros(parameters: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     """How many entries of the gradient are exactly zero (collective: every rank)."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    counts = [(local_part(each) == 0).sum().double() / num_copies(each, mesh) for each in gradients]
-    return mesh.sum(torch.stack(counts).sum(), "replica")
+    count = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            count += (local_part(parameter.grad) == 0).sum() / num_copies(parameter.grad, mesh)
+    return mesh.sum(count, "replica").round().long()
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Memory of this rank: on a GPU of torch's allocator, else what of this process is resident."""
+    """Memory of this rank: on a GPU the memory of torch's allocator, else the resident memory of the
+    process."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         return {

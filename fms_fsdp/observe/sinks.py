@@ -1,5 +1,5 @@
-"""Where the records of a run go: `metrics.jsonl` and the trackers. Rank 0 writes; the sinks of other ranks
-do nothing.
+"""Where the records of a run go: `metrics.jsonl` and the trackers. Rank 0 writes; the records of other ranks
+go nowhere.
 
 docs/metrics.md defines each number of a record.
 """
@@ -30,13 +30,13 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.exists():
+        if path.is_file():
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
         self.problem = ""
 
     def write(self, record: Record) -> None:
-        """Appends a record, unless there is a `problem`; what is not finite becomes null."""
+        """Appends a record, unless there is a `problem`; a number that is not finite becomes null."""
         line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
         try:
             while line and not self.problem:
@@ -54,10 +54,10 @@ def _finite(value: Any) -> Any:
 
 
 class Sinks:
-    """All places that a record is written to. `spent`: seconds of this launch by part, entered at its end."""
+    """All places that records go to. `spent`: seconds by part of this launch, which `close` writes down."""
 
     def __init__(
-        self, file: MetricsFile | None, trackers: list[Background], attempt: int, spent: Mapping[str, float]
+        self, file: MetricsFile, trackers: list[Background], attempt: int, spent: Mapping[str, float]
     ) -> None:
         self.attempt = attempt
         self._file, self._trackers, self._spent = file, trackers, spent
@@ -65,20 +65,20 @@ class Sinks:
 
     @property
     def problem(self) -> str:
-        """Why records cannot be written; empty if they can, and on ranks that write none."""
-        return self._file.problem if self._file is not None else ""
+        """Why the file of records cannot be written; empty if it can."""
+        return self._file.problem
 
-    def write(self, progress: Progress, values: Mapping[str, Any]) -> None:
-        """Writes a record of the step just done."""
+    def write(self, progress: Progress, values: Mapping[str, Any]) -> Record:
+        """Writes and returns the record of the step just done: the values and the place in the run."""
         self._step = progress.step
         record = self._placed(progress, values)
-        if self._file is not None:
-            self._file.write(record)
+        self._file.write(record)
         for tracker in self._trackers:
             tracker.write(record)
+        return record
 
     def text(self, progress: Progress, name: str, text: str) -> None:
-        """Hands a text of the step just done to the trackers; it is no record of metrics.jsonl."""
+        """Hands a text of the step just done to the trackers; metrics.jsonl gets no record of the text."""
         for tracker in self._trackers:
             tracker.write(self._placed(progress, {name: text}))
 
@@ -88,24 +88,20 @@ class Sinks:
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Writes an event, which is no measurement, into metrics.jsonl."""
-        if self._file is not None:
-            now = round(time.time(), 3)
-            self._file.write({"event": name, "attempt": self.attempt, "step": step, "time": now, **fields})
+        now = round(time.time(), 3)
+        self._file.write({"event": name, "attempt": self.attempt, "step": step, "time": now, **fields})
 
     def close(self) -> None:
-        """Lets the trackers finish, and writes what this launch spent its time on."""
+        """Lets the trackers finish, and writes the seconds that this launch spent on each part."""
         for tracker in self._trackers:
             tracker.close()
-        if self._file is not None:
-            seconds = {f"{part}_s": round(spent, 3) for part, spent in self._spent.items()}
-            cpu_s = round(sum(tracker.cpu_s for tracker in self._trackers), 3)
-            self.event("end", self._step, **seconds, trackers_cpu_s=cpu_s)
-            self._file.close()
+        seconds = {f"{part}_s": round(spent, 3) for part, spent in self._spent.items()}
+        cpu_s = round(sum(tracker.cpu_s for tracker in self._trackers), 3)
+        self.event("end", self._step, **seconds, trackers_cpu_s=cpu_s)
+        self._file.close()
 
 
 def open_sinks(cfg: TrainConfig, mesh: Mesh, attempt: int, spent: Mapping[str, float]) -> Sinks:
-    """The sinks of this rank."""
-    if not mesh.is_main:
-        return Sinks(None, [], attempt, spent)
-    file = MetricsFile(Path(cfg.output_dir, "metrics.jsonl"))  # first: a tracker reads it too
-    return Sinks(file, build_trackers(cfg), attempt, spent)
+    """The sinks of this rank; records of ranks other than the first go nowhere."""
+    file = MetricsFile(Path(cfg.output_dir, "metrics.jsonl") if mesh.is_main else Path(os.devnull))
+    return Sinks(file, build_trackers(cfg) if mesh.is_main else [], attempt, spent)

@@ -55,26 +55,21 @@ class Tracker(Protocol):
 
 def build_trackers(config: TrainConfig) -> list[Background]:
     """The chosen trackers, each in the background."""
-    chosen = [name for name in config.log.trackers if name != "none"]
-    return [Background(name, partial(_adapter(name), config), config.log.tracker_metrics) for name in chosen]
-
-
-def _adapter(name: str) -> Callable[[TrainConfig], Tracker]:
-    if name == "tensorboard":
-        return TensorBoard
-    adapters: dict[str, Callable[[TrainConfig], Tracker]] = load_part("trackers:ADAPTERS")
-    return adapters[name]
+    found = []
+    for name in config.log.trackers if config.log.trackers != ("none",) else ():
+        adapter = TensorBoard if name == "tensorboard" else load_part("trackers").ADAPTERS[name]
+        found.append(Background(name, partial(adapter, config), config.log.tracker_metrics))
+    return found
 
 
 class Background:
-    """An adapter in a thread of its own; `patterns` name the scalars it gets, none means all."""
+    """An adapter in a thread of its own; `patterns` name the metrics that the adapter gets; without
+    patterns it gets all."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], patterns: tuple[str, ...] = ()) -> None:
         self._name, self._make, self._patterns = name, make, patterns
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_SIZE)
-        self._off = False
-        self.dropped = 0
-        self.cpu_s = 0.0
+        self.dropped, self.cpu_s = 0, 0.0
         self._thread = threading.Thread(target=self._work, name=THREAD_PREFIX + name, daemon=True)
         self._thread.start()
 
@@ -84,7 +79,7 @@ class Background:
             wanted = (*_POSITIONS, *self._patterns)
             record = {name: value for name, value in record.items() if _matches(name, wanted)}
         try:
-            if not self._off:
+            if self._thread.is_alive():
                 self._queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
@@ -111,13 +106,12 @@ class Background:
                 self.cpu_s = time.thread_time()
             adapter.close()
         except BaseException as error:  # noqa: BLE001 - clients raise what they like, SystemExit included
-            self._off = True
             text = " ".join(str(error).split()) or "no message"
             log.error("tracker %s is switched off: %s: %s", self._name, type(error).__name__, text)
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """The finite numbers of a record, without its place in the run."""
+    """The finite numbers of a record, without the place of the record in the run."""
     return {
         name: value
         for name, value in record.items()
@@ -125,18 +119,12 @@ def numbers(record: Record) -> dict[str, float]:
     }
 
 
-def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record under the names that trackers show; those of reports begin with `train/`."""
-    named = numbers(record).items()
-    return {name if name.startswith(("eval/", "test/")) else f"train/{name}": value for name, value in named}
-
-
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def tag(name: str) -> str:
-    """What TensorBoard calls a number: `group/name`."""
+    """The name of a number in TensorBoard: `group/name`."""
     group = next((group for group, patterns in _GROUPS.items() if _matches(name, patterns)), "loss")
     return name if name.startswith(f"{group}/") else f"{group}/{name}"
 
@@ -174,16 +162,18 @@ class TensorBoard:
         values = numbers(record)
         if "eval/loss" in values:
             self._validations[record["step"]] = values["eval/loss"]
-            so_far = [loss for step, loss in self._validations.items() if step <= record["step"]]
+            so_far = (loss for step, loss in self._validations.items() if step <= record["step"])
             values["eval/best_loss"] = min(so_far)
-        over_steps = {tag(name): value for name, value in values.items()}
-        over_tokens = {f"versus_tokens/{name}": values[name] for name in values if _matches(name, _LOSSES)}
-        for step, shown in ((record["step"], over_steps), (record["tokens_seen"], over_tokens)):
-            points = [self._summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
-            self._add(step=step, summary=self._summary(value=points))
+        over_steps, over_tokens = self._summary(), self._summary()
+        for name, value in values.items():
+            over_steps.value.add(tag=tag(name), simple_value=value)
+            if _matches(name, _LOSSES):
+                over_tokens.value.add(tag=f"versus_tokens/{name}", simple_value=value)
+        self._add(step=record["step"], summary=over_steps)
+        self._add(step=record["tokens_seen"], summary=over_tokens)
 
     def _add(self, **content: Any) -> None:
-        """Appends an event, and writes those that were held back if they are enough."""
+        """Appends an event, and writes the held events to disk if there are enough."""
         self._writer.write(self._event(wall_time=time.time(), **content).SerializeToString())
         self._held += 1
         if self._held >= self._queue_size:
@@ -196,14 +186,18 @@ class TensorBoard:
 
 def _validations(path: Path) -> dict[int, float]:
     """Step → validation loss, of earlier launches."""
-    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines if '"eval/loss": ' in line]
-    return {record["step"]: record["eval/loss"] for record in records if record["eval/loss"] is not None}
+    losses: dict[int, float] = {}
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        if '"eval/loss": ' in line and line.endswith("\n"):
+            record = json.loads(line)
+            if record["eval/loss"] is not None:
+                losses[record["step"]] = record["eval/loss"]
+    return losses
 
 
 def _describe(config: TrainConfig) -> tuple[Any, ...]:
-    """For TensorBoard: all flags as one table, and as hparams those that a run trains by, the changed ones
-    first."""
+    """For TensorBoard: all flags as one table, and as hparams the flags that decide the training, the changed
+    flags first."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams, text
 

@@ -1,19 +1,40 @@
-"""How much of the hardware a run uses: FLOPs of a token against what the devices could do at best."""
+"""The share of the hardware that a run uses: FLOPs of a token against the peak of the devices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fms_fsdp.config import parse_selective_checkpointing
+import torch
+
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
 from fms_fsdp.parallel.activation import select_blocks
-from fms_fsdp.predict.hardware import gpu_peak_flops
 from fms_fsdp.spec.resolve import Spec
+
+# Dense bf16 tensor-core peak in FLOP/s, without sparsity. Sources: NVIDIA's data sheets of each product
+# (V100: fp16; GB200: of one of its two GPUs), AMD's of MI250X (one of two dies) and MI300X. The longest name
+# that occurs in the device's name counts.
+PEAK_BF16_FLOPS = {
+    "V100": 125e12,
+    "A10G": 70e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "MI250X": 191.5e12,
+    "MI300X": 1307e12,
+}
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """FLOPs of one token by three conventions, and the hardware's FLOP/s; without those there is no MFU."""
+    """FLOPs of one token by three conventions, and the peak FLOP/s of the device; without a peak there is no
+    MFU."""
 
     model: int
     matmul: int
@@ -30,19 +51,22 @@ class Utilization:
 
 
 def find_utilization(spec: Spec) -> Utilization:
-    """The FLOPs of a run's model under its recipe, on its device. The peak is `--peak_tflops`, else that
-    of a GPU by the table; a CPU has none."""
+    """The FLOPs of a token of a run. The peak is `--peak_tflops`, else the peak of the GPU in the table; a
+    CPU has no peak."""
     cfg, model, seq_length, section = spec.config, spec.model, spec.seq_length, spec.config.parallel
-    flops, recomputing, kept = flops_per_token(model, seq_length), 0, tuple[str, ...]()
-    if section.recomputes == "blocks":
-        share = parse_selective_checkpointing(section.selective_checkpointing)
-        recomputing = sum(select_blocks(model.num_layers, share))
-    elif section.recomputes == "ops":
-        recomputing, kept = model.num_layers, section.recompute_ops
-    peak_flops = gpu_peak_flops(spec.device) if spec.device.type == "cuda" else None
+    flops, share = flops_per_token(model, seq_length), section.recomputed_share
+    recomputing = sum(select_blocks(model.num_layers, share)) if share else 0
+    kept = section.recompute_ops if section.recomputes == "ops" else ()
+    peak_flops = None
+    if cfg.log.peak_tflops is not None:
+        peak_flops = cfg.log.peak_tflops * 1e12
+    elif spec.device.type == "cuda":
+        name = torch.cuda.get_device_name(spec.device)
+        known = (key for key in PEAK_BF16_FLOPS if key in name)
+        peak_flops = PEAK_BF16_FLOPS.get(max(known, key=len, default=""))
     return Utilization(
         model=flops,
         matmul=matmul_flops_per_token(model, seq_length),
         hardware=flops + recomputed_flops_per_token(model, seq_length, recomputing, kept),
-        peak_flops=peak_flops if cfg.log.peak_tflops is None else cfg.log.peak_tflops * 1e12,
+        peak_flops=peak_flops,
     )

@@ -74,15 +74,14 @@ class Muon(ShardOptimizer):
 def _orthogonalize(
     group: dist.ProcessGroup | None, parameters: Tensors, parts: Tensors, num_steps: int
 ) -> Tensors:
-    """This rank's part of each matrix, orthogonalized; rank i of the group does it for matrix i (collective).
+    """This rank's part of each matrix, orthogonalized; rank i of the group works on matrix i (collective).
 
-    The group is that of the ranks which hold the parts; None where matrices are whole.
+    The ranks of the group hold the parts; None where matrices are whole. Some ranks may have no matrix.
     """
     if group is None:
         return [orthogonalized(part, num_steps) for part in parts]
     rank, ranks = group.rank(), group.size()
-    sizes = [part_sizes(parameter) for parameter in parameters]
-    sizes += [[0] * ranks] * (ranks - len(sizes))  # ranks without a matrix
+    sizes = list(map(part_sizes, parameters)) + [[0] * ranks] * (ranks - len(parameters))
     mine, per_matrix = sizes[rank], [size[rank] for size in sizes]
     sent = on_group_device(torch.cat([part.bfloat16().flatten() for part in parts]), parameters[0])
     entries = sent.new_empty(sum(mine))
@@ -92,7 +91,7 @@ def _orthogonalize(
         entries = taken_apart(whole, parameters[rank])
     dist.all_to_all_single(sent, entries, per_matrix, mine, group)
     received = torch.split(sent.to(parts[0].device), per_matrix[: len(parts)])
-    return [update.view_as(part) for update, part in zip(received, parts, strict=True)]
+    return list(map(torch.Tensor.view_as, received, parts))
 
 
 def orthogonalized(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Optimizers:
-    """Several optimizers over one model, each over parameters of its own."""
+    """Several optimizers over one model; each parameter belongs to one optimizer."""
 
     def __init__(self, model: nn.Module, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._model, self.parts = model, list(parts)
@@ -55,21 +55,22 @@ class Optimizers:
         Where the optimizers `clip_by_themselves`, gradients still hold a `loss_scale`, which `grad_norm` does
         not, and those of a norm above `max_norm` are scaled down to it; 0 scales none.
         """
-        host_says, scale = True, None
+        is_bad, scale = ~torch.isfinite(grad_norm), None
         if self.clip_by_themselves and (max_norm > 0 or isinstance(loss_scale, torch.Tensor)):
             clip = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else 1.0
             scale = clip * loss_scale  # kernels divide by it
-        if not all(_skips_by_itself(part) for part in self.parts):
-            host_says = bool(torch.isfinite(grad_norm).item())
+        host_skips = not all(map(_skips_by_itself, self.parts)) and bool(is_bad.item())
         for part in self.parts:
             for group in part.param_groups:
-                _set_rate(group, rate(group["base_lr"]))
-            if _skips_by_itself(part):
-                bad = (~torch.isfinite(grad_norm)).to(_device_of(part), torch.float32)
-                # as torch.amp.GradScaler sets them
-                part.found_inf, part.grad_scale = bad, scale  # type: ignore[attr-defined]
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate(group["base_lr"]))
+                else:
+                    group["lr"] = rate(group["base_lr"])
+            if _skips_by_itself(part):  # two names of torch.amp.GradScaler
+                part.found_inf = is_bad.to(_device_of(part), torch.float32)  # type: ignore[attr-defined]
+                part.grad_scale = scale  # type: ignore[attr-defined]
                 part.step()
-            elif host_says:
+            elif not host_skips:
                 part.step()
 
     def zero_grad(self) -> None:
@@ -93,18 +94,17 @@ class Optimizers:
     def tensors_in_use(self) -> dict[str, torch.Tensor]:
         """The state itself, by the names of `state_dict`."""
         found: dict[str, Any] = get_optimizer_state_dict(self._model, self.parts, options=_FLAT)
-        flat = dict(sorted(found.items()))
-        return {key.removeprefix("state."): value for key, value in flat.items() if key.startswith("state.")}
+        return {key[6:]: found[key] for key in sorted(found) if key.startswith("state.")}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over a state of the form of `state_dict`; groups and rates stay those of this launch."""
+        """Takes over a state of the form of `state_dict`; groups and rates stay as this launch made them."""
         for name, value in self.tensors_in_use().items():
             local_part(value).copy_(local_part(state[name]))
 
 
 def as_saved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of the optimizers' state as checkpoints hold it: a quantized one becomes fp32."""
+    """The tensor that a checkpoint holds for a tensor of the state: a quantized tensor becomes fp32."""
     whole: torch.Tensor = load_part("quantized").dequantized(tensor) if _is_quantized(tensor) else tensor
     return whole
 
@@ -118,7 +118,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether several plain tensors stand behind this one, as torchao has them."""
+    """Whether several plain tensors stand behind this tensor, as in torchao."""
     return hasattr(local_part(tensor), "tensor_attrs")
 
 
@@ -129,13 +129,6 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # torch's name for it
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def build_optimizers(
@@ -165,10 +158,12 @@ def build_optimizers(
         return Optimizers(model, [_build_part(name, section, named, build)])
     if name != "muon":
         return Optimizers(model, [_build_part(name, section, named)])
-    hidden = {name: p for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
+    hidden, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, parameter in named.items():
+        part_of = hidden if parameter.ndim == 2 and name.startswith("blocks.") else others
+        part_of[name] = parameter
     if not hidden:
         raise UserError("--optimizer (muon) needs matrices in blocks, and the model has none; use adamw")
-    others = {name: p for name, p in named.items() if name not in hidden}
     parts = [_build_part("muon", section, hidden)]
     return Optimizers(model, parts + ([_build_part("adamw", section, others)] if others else []))
 
@@ -176,23 +171,24 @@ def build_optimizers(
 def _build_part(
     name: str, section: OptimConfig, named: Mapping[str, torch.Tensor], own: Build | None = None
 ) -> torch.optim.Optimizer:
-    """One optimizer over these parameters, with a group of those that decay and one of the others."""
+    """One optimizer over these parameters: a group of parameters that decay and a group of others."""
     build, settings = own or load_builder(name), read_settings(name, section)
     if own or any(parameter.is_meta for parameter in named.values()):
         settings.pop("fused", None)  # no kernel there
-    groups: dict[float, list[torch.Tensor]] = {}
+    groups: dict[float, dict[str, Any]] = {}
     for key, parameter in named.items():
         of_embedding = key.startswith("embed.")
         decays = section.decay_norms if parameter.ndim < 2 else section.decay_embeddings or not of_embedding
-        groups.setdefault(section.weight_decay if decays else 0.0, []).append(parameter)
-    part = build([{"params": some, "weight_decay": decay} for decay, some in groups.items()], **settings)
+        decay = section.weight_decay if decays else 0.0
+        groups.setdefault(decay, {"params": [], "weight_decay": decay})["params"].append(parameter)
+    part = build(list(groups.values()), **settings)
     if name in BUILDERS and not part.state:
         _make_state(part, build, settings)
     return part
 
 
 def _make_state(part: torch.optim.Optimizer, build: Build, settings: Mapping[str, Any]) -> None:
-    """Makes what one of torch's optimizers would make at its first step: a count of steps, and zeros.
+    """Makes the state that an optimizer of torch makes at the first step: a count of steps, and zeros.
 
     One step of a parameter made for this purpose shows the names of the state. Optimizers of torchao would
     compile in that step; the names of their state are known.
@@ -204,15 +200,13 @@ def _make_state(part: torch.optim.Optimizer, build: Build, settings: Mapping[str
     probe.grad = torch.zeros(1)
     stepped = build([probe], **settings)
     stepped.step()
-    names = list(stepped.state[probe])
-    for parameter in (each for group in part.param_groups for each in group["params"]):
-        for name in names:
-            if name == "step":
-                device = parameter.device if settings.get("fused") else None
-                value = torch.zeros((), dtype=torch.float32, device=device)
-            else:
-                value = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            part.state[parameter][name] = value
+    for group in part.param_groups:
+        for parameter in group["params"]:
+            state, device = part.state[parameter], parameter.device if settings.get("fused") else None
+            for name in stepped.state[probe]:
+                state[name] = torch.zeros((), dtype=torch.float32, device=device)
+                if name != "step":
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 @cache
@@ -226,12 +220,12 @@ def state_of_stand_in(section: OptimConfig, precision: Precision = FP32) -> dict
     dtype = torch.bfloat16 if precision.weights == "bf16" else torch.float32
     with torch.device("meta"):  # so that no random number is drawn
         linear = partial(nn.Linear, _STAND_IN, _STAND_IN, bias=False, dtype=dtype)
-        matrices = {name: linear() for name in ("blocks", "embed")}
-    model = nn.ModuleDict(matrices).to_empty(device="cpu")
+        model = nn.ModuleDict({"blocks": linear(), "embed": linear()}).to_empty(device="cpu")
     try:
         state = build_optimizers(section, model, precision).tensors_in_use()
-        if odd := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
-            raise TypeError(f"its state must be tensors, to be saved, and {odd[0]} is none")
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"the state must be tensors, to be saved, and {name} is no tensor")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, UserError) and str(error).startswith("--"):
             raise

@@ -1,11 +1,10 @@
-"""What an optimizer's name stands for, and which arguments its flags and `--optimizer_kwargs` give it.
+"""The optimizer behind a name, and the arguments that flags and `--optimizer_kwargs` give the optimizer.
 
 The arguments of a builder are read from its signature, so nothing here repeats them.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ import torch
 
 from fms_fsdp.config import OptimConfig
 from fms_fsdp.config.flag import Flag
-from fms_fsdp.config.values import coerce, shown
+from fms_fsdp.config.values import coerce, must_be_one_of, shown
 from fms_fsdp.errors import UserError
 from fms_fsdp.parts import load_part
 
@@ -26,12 +25,12 @@ PARTS = {  # of extras/, as module:class
     "rprop": "elementwise:Rprop",
     "novograd": "layerwise:NovoGrad",
     "madgrad": "elementwise:Madgrad",
+    "sgd": "elementwise:SGD",
     "sm3": "factored:SM3",
 }
 BUILDERS = PARTS | {  # torch's own work on sharded tensors, entry by entry
     "adamw": "torch.optim:AdamW",
     "adam": "torch.optim:Adam",
-    "sgd": "fms_fsdp.optim.sgd:SGD",
     "muon": "fms_fsdp.optim.muon:Muon",
     "adamw8bit": "torchao.optim:AdamW8bit",
     "adagrad": "torch.optim:Adagrad",
@@ -51,7 +50,7 @@ _TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float}
 
 
 def load_builder(name: str) -> Build:
-    """What builds the optimizer of that name, or of the form module:function.
+    """The function that builds the optimizer of that name, or of the form module:function.
 
     Raises:
         UserError: its package is not installed, or there is no such module or function.
@@ -68,13 +67,13 @@ def load_builder(name: str) -> Build:
     except (ValueError, TypeError) as error:
         raise UserError(f"--optimizer ({shown(name)}) must be a function: {error}") from None
     if not takes:
-        raise UserError(f"--optimizer ({shown(name)}) must take the parameters to optimize; it takes none")
+        raise UserError(f"--optimizer ({shown(name)}) must have an argument: the parameters to optimize")
     return build
 
 
 def read_settings(name: str, section: OptimConfig) -> dict[str, Any]:
-    """The arguments of the builder, beside its groups: those with a flag if it takes them, and, of the
-    section's own optimizer, `--optimizer_kwargs`.
+    """The arguments of the builder beside the groups: arguments that have a flag, and, for the optimizer that
+    the section names, `--optimizer_kwargs`.
 
     Raises:
         UserError: a key is unknown, has a flag or a value of another type, or a flag was set that the
@@ -100,9 +99,8 @@ def read_settings(name: str, section: OptimConfig) -> dict[str, Any]:
         if key in _FLAGS and key not in known and key in taken:
             raise UserError(f"{quoted} must not set what has a flag; use --{' and --'.join(_FLAGS[key])}")
         if key not in known and not any(each.kind is each.VAR_KEYWORD for each in signature):
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            hint = f"did you mean {near[0]}? It takes {', '.join(known)}" if near else "leave it out"
-            raise UserError(f"{quoted} must be an argument of --optimizer={name}; {hint}")
+            rule = must_be_one_of(known, key, cutoff=0.0) if known else "must be left out"
+            raise UserError(f"{quoted}, an argument of --optimizer={name}, {rule}")
         settings[key] = _read_value(taken[key], text) if key in taken else text
     if name in BUILDERS and {"foreach", "fused"} & taken.keys():
         settings["fused" if name in _FUSED else "foreach"] = True

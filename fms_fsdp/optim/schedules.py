@@ -39,7 +39,8 @@ _FALLING: dict[str, Callable[[float, float], float]] = {  # of p and power, from
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is: its steps, the tokens of a row, and those of the whole run by the end of a step."""
+    """The length of a run: the steps, the tokens of a row, the tokens of the whole run by the end of a
+    step."""
 
     num_steps: int
     seq_length: int
@@ -73,7 +74,7 @@ def find_corners(section: OptimConfig, run: Length) -> Corners:
         return run.tokens_at(step) if in_tokens and step > 0 else step
 
     def size(name: str, default: int) -> int:
-        """Of a span that begins with the run."""
+        """The length of a span that begins with the run."""
         number, unit = spans.get(name, (default, "steps"))
         if unit in ("samples", "tokens"):
             return int(number) * (run.seq_length if unit == "samples" else 1)
@@ -96,7 +97,7 @@ def find_corners(section: OptimConfig, run: Length) -> Corners:
         given = ", ".join(f"--{name} ({value})" for name, value in values.items() if value)
         raise UserError(
             f"{given}: the warm-up must not end (at {warmup:,} {unit}) after the decay begins or ends (at "
-            f"{min(start, end):,}); shorten one of them, or lengthen the run"
+            f"{min(start, end):,}); shorten one span, or lengthen the run"
         )
     return Corners(in_tokens, warmup, start, end, size("lr_step_size", 0))
 

@@ -1,5 +1,5 @@
-"""What the optimizers of this folder have in common: state that is made when they are built, so that a
-checkpoint can be loaded into it, and a step over the shards of this rank.
+"""The base of our own optimizers: the state exists as soon as an optimizer is built, so that a checkpoint can
+be loaded into the state, and a step works on the shards of this rank.
 
 Elementwise arithmetic needs no more. What is of the whole tensor (a norm, a mean of a row) is reduced over
 the ranks that hold its shards (`sharded.py`), for all tensors in one message; replicas hold equal shards, and
@@ -20,7 +20,8 @@ Pair = tuple[float, float]
 
 
 class ShardOptimizer(torch.optim.Optimizer):
-    """An optimizer whose `update` works on this rank's shards. `kept`: its state of the parameter's shape."""
+    """An optimizer whose `update` works on this rank's shards. `kept`: names of state
+    tensors of the shape of the parameter."""
 
     kept: tuple[str, ...] = ()
 

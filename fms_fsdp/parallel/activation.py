@@ -18,7 +18,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fms_fsdp.config import ParallelConfig, parse_selective_checkpointing
+from fms_fsdp.config import ParallelConfig
 from fms_fsdp.models.llama import Llama
 
 # a warning of what we do on purpose: what a block computes again has no operation in place
@@ -35,7 +35,7 @@ _ATTENTION = {
 
 
 def select_blocks(num_blocks: int, share: Fraction) -> list[bool]:
-    """For each block whether it recomputes: `floor(num_blocks * share)` of them, at least one, evenly spaced.
+    """Whether each block recomputes: `floor(num_blocks * share)` of them, at least one, evenly spaced.
 
     Block i is chosen where i * share passes a whole number; 1/k chooses every k-th. 1/2 of 6: the 2nd, 4th
     and 6th.
@@ -50,25 +50,20 @@ def apply_recomputation(model: Llama, section: ParallelConfig, *, compiled: bool
     Blocks that will be `compiled` get a policy also where nothing is kept: without one torch 2.11 keeps what
     products in autograd functions of our own give.
     """
-    by_ops = section.recomputes == "ops"
-    share = Fraction(1) if by_ops else parse_selective_checkpointing(section.selective_checkpointing)
     settings: dict[str, Any] = {"preserve_rng_state": False}  # the model draws no random numbers
-    if by_ops or compiled:
-        kept = section.recompute_ops if by_ops else ()
-        settings["context_fn"] = lambda: _contexts(kept)
-    for layer, recomputes in zip(list(model.blocks), select_blocks(len(model.blocks), share), strict=True):
+    kept = section.recompute_ops if section.recomputes == "ops" else ()
+    if section.recomputes == "ops" or compiled:
+        contexts: Callable[..., Any] = create_selective_checkpoint_contexts
+        settings["context_fn"] = lambda: contexts(_policy(kept))
+    chosen = select_blocks(len(model.blocks), section.recomputed_share)
+    for layer, recomputes in zip(list(model.blocks), chosen, strict=True):
         if recomputes:
             block, kind = model.blocks[layer], CheckpointImpl.NO_REENTRANT
             model.blocks[layer] = checkpoint_wrapper(block, checkpoint_impl=kind, **settings)
 
 
-def _contexts(kept: Collection[str]) -> Any:
-    """The contexts of one forward pass of a block and of its recomputation."""
-    return create_selective_checkpoint_contexts(_policy(kept))  # type: ignore[no-untyped-call]
-
-
 def _policy(kept: Collection[str]) -> Callable[..., CheckpointPolicy]:
-    """Says of each operation, in the order of the pass, whether its result is kept.
+    """A policy that decides for each operation, in the order of the pass, whether the result is kept.
 
     Of the products every second one: k, o and up of q, k, v, o, gate, up, down. The result of the last one is
     not needed by the backward pass.

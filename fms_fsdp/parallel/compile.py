@@ -1,5 +1,5 @@
-"""torch.compile, block by block: one compilation serves all blocks. Beside them only the softmax of the loss
-is compiled."""
+"""torch.compile, block by block: one compilation serves all blocks. Beside blocks only the softmax of the
+loss is compiled."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fms_fsdp.models.llama import Llama
 
 
 def compiles(section: ParallelConfig, device: torch.device) -> bool:
-    """`--use_torch_compile`; where it is not given, whether the device is a GPU that has a compiler."""
+    """The value of `--use_torch_compile`; without that flag, whether the device is a GPU with a compiler."""
     if section.use_torch_compile is not None:
         return section.use_torch_compile
     return device.type == "cuda" and not missing_compiler(device)
 
 
 def compiles_optimizer(section: ParallelConfig, model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether an optimizer's step is compiled where it can be: with the blocks, if its device has a
-    compiler."""
+    """Whether the step of an optimizer is compiled if that optimizer can be: with the blocks, if the device
+    of the weights has a compiler."""
     return compiles(section, device) and not missing_compiler(next(model.parameters()).device)
 
 
@@ -45,4 +45,4 @@ def missing_compiler(device: torch.device) -> str:
     """The compiler that compiled code for this device needs, if it is not on the PATH; else nothing."""
     variable, usual = ("CXX", "g++") if device.type == "cpu" else ("CC", "gcc")
     name = os.environ.get(variable, usual)
-    return "" if shutil.which(name) else f"{name} is not on the PATH; install it, or set {variable}"
+    return "" if shutil.which(name) else f"{name} is not on the PATH; install a compiler, or set {variable}"

@@ -1,5 +1,5 @@
-"""Sharding with FSDP2: one unit per block or group of blocks, and what the training loop needs to know about
-sharded gradients.
+"""Sharding with FSDP2: one unit per block or group of blocks, and the synchronisation and clipping of sharded
+gradients.
 
     untied:  embed │ block 0 │ … │ block n-1 │ head (final norm, output weight, loss)  root: nothing
     tied:            block 0 │ … │ block n-1                                          root: embed, final norm
@@ -100,7 +100,7 @@ def clip_grad_norm(
     parameters: Iterable[torch.Tensor], max_norm: float, mesh: Mesh, loss_scale: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
     """The `global_norm` of the gradients before clipping; larger ones are scaled in place. `max_norm` 0 clips
-    none. The gradients hold a `loss_scale`, which is taken out of them and of the norm.
+    none. The gradients hold a `loss_scale`, which is taken out of gradients and norm.
 
     What lies on the CPU is not touched where the factor is 1: that saves a pass over the gradients.
     """

@@ -31,7 +31,7 @@ def parallelize(
     precision: Precision,
     seed: int,
 ) -> Llama:
-    """The model of this rank, initialised and ready to train; its weights are the same on any mesh.
+    """The model of this rank, initialised and ready to train; the weights are the same on any mesh.
 
     Collective: every rank. It is built without memory, so no rank ever holds more than its shards, unless
     `low_cpu_fsdp` is off: then each rank fills a whole model on the CPU first.

@@ -1,4 +1,4 @@
-"""The dtypes of the model: what its weights are kept in, and what it computes in.
+"""The dtype of the weights of a model, and the dtype of the computations.
 
     sharded     FSDP gathers copies of a unit's weights in the dtype of products, and frees them after use
     unsharded   every module casts its own weight, in the forward and again in the backward pass
@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def fsdp_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Gathered weights of the dtype of products, and that of reductions.
+    """The policy of FSDP: gathered weights in the dtype of products, reductions in the dtype of reductions.
 
     Inputs are not cast, so the rotary table stays fp32.
     """
@@ -34,7 +34,7 @@ def fsdp_policy(precision: Precision) -> MixedPrecisionPolicy:
 
 
 def sum_gradients_in_fp32(model: nn.Module) -> None:
-    """Lets the gradients of bf16 weights add up in fp32 over micro-steps: those of a model that is ready.
+    """Lets the gradients of bf16 weights add up in fp32 over micro-steps, in a model that is ready to train.
 
     FSDP rounds the gradient of each micro-step to bf16 once. What it adds up itself, before it sends it
     (hsdp over replicas, `sync_each_micro_step` off), is in `reduce_dtype`, and rounded once a step.
@@ -70,7 +70,7 @@ def apply_precision(model: Llama, precision: Precision) -> None:
 
 
 class _CastProduct(torch.autograd.Function):
-    """x W^T in the dtype of x; the backward pass casts W anew, so no copy of it is kept between the two.
+    """x W^T in the dtype of x; the backward pass casts W anew, so that no copy of W is kept until then.
 
     It casts the transpose: the compiler would take two equal casts for one, and keep its result.
     """
@@ -91,8 +91,8 @@ class _CastProduct(torch.autograd.Function):
 
 
 def product_in(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product in another dtype than that of its factors; a GPU of NVIDIA writes it so at once, neither
-    rounded nor cast."""
+    """The product in another dtype than that of its factors; a GPU of NVIDIA writes the product in that dtype
+    at once, neither rounded nor cast."""
     if left.is_cuda and torch.version.cuda and left.dtype != dtype == torch.float32:
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)

@@ -1,4 +1,4 @@
-"""What a rank sends in a step to reduce gradients and to gather weights: arithmetic alone.
+"""The bytes that a rank sends in a step to reduce gradients and to gather weights: arithmetic alone.
 
     all-gather and reduce-scatter among s ranks   (s - 1) / s of the whole tensor
     all-reduce among r ranks                      twice (r - 1) / r of it

@@ -19,14 +19,7 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.config import (
-    FP32,
-    NUM_BYTES,
-    BatchPlan,
-    ParallelConfig,
-    Precision,
-    parse_selective_checkpointing,
-)
+from fms_fsdp.config import FP32, NUM_BYTES, BatchPlan, ParallelConfig, Precision
 from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.rule import Rule, judge
 from fms_fsdp.models.flops import num_params, num_params_by_unit
@@ -221,7 +214,7 @@ def activation_bytes(
             products = keys + hidden + (config.ffn_hidden_size if config.activation == "swiglu" else 0)
         kept = number * (hidden + products + ("attention" in ops) * queries) + weights
     elif section.recomputes == "blocks":
-        share = float(parse_selective_checkpointing(section.selective_checkpointing))
+        share = float(section.recomputed_share)
         kept = int(share * number * hidden + (1 - share) * kept)
     return num_tokens * config.num_layers * kept
 

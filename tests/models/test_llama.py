@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from fms_fsdp.config import BF16
+from fms_fsdp.extras.decoding import KeyValueCache
 from fms_fsdp.models import attention as attention_module
 from fms_fsdp.models import masks as masks_module
-from fms_fsdp.models.attention import KeyValueCache, attention, chosen_backend, explicit_attention
+from fms_fsdp.models.attention import attention, chosen_backend, explicit_attention
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Block, Llama
 from fms_fsdp.models.masks import attention_mask, block_mask, document_mask

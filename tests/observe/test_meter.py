@@ -18,7 +18,7 @@ from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.observe.meter import Meter
 from fms_fsdp.observe.metrics import Clock
-from fms_fsdp.observe.sinks import Sinks
+from fms_fsdp.observe.sinks import MetricsFile, Sinks
 from fms_fsdp.observe.utilization import find_utilization
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.runtime import Phases, World
@@ -71,7 +71,7 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     state = TrainState(model, build_optimizers(cfg.optim, model), stream, progress)
     mesh, clock = Mesh(dims, 0, "cpu"), Clock(cpu)
     monkeypatch.setattr(mesh, "sum", lambda tensor, axis: tensor)  # there is one process
-    sinks = Sinks(None, [], 1, {})
+    sinks = Sinks(MetricsFile(tmp_path / "metrics.jsonl"), [], 1, {})
     meter = Meter(spec, mesh, state, sinks, clock, Phases())
     batch = empty_batch(3, 4096)
     record = meter._record(progress, {"energy_j": 0.0}, TIMES, batch)
@@ -82,3 +82,4 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     assert record["tflops_per_device"] == pytest.approx(1000 * record["mfu"])
     assert progress.tokens_seen == 5 * 24 * 4096 and record["eta_s"] == pytest.approx(2.5)
     assert record["samples_seen"] == 5 * 24
+    sinks.close()

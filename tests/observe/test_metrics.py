@@ -17,9 +17,8 @@ import torch
 from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.extras.sensors import find_sensors
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.observe.energy import EnergyMeter, find_meter
 from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, report_line
-from fms_fsdp.observe.sensors import read_all
+from fms_fsdp.observe.sensors import EnergyMeter, find_meter, read_all
 from fms_fsdp.observe.sinks import MetricsFile
 from fms_fsdp.observe.utilization import Utilization
 from fms_fsdp.sharded import global_norm
@@ -211,7 +210,7 @@ def test_the_packages_of_a_cpu_are_metered_and_their_counters_wrap_around(tmp_pa
 
 def test_a_counter_that_fails_is_left_out() -> None:
     readings = iter([1.0, 4.0])
-    meter = EnergyMeter([lambda: next(readings), lambda: 1 / 0])
+    meter = EnergyMeter({"one": lambda: next(readings), "broken": lambda: 1 / 0})
     assert meter.read_j() == 3.0
     assert meter.read_j() == 0.0  # exhausted: StopIteration
 

@@ -17,18 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fms_fsdp.config import (
-    BF16,
-    FP32,
-    ModelConfig,
-    ParallelConfig,
-    Precision,
-    TrainConfig,
-    parse_selective_checkpointing,
-)
+from fms_fsdp.config import BF16, FP32, ModelConfig, ParallelConfig, Precision, TrainConfig
 from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.rule import judge
+from fms_fsdp.config.spans import parse_selective_checkpointing
 from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.flops import recomputed_flops_per_token
@@ -62,7 +55,7 @@ def step(model: Llama, length: int = 24) -> tuple[torch.Tensor, list[torch.Tenso
 @pytest.mark.parametrize("num_blocks", [1, 5, 6, 32, 80])
 @pytest.mark.parametrize("text", ["1", "1/2", "0.33", "2/3", "every:4", "1/7", "0.9"])
 def test_checkpointed_blocks_are_evenly_spaced(num_blocks: int, text: str) -> None:
-    share = parse_selective_checkpointing(text)
+    share = parse_selective_checkpointing("selective_checkpointing", text)
     chosen = select_blocks(num_blocks, share)
     assert sum(chosen) == max(1, int(num_blocks * share))
     places = [i for i, one in enumerate(chosen) if one]

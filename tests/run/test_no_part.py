@@ -27,7 +27,7 @@ for flags in json.loads(sys.argv[1]):
     print("\\nENDED", json.dumps([status, sorted(loaded)]), flush=True)
     os._exit(0)
 """
-CHOSEN = {"fms_fsdp.optim.muon", "fms_fsdp.optim.sgd", "fms_fsdp.optim.shards"}  # core, but not by default
+CHOSEN = {"fms_fsdp.optim.muon", "fms_fsdp.optim.shards"}  # core, but not by default
 SMALL = [
     *("--model_variant=7b", "--num_layers=2", "--hidden_size=64", "--ffn_hidden_size=128"),
     *("--num_attention_heads=4", f"--vocab_size={VOCAB}", "--seq_length=64", "--batch_size=2"),

@@ -56,7 +56,7 @@ def test_greedy_text_is_that_of_transformers(
 @pytest.mark.slow
 def test_logits_in_bf16_under_teacher_forcing(tmp_path: Path) -> None:
     """Position by position with the cache, against the reference's pass over the whole text."""
-    from fms_fsdp.models.attention import KeyValueCache
+    from fms_fsdp.extras.decoding import KeyValueCache
 
     for kind in FOLDERS:
         theirs = their_model(kind).bfloat16()

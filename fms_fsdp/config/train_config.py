@@ -1,4 +1,4 @@
-"""The whole configuration of a run, and what follows from several of its sections."""
+"""The configuration of a run with all its sections, and what follows from several of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 from fms_fsdp.config.flag import build_config, flag_table, flag_values, non_defaults
 from fms_fsdp.config.model import ModelConfig
 from fms_fsdp.config.optim import OptimConfig
+from fms_fsdp.config.outputs import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
 from fms_fsdp.config.precision import PrecisionConfig
 from fms_fsdp.config.rule import judge
 from fms_fsdp.config.rules import CONTRADICTIONS
-from fms_fsdp.config.surroundings import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
 from fms_fsdp.config.training import DataConfig, ParallelConfig, TrainingConfig
 from fms_fsdp.config.values import coerce
 
@@ -52,7 +52,7 @@ class TrainConfig:
 
     @property
     def keep_name(self) -> str:
-        """The flag that makes the same run go on where a flag changes that is in the default run name."""
+        """The flag that lets this run go on where another flag changes the default run name."""
         return f"--run_name={shlex.quote(self.run_name)}"
 
     @property
@@ -67,7 +67,7 @@ class TrainConfig:
 
 
 def as_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """The configuration by section, in JSON types; `--config=FILE` reads it back."""
+    """The configuration by section, in JSON types, as `--config=FILE` reads a configuration."""
     plain: dict[str, dict[str, Any]] = json.loads(json.dumps(dataclasses.asdict(config)))
     return plain
 

@@ -1,4 +1,4 @@
-"""The flags around training: validation, checkpoints, logs, traces. They can change on a resume."""
+"""The flags of what a run gives out: held-out losses, checkpoints, logs, traces. A resume may change them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fms_fsdp.config.flag import free_flag
 # fmt: off
 @dataclass(frozen=True)
 class EvalConfig:
-    """Validation on held-out data. It does not change what is trained.
+    """Validation on held-out data, which changes nothing in the training.
 
     When to change: set `eval_interval` in every run whose result matters. More `eval_steps` make the loss
     less noisy and take longer.
@@ -19,76 +19,70 @@ class EvalConfig:
     eval_interval: int = free_flag(0, minimum=0,
         help="number of steps between evaluations on held-out data; the last step is evaluated too; 0 is off")
     eval_steps: int = free_flag(10, minimum=1, maximum=10**6,
-        help="number of global batches of each held-out source in an evaluation; they are always the same, "
-        "and at most one epoch")
+        help="global batches of each held-out source in an evaluation: always the same, at most one epoch")
     eval_at_start: bool = free_flag(False, help="also evaluate before the first step of every launch")
     eval_data_path: str = free_flag("", form="path",
-        help="folder of held-out token shards (default: validation/ in data_path, which `prepare --split` "
-        "writes; without it data_path)")
+        help="folder of held-out token shards (default: validation/ in data_path, as `prepare --split` makes "
+        "that folder, else data_path)")
     eval_datasets: tuple[str, ...] = free_flag((), form="source name",
-        help="held-out sources, by the names of their subfolders there (default: all)")
+        help="held-out sources, by the names of their subfolders in eval_data_path (default: all)")
     eval_test: bool = free_flag(False, help="evaluate test/ in data_path once, after the last step")
     test_data_path: str = free_flag("", form="path",
         help="folder of token shards to evaluate once, after the last step, in place of test/ in data_path")
     test_steps: int | None = free_flag(None, minimum=1, maximum=10**6,
-        help="number of global batches of each source in that evaluation (default: eval_steps)")
+        help="number of global batches of each source in the evaluation of test data (default: eval_steps)")
     sample_interval: int = free_flag(0, minimum=0, part="samples",
         help="number of steps between texts that the model writes, also after the last step; 0 is off; the "
-        "data need their tokenizer beside them")
+        "folder of the data must hold a tokenizer")
     sample_prompts: tuple[str, ...] = free_flag((), form="text", part="samples",
-        help="beginnings of these texts, or a file with one in each line (default: a new document)")
+        help="beginnings of sampled texts, or a file with one in each line (default: a new document)")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a run saves, where, what it keeps, and what it starts from.
+    """Checkpoints: which ones a run saves and keeps, where, and from which one the run starts.
 
     When to change: `checkpoint_interval` is the work that you can bear to lose. `keep_last_n` where the disk
     is small, `keep_best` with validation. `ckpt_load_path` to start from another run's weights.
     """
 
     ckpt_save_path: str = free_flag("", form="path",
-        help="folder of checkpoints (default: checkpoints/ in the run folder); "
-        "a run goes on from a complete checkpoint there")
+        help="folder of checkpoints, from which a run goes on too (default: checkpoints/ in the run folder)")
     ckpt_load_path: str = free_flag("", form="path", in_name=True,
         help="checkpoint folder, or one step_<N> folder, to start from if ckpt_save_path holds no checkpoint")
     resuming_dataset: bool = free_flag(True, in_name=True,
-        help="the data go on where the run of ckpt_load_path stopped; "
-        "False keeps step and optimizer and begins the data anew")
+        help="go on in the data where the run of ckpt_load_path stopped; False keeps only step and optimizer")
     load_model_only: bool = free_flag(False, in_name=True,
         help="load only the weights of ckpt_load_path; the run starts at step 0 with new optimizer and data")
     resume: str = free_flag("auto", choices=("auto", "must", "never"),
-        help="auto goes on from the newest sound checkpoint if there is one, must demands one, "
-        "never demands a fresh start")
+        help="auto goes on from the newest sound checkpoint, if any; must demands one; never starts afresh")
     resume_step: int | None = free_flag(None, minimum=1,
-        help="go back to the checkpoint of this step and set later ones aside; the same command, "
-        "given again, goes on from the checkpoints that it has made since")
+        help="go back to the checkpoint of this step and set later ones aside; the same command, given "
+        "again, goes on from the checkpoints that the command has made since")
     export_interval: int = free_flag(0, minimum=0, part="exports",
-        help="number of steps between exports to exports/ in the run folder, as folders of Hugging Face, of "
-        "checkpoints that are saved anyway; the last step is exported too; 0 is off")
+        help="number of steps between checkpoints that are exported too, to folders of Hugging Face in "
+        "exports/ of the run folder; the last step is exported too; 0 is off")
     checkpoint_interval: int = free_flag(1000, minimum=0,
         help="number of steps between checkpoints; the last step is saved too; 0 saves only the last step")
-    save_last: bool = free_flag(True, advanced=True, help="save the last step; benchmarks turn it off")
+    save_last: bool = free_flag(True, advanced=True, help="save the last step, unlike a benchmark")
     checkpoint_schedule: str = free_flag("",
-        help="steps of checkpoints, in place of the interval: 10@100,18@1000,1500 saves every 10 steps up to "
-        "step 100, then every 18 up to step 1000, then every 1500")
+        help="steps of checkpoints, not checkpoint_interval: 10@100,18@1000,1500 saves every 10 steps up to "
+        "step 100, then every 18 steps up to step 1000, then every 1500 steps")
     async_checkpoint: bool = free_flag(True,
         help="write checkpoints in the background; training waits only for the copy to host memory")
     keep_last_n: int = free_flag(0, minimum=0,
         help="keep the newest N checkpoints and delete the others when a new one is complete; 0 keeps all")
     keep_every: int = free_flag(0, minimum=0,
         help="with keep_last_n: also keep every checkpoint whose step is a multiple of this number")
-    keep_best: int = free_flag(0, minimum=0,
-        help="with keep_last_n: also keep the N checkpoints with the lowest validation loss")
-    keep_steps: tuple[int, ...] = free_flag((), minimum=1,
-        help="with keep_last_n: also keep the checkpoints of these steps")
+    keep_best: int = free_flag(0, "beside keep_last_n: N checkpoints of least validation loss", minimum=0)
+    keep_steps: tuple[int, ...] = free_flag((), "beside keep_last_n: checkpoints of these steps", minimum=1)
     # fmt: on
 
 
 # fmt: off
 @dataclass(frozen=True)
 class LogConfig:
-    """Where a run lives and what it reports.
+    """The folder of a run, and the reports of a run.
 
     When to change: `run_name` for a name that you can remember. `report_interval` larger where a step
     is short.
@@ -102,29 +96,24 @@ class LogConfig:
     print_interval: int = free_flag(0, minimum=0,
         help="number of steps between bare lines of step and time, which wait for no device; 0 is off")
     diagnostics: bool = free_flag(False, part="sensors",
-        help="report shared and resident memory, temperatures and clocks, where the machine shows them")
+        help="report memory, shared memory, temperatures and clocks that the machine shows")
     peak_tflops: float | None = free_flag(None, above=0, maximum=1e9, advanced=True,
-        help="dense TFLOP/s of one device at best, which mfu counts against (default: a GPU's by its name)")
+        help="dense TFLOP/s of one device at best, against which mfu counts (default: by the GPU's name)")
     log_param_norm: bool = free_flag(False, help="report the norm of all parameters")
-    log_num_zeros: bool = free_flag(False, advanced=True,
-        help="report how many entries of the gradient are zero")
-    log_all_ranks: bool = free_flag(False,
-        help="every rank writes its lines to log.rank<N>.txt; otherwise only rank 0 writes, to log.txt")
+    log_num_zeros: bool = free_flag(False, "report the number of zeros in the gradient", advanced=True)
+    log_all_ranks: bool = free_flag(False, "every rank writes log.rank<N>.txt, not only rank 0 log.txt")
     trackers: tuple[str, ...] = free_flag(("tensorboard",),
         choices=("none", "tensorboard", "wandb", "mlflow", "aim", "codecarbon"),
-        help="programs that receive the metrics, in addition to metrics.jsonl; none of them can stop a run "
-        "(see docs/metrics.md)")
+        help="programs that also receive the metrics (docs/metrics.md); no tracker can stop a run")
     tracker_project: str = free_flag("fms-fsdp", part="trackers",
         help="name of the project or experiment under which trackers file the run")
-    tracker_entity: str = free_flag("", part="trackers",
-        help="team or account of wandb (default: the user's own)")
+    tracker_entity: str = free_flag("", "team or account of wandb (default: the user's)", part="trackers")
     tracker_metrics: tuple[str, ...] = free_flag((), advanced=True,
         help="names of the metrics that trackers receive, such as loss,lr,*_ms (default: all)")
     tensorboard_dir: str = free_flag("", form="path",
         help="folder of TensorBoard's files (default: tensorboard/ in the run folder)")
     tensorboard_queue_size: int = free_flag(1, minimum=1, maximum=10**6, advanced=True,
-        help="number of events that one write to TensorBoard's file takes together; with 1 a run that is "
-        "killed loses none of them, and a report is one short write; raise it where the file system is slow")
+        help="events in one write to TensorBoard's file; with 1 a killed run loses none; more for slow disks")
     # fmt: on
 
 
@@ -139,19 +128,13 @@ class ProfilerConfig:
     """
 
     use_profiler: bool = free_flag(False, help="write a profiler trace of some steps of this launch")
-    profiler_dir: str = free_flag("", form="path",
-        help="folder of traces (default: profile_traces/ in the run folder)")
-    profiler_ranks: tuple[int, ...] = free_flag((0,), minimum=0,
-        help="ranks that write traces; empty means all ranks")
-    profiler_wait: int = free_flag(3, minimum=0,
-        help="number of steps of this launch before the profiler warms up")
-    profiler_warmup: int = free_flag(2, minimum=0, advanced=True,
-        help="number of steps that the profiler runs without recording")
+    profiler_dir: str = free_flag("", "folder of traces (default: profile_traces/ of the run)", form="path")
+    profiler_ranks: tuple[int, ...] = free_flag((0,), "ranks that write traces; empty: all ranks", minimum=0)
+    profiler_wait: int = free_flag(3, "steps of this launch before the profiler warms up", minimum=0)
+    profiler_warmup: int = free_flag(2, "steps that the profiler does not record", minimum=0, advanced=True)
     profiler_active: int = free_flag(3, minimum=1, help="number of steps that the profiler records")
     profiler_shapes: bool = free_flag(True, advanced=True, help="record the shapes of operands")
-    profiler_stacks: bool = free_flag(False, advanced=True,
-        help="record Python stacks; the trace is slower and larger")
+    profiler_stacks: bool = free_flag(False, "record Python stacks, which makes traces larger", advanced=True)
     profiler_memory: bool = free_flag(False, advanced=True, help="record allocations")
     memory_snapshot: bool = free_flag(False,
-        help="record the history of the GPU allocator in the profiler's steps; "
-        "a run that is out of memory always writes a snapshot")
+        help="record the history of the GPU's memory in the profiler's steps, not only if memory runs out")
