@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.kept_tokenizer import find_tokenizer
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.text_rules import NO_RULES, TextRules, begin_token
-
-
-class ModelSize(Protocol):
-    """What a text must fit: positions and tokens of a model."""
-
-    @property
-    def max_seq_len(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
+from fms_fsdp.models.variants import LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def encode_prompts(
-    tokenizer: Tokenizer, texts: Sequence[str], model: ModelSize, rules: TextRules = NO_RULES
+    tokenizer: Tokenizer, texts: Sequence[str], model: LlamaConfig, rules: TextRules = NO_RULES
 ) -> Prompts:
     """The prompts of a model.
 
@@ -80,7 +70,7 @@ def check_tokens(ids: Iterable[Sequence[int]], vocab_size: int) -> None:
         raise UserError(f"the tokenizer of the model {rule}: they do not belong together")
 
 
-def scan_prompts(section: EvalConfig, data: DataConfig, model: ModelSize) -> Prompts:
+def scan_prompts(section: EvalConfig, data: DataConfig, model: LlamaConfig) -> Prompts:
     """The prompts of the samples during training, for one rank, which sends them to the others.
 
     Raises:

@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
-
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.safe_names import open_regular
@@ -62,9 +59,6 @@ class Files(Protocol):
 
     def pread(self, path: str, num_bytes: int, offset: int) -> bytes:
         """Returns up to `num_bytes` bytes at `offset`: fewer at the end of the file."""
-
-    def gather_int64(self, path: str, offsets: I64) -> I64:
-        """Returns the little-endian int64 at every offset (all must lie in the file)."""
 
     def prefetch(self, path: str, offsets: I64, sizes: I64) -> None:
         """Says which ranges will be read soon, those at negative offsets from the end; returns at once,
@@ -116,11 +110,6 @@ class LocalFiles:
 
     def pread(self, path: str, num_bytes: int, offset: int) -> bytes:
         return os.pread(self._open.get(path) or self._descriptor(path), num_bytes, offset)
-
-    def gather_int64(self, path: str, offsets: I64) -> I64:
-        data = np.memmap(os.path.join(self.root, path), dtype=np.uint8, mode="r")
-        words: I64 = sliding_window_view(data, 8)[offsets].view("<i8")[:, 0]
-        return words
 
     def prefetch(self, path: str, offsets: I64, sizes: I64) -> None:
         pass  # the page cache reads ahead
