@@ -46,7 +46,7 @@ class Pieces(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence[Pieces]) -> Pieces:
         """Returns all pieces of the parts."""
-        return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, zip(*parts, strict=True)))
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
     def take(self, which: I64) -> Pieces:
         """Returns the pieces of these numbers."""
@@ -158,8 +158,7 @@ class SourceReader:
             address=found.addresses + skip * shard.dtype.itemsize,
             after=np.minimum(ends - end, 2),
         )
-        kept = end > begin
-        return pieces if kept.all() else pieces.take(np.flatnonzero(kept))
+        return pieces.take(np.flatnonzero(end > begin))
 
     def pack(self, starts: list[int], length: int, pack: Callable[[I64], Cuts] | None) -> Pieces:
         """Returns the pieces of the stretches of `length` tokens at `starts`, in the order that `pack` gives

@@ -8,7 +8,6 @@ Invariant: the global batch t is a function of (manifest, seed, history, t). No 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections import Counter
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import numpy as np
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
-from fms_fsdp.data.order.history import MAX_STEPS, History, Segment, check_same
+from fms_fsdp.data.order.history import History, Segment, check_same
 from fms_fsdp.data.order.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.order.order import Consumption, Fit, Order
 from fms_fsdp.data.order.packing import Cuts, pack_concat
@@ -250,12 +249,7 @@ class CorpusRows:
             )
         names = [source] if source else list(self._quotas)
         rows = sum(order.source(name).num_rows_until(epochs) for name in names)
-
-        def supplied(after: int) -> int:
-            position = history.position(after)
-            return sum(position[name] for name in names)
-
-        last = step + bisect_left(range(step, MAX_STEPS), rows, key=supplied)
+        last = history.first_step_beyond(names, rows - 1, step - 1)
         used = order.consumption(last)
         passes = ", ".join(f"{name} {used[name]['epoch']:.2f} times" for name in sorted(self._quotas))
         whole = f"source {source}" if source else "as many rows as all sources have together"
@@ -286,26 +280,26 @@ class CorpusRows:
     def _left_out(self) -> list[str]:
         """Returns what the last change of the row length leaves out, a line for each source in the middle of
         an epoch."""
-        first = self.order.history.segments[-1].base
-        rests = ((name, self.order.source(name).laps[-2:]) for name in sorted(self._quotas))
-        return [
-            f"source {name}: {laps[0].left_out:,} tokens of the epoch under way are left out; "
-            f"{laps[0].num_rows:,} rows of it follow"
-            for name, laps in rests
-            if isinstance(laps[0], Rest) and laps[0].first == first.get(name, 0)
-        ]
+        first, lines = self.order.history.segments[-1].base, []
+        for name in sorted(self._quotas):
+            rest = self.order.source(name).laps[-2:][0]
+            if isinstance(rest, Rest) and rest.first == first.get(name, 0):
+                lines.append(
+                    f"source {name}: {rest.left_out:,} tokens of the epoch under way are left out; "
+                    f"{rest.num_rows:,} rows of it follow"
+                )
+        return lines
 
     def _limit_epochs(self, step: int) -> None:
         """Finds the last step that --max_epochs allows."""
         limit = self._section.max_epochs
         if limit is not None:
-            history, order = self.order.history, self.order
-            beyond = {
-                name: history.first_step_beyond(name, order.source(name).num_rows_until(limit), step)
-                for name in self._quotas
-            }
-            self.first_exhausted = min(beyond, key=lambda name: (beyond[name], name))
-            self.last_step = beyond[self.first_exhausted] - 1
+            beyond = []
+            for name in self._quotas:
+                rows = self.order.source(name).num_rows_until(limit)
+                beyond.append((self.order.history.first_step_beyond([name], rows, step), name))
+            first, self.first_exhausted = min(beyond)
+            self.last_step = first - 1
 
     def _window(self, span: Span) -> Window:
         key = span._replace(start=0, length=0)

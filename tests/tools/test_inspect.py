@@ -76,7 +76,7 @@ def check_find_agrees(files: Files, data: Inspected, num_steps: int, num_epochs:
 @pytest.mark.parametrize("packing", ["concat", "bestfit"])
 def test_find_agrees_with_step_for_every_document(files: Files, packing: str) -> None:
     with inspected(flags(files, packing=packing)) as data:
-        last = data.order.history.first_step_beyond("b", data.order.source("b").num_rows_until(2), 0) - 1
+        last = data.order.history.first_step_beyond(["b"], data.order.source("b").num_rows_until(2), 0) - 1
         fates = check_find_agrees(files, data, last, 2)
         assert fates == {"seen", "rest"}
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,19 +203,23 @@ class History:
             changes.append(f"skip: the rows planned for steps {a} to {b - 1} are passed over")
         return changes
 
-    def first_step_beyond(self, name: str, num_sequences: int, step: int) -> int:
-        """Returns the first step after `step` that needs more than `num_sequences` of a source of the last
-        segment."""
-        after = range(step + 1, MAX_STEPS)
-        return step + 1 + bisect_right(after, num_sequences, key=lambda t: self.position(t)[name])
+    def first_step_beyond(self, names: Collection[str], num_sequences: int, step: int) -> int:
+        """Returns the first step after `step` by whose end some sources of the last segment have supplied
+        more than `num_sequences` together."""
+
+        def supplied(after: int) -> int:
+            position = self.position(after)
+            return sum(position[name] for name in names)
+
+        return step + 1 + bisect_right(range(step + 1, MAX_STEPS), num_sequences, key=supplied)
 
     def state(self) -> dict[str, Any]:
         """Returns the history as JSON values."""
-        segments = [
-            {"step": s.after, "batch": s.batch, "seq_length": s.seq_length, "weights": s.quotas}
-            for s in self.segments
-        ]
-        return {"history": segments, "skipped": [list(entry) for entry in self.skipped], **self.ramps()}
+        history = []
+        for s in self.segments:
+            entry = {"step": s.after, "batch": s.batch, "seq_length": s.seq_length, "weights": s.quotas}
+            history.append(entry)
+        return {"history": history, "skipped": list(map(list, self.skipped)), **self.ramps()}
 
     def ramps(self) -> dict[str, Any]:
         """Returns the ramps of the segments as JSON values, by the step after which each begins; {} if there
@@ -226,11 +230,11 @@ class History:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> History:
         """Returns the history that `state` describes."""
-        segments = [
-            Segment(e["step"], e["batch"], dict(e["weights"]), e["seq_length"], rampup_of(state, e["step"]))
-            for e in state["history"]
-        ]
-        return cls(segments, [Skip(*entry) for entry in state["skipped"]])
+        segments = []
+        for entry in state["history"]:
+            after, batch, size, quotas = (entry[name] for name in ("step", "batch", "seq_length", "weights"))
+            segments.append(Segment(after, batch, dict(quotas), size, rampup_of(state, after)))
+        return cls(segments, list(starmap(Skip, state["skipped"])))
 
     def _append(self, segment: Segment) -> None:
         if self.segments:  # a skipped range that starts here belongs to the new segment

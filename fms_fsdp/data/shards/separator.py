@@ -44,25 +44,25 @@ def delimiter_of(shard: Shard, sep_token: int, *, trusted: bool = False) -> int:
 def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) -> int:
     """Returns the separator: the flag, else the one that all shards opened (by path) name. Raises:
     UserError."""
-    named = {path: shard.metadata.get("sep_token") for path, shard in opened.items()}
-    said = {path: int(token) for path, token in named.items() if token}
-    if section.sep_token is not None:
-        for path, token in said.items():
-            if token != section.sep_token and opened[path].metadata.get("has_eos") == "true":
+    paths = dict[int, str]()  # of a shard by the separator that it names
+    for path, shard in opened.items():
+        if said := shard.metadata.get("sep_token"):
+            paths[int(said)] = path
+            if section.sep_token not in (None, int(said)) and shard.metadata.get("has_eos") == "true":
                 raise UserError(
-                    f"sep_token ({section.sep_token}) is {token} in shard {path}, whose documents end with "
-                    "it; leave the flag out"
+                    f"sep_token ({section.sep_token}) is {said} in shard {path}, whose documents end with "
+                    "that token; leave the flag out"
                 )
+    if section.sep_token is not None:
         return section.sep_token
-    paths = {token: path for path, token in said.items()}
     if len(paths) > 1:
         (a, path_a), (b, path_b) = list(paths.items())[:2]
         raise UserError(
             f"sep_token is {a} in shard {path_a} but {b} in {path_b}; "
             "set --sep_token, or prepare both with one tokenizer"
         )
-    if paths:
-        return next(iter(paths))
-    if opened:
+    if not opened:
+        raise MissingInput(f"--data_path ({root}) holds no readable shard; restore one")
+    if not paths:
         raise load_part("fms_layout").no_separator(opened)
-    raise MissingInput(f"--data_path ({root}) holds no readable shard; restore one")
+    return next(iter(paths))

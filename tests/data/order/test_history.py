@@ -220,7 +220,7 @@ class TestSkip:
 def test_first_step_beyond_agrees_with_counting() -> None:
     history = History([Segment(0, 7, slot_quotas({"a": 2.0, "b": 1.0}), 32)], [])
     for limit in (0, 1, 50, 333):
-        step = history.first_step_beyond("b", limit, 0)
+        step = history.first_step_beyond(["b"], limit, 0)
         assert history.position(step)["b"] > limit >= history.position(step - 1)["b"]
 
 

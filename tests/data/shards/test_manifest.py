@@ -191,7 +191,7 @@ class TestSeparator:
         write_lists(tmp_path / "web" / "z.arrow", DOCUMENTS, sep_token="7")
         refused(files, r"sep_token is 3 in shard .* but 7 in web/z.arrow", sep_token=None)
         write_lists(tmp_path / "web" / "z.arrow", DOCUMENTS, sep_token="7", has_eos="true")
-        refused(files, r"sep_token \(3\) is 7 in shard web/z.arrow, whose documents end with it")
+        refused(files, r"sep_token \(3\) is 7 in shard web/z.arrow, whose documents end with that token;")
 
     def test_stored_by_some_documents_only_is_refused(self, tmp_path: Path) -> None:
         mixed = [np.append(document, SEP) if i % 2 else document for i, document in enumerate(DOCUMENTS * 20)]
