@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
-from fms_fsdp.checkpoint.folders import clean_up, delete, named_steps, read_state, set_aside, size_problems
+from fms_fsdp.checkpoint.folders import clean_up, delete, has_all_files, named_steps, read_state, set_aside
 from fms_fsdp.checkpoint.progress import SaveProgress, estimate_save_s
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import CheckpointConfig
@@ -176,7 +176,11 @@ def to_delete(root: Path, policy: KeepPolicy, start: int, written: Collection[in
     Newer steps that this launch did not write were passed over as damaged: they do not count, and are not
     deleted.
     """
-    steps = [step for step in named_steps(root) if step <= start or step in written]
-    steps = [step for step in steps if not size_problems(root / f"step_{step}")]
-    losses = {step: read_state(root / f"step_{step}").validation_loss for step in steps if policy.best}
-    return policy.to_delete(steps, {step: loss for step, loss in losses.items() if loss is not None})
+    complete, losses = list[int](), dict[int, float]()
+    for step in named_steps(root):
+        folder = root / f"step_{step}"
+        if (step <= start or step in written) and has_all_files(folder):
+            complete.append(step)
+            if policy.best and (loss := read_state(folder).validation_loss) is not None:
+                losses[step] = loss
+    return policy.to_delete(complete, losses)
