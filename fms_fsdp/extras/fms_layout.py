@@ -72,7 +72,7 @@ def gather_int64(file: ArrowFile, offsets: I64) -> I64:
 def no_separator(opened: Mapping[str, Shard]) -> UserError:
     """Returns the refusal of shards that do not say which token ends a document, with a guess."""
     path, shard = next(iter(opened.items()))
-    ends = set(shard.last_tokens(SAMPLED_DOCUMENTS))
+    ends = set(shard.edge_tokens(SAMPLED_DOCUMENTS, is_last=True))
     hint = (
         f"its first documents all end with {min(ends)}" if len(ends) == 1 else "its documents end with none"
     )

@@ -105,7 +105,7 @@ def begin_token(root: str, tokenizer: Tokenizer) -> int | None:
         shards = (path for path in files.walk("") if path.endswith(SUFFIX) and f"{META}/" not in path)
         first = set[int]()
         for path in islice(shards, _SAMPLED_SHARDS):
-            first |= set(Shard(files, path, delimiter=0).first_tokens(_SAMPLED_DOCUMENTS))
+            first |= set(Shard(files, path, delimiter=0).edge_tokens(_SAMPLED_DOCUMENTS, is_last=False))
         files.close()
     except (UserError, OSError):
         return None

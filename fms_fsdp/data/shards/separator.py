@@ -26,7 +26,7 @@ def delimiter_of(shard: Shard, sep_token: int, *, trusted: bool = False) -> int:
     said = shard.metadata.get("has_eos")
     if trusted and said is not None:
         return 0 if said == "true" else 1
-    ends = {token == sep_token for token in shard.last_tokens(SAMPLED_DOCUMENTS)}
+    ends = {token == sep_token for token in shard.edge_tokens(SAMPLED_DOCUMENTS, is_last=True)}
     if said is None and len(ends) > 1:
         raise ShardError(
             f"shard ({shard.path}) holds documents with and without a trailing separator ({sep_token}); "

@@ -163,16 +163,9 @@ class Shard:
         found = self.documents(chunk, 0, self._chunk_length(chunk))
         return found.first + int(np.searchsorted(found.addresses, address, side="right")) - 1
 
-    def first_tokens(self, limit: int) -> list[int]:
-        """Returns the first tokens of the first documents that have any, of up to `limit` documents."""
-        return self._tokens_at(limit, is_last=False)
-
-    def last_tokens(self, limit: int) -> list[int]:
-        """Returns the last tokens on disk of the first documents that have any, of up to `limit`
-        documents."""
-        return self._tokens_at(limit, is_last=True)
-
-    def _tokens_at(self, limit: int, *, is_last: bool) -> list[int]:
+    def edge_tokens(self, limit: int, *, is_last: bool) -> list[int]:
+        """Returns the first, or the last, token on disk of each of the first `limit` documents that has
+        any."""
         if self.is_list:
             chunk = next((i for i, tokens in enumerate(self._chunk_tokens.tolist()) if tokens), None)
             if chunk is None:
