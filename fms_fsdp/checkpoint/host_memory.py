@@ -27,7 +27,8 @@ def pack(sizes: Mapping[str, int]) -> tuple[dict[str, tuple[int, int]], list[int
     for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
         size = -(-sizes[name] // _ALIGNMENT) * _ALIGNMENT
         slab = next((i for i, used in enumerate(slabs) if used + size <= slab_bytes), len(slabs))
-        slabs += [0] * (slab == len(slabs))
+        if slab == len(slabs):
+            slabs.append(0)
         places[name] = slab, slabs[slab]
         slabs[slab] += size
     return places, slabs

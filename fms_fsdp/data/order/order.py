@@ -15,10 +15,9 @@ import numpy as np
 from fms_fsdp.data.order.history import History
 from fms_fsdp.data.order.permute import F64, I64, permute
 from fms_fsdp.data.order.source_order import Lap, Rest, RowAddress, SourceOrder, Span
-from fms_fsdp.data.order.tapes import MAX_ROWS, TAIL, Geometry, locate
+from fms_fsdp.data.order.tapes import TAIL, Geometry, locate
 
 PLANNED_ROWS = 512
-_APART = 2 * MAX_ROWS  # more than the number of any row; 65,536 sources of so many fit 64 bits
 # "epoch": epochs gone through, "tokens": trained on, by source
 Consumption = dict[str, dict[str, float | int]]
 Fit = dict[str, dict[str, list[int]]]  # tapes, blocks a window, tokens a block, by row length and source
@@ -82,12 +81,12 @@ class Order:
         place of the source in the names, n, epoch, tape, token."""
         rows, segment = self.history.rows(first, num_steps), self.history.segment(first)
         batches = list(map(segment.batch_at, range(first, first + num_steps)))
-        laps, begins = list[Lap](), list[int]()  # `begins` ascend, source after source
+        laps, which = list[Lap](), np.empty_like(rows.n)
         for place, name in enumerate(rows.names):
-            for lap in self.source(name).laps:
-                laps.append(lap)
-                begins.append(place * _APART + lap.first)
-        which = np.searchsorted(begins, rows.source * _APART + rows.n, side="right") - 1
+            of_source, mine = self.source(name).laps, np.flatnonzero(rows.source == place)
+            begins = np.array([lap.first for lap in of_source])
+            which[mine] = len(laps) + begins.searchsorted(rows.n[mine], side="right") - 1
+            laps += of_source
         epoch, tape, token, fraction = _locate_rows(laps, which, rows.n)
         order = np.lexsort((rows.n, rows.source, fraction, np.repeat(np.arange(num_steps), batches)))
         return rows.names, [column[order] for column in (rows.source, rows.n, epoch, tape, token)]
