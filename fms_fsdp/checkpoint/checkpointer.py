@@ -240,7 +240,7 @@ def _raise_alike(found: list[ValueError | OSError], folder: Path, mesh: Mesh) ->
         raise DamagedCheckpoint(folder, "; ".join(damage))
     for error in (error for error in everyone if isinstance(error, OSError)):
         text = f"checkpoint file {error.filename or folder}: {error.strerror or error}"
-        raise RunFailed(f"{text}; it is not damaged: repair the storage and start again")
+        raise RunFailed(f"{text}; the file is not damaged: repair the storage and start again")
 
 
 def load_tensor(reader: CheckpointReader, name: str) -> torch.Tensor:

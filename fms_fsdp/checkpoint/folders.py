@@ -249,7 +249,7 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
     if passed_over:
         listing = "; ".join(f"{folder.name}: {reason}" for folder, reason in passed_over.items())
         raise UserError(
-            f"checkpoints in {path} ({listing}) must be sound; none is: remove them or choose another folder"
+            f"checkpoints in {path} ({listing}) must be sound, and none is sound; remove the checkpoints or choose another folder"
         )
     return None
 

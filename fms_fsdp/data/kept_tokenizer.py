@@ -99,5 +99,7 @@ def _read_whole(files: Files, path: str) -> bytes:
     """Returns the content of a small file. Raises: UserError, OSError."""
     size = files.size(path)
     if size > _LARGEST_FILE:
-        raise UserError(f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore or remove it")
+        raise UserError(
+            f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore or remove the file"
+        )
     return files.pread(path, size, 0)

@@ -179,7 +179,7 @@ class CorpusRows:
         """Returns what reads a source. Raises: UserError if it is not among those opened."""
         if name not in self._readers:
             raise UserError(
-                f"source ({name}) of this step is not among the sources opened; add it to --datasets"
+                f"source ({name}) of this step is not among the sources opened; add the source to --datasets"
             )
         return self._readers[name]
 
@@ -211,7 +211,7 @@ class CorpusRows:
         if history.has_unfit_lengths():
             lengths = sorted({segment.seq_length for segment in history.segments} - {size})
             raise UserError(
-                f"--seq_length ({size}) must divide {before} or be a multiple of it, and all lengths of a "
+                f"--seq_length ({size}) must divide {before} or be a multiple of {before}, and all lengths of a "
                 f"run must divide the longest (so far: {', '.join(map(str, lengths))}); choose such a "
                 f"length, or {WEIGHTS_ALONE}"
             )
@@ -237,7 +237,7 @@ class CorpusRows:
         history, order = self.order.history, self.order
         if source and source not in self._quotas:
             raise UserError(
-                f"--num_epochs ({source}:{epochs:g}) must name a source of the mixture; there are: "
+                f"--num_epochs ({source}:{epochs:g}) must name a source of the mixture, which has "
                 f"{', '.join(sorted(self._quotas))}"
             )
         names = [source] if source else list(self._quotas)
@@ -322,7 +322,7 @@ class CorpusRows:
         if self.section.packing == "bestfit" and size != old_size:
             raise UserError(
                 f"--seq_length ({size}) must stay {old_size} with --packing=bestfit, whose rows are packed "
-                "to that length; keep it, or take the weights alone with --load_model_only"
+                f"to that length; keep the length, or {WEIGHTS_ALONE}"
             )
         before = {name: Known(*known) for name, known in state["manifest"].items()}
         for name in sorted(self._readers.keys() & before):
@@ -337,11 +337,11 @@ class CorpusRows:
             if shard is not None:
                 raise UserError(
                     f"shard ({shard}) has changed since the checkpoint, though its name and counts have not; "
-                    f"restore it, or {WEIGHTS_ALONE}"
+                    f"restore the shard, or {WEIGHTS_ALONE}"
                 )
         lost = sorted(set(state["history"][-1]["weights"]) - set(mine["manifest"]))
         if lost and not self.section.datasets:
             raise MissingInput(
-                f"source ({lost[0]}) of the checkpoint is missing in {self.corpus.files.root}; restore it, "
-                "or name the sources to go on with in --datasets"
+                f"source ({lost[0]}) of the checkpoint is missing in {self.corpus.files.root}; restore the "
+                "source, or name the sources to go on with in --datasets"
             )

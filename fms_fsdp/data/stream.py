@@ -103,7 +103,7 @@ class TokenStream:
         if self.last_step is not None and self.step >= self.last_step:
             raise UserError(
                 f"max_epochs is reached after step {self.last_step} by source {self.rows.first_exhausted}; "
-                "lower --num_steps to it, lower the source's weight or raise --max_epochs"
+                "lower --num_steps to that step, lower the source's weight or raise --max_epochs"
             )
         self._fill()
         batch = self._ahead[0].result()
@@ -190,7 +190,7 @@ def build_stream(
     rows_of_rank(global_batch_size, dp_rank, dp_size)
     if corpus is not None and corpus.sep_token >= vocab_size:
         raise UserError(
-            f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of them"
+            f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of the two numbers"
         )
     make: Callable[..., CorpusRows | SyntheticRows] = (
         load_part("synthetic:SyntheticRows") if corpus is None else partial(CorpusRows, corpus=corpus)

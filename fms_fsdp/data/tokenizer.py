@@ -56,12 +56,12 @@ def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
         content = json.loads(data)
         values = {spec.name: content[spec.name] for spec in fields(Vocabulary)}
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{told_by} is not what prepare wrote; restore or remove it") from None
+        raise UserError(f"{told_by} is not what prepare wrote; restore or remove the file") from None
     vocabulary, kinds = Vocabulary(**values), {"size": int, "eos_id": int}
     for name, value in values.items():
         if not isinstance(value, kinds.get(name, str)) or (name == "kind" and value not in KEPT_AS):
             rule = f"says {name} ({shown_name(value)}), which prepare never writes"
-            raise UserError(f"{told_by} {rule}; restore or remove it")
+            raise UserError(f"{told_by} {rule}; restore or remove the file")
     if vocabulary.kind != "byte" or vocabulary.file_name:
         safe_name(vocabulary.file_name, told_by)
     return vocabulary, content.get("trained_on")

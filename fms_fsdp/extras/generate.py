@@ -145,7 +145,7 @@ def _tokens_at(
     """The token of each row at its place within the distribution."""
     if not bool(logits_BV.isfinite().all()):
         raise UserError(
-            "the model's logits are not finite: its weights are damaged, or it did not train well"
+            "the model's logits are not finite: its weights are damaged, or the training diverged"
         )
     if sampling.temperature == 0 and sampling.repetition_penalty == 1:
         return logits_BV.argmax(-1).tolist()

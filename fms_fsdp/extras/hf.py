@@ -175,7 +175,7 @@ def find_family(config: LlamaConfig) -> Family:
     parts = [f"--{name} ({getattr(config, name)}) must be {wanted}" for name, wanted in found.items()]
     raise UserError(
         f"the model's {', '.join(parts)}: Hugging Face's {family.name}, the nearest class, has no other; "
-        "it cannot be exported"
+        "the model cannot be exported"
     )
 
 

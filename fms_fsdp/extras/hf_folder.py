@@ -98,7 +98,9 @@ def check_names(shape: LlamaConfig, weights: Collection[str]) -> dict[str, HFWei
         extra = [name for name in extra if not name.startswith(_HEADS)]
     absent = [name for name in theirs if name not in weights]
     if absent and absent[0].startswith(_HEADS):
-        raise UserError(f"weight {absent[0]} is missing: a model without its head; use one that has it")
+        raise UserError(
+            f"weight {absent[0]} is missing: a model without its head; use a folder with the head"
+        )
     if absent or extra:
         what = (
             f"weight {absent[0]} is missing"

@@ -40,7 +40,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
             text.encode()
         except UnicodeEncodeError as error:
             rule = f"must be whole characters, not half of one (U+{ord(text[error.start]):04X})"
-            raise UserError(f"a text {rule}; write it otherwise") from None
+            raise UserError(f"a text {rule}; write the text otherwise") from None
     return [row.tolist() for row in tokenizer.encode(texts)]
 
 
@@ -67,7 +67,7 @@ def check_tokens(ids: Iterable[Sequence[int]], vocab_size: int) -> None:
     """Raises UserError where a text has a token that a model of so many does not have."""
     if (largest := max(map(max, filter(None, ids)), default=0)) >= vocab_size:
         rule = f"has token {largest}, and the model has {vocab_size}"
-        raise UserError(f"the tokenizer of the model {rule}: they do not belong together")
+        raise UserError(f"the tokenizer of the model {rule}: tokenizer and model do not belong together")
 
 
 def scan_prompts(section: EvalConfig, data: DataConfig, model: LlamaConfig) -> Prompts:
@@ -81,7 +81,7 @@ def scan_prompts(section: EvalConfig, data: DataConfig, model: LlamaConfig) -> P
     if tokenizer is None:
         rule = f"needs a tokenizer beside the data ({data.data_path or 'none'})"
         raise UserError(
-            f"--sample_interval ({section.sample_interval}) {rule}; leave it out, or use data of `prepare`"
+            f"--sample_interval ({section.sample_interval}) {rule}; leave out the flag, or use data of `prepare`"
         )
     texts = section.sample_prompts or ("",)
     if len(texts) == 1 and Path(texts[0]).is_file():

@@ -46,13 +46,14 @@ def check_rounding(precision: Precision, section: OptimConfig) -> None:
         )
     if section.optimizer_kwargs:
         raise UserError(
-            f"--optimizer_kwargs ({joined(section.optimizer_kwargs)}) must be left out {kept}; leave it out, "
-            "or keep fp32"
+            f"--optimizer_kwargs ({joined(section.optimizer_kwargs)}) must be left out {kept}; leave out the "
+            "flag, or keep fp32"
         )
     if precision.state == "bf16" and not precision.stochastic_rounding and section.adam_beta2 > 0.99:
         raise UserError(
             f"--adam_beta2 ({section.adam_beta2:g}) must be at most 0.99 where moments in bf16 are rounded "
-            "to nearest, or the second stops short; lower it, or leave out --stochastic_rounding=False"
+            "to nearest, or the second moment stops short; lower the value, or leave out "
+            "--stochastic_rounding=False"
         )
 
 

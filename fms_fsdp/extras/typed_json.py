@@ -35,9 +35,9 @@ def parse_table(data: bytes, name: str) -> dict[str, Any]:
     try:
         content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} is no JSON: {shown(str(error))}; fetch it again") from None
+        raise UserError(f"{name} is no JSON: {shown(str(error))}; fetch the file again") from None
     if not isinstance(content, dict):
-        raise UserError(f"{name} must hold a table, not a {type(content).__name__}; fetch it again")
+        raise UserError(f"{name} must hold a table, not a {type(content).__name__}; fetch the file again")
     return content
 
 

@@ -418,7 +418,7 @@ class TestVerify:
         lines = sorted(shown.out.splitlines())
         assert len(lines) == 4 and "4 problems in 4 of 6 shards" in shown.err and good
         assert (
-            "its counts file says" in lines[0] and "not a whole Arrow" in lines[1] and "missing" in lines[2]
+            "the counts file says" in lines[0] and "not a whole Arrow" in lines[1] and "missing" in lines[2]
         )
         assert f"holds token {VOCAB + 17} in document {number}, beyond vocab_size ({VOCAB})" in lines[3]
 

@@ -196,8 +196,8 @@ class History:
                 continue  # the flag of an earlier start of this run
             if a <= step:
                 raise UserError(
-                    f"--skip_steps ({a}:{b}) must lie after step {step}, the last one trained on; "
-                    "resume from an earlier checkpoint or leave it out"
+                    f"--skip_steps ({a}:{b}) must lie after step {step}, the last trained step; "
+                    "resume from an earlier checkpoint or leave out the range"
                 )
             self.skipped.append(Skip(self._first(a), self._last(b - 1) + 1, a, b))
             changes.append(f"skip: the rows planned for steps {a} to {b - 1} are passed over")
@@ -279,7 +279,7 @@ def check_same(state: Mapping[str, Any], mine: Mapping[str, Any], names: Iterabl
         if now != before:
             raise UserError(
                 f"{name} ({now}) is {before} in the checkpoint's data state; resume with {remedy}, or take "
-                "its weights alone with --load_model_only"
+                "the checkpoint's weights alone with --load_model_only"
             )
 
 

@@ -154,7 +154,7 @@ def _check_size(source: Source, seq_length: int) -> None:
     most = min(MAX_TOKENS, MAX_ROWS * seq_length) - 1
     if float(source.tokens.sum(dtype=float)) + float(source.docs.sum(dtype=float)) > most:
         raise UserError(
-            f"source ({source.name}) must have at most {most:,} tokens; divide it into several sources"
+            f"source ({source.name}) must have at most {most:,} tokens; divide the source into several"
         )
     if source.num_tokens < seq_length:
         raise UserError(
@@ -182,7 +182,7 @@ def check_shard(
     expected = int(source.docs[file]), int(source.tokens[file])
     if shard.num_docs != expected[0] or ((shard.is_list or not at_start) and shard.num_tokens != expected[1]):
         raise ShardError(
-            f"shard ({shard.path}) holds {shard.num_docs} documents and {shard.num_tokens} tokens, but its "
+            f"shard ({shard.path}) holds {shard.num_docs} documents and {shard.num_tokens} tokens, but the "
             f"counts file says {expected[0]} and {expected[1]}; restore the shard or correct {TABLES}"
         )
     if expected[1] > 0 and delimiter_of(shard, sep_token, trusted=True) != source.delimiter:
@@ -195,7 +195,7 @@ def check_shard(
     if vocab_size is not None and largest.isdigit() and int(largest) >= vocab_size:
         raise TokenError(
             f"shard ({shard.path}) holds token {largest}, beyond vocab_size ({vocab_size}); "
-            "raise --vocab_size to that of its tokenizer"
+            "raise --vocab_size to the size of its tokenizer"
         )
 
 
@@ -245,7 +245,7 @@ def _names_of_sources(section: DataConfig, root: str, paths: list[str]) -> list[
         if not _below(name, paths) and not os.path.isdir(os.path.join(root, name)):
             raise MissingInput(f"--datasets ({name}) is not a folder in {root}; {nearest(name, folders)}")
         if names.count(name) > 1:
-            raise UserError(f"--datasets ({name}) must be named once; raise its weight instead")
+            raise UserError(f"--datasets ({name}) must be named once; raise the weight of the source instead")
         for other in names:
             if name.startswith(f"{other}/") or other == "." != name:
                 raise UserError(
@@ -280,10 +280,12 @@ def _shards_of_source(
         more = f" with {len(absent) - 1} more" if len(absent) > 1 else ""
         raise MissingInput(
             f"shard ({absent[0]}) is listed in {TABLES} but missing in {root}{more}; "
-            "restore it or --on_missing=mask"
+            "restore the shard or set --on_missing=mask"
         )
     for path in filter(has_control_character, listed):
-        raise UserError(f"shard ({shown_name(path)}) must have no control character in its name; rename it")
+        raise UserError(
+            f"shard ({shown_name(path)}) must have no control character in its name; rename the file"
+        )
     return sorted(listed + absent)
 
 
@@ -328,7 +330,9 @@ def _vocabulary(opened: dict[str, Shard]) -> tuple[int | None, str]:
             paths[digest] = path
     if len(paths) > 1:
         a, b = list(paths.values())[:2]
-        raise UserError(f"shards {a} and {b} are of two tokenizers; prepare all sources with one --tokenizer")
+        raise UserError(
+            f"shards {a} and {b} were made with two tokenizers; prepare all sources with one --tokenizer"
+        )
     return largest or None, next(iter(paths), "")
 
 

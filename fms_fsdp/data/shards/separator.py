@@ -62,7 +62,7 @@ def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) 
             "set --sep_token, or prepare both with one tokenizer"
         )
     if not opened:
-        raise MissingInput(f"--data_path ({root}) holds no readable shard; restore one")
+        raise MissingInput(f"--data_path ({root}) holds no readable shard; restore a shard")
     if not paths:
         raise load_part("fms_layout").no_separator(opened)
     return next(iter(paths))

@@ -279,7 +279,7 @@ def test_a_shard_written_anew_with_equal_counts_is_refused_by_name(tmp_path: Pat
     write_lists(path, [np.where(document > 100, document - 1, document) for document in text], dtype=dtype)
     match = (
         rf"shard \(a/{path.name}\) has changed since the checkpoint, though its name and counts have not; "
-        r"restore it"
+        r"restore the shard"
     )
     with files.stream(4, seq_length=32) as stream, pytest.raises(ValueError, match=match):
         stream.load_state_dict(state, 0)

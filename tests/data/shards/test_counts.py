@@ -60,7 +60,7 @@ def test_a_shard_with_a_row_of_its_own_keeps_it(tmp_path: Path) -> None:
 def test_counts_below_zero_are_refused(tmp_path: Path) -> None:
     write_counts(tmp_path, [("a/x.arrow", 3, -5)])
     with pytest.raises(
-        ValueError, match=r"counts\*.csv gives shard a/x.arrow a count below 0 \(-5\); correct it"
+        ValueError, match=r"counts\*.csv gives shard a/x.arrow a count below 0 \(-5\); correct the count"
     ):
         read_counts(LocalFiles(str(tmp_path)), ["meta/counts.csv", "a/x.arrow"])
 

@@ -90,13 +90,14 @@ def test_shards_that_are_empty_truncated_missing_or_other_than_counted(files: Fi
     write_lists(path, DOCUMENTS)
     refused(
         files,
-        r"shard \(web/shard-00001.arrow\) holds 2 documents and 70 tokens, but its counts file says \d+ and "
+        r"shard \(web/shard-00001.arrow\) holds 2 documents and 70 tokens, but the counts file says \d+ and "
         r"\d+",
     )
     path.unlink()
     refused(
         files,
-        r"shard \(web/shard-00001.arrow\) is listed in meta/\*counts\*.csv but missing in .*; restore it",
+        r"shard \(web/shard-00001.arrow\) is listed in meta/\*counts\*.csv but missing in .*; restore the "
+        r"shard",
     )
 
 
@@ -136,7 +137,7 @@ def test_vocabularies_and_tokenizers(files: Files, tmp_path: Path) -> None:
         datasets=("big",),
     )
     write_lists(tmp_path / "other" / "a.arrow", DOCUMENTS * 10, tokenizer_digest="y")
-    refused(files, "are of two tokenizers", datasets=("big", "other"))
+    refused(files, "were made with two tokenizers", datasets=("big", "other"))
 
 
 def test_a_token_beyond_the_vocabulary_is_found_by_reading(files: Files, tmp_path: Path) -> None:
@@ -237,7 +238,10 @@ class TestSeparator:
 
 def test_malformed_counts_are_refused_with_their_line(files: Files) -> None:
     write_counts(files.root, [("web/shard-00000.arrow", "many", 3)])  # type: ignore[list-item]
-    refused(files, r"counts file \(meta/counts.csv\) must hold .*: .* Row #2: .*'many'; correct or remove it")
+    refused(
+        files,
+        r"counts file \(meta/counts.csv\) must hold .*: .* Row #2: .*'many'; correct or remove the file",
+    )
 
 
 def test_counts_written_under_another_root_are_understood(tmp_path: Path) -> None:
@@ -258,7 +262,7 @@ def test_counts_written_under_another_root_are_understood(tmp_path: Path) -> Non
     corpus = files.corpus(seq_length=64)
     assert [source.name for source in corpus.sources] == ["code", "lang=en/dataset=web"]
     damage(tmp_path / "meta" / "my_counts_v1.csv", lambda data: data.replace(b",", b",1", 4))
-    refused(files, "but its counts file says")
+    refused(files, "but the counts file says")
 
 
 def test_corpora_beyond_a_few_shards_open_only_the_first_of_each_source(

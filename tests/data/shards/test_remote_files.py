@@ -177,7 +177,7 @@ def test_a_dead_endpoint_is_refused_in_one_line_within_bounded_time() -> None:
 def test_what_is_not_there_is_refused_in_one_line(local: dict[str, Files], s3_port: int) -> None:
     for path in ("nobucket/x", "corpus/nowhere"):
         with pytest.raises(
-            FileNotFoundError, match=rf"^--data_path \(s3://{path}\) is not there: .*; correct"
+            FileNotFoundError, match=rf"^--data_path \(s3://{path}\) does not exist: .*; correct"
         ) as e:
             open_corpus(local["lists"].section(data_path=s3_uri(path, s3_port)))
         assert "\n" not in str(e.value)

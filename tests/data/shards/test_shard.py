@@ -74,8 +74,7 @@ def test_shards_of_nothing_but_empty_documents_are_read(tmp_path: Path) -> None:
 def test_compressed_buffers_are_refused_with_the_remedy(tmp_path: Path, codec: str) -> None:
     write_scalars(tmp_path / "a.arrow", [np.arange(5000)], compression=codec)
     with pytest.raises(
-        ShardError,
-        match=r"shard \(a.arrow\) has compressed buffers.*; write it anew with `python -m fms_fsdp convert",
+        ShardError, match=r"has compressed buffers.*; write the shard anew with `python -m fms_fsdp convert"
     ):
         read_all(tmp_path / "a.arrow")
 
@@ -223,7 +222,9 @@ def test_metadata_that_could_be_misunderstood_is_refused_with_the_shards_name(
     tmp_path: Path, metadata: dict[str, str], words: str
 ) -> None:
     write_lists(tmp_path / "a.arrow", [np.arange(10, 40), np.arange(50, 90)], **metadata)
-    with pytest.raises(ShardError, match=rf"^shard \(a.arrow\) {words}.*; write it anew with") as caught:
+    with pytest.raises(
+        ShardError, match=rf"^shard \(a.arrow\) {words}.*; write the shard anew with"
+    ) as caught:
         Shard(LocalFiles(str(tmp_path)), "a.arrow", 0)
     assert len(str(caught.value)) < 300
 
