@@ -81,7 +81,7 @@ def scan_prompts(section: EvalConfig, data: DataConfig, model: LlamaConfig) -> P
     if tokenizer is None:
         rule = f"needs a tokenizer beside the data ({data.data_path or 'none'})"
         raise UserError(
-            f"--sample_interval ({section.sample_interval}) {rule}; leave out the flag, or use data of `prepare`"
+            f"--sample_interval ({section.sample_interval}) {rule}; leave out the flag, or prepare the data"
         )
     texts = section.sample_prompts or ("",)
     if len(texts) == 1 and Path(texts[0]).is_file():

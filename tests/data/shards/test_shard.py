@@ -74,7 +74,9 @@ def test_shards_of_nothing_but_empty_documents_are_read(tmp_path: Path) -> None:
 def test_compressed_buffers_are_refused_with_the_remedy(tmp_path: Path, codec: str) -> None:
     write_scalars(tmp_path / "a.arrow", [np.arange(5000)], compression=codec)
     with pytest.raises(
-        ShardError, match=r"has compressed buffers.*; write the shard anew with `python -m fms_fsdp convert"
+        ShardError,
+        match=r"^shard \(a.arrow\) has compressed buffers.*; "
+        r"write the shard anew with `python -m fms_fsdp convert",
     ):
         read_all(tmp_path / "a.arrow")
 
