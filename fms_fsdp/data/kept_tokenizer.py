@@ -44,7 +44,7 @@ class UsedTokenizer:
     find: Callable[[], Tokenizer | None]
 
 
-def of_folder(name: str, digest: str, root: str) -> UsedTokenizer:
+def tokenizer_of_folder(name: str, digest: str, root: str) -> UsedTokenizer:
     """What shards in a folder, or those that a checkpoint was trained on, were made with."""
     return UsedTokenizer(name, digest, lambda: find_tokenizer(root) if root else None)
 

@@ -41,7 +41,7 @@ WEIGHTS_ALONE = "take the checkpoint's weights alone with --load_model_only"
 logger = logging.getLogger(__name__)
 
 
-class Known(NamedTuple):
+class KnownSource(NamedTuple):
     """What a checkpoint keeps of a source: by it, shards that have changed are noticed."""
 
     digest: str  # of names, order and counts
@@ -77,10 +77,10 @@ class CorpusRows:
         self._shards: ShardCache = Lru(SHARD_CACHE_BYTES)
         self._readers: dict[str, SourceReader] = {}
         self.open_sources(corpus)
-        self._known = dict[str, Known]()  # by source, those of earlier steps too
+        self._known = dict[str, KnownSource]()  # by source, those of earlier steps too
         for source in corpus.sources:
             sizes = len(source.paths), source.num_tokens
-            self._known[source.name] = Known(source.digest, *sizes, corpus.marks_of(source))
+            self._known[source.name] = KnownSource(source.digest, *sizes, corpus.marks_of(source))
         num_rows = sum(source.num_tokens // section.seq_length for source in corpus.sources)
         if num_rows < batch:
             raise UserError(
@@ -216,7 +216,7 @@ class CorpusRows:
                 f"length, or {WEIGHTS_ALONE}"
             )
         changes += history.skip(self.section.skip_steps, step)
-        self._known = {name: Known(*known) for name, known in state["manifest"].items()} | self._known
+        self._known = {name: KnownSource(*known) for name, known in state["manifest"].items()} | self._known
         self.order = self._order_of(history, state["fit"])
         if size != before and history.segments[-1].after == step:
             changes += self._left_out()
@@ -324,7 +324,7 @@ class CorpusRows:
                 f"--seq_length ({size}) must stay {old_size} with --packing=bestfit, whose rows are packed "
                 f"to that length; keep the length, or {WEIGHTS_ALONE}"
             )
-        before = {name: Known(*known) for name, known in state["manifest"].items()}
+        before = {name: KnownSource(*known) for name, known in state["manifest"].items()}
         for name in sorted(self._readers.keys() & before):
             old, now = before[name], self._known[name]
             if old[:3] != now[:3]:

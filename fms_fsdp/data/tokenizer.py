@@ -128,7 +128,7 @@ class SentencePieceTokenizer:
             raise UserError(f"--tokenizer ({name}) is not a sentencepiece model: {text}") from error
         eos = int(self._processor.piece_to_id(eos_token)) if eos_token else int(self._processor.eos_id())
         if eos < 0 or (eos_token and self._processor.id_to_piece(eos) != eos_token):
-            raise UserError(no_end(name, eos_token))
+            raise UserError(no_end_token(name, eos_token))
         self.vocabulary = Vocabulary(
             "sentencepiece", size, eos, hashlib.sha256(model).hexdigest(), KEPT_AS["sentencepiece"], eos_token
         )
@@ -161,7 +161,7 @@ def piece_bytes(piece: str) -> int:
     return 1 if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
 
 
-def no_end(name: str, eos_token: str) -> str:
+def no_end_token(name: str, eos_token: str) -> str:
     if eos_token:
         return f"--eos_token ({eos_token}) is not a token of {name}"
     return f"--tokenizer ({name}) names no end-of-document token; choose one of its tokens with --eos_token"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from fms_fsdp.data.shards.counts import Counts
 
 
-def placed(rows: Counts, known: frozenset[str]) -> Counts:
+def place_rows(rows: Counts, known: frozenset[str]) -> Counts:
     """Returns the rows by the paths that shards have, or would have, below this corpus's own root."""
     for start in _starts(next(iter(rows), "")):  # nearly always one root places all
         root = next(iter(rows), "")[:start]

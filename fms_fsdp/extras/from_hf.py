@@ -254,6 +254,6 @@ def check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig) 
     if config.vocab_size != weights.vocab_size and not is_larger:
         raise UserError(
             f"--init_from_hf ({section.init_from_hf}) has {weights.vocab_size} tokens and must have the "
-            f"tokens of the data or of --vocab_size ({config.vocab_size}); prepare the data with its tokenizer, or "
-            "give a larger vocabulary --init_new_tokens=mean"
+            f"tokens of the data or of --vocab_size ({config.vocab_size}); prepare the data with its "
+            "tokenizer, or give a larger vocabulary --init_new_tokens=mean"
         )

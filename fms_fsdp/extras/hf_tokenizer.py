@@ -13,7 +13,7 @@ import numpy as np
 
 from fms_fsdp.atomic import write_atomically, write_json
 from fms_fsdp.config.values import shown
-from fms_fsdp.data.tokenizer import KEPT_AS, Tokens, Vocabulary, no_end, piece_bytes
+from fms_fsdp.data.tokenizer import KEPT_AS, Tokens, Vocabulary, no_end_token, piece_bytes
 from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.extras.byte_pairs import of_tiktoken
 from fms_fsdp.extras.typed_json import TEXT, or_none, parse_table, read_table, whole
@@ -65,7 +65,7 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()  # "</s>" may be a piece of text, too
         eos = next((number for number in known if number in added), known[0] if known else None)
         if eos is None:
-            raise UserError(no_end(str(path), eos_token))
+            raise UserError(no_end_token(str(path), eos_token))
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         size = 1 + whole(0, _LARGEST_ID).check(f"--tokenizer ({path}): the largest id", largest)
         digest = hashlib.sha256(self._content).hexdigest()

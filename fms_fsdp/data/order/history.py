@@ -140,7 +140,7 @@ class History:
         """Returns for each source the number n of its first sequence after `step` (>= 0); skipped ones are
         counted."""
         segment = self.segment(step + 1)
-        return segment.supplied(self._first(step + 1))
+        return segment.supplied(self._first_row(step + 1))
 
     def find(self, name: str, n: int) -> tuple[int, bool] | None:
         """Returns the step that holds the source's own sequence n, or the first one after it and True if it
@@ -148,7 +148,7 @@ class History:
         g = bisect_right(range(MAX_ROWS), n, key=lambda g: self._supplied(g + 1).get(name, 0))
         if g == MAX_ROWS:
             return None
-        step = bisect_left(range(self.segments[0].after + 1, MAX_STEPS), g, key=self._last)
+        step = bisect_left(range(self.segments[0].after + 1, MAX_STEPS), g, key=self._last_row)
         step += self.segments[0].after + 1
         skipped = self._skipped_from(self.segment(step).first)
         return step, any(start <= g < stop for start, stop in skipped)
@@ -156,7 +156,7 @@ class History:
     def consumed_tokens(self, step: int) -> Counter[str]:
         """Returns how many tokens of each source the steps up to `step` yielded; skipped ones are not
         counted."""
-        tokens, end = Counter[str](), self._first(step + 1)
+        tokens, end = Counter[str](), self._first_row(step + 1)
         stops = [*(segment.first for segment in self.segments[1:]), end]
         for segment, stop in zip(self.segments, stops, strict=True):
             at = segment.first
@@ -199,7 +199,7 @@ class History:
                     f"--skip_steps ({a}:{b}) must lie after step {step}, the last trained step; "
                     "resume from an earlier checkpoint or leave out the range"
                 )
-            self.skipped.append(Skip(self._first(a), self._last(b - 1) + 1, a, b))
+            self.skipped.append(Skip(self._first_row(a), self._last_row(b - 1) + 1, a, b))
             changes.append(f"skip: the rows planned for steps {a} to {b - 1} are passed over")
         return changes
 
@@ -239,7 +239,7 @@ class History:
     def _append(self, segment: Segment) -> None:
         if self.segments:  # a skipped range that starts here belongs to the new segment
             last = self.segments[-1]
-            segment.first = self._last(segment.after) + 1
+            segment.first = self._last_row(segment.after) + 1
             segment.planned = last.planned + last.rows_before(segment.after + 1)
             segment.base = last.supplied(segment.first)
         self.segments.append(segment)
@@ -248,11 +248,11 @@ class History:
         """Returns how many sequences each source has supplied before the global sequence g."""
         return next(segment for segment in reversed(self.segments) if segment.first <= g).supplied(g)
 
-    def _first(self, step: int) -> int:
+    def _first_row(self, step: int) -> int:
         segment = self.segment(step)
         return int(self._pass_skipped(segment, np.array(segment.first + segment.rows_before(step))))
 
-    def _last(self, step: int) -> int:
+    def _last_row(self, step: int) -> int:
         segment = self.segment(step)
         return int(self._pass_skipped(segment, np.array(segment.first + segment.rows_before(step + 1) - 1)))
 

@@ -43,7 +43,7 @@ def read_counts(files: Files, paths: Collection[str]) -> Counts:
                 f"{' '.join(str(error).split())}; correct or remove the file"
             ) from None
     known = frozenset(paths)
-    counts = rows if rows.keys() <= known else load_part("foreign_counts").placed(rows, known)
+    counts = rows if rows.keys() <= known else load_part("foreign_counts").place_rows(rows, known)
     for path, (docs, tokens) in counts.items():
         safe_name(path, TABLES, folders=True)
         if docs < 0 or tokens < 0:

@@ -242,7 +242,7 @@ def _names_of_sources(section: DataConfig, root: str, paths: list[str]) -> list[
     if not names:
         raise MissingInput(f"--data_path ({root}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
     for name in names:
-        if not _below(name, paths) and not os.path.isdir(os.path.join(root, name)):
+        if not _paths_below(name, paths) and not os.path.isdir(os.path.join(root, name)):
             raise MissingInput(f"--datasets ({name}) is not a folder in {root}; {nearest(name, folders)}")
         if names.count(name) > 1:
             raise UserError(f"--datasets ({name}) must be named once; raise the weight of the source instead")
@@ -254,7 +254,7 @@ def _names_of_sources(section: DataConfig, root: str, paths: list[str]) -> list[
     return names
 
 
-def _below(name: str, paths: list[str]) -> list[str]:
+def _paths_below(name: str, paths: list[str]) -> list[str]:
     """Returns the sorted paths that lie in a source's folder."""
     return paths if name == "." else paths[bisect_left(paths, f"{name}/") : bisect_left(paths, f"{name}0")]
 
@@ -270,11 +270,11 @@ def _shards_of_source(
 ) -> list[str]:
     """Returns the shards of a source, with those `missing` that only the counts files list. Raises:
     UserError."""
-    listed = [path for path in _below(name, paths) if path.endswith(SUFFIX)]
-    absent = [path for path in _below(name, missing) if path.endswith(SUFFIX)]
+    listed = [path for path in _paths_below(name, paths) if path.endswith(SUFFIX)]
+    absent = [path for path in _paths_below(name, missing) if path.endswith(SUFFIX)]
     if not listed and not absent:
         raise MissingInput(
-            f"--datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(_below(name, paths))}"
+            f"--datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(_paths_below(name, paths))}"
         )
     if absent and not may_miss:
         more = f" with {len(absent) - 1} more" if len(absent) > 1 else ""

@@ -102,6 +102,6 @@ def test_a_huge_counts_file_is_refused_unread(tmp_path: Path) -> None:
     with open(tmp_path / "meta" / "counts.csv", "wb") as sink:
         sink.truncate(64 << 30)
     with pytest.raises(
-        ValueError, match=r"counts file \(meta/counts.csv\) .* it has 68,719,476,736 bytes, .*"
+        ValueError, match=r"counts file \(meta/counts.csv\) .* the file has 68,719,476,736 bytes, .*"
     ):
         read_counts(LocalFiles(str(tmp_path)), ["meta/counts.csv"])
