@@ -138,7 +138,8 @@ class Checkpointer:
             self._pool.shutdown(wait=False)  # the thread is idle, unless the wait was interrupted
 
     def _allocate(self, tensors: Tensors) -> None:
-        """Without room for the copies this rank's saves hold up its loop: better than to end the run."""
+        """Allocates the copies; without room for them each save of this rank holds up its loop, and the run
+        goes on."""
         try:
             self._host = host_copies(tensors, self.host_bytes)
         except (RuntimeError, MemoryError) as error:
@@ -233,8 +234,8 @@ def _explained(failure: CheckpointException, folder: Path) -> BaseException:
 
 
 def _raise_alike(found: list[ValueError | OSError], folder: Path, mesh: Mesh) -> None:
-    """Raises what any rank has found, on every rank (collective: every rank). A UserError is damage, an
-    OSError a file that cannot be read."""
+    """Raises on every rank the errors that any rank has found (collective: every rank). A ValueError is
+    damage, an OSError a file that cannot be read."""
     everyone = [error for errors in mesh.gather(found) for error in errors]
     if damage := [str(error) for error in everyone if isinstance(error, ValueError)]:
         raise DamagedCheckpoint(folder, "; ".join(damage))

@@ -1,5 +1,5 @@
-"""Checkpoint folders: their names, what makes one complete, and which one a run starts from. Works without
-torch.
+"""Checkpoint folders: their names, what makes a folder complete, and which folder a run starts from. Works
+without torch.
 
     step_<N>.partial-<attempt>/   being written
     step_<N>/                     complete: renamed once everything in it is on disk; the name is never reused
@@ -115,8 +115,8 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def file_problem(path: Path, size: int, expected: int | None) -> str:
-    """What is wrong with a file that must have `size` bytes and, unless None, this checksum; empty if nothing
-    is.
+    """Tells the fault of a file that must have `size` bytes and, unless None, this checksum; empty if the
+    file has no fault.
 
     Raises:
         OSError: it cannot be read.
@@ -176,7 +176,8 @@ def has_all_files(folder: Path) -> bool:
 
 
 def problems(folder: Path, *, deep: bool = False) -> list[str]:
-    """Why `folder` is not a complete checkpoint, a line each; [] if it is. `deep` reads every byte.
+    """Tells why `folder` is no complete checkpoint, a line each; [] for a complete one. `deep` reads every
+    byte.
 
     Raises:
         OSError: a file cannot be read, which is no damage.
@@ -212,8 +213,8 @@ def named_steps(root: Path) -> list[int]:
 
 
 def leftovers(root: Path) -> list[tuple[Path, str]]:
-    """Folders of unfinished, damaged, superseded or half deleted checkpoints in `root`, each with its
-    word."""
+    """Returns the folders of unfinished, damaged, superseded or half deleted checkpoints in `root`, each with
+    the word of its state."""
     if not root.is_dir():
         return []
     found = []
@@ -225,8 +226,8 @@ def leftovers(root: Path) -> list[tuple[Path, str]]:
 
 
 def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None = None) -> Checkpoint | None:
-    """The checkpoint at `path`: that step folder, or of that root the newest sound one, or the one of `step`;
-    None without one.
+    """Returns the checkpoint at `path`, a step folder; of a root the newest sound checkpoint, or that of
+    `step`; None where there is no checkpoint.
 
     `skip`: folders known to be damaged.
 
@@ -249,13 +250,14 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
     if passed_over:
         listing = "; ".join(f"{folder.name}: {reason}" for folder, reason in passed_over.items())
         raise UserError(
-            f"checkpoints in {path} ({listing}) must be sound, and none is sound; remove the checkpoints or choose another folder"
+            f"checkpoints in {path} ({listing}) must be sound, and none is sound; remove the checkpoints or "
+            "choose another folder"
         )
     return None
 
 
 def read_state(folder: Path) -> Saved:
-    """What train_state.json says.
+    """Returns the content of train_state.json.
 
     Raises:
         UserError: it is missing, or no record of a checkpoint.

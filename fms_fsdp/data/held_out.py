@@ -48,7 +48,7 @@ class HeldOut:
     token_bytes: I64 | None
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Returns the rows [start, stop); those past the end are masked."""
+        """Returns the rows [start, stop); rows past the end are masked."""
         parts = [self.stream.batch_at(min(row, self.num_rows - 1) + 1) for row in range(start, stop)]
         batch = Batch(*(torch.cat(column) for column in zip(*parts, strict=True)))
         batch.labels_BS[max(0, self.num_rows - start) :] = IGNORED_LABEL
@@ -57,7 +57,7 @@ class HeldOut:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutListing:
-    """What one rank has found out about the held-out sources of a group, for the others. Can be pickled.
+    """The held-out sources of a group, as one rank has found them for the other ranks. Can be pickled.
 
     `corpus` is None for synthetic tokens.
     """
@@ -78,7 +78,7 @@ def scan_held_out(
     used: UsedTokenizer | None = None,
 ) -> tuple[HeldOutListing, ...]:
     """Returns the held-out corpora that the flags name, () if nothing is to be evaluated: for one rank, which
-    sends them to the others. `used`: the tokenizer of the model, where it is not that of `trained`.
+    sends the corpora to the other ranks. `used`: the tokenizer of the model, where `trained` has another one.
 
     Raises: UserError if there are none, or they are trained on, or of another tokenizer
     or a larger vocabulary.
@@ -111,8 +111,8 @@ def close_held_out(sources: Iterable[HeldOut]) -> None:
 
 
 def _places(section: EvalConfig, data: DataConfig) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
-    """Group, flag, folder and sources of what is evaluated: without a folder synthetic tokens, without
-    sources all of the folder."""
+    """Yields group, flag, folder and sources of each evaluation: without a folder synthetic tokens, without
+    sources all sources of the folder."""
     is_synthetic = data.use_dummy_dataset and not section.eval_data_path
     if section.eval_interval or section.eval_at_start:
         yield "eval", "--eval_data_path", *(("", ()) if is_synthetic else _root(section, data))

@@ -242,7 +242,8 @@ class SourceReader:
         if len(data) != size:
             raise ShardError(
                 f"shard ({path}) ends {size - len(data)} bytes early, in document "
-                f"{self._document_at(path, address)}; the file is truncated: restore the shard or set --on_missing=mask"
+                f"{self._document_at(path, address)}; the file is truncated: restore the shard or set "
+                "--on_missing=mask"
             )
         values: I64 = np.frombuffer(data, dtype)
         # no token of 8 bytes, which may be one below 0, passes for -100, or wraps around
@@ -258,7 +259,7 @@ class SourceReader:
                 document = self._document_at(path, int(window.address[first + i]))
                 raise TokenError(
                     f"shard ({path}) holds token {stretch[0]} in document {document}, beyond vocab_size "
-                    f"({self.vocab_size}); raise --vocab_size to the size of its tokenizer or restore the shard"
+                    f"({self.vocab_size}); raise --vocab_size to the tokenizer's size or restore the shard"
                 )
 
     def _document_at(self, path: str, address: int) -> int:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class KnownSource(NamedTuple):
-    """What a checkpoint keeps of a source: by it, shards that have changed are noticed."""
+    """What a checkpoint keeps of a source; a resume compares the values, and so notices changed shards."""
 
     digest: str  # of names, order and counts
     num_shards: int
@@ -101,8 +101,8 @@ class CorpusRows:
         self._limit_epochs(step)
 
     def open_sources(self, corpus: Corpus) -> None:
-        """Makes the corpus's sources readable: for inspection, those of earlier steps that the flags no
-        longer name too."""
+        """Makes the sources of a corpus readable: for inspection, also sources of earlier steps that the
+        flags no longer name."""
         shared = corpus.sep_token, self.files, self._shards, self.vocab_size, self.section.document_mask
         for source in corpus.sources:
             self._readers[source.name] = SourceReader(source, *shared)
@@ -211,9 +211,9 @@ class CorpusRows:
         if history.has_unfit_lengths():
             lengths = sorted({segment.seq_length for segment in history.segments} - {size})
             raise UserError(
-                f"--seq_length ({size}) must divide {before} or be a multiple of {before}, and all lengths of a "
-                f"run must divide the longest (so far: {', '.join(map(str, lengths))}); choose such a "
-                f"length, or {WEIGHTS_ALONE}"
+                f"--seq_length ({size}) must divide {before} or be a multiple of {before}, and all lengths "
+                f"of a run must divide the longest (so far: {', '.join(map(str, lengths))}); choose such "
+                f"a length, or {WEIGHTS_ALONE}"
             )
         changes += history.skip(self.section.skip_steps, step)
         self._known = {name: KnownSource(*known) for name, known in state["manifest"].items()} | self._known

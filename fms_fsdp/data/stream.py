@@ -190,7 +190,8 @@ def build_stream(
     rows_of_rank(global_batch_size, dp_rank, dp_size)
     if corpus is not None and corpus.sep_token >= vocab_size:
         raise UserError(
-            f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of the two numbers"
+            f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of the "
+            "two numbers"
         )
     make: Callable[..., CorpusRows | SyntheticRows] = (
         load_part("synthetic:SyntheticRows") if corpus is None else partial(CorpusRows, corpus=corpus)

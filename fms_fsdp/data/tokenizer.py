@@ -33,7 +33,8 @@ KEPT_AS = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "token
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a shard must know of its tokenizer; `file_name` is the copy beside the shards ("" for bytes)."""
+    """The facts that a shard keeps of its tokenizer; `file_name` is the copy beside the shards ("" for
+    bytes)."""
 
     kind: str  # byte | sentencepiece | huggingface
     size: int
@@ -43,12 +44,13 @@ class Vocabulary:
     eos_token: str = ""  # as asked for, where the tokenizer's own was not wanted
 
     def kept_in(self, folder: Path) -> str:
-        """What `load_tokenizer` takes for the copy in that folder."""
+        """Returns the name by which `load_tokenizer` opens the copy in that folder."""
         return str(folder / self.file_name) if self.file_name else self.kind
 
 
 def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
-    """Returns what the file meta/tokenizer.json says: the vocabulary, and what the tokenizer was trained on.
+    """Returns the content of the file meta/tokenizer.json: the vocabulary, and the data that trained the
+    tokenizer.
 
     Raises: UserError.
     """
@@ -168,7 +170,7 @@ def no_end_token(name: str, eos_token: str) -> str:
 
 
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
-    """The tokenizer `byte`, or that of a file or folder; what has not changed since is not read again.
+    """Returns the tokenizer `byte`, or that of a file or folder. An unchanged file is not read again.
 
     The files are `tokenizer.model`, `tokenizer.json`, `vocab.json` with `merges.txt`, or one of tiktoken.
 
@@ -196,7 +198,7 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _open_tokenizer(path: Path, name: str, eos_token: str, digest: str) -> Tokenizer:
-    """The tokenizer of a file; `digest` of that file and of those beside it that count."""
+    """Returns the tokenizer of a file; `digest`: of that file and of the files beside it that count."""
     data = path.read_bytes()
     is_sentencepiece = data.startswith(b"\n") and path.suffix != ".json"  # the mark of its first field
     if not is_sentencepiece and (path.suffix == ".json" or load_part("byte_pairs").is_tiktoken(data)):

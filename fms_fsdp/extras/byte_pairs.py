@@ -128,7 +128,7 @@ def pairs_of(vocab: dict[str, int], others: Set[int]) -> list[tuple[str, str]]:
 
 
 def _token_and_rank(line: bytes) -> tuple[bytes, int] | None:
-    """What a line says; None for one of another kind."""
+    """Returns the token and the rank of a line; None for a line of another kind."""
     token, _, rank = line.strip().partition(b" ")
     try:
         return base64.b64decode(token, validate=True), int(rank)

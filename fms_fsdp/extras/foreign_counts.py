@@ -1,4 +1,4 @@
-"""Counts files whose rows name other paths than those of the shards that are there.
+"""Counts files whose rows name other paths than the shards have that are there.
 
 Roots are what stands before the path of a shard that is there, and the root of most rows goes first. A row of
 a shard that is not there loses the first such root that it begins with.

@@ -1,4 +1,4 @@
-"""What a config.json of Hugging Face says of a model → our shape: the inverse of hf.py.
+"""A config.json of Hugging Face → the shape of our model: the inverse of hf.py.
 
     config.json ── each field by the table of its model_type (hf_fields.py) ──> LlamaConfig
 
@@ -186,7 +186,7 @@ def _rope(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
             name = "rope_type" if name == "type" else name
             if name not in _ROPE_KINDS:
                 raise UserError(
-                    f"{table}.{quoted(name)} ({quoted(value)}) must be left out; our models have no such field"
+                    f"{table}.{quoted(name)} ({quoted(value)}) must be left out: our models have none"
                 )
             if or_none(_ROPE_KINDS[name]).check(f"{table}.{name}", value) is None:
                 continue
@@ -207,7 +207,8 @@ def _rope(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(used: Any, said: Mapping[str, Any], names: tuple[str, ...], what: str, usual: float) -> float:
-    """What the table of rope says, else the first of these fields, else `usual`; others must say the same."""
+    """Returns the value of the table of rope, else of the first of these fields, else `usual`; other fields
+    must say the same."""
     first = "rope_parameters"
     if used is None:
         first = names[0]
@@ -237,7 +238,7 @@ def _scaling(found: Mapping[str, Any], positions: int) -> RopeScaling | None:
 
 
 def check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig) -> None:
-    """Raises UserError where a run that begins with weights has another shape than they have."""
+    """Raises UserError where a run that begins with weights has another shape than the weights have."""
     table = flag_table(ModelConfig)
     names = {spec.name for spec in fields(LlamaConfig) if table[spec.name].resume == "refused"}
     for name in sorted(names - {"z_loss", "vocab_multiple_of", "vocab_size"}):

@@ -155,7 +155,7 @@ def _tokens_at(
 
 
 def text_after(tokenizer: Tokenizer, prompt: Sequence[int], drawn: Sequence[int]) -> str:
-    """What the drawn tokens add to the text of the prompt; decoded together, for the sake of spaces. Tokens
-    that only the model has stand for nothing."""
+    """Returns the text that the drawn tokens add to the prompt; both are decoded together, for the sake of
+    spaces. Tokens that only the model has stand for nothing."""
     known = [token for token in drawn if token < tokenizer.vocabulary.size]
     return tokenizer.decode([*prompt, *known])[len(tokenizer.decode(prompt)) :]

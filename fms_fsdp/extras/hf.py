@@ -20,7 +20,7 @@ from fms_fsdp.models.variants import LlamaConfig
 
 
 class HFWeight(NamedTuple):
-    """One of their weights: which of ours it is made of, and how; its shape."""
+    """A weight of Hugging Face: the names of our weights that make it, how they do, and its shape."""
 
     ours: tuple[str, ...]
     make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -32,8 +32,8 @@ class HFWeight(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How several of our weights stand in one of theirs: `join` packs them, `split` takes them out again,
-    each with so many rows."""
+    """How several of our weights stand in one weight of Hugging Face: `join` packs our weights, `split` takes
+    them out again, each with so many rows."""
 
     join: Callable[[LlamaConfig, Sequence[torch.Tensor]], torch.Tensor]
     split: Callable[[LlamaConfig, torch.Tensor, Sequence[int]], Sequence[torch.Tensor]]
@@ -120,7 +120,7 @@ ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu2
 
 
 def _plain(config: LlamaConfig) -> dict[str, tuple[Any, ...]]:
-    """What the two older classes hold."""
+    """Returns the values that the two older classes hold."""
     heads = config.num_attention_heads
     return {
         "norm": ("layernorm",),
@@ -180,7 +180,7 @@ def find_family(config: LlamaConfig) -> Family:
 
 
 def _differences(family: Family, config: LlamaConfig) -> dict[str, str]:
-    """The fields that the class cannot hold, and what it would hold."""
+    """Returns the fields that the class cannot hold, and the values that it would hold."""
     needed = {name: (LlamaConfig.__dataclass_fields__[name].default,) for name in _OPTIONS.split()}
     needed |= family.holds(config)
     wrong: dict[str, str] = {}
@@ -191,8 +191,8 @@ def _differences(family: Family, config: LlamaConfig) -> dict[str, str]:
 
 
 def hf_weights(config: LlamaConfig) -> dict[str, HFWeight]:
-    """Their name of every weight → how it is made of ours, in the order of the layers. Rows that fill up the
-    vocabulary are left out."""
+    """Returns by its name in Hugging Face how each weight is made of ours, in the order of the layers. Rows
+    that fill up the vocabulary are left out."""
     family = find_family(config)
     positions = 1 if config.pos_emb == "rope" else config.max_seq_len  # no rotary table is computed
     with torch.device("meta"):
@@ -243,7 +243,7 @@ def hf_config(config: LlamaConfig, dtype: str, eos_id: Any, bos_id: int | None =
 
 
 def _other_fields(config: LlamaConfig, family: Family) -> dict[str, Any]:
-    """The fields of config.json that are no field of ours as it is, under the names of all classes.
+    """Returns the fields of config.json whose value is no field of our shape as it stands.
 
     What transformers 5 renamed stands there under both names: older readers would fall back to a theta of
     10,000 in silence.

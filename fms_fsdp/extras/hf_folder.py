@@ -39,7 +39,7 @@ _ROWS_AT_A_TIME = 4096
 
 @dataclass(frozen=True)
 class HFFolder:
-    """What config.json says, and the weights, which are those of that shape."""
+    """The shape that config.json describes, and the weights of a model of that shape."""
 
     shape: LlamaConfig
     weights: Weights
@@ -198,8 +198,8 @@ def hf_tokenizer(path: Path, name: str) -> UsedTokenizer:
 
 
 def find_hf_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer of the folder: tokenizer.model if it is there, which needs no other package, and can be
-    read; None if there is none.
+    """Returns the tokenizer of the folder, None without one: tokenizer.model, which needs no other package,
+    if that file can be read, else tokenizer.json.
 
     Raises:
         UserError: it cannot be read, or names no end token.

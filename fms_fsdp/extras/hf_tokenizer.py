@@ -120,6 +120,6 @@ def _without_chance(content: bytes, name: str) -> bytes:
 
 
 def token_text(said: Any, name: str) -> str:
-    """What a file says of a token: its text, or a table with its content; "" for null."""
+    """Returns the text of a token by what a file says: its text, or a table with its content; "" for null."""
     said = TEXT.check(f"content of {name}", said.get("content")) if isinstance(said, dict) else said
     return or_none(TEXT).check(name, said) or ""

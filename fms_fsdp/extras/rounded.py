@@ -136,7 +136,7 @@ class RoundedAdamW(ShardOptimizer):
                     self._move(parts, numbers, where, self.grad_scale, *self._kind)
 
     def _numbers(self, group: dict[str, Any], step: int, device: torch.device) -> Tensors:
-        """What `move` multiplies by, on the device, where `found_inf` chooses."""
+        """Returns the numbers that `move` multiplies by, on the device, where `found_inf` chooses."""
         (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
         root, share = math.sqrt(1 - beta2**step), rate / (1 - beta1**step)
         moves = [1 - rate * decay, decay, beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"], share, 0.0]

@@ -1,4 +1,4 @@
-"""What stands around a text that a model reads, and what ends the text that it writes.
+"""The tokens around a text that a model reads, and the tokens that end a text that a model writes.
 
     a folder of Hugging Face   what its tokenizer adds │ the end tokens of generation_config.json, config.json
     token shards               the begin token of their documents, if they have one
@@ -40,7 +40,7 @@ NO_RULES = TextRules()
 
 
 def rules_of_folder(folder: Path, tokenizer: Tokenizer | None) -> TextRules:
-    """Those of a folder of Hugging Face.
+    """Returns the rules of a folder of Hugging Face.
 
     Raises:
         UserError: a file does not say them as it should.

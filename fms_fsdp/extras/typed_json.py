@@ -43,7 +43,7 @@ def parse_table(data: bytes, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value must be, in words and as a check."""
+    """The type of a value, in words and as a check."""
 
     words: str
     fits: Callable[[Any], bool]

@@ -29,8 +29,9 @@ Weights = dict[str, Callable[[], torch.Tensor]]
 
 
 def open_weights(folder: Path) -> Weights:
-    """Their name of every weight → what reads it. Nothing but headers is read before (of .bin files, all is
-    mapped). Of several forms, the one that transformers choose.
+    """Returns for each weight, by its name in the files, a function that reads the weight. Before that
+    nothing but headers is read (of .bin files, all is mapped). Of several forms, the one that transformers
+    choose.
 
     Raises:
         UserError: there are none, some file is missing or cut, or it is of another form.

@@ -114,8 +114,8 @@ class History:
         return next(segment for segment in reversed(self.segments) if segment.after < step)
 
     def lengths(self) -> list[Segment]:
-        """Returns the segments that begin with a length of their own: the first, and those that changed
-        it."""
+        """Returns the segments that begin with a row length of their own: the first, and each that changed
+        the length."""
         changed = [new for old, new in pairwise(self.segments) if new.seq_length != old.seq_length]
         return [self.segments[0], *changed]
 
@@ -137,14 +137,14 @@ class History:
         return Rows(segment.mixture.names, source, base[source] + number)
 
     def position(self, step: int) -> dict[str, int]:
-        """Returns for each source the number n of its first sequence after `step` (>= 0); skipped ones are
-        counted."""
+        """Returns for each source the number n of its first sequence after `step` (>= 0); skipped sequences
+        are counted."""
         segment = self.segment(step + 1)
         return segment.supplied(self._first_row(step + 1))
 
     def find(self, name: str, n: int) -> tuple[int, bool] | None:
-        """Returns the step that holds the source's own sequence n, or the first one after it and True if it
-        is skipped; None if the source is dropped before: the inverse of `rows`."""
+        """Returns the step that holds the source's own sequence n, or the first later step and True if the
+        sequence is skipped; None if the source is dropped before: the inverse of `rows`."""
         g = bisect_right(range(MAX_ROWS), n, key=lambda g: self._supplied(g + 1).get(name, 0))
         if g == MAX_ROWS:
             return None
@@ -154,7 +154,7 @@ class History:
         return step, any(start <= g < stop for start, stop in skipped)
 
     def consumed_tokens(self, step: int) -> Counter[str]:
-        """Returns how many tokens of each source the steps up to `step` yielded; skipped ones are not
+        """Returns how many tokens of each source the steps up to `step` yielded; skipped rows are not
         counted."""
         tokens, end = Counter[str](), self._first_row(step + 1)
         stops = [*(segment.first for segment in self.segments[1:]), end]
@@ -272,8 +272,8 @@ class History:
 
 
 def check_same(state: Mapping[str, Any], mine: Mapping[str, Any], names: Iterable[str], remedy: str) -> None:
-    """Raises UserError where a checkpoint's data state has another value than this run's under one of the
-    `names`, those of flags with "--" before them."""
+    """Raises UserError where the data state of a checkpoint has another value than this run under one of the
+    `names`; names of flags begin with "--"."""
     for name in names:
         now, before = mine[name.removeprefix("--")], state.get(name.removeprefix("--"))
         if now != before:

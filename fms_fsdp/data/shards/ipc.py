@@ -66,7 +66,8 @@ class ArrowFile:
         except ShardError:
             raise
         except FileNotFoundError:
-            text = f"shard ({self.path}) is missing in {self.files.root}; restore the shard or set --on_missing=mask"
+            remedy = "restore the shard or set --on_missing=mask"
+            text = f"shard ({self.path}) is missing in {self.files.root}; {remedy}"
             raise MissingShardError(text) from None
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)

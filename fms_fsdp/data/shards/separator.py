@@ -1,5 +1,5 @@
-"""The token that ends every document once: which one it is, and whether the shards hold it or the stream adds
-it."""
+"""The separator, a token that ends every document once: its number, and whether the shards hold the separator
+or the stream adds it."""
 
 from __future__ import annotations
 

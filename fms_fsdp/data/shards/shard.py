@@ -72,8 +72,8 @@ class Shard:
 
     @cached_property
     def _scalars(self) -> tuple[I64, I64]:
-        """Where each document starts in the shard (one more than documents), and its byte position: where
-        each has a record batch of its own. Reads the length of every one."""
+        """Where each document starts in the shard (one more than documents), and its byte position: of shards
+        with a record batch a document. Reads the length of every document."""
         with self._file.errors_named():
             lengths, addresses = _scalar_layout(self._file, self._blocks, self.dtype.itemsize)
         added = np.arange(len(lengths) + 1, dtype=np.int64) * self._delimiter
@@ -81,7 +81,7 @@ class Shard:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens on disk."""
+        """Number of tokens on disk."""
         if self.is_list:
             return int(self._chunk_tokens.sum())
         return int(self._scalars[0][-1]) - self._delimiter * self.num_docs
@@ -96,7 +96,7 @@ class Shard:
 
     @property
     def cost(self) -> int:
-        """Bytes that this object holds, about."""
+        """Number of bytes that this object holds, about."""
         return 2304 + (64 * len(self._chunk_docs) if self.is_list else 48 * self.num_docs)
 
     def documents(self, chunk: int, start: int, stop: int) -> Documents:
