@@ -24,7 +24,6 @@ from fms_fsdp.data.held_out import HeldOut, open_held_out, scan_held_out
 from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.data.tokenizer import ByteTokenizer
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.models.variants import model_from_dict
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from tests.cli import metrics, run, trained
@@ -133,7 +132,7 @@ def test_the_numbers_are_those_of_a_slow_reference(corpus: Path, whole: Path) ->
     checkpoint = open_checkpoint(whole / "checkpoints", step=4)
     assert checkpoint is not None
     model = parallelize(
-        model_from_dict(checkpoint.state["resolved"]["model"]),
+        checkpoint.saved.record.model,
         ParallelConfig(),
         Mesh(ParallelDims("none"), 0, "cpu"),
         device=torch.device("cpu"),

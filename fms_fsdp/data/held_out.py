@@ -19,12 +19,7 @@ import torch
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
-from fms_fsdp.data.kept_tokenizer import (
-    UsedTokenizer,
-    check_same_tokenizer,
-    find_tokenizer,
-    tokenizer_of_folder,
-)
+from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, find_tokenizer, folder_tokenizer
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.manifest import Corpus, open_corpus, open_root
 from fms_fsdp.data.stream import TokenStream, build_stream
@@ -84,7 +79,7 @@ def scan_held_out(
     or a larger vocabulary.
     """
     if trained is not None:
-        used = tokenizer_of_folder(f"--data_path ({data.data_path})", trained.tokenizer, data.data_path)
+        used = folder_tokenizer(f"--data_path ({data.data_path})", trained.tokenizer, data.data_path)
     found = []
     for group, flag, root, names in _places(section, data):
         listing = HeldOutListing(group, data, vocab_size)
@@ -163,7 +158,7 @@ def _scan(
                 remedy = "name the sources to train on in --datasets, or others here"
                 raise UserError(f"{name} ({source.name}) must not be trained on; {remedy}")
     if used is not None:
-        ours = tokenizer_of_folder(f"{flag} ({corpus.files.root})", corpus.tokenizer, data.data_path)
+        ours = folder_tokenizer(f"{flag} ({corpus.files.root})", corpus.tokenizer, data.data_path)
         check_same_tokenizer(ours, used, "prepare both with one tokenizer")
     if (corpus.vocab_size or 0) > found.vocab_size:
         raise UserError(

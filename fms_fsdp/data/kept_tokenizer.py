@@ -44,7 +44,7 @@ class UsedTokenizer:
     find: Callable[[], Tokenizer | None]
 
 
-def tokenizer_of_folder(name: str, digest: str, root: str) -> UsedTokenizer:
+def folder_tokenizer(name: str, digest: str, root: str) -> UsedTokenizer:
     """Returns the tokenizer of the shards in a folder, or of the shards that a checkpoint was trained on."""
     return UsedTokenizer(name, digest, lambda: find_tokenizer(root) if root else None)
 

@@ -98,7 +98,8 @@ def test_a_run_is_alike_on_any_number_of_ranks_and_goes_on_from_its_own_checkpoi
     assert refused.returncode != 0 and not (tmp_path / "new").exists()
     (line,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert (
-        line.startswith(f"error: --init_from_hf ({path}) cannot be read: ") and "fetch the file again" in line
+        line.startswith(f"error: --init_from_hf ({path}) cannot be read: ")
+        and "fetch the folder again" in line
     )
 
 

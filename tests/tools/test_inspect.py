@@ -153,7 +153,7 @@ def test_inspect_takes_the_checkpoint_that_training_would_take(
         (root / f"step_{step}" / "files.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     cfg = read_record({**config, "resolved": config["resolved"] | {"working_dir": "/"}}, "").located
-    with pytest.raises(ValueError, match="must be sound; none is") as refused:
+    with pytest.raises(ValueError, match="must be sound, and none is sound") as refused:
         choose_origin(replace(cfg, log=replace(cfg.log, output_dir=str(folder))))
     with pytest.raises(ValueError) as told, inspected(InspectConfig(run=str(folder))):
         pass

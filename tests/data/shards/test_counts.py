@@ -70,7 +70,7 @@ def test_a_source_too_large_to_be_counted_is_refused(tmp_path: Path, tokens: int
     files = write_corpus(tmp_path, {"a": [400] * 4})
     write_counts(tmp_path, [(f"a/shard-{i:05d}.arrow", 1, tokens) for i in range(4)])
     with pytest.raises(
-        ValueError, match=r"source \(a\) must have at most [\d,]+ tokens; divide it into several"
+        ValueError, match=r"source \(a\) must have at most [\d,]+ tokens; divide the source into several"
     ):
         files.corpus(seq_length=16, on_missing="mask")
 

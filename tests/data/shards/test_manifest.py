@@ -86,7 +86,7 @@ def test_shards_that_are_empty_truncated_missing_or_other_than_counted(files: Fi
     damage(path, lambda data: b"")
     refused(files, r"shard \(web/shard-00001.arrow\) is empty \(0 bytes\)")
     damage(path, lambda data: whole[: len(whole) // 2])
-    refused(files, r"shard \(web/shard-00001.arrow\) is not a whole Arrow IPC file; it is truncated")
+    refused(files, r"shard \(web/shard-00001.arrow\) is not a whole Arrow IPC file; the file is truncated")
     write_lists(path, DOCUMENTS)
     refused(
         files,

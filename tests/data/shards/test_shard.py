@@ -145,7 +145,7 @@ def test_offsets_that_do_not_span_the_chunk_are_refused_instead_of_read(
     shard = Shard(LocalFiles(str(tmp_path)), "a.arrow", 1)
     start = (document % 51) * 41 - (document < 0)
     with pytest.raises(
-        ShardError, match=r"shard \(a.arrow\) has offsets that disagree with its length; write it anew"
+        ShardError, match=r"shard \(a.arrow\) has offsets that disagree with its length; write the shard anew"
     ):
         shard.documents(0, start, start + 1)
 
