@@ -140,7 +140,7 @@ class SentencePieceTokenizer:
         return [np.array(row, dtype=np.uint32) for row in rows]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._processor.decode([int(i) for i in ids]))
+        return str(self._processor.decode(list(map(int, ids))))
 
     def token_bytes(self) -> Tokens:
         model = self._processor

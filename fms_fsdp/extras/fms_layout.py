@@ -57,11 +57,11 @@ def scalar_layout(file: ArrowFile, blocks: npt.NDArray[np.void], width: int) -> 
 def gather_int64(file: ArrowFile, offsets: I64) -> I64:
     """Returns the little-endian int64 at every offset, ascending, of a file. It is read in stretches; some of
     them are asked for ahead, because a store answers the sooner."""
-    stretches = np.split(offsets, np.flatnonzero(np.diff(offsets // _STRETCH)) + 1)
-    firsts: I64 = np.array([stretch[0] for stretch in stretches])
-    sizes: I64 = np.array([stretch[-1] + 8 for stretch in stretches]) - firsts
+    edges = np.flatnonzero(np.diff(offsets // _STRETCH)) + 1
+    firsts = offsets[np.append(0, edges)]
+    sizes = offsets[np.append(edges, len(offsets)) - 1] + 8 - firsts
     words = []
-    for i, stretch in enumerate(stretches):
+    for i, stretch in enumerate(np.split(offsets, edges)):
         ahead = slice(i, i + _STRETCHES_AHEAD)
         file.files.prefetch(file.path, firsts[ahead], sizes[ahead])
         data = np.frombuffer(file.read(int(sizes[i]), int(firsts[i])), dtype=np.uint8)

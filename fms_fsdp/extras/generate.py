@@ -97,7 +97,7 @@ def generate(
         UserError: a prompt is empty, longer than the context, or has a token that the model has not; or the
             model's logits are not finite.
     """
-    lengths, context = [len(prompt) for prompt in prompts], model.config.max_seq_len
+    lengths, context = list(map(len, prompts)), model.config.max_seq_len
     if min(lengths) == 0 or max(lengths) >= context:
         raise UserError(
             f"prompts ({min(lengths)} to {max(lengths)} tokens) must have 1 to {context - 1}, for the "

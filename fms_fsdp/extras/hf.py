@@ -28,7 +28,7 @@ class HFWeight(NamedTuple):
 
     def made_of(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The weight of Hugging Face, made of our weights, which `read` gives by name."""
-        return self.make([read(name) for name in self.ours])
+        return self.make(list(map(read, self.ours)))
 
 
 class Packing(NamedTuple):

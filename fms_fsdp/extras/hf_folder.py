@@ -146,7 +146,7 @@ def load_weights(path: Path, model: Llama, mesh: Mesh) -> None:
         fill(model, open_folder(path, "--init_from_hf"))
     except ValueError as error:
         problem = str(error)
-    if problems := [text for text in mesh.gather(problem) if text]:
+    if problems := list(filter(None, mesh.gather(problem))):
         raise UserError(problems[0])
 
 
@@ -161,9 +161,9 @@ def fill(model: Llama, folder: HFFolder) -> None:
     ours = {clean_name(name): weight for name, weight in model.named_parameters()}
     packing = find_family(folder.shape).packing
     for name, made in hf_weights(folder.shape).items():
-        targets, whole = [ours[part] for part in made.ours], folder.weights[name]()
+        targets, whole = list(map(ours.__getitem__, made.ours)), folder.weights[name]()
         is_inside = made.ours[0].startswith("blocks.")
-        rows = [len(target) for target in targets]
+        rows = list(map(len, targets))
         parts: Sequence[torch.Tensor] = packing.split(folder.shape, whole, rows) if is_inside else [whole]
         for target, part in zip(targets, parts, strict=True):
             _fill_rows(target, part, model.config.vocab_size, name)

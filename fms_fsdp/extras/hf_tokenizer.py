@@ -85,7 +85,7 @@ class HuggingFaceTokenizer:
         return [np.array(row.ids, dtype=np.uint32) for row in rows]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids]))
+        return str(self._tokenizer.decode(list(map(int, ids))))
 
     def token_bytes(self) -> Tokens:
         content = json.loads(self._content)

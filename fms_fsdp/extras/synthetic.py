@@ -103,7 +103,7 @@ class SyntheticRows:
         return self._history.change(step, self.global_batch_size, _QUOTAS, size, self.rampup)
 
     def consumption(self, step: int) -> Consumption:
-        return {name: {"epoch": 0.0, "tokens": self._history.consumed_tokens(step)[name]} for name in _QUOTAS}
+        return {"synthetic": {"epoch": 0.0, "tokens": self._history.consumed_tokens(step)["synthetic"]}}
 
     def num_masked_rows(self, step: int) -> int:
         return 0

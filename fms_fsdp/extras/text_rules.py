@@ -81,7 +81,7 @@ def _added(part: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         first, last = (whole(0, 1 << 31).check(f"id of {kind}", number) for number in ids)
         return (first,), (last,)
     if kind == "Sequence":
-        inner = [_added(each) for each in list_of(TABLE).of(part, "processors", [])]
+        inner = list(map(_added, list_of(TABLE).of(part, "processors", [])))
         before = tuple(number for ids, _ in reversed(inner) for number in ids)
         return before, tuple(number for _, ids in inner for number in ids)
     if kind != "TemplateProcessing":
