@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
@@ -59,6 +60,7 @@ class SaveFailed(Exception):
     rank."""
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Writes the checkpoints of one launch into `root`; all methods are collective.
 
@@ -69,26 +71,22 @@ class Checkpointer:
     process group ends a save.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        attempt: int,
-        in_background: bool,
-        committed: Callable[[int], None],
-        progress: SaveProgress | None = None,
-        host_bytes: int = 2**62,
-    ) -> None:
-        self._root, self._attempt, self._committed = root, attempt, committed
-        self._in_background, self._host_bytes = in_background, host_bytes
-        self._progress = progress or SaveProgress()
+    root: Path
+    _: KW_ONLY
+    attempt: int
+    in_background: bool
+    committed: Callable[[int], None]
+    progress: SaveProgress = field(default_factory=SaveProgress)
+    host_bytes: int = 2**62
+    save_s: float | None = field(default=None, init=False)  # the last save, from the call to its commit
+
+    def __post_init__(self) -> None:
         self._host: Tensors | None = None
         self._in_flight: Future[None] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if torch.cuda.is_available():  # a new thread would wait for the copies of the first GPU
             self._pool.submit(torch.cuda.set_device, torch.cuda.current_device())
         self._group = dist.new_group(backend="gloo", timeout=_ENDLESS) if dist.is_initialized() else None
-        self.save_s: float | None = None  # the last save, from the call to its commit
 
     @property
     def is_busy(self) -> bool:
@@ -98,7 +96,7 @@ class Checkpointer:
     def reserve(self, model: nn.Module, optimizers: Optimizers) -> None:
         """Starts to allocate the host memory of the copies. In the first save it would stop the loop for
         several times as long as a copy."""
-        if self._in_background:
+        if self.in_background:
             self._in_flight = self._pool.submit(self._allocate, collect_tensors(model, optimizers))
 
     def save(self, state: Saved, model: nn.Module, optimizers: Optimizers | None, *, now: bool) -> None:
@@ -110,9 +108,9 @@ class Checkpointer:
         self.wait()
         begin = time.perf_counter()
         tensors = collect_tensors(model, optimizers)
-        if self._in_background and self._host is None and not now:
+        if self.in_background and self._host is None and not now:
             self._allocate(tensors)
-        wait = now or not self._in_background
+        wait = now or not self.in_background
         held = tensors if wait else self._copy_to_host(tensors)
         self._in_flight = self._pool.submit(self._write, held, state, begin)
         if wait:
@@ -126,7 +124,7 @@ class Checkpointer:
         """
         if self._in_flight is not None:
             future, self._in_flight = self._in_flight, None
-            self._progress.wait(future)
+            self.progress.wait(future)
 
     def close(self) -> None:
         """Completes what is in flight and ends the thread.
@@ -140,11 +138,12 @@ class Checkpointer:
             self._pool.shutdown(wait=False)  # the thread is idle, unless the wait was interrupted
 
     def _allocate(self, tensors: Tensors) -> None:
-        """Without room for the copies this rank's saves hold up its loop: better than to end the run."""
+        """Allocates the copies; without room for them each save of this rank holds up its loop, and the run
+        goes on."""
         try:
-            self._host = host_copies(tensors, self._host_bytes)
+            self._host = host_copies(tensors, self.host_bytes)
         except (RuntimeError, MemoryError) as error:
-            self._in_background = False
+            self.in_background = False
             text = "no host memory for background saves (%s): the loop waits for each save"
             own_log.warning(text, str(error).partition("\n")[0])
 
@@ -159,12 +158,12 @@ class Checkpointer:
     def _write(self, tensors: Tensors, state: Saved, begin: float) -> None:
         def commit() -> None:
             self.save_s = time.perf_counter() - begin
-            self._committed(state.step)
+            self.committed(state.step)
 
-        final = self._root / f"step_{state.step}"
-        partial = final.with_name(f"{final.name}.partial-{self._attempt}")
+        final = self.root / f"step_{state.step}"
+        partial = final.with_name(f"{final.name}.partial-{self.attempt}")
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())  # unsharded: what all ranks write
-        writer = CheckpointWriter(partial, final, state, num_bytes, self._progress, begin, commit)
+        writer = CheckpointWriter(partial, final, state, num_bytes, self.progress, begin, commit)
         try:
             alone = self._group is None
             dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=alone)
@@ -235,14 +234,14 @@ def _explained(failure: CheckpointException, folder: Path) -> BaseException:
 
 
 def _raise_alike(found: list[ValueError | OSError], folder: Path, mesh: Mesh) -> None:
-    """Raises what any rank has found, on every rank (collective: every rank). A UserError is damage, an
-    OSError a file that cannot be read."""
+    """Raises on every rank the errors that any rank has found (collective: every rank). A ValueError is
+    damage, an OSError a file that cannot be read."""
     everyone = [error for errors in mesh.gather(found) for error in errors]
     if damage := [str(error) for error in everyone if isinstance(error, ValueError)]:
         raise DamagedCheckpoint(folder, "; ".join(damage))
     for error in (error for error in everyone if isinstance(error, OSError)):
         text = f"checkpoint file {error.filename or folder}: {error.strerror or error}"
-        raise RunFailed(f"{text}; it is not damaged: repair the storage and start again")
+        raise RunFailed(f"{text}; the file is not damaged: repair the storage and start again")
 
 
 def load_tensor(reader: CheckpointReader, name: str) -> torch.Tensor:

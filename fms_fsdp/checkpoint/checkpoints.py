@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
-from fms_fsdp.checkpoint.folders import clean_up, delete, named_steps, read_state, set_aside, size_problems
+from fms_fsdp.checkpoint.folders import clean_up, delete, has_all_files, named_steps, read_state, set_aside
 from fms_fsdp.checkpoint.progress import SaveProgress, estimate_save_s
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import CheckpointConfig
@@ -38,6 +38,7 @@ class SavePlan:
     host_bytes: int = 2**62
 
 
+@dataclass(eq=False)
 class Checkpoints(Hook):
     """Saves what is due, and at a stop. A save that fails (a full disk) is logged; the last good checkpoint
     stays.
@@ -50,18 +51,17 @@ class Checkpoints(Hook):
     tells = ("expected_save_s",)
     hears = ("stop", "validation")
 
-    def __init__(
-        self,
-        section: CheckpointConfig,
-        plan: SavePlan,
-        state: TrainState,
-        mesh: Mesh,
-        alive: Callable[[], None],
-        event: Callable[..., None],
-        mark: Callable[[str], None],
-    ) -> None:
-        self._save_last, self._plan, self._state = section.save_last, plan, state
-        self._root, self._mesh, self._event, self._mark = plan.root, mesh, event, mark
+    section: CheckpointConfig
+    plan: SavePlan
+    state: TrainState
+    mesh: Mesh
+    alive: Callable[[], None]
+    event: Callable[..., None]
+    mark: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        section, plan, state = self.section, self.plan, self.state
+        self._root = plan.root
         self._schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
         self._keep = KeepPolicy(
             section.keep_last_n, section.keep_every, section.keep_best, section.keep_steps
@@ -69,12 +69,12 @@ class Checkpoints(Hook):
         self._start = self._newest = state.progress.start
         self._written: set[int] = set()
         self._pending_step = 0
-        if mesh.is_main:
+        if self.mesh.is_main:
             for folder in plan.superseded:
                 set_aside(folder, "superseded")
             for folder in clean_up(self._root):
                 log.info("removed %s, left by an interrupted save", folder)
-        self._progress = SaveProgress(alive, plan.patience_s)
+        self._progress = SaveProgress(self.alive, plan.patience_s)
         self._checkpointer = Checkpointer(
             self._root,
             attempt=plan.attempt,
@@ -95,7 +95,7 @@ class Checkpoints(Hook):
         Raises:
             RunFailed: the last checkpoint of the run could not be written.
         """
-        now, last = bool(progress.stop) and not progress.is_done, progress.is_done and self._save_last
+        now, last = bool(progress.stop) and not progress.is_done, progress.is_done and self.section.save_last
         if now or last or self._schedule.is_due(progress.step):
             self._save(progress, at_once=now or last, last=last)
 
@@ -110,27 +110,27 @@ class Checkpoints(Hook):
         By the last save, else by one of an earlier launch, else by a measured write.
         """
         if self._checkpointer.save_s is None:
-            self._checkpointer.save_s = estimate_save_s(self._root, self._plan.node_bytes)
+            self._checkpointer.save_s = estimate_save_s(self._root, self.plan.node_bytes)
         overlap = self._checkpointer.is_busy or self._schedule.is_due(step)
         return self._checkpointer.save_s * (2 if overlap else 1)
 
     def _save(self, progress: Progress, *, at_once: bool, last: bool) -> None:
-        self._mark("device")  # a copy waits for the steps: that is no time of the save
+        self.mark("device")  # a copy waits for the steps: that is no time of the save
         self._settle()
         evaluated, step = progress.validation, progress.step
-        scale = self._state.loss_scale
+        scale = self.state.loss_scale
         state = Saved(
             step,
             tokens_seen=progress.tokens_seen,
             rows_seen=progress.rows_seen,
             validation_loss=evaluated[1] if evaluated and evaluated[0] == step else None,
-            data=self._state.stream.state_dict(),
+            data=self.state.stream.state_dict(),
             loss_scale=scale.state_dict() if scale is not None else None,
-            **self._plan.record.saved_with,
+            **self.plan.record.saved_with,
         )
         try:
             self._pending_step = step
-            self._checkpointer.save(state, self._state.model, self._state.optimizers, now=at_once)
+            self._checkpointer.save(state, self.state.model, self.state.optimizers, now=at_once)
         except SaveFailed as error:
             self._failed(error)
             if last:
@@ -150,8 +150,8 @@ class Checkpoints(Hook):
         log.error(
             "checkpoint of step %d was not written: %s; the newest is of step %d", step, error, self._newest
         )
-        self._event("save_failed", step, reason=str(error))
-        if self._mesh.is_main:
+        self.event("save_failed", step, reason=str(error))
+        if self.mesh.is_main:
             for folder in self._root.glob(f"step_{step}.partial-*"):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -176,7 +176,11 @@ def to_delete(root: Path, policy: KeepPolicy, start: int, written: Collection[in
     Newer steps that this launch did not write were passed over as damaged: they do not count, and are not
     deleted.
     """
-    steps = [step for step in named_steps(root) if step <= start or step in written]
-    steps = [step for step in steps if not size_problems(root / f"step_{step}")]
-    losses = {step: read_state(root / f"step_{step}").validation_loss for step in steps if policy.best}
-    return policy.to_delete(steps, {step: loss for step, loss in losses.items() if loss is not None})
+    complete, losses = list[int](), dict[int, float]()
+    for step in named_steps(root):
+        folder = root / f"step_{step}"
+        if (step <= start or step in written) and has_all_files(folder):
+            complete.append(step)
+            if policy.best and (loss := read_state(folder).validation_loss) is not None:
+                losses[step] = loss
+    return policy.to_delete(complete, losses)

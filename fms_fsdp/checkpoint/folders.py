@@ -1,5 +1,5 @@
-"""Checkpoint folders: their names, what makes one complete, and which one a run starts from. Works without
-torch.
+"""Checkpoint folders: their names, what makes a folder complete, and which folder a run starts from. Works
+without torch.
 
     step_<N>.partial-<attempt>/   being written
     step_<N>/                     complete: renamed once everything in it is on disk; the name is never reused
@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import zlib
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import StorageError, UserError
 from fms_fsdp.record import Saved, read_saved
 from fms_fsdp.safe_names import open_regular, safe_name
 
@@ -116,8 +115,8 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def file_problem(path: Path, size: int, expected: int | None) -> str:
-    """What is wrong with a file that must have `size` bytes and, unless None, this checksum; empty if nothing
-    is.
+    """Tells the fault of a file that must have `size` bytes and, unless None, this checksum; empty if the
+    file has no fault.
 
     Raises:
         OSError: it cannot be read.
@@ -149,11 +148,11 @@ def open_file(path: Path) -> FileIO:
         OSError: it cannot be read; the error names it.
     """
     try:
-        if stat.S_ISREG(path.stat().st_mode):
-            return FileIO(open_regular(path))
+        return FileIO(open_regular(path))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path.name} is missing") from None
-    raise UserError(f"{path.name} is no regular file")
+    except StorageError:
+        raise UserError(f"{path.name} is no regular file") from None
 
 
 def _read_json(path: Path) -> tuple[str, Any]:
@@ -167,17 +166,18 @@ def _read_json(path: Path) -> tuple[str, Any]:
         raise UserError(f"{path.name} is damaged") from None
 
 
-def size_problems(folder: Path) -> list[str]:
-    """Why `folder` is not a complete checkpoint by the names and sizes of its files; [] if it is."""
+def has_all_files(folder: Path) -> bool:
+    """Says whether the files of a folder have the names and sizes of a complete checkpoint."""
     try:
         files = read_files(folder).items()
-        return [text for name, (size, _) in files if (text := file_problem(folder / name, size, None))]
-    except (OSError, ValueError) as error:
-        return [str(error)]
+        return not any(file_problem(folder / name, size, None) for name, (size, _) in files)
+    except (OSError, ValueError):
+        return False
 
 
 def problems(folder: Path, *, deep: bool = False) -> list[str]:
-    """Why `folder` is not a complete checkpoint, a line each; [] if it is. `deep` reads every byte.
+    """Tells why `folder` is no complete checkpoint, a line each; [] for a complete one. `deep` reads every
+    byte.
 
     Raises:
         OSError: a file cannot be read, which is no damage.
@@ -185,22 +185,19 @@ def problems(folder: Path, *, deep: bool = False) -> list[str]:
     small = (STATE, METADATA)
     try:
         files = read_files(folder)
+
+        def problem_of(name: str) -> str:
+            size, checksum = files[name]
+            return file_problem(folder / name, size, checksum if deep or name in small else None)
+
         found = [f"{name} is missing" for name in small if name not in files]
         with ThreadPoolExecutor(4 if deep else 1) as pool:
-            checks = [
-                pool.submit(file_problem, folder / name, size, crc if deep or name in small else None)
-                for name, (size, crc) in files.items()
-            ]
-            found += [text for check in checks if (text := check.result())]
-        return found or [text for text in [_state_problem(folder)] if text]
+            found += filter(None, pool.map(problem_of, files))
+        if not found and folder.name != f"step_{(step := read_state(folder).step)}":
+            found = [f"{STATE} is of step {step}"]
+        return found
     except ValueError as error:
         return [str(error)]
-
-
-def _state_problem(folder: Path) -> str:
-    """A text where the folder has the name of another step than its `train_state.json`; else empty."""
-    step = read_state(folder).step
-    return "" if folder.name == f"step_{step}" else f"{STATE} is of step {step}"
 
 
 def complete_steps(root: Path) -> list[int]:
@@ -216,17 +213,21 @@ def named_steps(root: Path) -> list[int]:
 
 
 def leftovers(root: Path) -> list[tuple[Path, str]]:
-    """Folders of unfinished, damaged, superseded or half deleted checkpoints in `root`, each with its
-    word."""
+    """Returns the folders of unfinished, damaged, superseded or half deleted checkpoints in `root`, each with
+    the word of its state."""
     if not root.is_dir():
         return []
-    matches = [(path, _ANY.fullmatch(path.name)) for path in sorted(root.iterdir())]
-    return [(path, match[2]) for path, match in matches if match and match[2]]
+    found = []
+    for path in sorted(root.iterdir()):
+        match = _ANY.fullmatch(path.name)
+        if match and match[2]:
+            found.append((path, match[2]))
+    return found
 
 
 def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None = None) -> Checkpoint | None:
-    """The checkpoint at `path`: that step folder, or of that root the newest sound one, or the one of `step`;
-    None without one.
+    """Returns the checkpoint at `path`, a step folder; of a root the newest sound checkpoint, or that of
+    `step`; None where there is no checkpoint.
 
     `skip`: folders known to be damaged.
 
@@ -237,8 +238,9 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
     if _STEP.fullmatch(path.name) and (step is not None or path.is_dir()):
         candidates = [path]
     else:
-        steps = [found for found in reversed(named_steps(path)) if step in (None, found)]
-        candidates = [path / f"step_{found}" for found in steps]
+        candidates = [
+            path / f"step_{found}" for found in reversed(named_steps(path)) if step in (None, found)
+        ]
     passed_over: dict[Path, str] = {}
     for folder in candidates:
         wrong = ["damaged"] if folder in skip else problems(folder)
@@ -248,13 +250,14 @@ def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None
     if passed_over:
         listing = "; ".join(f"{folder.name}: {reason}" for folder, reason in passed_over.items())
         raise UserError(
-            f"checkpoints in {path} ({listing}) must be sound; none is: remove them or choose another folder"
+            f"checkpoints in {path} ({listing}) must be sound, and none is sound; remove the checkpoints or "
+            "choose another folder"
         )
     return None
 
 
 def read_state(folder: Path) -> Saved:
-    """What train_state.json says.
+    """Returns the content of train_state.json.
 
     Raises:
         UserError: it is missing, or no record of a checkpoint.

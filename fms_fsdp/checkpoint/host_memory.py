@@ -16,7 +16,7 @@ _LEAST_BYTES = 256 << 20  # of a slab that more tensors would fit
 _ALIGNMENT = 64
 
 
-def pack(sizes: Mapping[str, int]) -> tuple[dict[str, tuple[int, int]], list[int]]:
+def pack_slabs(sizes: Mapping[str, int]) -> tuple[dict[str, tuple[int, int]], list[int]]:
     """{name: (slab, first byte in it)} for tensors of these sizes in bytes, and the bytes of each slab.
 
     The largest come first, each into the first slab with room.
@@ -27,7 +27,8 @@ def pack(sizes: Mapping[str, int]) -> tuple[dict[str, tuple[int, int]], list[int
     for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
         size = -(-sizes[name] // _ALIGNMENT) * _ALIGNMENT
         slab = next((i for i, used in enumerate(slabs) if used + size <= slab_bytes), len(slabs))
-        slabs += [0] * (slab == len(slabs))
+        if slab == len(slabs):
+            slabs.append(0)
         places[name] = slab, slabs[slab]
         slabs[slab] += size
     return places, slabs
@@ -41,7 +42,7 @@ def host_copies(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> dict[s
         RuntimeError: the system cannot pin so much.
     """
     locals_ = dict(zip(tensors, local_parts(tensors.values()), strict=True))
-    places, sizes = pack({name: tensor.nbytes for name, tensor in locals_.items()})
+    places, sizes = pack_slabs({name: tensor.nbytes for name, tensor in locals_.items()})
     if sum(sizes) > limit_bytes:
         raise MemoryError(f"{sum(sizes) / 2**30:.1f} GiB are needed, {limit_bytes / 2**30:.1f} are free")
     pin = any(tensor.device.type == "cuda" for tensor in locals_.values())

@@ -1,4 +1,4 @@
-"""Whether a save moves, as all ranks see it: one that waits for another's save is not one that hangs.
+"""Whether a save moves, as all ranks see it: a rank that waits for the save of another rank does not hang.
 
     write, fsync, delete ─▶ SaveProgress of that rank ─▶ one counter in the launch's store
                          ─▶ SaveProgress of every rank that waits ─▶ its watchdog

@@ -33,7 +33,7 @@ class SaveSchedule:
                 return due
         return None
 
-    def meets(self, interval: int) -> bool:
+    def meets_interval(self, interval: int) -> bool:
         """Whether some step that is due is a multiple of `interval`."""
         for start, stop, every in self.ranges:
             common = math.gcd(every, interval)

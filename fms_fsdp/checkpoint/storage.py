@@ -134,7 +134,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class _Results(list[WriteResult]):
-    """What a rank wrote, with {file name: (bytes, checksum)}; travels to the coordinator."""
+    """The tensors that a rank wrote, with {file name: (bytes, checksum)}; travels to the coordinator."""
 
     files: dict[str, tuple[int, int]]
 

@@ -19,7 +19,7 @@ import torch
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
-from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, find_tokenizer, of_folder
+from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, find_tokenizer, folder_tokenizer
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.manifest import Corpus, open_corpus, open_root
 from fms_fsdp.data.stream import TokenStream, build_stream
@@ -43,7 +43,7 @@ class HeldOut:
     token_bytes: I64 | None
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Returns the rows [start, stop); those past the end are masked."""
+        """Returns the rows [start, stop); rows past the end are masked."""
         parts = [self.stream.batch_at(min(row, self.num_rows - 1) + 1) for row in range(start, stop)]
         batch = Batch(*(torch.cat(column) for column in zip(*parts, strict=True)))
         batch.labels_BS[max(0, self.num_rows - start) :] = IGNORED_LABEL
@@ -52,7 +52,7 @@ class HeldOut:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutListing:
-    """What one rank has found out about the held-out sources of a group, for the others. Can be pickled.
+    """The held-out sources of a group, as one rank has found them for the other ranks. Can be pickled.
 
     `corpus` is None for synthetic tokens.
     """
@@ -73,13 +73,13 @@ def scan_held_out(
     used: UsedTokenizer | None = None,
 ) -> tuple[HeldOutListing, ...]:
     """Returns the held-out corpora that the flags name, () if nothing is to be evaluated: for one rank, which
-    sends them to the others. `used`: the tokenizer of the model, where it is not that of `trained`.
+    sends the corpora to the other ranks. `used`: the tokenizer of the model, where `trained` has another one.
 
     Raises: UserError if there are none, or they are trained on, or of another tokenizer
     or a larger vocabulary.
     """
     if trained is not None:
-        used = of_folder(f"--data_path ({data.data_path})", trained.tokenizer, data.data_path)
+        used = folder_tokenizer(f"--data_path ({data.data_path})", trained.tokenizer, data.data_path)
     found = []
     for group, flag, root, names in _places(section, data):
         listing = HeldOutListing(group, data, vocab_size)
@@ -106,8 +106,8 @@ def close_held_out(sources: Iterable[HeldOut]) -> None:
 
 
 def _places(section: EvalConfig, data: DataConfig) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
-    """Group, flag, folder and sources of what is evaluated: without a folder synthetic tokens, without
-    sources all of the folder."""
+    """Yields group, flag, folder and sources of each evaluation: without a folder synthetic tokens, without
+    sources all sources of the folder."""
     is_synthetic = data.use_dummy_dataset and not section.eval_data_path
     if section.eval_interval or section.eval_at_start:
         yield "eval", "--eval_data_path", *(("", ()) if is_synthetic else _root(section, data))
@@ -158,7 +158,7 @@ def _scan(
                 remedy = "name the sources to train on in --datasets, or others here"
                 raise UserError(f"{name} ({source.name}) must not be trained on; {remedy}")
     if used is not None:
-        ours = of_folder(f"{flag} ({corpus.files.root})", corpus.tokenizer, data.data_path)
+        ours = folder_tokenizer(f"{flag} ({corpus.files.root})", corpus.tokenizer, data.data_path)
         check_same_tokenizer(ours, used, "prepare both with one tokenizer")
     if (corpus.vocab_size or 0) > found.vocab_size:
         raise UserError(

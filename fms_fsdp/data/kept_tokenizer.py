@@ -1,4 +1,4 @@
-"""The tokenizer that `prepare` left beside shards, and whether two things are of the same one.
+"""The tokenizer that `prepare` left beside shards, and whether two things have the same tokenizer.
 
 shards: digest in their metadata ── checkpoint: digest in `resolved` ── a folder of Hugging Face
                 └──────────────── check_same_tokenizer ────────────────┘
@@ -44,14 +44,15 @@ class UsedTokenizer:
     find: Callable[[], Tokenizer | None]
 
 
-def of_folder(name: str, digest: str, root: str) -> UsedTokenizer:
-    """What shards in a folder, or those that a checkpoint was trained on, were made with."""
+def folder_tokenizer(name: str, digest: str, root: str) -> UsedTokenizer:
+    """Returns the tokenizer of the shards in a folder, or of the shards that a checkpoint was trained on."""
     return UsedTokenizer(name, digest, lambda: find_tokenizer(root) if root else None)
 
 
 def check_same_tokenizer(one: UsedTokenizer, other: UsedTokenizer, remedy: str) -> None:
-    """Two files of one tokenizer may differ, as tokenizer.model and tokenizer.json do: so where digests
-    differ, a page of text is compared, if both can be opened.
+    """Checks that two things have the same tokenizer. Two files of one tokenizer may differ, as
+    tokenizer.model and tokenizer.json do: where digests differ, a page of text is compared, if both files can
+    be opened.
 
     Raises:
         UserError: they are two tokenizers.
@@ -99,5 +100,7 @@ def _read_whole(files: Files, path: str) -> bytes:
     """Returns the content of a small file. Raises: UserError, OSError."""
     size = files.size(path)
     if size > _LARGEST_FILE:
-        raise UserError(f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore or remove it")
+        raise UserError(
+            f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore or remove the file"
+        )
     return files.pread(path, size, 0)

@@ -10,6 +10,7 @@ that follows in the window, if it follows from its beginning; else -100. No labe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.files import Files
 from fms_fsdp.data.shards.ipc import ShardError, TokenError
 from fms_fsdp.data.shards.lru import Lru
-from fms_fsdp.data.shards.manifest import Corpus, Source, check_shard
+from fms_fsdp.data.shards.manifest import Source, check_shard
 from fms_fsdp.data.shards.shard import Shard, TokenType
 
 ShardCache = Lru[tuple[str, int], Shard]
@@ -46,7 +47,7 @@ class Pieces(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence[Pieces]) -> Pieces:
         """Returns all pieces of the parts."""
-        return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, zip(*parts, strict=True)))
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
     def take(self, which: I64) -> Pieces:
         """Returns the pieces of these numbers."""
@@ -102,30 +103,24 @@ class Row(NamedTuple):
         return Row(self.tokens[span], self.labels[span], self.positions[span], self.document_ids[span])
 
 
+@dataclass(frozen=True, eq=False)
 class SourceReader:
-    """Reads one source of a corpus. Caches what it opened, within fixed bytes."""
+    """Reads one source of a corpus. `shards`: those opened, of all sources, within fixed bytes."""
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        source: Source,
-        files: Files,
-        shards: ShardCache,
-        *,
-        vocab_size: int,
-        document_mask: bool,
-    ) -> None:
-        self._files, self.source, self._sep = files, source, corpus.sep_token
-        self._vocab_size, self._document_mask = vocab_size, document_mask
-        self._shards = shards
+    source: Source
+    sep_token: int
+    files: Files
+    shards: ShardCache
+    vocab_size: int
+    document_mask: bool
 
     def shard(self, file: int) -> Shard:
         """Returns the open shard, checked against the manifest when it is opened. Raises: ShardError."""
-        shard = self._shards.get((self.source.name, file))
+        shard = self.shards.get((self.source.name, file))
         if shard is None:
-            shard = Shard(self._files, self.source.paths[file], self.source.delimiter)
-            check_shard(self.source, file, shard, sep_token=self._sep, vocab_size=self._vocab_size)
-            self._shards.put((self.source.name, file), shard, shard.cost)
+            shard = Shard(self.files, self.source.paths[file], self.source.delimiter)
+            check_shard(self.source, file, shard, sep_token=self.sep_token, vocab_size=self.vocab_size)
+            self.shards.put((self.source.name, file), shard, shard.cost)
         return shard
 
     def pieces(self, start: int, length: int) -> Pieces:
@@ -158,8 +153,7 @@ class SourceReader:
             address=found.addresses + skip * shard.dtype.itemsize,
             after=np.minimum(ends - end, 2),
         )
-        kept = end > begin
-        return pieces if kept.all() else pieces.take(np.flatnonzero(kept))
+        return pieces.take(np.flatnonzero(end > begin))
 
     def pack(self, starts: list[int], length: int, pack: Callable[[I64], Cuts] | None) -> Pieces:
         """Returns the pieces of the stretches of `length` tokens at `starts`, in the order that `pack` gives
@@ -178,7 +172,7 @@ class SourceReader:
         files = tuple((self.source.paths[f], self.shard(f).dtype) for f in numbers.tolist())
         for i, (path, dtype) in enumerate(files):
             mine = file == i
-            self._files.prefetch(path, pieces.address[mine], pieces.length[mine] * dtype.itemsize)
+            self.files.prefetch(path, pieces.address[mine], pieces.length[mine] * dtype.itemsize)
         small: type[np.uint16 | np.uint32] = np.uint16 if len(files) < 1 << 16 else np.uint32
         end = np.cumsum(pieces.length).astype(np.int32)  # a window holds some million tokens
         begins, after = pieces.start == 0, pieces.after.astype(np.uint8)
@@ -201,8 +195,8 @@ class SourceReader:
         # One token more than the piece is read for its last label, as far as the document goes; the delimiter
         # is not stored.
         stored = np.minimum(lengths + 1, lengths + after - self.source.delimiter)
-        out.tokens.fill(self._sep)
-        next_token = np.where(after == 0, IGNORED_LABEL, self._sep)
+        out.tokens.fill(self.sep_token)
+        next_token = np.where(after == 0, IGNORED_LABEL, self.sep_token)
         columns = (window.file[first:last], window.address[first:last], skip, places, lengths, stored)
         parts = zip(*(column.tolist() for column in columns), strict=True)
         for i, (file, address, skipped, place, length, count) in enumerate(parts):
@@ -214,7 +208,7 @@ class SourceReader:
                 next_token[i] = values[length]
                 values = values[:length]
             out.tokens[place : place + len(values)] = values
-        if not self._document_mask:
+        if not self.document_mask:
             follows = np.flatnonzero((after[:-1] == 0) & window.begins[first + 1 : last])
             next_token[follows] = out.tokens[places[follows + 1]]
             if after[-1] == 0:
@@ -224,7 +218,7 @@ class SourceReader:
         out.positions[:] = np.arange(size) - places.repeat(lengths)
         out.document_ids[:] = np.arange(len(places)).repeat(lengths)
         largest = max(int(out.tokens.view(np.uint64).max()), int(next_token.max()))
-        if largest >= self._vocab_size:
+        if largest >= self.vocab_size:
             self._refuse_tokens(window, first, places, lengths, out)
 
     def _first_token(self, window: Window, piece: int) -> int:
@@ -233,22 +227,23 @@ class SourceReader:
             return IGNORED_LABEL
         length = int(window.end[piece] - window.end[piece - 1])
         if length + int(window.after[piece]) <= self.source.delimiter:
-            return self._sep  # an empty document
+            return self.sep_token  # an empty document
         path, dtype = window.files[window.file[piece]]
         return int(self._read(path, dtype, int(window.address[piece]), 1)[0])
 
     def _read(self, path: str, dtype: TokenType, address: int, count: int) -> I64:
         size = count * dtype.itemsize
         try:
-            data = self._files.pread(path, size, address)
+            data = self.files.pread(path, size, address)
         except OSError as error:
             raise ShardError(
-                f"shard ({path}) cannot be read: {error}; check the storage or --on_missing=mask"
+                f"shard ({path}) cannot be read: {error}; check the storage or set --on_missing=mask"
             ) from error
         if len(data) != size:
             raise ShardError(
                 f"shard ({path}) ends {size - len(data)} bytes early, in document "
-                f"{self._document_at(path, address)}; it is truncated: restore it or --on_missing=mask"
+                f"{self._document_at(path, address)}; the file is truncated: restore the shard or set "
+                "--on_missing=mask"
             )
         values: I64 = np.frombuffer(data, dtype)
         # no token of 8 bytes, which may be one below 0, passes for -100, or wraps around
@@ -258,13 +253,13 @@ class SourceReader:
         """Raises TokenError naming the first piece that holds a token beyond the vocabulary."""
         for i, (place, length) in enumerate(zip(places.tolist(), lengths.tolist(), strict=True)):
             stretch = np.append(out.tokens[place : place + length], out.labels[place + length - 1])
-            stretch = stretch[stretch >= self._vocab_size]
+            stretch = stretch[stretch >= self.vocab_size]
             if len(stretch):
                 path, _ = window.files[window.file[first + i]]
                 document = self._document_at(path, int(window.address[first + i]))
                 raise TokenError(
                     f"shard ({path}) holds token {stretch[0]} in document {document}, beyond vocab_size "
-                    f"({self._vocab_size}); raise --vocab_size to that of its tokenizer or restore the shard"
+                    f"({self.vocab_size}); raise --vocab_size to the tokenizer's size or restore the shard"
                 )
 
     def _document_at(self, path: str, address: int) -> int:

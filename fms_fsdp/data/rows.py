@@ -8,8 +8,8 @@ Invariant: the global batch t is a function of (manifest, seed, history, t). No 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections import Counter
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
-from fms_fsdp.data.order.history import MAX_STEPS, History, Segment, check_same
+from fms_fsdp.data.order.history import History, Segment, check_same
 from fms_fsdp.data.order.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.order.order import Consumption, Fit, Order
 from fms_fsdp.data.order.packing import Cuts, pack_concat
@@ -41,8 +41,8 @@ WEIGHTS_ALONE = "take the checkpoint's weights alone with --load_model_only"
 logger = logging.getLogger(__name__)
 
 
-class Known(NamedTuple):
-    """What a checkpoint keeps of a source: by it, shards that have changed are noticed."""
+class KnownSource(NamedTuple):
+    """What a checkpoint keeps of a source; a resume compares the values, and so notices changed shards."""
 
     digest: str  # of names, order and counts
     num_shards: int
@@ -50,6 +50,7 @@ class Known(NamedTuple):
     marks: str  # of the content
 
 
+@dataclass(eq=False)
 class CorpusRows:
     """Produces the rows of any step from a corpus: a pure function of the step and of the history that a
     checkpoint keeps.
@@ -58,69 +59,60 @@ class CorpusRows:
     the source `first_exhausted` ends.
     """
 
-    def __init__(
-        self,
-        section: DataConfig,
-        corpus: Corpus,
-        *,
-        seed: int,
-        vocab_size: int,
-        global_batch_size: int,
-        rampup: tuple[int, ...] = (),
-        pin_memory: bool,
-    ) -> None:
-        self._section, self._corpus, self._seed, self._pin_memory = section, corpus, seed, pin_memory
-        self.global_batch_size, self._rampup = global_batch_size, rampup
-        self._masked: Counter[int] = Counter()  # rows of this rank by step
+    section: DataConfig
+    corpus: Corpus
+    _: KW_ONLY
+    seed: int
+    vocab_size: int
+    global_batch_size: int
+    rampup: tuple[int, ...] = ()
+    pin_memory: bool
+    last_step: int | None = field(default=None, init=False)
+    first_exhausted: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        section, corpus, batch = self.section, self.corpus, self.global_batch_size
         self._quotas = slot_quotas({source.name: source.weight for source in corpus.sources})
         self.files = corpus.files.clone()
         self._shards: ShardCache = Lru(SHARD_CACHE_BYTES)
-        self._vocab_size = vocab_size
         self._readers: dict[str, SourceReader] = {}
         self.open_sources(corpus)
-        self._known = {  # by source, those of earlier steps too
-            source.name: Known(source.digest, len(source.paths), source.num_tokens, corpus.marks_of(source))
-            for source in corpus.sources
-        }
+        self._known = dict[str, KnownSource]()  # by source, those of earlier steps too
+        for source in corpus.sources:
+            sizes = len(source.paths), source.num_tokens
+            self._known[source.name] = KnownSource(source.digest, *sizes, corpus.marks_of(source))
         num_rows = sum(source.num_tokens // section.seq_length for source in corpus.sources)
-        if num_rows < global_batch_size:
+        if num_rows < batch:
             raise UserError(
-                f"--global_batch_size ({global_batch_size}) must be at most the {num_rows} sequences of the "
+                f"--global_batch_size ({batch}) must be at most the {num_rows} sequences of the "
                 "corpus; lower the batch, lower --seq_length or add data"
             )
-        self.last_step: int | None = None
-        self.first_exhausted = ""
+        self._masked: Counter[int] = Counter()  # rows of this rank by step
         self._windows: Lru[Span, Window] = Lru(WINDOW_CACHE_BYTES)
         self._listed = lru_cache(maxsize=1)(self.packed)  # rows of a window are listed one after the other
         self.begin_after(0)
 
     def begin_after(self, step: int) -> None:
         """Makes step + 1 the first step: nothing has been seen."""
-        size = self._section.seq_length
-        history = History([Segment(step, self.global_batch_size, self._quotas, size, self._rampup)], [])
-        history.skip(self._section.skip_steps, step)
+        size = self.section.seq_length
+        history = History([Segment(step, self.global_batch_size, self._quotas, size, self.rampup)], [])
+        history.skip(self.section.skip_steps, step)
         self.order = self._order_of(history, {})
         self._limit_epochs(step)
 
     def open_sources(self, corpus: Corpus) -> None:
-        """Makes the corpus's sources readable: for inspection, those of earlier steps that the flags no
-        longer name too."""
+        """Makes the sources of a corpus readable: for inspection, also sources of earlier steps that the
+        flags no longer name."""
+        shared = corpus.sep_token, self.files, self._shards, self.vocab_size, self.section.document_mask
         for source in corpus.sources:
-            self._readers[source.name] = SourceReader(
-                corpus,
-                source,
-                self.files,
-                self._shards,
-                vocab_size=self._vocab_size,
-                document_mask=self._section.document_mask,
-            )
+            self._readers[source.name] = SourceReader(source, *shared)
 
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
         """Returns the rows [B * dp_rank / dp_size, B * (dp_rank + 1) / dp_size) of the step's global batch,
         whose size B may be another one. Raises: ShardError with the step."""
         segment = self.order.history.segment(step)
         start, stop = rows_of_rank(segment.batch_at(step), dp_rank, dp_size)
-        batch = empty_batch(stop - start, segment.seq_length, pin_memory=self._pin_memory)
+        batch = empty_batch(stop - start, segment.seq_length, pin_memory=self.pin_memory)
         columns = [tensor.numpy() for tensor in batch]
         self._masked.pop(step, None)  # a step that is read again counts once
         for i, address in enumerate(self.order.addresses(step, start, stop)):
@@ -171,7 +163,7 @@ class CorpusRows:
         """Returns all pieces of the window of a span, in the order of its tokens. Raises: ShardError."""
         tapes = self.order.source(span.source).tapes(span.epoch)
         key = tapes.piece_key(span.epoch, span.tape, span.window)
-        if self._section.packing == "bestfit":
+        if self.section.packing == "bestfit":
             pack = partial(load_part("bestfit:pack_bestfit"), key=key, seq_length=tapes.geometry.seq_length)
         else:
             pack = partial(pack_concat, key=key)
@@ -187,7 +179,7 @@ class CorpusRows:
         """Returns what reads a source. Raises: UserError if it is not among those opened."""
         if name not in self._readers:
             raise UserError(
-                f"source ({name}) of this step is not among the sources opened; add it to --datasets"
+                f"source ({name}) of this step is not among the sources opened; add the source to --datasets"
             )
         return self._readers[name]
 
@@ -197,9 +189,9 @@ class CorpusRows:
         return {
             "state_version": STATE_VERSION,
             "order_version": ORDER_VERSION,
-            "seed": self._seed,
-            "packing": self._section.packing,
-            "sep_token": self._corpus.sep_token,
+            "seed": self.seed,
+            "packing": self.section.packing,
+            "sep_token": self.corpus.sep_token,
             "fit": {size: dict(sorted(fit.items())) for size, fit in self.order.fit.items()},
             "manifest": {name: list(known) for name, known in sorted(self._known.items())},
             **self.order.history.state(),
@@ -213,18 +205,18 @@ class CorpusRows:
         length that does not fit.
         """
         self._check_same(state)
-        history, size = History.from_state(state), self._section.seq_length
+        history, size = History.from_state(state), self.section.seq_length
         before = history.segments[-1].seq_length
-        changes = history.change(step, self.global_batch_size, self._quotas, size, self._rampup)
+        changes = history.change(step, self.global_batch_size, self._quotas, size, self.rampup)
         if history.has_unfit_lengths():
             lengths = sorted({segment.seq_length for segment in history.segments} - {size})
             raise UserError(
-                f"--seq_length ({size}) must divide {before} or be a multiple of it, and all lengths of a "
-                f"run must divide the longest (so far: {', '.join(map(str, lengths))}); choose such a "
-                f"length, or {WEIGHTS_ALONE}"
+                f"--seq_length ({size}) must divide {before} or be a multiple of {before}, and all lengths "
+                f"of a run must divide the longest (so far: {', '.join(map(str, lengths))}); choose such "
+                f"a length, or {WEIGHTS_ALONE}"
             )
-        changes += history.skip(self._section.skip_steps, step)
-        self._known = {name: Known(*known) for name, known in state["manifest"].items()} | self._known
+        changes += history.skip(self.section.skip_steps, step)
+        self._known = {name: KnownSource(*known) for name, known in state["manifest"].items()} | self._known
         self.order = self._order_of(history, state["fit"])
         if size != before and history.segments[-1].after == step:
             changes += self._left_out()
@@ -245,17 +237,12 @@ class CorpusRows:
         history, order = self.order.history, self.order
         if source and source not in self._quotas:
             raise UserError(
-                f"--num_epochs ({source}:{epochs:g}) must name a source of the mixture; there are: "
+                f"--num_epochs ({source}:{epochs:g}) must name a source of the mixture, which has "
                 f"{', '.join(sorted(self._quotas))}"
             )
         names = [source] if source else list(self._quotas)
         rows = sum(order.source(name).num_rows_until(epochs) for name in names)
-
-        def supplied(after: int) -> int:
-            position = history.position(after)
-            return sum(position[name] for name in names)
-
-        last = step + bisect_left(range(step, MAX_STEPS), rows, key=supplied)
+        last = history.first_step_beyond(names, rows - 1, step - 1)
         used = order.consumption(last)
         passes = ", ".join(f"{name} {used[name]['epoch']:.2f} times" for name in sorted(self._quotas))
         whole = f"source {source}" if source else "as many rows as all sources have together"
@@ -267,12 +254,12 @@ class CorpusRows:
     def _order_of(self, history: History, fit: Fit) -> Order:
         """Returns the order that a history makes, after fitting the sources used for the first time in this
         length."""
-        size, fit = self._section.seq_length, {length: dict(fits) for length, fits in fit.items()}
+        size, fit = self.section.seq_length, {length: dict(fits) for length, fits in fit.items()}
         fits = fit.setdefault(str(size), {})
         for name, quota in self._quotas.items():
             if name not in fits:
                 num_rows = self._known[name].num_tokens // size
-                g = fit_geometry(num_rows, size, quota / NUM_SLOTS, self._section.logical_shards)
+                g = fit_geometry(num_rows, size, quota / NUM_SLOTS, self.section.logical_shards)
                 fits[name] = [g.num_tapes, g.blocks_per_window, g.block_tokens]
         num_tapes = Counter[str]()  # the most that a source has in any length
         for fits in fit.values():
@@ -281,31 +268,31 @@ class CorpusRows:
         self._windows.capacity = WINDOW_CACHE_BYTES + WINDOW_CACHE_BYTES_PER_TAPE * num_tapes.total()
         self._listed.cache_clear()
         num_tokens = {name: known.num_tokens for name, known in self._known.items()}
-        return Order(self._seed, num_tokens, fit, history)
+        return Order(self.seed, num_tokens, fit, history)
 
     def _left_out(self) -> list[str]:
         """Returns what the last change of the row length leaves out, a line for each source in the middle of
         an epoch."""
-        first = self.order.history.segments[-1].base
-        rests = ((name, self.order.source(name).laps[-2:]) for name in sorted(self._quotas))
-        return [
-            f"source {name}: {laps[0].left_out:,} tokens of the epoch under way are left out; "
-            f"{laps[0].num_rows:,} rows of it follow"
-            for name, laps in rests
-            if isinstance(laps[0], Rest) and laps[0].first == first.get(name, 0)
-        ]
+        first, lines = self.order.history.segments[-1].base, []
+        for name in sorted(self._quotas):
+            rest = self.order.source(name).laps[-2:][0]
+            if isinstance(rest, Rest) and rest.first == first.get(name, 0):
+                lines.append(
+                    f"source {name}: {rest.left_out:,} tokens of the epoch under way are left out; "
+                    f"{rest.num_rows:,} rows of it follow"
+                )
+        return lines
 
     def _limit_epochs(self, step: int) -> None:
         """Finds the last step that --max_epochs allows."""
-        limit = self._section.max_epochs
+        limit = self.section.max_epochs
         if limit is not None:
-            history, order = self.order.history, self.order
-            beyond = {
-                name: history.first_step_beyond(name, order.source(name).num_rows_until(limit), step)
-                for name in self._quotas
-            }
-            self.first_exhausted = min(beyond, key=lambda name: (beyond[name], name))
-            self.last_step = beyond[self.first_exhausted] - 1
+            beyond = []
+            for name in self._quotas:
+                rows = self.order.source(name).num_rows_until(limit)
+                beyond.append((self.order.history.first_step_beyond([name], rows, step), name))
+            first, self.first_exhausted = min(beyond)
+            self.last_step = first - 1
 
     def _window(self, span: Span) -> Window:
         key = span._replace(start=0, length=0)
@@ -318,11 +305,11 @@ class CorpusRows:
 
     def _mask_row(self, error: ShardError, step: int, address: RowAddress, out: Row) -> None:
         where = f"{address.source} row {address.n}, step {step}"
-        if self._section.on_missing != "mask" or isinstance(error, TokenError):
+        if self.section.on_missing != "mask" or isinstance(error, TokenError):
             raise type(error)(f"{error} [{where}]") from error
         self._masked[step] += 1
         logger.warning("row masked: %s [%s]", error, where)
-        out.tokens.fill(self._corpus.sep_token)
+        out.tokens.fill(self.corpus.sep_token)
         out.labels.fill(IGNORED_LABEL)
         out.positions[:] = np.arange(len(out.positions))
         out.document_ids.fill(0)
@@ -331,13 +318,13 @@ class CorpusRows:
         mine = self.state()
         same = ("state_version", "order_version", "--seed", "--packing", "--sep_token")
         check_same(state, mine, same, "the same value")
-        size, old_size = self._section.seq_length, state["history"][-1]["seq_length"]
-        if self._section.packing == "bestfit" and size != old_size:
+        size, old_size = self.section.seq_length, state["history"][-1]["seq_length"]
+        if self.section.packing == "bestfit" and size != old_size:
             raise UserError(
                 f"--seq_length ({size}) must stay {old_size} with --packing=bestfit, whose rows are packed "
-                "to that length; keep it, or take the weights alone with --load_model_only"
+                f"to that length; keep the length, or {WEIGHTS_ALONE}"
             )
-        before = {name: Known(*known) for name, known in state["manifest"].items()}
+        before = {name: KnownSource(*known) for name, known in state["manifest"].items()}
         for name in sorted(self._readers.keys() & before):
             old, now = before[name], self._known[name]
             if old[:3] != now[:3]:
@@ -350,11 +337,11 @@ class CorpusRows:
             if shard is not None:
                 raise UserError(
                     f"shard ({shard}) has changed since the checkpoint, though its name and counts have not; "
-                    f"restore it, or {WEIGHTS_ALONE}"
+                    f"restore the shard, or {WEIGHTS_ALONE}"
                 )
         lost = sorted(set(state["history"][-1]["weights"]) - set(mine["manifest"]))
-        if lost and not self._section.datasets:
+        if lost and not self.section.datasets:
             raise MissingInput(
-                f"source ({lost[0]}) of the checkpoint is missing in {self._corpus.files.root}; restore it, "
-                "or name the sources to go on with in --datasets"
+                f"source ({lost[0]}) of the checkpoint is missing in {self.corpus.files.root}; restore the "
+                "source, or name the sources to go on with in --datasets"
             )

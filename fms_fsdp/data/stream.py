@@ -14,18 +14,20 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import Batch, rows_of_rank
 from fms_fsdp.data.order.order import Consumption
 from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.shards.manifest import Corpus
-from fms_fsdp.data.synthetic import SyntheticRows
 from fms_fsdp.errors import UserError
+from fms_fsdp.parts import load_part
+
+if TYPE_CHECKING:
+    from fms_fsdp.extras.synthetic import SyntheticRows
 
 STEPS_AHEAD = 2  # that are prepared before they are asked for
-StepRows = CorpusRows | SyntheticRows  # with the same methods
 
 
 class Stream(Protocol):
@@ -80,7 +82,7 @@ class TokenStream:
     `step` is the last step consumed (0 at first).
     """
 
-    def __init__(self, rows: StepRows, *, dp_rank: int, dp_size: int) -> None:
+    def __init__(self, rows: CorpusRows | SyntheticRows, *, dp_rank: int, dp_size: int) -> None:
         self.rows = rows
         self.step = 0
         self._dp_rank, self._dp_size = dp_rank, dp_size
@@ -101,7 +103,7 @@ class TokenStream:
         if self.last_step is not None and self.step >= self.last_step:
             raise UserError(
                 f"max_epochs is reached after step {self.last_step} by source {self.rows.first_exhausted}; "
-                "lower --num_steps to it, lower the source's weight or raise --max_epochs"
+                "lower --num_steps to that step, lower the source's weight or raise --max_epochs"
             )
         self._fill()
         batch = self._ahead[0].result()
@@ -188,9 +190,12 @@ def build_stream(
     rows_of_rank(global_batch_size, dp_rank, dp_size)
     if corpus is not None and corpus.sep_token >= vocab_size:
         raise UserError(
-            f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of them"
+            f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of the "
+            "two numbers"
         )
-    make: Callable[..., StepRows] = SyntheticRows if corpus is None else partial(CorpusRows, corpus=corpus)
+    make: Callable[..., CorpusRows | SyntheticRows] = (
+        load_part("synthetic:SyntheticRows") if corpus is None else partial(CorpusRows, corpus=corpus)
+    )
     rows = make(
         section,
         seed=seed,

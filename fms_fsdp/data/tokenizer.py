@@ -33,7 +33,8 @@ KEPT_AS = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "token
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a shard must know of its tokenizer; `file_name` is the copy beside the shards ("" for bytes)."""
+    """The facts that a shard keeps of its tokenizer; `file_name` is the copy beside the shards ("" for
+    bytes)."""
 
     kind: str  # byte | sentencepiece | huggingface
     size: int
@@ -43,12 +44,13 @@ class Vocabulary:
     eos_token: str = ""  # as asked for, where the tokenizer's own was not wanted
 
     def kept_in(self, folder: Path) -> str:
-        """What `load_tokenizer` takes for the copy in that folder."""
+        """Returns the name by which `load_tokenizer` opens the copy in that folder."""
         return str(folder / self.file_name) if self.file_name else self.kind
 
 
 def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
-    """Returns what the file meta/tokenizer.json says: the vocabulary, and what the tokenizer was trained on.
+    """Returns the content of the file meta/tokenizer.json: the vocabulary, and the data that trained the
+    tokenizer.
 
     Raises: UserError.
     """
@@ -56,12 +58,12 @@ def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
         content = json.loads(data)
         values = {spec.name: content[spec.name] for spec in fields(Vocabulary)}
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{told_by} is not what prepare wrote; restore or remove it") from None
+        raise UserError(f"{told_by} is not what prepare wrote; restore or remove the file") from None
     vocabulary, kinds = Vocabulary(**values), {"size": int, "eos_id": int}
     for name, value in values.items():
         if not isinstance(value, kinds.get(name, str)) or (name == "kind" and value not in KEPT_AS):
             rule = f"says {name} ({shown_name(value)}), which prepare never writes"
-            raise UserError(f"{told_by} {rule}; restore or remove it")
+            raise UserError(f"{told_by} {rule}; restore or remove the file")
     if vocabulary.kind != "byte" or vocabulary.file_name:
         safe_name(vocabulary.file_name, told_by)
     return vocabulary, content.get("trained_on")
@@ -128,7 +130,7 @@ class SentencePieceTokenizer:
             raise UserError(f"--tokenizer ({name}) is not a sentencepiece model: {text}") from error
         eos = int(self._processor.piece_to_id(eos_token)) if eos_token else int(self._processor.eos_id())
         if eos < 0 or (eos_token and self._processor.id_to_piece(eos) != eos_token):
-            raise UserError(no_end(name, eos_token))
+            raise UserError(no_end_token(name, eos_token))
         self.vocabulary = Vocabulary(
             "sentencepiece", size, eos, hashlib.sha256(model).hexdigest(), KEPT_AS["sentencepiece"], eos_token
         )
@@ -138,7 +140,7 @@ class SentencePieceTokenizer:
         return [np.array(row, dtype=np.uint32) for row in rows]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._processor.decode([int(i) for i in ids]))
+        return str(self._processor.decode(list(map(int, ids))))
 
     def token_bytes(self) -> Tokens:
         model = self._processor
@@ -161,14 +163,14 @@ def piece_bytes(piece: str) -> int:
     return 1 if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
 
 
-def no_end(name: str, eos_token: str) -> str:
+def no_end_token(name: str, eos_token: str) -> str:
     if eos_token:
         return f"--eos_token ({eos_token}) is not a token of {name}"
     return f"--tokenizer ({name}) names no end-of-document token; choose one of its tokens with --eos_token"
 
 
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
-    """The tokenizer `byte`, or that of a file or folder; what has not changed since is not read again.
+    """Returns the tokenizer `byte`, or that of a file or folder. An unchanged file is not read again.
 
     The files are `tokenizer.model`, `tokenizer.json`, `vocab.json` with `merges.txt`, or one of tiktoken.
 
@@ -196,7 +198,7 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _open_tokenizer(path: Path, name: str, eos_token: str, digest: str) -> Tokenizer:
-    """The tokenizer of a file; `digest` of that file and of those beside it that count."""
+    """Returns the tokenizer of a file; `digest`: of that file and of the files beside it that count."""
     data = path.read_bytes()
     is_sentencepiece = data.startswith(b"\n") and path.suffix != ".json"  # the mark of its first field
     if not is_sentencepiece and (path.suffix == ".json" or load_part("byte_pairs").is_tiktoken(data)):

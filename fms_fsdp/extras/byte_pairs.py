@@ -80,8 +80,8 @@ def of_tiktoken(data: bytes, name: str) -> str:
     vocab = {token.decode("latin-1").translate(characters): rank for token, rank in ranks.items()}
     unused = set(range(known.size)).difference(vocab.values())
     special = {number: known.special.get(number, f"<|special_{number}|>") for number in unused}
-    vocab |= {text: number for number, text in special.items()}
-    merges = [list(pair) for pair in pairs_of(vocab, special.keys())]
+    vocab |= zip(special.values(), special, strict=True)
+    merges = list(map(list, pairs_of(vocab, special.keys())))
     model = {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True}
     words = {"type": "Split", "pattern": {"Regex": known.words}, "behavior": "Isolated", "invert": False}
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -128,7 +128,7 @@ def pairs_of(vocab: dict[str, int], others: Set[int]) -> list[tuple[str, str]]:
 
 
 def _token_and_rank(line: bytes) -> tuple[bytes, int] | None:
-    """What a line says; None for one of another kind."""
+    """Returns the token and the rank of a line; None for a line of another kind."""
     token, _, rank = line.strip().partition(b" ")
     try:
         return base64.b64decode(token, validate=True), int(rank)

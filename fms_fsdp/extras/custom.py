@@ -59,7 +59,7 @@ def load_builder(section: DataConfig) -> Callable[..., Stream]:
         if missing:
             raise UserError(
                 f"--dataset_builder ({name}) must return an object with the methods {', '.join(REQUIRED)}; "
-                f"add {', '.join(missing)} to its {type(own).__name__}"
+                f"add {', '.join(missing)} to {type(own).__name__}"
             )
         return CustomStream(own)
 

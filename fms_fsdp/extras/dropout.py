@@ -1,4 +1,4 @@
-"""Dropout with masks that are a function of what they belong to, not of a generator.
+"""Dropout whose masks are a function of the place of each number, not of a generator.
 
     (seed, step, row) ── row_keys ── layer_keys ── place ── position ── channel ── kept or not
 

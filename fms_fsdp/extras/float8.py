@@ -50,7 +50,7 @@ def check_float8(config: LlamaConfig, precision: Precision, device: torch.device
         if size % _MULTIPLE:
             raise UserError(
                 f"--precision (float8) needs sizes that are multiples of {_MULTIPLE}, and {name} is {size}; "
-                "change it, or use --precision=bf16"
+                "change the size, or use --precision=bf16"
             )
     if device.type != "cuda":
         return

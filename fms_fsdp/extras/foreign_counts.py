@@ -1,4 +1,4 @@
-"""Counts files whose rows name other paths than those of the shards that are there.
+"""Counts files whose rows name other paths than the shards have that are there.
 
 Roots are what stands before the path of a shard that is there, and the root of most rows goes first. A row of
 a shard that is not there loses the first such root that it begins with.
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from fms_fsdp.data.shards.counts import Counts
 
 
-def placed(rows: Counts, known: frozenset[str]) -> Counts:
+def place_rows(rows: Counts, known: frozenset[str]) -> Counts:
     """Returns the rows by the paths that shards have, or would have, below this corpus's own root."""
     for start in _starts(next(iter(rows), "")):  # nearly always one root places all
         root = next(iter(rows), "")[:start]

@@ -1,4 +1,4 @@
-"""What a config.json of Hugging Face says of a model → our shape: the inverse of hf.py.
+"""A config.json of Hugging Face → the shape of our model: the inverse of hf.py.
 
     config.json ── each field by the table of its model_type (hf_fields.py) ──> LlamaConfig
 
@@ -46,7 +46,7 @@ def read_shape(path: Path) -> LlamaConfig:
     try:
         return config_from_hf(content)
     except UserError as error:
-        raise UserError(f"{path} describes no model that there is here: {error}") from None
+        raise UserError(f"{path} describes no model of this package: {error}") from None
 
 
 def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
@@ -118,7 +118,9 @@ def _refuse_others(kind: str, content: Mapping[str, Any]) -> None:
         elif not any(
             value == right and type(value) is type(right) for right in NEUTRAL.get(name, (None, False))
         ):
-            raise UserError(f"{quoted(name)} ({quoted(value)}) must be left out; our models do not have it")
+            raise UserError(
+                f"{quoted(name)} ({quoted(value)}) must be left out; our models have no such field"
+            )
 
 
 def _check_heads(shape: Mapping[str, Any]) -> None:
@@ -159,7 +161,7 @@ def _window(kind: str, said: Mapping[str, Any]) -> int:
             )
         elif len(types) != layers:
             raise UserError(
-                f"layer_types ({len(types)} of them) must be those of num_hidden_layers ({layers})"
+                f"layer_types ({len(types)} layers) must name each of num_hidden_layers ({layers})"
             )
         if any(each != "full_attention" for each in types):
             rule = "must leave every layer without a window: a Qwen3 with one is not here"
@@ -170,7 +172,7 @@ def _window(kind: str, said: Mapping[str, Any]) -> int:
 def _check_gpt2(said: Mapping[str, Any]) -> None:
     used, other = said["activation_function"], said["hidden_act"]
     if other is not None and GELUS[other] != GELUS[used]:
-        raise UserError(f"hidden_act ({other}) must be that of activation_function ({used})")
+        raise UserError(f"hidden_act ({other}) must be the same function as activation_function ({used})")
     if said["embd_pdrop"] != said["resid_pdrop"]:
         one = f"--dropout has one value for both, {said['resid_pdrop']:g}"
         note_once(f"embd_pdrop ({said['embd_pdrop']:g}) is not resid_pdrop; in training {one}")
@@ -184,7 +186,7 @@ def _rope(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
             name = "rope_type" if name == "type" else name
             if name not in _ROPE_KINDS:
                 raise UserError(
-                    f"{table}.{quoted(name)} ({quoted(value)}) must be left out; our models do not have it"
+                    f"{table}.{quoted(name)} ({quoted(value)}) must be left out: our models have none"
                 )
             if or_none(_ROPE_KINDS[name]).check(f"{table}.{name}", value) is None:
                 continue
@@ -205,7 +207,8 @@ def _rope(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(used: Any, said: Mapping[str, Any], names: tuple[str, ...], what: str, usual: float) -> float:
-    """What the table of rope says, else the first of these fields, else `usual`; others must say the same."""
+    """Returns the value of the table of rope, else of the first of these fields, else `usual`; other fields
+    must say the same."""
     first = "rope_parameters"
     if used is None:
         first = names[0]
@@ -221,7 +224,7 @@ def _scaling(found: Mapping[str, Any], positions: int) -> RopeScaling | None:
     needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}.get(kind, [])
     for name in needed:
         if name not in found:
-            raise UserError(f"{name} of rope_scaling is missing; type {kind} needs it")
+            raise UserError(f"{name} of rope_scaling is missing; type {kind} needs {name}")
     if kind == "default" or (kind == "linear" and found["factor"] == 1):
         return None
     if kind == "linear":
@@ -235,21 +238,23 @@ def _scaling(found: Mapping[str, Any], positions: int) -> RopeScaling | None:
 
 
 def check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig) -> None:
-    """Raises UserError where a run that begins with weights has another shape than they have."""
+    """Raises UserError where a run that begins with weights has another shape than the weights have."""
     table = flag_table(ModelConfig)
     names = {spec.name for spec in fields(LlamaConfig) if table[spec.name].resume == "refused"}
     for name in sorted(names - {"z_loss", "vocab_multiple_of", "vocab_size"}):
         there, asked = getattr(weights, name), getattr(config, name)
         if there != asked:
-            raise UserError(f"--{name} ({asked}) must be that of --init_from_hf ({there}); leave it out")
+            raise UserError(
+                f"--{name} ({asked}) must be that of --init_from_hf ({there}); leave out the flag"
+            )
     if config.pos_emb == "learned" and config.max_seq_len != weights.max_seq_len:
         flag = "max_seq_len" if section.max_seq_len else "seq_length"
         rule = f"must fit the {weights.max_seq_len} positions that --init_from_hf has learned"
-        raise UserError(f"--{flag} ({config.max_seq_len}) {rule}; set it so")
+        raise UserError(f"--{flag} ({config.max_seq_len}) {rule}; set the flag so")
     is_larger = config.vocab_size > weights.vocab_size and section.init_new_tokens == "mean"
     if config.vocab_size != weights.vocab_size and not is_larger:
         raise UserError(
-            f"--init_from_hf ({section.init_from_hf}) has {weights.vocab_size} tokens and must have those "
-            f"of the data or of --vocab_size ({config.vocab_size}); prepare the data with its tokenizer, or "
-            "give a larger vocabulary --init_new_tokens=mean"
+            f"--init_from_hf ({section.init_from_hf}) has {weights.vocab_size} tokens and must have the "
+            f"tokens of the data or of --vocab_size ({config.vocab_size}); prepare the data with its "
+            "tokenizer, or give a larger vocabulary --init_new_tokens=mean"
         )

@@ -97,7 +97,7 @@ def generate(
         UserError: a prompt is empty, longer than the context, or has a token that the model has not; or the
             model's logits are not finite.
     """
-    lengths, context = [len(prompt) for prompt in prompts], model.config.max_seq_len
+    lengths, context = list(map(len, prompts)), model.config.max_seq_len
     if min(lengths) == 0 or max(lengths) >= context:
         raise UserError(
             f"prompts ({min(lengths)} to {max(lengths)} tokens) must have 1 to {context - 1}, for the "
@@ -145,7 +145,7 @@ def _tokens_at(
     """The token of each row at its place within the distribution."""
     if not bool(logits_BV.isfinite().all()):
         raise UserError(
-            "the model's logits are not finite: its weights are damaged, or it did not train well"
+            "the model's logits are not finite: its weights are damaged, or the training diverged"
         )
     if sampling.temperature == 0 and sampling.repetition_penalty == 1:
         return logits_BV.argmax(-1).tolist()
@@ -155,7 +155,7 @@ def _tokens_at(
 
 
 def text_after(tokenizer: Tokenizer, prompt: Sequence[int], drawn: Sequence[int]) -> str:
-    """What the drawn tokens add to the text of the prompt; decoded together, for the sake of spaces. Tokens
-    that only the model has stand for nothing."""
+    """Returns the text that the drawn tokens add to the prompt; both are decoded together, for the sake of
+    spaces. Tokens that only the model has stand for nothing."""
     known = [token for token in drawn if token < tokenizer.vocabulary.size]
     return tokenizer.decode([*prompt, *known])[len(tokenizer.decode(prompt)) :]

@@ -1,4 +1,5 @@
-"""What GPT and its relatives have that a Llama has not: norms, a plain feed-forward, positions, ALiBi.
+"""The parts of GPT and its relatives that a Llama does not have: norms, a plain feed-forward, positions,
+ALiBi.
 
 B batch, S sequence or query positions, T key positions, D model, F ffn, H query heads.
 
@@ -93,7 +94,8 @@ def added_mask(
     device: torch.device,
     num_keys: int,
 ) -> torch.Tensor:
-    """What is added to the scores: fp32 (B|1, H|1, S, T). The arguments are those of `attention_mask`."""
+    """Returns the mask that is added to the scores: fp32 (B|1, H|1, S, T). The arguments are those of
+    `attention_mask`."""
     query_S1 = torch.arange(positions.start, positions.stop, device=device).unsqueeze(1)
     distance_ST = query_S1 - torch.arange(num_keys or positions.stop, device=device)
     seen = ((distance_ST >= 0) & (distance_ST < (window or positions.stop)))[None, None]
@@ -107,8 +109,9 @@ def added_mask(
 
 
 def alibi_slopes(head: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """What a head takes off a score for each position of distance, fp32: 2^(-8 (head + 1) / n), n the largest
-    power of two in `num_heads`; heads beyond n take every second slope of 2n heads, as published."""
+    """Returns the number that a head takes off a score for each position of distance, fp32: 2^(-8 (head + 1)
+    / n), n the largest power of two in `num_heads`; heads beyond n take every second slope of 2n heads, as
+    published."""
     power = 1 << (num_heads.bit_length() - 1)
     steps = torch.where(head < power, 2 * (head + 1), 2 * (head - power) + 1)
     return torch.exp2(-4.0 / power * steps)
@@ -116,7 +119,8 @@ def alibi_slopes(head: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 @functools.cache
 def alibi_score(num_heads: int) -> Callable[..., torch.Tensor]:
-    """The same for flex_attention; one function for all layers, so that they share compiled code."""
+    """Returns the score of ALiBi for flex_attention; one function for all layers, which so share compiled
+    code."""
 
     def score(
         score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor

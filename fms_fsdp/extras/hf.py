@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras.hf_fields import TYPES
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 
 
 class HFWeight(NamedTuple):
-    """One of their weights: which of ours it is made of, and how; its shape."""
+    """A weight of Hugging Face: the names of our weights that make it, how they do, and its shape."""
 
     ours: tuple[str, ...]
     make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -27,12 +28,12 @@ class HFWeight(NamedTuple):
 
     def made_of(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The weight of Hugging Face, made of our weights, which `read` gives by name."""
-        return self.make([read(name) for name in self.ours])
+        return self.make(list(map(read, self.ours)))
 
 
 class Packing(NamedTuple):
-    """How several of our weights stand in one of theirs: `join` packs them, `split` takes them out again,
-    each with so many rows."""
+    """How several of our weights stand in one weight of Hugging Face: `join` packs our weights, `split` takes
+    them out again, each with so many rows."""
 
     join: Callable[[LlamaConfig, Sequence[torch.Tensor]], torch.Tensor]
     split: Callable[[LlamaConfig, torch.Tensor, Sequence[int]], Sequence[torch.Tensor]]
@@ -44,8 +45,7 @@ class Family:
 
     `holds`: values that fields of a shape must have, where they are not Llama's. `layer`: what begins the
     names within a layer. `inside` and `outside`: a module of transformers → our modules, of which several may
-    stand in one. `packing`: how our weights of a layer become one weight there. `fields`: of config.json,
-    beside the fields of all classes, in order.
+    stand in one. `packing`: how our weights of a layer become one weight there.
     """
 
     name: str
@@ -55,7 +55,6 @@ class Family:
     inside: Mapping[str, str]
     outside: Mapping[str, str]
     packing: Packing
-    fields: str
 
 
 def _join_heads(config: LlamaConfig, weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -118,36 +117,10 @@ _NEOX_INSIDE = {
 }
 _NEOX_OUTSIDE = {"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "head.norm", "embed_out": "head"}
 ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}
-# our fields → their names in config.json
-NAMES = {
-    "hidden_size": "hidden_size n_embd",
-    "ffn_hidden_size": "intermediate_size n_inner",
-    "num_layers": "num_hidden_layers n_layer",
-    "num_attention_heads": "num_attention_heads n_head",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon",
-    "max_seq_len": "max_position_embeddings n_positions",
-    "vocab_size": "vocab_size",
-    "tie_embeddings": "tie_word_embeddings",
-    "bias": "attention_bias",
-    "attn_window": "sliding_window",
-    "rope_pct": "rotary_pct",
-    "parallel_residual": "use_parallel_residual",
-    "init_std": "initializer_range",
-    "attn_dropout": "attention_dropout attn_pdrop",
-    "dropout": "hidden_dropout resid_pdrop",
-}
-_COMMON = "rope_theta rope_scaling rope_parameters hidden_size intermediate_size num_hidden_layers "
-_COMMON += "num_attention_heads max_position_embeddings hidden_act attention_dropout attention_bias "
-_LLAMA_FIELDS = _COMMON + "num_key_value_heads head_dim rms_norm_eps mlp_bias "
-_GPT2_FIELDS = "n_embd n_inner n_layer n_head n_positions layer_norm_epsilon activation_function resid_pdrop "
-_GPT2_FIELDS += "embd_pdrop attn_pdrop"
-_NEOX_FIELDS = _COMMON + "hidden_dropout layer_norm_eps rotary_pct rotary_emb_base use_parallel_residual"
 
 
 def _plain(config: LlamaConfig) -> dict[str, tuple[Any, ...]]:
-    """What the two older classes hold."""
+    """Returns the values that the two older classes hold."""
     heads = config.num_attention_heads
     return {
         "norm": ("layernorm",),
@@ -165,24 +138,24 @@ _QWEN3_INSIDE = _LLAMA_INSIDE | {
 FAMILIES = (
     Family(
         "Llama", "llama", lambda config: {"bias": (False, True)},
-        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE, _LLAMA_FIELDS,
+        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
     ),
     Family(
         "Mistral", "mistral", lambda config: {"attn_window": (config.attn_window,)},
-        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE, _LLAMA_FIELDS + "sliding_window",
+        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
     ),
     Family(
         "Qwen3", "qwen3", lambda config: {"qk_norm": (True,)},
-        "model.layers", _QWEN3_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE, _LLAMA_FIELDS,
+        "model.layers", _QWEN3_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
     ),
     Family(
         "GPT2", "gpt2", lambda config: _plain(config) | {"pos_emb": ("learned",)},
-        "transformer.h", _GPT2_INSIDE, _GPT2_OUTSIDE, _INPUT_BY_OUTPUT, _GPT2_FIELDS,
+        "transformer.h", _GPT2_INSIDE, _GPT2_OUTSIDE, _INPUT_BY_OUTPUT,
     ),
     Family(
         "GPTNeoX", "gpt_neox", lambda config: _plain(config)
         | {"rope_pct": (config.rope_pct,), "parallel_residual": (False, True), "rope_scaling": (None,)},
-        "gpt_neox.layers", _NEOX_INSIDE, _NEOX_OUTSIDE, _HEAD_BY_HEAD, _NEOX_FIELDS,
+        "gpt_neox.layers", _NEOX_INSIDE, _NEOX_OUTSIDE, _HEAD_BY_HEAD,
     ),
 )  # fmt: skip
 _OPTIONS = "norm pos_emb activation bias qk_norm attn_window attn_window_pattern parallel_residual rope_pct"
@@ -202,12 +175,12 @@ def find_family(config: LlamaConfig) -> Family:
     parts = [f"--{name} ({getattr(config, name)}) must be {wanted}" for name, wanted in found.items()]
     raise UserError(
         f"the model's {', '.join(parts)}: Hugging Face's {family.name}, the nearest class, has no other; "
-        "it cannot be exported"
+        "the model cannot be exported"
     )
 
 
 def _differences(family: Family, config: LlamaConfig) -> dict[str, str]:
-    """The fields that the class cannot hold, and what it would hold."""
+    """Returns the fields that the class cannot hold, and the values that it would hold."""
     needed = {name: (LlamaConfig.__dataclass_fields__[name].default,) for name in _OPTIONS.split()}
     needed |= family.holds(config)
     wrong: dict[str, str] = {}
@@ -218,8 +191,8 @@ def _differences(family: Family, config: LlamaConfig) -> dict[str, str]:
 
 
 def hf_weights(config: LlamaConfig) -> dict[str, HFWeight]:
-    """Their name of every weight → how it is made of ours, in the order of the layers. Rows that fill up the
-    vocabulary are left out."""
+    """Returns by its name in Hugging Face how each weight is made of ours, in the order of the layers. Rows
+    that fill up the vocabulary are left out."""
     family = find_family(config)
     positions = 1 if config.pos_emb == "rope" else config.max_seq_len  # no rotary table is computed
     with torch.device("meta"):
@@ -252,13 +225,16 @@ def hf_config(config: LlamaConfig, dtype: str, eos_id: Any, bos_id: int | None =
     """The content of config.json; its end token may be several."""
     family = find_family(config)
     head = "ForCausalLM" if family.name != "GPT2" else "LMHeadModel"
-    fields, of_all = _fields(config), ("vocab_size", "tie_word_embeddings", "initializer_range")
-    if family.name == "GPTNeoX":
-        fields["rope_parameters"]["partial_rotary_factor"] = config.rope_pct
+    others, fields = _other_fields(config, family), dict[str, Any]()
+    for name, field in TYPES[family.model_type].items():
+        if field.ours:
+            fields[name] = getattr(config, field.ours)
+        elif name in others:
+            fields[name] = others[name]
     return {
         "architectures": [family.name + head],
         "model_type": family.model_type,
-        **{name: fields[name] for name in (*family.fields.split(), *of_all)},
+        **fields,
         "bos_token_id": bos_id,  # the class's own default would be 1
         "eos_token_id": eos_id,
         "torch_dtype": dtype,
@@ -266,16 +242,12 @@ def hf_config(config: LlamaConfig, dtype: str, eos_id: Any, bos_id: int | None =
     }
 
 
-def _fields(config: LlamaConfig) -> dict[str, Any]:
-    """All fields of the shape, under every name that a class has for them.
+def _other_fields(config: LlamaConfig, family: Family) -> dict[str, Any]:
+    """Returns the fields of config.json whose value is no field of our shape as it stands.
 
     What transformers 5 renamed stands there under both names: older readers would fall back to a theta of
     10,000 in silence.
     """
-    fields: dict[str, Any] = {"mlp_bias": config.bias, "embd_pdrop": config.dropout}
-    for ours, names in NAMES.items():
-        fields |= dict.fromkeys(names.split(), getattr(config, ours))
-    fields["hidden_act"] = fields["activation_function"] = ACTIVATIONS[config.activation]
     rope: dict[str, Any] = {"rope_type": "default"}
     if (scaling := config.rope_scaling) is not None:
         rope = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -283,7 +255,18 @@ def _fields(config: LlamaConfig) -> dict[str, Any]:
             rope["low_freq_factor"] = scaling.low_freq_factor
             rope["high_freq_factor"] = scaling.high_freq_factor
             rope["original_max_position_embeddings"] = scaling.original_max_len
-    fields["rope_theta"] = fields["rotary_emb_base"] = config.rope_theta
+    fields: dict[str, Any] = {
+        "attention_bias": config.bias,
+        "mlp_bias": config.bias,
+        "embd_pdrop": config.dropout,
+    }
+    fields["activation_function" if family.name == "GPT2" else "hidden_act"] = ACTIVATIONS[config.activation]
     fields["rope_scaling"] = None if scaling is None else rope
     fields["rope_parameters"] = {**rope, "rope_theta": config.rope_theta}
+    fields["rope_theta"] = fields["rotary_emb_base"] = config.rope_theta
+    if family.name == "GPTNeoX":
+        fields["rotary_pct"] = config.rope_pct
+        fields["rope_parameters"]["partial_rotary_factor"] = config.rope_pct
+    if config.attn_window:
+        fields["sliding_window"] = config.attn_window
     return fields

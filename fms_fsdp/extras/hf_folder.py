@@ -39,7 +39,7 @@ _ROWS_AT_A_TIME = 4096
 
 @dataclass(frozen=True)
 class HFFolder:
-    """What config.json says, and the weights, which are those of that shape."""
+    """The shape that config.json describes, and the weights of a model of that shape."""
 
     shape: LlamaConfig
     weights: Weights
@@ -98,7 +98,9 @@ def check_names(shape: LlamaConfig, weights: Collection[str]) -> dict[str, HFWei
         extra = [name for name in extra if not name.startswith(_HEADS)]
     absent = [name for name in theirs if name not in weights]
     if absent and absent[0].startswith(_HEADS):
-        raise UserError(f"weight {absent[0]} is missing: a model without its head; use one that has it")
+        raise UserError(
+            f"weight {absent[0]} is missing: a model without its head; use a folder with the head"
+        )
     if absent or extra:
         what = (
             f"weight {absent[0]} is missing"
@@ -144,7 +146,7 @@ def load_weights(path: Path, model: Llama, mesh: Mesh) -> None:
         fill(model, open_folder(path, "--init_from_hf"))
     except ValueError as error:
         problem = str(error)
-    if problems := [text for text in mesh.gather(problem) if text]:
+    if problems := list(filter(None, mesh.gather(problem))):
         raise UserError(problems[0])
 
 
@@ -159,9 +161,9 @@ def fill(model: Llama, folder: HFFolder) -> None:
     ours = {clean_name(name): weight for name, weight in model.named_parameters()}
     packing = find_family(folder.shape).packing
     for name, made in hf_weights(folder.shape).items():
-        targets, whole = [ours[part] for part in made.ours], folder.weights[name]()
+        targets, whole = list(map(ours.__getitem__, made.ours)), folder.weights[name]()
         is_inside = made.ours[0].startswith("blocks.")
-        rows = [len(target) for target in targets]
+        rows = list(map(len, targets))
         parts: Sequence[torch.Tensor] = packing.split(folder.shape, whole, rows) if is_inside else [whole]
         for target, part in zip(targets, parts, strict=True):
             _fill_rows(target, part, model.config.vocab_size, name)
@@ -196,8 +198,8 @@ def hf_tokenizer(path: Path, name: str) -> UsedTokenizer:
 
 
 def find_hf_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer of the folder: tokenizer.model if it is there, which needs no other package, and can be
-    read; None if there is none.
+    """Returns the tokenizer of the folder, None without one: tokenizer.model, which needs no other package,
+    if that file can be read, else tokenizer.json.
 
     Raises:
         UserError: it cannot be read, or names no end token.

@@ -13,7 +13,7 @@ import numpy as np
 
 from fms_fsdp.atomic import write_atomically, write_json
 from fms_fsdp.config.values import shown
-from fms_fsdp.data.tokenizer import KEPT_AS, Tokens, Vocabulary, no_end, piece_bytes
+from fms_fsdp.data.tokenizer import KEPT_AS, Tokens, Vocabulary, no_end_token, piece_bytes
 from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.extras.byte_pairs import of_tiktoken
 from fms_fsdp.extras.typed_json import TEXT, or_none, parse_table, read_table, whole
@@ -65,7 +65,7 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()  # "</s>" may be a piece of text, too
         eos = next((number for number in known if number in added), known[0] if known else None)
         if eos is None:
-            raise UserError(no_end(str(path), eos_token))
+            raise UserError(no_end_token(str(path), eos_token))
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         size = 1 + whole(0, _LARGEST_ID).check(f"--tokenizer ({path}): the largest id", largest)
         digest = hashlib.sha256(self._content).hexdigest()
@@ -85,7 +85,7 @@ class HuggingFaceTokenizer:
         return [np.array(row.ids, dtype=np.uint32) for row in rows]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids]))
+        return str(self._tokenizer.decode(list(map(int, ids))))
 
     def token_bytes(self) -> Tokens:
         content = json.loads(self._content)
@@ -120,6 +120,6 @@ def _without_chance(content: bytes, name: str) -> bytes:
 
 
 def token_text(said: Any, name: str) -> str:
-    """What a file says of a token: its text, or a table with its content; "" for null."""
+    """Returns the text of a token by what a file says: its text, or a table with its content; "" for null."""
     said = TEXT.check(f"content of {name}", said.get("content")) if isinstance(said, dict) else said
     return or_none(TEXT).check(name, said) or ""

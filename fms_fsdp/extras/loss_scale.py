@@ -24,7 +24,8 @@ _FIRST, _LARGEST = 2.0**16, 2.0**64
 
 
 class LossScale:
-    """The factor of the loss, and what moves it; the same on all ranks, because norms are.
+    """The factor of the loss, and the rule that moves the factor; equal on all ranks, because norms are
+    equal.
 
     The section names a scale that never moves, or 0 for a dynamic one. `scale`: of the next step, fp32
     without dims. `before`: of the last one. `is_stuck`: whether that overflowed where the scale can be halved
@@ -56,11 +57,11 @@ class LossScale:
         self._left = torch.where(doubles, self._hysteresis, left)
 
     def state_dict(self) -> dict[str, float]:
-        """What a run goes on with, as plain numbers; waits for the device."""
+        """Returns the state that a resume needs, as plain numbers; waits for the device."""
         return {"scale": self.scale.item(), "steps": self._steps.item(), "left": self._left.item()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Takes over a state of `state_dict`; settings and a fixed scale stay those of this launch."""
+        """Takes over a state of `state_dict`; settings and a fixed scale stay as this launch has set them."""
         if self.is_dynamic:
             self.scale.fill_(state["scale"]).clamp_(self._floor, _LARGEST)
             self._steps.fill_(state["steps"])

@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.kept_tokenizer import find_tokenizer
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.text_rules import NO_RULES, TextRules, begin_token
-
-
-class ModelSize(Protocol):
-    """What a text must fit: positions and tokens of a model."""
-
-    @property
-    def max_seq_len(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
+from fms_fsdp.models.variants import LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -50,12 +40,12 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
             text.encode()
         except UnicodeEncodeError as error:
             rule = f"must be whole characters, not half of one (U+{ord(text[error.start]):04X})"
-            raise UserError(f"a text {rule}; write it otherwise") from None
+            raise UserError(f"a text {rule}; write the text otherwise") from None
     return [row.tolist() for row in tokenizer.encode(texts)]
 
 
 def encode_prompts(
-    tokenizer: Tokenizer, texts: Sequence[str], model: ModelSize, rules: TextRules = NO_RULES
+    tokenizer: Tokenizer, texts: Sequence[str], model: LlamaConfig, rules: TextRules = NO_RULES
 ) -> Prompts:
     """The prompts of a model.
 
@@ -77,10 +67,10 @@ def check_tokens(ids: Iterable[Sequence[int]], vocab_size: int) -> None:
     """Raises UserError where a text has a token that a model of so many does not have."""
     if (largest := max(map(max, filter(None, ids)), default=0)) >= vocab_size:
         rule = f"has token {largest}, and the model has {vocab_size}"
-        raise UserError(f"the tokenizer of the model {rule}: they do not belong together")
+        raise UserError(f"the tokenizer of the model {rule}: tokenizer and model do not belong together")
 
 
-def scan_prompts(section: EvalConfig, data: DataConfig, model: ModelSize) -> Prompts:
+def scan_prompts(section: EvalConfig, data: DataConfig, model: LlamaConfig) -> Prompts:
     """The prompts of the samples during training, for one rank, which sends them to the others.
 
     Raises:
@@ -91,7 +81,7 @@ def scan_prompts(section: EvalConfig, data: DataConfig, model: ModelSize) -> Pro
     if tokenizer is None:
         rule = f"needs a tokenizer beside the data ({data.data_path or 'none'})"
         raise UserError(
-            f"--sample_interval ({section.sample_interval}) {rule}; leave it out, or use data of `prepare`"
+            f"--sample_interval ({section.sample_interval}) {rule}; leave out the flag, or prepare the data"
         )
     texts = section.sample_prompts or ("",)
     if len(texts) == 1 and Path(texts[0]).is_file():

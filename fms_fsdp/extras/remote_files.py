@@ -117,20 +117,6 @@ class RemoteFiles:
             return self.pread(path, num_bytes, offset)
         return whole[0] if len(whole) == 1 else b"".join(whole)
 
-    def gather_int64(self, path: str, offsets: I64) -> I64:
-        out = np.empty(len(offsets), dtype=np.int64)
-        order = np.argsort(offsets, kind="stable")
-        span = RUN_PAGES * PAGE
-        groups = np.split(order, np.flatnonzero(np.diff(offsets[order] // span)) + 1) if len(order) else []
-        for i, group in enumerate(groups):
-            for ahead in groups[i : i + NUM_THREADS // 2]:
-                low, high = int(offsets[ahead[0]]), int(offsets[ahead[-1]]) + 8
-                self.prefetch(path, np.array([low]), np.array([high - low]))
-            low = int(offsets[group[0]])
-            data = np.frombuffer(self.pread(path, int(offsets[group[-1]]) + 8 - low, low), dtype=np.uint8)
-            out[group] = data[(offsets[group] - low)[:, None] + np.arange(8)].view("<i8")[:, 0]
-        return out
-
     def prefetch(self, path: str, offsets: I64, sizes: I64) -> None:
         """Starts to fetch ranges that will be read soon, those at negative offsets from the end; returns at
         once."""

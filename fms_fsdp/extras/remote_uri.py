@@ -46,7 +46,7 @@ def open_filesystem(uri: str) -> tuple[Any, str]:
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise UserError(
-            f"--data_path ({shown(uri)}) must be a folder or begin with one of {known}; correct it"
+            f"--data_path ({shown(uri)}) must be a folder or begin with one of {known}; correct the path"
         )
     if scheme != "file" and not urlsplit(uri).netloc:
         raise UserError(f"--data_path ({scheme}://) must name a bucket; write {scheme}://BUCKET/FOLDER")
@@ -95,11 +95,11 @@ def start_errors(uri: str) -> Iterator[None]:
             remedy = _CREDENTIALS[urlsplit(uri).scheme]
             raise UserError(f"{name} cannot be opened with these credentials: {reason}; {remedy}") from error
         if isinstance(error, PERMANENT) or "NO_SUCH_BUCKET" in reason:
-            raise MissingInput(f"{name} is not there: {reason}; correct the bucket or folder") from error
+            raise MissingInput(f"{name} does not exist: {reason}; correct the bucket or folder") from error
         raise StorageError(
             f"{name} cannot be listed: {reason}; check network, region and endpoint"
         ) from error
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"{name} is not a URI that pyarrow.fs reads: {error}; correct it") from error
+        raise UserError(f"{name} is not a URI that pyarrow.fs reads: {error}; correct the URI") from error

@@ -19,7 +19,7 @@ def parse_scaling(text: str) -> RopeScaling | None:
     if len(values) not in lengths or min(values) < 1 or (len(values) == 4 and values[1] >= values[2]):
         raise UserError(
             f"--rope_scaling ({text}) must be linear:FACTOR or llama3:FACTOR[:LOW:HIGH:LENGTH], of numbers "
-            "from 1 on, LOW below HIGH; write it so"
+            "from 1 on, LOW below HIGH; write the flag so"
         )
     if kind == "linear":
         return RopeScaling(values[0], kind="linear") if values[0] > 1 else None

@@ -46,13 +46,14 @@ def check_rounding(precision: Precision, section: OptimConfig) -> None:
         )
     if section.optimizer_kwargs:
         raise UserError(
-            f"--optimizer_kwargs ({joined(section.optimizer_kwargs)}) must be left out {kept}; leave it out, "
-            "or keep fp32"
+            f"--optimizer_kwargs ({joined(section.optimizer_kwargs)}) must be left out {kept}; leave out the "
+            "flag, or keep fp32"
         )
     if precision.state == "bf16" and not precision.stochastic_rounding and section.adam_beta2 > 0.99:
         raise UserError(
             f"--adam_beta2 ({section.adam_beta2:g}) must be at most 0.99 where moments in bf16 are rounded "
-            "to nearest, or the second stops short; lower it, or leave out --stochastic_rounding=False"
+            "to nearest, or the second moment stops short; lower the value, or leave out "
+            "--stochastic_rounding=False"
         )
 
 
@@ -135,7 +136,7 @@ class RoundedAdamW(ShardOptimizer):
                     self._move(parts, numbers, where, self.grad_scale, *self._kind)
 
     def _numbers(self, group: dict[str, Any], step: int, device: torch.device) -> Tensors:
-        """What `move` multiplies by, on the device, where `found_inf` chooses."""
+        """Returns the numbers that `move` multiplies by, on the device, where `found_inf` chooses."""
         (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
         root, share = math.sqrt(1 - beta2**step), rate / (1 - beta1**step)
         moves = [1 - rate * decay, decay, beta1, 1 - beta1, beta2, 1 - beta2, root, group["eps"], share, 0.0]

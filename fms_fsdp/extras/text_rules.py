@@ -1,4 +1,4 @@
-"""What stands around a text that a model reads, and what ends the text that it writes.
+"""The tokens around a text that a model reads, and the tokens that end a text that a model writes.
 
     a folder of Hugging Face   what its tokenizer adds │ the end tokens of generation_config.json, config.json
     token shards               the begin token of their documents, if they have one
@@ -40,7 +40,7 @@ NO_RULES = TextRules()
 
 
 def rules_of_folder(folder: Path, tokenizer: Tokenizer | None) -> TextRules:
-    """Those of a folder of Hugging Face.
+    """Returns the rules of a folder of Hugging Face.
 
     Raises:
         UserError: a file does not say them as it should.
@@ -81,7 +81,7 @@ def _added(part: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         first, last = (whole(0, 1 << 31).check(f"id of {kind}", number) for number in ids)
         return (first,), (last,)
     if kind == "Sequence":
-        inner = [_added(each) for each in list_of(TABLE).of(part, "processors", [])]
+        inner = list(map(_added, list_of(TABLE).of(part, "processors", [])))
         before = tuple(number for ids, _ in reversed(inner) for number in ids)
         return before, tuple(number for _, ids in inner for number in ids)
     if kind != "TemplateProcessing":
@@ -105,7 +105,7 @@ def begin_token(root: str, tokenizer: Tokenizer) -> int | None:
         shards = (path for path in files.walk("") if path.endswith(SUFFIX) and f"{META}/" not in path)
         first = set[int]()
         for path in islice(shards, _SAMPLED_SHARDS):
-            first |= set(Shard(files, path, delimiter=0).first_tokens(_SAMPLED_DOCUMENTS))
+            first |= set(Shard(files, path, delimiter=0).edge_tokens(_SAMPLED_DOCUMENTS, is_last=False))
         files.close()
     except (UserError, OSError):
         return None

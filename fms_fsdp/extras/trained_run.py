@@ -1,4 +1,4 @@
-"""What a run leaves for others: a checkpoint by the path of a run, and the tokenizer of its model."""
+"""The results of a run: a checkpoint by the path of a run, and the tokenizer of its model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ORIGINALS = Path("tokenizer") / "original"  # within a run folder that was impor
 
 
 def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoint:
-    """Returns the newest complete checkpoint, or that of `step`, of a run folder, a folder of checkpoints or
-    one.
+    """Returns the newest complete checkpoint, or that of `step`, of a run folder or a folder of checkpoints,
+    or the one that the path names.
 
     Raises: UserError, with `name` as the name of the path.
     """

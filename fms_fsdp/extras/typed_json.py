@@ -8,9 +8,8 @@ Standard library only.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,15 +35,15 @@ def parse_table(data: bytes, name: str) -> dict[str, Any]:
     try:
         content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} is no JSON: {shown(str(error))}; fetch it again") from None
+        raise UserError(f"{name} is no JSON: {shown(str(error))}; fetch the file again") from None
     if not isinstance(content, dict):
-        raise UserError(f"{name} must hold a table, not a {type(content).__name__}; fetch it again")
+        raise UserError(f"{name} must hold a table, not a {type(content).__name__}; fetch the file again")
     return content
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value must be, in words and as a check."""
+    """The type of a value, in words and as a check."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -84,7 +83,7 @@ def one_of(*values: Any) -> Kind:
     """One of some values, of the same type."""
     types = {(type(value), value) for value in values}
     words = f"{'one of ' * (len(values) > 1)}{', '.join(map(str, values))}"
-    return Kind(words, lambda value: _is_plain(value) and (type(value), value) in types)
+    return Kind(words, lambda value: isinstance(value, Hashable) and (type(value), value) in types)
 
 
 def or_none(kind: Kind) -> Kind:
@@ -101,14 +100,6 @@ def list_of(kind: Kind, most: int = 1 << 20) -> Kind:
 
 
 _HALVES = re.compile("[\ud800-\udfff]")  # of characters: no file and no library takes them
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float) and not _is_nan(value)
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 ANYTHING = Kind("anything", lambda value: True)

@@ -29,8 +29,9 @@ Weights = dict[str, Callable[[], torch.Tensor]]
 
 
 def open_weights(folder: Path) -> Weights:
-    """Their name of every weight → what reads it. Nothing but headers is read before (of .bin files, all is
-    mapped). Of several forms, the one that transformers choose.
+    """Returns for each weight, by its name in the files, a function that reads the weight. Before that
+    nothing but headers is read (of .bin files, all is mapped). Of several forms, the one that transformers
+    choose.
 
     Raises:
         UserError: there are none, some file is missing or cut, or it is of another form.
@@ -46,7 +47,7 @@ def open_weights(folder: Path) -> Weights:
             continue
         if absent := [file for file in files if "/" in file or not (folder / file).is_file()]:
             missing = folder / quoted(absent[0])
-            raise UserError(f"{missing} is missing: the folder is not whole; fetch it again")
+            raise UserError(f"{missing} is missing: the folder is not whole; fetch the folder again")
         found: Weights = {}
         for file in files:
             found |= read(folder / file)
@@ -78,13 +79,13 @@ def _read_safetensors(path: Path) -> Weights:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
-                raise UserError(f"its header of {length:,} bytes does not fit")
+                raise UserError(f"a header of {length:,} bytes does not fit")
             header = parse_table(file.read(length), "its header")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         header.pop("__metadata__", None)
         return {name: _reader(mapped, 8 + length, name, entry) for name, entry in header.items()}
     except UserError as error:
-        raise UserError(f"{path} is no whole safetensors file: {error}; fetch it again") from None
+        raise UserError(f"{path} is no whole safetensors file: {error}; fetch the file again") from None
 
 
 def _reader(mapped: mmap.mmap, start: int, name: str, entry: Any) -> Callable[[], torch.Tensor]:
@@ -94,12 +95,12 @@ def _reader(mapped: mmap.mmap, start: int, name: str, entry: Any) -> Callable[[]
     places = _PLACES.check("data_offsets", entry.get("data_offsets"))
     begin, end = places if len(places) == 2 else (1, 0)
     if not begin <= end <= len(mapped) - start:
-        raise UserError("it ends before its tensors do")
+        raise UserError("the file ends before its tensors do")
     if code not in _DTYPES:  # it may be of no use to the model
         return partial(_refuse, f"weight {quoted(name)} is of type {quoted(code)}, which cannot be read")
     dtype, count = _DTYPES[code], math.prod(shape)
     if end - begin != count * dtype.itemsize:
-        raise UserError("it ends before its tensors do")
+        raise UserError("the file ends before its tensors do")
     if not count:
         return partial(torch.empty, shape, dtype=dtype)
     return lambda: torch.frombuffer(mapped, dtype=dtype, count=count, offset=start + begin).view(shape)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers, named_steps, open_checkpoint
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, of_folder
+from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, folder_tokenizer
 from fms_fsdp.data.shards.manifest import Corpus
 from fms_fsdp.errors import UserError
 from fms_fsdp.parts import load_part
@@ -57,7 +57,7 @@ def find_origin(cfg: TrainConfig, corpus: Corpus | None) -> Origin:
     if corpus is not None and used is not None:
         path = cfg.data.data_path
         remedy = "prepare the data with the tokenizer of the weights, or choose other weights"
-        check_same_tokenizer(of_folder(f"--data_path ({path})", corpus.tokenizer, path), used, remedy)
+        check_same_tokenizer(folder_tokenizer(f"--data_path ({path})", corpus.tokenizer, path), used, remedy)
     return origin
 
 
@@ -69,7 +69,7 @@ def data_of(checkpoint: Checkpoint) -> str:
 def trained_with(checkpoint: Checkpoint) -> UsedTokenizer:
     """The tokenizer of the data that the checkpoint was trained on."""
     digest = checkpoint.saved.record.tokenizer
-    return of_folder(f"the checkpoint {checkpoint.folder}", digest, data_of(checkpoint))
+    return folder_tokenizer(f"the checkpoint {checkpoint.folder}", digest, data_of(checkpoint))
 
 
 def choose_origin(cfg: TrainConfig, skip: Collection[Path] = ()) -> Origin:

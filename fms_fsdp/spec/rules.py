@@ -69,7 +69,7 @@ def _are_ranked(known: Hardware) -> bool:
     """Whether some checkpoint before the last has a validation loss to be ranked by."""
     section, interval = known.config.checkpoint, known.config.eval.eval_interval
     schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
-    return not section.keep_best or schedule.meets(interval)
+    return not section.keep_best or schedule.meets_interval(interval)
 
 
 def _missing_package(known: Hardware) -> str:

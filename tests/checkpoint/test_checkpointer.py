@@ -40,7 +40,7 @@ from fms_fsdp.checkpoint.folders import (
     problems,
     read_files,
 )
-from fms_fsdp.checkpoint.host_memory import host_copies, pack
+from fms_fsdp.checkpoint.host_memory import host_copies, pack_slabs
 from fms_fsdp.config import OptimConfig, TrainConfig
 from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.mesh import Mesh
@@ -184,7 +184,7 @@ def test_pinned_copies_of_8b_take_little_more_than_its_tensors(ranks: int) -> No
     sizes = {
         f"{part} {name}": -(-weight.nbytes // ranks) for name, weight in weights.items() for part in "wmv"
     }
-    places, slabs = pack(sizes)
+    places, slabs = pack_slabs(sizes)
     total = sum(sizes.values())
     assert pinned_bytes(sizes.values()) > 1.1 * total and pinned_bytes(slabs) < 1.04 * total
     assert len(slabs) < 60

@@ -52,7 +52,7 @@ def test_keep_best_with_intervals_that_never_meet_is_refused(text: str) -> None:
     schedule = parse_schedule(text, 0)
     for interval in range(1, 40):
         meets = any(schedule.is_due(step) for step in range(interval, 20_000, interval))
-        assert schedule.meets(interval) == meets, interval
+        assert schedule.meets_interval(interval) == meets, interval
         judge_keep_best(0, text, 0, interval)
         if not meets:
             with pytest.raises(UserError, match=rf"--keep_best \(2\) .*--eval_interval {interval}\)"):

@@ -46,8 +46,6 @@ def test_a_stream_with_the_required_methods_gets_the_others() -> None:
 
 
 def test_a_stream_that_cannot_go_on_is_refused_when_it_is_built() -> None:
-    match = (
-        r"--dataset_builder \(tests.data.test_custom:blind\) .* add state_dict, load_state_dict to its Blind"
-    )
+    match = r"--dataset_builder \(tests.data.test_custom:blind\) .* add state_dict, load_state_dict to Blind"
     with pytest.raises(ValueError, match=match):
         build(DataConfig(dataset_builder="tests.data.test_custom:blind"))

@@ -69,7 +69,7 @@ def test_a_length_in_epochs_says_what_it_means(tmp_path: Path) -> None:
     more = trained(*base, "--num_epochs=b:2")
     assert f"resumed from step {steps}" in more and "length: 2 x source b are read by step" in more
     for flags, text in (
-        (["--num_epochs=c:1"], "--num_epochs (c:1) must name a source of the mixture; there are: a, b"),
+        (["--num_epochs=c:1"], "--num_epochs (c:1) must name a source of the mixture, which has a, b"),
         (["--num_epochs=2", "--use_dummy_dataset=True"], "cannot be followed with --use_dummy_dataset"),
     ):
         refused = run(*base, *flags, f"--output_dir={tmp_path / 'other'}")

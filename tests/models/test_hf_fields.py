@@ -102,7 +102,7 @@ def test_a_field_means_what_it_means_to_the_class_of_its_type(
         (
             "qwen3",
             {"layer_types": ["full_attention"]},
-            r"layer_types \(1 of them\) .* num_hidden_layers \(2\)",
+            r"layer_types \(1 layers\) .* num_hidden_layers \(2\)",
         ),
         ("llama", {"attention_bias": True}, r"^attention_bias \(True\) must be False, as mlp_bias"),
         ("qwen3", {"attention_bias": True}, r"^attention_bias \(True\)"),
@@ -121,7 +121,7 @@ def test_a_field_means_what_it_means_to_the_class_of_its_type(
         (
             "gpt2",
             {"hidden_act": "gelu"},
-            r"hidden_act \(gelu\) must be that of activation_function \(gelu_new\)",
+            r"hidden_act \(gelu\) must be the same function as activation_function \(gelu_new\)",
         ),
         ("gpt2", {"hidden_size": 64}, r"n_embd \(32\) and hidden_size \(64\) must agree"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),

@@ -97,7 +97,10 @@ def test_a_run_is_alike_on_any_number_of_ranks_and_goes_on_from_its_own_checkpoi
     refused = run(*flags, f"--output_dir={tmp_path}/new", nproc=2)
     assert refused.returncode != 0 and not (tmp_path / "new").exists()
     (line,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
-    assert line.startswith(f"error: --init_from_hf ({path}) cannot be read: ") and "fetch it again" in line
+    assert (
+        line.startswith(f"error: --init_from_hf ({path}) cannot be read: ")
+        and "fetch the folder again" in line
+    )
 
 
 def test_the_shape_is_that_of_the_folder_and_flags_beside_it_must_agree(folders: Path) -> None:
@@ -111,7 +114,7 @@ def test_the_shape_is_that_of_the_folder_and_flags_beside_it_must_agree(folders:
     assert shape("neox", data=320, init_new_tokens="mean").vocab_size == 320
     for text, kind, flags in (
         (
-            r"--num_layers \(3\) must be that of --init_from_hf \(2\); leave it out",
+            r"--num_layers \(3\) must be that of --init_from_hf \(2\); leave out the flag",
             "qwen3",
             {"num_layers": 3},
         ),

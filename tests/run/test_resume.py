@@ -71,7 +71,7 @@ def test_no_sound_checkpoint_is_an_error_and_not_a_fresh_start(copy: Path) -> No
     result = run(*argv(copy, "--num_steps=9"))
     assert (
         result.returncode == 2
-        and "must be sound; none is" in result.stderr
+        and "must be sound, and none is sound" in result.stderr
         and result.stderr.count("\n") == 1
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fms_fsdp
-from fms_fsdp.data.kept_tokenizer import check_same_tokenizer, find_tokenizer, of_folder
+from fms_fsdp.data.kept_tokenizer import check_same_tokenizer, find_tokenizer, folder_tokenizer
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from tests.cli import ROOT, run, trained
 from tests.warm import command
@@ -102,7 +102,7 @@ def test_files_of_one_tokenizer_are_one(world: Path, tmp_path: Path) -> None:
     data = prepared(tmp_path / "json", tokenizer=str(tmp_path / "hf"))
     used = [(str(path), find_tokenizer(str(path))) for path in (world / "own", data, world / "other")]
     one, same, other = (
-        of_folder(name, found.vocabulary.digest if found else "", name) for name, found in used
+        folder_tokenizer(name, found.vocabulary.digest if found else "", name) for name, found in used
     )
     assert one.digest != same.digest
     check_same_tokenizer(one, same, "never seen")

@@ -76,7 +76,7 @@ def check_find_agrees(files: Files, data: Inspected, num_steps: int, num_epochs:
 @pytest.mark.parametrize("packing", ["concat", "bestfit"])
 def test_find_agrees_with_step_for_every_document(files: Files, packing: str) -> None:
     with inspected(flags(files, packing=packing)) as data:
-        last = data.order.history.first_step_beyond("b", data.order.source("b").num_rows_until(2), 0) - 1
+        last = data.order.history.first_step_beyond(["b"], data.order.source("b").num_rows_until(2), 0) - 1
         fates = check_find_agrees(files, data, last, 2)
         assert fates == {"seen", "rest"}
 
@@ -153,7 +153,7 @@ def test_inspect_takes_the_checkpoint_that_training_would_take(
         (root / f"step_{step}" / "files.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     cfg = read_record({**config, "resolved": config["resolved"] | {"working_dir": "/"}}, "").located
-    with pytest.raises(ValueError, match="must be sound; none is") as refused:
+    with pytest.raises(ValueError, match="must be sound, and none is sound") as refused:
         choose_origin(replace(cfg, log=replace(cfg.log, output_dir=str(folder))))
     with pytest.raises(ValueError) as told, inspected(InspectConfig(run=str(folder))):
         pass
@@ -418,7 +418,7 @@ class TestVerify:
         lines = sorted(shown.out.splitlines())
         assert len(lines) == 4 and "4 problems in 4 of 6 shards" in shown.err and good
         assert (
-            "its counts file says" in lines[0] and "not a whole Arrow" in lines[1] and "missing" in lines[2]
+            "the counts file says" in lines[0] and "not a whole Arrow" in lines[1] and "missing" in lines[2]
         )
         assert f"holds token {VOCAB + 17} in document {number}, beyond vocab_size ({VOCAB})" in lines[3]
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,8 +114,8 @@ class History:
         return next(segment for segment in reversed(self.segments) if segment.after < step)
 
     def lengths(self) -> list[Segment]:
-        """Returns the segments that begin with a length of their own: the first, and those that changed
-        it."""
+        """Returns the segments that begin with a row length of their own: the first, and each that changed
+        the length."""
         changed = [new for old, new in pairwise(self.segments) if new.seq_length != old.seq_length]
         return [self.segments[0], *changed]
 
@@ -137,26 +137,26 @@ class History:
         return Rows(segment.mixture.names, source, base[source] + number)
 
     def position(self, step: int) -> dict[str, int]:
-        """Returns for each source the number n of its first sequence after `step` (>= 0); skipped ones are
-        counted."""
+        """Returns for each source the number n of its first sequence after `step` (>= 0); skipped sequences
+        are counted."""
         segment = self.segment(step + 1)
-        return segment.supplied(self._first(step + 1))
+        return segment.supplied(self._first_row(step + 1))
 
     def find(self, name: str, n: int) -> tuple[int, bool] | None:
-        """Returns the step that holds the source's own sequence n, or the first one after it and True if it
-        is skipped; None if the source is dropped before: the inverse of `rows`."""
+        """Returns the step that holds the source's own sequence n, or the first later step and True if the
+        sequence is skipped; None if the source is dropped before: the inverse of `rows`."""
         g = bisect_right(range(MAX_ROWS), n, key=lambda g: self._supplied(g + 1).get(name, 0))
         if g == MAX_ROWS:
             return None
-        step = bisect_left(range(self.segments[0].after + 1, MAX_STEPS), g, key=self._last)
+        step = bisect_left(range(self.segments[0].after + 1, MAX_STEPS), g, key=self._last_row)
         step += self.segments[0].after + 1
         skipped = self._skipped_from(self.segment(step).first)
         return step, any(start <= g < stop for start, stop in skipped)
 
     def consumed_tokens(self, step: int) -> Counter[str]:
-        """Returns how many tokens of each source the steps up to `step` yielded; skipped ones are not
+        """Returns how many tokens of each source the steps up to `step` yielded; skipped rows are not
         counted."""
-        tokens, end = Counter[str](), self._first(step + 1)
+        tokens, end = Counter[str](), self._first_row(step + 1)
         stops = [*(segment.first for segment in self.segments[1:]), end]
         for segment, stop in zip(self.segments, stops, strict=True):
             at = segment.first
@@ -196,26 +196,30 @@ class History:
                 continue  # the flag of an earlier start of this run
             if a <= step:
                 raise UserError(
-                    f"--skip_steps ({a}:{b}) must lie after step {step}, the last one trained on; "
-                    "resume from an earlier checkpoint or leave it out"
+                    f"--skip_steps ({a}:{b}) must lie after step {step}, the last trained step; "
+                    "resume from an earlier checkpoint or leave out the range"
                 )
-            self.skipped.append(Skip(self._first(a), self._last(b - 1) + 1, a, b))
+            self.skipped.append(Skip(self._first_row(a), self._last_row(b - 1) + 1, a, b))
             changes.append(f"skip: the rows planned for steps {a} to {b - 1} are passed over")
         return changes
 
-    def first_step_beyond(self, name: str, num_sequences: int, step: int) -> int:
-        """Returns the first step after `step` that needs more than `num_sequences` of a source of the last
-        segment."""
-        after = range(step + 1, MAX_STEPS)
-        return step + 1 + bisect_right(after, num_sequences, key=lambda t: self.position(t)[name])
+    def first_step_beyond(self, names: Collection[str], num_sequences: int, step: int) -> int:
+        """Returns the first step after `step` by whose end some sources of the last segment have supplied
+        more than `num_sequences` together."""
+
+        def supplied(after: int) -> int:
+            position = self.position(after)
+            return sum(position[name] for name in names)
+
+        return step + 1 + bisect_right(range(step + 1, MAX_STEPS), num_sequences, key=supplied)
 
     def state(self) -> dict[str, Any]:
         """Returns the history as JSON values."""
-        segments = [
-            {"step": s.after, "batch": s.batch, "seq_length": s.seq_length, "weights": s.quotas}
-            for s in self.segments
-        ]
-        return {"history": segments, "skipped": [list(entry) for entry in self.skipped], **self.ramps()}
+        history = []
+        for s in self.segments:
+            entry = {"step": s.after, "batch": s.batch, "seq_length": s.seq_length, "weights": s.quotas}
+            history.append(entry)
+        return {"history": history, "skipped": list(map(list, self.skipped)), **self.ramps()}
 
     def ramps(self) -> dict[str, Any]:
         """Returns the ramps of the segments as JSON values, by the step after which each begins; {} if there
@@ -226,16 +230,16 @@ class History:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> History:
         """Returns the history that `state` describes."""
-        segments = [
-            Segment(e["step"], e["batch"], dict(e["weights"]), e["seq_length"], rampup_of(state, e["step"]))
-            for e in state["history"]
-        ]
-        return cls(segments, [Skip(*entry) for entry in state["skipped"]])
+        segments = []
+        for entry in state["history"]:
+            after, batch, size, quotas = (entry[name] for name in ("step", "batch", "seq_length", "weights"))
+            segments.append(Segment(after, batch, dict(quotas), size, rampup_of(state, after)))
+        return cls(segments, list(starmap(Skip, state["skipped"])))
 
     def _append(self, segment: Segment) -> None:
         if self.segments:  # a skipped range that starts here belongs to the new segment
             last = self.segments[-1]
-            segment.first = self._last(segment.after) + 1
+            segment.first = self._last_row(segment.after) + 1
             segment.planned = last.planned + last.rows_before(segment.after + 1)
             segment.base = last.supplied(segment.first)
         self.segments.append(segment)
@@ -244,11 +248,11 @@ class History:
         """Returns how many sequences each source has supplied before the global sequence g."""
         return next(segment for segment in reversed(self.segments) if segment.first <= g).supplied(g)
 
-    def _first(self, step: int) -> int:
+    def _first_row(self, step: int) -> int:
         segment = self.segment(step)
         return int(self._pass_skipped(segment, np.array(segment.first + segment.rows_before(step))))
 
-    def _last(self, step: int) -> int:
+    def _last_row(self, step: int) -> int:
         segment = self.segment(step)
         return int(self._pass_skipped(segment, np.array(segment.first + segment.rows_before(step + 1) - 1)))
 
@@ -268,14 +272,14 @@ class History:
 
 
 def check_same(state: Mapping[str, Any], mine: Mapping[str, Any], names: Iterable[str], remedy: str) -> None:
-    """Raises UserError where a checkpoint's data state has another value than this run's under one of the
-    `names`, those of flags with "--" before them."""
+    """Raises UserError where the data state of a checkpoint has another value than this run under one of the
+    `names`; names of flags begin with "--"."""
     for name in names:
         now, before = mine[name.removeprefix("--")], state.get(name.removeprefix("--"))
         if now != before:
             raise UserError(
                 f"{name} ({now}) is {before} in the checkpoint's data state; resume with {remedy}, or take "
-                "its weights alone with --load_model_only"
+                "the checkpoint's weights alone with --load_model_only"
             )
 
 

@@ -8,32 +8,19 @@ Invariant: everything here is a function of (seed, length of each source, fit, h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from functools import lru_cache
 
 import numpy as np
 
 from fms_fsdp.data.order.history import History
 from fms_fsdp.data.order.permute import F64, I64, permute
 from fms_fsdp.data.order.source_order import Lap, Rest, RowAddress, SourceOrder, Span
-from fms_fsdp.data.order.tapes import MAX_ROWS, TAIL, Geometry, locate
+from fms_fsdp.data.order.tapes import TAIL, Geometry, locate
 
 PLANNED_ROWS = 512
-_APART = 2 * MAX_ROWS  # more than the number of any row; 65,536 sources of so many fit 64 bits
 # "epoch": epochs gone through, "tokens": trained on, by source
 Consumption = dict[str, dict[str, float | int]]
 Fit = dict[str, dict[str, list[int]]]  # tapes, blocks a window, tokens a block, by row length and source
-
-
-class _Planned(NamedTuple):
-    """The sorted rows of the steps from `first` on, arrays of one length: `source` is a place in `names`."""
-
-    first: int
-    names: tuple[str, ...]
-    source: I64
-    n: I64
-    epoch: I64
-    tape: I64
-    token: I64
 
 
 class Order:
@@ -42,19 +29,18 @@ class Order:
     def __init__(self, seed: int, num_tokens: Mapping[str, int], fit: Fit, history: History) -> None:
         self._seed, self._num_tokens, self.fit, self.history = seed, num_tokens, fit, history
         self._sources: dict[str, SourceOrder] = {}
-        self._planned: _Planned | None = None
+        self._planned = lru_cache(maxsize=1)(self._plan)  # a rank asks for one step after the other
 
     def source(self, name: str) -> SourceOrder:
         """Returns the order of a source, one that is no longer used too."""
         if name not in self._sources:
-            cuts = []
+            cuts, num_tokens = [], self._num_tokens[name]
             for segment in self.history.lengths():
-                size, num_tokens = segment.seq_length, self._num_tokens[name]
+                size = segment.seq_length
                 fit = self.fit.get(str(size), {}).get(name)
                 if fit:  # else it is not used in that length
-                    geometry = Geometry(size, num_tokens // size, *fit)
-                    cuts.append((segment.base.get(name, 0), geometry))
-            self._sources[name] = SourceOrder(name, self._num_tokens[name], self._seed, cuts)
+                    cuts.append((segment.base.get(name, 0), Geometry(size, num_tokens // size, *fit)))
+            self._sources[name] = SourceOrder(name, num_tokens, self._seed, cuts)
         return self._sources[name]
 
     def addresses(self, step: int, start: int = 0, stop: int | None = None) -> list[RowAddress]:
@@ -67,11 +53,9 @@ class Order:
         segment = self.history.segment(step)
         num_steps = max(1, PLANNED_ROWS // segment.batch)
         first = step - (step - 1 - segment.after) % num_steps
-        if self._planned is None or self._planned.first != first:
-            self._planned = self._plan(first, num_steps)
+        names, columns = self._planned(first, num_steps)
         begin = segment.rows_before(step) - segment.rows_before(first)
         mine = slice(begin + start, begin + (segment.batch_at(step) if stop is None else stop))
-        names, columns = self._planned.names, self._planned[2:]
         rows = zip(*(column[mine].tolist() for column in columns), strict=True)
         return [RowAddress(names[source], *address) for source, *address in rows]
 
@@ -87,40 +71,43 @@ class Order:
     def consumption(self, step: int) -> Consumption:
         """Returns by source, dropped ones too, the epochs gone through and the tokens trained on by the end
         of `step`."""
-        tokens, position = self.history.consumed_tokens(step), self.history.position(step)
-        return {
-            name: {"epoch": self.source(name).epochs(n), "tokens": tokens[name]}
-            for name, n in position.items()
-        }
+        tokens, found = self.history.consumed_tokens(step), Consumption()
+        for name, n in self.history.position(step).items():
+            found[name] = {"epoch": self.source(name).epochs(n), "tokens": tokens[name]}
+        return found
 
-    def _plan(self, first: int, num_steps: int) -> _Planned:
+    def _plan(self, first: int, num_steps: int) -> tuple[tuple[str, ...], list[I64]]:
+        """Returns the sorted rows of the steps from `first` on: the names of their sources, and the columns
+        place of the source in the names, n, epoch, tape, token."""
         rows, segment = self.history.rows(first, num_steps), self.history.segment(first)
-        batches = [segment.batch_at(step) for step in range(first, first + num_steps)]
-        laps = [(i, each) for i, name in enumerate(rows.names) for each in self.source(name).laps]
-        begins = np.array([i * _APART + each.first for i, each in laps])  # ascending, source after source
-        lap = np.searchsorted(begins, rows.source * _APART + rows.n, side="right") - 1
-        epoch, tape, token, fraction = _locate_rows([each for _, each in laps], lap, rows.n)
+        batches = list(map(segment.batch_at, range(first, first + num_steps)))
+        laps, which = list[Lap](), np.empty_like(rows.n)
+        for place, name in enumerate(rows.names):
+            of_source, mine = self.source(name).laps, np.flatnonzero(rows.source == place)
+            begins = np.array([lap.first for lap in of_source])
+            which[mine] = len(laps) + begins.searchsorted(rows.n[mine], side="right") - 1
+            laps += of_source
+        epoch, tape, token, fraction = _locate_rows(laps, which, rows.n)
         order = np.lexsort((rows.n, rows.source, fraction, np.repeat(np.arange(num_steps), batches)))
-        columns = (column[order] for column in (rows.source, rows.n, epoch, tape, token))
-        return _Planned(first, rows.names, *columns)
+        return rows.names, [column[order] for column in (rows.source, rows.n, epoch, tape, token)]
 
 
 def _locate_rows(laps: Sequence[Lap], lap: I64, n: I64) -> tuple[I64, I64, I64, F64]:
     """Returns epoch, tape, first token on it, and the share of the way through the tapes (of tail rows:
     through the tail)."""
-    cuts = [lap.tapes.geometry for lap in laps]
-    firsts, epochs, sizes = np.array([(each.first, each.epoch, each.seq_length) for each in laps])[lap].T
-    geometry = np.array([(g.num_rows, g.num_tail_rows, g.num_tapes, g.seq_length) for g in cuts])
-    num_rows, num_tails, num_tapes, tail_sizes = geometry[lap].T
+    facts = []
+    for each in laps:
+        g = each.tapes.geometry
+        cut = (g.num_rows, g.num_tail_rows, g.num_tapes, g.seq_length)
+        facts.append((each.first, each.epoch, each.seq_length, *cut))
+    firsts, epochs, sizes, num_rows, num_tails, num_tapes, tail_sizes = np.array(facts)[lap].T
     epoch, tape, row = locate(n - firsts, num_rows, num_tails, num_tapes)
     epoch, token = epoch + epochs, row * sizes
     for i, each in enumerate(laps):
         if isinstance(each, Rest) and (lap == i).any():
             mine = np.flatnonzero(lap == i)
-            tapes, tokens = each.locate(n[mine])
             epoch[mine] = each.epoch
-            tape[mine] = tapes
-            token[mine] = tokens
+            tape[mine], token[mine] = each.locate(n[mine])
     fraction = tape / num_tapes
     tail = np.flatnonzero(tape == TAIL)
     if len(tail):

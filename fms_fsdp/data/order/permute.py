@@ -69,16 +69,16 @@ def permute(index: I64, n: int | I64, key: int | U64) -> I64:
     walk the cycle on, fewer than two walks on average (n >= 3). `n` (< 2^53) and `key` may differ from index
     to index.
     """
-    return _walk(index, n, key, range(_FEISTEL_ROUNDS))
+    return _walk_cycles(index, n, key, range(_FEISTEL_ROUNDS))
 
 
 def unpermute(image: I64, n: int | I64, key: int | U64) -> I64:
     """Returns the indices that `permute` takes to `image`: the rounds in reverse order, the cycle walked
     backwards."""
-    return _walk(image, n, key, range(_FEISTEL_ROUNDS - 1, -1, -1))
+    return _walk_cycles(image, n, key, range(_FEISTEL_ROUNDS - 1, -1, -1))
 
 
-def _walk(index: I64, n: int | I64, key: int | U64, rounds: range) -> I64:
+def _walk_cycles(index: I64, n: int | I64, key: int | U64, rounds: range) -> I64:
     n, key = np.broadcast_to(n, index.shape), np.broadcast_to(np.asarray(key, dtype=np.uint64), index.shape)
     # frexp's exponent of an integer is its bit length
     bits = np.maximum(2, np.frexp(n - 1.0)[1]).astype(np.uint64)

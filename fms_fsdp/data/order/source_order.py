@@ -108,7 +108,7 @@ class Rest:
         return self.epoch + self._share_used + (1 - self._share_used) * (n - self.first) / self.num_rows
 
     def locate(self, n: I64) -> tuple[I64, I64]:
-        """Returns the tapes of sequences, and the tokens of them at which they begin."""
+        """Returns the tapes of sequences, and the tokens of the tapes at which the sequences begin."""
         turn, number = self._turns(n - self.first)
         lane = self._lanes[turn]
         return np.where(lane == len(self._used) - 1, TAIL, lane), self._used[lane] + number * self.seq_length

@@ -33,21 +33,23 @@ def read_counts(files: Files, paths: Collection[str]) -> Counts:
     for table in fnmatch.filter(paths, TABLES):
         try:
             if (size := files.size(table)) > LARGEST_TABLE:
-                raise UserError(f"it has {size:,} bytes, more than {LARGEST_TABLE:,}")
+                raise UserError(f"the file has {size:,} bytes, more than {LARGEST_TABLE:,}")
             rows.update(_parse(files.pread(table, size, 0)))
         except StorageError:
             raise
         except (ValueError, LookupError) as error:  # pyarrow's are of these kinds
             raise UserError(
                 f"counts file ({table}) must hold `dataset/filename,documents,tokens`: "
-                f"{' '.join(str(error).split())}; correct or remove it"
+                f"{' '.join(str(error).split())}; correct or remove the file"
             ) from None
     known = frozenset(paths)
-    counts = rows if rows.keys() <= known else load_part("foreign_counts").placed(rows, known)
+    counts = rows if rows.keys() <= known else load_part("foreign_counts").place_rows(rows, known)
     for path, (docs, tokens) in counts.items():
         safe_name(path, TABLES, folders=True)
         if docs < 0 or tokens < 0:
-            raise UserError(f"{TABLES} gives shard {path} a count below 0 ({min(docs, tokens)}); correct it")
+            raise UserError(
+                f"{TABLES} gives shard {path} a count below 0 ({min(docs, tokens)}); correct the count"
+            )
     return counts
 
 

@@ -1,7 +1,7 @@
 """Access to files: size, ranged reads, listing. The only code of the stream that touches storage.
 
 `LocalFiles` reads with `os.pread`, which releases the interpreter lock, through a bounded set of open
-descriptors. Another storage is another class with these methods (extras/remote_files.py); nothing else
+descriptors. Another storage is another class with the same methods (extras/remote_files.py); nothing else
 changes.
 """
 
@@ -12,16 +12,17 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fms_fsdp.data.order.permute import I64
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.safe_names import open_regular
 
+if TYPE_CHECKING:
+    from fms_fsdp.extras.remote_files import RemoteFiles
+
 MAX_OPEN_FILES = 48
+Files: TypeAlias = "LocalFiles | RemoteFiles"
 
 
 @dataclass
@@ -41,46 +42,16 @@ class StorageCounters:
         )
 
 
-class Files(Protocol):
-    """What the stream needs of a storage. Paths are relative to its root. Errors are OSError.
+class LocalFiles:
+    """Files below a local folder, with at most `max_open` descriptors open at a time. Paths are relative to
+    `root`. Errors are OSError.
 
-    Can be pickled, for another process: it has the same files there, and looks at none of them to open.
+    `counters`: what an object store was asked. `num_threads`: that may use one instance at a time, and read
+    the faster for it. Can be pickled, for another process: it has the same files there, and looks at none of
+    them to open.
     """
 
-    root: str
-    num_threads: int  # that may use one instance at a time, and read the faster for it
-
-    @property
-    def counters(self) -> StorageCounters | None:
-        """What an object store was asked; None for other files."""
-
-    def walk(self, folder: str) -> Iterator[str]:
-        """Yields the path of every file below `folder`, following links, in no particular order."""
-
-    def size(self, path: str) -> int:
-        """Returns the size of a file in bytes."""
-
-    def pread(self, path: str, num_bytes: int, offset: int) -> bytes:
-        """Returns up to `num_bytes` bytes at `offset`: fewer at the end of the file."""
-
-    def gather_int64(self, path: str, offsets: I64) -> I64:
-        """Returns the little-endian int64 at every offset (all must lie in the file)."""
-
-    def prefetch(self, path: str, offsets: I64, sizes: I64) -> None:
-        """Says which ranges will be read soon, those at negative offsets from the end; returns at once,
-        raises nothing."""
-
-    def clone(self) -> Files:
-        """Returns access to the same files for another thread."""
-
-    def close(self) -> None:
-        """Closes what is open; later reads open it again."""
-
-
-class LocalFiles:
-    """Files below a local folder, with at most `max_open` descriptors open at a time."""
-
-    counters = None
+    counters: StorageCounters | None = None
     # several only wait for one another where files are in the page cache: three times as long (measured)
     num_threads = 1
 
@@ -90,6 +61,7 @@ class LocalFiles:
         weakref.finalize(self, self._open.clear)
 
     def walk(self, folder: str) -> Iterator[str]:
+        """Yields the path of every file below `folder`, following links, in no particular order."""
         yield from self._walk(folder, (os.path.realpath(os.path.join(self.root, folder)),))
 
     def _walk(self, folder: str, parents: tuple[str, ...]) -> Iterator[str]:
@@ -112,26 +84,26 @@ class LocalFiles:
                     yield from self._walk(path, (*parents, real))
 
     def size(self, path: str) -> int:
+        """Returns the size of a file in bytes."""
         return os.fstat(self._descriptor(path)).st_size
 
     def pread(self, path: str, num_bytes: int, offset: int) -> bytes:
+        """Returns up to `num_bytes` bytes at `offset`: fewer at the end of the file."""
         return os.pread(self._open.get(path) or self._descriptor(path), num_bytes, offset)
 
-    def gather_int64(self, path: str, offsets: I64) -> I64:
-        data = np.memmap(os.path.join(self.root, path), dtype=np.uint8, mode="r")
-        words: I64 = sliding_window_view(data, 8)[offsets].view("<i8")[:, 0]
-        return words
-
     def prefetch(self, path: str, offsets: I64, sizes: I64) -> None:
-        pass  # the page cache reads ahead
+        """Says which ranges will be read soon, those at negative offsets from the end; returns at once,
+        raises nothing. Of local files the page cache reads ahead."""
 
     def clone(self) -> LocalFiles:
+        """Returns access to the same files for another thread."""
         return LocalFiles(self.root, self._max_open)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalFiles, (self.root, self._max_open)
 
     def close(self) -> None:
+        """Closes what is open; later reads open it again."""
         self._open.clear()
 
     def _descriptor(self, path: str) -> int:

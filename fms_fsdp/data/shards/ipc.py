@@ -33,7 +33,7 @@ PADDING = 64  # buffers and bodies are padded to a multiple of 8 or of 64 bytes
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("pad", "<i4"), ("body", "<i8")])
 BUFFER = np.dtype([("offset", "<i8"), ("length", "<i8")])
 _MISREAD = (struct.error, LookupError, OverflowError, ValueError, NotImplementedError, TypeError)
-CONVERT = "write it anew with `python -m fms_fsdp convert --input=NAME=PATH --output=DIR`"
+CONVERT = "write the shard anew with `python -m fms_fsdp convert --input=NAME=PATH --output=DIR`"
 
 
 class ShardError(UserError):
@@ -66,11 +66,12 @@ class ArrowFile:
         except ShardError:
             raise
         except FileNotFoundError:
-            text = f"shard ({self.path}) is missing in {self.files.root}; restore it or --on_missing=mask"
+            remedy = "restore the shard or set --on_missing=mask"
+            text = f"shard ({self.path}) is missing in {self.files.root}; {remedy}"
             raise MissingShardError(text) from None
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
-            remedy = "check the storage or --on_missing=mask"
+            remedy = "check the storage or set --on_missing=mask"
             raise self.error(f"cannot be read: {reason}", remedy) from error
         except _MISREAD as error:
             raise self.damaged() from error
@@ -81,7 +82,7 @@ class ArrowFile:
 
     def damaged(self) -> ShardError:
         """Returns the error for metadata that contradict themselves."""
-        return self.error("has damaged metadata", f"restore it or {CONVERT}")
+        return self.error("has damaged metadata", f"restore the shard or {CONVERT}")
 
     def read(self, size: int, offset: int) -> bytes:
         """Returns `size` bytes at `offset`. Raises: ShardError."""
@@ -89,7 +90,7 @@ class ArrowFile:
             raise self.damaged()
         data = self.files.pread(self.path, size, offset)
         if len(data) != size:
-            remedy = "it is truncated: restore it or --on_missing=mask"
+            remedy = "the file is truncated: restore the shard or set --on_missing=mask"
             raise self.error(f"ends {size - len(data)} bytes early", remedy)
         return data
 
@@ -99,10 +100,10 @@ class ArrowFile:
 
         size = self.size
         if size == 0:
-            raise self.error("is empty (0 bytes)", "restore it or remove it")
+            raise self.error("is empty (0 bytes)", "restore or remove the shard")
         end = self.files.pread(self.path, 10, max(0, size - 10))
         if size < 32 or end[4:] != MAGIC or self.read(6, 0) != MAGIC:
-            remedy = f"it is truncated or of another format: restore it or {CONVERT}"
+            remedy = f"the file is truncated or of another format: restore the shard or {CONVERT}"
             raise self.error("is not a whole Arrow IPC file", remedy)
         length = int.from_bytes(end[:4], "little")
         footer = _Table.root(self.read(length, size - 10 - length))

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -125,13 +126,11 @@ def open_corpus(section: DataConfig, files: Files | None = None, *, check_shards
     """
     files = files or open_root(section.data_path)
     may_miss, paths = section.on_missing == "mask", sorted(files.walk(""))
-    names = (
-        _named_sources(section, files.root, paths) if section.datasets else _found_sources(files.root, paths)
-    )
+    names = _names_of_sources(section, files.root, paths)
     counts = read_counts(files, paths)
     missing = sorted(set(counts).difference(paths))
     listed = {name: _shards_of_source(files.root, name, paths, missing, may_miss) for name in names}
-    opened, counts = _open_some(files, listed, counts, may_miss)
+    opened = _open_some(files, listed, counts, may_miss)
     sep_token = find_sep_token(section, files.root, opened)
     weights = dict(zip(names, section.weights, strict=True)) if section.weights else {}
     sources = []
@@ -155,7 +154,7 @@ def _check_size(source: Source, seq_length: int) -> None:
     most = min(MAX_TOKENS, MAX_ROWS * seq_length) - 1
     if float(source.tokens.sum(dtype=float)) + float(source.docs.sum(dtype=float)) > most:
         raise UserError(
-            f"source ({source.name}) must have at most {most:,} tokens; divide it into several sources"
+            f"source ({source.name}) must have at most {most:,} tokens; divide the source into several"
         )
     if source.num_tokens < seq_length:
         raise UserError(
@@ -183,7 +182,7 @@ def check_shard(
     expected = int(source.docs[file]), int(source.tokens[file])
     if shard.num_docs != expected[0] or ((shard.is_list or not at_start) and shard.num_tokens != expected[1]):
         raise ShardError(
-            f"shard ({shard.path}) holds {shard.num_docs} documents and {shard.num_tokens} tokens, but its "
+            f"shard ({shard.path}) holds {shard.num_docs} documents and {shard.num_tokens} tokens, but the "
             f"counts file says {expected[0]} and {expected[1]}; restore the shard or correct {TABLES}"
         )
     if expected[1] > 0 and delimiter_of(shard, sep_token, trusted=True) != source.delimiter:
@@ -196,7 +195,7 @@ def check_shard(
     if vocab_size is not None and largest.isdigit() and int(largest) >= vocab_size:
         raise TokenError(
             f"shard ({shard.path}) holds token {largest}, beyond vocab_size ({vocab_size}); "
-            "raise --vocab_size to that of its tokenizer"
+            "raise --vocab_size to the size of its tokenizer"
         )
 
 
@@ -235,45 +234,27 @@ def _folders_of_shards(paths: list[str]) -> list[str]:
     return sorted(folder or "." for folder in folders if not f"{folder}/".startswith(inner))
 
 
-def _found_sources(root: str, paths: list[str]) -> tuple[str, ...]:
-    """Returns all folders with shards. Raises: FileNotFoundError."""
-    names = _folders_of_shards(paths)
+def _names_of_sources(section: DataConfig, root: str, paths: list[str]) -> list[str]:
+    """Returns --datasets, or else all folders with shards: folders, none of which lies in another. Raises:
+    UserError."""
+    folders = _folders_of_shards(paths)
+    names = list(map(posixpath.normpath, section.datasets)) or folders
     if not names:
         raise MissingInput(f"--data_path ({root}) holds no {SUFFIX} shards; {_text_remedy(paths)}")
-    return _apart(names)
-
-
-def _named_sources(section: DataConfig, root: str, paths: list[str]) -> tuple[str, ...]:
-    """Returns --datasets, after checking that they are folders. Raises: UserError."""
-    names = [posixpath.normpath(name) for name in section.datasets]
-    known: set[str] = set()
-    for folder in {posixpath.dirname(path) for path in paths}:
-        while folder not in known:
-            known.add(folder)
-            folder = posixpath.dirname(folder)
     for name in names:
-        if name not in known | {"."} and not os.path.isdir(os.path.join(root, name)):
-            there = nearest(name, _folders_of_shards(paths))
-            raise MissingInput(f"--datasets ({name}) is not a folder in {root}; {there}")
-    return _apart(names)
-
-
-def _apart(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names, none of which lies in another. Raises: UserError."""
-    for name in names:
+        if not _paths_below(name, paths) and not os.path.isdir(os.path.join(root, name)):
+            raise MissingInput(f"--datasets ({name}) is not a folder in {root}; {nearest(name, folders)}")
         if names.count(name) > 1:
-            raise UserError(f"--datasets ({name}) must be named once; raise its weight instead")
-        inside = next(
-            (other for other in names if name.startswith(f"{other}/") or other == "." != name), None
-        )
-        if inside is not None:
-            raise UserError(
-                f"--datasets ({name}) lies inside {inside}, which is a source as well; name one of them"
-            )
-    return tuple(names)
+            raise UserError(f"--datasets ({name}) must be named once; raise the weight of the source instead")
+        for other in names:
+            if name.startswith(f"{other}/") or other == "." != name:
+                raise UserError(
+                    f"--datasets ({name}) lies inside {other}, which is a source as well; name one of them"
+                )
+    return names
 
 
-def _below(name: str, paths: list[str]) -> list[str]:
+def _paths_below(name: str, paths: list[str]) -> list[str]:
     """Returns the sorted paths that lie in a source's folder."""
     return paths if name == "." else paths[bisect_left(paths, f"{name}/") : bisect_left(paths, f"{name}0")]
 
@@ -289,41 +270,45 @@ def _shards_of_source(
 ) -> list[str]:
     """Returns the shards of a source, with those `missing` that only the counts files list. Raises:
     UserError."""
-    listed = [path for path in _below(name, paths) if path.endswith(SUFFIX)]
-    absent = [path for path in _below(name, missing) if path.endswith(SUFFIX)]
+    listed = [path for path in _paths_below(name, paths) if path.endswith(SUFFIX)]
+    absent = [path for path in _paths_below(name, missing) if path.endswith(SUFFIX)]
     if not listed and not absent:
         raise MissingInput(
-            f"--datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(_below(name, paths))}"
+            f"--datasets ({name}) holds no {SUFFIX} shards; {_text_remedy(_paths_below(name, paths))}"
         )
     if absent and not may_miss:
         more = f" with {len(absent) - 1} more" if len(absent) > 1 else ""
         raise MissingInput(
             f"shard ({absent[0]}) is listed in {TABLES} but missing in {root}{more}; "
-            "restore it or --on_missing=mask"
+            "restore the shard or set --on_missing=mask"
         )
     for path in filter(has_control_character, listed):
-        raise UserError(f"shard ({shown_name(path)}) must have no control character in its name; rename it")
+        raise UserError(
+            f"shard ({shown_name(path)}) must have no control character in its name; rename the file"
+        )
     return sorted(listed + absent)
 
 
 def _open_some(
     files: Files, listed: dict[str, list[str]], counts: Counts, may_miss: bool
-) -> tuple[dict[str, Shard], Counts]:
-    """Returns the shards opened at start-up by path, and the counts with those of shards that had none.
+) -> dict[str, Shard]:
+    """Returns the shards opened at start-up by path, and adds the counts of shards that had none to `counts`.
 
-    These are all shards of a small corpus; else the first of each source and those without counts.
+    Of a small corpus all shards are opened; else the first of each source and those without counts.
     """
-    every = [path for paths in listed.values() for path in paths]
+    every = list(chain.from_iterable(listed.values()))
     if len(every) > OPENED_AT_START:
         first = {paths[0] for paths in listed.values()}
         every = [path for path in every if path in first or path not in counts]
     for path in every:
         files.prefetch(path, np.array([0, -1]), np.array([1, 1]))  # schema and footer
 
-    def try_open(path: str) -> tuple[Shard, tuple[int, int]] | None:
+    def try_open(path: str) -> Shard | None:
         try:
             shard = Shard(files, path, delimiter=0)
-            return shard, counts.get(path) or (shard.num_docs, shard.num_tokens)
+            if path not in counts:
+                counts[path] = shard.num_docs, shard.num_tokens
+            return shard
         except ShardError:
             if may_miss and path in counts:
                 return None
@@ -331,22 +316,24 @@ def _open_some(
 
     with ThreadPoolExecutor(files.num_threads, thread_name_prefix="counts") as pool:
         tried = list((pool.map if files.num_threads > 1 else map)(try_open, every))
-    found = {path: each for path, each in zip(every, tried, strict=True) if each is not None}
-    opened = {path: shard for path, (shard, _) in found.items()}
-    return opened, counts | {path: count for path, (_, count) in found.items()}
+    return {path: shard for path, shard in zip(every, tried, strict=True) if shard is not None}
 
 
 def _vocabulary(opened: dict[str, Shard]) -> tuple[int | None, str]:
     """Returns the largest vocabulary that the shards name, and the digest of their tokenizer.
 
     Raises: UserError if they are of several tokenizers."""
-    facts = {path: shard.metadata for path, shard in opened.items()}
-    of_tokenizer = {m["tokenizer_digest"]: path for path, m in facts.items() if m.get("tokenizer_digest")}
-    if len(of_tokenizer) > 1:
-        a, b = list(of_tokenizer.values())[:2]
-        raise UserError(f"shards {a} and {b} are of two tokenizers; prepare all sources with one --tokenizer")
-    largest = max((int(m["vocab_size"]) for m in facts.values() if m.get("vocab_size")), default=None)
-    return largest, next(iter(of_tokenizer), "")
+    largest, paths = 0, dict[str, str]()  # of a shard by the digest of its tokenizer
+    for path, shard in opened.items():
+        largest = max(largest, int(shard.metadata.get("vocab_size") or 0))
+        if digest := shard.metadata.get("tokenizer_digest"):
+            paths[digest] = path
+    if len(paths) > 1:
+        a, b = list(paths.values())[:2]
+        raise UserError(
+            f"shards {a} and {b} were made with two tokenizers; prepare all sources with one --tokenizer"
+        )
+    return largest or None, next(iter(paths), "")
 
 
 def _weighted_by_tokens(sources: list[Source]) -> list[Source]:

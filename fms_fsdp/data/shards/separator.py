@@ -1,5 +1,5 @@
-"""The token that ends every document once: which one it is, and whether the shards hold it or the stream adds
-it."""
+"""The separator, a token that ends every document once: its number, and whether the shards hold the separator
+or the stream adds it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def delimiter_of(shard: Shard, sep_token: int, *, trusted: bool = False) -> int:
     said = shard.metadata.get("has_eos")
     if trusted and said is not None:
         return 0 if said == "true" else 1
-    ends = {token == sep_token for token in shard.last_tokens(SAMPLED_DOCUMENTS)}
+    ends = {token == sep_token for token in shard.edge_tokens(SAMPLED_DOCUMENTS, is_last=True)}
     if said is None and len(ends) > 1:
         raise ShardError(
             f"shard ({shard.path}) holds documents with and without a trailing separator ({sep_token}); "
@@ -44,25 +44,25 @@ def delimiter_of(shard: Shard, sep_token: int, *, trusted: bool = False) -> int:
 def find_sep_token(section: DataConfig, root: str, opened: Mapping[str, Shard]) -> int:
     """Returns the separator: the flag, else the one that all shards opened (by path) name. Raises:
     UserError."""
-    named = {path: shard.metadata.get("sep_token") for path, shard in opened.items()}
-    said = {path: int(token) for path, token in named.items() if token}
-    if section.sep_token is not None:
-        for path, token in said.items():
-            if token != section.sep_token and opened[path].metadata.get("has_eos") == "true":
+    paths = dict[int, str]()  # of a shard by the separator that it names
+    for path, shard in opened.items():
+        if said := shard.metadata.get("sep_token"):
+            paths[int(said)] = path
+            if section.sep_token not in (None, int(said)) and shard.metadata.get("has_eos") == "true":
                 raise UserError(
-                    f"sep_token ({section.sep_token}) is {token} in shard {path}, whose documents end with "
-                    "it; leave the flag out"
+                    f"sep_token ({section.sep_token}) is {said} in shard {path}, whose documents end with "
+                    "that token; leave the flag out"
                 )
+    if section.sep_token is not None:
         return section.sep_token
-    paths = {token: path for path, token in said.items()}
     if len(paths) > 1:
         (a, path_a), (b, path_b) = list(paths.items())[:2]
         raise UserError(
             f"sep_token is {a} in shard {path_a} but {b} in {path_b}; "
             "set --sep_token, or prepare both with one tokenizer"
         )
-    if paths:
-        return next(iter(paths))
-    if opened:
+    if not opened:
+        raise MissingInput(f"--data_path ({root}) holds no readable shard; restore a shard")
+    if not paths:
         raise load_part("fms_layout").no_separator(opened)
-    raise MissingInput(f"--data_path ({root}) holds no readable shard; restore one")
+    return next(iter(paths))

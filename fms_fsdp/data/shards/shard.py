@@ -72,8 +72,8 @@ class Shard:
 
     @cached_property
     def _scalars(self) -> tuple[I64, I64]:
-        """Where each document starts in the shard (one more than documents), and its byte position: where
-        each has a record batch of its own. Reads the length of every one."""
+        """Where each document starts in the shard (one more than documents), and its byte position: of shards
+        with a record batch a document. Reads the length of every document."""
         with self._file.errors_named():
             lengths, addresses = _scalar_layout(self._file, self._blocks, self.dtype.itemsize)
         added = np.arange(len(lengths) + 1, dtype=np.int64) * self._delimiter
@@ -81,7 +81,7 @@ class Shard:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens on disk."""
+        """Number of tokens on disk."""
         if self.is_list:
             return int(self._chunk_tokens.sum())
         return int(self._scalars[0][-1]) - self._delimiter * self.num_docs
@@ -96,7 +96,7 @@ class Shard:
 
     @property
     def cost(self) -> int:
-        """Bytes that this object holds, about."""
+        """Number of bytes that this object holds, about."""
         return 2304 + (64 * len(self._chunk_docs) if self.is_list else 48 * self.num_docs)
 
     def documents(self, chunk: int, start: int, stop: int) -> Documents:
@@ -163,16 +163,9 @@ class Shard:
         found = self.documents(chunk, 0, self._chunk_length(chunk))
         return found.first + int(np.searchsorted(found.addresses, address, side="right")) - 1
 
-    def first_tokens(self, limit: int) -> list[int]:
-        """Returns the first tokens of the first documents that have any, of up to `limit` documents."""
-        return self._tokens_at(limit, is_last=False)
-
-    def last_tokens(self, limit: int) -> list[int]:
-        """Returns the last tokens on disk of the first documents that have any, of up to `limit`
-        documents."""
-        return self._tokens_at(limit, is_last=True)
-
-    def _tokens_at(self, limit: int, *, is_last: bool) -> list[int]:
+    def edge_tokens(self, limit: int, *, is_last: bool) -> list[int]:
+        """Returns the first, or the last, token on disk of each of the first `limit` documents that has
+        any."""
         if self.is_list:
             chunk = next((i for i, tokens in enumerate(self._chunk_tokens.tolist()) if tokens), None)
             if chunk is None:

@@ -220,7 +220,7 @@ class TestSkip:
 def test_first_step_beyond_agrees_with_counting() -> None:
     history = History([Segment(0, 7, slot_quotas({"a": 2.0, "b": 1.0}), 32)], [])
     for limit in (0, 1, 50, 333):
-        step = history.first_step_beyond("b", limit, 0)
+        step = history.first_step_beyond(["b"], limit, 0)
         assert history.position(step)["b"] > limit >= history.position(step - 1)["b"]
 
 
@@ -279,7 +279,7 @@ def test_a_shard_written_anew_with_equal_counts_is_refused_by_name(tmp_path: Pat
     write_lists(path, [np.where(document > 100, document - 1, document) for document in text], dtype=dtype)
     match = (
         rf"shard \(a/{path.name}\) has changed since the checkpoint, though its name and counts have not; "
-        r"restore it"
+        r"restore the shard"
     )
     with files.stream(4, seq_length=32) as stream, pytest.raises(ValueError, match=match):
         stream.load_state_dict(state, 0)

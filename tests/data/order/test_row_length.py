@@ -204,9 +204,9 @@ def test_past_steps_keep_their_length(files: Files) -> None:
 @pytest.mark.parametrize(
     ("lengths", "text"),
     [
-        ((32, 48), r"--seq_length \(48\) must divide 32 or be a multiple of it"),
+        ((32, 48), r"--seq_length \(48\) must divide 32 or be a multiple of 32"),
         ((32, 64, 16, 48), r"--seq_length \(48\) must .* \(so far: 16, 32, 64\); choose such a length"),
-        ((16, 32, 16, 80), r"--seq_length \(80\) must divide 16 or be a multiple of it, and all lengths"),
+        ((16, 32, 16, 80), r"--seq_length \(80\) must divide 16 or be a multiple of 16, and all lengths"),
     ],
 )
 def test_lengths_that_do_not_divide_are_refused(files: Files, lengths: tuple[int, ...], text: str) -> None:

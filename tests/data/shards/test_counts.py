@@ -60,7 +60,7 @@ def test_a_shard_with_a_row_of_its_own_keeps_it(tmp_path: Path) -> None:
 def test_counts_below_zero_are_refused(tmp_path: Path) -> None:
     write_counts(tmp_path, [("a/x.arrow", 3, -5)])
     with pytest.raises(
-        ValueError, match=r"counts\*.csv gives shard a/x.arrow a count below 0 \(-5\); correct it"
+        ValueError, match=r"counts\*.csv gives shard a/x.arrow a count below 0 \(-5\); correct the count"
     ):
         read_counts(LocalFiles(str(tmp_path)), ["meta/counts.csv", "a/x.arrow"])
 
@@ -70,7 +70,7 @@ def test_a_source_too_large_to_be_counted_is_refused(tmp_path: Path, tokens: int
     files = write_corpus(tmp_path, {"a": [400] * 4})
     write_counts(tmp_path, [(f"a/shard-{i:05d}.arrow", 1, tokens) for i in range(4)])
     with pytest.raises(
-        ValueError, match=r"source \(a\) must have at most [\d,]+ tokens; divide it into several"
+        ValueError, match=r"source \(a\) must have at most [\d,]+ tokens; divide the source into several"
     ):
         files.corpus(seq_length=16, on_missing="mask")
 
@@ -102,6 +102,6 @@ def test_a_huge_counts_file_is_refused_unread(tmp_path: Path) -> None:
     with open(tmp_path / "meta" / "counts.csv", "wb") as sink:
         sink.truncate(64 << 30)
     with pytest.raises(
-        ValueError, match=r"counts file \(meta/counts.csv\) .* it has 68,719,476,736 bytes, .*"
+        ValueError, match=r"counts file \(meta/counts.csv\) .* the file has 68,719,476,736 bytes, .*"
     ):
         read_counts(LocalFiles(str(tmp_path)), ["meta/counts.csv"])

@@ -86,17 +86,18 @@ def test_shards_that_are_empty_truncated_missing_or_other_than_counted(files: Fi
     damage(path, lambda data: b"")
     refused(files, r"shard \(web/shard-00001.arrow\) is empty \(0 bytes\)")
     damage(path, lambda data: whole[: len(whole) // 2])
-    refused(files, r"shard \(web/shard-00001.arrow\) is not a whole Arrow IPC file; it is truncated")
+    refused(files, r"shard \(web/shard-00001.arrow\) is not a whole Arrow IPC file; the file is truncated")
     write_lists(path, DOCUMENTS)
     refused(
         files,
-        r"shard \(web/shard-00001.arrow\) holds 2 documents and 70 tokens, but its counts file says \d+ and "
+        r"shard \(web/shard-00001.arrow\) holds 2 documents and 70 tokens, but the counts file says \d+ and "
         r"\d+",
     )
     path.unlink()
     refused(
         files,
-        r"shard \(web/shard-00001.arrow\) is listed in meta/\*counts\*.csv but missing in .*; restore it",
+        r"shard \(web/shard-00001.arrow\) is listed in meta/\*counts\*.csv but missing in .*; restore the "
+        r"shard",
     )
 
 
@@ -136,7 +137,7 @@ def test_vocabularies_and_tokenizers(files: Files, tmp_path: Path) -> None:
         datasets=("big",),
     )
     write_lists(tmp_path / "other" / "a.arrow", DOCUMENTS * 10, tokenizer_digest="y")
-    refused(files, "are of two tokenizers", datasets=("big", "other"))
+    refused(files, "were made with two tokenizers", datasets=("big", "other"))
 
 
 def test_a_token_beyond_the_vocabulary_is_found_by_reading(files: Files, tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ class TestSeparator:
         write_lists(tmp_path / "web" / "z.arrow", DOCUMENTS, sep_token="7")
         refused(files, r"sep_token is 3 in shard .* but 7 in web/z.arrow", sep_token=None)
         write_lists(tmp_path / "web" / "z.arrow", DOCUMENTS, sep_token="7", has_eos="true")
-        refused(files, r"sep_token \(3\) is 7 in shard web/z.arrow, whose documents end with it")
+        refused(files, r"sep_token \(3\) is 7 in shard web/z.arrow, whose documents end with that token;")
 
     def test_stored_by_some_documents_only_is_refused(self, tmp_path: Path) -> None:
         mixed = [np.append(document, SEP) if i % 2 else document for i, document in enumerate(DOCUMENTS * 20)]
@@ -237,7 +238,10 @@ class TestSeparator:
 
 def test_malformed_counts_are_refused_with_their_line(files: Files) -> None:
     write_counts(files.root, [("web/shard-00000.arrow", "many", 3)])  # type: ignore[list-item]
-    refused(files, r"counts file \(meta/counts.csv\) must hold .*: .* Row #2: .*'many'; correct or remove it")
+    refused(
+        files,
+        r"counts file \(meta/counts.csv\) must hold .*: .* Row #2: .*'many'; correct or remove the file",
+    )
 
 
 def test_counts_written_under_another_root_are_understood(tmp_path: Path) -> None:
@@ -258,7 +262,7 @@ def test_counts_written_under_another_root_are_understood(tmp_path: Path) -> Non
     corpus = files.corpus(seq_length=64)
     assert [source.name for source in corpus.sources] == ["code", "lang=en/dataset=web"]
     damage(tmp_path / "meta" / "my_counts_v1.csv", lambda data: data.replace(b",", b",1", 4))
-    refused(files, "but its counts file says")
+    refused(files, "but the counts file says")
 
 
 def test_corpora_beyond_a_few_shards_open_only_the_first_of_each_source(

@@ -17,8 +17,10 @@ import pytest
 import torch
 from pyarrow import fs
 
+from fms_fsdp.data.shards.ipc import ArrowFile
 from fms_fsdp.data.shards.manifest import open_corpus
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras.fms_layout import gather_int64
 from fms_fsdp.extras.remote_files import PAGE, RemoteFiles
 from fms_fsdp.extras.remote_uri import start_errors
 from tests.data.corpora import Files, write_corpus
@@ -175,7 +177,7 @@ def test_a_dead_endpoint_is_refused_in_one_line_within_bounded_time() -> None:
 def test_what_is_not_there_is_refused_in_one_line(local: dict[str, Files], s3_port: int) -> None:
     for path in ("nobucket/x", "corpus/nowhere"):
         with pytest.raises(
-            FileNotFoundError, match=rf"^--data_path \(s3://{path}\) is not there: .*; correct"
+            FileNotFoundError, match=rf"^--data_path \(s3://{path}\) does not exist: .*; correct"
         ) as e:
             open_corpus(local["lists"].section(data_path=s3_uri(path, s3_port)))
         assert "\n" not in str(e.value)
@@ -230,9 +232,9 @@ def test_reads_are_exact_and_the_cache_is_bounded() -> None:
             files.prefetch("a/b", np.array([offset, -5]), np.array([3 * PAGE, 5]))
         assert files.pread("a/b", size, offset) == store.data[offset : offset + size]
         assert len(files._slots) <= 15 and len(files._in_flight) <= 100
-    offsets = rng.integers(0, len(store.data) - 8, 300)
+    offsets = np.sort(rng.integers(0, len(store.data) - 8, 300))
     expected = [int.from_bytes(store.data[at : at + 8], "little", signed=True) for at in offsets.tolist()]
-    assert files.gather_int64("a/b", offsets).tolist() == expected
+    assert gather_int64(ArrowFile(files, "a/b"), offsets).tolist() == expected
     files.close()
     assert files.pread("a/b", 9, 3 * PAGE - 4) == store.data[3 * PAGE - 4 : 3 * PAGE + 5]
 

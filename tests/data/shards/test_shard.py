@@ -75,7 +75,8 @@ def test_compressed_buffers_are_refused_with_the_remedy(tmp_path: Path, codec: s
     write_scalars(tmp_path / "a.arrow", [np.arange(5000)], compression=codec)
     with pytest.raises(
         ShardError,
-        match=r"shard \(a.arrow\) has compressed buffers.*; write it anew with `python -m fms_fsdp convert",
+        match=r"^shard \(a.arrow\) has compressed buffers.*; "
+        r"write the shard anew with `python -m fms_fsdp convert",
     ):
         read_all(tmp_path / "a.arrow")
 
@@ -144,7 +145,7 @@ def test_offsets_that_do_not_span_the_chunk_are_refused_instead_of_read(
     shard = Shard(LocalFiles(str(tmp_path)), "a.arrow", 1)
     start = (document % 51) * 41 - (document < 0)
     with pytest.raises(
-        ShardError, match=r"shard \(a.arrow\) has offsets that disagree with its length; write it anew"
+        ShardError, match=r"shard \(a.arrow\) has offsets that disagree with its length; write the shard anew"
     ):
         shard.documents(0, start, start + 1)
 
@@ -223,7 +224,9 @@ def test_metadata_that_could_be_misunderstood_is_refused_with_the_shards_name(
     tmp_path: Path, metadata: dict[str, str], words: str
 ) -> None:
     write_lists(tmp_path / "a.arrow", [np.arange(10, 40), np.arange(50, 90)], **metadata)
-    with pytest.raises(ShardError, match=rf"^shard \(a.arrow\) {words}.*; write it anew with") as caught:
+    with pytest.raises(
+        ShardError, match=rf"^shard \(a.arrow\) {words}.*; write the shard anew with"
+    ) as caught:
         Shard(LocalFiles(str(tmp_path)), "a.arrow", 0)
     assert len(str(caught.value)) < 300
 

@@ -9,6 +9,7 @@ that one token in each cell of 32 is drawn at random: the loss of a model that h
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,25 +27,25 @@ _ROWS = 0x726F7773  # the word of the keys drawn here
 _QUOTAS = {"synthetic": NUM_SLOTS}
 
 
+@dataclass(eq=False)
 class SyntheticRows:
     """Produces the rows of any step, as `rows.CorpusRows` does from a corpus."""
 
-    def __init__(
-        self,
-        section: DataConfig,
-        *,
-        seed: int,
-        vocab_size: int,
-        global_batch_size: int,
-        rampup: tuple[int, ...],
-        pin_memory: bool,
-    ) -> None:
-        if vocab_size < 2:
-            raise UserError(f"vocab_size ({vocab_size}) must be at least 2 for synthetic tokens")
-        self._alphabet = 1 << (min(vocab_size, _MAX_ALPHABET).bit_length() - 1)
-        self._seed, self._seq_length, self._pin_memory = seed, section.seq_length, pin_memory
-        self.global_batch_size, self._rampup = global_batch_size, rampup
-        self._history = History([Segment(0, global_batch_size, _QUOTAS, section.seq_length, rampup)], [])
+    section: DataConfig
+    seed: int
+    vocab_size: int
+    global_batch_size: int
+    rampup: tuple[int, ...]
+    pin_memory: bool
+    last_step: int | None = None
+    first_exhausted: str = ""
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 2:
+            raise UserError(f"vocab_size ({self.vocab_size}) must be at least 2 for synthetic tokens")
+        self._alphabet = 1 << (min(self.vocab_size, _MAX_ALPHABET).bit_length() - 1)
+        size = self.section.seq_length
+        self._history = History([Segment(0, self.global_batch_size, _QUOTAS, size, self.rampup)], [])
         power, total = [1], [0]
         for _ in range(2 * _CELL - 1):
             power.append(power[-1] * _FACTOR % self._alphabet)
@@ -52,15 +53,12 @@ class SyntheticRows:
         self._power: I64 = np.array(power, dtype=np.int64)
         self._total: I64 = np.array(total, dtype=np.int64)
 
-    last_step: int | None = None
-    first_exhausted = ""
-
     def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
         """Returns a rank's rows of the step's global batch, which may have been of another size."""
         segment = self._history.segment(step)
         length = segment.seq_length
         start, stop = rows_of_rank(segment.batch_at(step), dp_rank, dp_size)
-        out = empty_batch(stop - start, length, pin_memory=self._pin_memory)
+        out = empty_batch(stop - start, length, pin_memory=self.pin_memory)
         tokens = self._tokens(step, start, stop, length)
         out.tokens_BS.numpy()[:] = tokens[:, :-1]
         out.labels_BS.numpy()[:] = tokens[:, 1:]
@@ -72,7 +70,7 @@ class SyntheticRows:
         """Returns S + 1 tokens a row. Each cell of 32 draws a place and a token; the rule runs from the last
         one drawn."""
         num_cells = length // _CELL + 2  # one before the row
-        key = np.uint64(derive_key(self._seed, _ROWS, step))
+        key = np.uint64(derive_key(self.seed, _ROWS, step))
         row_keys: U64 = mix64(np.arange(start, stop, dtype=np.uint64) ^ key)
         cells: U64 = np.arange(num_cells, dtype=np.uint64)
         draws = mix64(row_keys[:, None] + cells)
@@ -89,7 +87,7 @@ class SyntheticRows:
         return {
             "order_version": ORDER_VERSION,
             "synthetic": self._alphabet,
-            "seed": self._seed,
+            "seed": self.seed,
             "history": [[s.after, s.batch, s.seq_length] for s in self._history.segments],
             **self._history.ramps(),
         }
@@ -97,15 +95,15 @@ class SyntheticRows:
     def load(self, state: dict[str, Any], step: int) -> list[str]:
         """Continues from `step`; returns what changed. Raises: UserError for a state of other data."""
         check_same(state, self.state(), ("synthetic", "--seed"), "the same data flags")
-        segments = [
-            Segment(after, batch, _QUOTAS, length, rampup_of(state, after))
-            for after, batch, length in state["history"]
-        ]
+        segments = []
+        for after, batch, length in state["history"]:
+            segments.append(Segment(after, batch, _QUOTAS, length, rampup_of(state, after)))
         self._history = History(segments, [])
-        return self._history.change(step, self.global_batch_size, _QUOTAS, self._seq_length, self._rampup)
+        size = self.section.seq_length
+        return self._history.change(step, self.global_batch_size, _QUOTAS, size, self.rampup)
 
     def consumption(self, step: int) -> Consumption:
-        return {name: {"epoch": 0.0, "tokens": self._history.consumed_tokens(step)[name]} for name in _QUOTAS}
+        return {"synthetic": {"epoch": 0.0, "tokens": self._history.consumed_tokens(step)["synthetic"]}}
 
     def num_masked_rows(self, step: int) -> int:
         return 0
