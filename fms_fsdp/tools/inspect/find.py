@@ -108,12 +108,13 @@ def find_file(source: Source, text: str) -> int:
     UserError."""
     if text.isdigit() and int(text) < len(source.paths):
         return int(text)
-    fitting = [i for i, path in enumerate(source.paths) if path == text or path.endswith(f"/{text}")]
+    fitting = [i for i, path in enumerate(source.paths) if f"/{path}".endswith(f"/{text}")]
     if len(fitting) == 1:
         return fitting[0]
-    hint = f"it fits {len(fitting)} shards" if fitting else nearest(f"{source.name}/{text}", source.paths)
+    rule = f"must name one of the {len(source.paths)} shards of {source.name}"
+    hint = f"the name fits {len(fitting)} shards"
     raise UserError(
-        f"--file ({text}) must name one of the {len(source.paths)} shards of {source.name}; {hint}"
+        f"--file ({text}) {rule}; {hint if fitting else nearest(f'{source.name}/{text}', source.paths)}"
     )
 
 
@@ -123,22 +124,17 @@ def main(config: FindConfig) -> None:
     if not config.source or not config.file or config.document is None:
         raise UserError("--source, --file and --document are needed, all three; name the document by them")
     with inspected(config) as data:
-        sources = {source.name: source for corpus in data.corpora for source in corpus.sources}
-        if config.source not in sources:
-            raise UserError(
-                f"--source ({config.source}) is not one of this data; {nearest(config.source, sources)}"
-            )
-        source = sources[config.source]
+        source = data.sources.get(config.source)
+        if source is None:
+            near = nearest(config.source, data.sources)
+            raise UserError(f"--source ({config.source}) is not one of this data; {near}")
         file = find_file(source, config.file)
         if config.document >= source.docs[file]:
-            raise UserError(
-                f"--document ({config.document}) must be below {source.docs[file]}, the documents of "
-                f"{source.paths[file]}"
-            )
+            rule = f"must be below {source.docs[file]}, the documents of {source.paths[file]}"
+            raise UserError(f"--document ({config.document}) {rule}")
         last = config.num_steps or (data.run.num_steps if config.epochs is None else None)
-        epochs = config.epochs or (
-            math.ceil(data.rows.consumption(last)[source.name]["epoch"]) if last else 1
-        )
+        reached = data.rows.consumption(last)[source.name]["epoch"] if last else 1
+        epochs = config.epochs or math.ceil(reached)
         found = list(find_document(data, source, file, config.document, epochs))
         if last is not None:
             found = [seen for seen in found if (seen.step or 0) <= last]
@@ -155,16 +151,16 @@ def _print(data: Inspected, config: FindConfig, title: str, found: list[Seen], h
         print("".join(json.dumps(asdict(seen)) + "\n" for seen in found), end="")
         return
     print(title)
+    words = {
+        "rest": "in the rest of the epoch that no row holds",
+        "dropped": "never: the source is dropped before",
+    }
     for seen in found:
+        is_planned = seen.fate == "seen" and 0 < data.run.step < (seen.step or 0)
+        place = words.get(seen.fate, f"step {seen.step}  row {seen.row}  at {seen.at}")
+        if seen.fate == "skipped":
+            place = f"passed over by --skip_steps before step {seen.step}"
         tokens = f"tokens [{seen.start}, {seen.stop})"
-        if seen.fate == "seen":
-            planned = "" if not data.run.step or (seen.step or 0) <= data.run.step else "  planned"
-            print(f"  epoch {seen.epoch}  step {seen.step}  row {seen.row}  at {seen.at}  {tokens}{planned}")
-        elif seen.fate == "skipped":
-            print(f"  epoch {seen.epoch}  passed over by --skip_steps before step {seen.step}  {tokens}")
-        elif seen.fate == "rest":
-            print(f"  epoch {seen.epoch}  in the rest of the epoch that no row holds  {tokens}")
-        else:
-            print(f"  epoch {seen.epoch}  never: the source is dropped before  {tokens}")
+        print(f"  epoch {seen.epoch}  {place}  {tokens}{'  planned' if is_planned else ''}")
     steps = {seen.step for seen in found if seen.fate == "seen"}
     print(f"seen in {len(steps)} step{'s' * (len(steps) != 1)} up to {horizon}")

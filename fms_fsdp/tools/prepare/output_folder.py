@@ -186,7 +186,7 @@ def finish(
     stats = {}
     for source in sources:
         name, found = source.name, sorted(results[source.name].items())
-        stats[name] = _merged_stats(result for _, result in found)
+        stats[name] = Stats.merge(result["stats"] for _, result in found)
         if SPLITS[0] not in splits_of(results[name].values()):
             reasons = stats[name].reasons() or "no records"
             raise UserError(f"--input: source {name} has no documents left to train on; {reasons}")
@@ -196,10 +196,6 @@ def finish(
         (output / ".partial").rmdir()  # if nothing else is under way in it
     _write_counts(output)
     return stats
-
-
-def _merged_stats(results: Iterable[SliceResult]) -> Stats:
-    return Stats.merge(Stats.from_json(result["stats"]) for result in results)
 
 
 def _journals(output: Path, pattern: str = "") -> list[Path]:
@@ -227,11 +223,11 @@ def _write_counts(output: Path) -> None:
     for journal in _journals(output):
         if (output / ".partial" / journal.name).exists() or not (output / journal.name).is_dir():
             continue
-        results = [_read_entry(path) for path in sorted(journal.glob("slice-*.json"))]
+        results = list(map(_read_entry, sorted(journal.glob("slice-*.json"))))
         for shard in (shard for result in results for shard in result["shards"]):
             name = f"{journal.name}/{shard['file']}"
             rows[shard["split"]].append((name, shard["documents"], shard["tokens"]))
-        summary[journal.name] = vars(_merged_stats(results))
+        summary[journal.name] = vars(Stats.merge(result["stats"] for result in results))
     write_json(output / "meta" / "summary.json", summary)
     for split in reversed(SPLITS):
         path = (output if split == SPLITS[0] else output / split) / "meta" / "counts.csv"

@@ -76,9 +76,6 @@ def make_shards(
     recipe = ShardRecipe(reader, info, config.split, config.shard_tokens, max_bad_lines, dedup)
     workers = config.num_workers or available_cores()
     results: dict[str, dict[int, SliceResult]] = {source.name: source.finished() for source in sources}
-    bad = Counter[str]()
-    for name, found in results.items():
-        bad[name] = sum(result["stats"]["num_bad"] for result in found.values())
     jobs = [
         SliceJob(source.name, entry, recipe, source.partial, source.journal)
         for source in sources
@@ -97,10 +94,10 @@ def make_shards(
     sizes = [job.slice.num_bytes for job in pending]
     done, told, began = Counter[str](), 0, time.monotonic()
     for job, result in run_jobs(encode_slice, pending, sizes, workers, "encode"):
-        stats = result["stats"]
-        results[job.source][job.slice.index] = result
-        bad[job.source] += stats["num_bad"]
-        check_bad_lines(recipe.max_bad_lines, job.source, bad[job.source], stats["bad"])
+        stats, finished = result["stats"], results[job.source]
+        finished[job.slice.index] = result
+        num_bad = sum(each["stats"]["num_bad"] for each in finished.values())
+        check_bad_lines(recipe.max_bad_lines, job.source, num_bad, stats["bad"])
         done.update(documents=stats["documents"], tokens=stats["tokens"], bytes=job.slice.num_bytes)
         if done["documents"] - told >= config.log_interval:
             told = done["documents"]

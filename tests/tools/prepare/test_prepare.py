@@ -249,7 +249,7 @@ def test_filters_count_what_they_drop(tmp_path: Path) -> None:
     assert (stats.records, stats.documents, stats.tokens, stats.chars, stats.num_bad) == (7, 2, 5, 5, 1)
     reasons = ["empty document", "shorter than 2 tokens", "longer than 3 tokens", "blank line", "not JSON"]
     assert stats.left_out == dict.fromkeys(reasons, 1)
-    assert stats.lengths == {2: 2}  # both have 2–3 tokens
+    assert stats.lengths == {"2": 2}  # both have 2–3 tokens
     report = describe({"x": stats})
     assert "2–3" in report and "1 blank line" in report and f"{path}:7 not JSON" in report
     assert json.loads((tmp_path / "out/meta/summary.json").read_text())["x"]["documents"] == 2
