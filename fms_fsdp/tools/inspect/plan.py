@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -33,7 +34,11 @@ class PlanConfig(InspectConfig):
 
     num_steps: int | None = flag(None, "plan up to this step (default: the run's last)", minimum=1)
     sample_rows: int = flag(16, "rows of each source that are read to count -100 labels", minimum=0)
-    plot: str = flag("", "FILE.png: draw the mixture and the lengths of documents (needs matplotlib)")
+    plot: str = flag("", "FILE.html: a page with charts of the mixture and of the lengths of documents")
+
+    def __post_init__(self) -> None:
+        if self.plot and not self.plot.endswith(".html"):
+            raise UserError(f"--plot ({self.plot}) must be a page; name FILE.html")
 
 
 @dataclass(frozen=True)
@@ -200,5 +205,4 @@ def main(config: PlanConfig) -> None:
         if config.plot:
             from fms_fsdp.tools.inspect.plot import draw
 
-            draw(data, num_steps, config.plot)
-            print(f"picture in {config.plot}")
+            draw(data, num_steps, Path(config.plot))

@@ -1,5 +1,4 @@
-"""Which charts a report has: runs → panels of curves, as data. `svg.py` draws them for the page, `png.py` as
-a picture.
+"""Which charts a report has: runs → panels of curves, as data. `svg.py` draws them for a page.
 
 A run alone has a colour for each metric. Several runs share their panels, and each has one colour.
 """
@@ -34,7 +33,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart of `metrics` over `x`. `restarts`: the places where launches began."""
+    """A chart of `metrics` over `x`. `marks`: places that a dotted line shows, which the legend calls
+    `mark`."""
 
     name: str
     title: str
@@ -46,7 +46,8 @@ class Panel:
     log_y: bool = False
     is_stack: bool = False
     series: list[Series] = field(default_factory=list)
-    restarts: list[float] = field(default_factory=list)
+    marks: list[float] = field(default_factory=list)
+    mark: str = "restart"
 
 
 LOSSES = ("loss", "loss_mean")
@@ -77,7 +78,7 @@ def _curves(runs: Sequence[RunHistory], panel: Panel) -> Panel:
 
     Of several runs it has the first metric alone, of losses the means and the first held-out one.
     """
-    is_alone, series, restarts = len(runs) == 1, list[Series](), list[float]()
+    is_alone, series, marks = len(runs) == 1, list[Series](), list[float]()
     for number, run in enumerate(runs):
         held_out = run.validation_losses if panel.metrics == LOSSES else []
         points = {key: run.series(key, panel.x) for key in (*panel.metrics, *held_out)}
@@ -91,10 +92,9 @@ def _curves(runs: Sequence[RunHistory], panel: Panel) -> Panel:
             is_held_out, is_faint = key in held_out, has_means and key == "loss"
             dash = () if key in LOSSES else DASHES[1 + place % 3 if is_held_out else place]
             series.append(Series(label, *found[key], color, dash, is_held_out, is_faint))
-        restarts.extend(
-            step if panel.x == "step" else run.reports[step + 1][panel.x] for step in run.restarts
-        )
-    return replace(panel, series=_distinct(series), restarts=restarts)
+        for step in run.restarts:
+            marks.append(step if panel.x == "step" else run.reports[step + 1][panel.x])
+    return replace(panel, series=_distinct(series), marks=marks)
 
 
 def _distinct(series: Sequence[Series]) -> list[Series]:

@@ -75,12 +75,12 @@ def text(words: str) -> str:
 def _figure(panel: Panel, most: int) -> str:
     x_axis, y_axis = _axes(panel)
     draw_series = _layers if panel.is_stack else _lines
-    restarts = "".join(f"M{x:.1f} {TOP}V{BOTTOM}" for x in x_axis.pixels(np.array(panel.restarts)))
+    marks = "".join(f"M{x:.1f} {TOP}V{BOTTOM}" for x in x_axis.pixels(np.array(panel.marks)))
     keys = [
         _key(_shape(curve, panel.is_stack), curve.label, _dots(curve, "M13 6h0") if curve.has_dots else "")
         for curve in panel.series
     ]
-    keys += [_key('class="restart"', "restart")] if restarts else []
+    keys += [_key('class="restart"', panel.mark)] if marks else []
     scale = f"{x_axis.low:.9g} {x_axis.high:.9g} {int(panel.log_x)} {LEFT} {RIGHT} {TOP} {BOTTOM}"
     parts = [
         f"<figure><figcaption><b>{text(panel.title)}</b> {text(panel.unit)}</figcaption><ul>",
@@ -91,13 +91,13 @@ def _figure(panel: Panel, most: int) -> str:
         *(f'<text class="y" x="{LEFT - 6}" y="{y:.1f}">{tick}</text>' for y, tick in y_axis.ticks()),
         *(f'<text class="x" x="{x:.1f}" y="{BOTTOM + 17}">{tick}</text>' for x, tick in x_axis.ticks()),
         *draw_series(panel.series, x_axis, y_axis, most),
-        f'<path class="restart" d="{restarts}"/></svg></figure>',
+        f'<path class="restart" d="{marks}"/></svg></figure>',
     ]
     return "\n".join(parts)
 
 
 def _axes(panel: Panel) -> tuple[Axis, Axis]:
-    x = np.concatenate([panel.restarts, *(curve.x for curve in panel.series)])
+    x = np.concatenate([panel.marks, *(curve.x for curve in panel.series)])
     y = [curve.y for curve in panel.series]
     heights = np.sum(y, axis=0) if panel.is_stack else np.concatenate(y)
     x_limits = _limits(x, panel.log_x, 0.0, from_zero=False)
