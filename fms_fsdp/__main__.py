@@ -49,8 +49,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         from fms_fsdp.run.questions import answer
 
         answer(argv)
-    group = argv[0] if argv else ""
-    in_group = [name for name in COMMANDS if name.startswith(f"{group} ")]
+    in_group = [name for name in COMMANDS if argv and name.startswith(f"{argv[0]} ")]
     num_words = 2 if in_group else 1
     command = " ".join(argv[:num_words])
     if command not in COMMANDS:
@@ -81,7 +80,6 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
 
 
 def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) -> int:
-    asked = " ".join(argv[:num_words])
     wants_help = bool(argv) and argv[-1] in ("-h", "--help", "help")
     is_whole = len(argv) >= num_words and not wants_help
     last_words = {name.split()[-1]: name for name in listed}
@@ -93,7 +91,7 @@ def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) 
                 print(f"  {name:<15} {COMMANDS[name][1]}")
     if is_whole:
         hint = f"did you mean {last_words[near[0]]}?" if near else f"commands: {', '.join(listed)}"
-        print(f"fms_fsdp: command ({asked}) does not exist; {hint}", file=sys.stderr)
+        print(f"fms_fsdp: command ({' '.join(argv[:num_words])}) does not exist; {hint}", file=sys.stderr)
     return 0 if wants_help else 2
 
 

@@ -57,13 +57,9 @@ def main(config: GenerateConfig) -> None:
     prompts = [config.prompt]
     if config.prompts:
         prompts = read_lines(Path(config.prompts).expanduser(), "--prompts")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.use_torch_compile and (missing := missing_compiler(device)):
+    if config.use_torch_compile and (missing := missing_compiler(_device())):
         raise UserError(f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out")
-    found = load(config.path, config.step, device)
-    if found.tokenizer is None:
-        rule = "has no tokenizer beside the data that it trained on, or in a folder of Hugging Face"
-        raise UserError(f"--path ({config.path}) {rule}; put the tokenizer back, or use load_model in Python")
+    found = load_with_tokenizer(config.path, config.step)
     if config.dtype == "bf16":
         for weight in found.model.parameters():  # the rotary table stays fp32
             weight.data = weight.data.bfloat16()
@@ -79,6 +75,19 @@ def main(config: GenerateConfig) -> None:
             _write(config, found, [text])
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_with_tokenizer(path: str, step: int | None) -> TextModel:
+    """The model at --path, which has a tokenizer. Raises: UserError."""
+    found = load(path, step, _device())
+    if found.tokenizer is None:
+        rule = "has no tokenizer beside the data of its training, or in a folder of Hugging Face"
+        raise UserError(f"--path ({path}) {rule}; put the tokenizer back, or use load_model in Python")
+    return found
 
 
 def _write(config: GenerateConfig, found: TextModel, prompts: Sequence[str]) -> None:

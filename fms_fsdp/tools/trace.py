@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ _COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms", "_c10d_functi
 _RANGES = ("data", "forward", "backward", "optimizer")
 # of a CPU; autograd's own nodes wrap operators, and waits
 _COMPUTE = ("aten::", "Torch-Compiled Region", "CompiledFunction")
+Event = dict[str, Any]
 Spans = npt.NDArray[np.float64]  # rows of [begin, end) in microseconds
 
 
@@ -59,12 +61,12 @@ def summarize(path: Path) -> str:
         UserError: the file is no trace, or one without steps.
     """
     events = _read_events(path)
-    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    ranges = events["user_annotation"]
     steps = spans(event for event in ranges if event["name"].startswith("ProfilerStep"))
     if not len(steps):
-        raise UserError(f"--path ({path}) must be a trace of whole steps (ProfilerStep#N); it holds none")
-    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    work = kernels or [event for event in events if event.get("cat") == "cpu_op"]
+        raise UserError(f"--path ({path}) must be a trace of whole steps (ProfilerStep#N), and has no step")
+    kernels = events["kernel"] + events["gpu_memcpy"] + events["gpu_memset"]
+    work = kernels or events["cpu_op"]
     begin, end = steps[:, 0].min(), steps[:, 1].max()
     total, a_step = end - begin, 1000 * len(steps)
     busy = union(spans(filter(_computes, work)), begin, end)
@@ -74,28 +76,35 @@ def summarize(path: Path) -> str:
     times["idle" if kernels else "idle or waiting"] = total - both
     for name in _RANGES:
         times[f"range {name}"] = length(spans(event for event in ranges if event["name"] == name))
-    rows = [(name, f"{us / a_step:.2f}", f"{us / total:.1%}") for name, us in times.items()]
+    rows = list[tuple[str, ...]]()
+    for name, us in times.items():
+        rows.append((name, f"{us / a_step:.2f}", f"{us / total:.1%}"))
     title = f"{path.name}: {len(steps)} steps, {total / a_step:.2f} ms each"
     return f"{title}\n\n{table(('per step', 'ms', 'share'), rows)}"
 
 
-def _read_events(path: Path) -> list[dict[str, Any]]:
+def _read_events(path: Path) -> dict[str, list[Event]]:
+    """The events that have a beginning and an end, by category."""
+    found = defaultdict[str, list[Event]](list)
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return [event for event in json.loads(raw)["traceEvents"] if event.get("ph") == "X"]
+        for event in json.loads(raw)["traceEvents"]:
+            if event.get("ph") == "X":
+                found[event.get("cat")].append(event)
+        return found
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(f"--path ({path}) must be a trace of torch.profiler: {error!r}") from None
 
 
-def _computes(event: dict[str, Any]) -> bool:
+def _computes(event: Event) -> bool:
     return str(event["name"]).startswith(_COMPUTE) if event["cat"] == "cpu_op" else not _communicates(event)
 
 
-def _communicates(event: dict[str, Any]) -> bool:
+def _communicates(event: Event) -> bool:
     return any(word in event["name"].lower() for word in _COMMUNICATION)
 
 
-def spans(events: Iterable[dict[str, Any]]) -> Spans:
+def spans(events: Iterable[Event]) -> Spans:
     """[begin, end) of each event."""
     pairs = [(event["ts"], event["ts"] + event["dur"]) for event in events]
     return np.array(pairs, dtype=np.float64).reshape(-1, 2)

@@ -431,7 +431,8 @@ class TestVerify:
         documents[-1] = np.append(documents[-1][:-1], 7)
         write_lists(tmp_path / "a" / "shard-00000.arrow", documents, has_eos="true")
         [(_, problems)] = verify_corpus(files.corpus(seq_length=32), VOCAB)
-        assert len(problems) == 1 and f"has document {len(documents) - 1} end with 7" in problems[0]
+        told = f"ends document {len(documents) - 1} with 7, not with the separator"
+        assert len(problems) == 1 and told in problems[0]
 
     def test_a_whole_corpus_says_what_was_read(
         self, files: Files, capsys: pytest.CaptureFixture[str]

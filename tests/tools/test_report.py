@@ -251,7 +251,7 @@ def test_differences_are_the_flags_that_are_not_the_same_in_all() -> None:
             "data": {"new": True},
         },
     }
-    assert differences(configs) == [("learning_rate", ["0.1", "0.2"]), ("new", ["–", "true"])]
+    assert differences(configs) == [("learning_rate", "0.1", "0.2"), ("new", "–", "true")]
 
 
 def test_the_page_of_one_run_has_its_charts_tables_and_nothing_from_elsewhere(restarted: Path) -> None:

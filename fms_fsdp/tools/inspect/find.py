@@ -111,10 +111,10 @@ def find_file(source: Source, text: str) -> int:
     fitting = [i for i, path in enumerate(source.paths) if f"/{path}".endswith(f"/{text}")]
     if len(fitting) == 1:
         return fitting[0]
-    rule = f"must name one of the {len(source.paths)} shards of {source.name}"
     hint = f"the name fits {len(fitting)} shards"
+    hint = hint if fitting else nearest(f"{source.name}/{text}", source.paths)
     raise UserError(
-        f"--file ({text}) {rule}; {hint if fitting else nearest(f'{source.name}/{text}', source.paths)}"
+        f"--file ({text}) must name one of the {len(source.paths)} shards of {source.name}; {hint}"
     )
 
 

@@ -125,11 +125,12 @@ def warnings_of(plans: Iterable[SourcePlan], num_steps: int) -> list[str]:
 
 
 def _ends_text(ends: tuple[int, ...], num_steps: int) -> str:
-    inside = [f"{step:,}" for step in ends if step <= num_steps]
-    if len(inside) > _SHOWN_ENDS:
-        return ", ".join([*inside[:_SHOWN_ENDS], "…"])
-    later = [f"(later: {step:,})" for step in ends if step > num_steps]
-    return ", ".join(inside + later) or "-"
+    shown = list[str]()
+    for step in ends:
+        shown.append(f"{step:,}" if step <= num_steps else f"(later: {step:,})")
+    if len(ends) > _SHOWN_ENDS and ends[-1] <= num_steps:
+        shown[_SHOWN_ENDS:] = ["…"]
+    return ", ".join(shown) or "-"
 
 
 def _changes_text(data: Inspected, num_steps: int) -> list[str]:

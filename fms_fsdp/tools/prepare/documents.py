@@ -54,6 +54,9 @@ class Problem(NamedTuple):
     malformed: bool = False
 
 
+Records = Iterator[Document | Problem]
+
+
 @dataclass(frozen=True)
 class Part:
     """A piece of a file: bytes [start, stop) of JSON lines, row groups of Parquet, or the whole file."""
@@ -134,7 +137,7 @@ def _cut(file: InputFile, slice_bytes: int) -> Iterator[Part]:
         yield Part(file.path, start, stop, size * (stop - start) // end)
 
 
-def read_part(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+def read_part(part: Part, form: TextFormat) -> Records:
     """The records of a part in order, at most `part.limit` of them (problems count as records).
 
     Raises:
@@ -164,7 +167,7 @@ def _suffix(path: str) -> str:
     return os.path.splitext(path)[1].lower()
 
 
-def _read_json_lines(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+def _read_json_lines(part: Part, form: TextFormat) -> Records:
     with _open_stream(part.path) as stream:
         is_plain = _suffix(part.path) not in _COMPRESSION
         position = 0
@@ -218,7 +221,7 @@ def _document(record: dict[str, Any] | str, form: TextFormat) -> Document | str:
     return Document(text, data) if len(data) <= DOCUMENT_LIMIT else f"longer than {DOCUMENT_LIMIT >> 20} MiB"
 
 
-def _read_parquet(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+def _read_parquet(part: Part, form: TextFormat) -> Records:
     with pq.ParquetFile(part.path) as table:
         _check_columns(part.path, table.schema_arrow.names, form)
         first = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
@@ -227,7 +230,7 @@ def _read_parquet(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
         yield from _numbered(f"{part.path}: row", _rows(batches, form), form, first)
 
 
-def _read_arrow(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+def _read_arrow(part: Part, form: TextFormat) -> Records:
     """The rows of an Arrow file or stream, as the package datasets saves them."""
     with open_arrow(part.path) as (schema, batches):
         _check_columns(part.path, schema.names, form)
@@ -249,14 +252,14 @@ def _rows(batches: Iterable[pa.RecordBatch], form: TextFormat) -> Iterator[dict[
 
 def _numbered(
     what: str, records: Iterable[dict[str, Any] | str], form: TextFormat, before: int = 0
-) -> Iterator[Document | Problem]:
+) -> Records:
     """The documents of the records, and what is wrong with the others, with the number of each."""
     for number, record in enumerate(records, start=before + 1):
         found = _document(record, form)
         yield Problem(found, f"{what} {number}", True) if isinstance(found, str) else found
 
 
-def _read_json(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+def _read_json(part: Part, form: TextFormat) -> Records:
     """The records of an array or of JSON lines; a file that holds neither is one text."""
     is_compressed = _suffix(part.path) in _COMPRESSION
     with _open_stream(part.path) as stream:
@@ -276,7 +279,7 @@ def _read_json(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
         yield from _read_text(part, form)
 
 
-def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+def _read_text(part: Part, form: TextFormat) -> Records:
     """One document per file, or what lies between the separators."""
     with _open_stream(part.path) as stream:
         head = stream.read(8192)

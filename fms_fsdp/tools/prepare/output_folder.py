@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -153,10 +154,8 @@ def check_plans(
     for name, plan in known.items():
         other = plan["tokenizer_digest"]
         if name not in names and "" not in (other, digest) and other != digest:
-            raise UserError(
-                f"--output ({output}) holds source {name} made with another tokenizer; leave out --tokenizer "
-                "and --train_tokenizer to use that one, or choose another folder"
-            )
+            remedy = "leave out --tokenizer and --train_tokenizer to use that one, or choose another folder"
+            raise UserError(f"--output ({output}) holds source {name} made with another tokenizer; {remedy}")
     for source, key in zip(sources, keys, strict=True):
         plan = known.get(source.name)
         if overwrite or plan == key:
@@ -218,8 +217,7 @@ def _read_entry(path: Path) -> SliceResult:
 
 def _write_counts(output: Path) -> None:
     """Writes the counts of all published sources, also of earlier calls, and what each was made of."""
-    rows: dict[str, list[tuple[str, int, int]]] = {split: [] for split in SPLITS}
-    summary = {}
+    rows, summary = defaultdict[str, list[tuple[str, int, int]]](list), dict[str, Any]()
     for journal in _journals(output):
         if (output / ".partial" / journal.name).exists() or not (output / journal.name).is_dir():
             continue

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from fms_fsdp.config import flag
@@ -30,6 +31,8 @@ from fms_fsdp.tools.prepare.output_folder import PreparedSource, finish
 from fms_fsdp.tools.prepare.shard_writer import ShardInfo
 from fms_fsdp.tools.prepare.stats import Stats
 from fms_fsdp.tools.prepare.workers import available_cores, note, run_jobs
+
+_num_bytes = attrgetter("slice.num_bytes")  # of a job
 
 
 @dataclass(frozen=True)
@@ -75,25 +78,24 @@ def make_shards(
     """
     recipe = ShardRecipe(reader, info, config.split, config.shard_tokens, max_bad_lines, dedup)
     workers = config.num_workers or available_cores()
-    results: dict[str, dict[int, SliceResult]] = {source.name: source.finished() for source in sources}
-    jobs = [
-        SliceJob(source.name, entry, recipe, source.partial, source.journal)
-        for source in sources
-        for entry in source.slices
-    ]
-    pending = [job for job in jobs if job.slice.index not in results[job.source]]
+    jobs, pending, results = list[SliceJob](), list[SliceJob](), dict[str, dict[int, SliceResult]]()
+    for source in sources:
+        results[source.name] = source.finished()
+        for entry in source.slices:
+            job = SliceJob(source.name, entry, recipe, source.partial, source.journal)
+            jobs.append(job)
+            if entry.index not in results[source.name]:
+                pending.append(job)
+                job.folder.mkdir(parents=True, exist_ok=True)
     if len(pending) < len(jobs):
         note(f"{len(jobs) - len(pending)} of {len(jobs)} slices are there already")
-    for job in pending:
-        job.folder.mkdir(parents=True, exist_ok=True)
     if recipe.dedup and pending:
         unhashed = [job for job in jobs if not job.in_journal("hashes.npy").is_file()]
-        for _ in run_jobs(hash_slice, unhashed, [job.slice.num_bytes for job in unhashed], workers, "hash"):
+        for _ in run_jobs(hash_slice, unhashed, _num_bytes, workers, "hash"):
             pass
         mark_copies(jobs)
-    sizes = [job.slice.num_bytes for job in pending]
     done, told, began = Counter[str](), 0, time.monotonic()
-    for job, result in run_jobs(encode_slice, pending, sizes, workers, "encode"):
+    for job, result in run_jobs(encode_slice, pending, _num_bytes, workers, "encode"):
         stats, finished = result["stats"], results[job.source]
         finished[job.slice.index] = result
         num_bad = sum(each["stats"]["num_bad"] for each in finished.values())

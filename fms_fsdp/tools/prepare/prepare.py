@@ -119,10 +119,9 @@ def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
         tokenizer = _load_kept(config, known)
     elif training:
         if known and not config.overwrite:
-            raise UserError(
-                f"--output ({output}) has a tokenizer that was not trained on these inputs with these "
-                "options; leave out --train_tokenizer to use it, choose another folder, or --overwrite=True"
-            )
+            rule = "has a tokenizer that was not trained on these inputs with these options"
+            remedy = "leave out --train_tokenizer to use this one, choose another folder, or --overwrite=True"
+            raise UserError(f"--output ({output}) {rule}; {remedy}")
         tokenizer = _train(config, sources)
     elif config.tokenizer:
         tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
@@ -177,6 +176,5 @@ def _plan_key(
 def main(config: PrepareConfig) -> None:
     """The command: prepares, then says what was made."""
     print(describe(prepare(config)))
-    print(
-        f"shards, tokenizer and counts are in {config.output}; train on them with --data_path={config.output}"
-    )
+    made = f"shards, tokenizer and counts are in {config.output}"
+    print(f"{made}; train on them with --data_path={config.output}")

@@ -112,8 +112,7 @@ def _opening(run: RunHistory) -> list[str]:
 
 def _comparison(runs: Sequence[RunHistory]) -> list[str]:
     """The flags that differ, then the figures of the cards, a run a row."""
-    changed = differences({run.name: run.config for run in runs})
-    flags = [("flag", *(run.name for run in runs)), *((name, *values) for name, values in changed)]
+    flags = [("flag", *(run.name for run in runs)), *differences({run.name: run.config for run in runs})]
     figures = list[dict[str, str]]()
     for run in runs:
         figures.append({"run": run.name} | {label: figure for label, figure, _ in cards(run)})

@@ -81,12 +81,15 @@ def _curves(runs: Sequence[RunHistory], panel: Panel) -> Panel:
     is_alone, series, marks = len(runs) == 1, list[Series](), list[float]()
     for number, run in enumerate(runs):
         held_out = run.validation_losses if panel.metrics == LOSSES else []
-        points = {key: run.series(key, panel.x) for key in (*panel.metrics, *held_out)}
-        found = {key: (x, y) for key, (x, y) in points.items() if len(x)}
+        found = dict[str, tuple[Floats, Floats]]()
+        for key in (*panel.metrics, *held_out):
+            x, y = run.series(key, panel.x)
+            if len(x):
+                found[key] = x, y
         if has_means := "loss_mean" in found:
             found["loss_mean"] = _merged(*found["loss_mean"], MOST_MEANS, log_x=panel.log_x)
         shown = list(found) if is_alone else [panel.metrics[has_means], *held_out[:1]]
-        for place, key in enumerate(key for key in shown if key in found):
+        for place, key in enumerate(filter(found.get, shown)):
             label = key.removesuffix("/loss") if is_alone else f"{run.name} {key.removesuffix('/loss')}"
             color = max(0, place - has_means) if is_alone else number
             is_held_out, is_faint = key in held_out, has_means and key == "loss"
@@ -110,15 +113,18 @@ def _distinct(series: Sequence[Series]) -> list[Series]:
 def _times(run: RunHistory) -> list[Series]:
     reports = [record for record in run.reports.values() if "forward_backward_ms" in record]
     parts = {key: _column(reports, key) for key in TIMES}
-    parts["other"] = np.maximum(0.0, _column(reports, "step_time_ms") - sum(parts[key] for key in TIMES[:3]))
+    named = sum(parts[key] for key in TIMES[:3])
+    parts["other"] = np.maximum(0.0, _column(reports, "step_time_ms") - named)
     return _layers(reports, parts)
 
 
 def _shares(run: RunHistory) -> list[Series]:
     """The share of each source in the tokens between two reports."""
     reports = list(run.reports.values())
-    counts = {key.removeprefix("tokens/"): _column(reports, key) for key in run.keys("tokens/")}
-    used = {key: np.maximum(0.0, np.diff(count, prepend=0.0)) for key, count in counts.items()}
+    used = dict[str, Floats]()
+    for key in run.keys("tokens/"):
+        counts = np.diff(_column(reports, key), prepend=0.0)
+        used[key.removeprefix("tokens/")] = np.maximum(0.0, counts)
     layers = _layers(reports, used)
     total = np.maximum(1e-9, sum(layer.y for layer in layers))
     return [replace(layer, y=layer.y / total) for layer in layers]
@@ -126,9 +132,10 @@ def _shares(run: RunHistory) -> list[Series]:
 
 def _layers(reports: Sequence[Record], parts: Mapping[str, Floats]) -> list[Series]:
     """A layer of each part, of means over the steps between their places."""
-    steps = _column(reports, "step")
-    merged = {label: _merged(steps, values, MOST_LAYERS) for label, values in parts.items() if len(steps)}
-    return [Series(label, *points, color) for color, (label, points) in enumerate(merged.items())]
+    steps, layers = _column(reports, "step"), list[Series]()
+    for label, values in parts.items() if reports else ():
+        layers.append(Series(label, *_merged(steps, values, MOST_LAYERS), len(layers)))
+    return layers
 
 
 def _merged(x: Floats, y: Floats, most: int, *, log_x: bool = False) -> tuple[Floats, Floats]:

@@ -499,7 +499,7 @@ def test_orphaned_workers_end(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import multiprocessing, os, signal\nfrom fms_fsdp.tools.prepare.workers import run_jobs\nif "
-        "__name__ == '__main__':\n    for _ in run_jobs(abs, [1, 2, 3], [1, 1, 1], 2, 'test'):\n        "
+        "__name__ == '__main__':\n    for _ in run_jobs(abs, [1, 2, 3], abs, 2, 'test'):\n        "
         "print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n        "
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
