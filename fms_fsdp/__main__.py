@@ -24,7 +24,7 @@ COMMANDS = {
     "train": ("", "train a model, as main_training.py does; several processes: torchrun -m main_training"),
     "prepare": ("prepare.prepare:main", "text, source code, JSON lines, Parquet → token shards"),
     "convert": ("prepare.convert:main", "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards"),
-    "inspect plan": ("inspect.plan:main", "tokens and epochs of each source by step N, a picture"),
+    "inspect plan": ("inspect.plan:main", "tokens and epochs of each source by step N, and charts"),
     "inspect step": ("inspect.step:main", "files, documents and tokens in the rows of any step"),
     "inspect find": ("inspect.find:main", "when a document was or will be seen"),
     "inspect verify": ("inspect.verify:main", "every shard against the counts, to its last token"),
@@ -35,8 +35,8 @@ COMMANDS = {
     "import": ("import_weights.import_weights:main", "a folder of Hugging Face → a run with its weights"),
     "export": ("export.export:main", "a checkpoint → a folder that Hugging Face's transformers load"),
     "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
-    "ckpt verify": ("ckpt:verify_checkpoints", "every byte against its checksum"),
-    "ckpt prune": ("ckpt:prune_checkpoints", "delete what need not be kept; a dry run by default"),
+    "ckpt verify": ("ckpt:verify_checkpoints", "every byte of the checkpoints against its checksum"),
+    "ckpt prune": ("ckpt:prune_checkpoints", "delete checkpoints that a rule does not keep, or show which"),
     "estimate": ("estimate:main", "how long a training will take, as a range"),
     "report": ("report.page:main", "a page of curves and tables from run folders"),
 }
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{command}: stopped; start it again to go on", file=sys.stderr)
+        print(f"{command}: stopped; start the command again to go on", file=sys.stderr)
         return 130
     return 0
 

@@ -34,16 +34,16 @@ class CkptVerifyConfig:
 
 @dataclass(frozen=True)
 class CkptPruneConfig:
-    """Deletes checkpoints; without --yes it only shows which."""
+    """Deletes checkpoints; without --yes the command only shows which."""
 
     path: str = flag("", "a run folder or a folder of checkpoints")
-    keep_last_n: int = flag(0, "keep the newest N; 0 keeps all", minimum=0)
-    keep_every: int = flag(0, "of the others keep the multiples of this", minimum=0)
-    keep_best: int = flag(0, "keep also the N of the lowest validation loss", minimum=0)
-    keep_steps: tuple[int, ...] = flag((), "keep also these steps")
-    after: int | None = flag(None, "delete all checkpoints past this step", minimum=0)
+    keep_last_n: int = flag(0, "keep the newest N checkpoints; 0 keeps all", minimum=0)
+    keep_every: int = flag(0, "keep also the steps that are a multiple of this number", minimum=0)
+    keep_best: int = flag(0, "keep also the N checkpoints of the lowest validation loss", minimum=0)
+    keep_steps: tuple[int, ...] = flag((), "keep also the checkpoints of these steps")
+    after: int | None = flag(None, "delete all checkpoints of later steps", minimum=0)
     leftovers: bool = flag(False, "delete also unfinished, damaged and superseded checkpoints")
-    yes: bool = flag(False, "delete; without it nothing is touched")
+    yes: bool = flag(False, "delete; without this flag nothing is touched")
 
 
 def list_checkpoints(config: CkptListConfig) -> None:
@@ -80,7 +80,7 @@ def verify_checkpoints(config: CkptVerifyConfig) -> None:
         print(f"{folder.name:<16} {'; '.join(wrong) or sound}", flush=True)
     if bad:
         rule = f"holds {len(bad)} damaged checkpoints ({', '.join(bad)})"
-        raise UserError(f"--path ({config.path}) {rule}; remove them: a run passes over them by itself")
+        raise UserError(f"--path ({config.path}) {rule}; remove these folders: every run passes over them")
 
 
 def prune_checkpoints(config: CkptPruneConfig) -> None:

@@ -32,30 +32,31 @@ _NODE = 8  # devices
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """What to train, on what, and what interrupts it: of three rates give one, or draw the schedule alone.
+    """What to train, on which devices, and what interrupts the run. One of three rates must be given, if not
+    the schedule alone is drawn.
 
     The flags of parallelism and of the optimizer are those of a training.
     """
 
     model_variant: str = flag("7b", "the model whose FLOPs count")
-    seq_length: int = flag(4096, "tokens a row, for the FLOPs of attention", minimum=1)
-    parameters: int | None = flag(None, "parameters, in place of a variant; attention is left out", minimum=1)
-    num_tokens: int = flag(1_000_000_000_000, "tokens to train on", minimum=1)
-    num_devices: int = flag(8, "devices in all", minimum=1)
+    seq_length: int = flag(4096, "tokens of a row, for the FLOPs of attention", minimum=1)
+    parameters: int | None = flag(None, "number, in place of a variant; attention is left out", minimum=1)
+    num_tokens: int = flag(1_000_000_000_000, "number of tokens to train on", minimum=1)
+    num_devices: int = flag(8, "number of devices", minimum=1)
     tflops: float | None = flag(None, "achieved TFLOP/s of a device, recomputation counted", minimum=1e-9)
     device: str | None = flag(None, "cpu: measure the rate of this CPU, in place of tflops", choices=("cpu",))
     tokens_per_sec_per_device: float | None = flag(None, "measured tokens/s of a device", minimum=1e-9)
-    batch_tokens: int = flag(4_194_304, "tokens a step", minimum=1)
-    rampup_batch_size: tuple[int, ...] = flag((), "start,increment,samples, as in a training", minimum=1)
+    batch_tokens: int = flag(4_194_304, "tokens of a step", minimum=1)
+    rampup_batch_size: tuple[int, ...] = flag((), "start,increment,samples of a growing batch", minimum=1)
     checkpoint_interval: int = flag(1000, "steps between saves", minimum=1)
-    save_s: float = flag(10.0, "seconds the loop stands still for a save", minimum=0)
+    save_s: float = flag(10.0, "seconds for which the loop waits in a save", minimum=0)
     eval_interval: int = flag(1000, "steps between validations", minimum=1)
     eval_s: float = flag(60.0, "seconds of a validation", minimum=0)
-    restarts_a_week: float = flag(2.0, "launches that end early; each loses half a save interval", minimum=0)
-    restart_s: float = flag(600.0, "seconds from such an end to the next step", minimum=0)
+    restarts_a_week: float = flag(2.0, "launches that end early; each loses half an interval", minimum=0)
+    restart_s: float = flag(600.0, "seconds from the end of a launch to the next step", minimum=0)
     grad_accum_steps: int = flag(1, "micro-steps of a step, for what a rank holds and sends", minimum=1)
     plot_schedule: bool = flag(False, "draw the learning rate and the batch over the run")
-    output: str = flag("", "FILE.html: plot_schedule draws on this page, not in the terminal")
+    output: str = flag("", "FILE.html: a page for plot_schedule, in place of the terminal")
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     optim: OptimConfig = OptimConfig()
@@ -218,4 +219,4 @@ def main(config: EstimateConfig) -> None:
     rows += [("saves", f"{found.save_days:.2f}"), ("validations", f"{found.eval_days:.2f}")]
     rows.append((f"{config.restarts_a_week:g} restarts a week", f"{found.restart_days:.2f}"))
     print(table(("", "days"), rows))
-    print(f"between {found.plain_days:.2f} days, if nothing ever stops it, and {found.worst_days:.2f} days")
+    print(f"between {found.plain_days:.2f} days, if nothing stops the run, and {found.worst_days:.2f} days")

@@ -23,14 +23,14 @@ from fms_fsdp.tools.table import table
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Which checkpoint, on which data. What is left out is as in the run that wrote it."""
+    """Which checkpoint to evaluate, and on which data. A flag that is left out has the value of the run."""
 
     path: str = flag("", "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)")
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
     data_path: str = flag("", "folder of the run's token shards (default: the run's)")
     eval_data_path: str = flag("", "held-out shards (default: the run's, else validation/ in data_path)")
-    eval_datasets: tuple[str, ...] = flag((), "held-out sources there (default: the run's, else all)")
-    eval_steps: int | None = flag(None, "global batches of each source (default: the run's)", minimum=1)
+    eval_datasets: tuple[str, ...] = flag((), "sources of the held-out shards (default: the run's, else all)")
+    eval_steps: int | None = flag(None, "number of batches of each source (default: the run's)", minimum=1)
     eval_test: bool = flag(False, "evaluate test/ in data_path too, or the run's test_data_path")
     json: bool = flag(False, "print one JSON object")
 

@@ -37,7 +37,7 @@ class ScoreConfig:
 
     path: str = flag("", "a run folder, checkpoints (of several, the newest) or a folder of Hugging Face")
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
-    questions: str = flag("", "a JSON object a line: prompt, choices, answer (a place in choices, from 0)")
+    questions: str = flag("", "a file of JSON lines: prompt, choices, answer (a place in choices, from 0)")
     json: bool = flag(False, "print one JSON object")
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ def score(model: Llama, tokenizer: Tokenizer, question: Question, before: Sequen
         first, texts = 1, [[tokenizer.vocabulary.eos_id, *text] for text in texts]
     context, longest = model.config.max_seq_len, max(map(len, texts))
     if longest > context:
-        raise UserError(f"has {longest} tokens; the context of the model is {context}: shorten it")
+        raise UserError(f"has {longest} tokens; the context of the model is {context}: shorten the question")
     tokens_BS = torch.zeros(len(texts), longest, dtype=torch.int64)
     labels_BS = torch.full_like(tokens_BS, IGNORED_LABEL)
     for row, text in enumerate(texts):

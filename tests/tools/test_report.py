@@ -352,7 +352,7 @@ def contrast(first: str, second: str) -> float:
     "make, message",
     [
         (lambda folder: [], r"runs () must name at least one run folder"),
-        (lambda folder: [str(folder / "none")], "must be a run folder, and there is no metrics.jsonl in it"),
+        (lambda folder: [str(folder / "none")], "must be a run folder, and has no metrics.jsonl"),
         (
             lambda folder: [str(make_run(folder / "new", []))],
             "metrics.jsonl holds no report yet; wait for its first",

@@ -47,13 +47,13 @@ Pretrained with fms_fsdp; weights and configuration are those of its checkpoint.
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Which checkpoint, and how it is written."""
+    """Which checkpoint to export, and how to write the folder."""
 
     path: str = flag("", "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)")
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
     output: str = flag("", "the folder to make")
-    dtype: str = flag("bf16", "of the weights", choices=tuple(DTYPES))
-    max_shard_gb: float = flag(5.0, "size of a weight file at most, in 10^9 bytes", above=0)
+    dtype: str = flag("bf16", "type of the weights", choices=tuple(DTYPES))
+    max_shard_gb: float = flag(5.0, "largest size of a weight file, in 10^9 bytes", above=0)
 
     def __post_init__(self) -> None:
         if not self.output:
@@ -116,7 +116,7 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, model: LlamaConfig, fol
     _write_json(folder / "config.json", hf_config(model, of_torch, eos_id, begin))
     _write_json(folder / "generation_config.json", {"eos_token_id": eos_id, "do_sample": True})
     if tokenizer is None:
-        return ["there is no tokenizer beside the data that it trained on: the folder has none"]
+        return ["no tokenizer lies beside the data of the training: the folder has none"]
     is_read = write_tokenizer(tokenizer, folder, model.max_seq_len, begin)
     if not is_read:
         return ["tokenizer.json has no such kind of sentencepiece: tokenizer.model is there alone"]

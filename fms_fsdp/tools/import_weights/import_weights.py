@@ -36,11 +36,11 @@ from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """What to import, and where to."""
+    """Which weights to import, and into which run folder."""
 
     path: str = flag("", "a folder of Hugging Face, or a checkpoint of fms-fsdp: step_N_ckp or a .pth file")
     output: str = flag("", "the run folder to make")
-    ntk_alpha: int = flag(1, "the alpha by which fms-fsdp stretched the rotary table; 1: none", minimum=1)
+    ntk_alpha: int = flag(1, "the factor by which fms-fsdp stretched the rotary table; 1: none", minimum=1)
     model: ModelConfig = ModelConfig()
 
     def __post_init__(self) -> None:

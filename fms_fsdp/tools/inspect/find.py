@@ -27,13 +27,13 @@ from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected
 
 @dataclass(frozen=True)
 class FindConfig(InspectConfig):
-    """Which document to look for, and how far."""
+    """Which document to look for, and up to which step."""
 
     source: str = flag("", "the source that holds the document")
-    file: str = flag("", "its shard: a name such as shard-00000.arrow, or its number in the order of names")
-    document: int | None = flag(None, "its number in the shard, from 0 on", minimum=0)
-    num_steps: int | None = flag(None, "what is seen up to this step (default: the run's last)", minimum=1)
-    epochs: int | None = flag(None, "epochs of the source to list (default without num_steps: 1)", minimum=1)
+    file: str = flag("", "the shard of the document: a name such as shard-00000.arrow, or its number by name")
+    document: int | None = flag(None, "number of the document in the shard, from 0 on", minimum=0)
+    num_steps: int | None = flag(None, "list places up to this step (default: the run's last)", minimum=1)
+    epochs: int | None = flag(None, "epochs to list (default: 1, if no step is named)", minimum=1)
     json: bool = flag(False, "print one JSON object for each time and place")
 
 
@@ -122,7 +122,7 @@ def main(config: FindConfig) -> None:
     """The command `inspect find`."""
     begin = time.perf_counter()
     if not config.source or not config.file or config.document is None:
-        raise UserError("--source, --file and --document are needed, all three; name the document by them")
+        raise UserError("--source, --file and --document must be given, all three; they name the document")
     with inspected(config) as data:
         source = data.sources.get(config.source)
         if source is None:

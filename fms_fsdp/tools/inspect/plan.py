@@ -32,7 +32,7 @@ _CUT_HEAD = "source,shards,rows an epoch,tapes,windows a tape,blocks a window,ta
 class PlanConfig(InspectConfig):
     """How far to plan, and what to draw."""
 
-    num_steps: int | None = flag(None, "plan up to this step (default: the run's last)", minimum=1)
+    num_steps: int | None = flag(None, "plan the data up to this step (default: the run's last)", minimum=1)
     sample_rows: int = flag(16, "rows of each source that are read to count -100 labels", minimum=0)
     plot: str = flag("", "FILE.html: a page with charts of the mixture and of the lengths of documents")
 

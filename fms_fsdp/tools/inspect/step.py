@@ -41,30 +41,30 @@ _DATA_FLAGS = "data_path datasets weights seq_length packing logical_shards sep_
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Which data: a run folder, or the flags that a run is given. Flags given beside a run folder replace its
-    own."""
+    """Which data: those of a run folder, or of the flags of a run. A flag beside a run folder replaces the
+    value of the run."""
 
-    run: str = flag("", "a run folder: what its run has seen, and would see with the flags given here")
+    run: str = flag("", "a run folder: which data its run has seen, and would see with the flags given here")
     data_path: str = flag("", "folder of the token shards")
     datasets: tuple[str, ...] = flag((), "sources, as in training")
     weights: tuple[float, ...] = flag((), "share of tokens of each dataset, as in training")
     seq_length: int | None = flag(None, "tokens in a row (default: the run's, else 4096)", minimum=1)
-    packing: str | None = flag(None, "as in training (default: the run's)", choices=("concat", "bestfit"))
-    logical_shards: int | None = flag(None, "as in training (default: the run's, else 1024)", minimum=1)
-    sep_token: int | None = flag(None, "as in training (default: the run's, else the shards')", minimum=0)
-    skip_steps: str = flag("", "as in training: a:b passes over the rows planned for steps a to b-1")
-    seed: int | None = flag(None, "as in training (default: the run's, else 2023)", minimum=0)
-    global_batch_size: int | None = flag(None, "rows of a step, in all (default: the run's)", minimum=1)
-    rampup_batch_size: tuple[int, ...] = flag((), "as in training (default: the run's)", minimum=1)
+    packing: str | None = flag(None, "way to fill rows (default: the run's)", choices=("concat", "bestfit"))
+    logical_shards: int | None = flag(None, "tapes in all (default: the run's, else 1024)", minimum=1)
+    sep_token: int | None = flag(None, "the separator's id (default: the run's or the shards')", minimum=0)
+    skip_steps: str = flag("", "a:b passes over the rows planned for steps a to b-1, as in training")
+    seed: int | None = flag(None, "seed of the order (default: the run's, else 2023)", minimum=0)
+    global_batch_size: int | None = flag(None, "rows of a step of all ranks (default: the run's)", minimum=1)
+    rampup_batch_size: tuple[int, ...] = flag((), "start,increment,samples (default: the run's)", minimum=1)
 
 
 @dataclass(frozen=True)
 class StepConfig(InspectConfig):
     """Which rows of which step to list."""
 
-    step: int | None = flag(None, "the step, from 1 on", minimum=1)
+    step: int | None = flag(None, "number of the step, from 1 on", minimum=1)
     rows: str = flag("", "a:b lists the rows a to b-1 of the step's global batch (default: all)")
-    json: bool = flag(False, "print one JSON object a row")
+    json: bool = flag(False, "print one JSON object for each row")
     fingerprint: bool = flag(True, "compute the data_fingerprint of metrics.jsonl; reads the whole batch")
     text: bool = flag(False, "show how the text of each document in a row begins; reads the whole batch")
 
@@ -121,7 +121,7 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
     run = read_run(config.run)
     section, batch = data_section(config, run.data), config.global_batch_size or run.batch
     if batch is None:
-        remedy = "give it, or --run=FOLDER of a run that has started"
+        remedy = "give this flag, or --run=FOLDER of a run that has started"
         raise UserError(f"--global_batch_size () must be the rows of a step; {remedy}")
     check_rampup(rampup := config.rampup_batch_size or run.training.rampup_batch_size, batch)
     corpus = open_corpus(section)
@@ -189,7 +189,7 @@ def _open_dropped(
         except FileNotFoundError:
             continue  # its steps can still be placed, its documents not be named
         if dropped.sources[0].digest != known[name][0]:
-            remedy = "restore its shards, or inspect a copy of them"
+            remedy = "restore its shards, or inspect a copy of its shards"
             raise UserError(f"source ({name}) of earlier steps has changed since; {remedy}")
         rows.open_sources(dropped)
         yield dropped

@@ -36,9 +36,9 @@ Tokens = npt.NDArray[np.unsignedinteger[npt.NBitBase]]
 
 @dataclass(frozen=True)
 class VerifyConfig(InspectConfig):
-    """Which corpus to read, and how."""
+    """Which shards to read, and how many at a time."""
 
-    vocab_size: int | None = flag(None, "ids lie below it (default: the run's, else the shards')", minimum=1)
+    vocab_size: int | None = flag(None, "number of ids (default: the run's, else the shards')", minimum=1)
     num_threads: int = flag(4, "shards read at a time", minimum=1)
 
 
@@ -129,7 +129,7 @@ def _slices(files: Files, shard: Shard, starts: I64, stops: I64) -> Iterator[tup
             if len(data) < size:
                 document = shard.document_at(address + len(data))
                 rule = f"ends {end - address - len(data)} bytes early, in document {document}"
-                raise ShardError(f"shard ({shard.path}) {rule}; it is truncated: restore it")
+                raise ShardError(f"shard ({shard.path}) {rule}; the file is truncated: restore the shard")
             yield address, np.frombuffer(data, shard.dtype)
             address += size
 
@@ -163,4 +163,4 @@ def main(config: VerifyConfig) -> None:
         print(f"storage: {corpus.files.counters}")
     if run.checkpoint:
         with inspected(config):
-            print(f"they are those of the run's checkpoint of step {run.step}")
+            print(f"these shards are the data of the run's checkpoint of step {run.step}")

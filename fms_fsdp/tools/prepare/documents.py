@@ -268,7 +268,7 @@ def _read_json(part: Part, form: TextFormat) -> Records:
         has_more = bool(stream.readline(DOCUMENT_LIMIT).strip())
     if is_array and len(body) > DOCUMENT_LIMIT:
         rule = f"is a JSON array above {DOCUMENT_LIMIT >> 20} MiB"
-        remedy = "write it as JSON lines: jq -c '.[]' FILE >NAME.jsonl"
+        remedy = "write the records as JSON lines: jq -c '.[]' FILE >NAME.jsonl"
         raise UserError(f"--input ({part.path}) {rule}; {remedy}")
     records = _json_records(body) if is_array else []
     if _hold_text(records, form):
@@ -292,7 +292,7 @@ def _read_text(part: Part, form: TextFormat) -> Records:
             body = head + stream.read(DOCUMENT_LIMIT)
             if len(body) > DOCUMENT_LIMIT:
                 rule = f"is one document above {DOCUMENT_LIMIT >> 20} MiB"
-                remedy = "cut it with --text_separator or convert it to JSON lines"
+                remedy = "cut the file with --text_separator, or write JSON lines"
                 raise UserError(f"--input ({part.path}) {rule}; {remedy}")
             pieces = iter([body])
         for number, data in enumerate(pieces, start=1):

@@ -119,7 +119,7 @@ def lock_output(output: Path) -> Iterator[None]:
     except OSError as error:
         rule = f"must be a folder that can be made: {error.strerror}; choose another"
         raise UserError(f"--output ({output}) {rule}") from error
-    with lock_folder(output, patience_s=0.0, remedy="wait for it, or choose another --output"):
+    with lock_folder(output, patience_s=0.0, remedy="wait for its end, or choose another --output"):
         try:
             yield
         finally:
@@ -210,7 +210,7 @@ def _read_entry(path: Path) -> SliceResult:
         named = [("", "")]
     for split, file in named:
         if split not in SPLITS:
-            raise UserError(f"{path} is not what prepare wrote; remove it")
+            raise UserError(f"{path} is not what prepare wrote; remove the file")
         safe_name(file, str(path))
     return result
 

@@ -119,7 +119,7 @@ def read_run(folder: Path) -> RunHistory:
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        rule = "must be a run folder, and there is no metrics.jsonl in it; name --output_dir"
+        rule = "must be a run folder, and has no metrics.jsonl; name --output_dir"
         raise UserError(f"run ({folder}) {rule}")
     run = RunHistory(folder.resolve().name, folder)
     with path.open(encoding="utf-8") as lines:

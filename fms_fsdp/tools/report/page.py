@@ -24,11 +24,11 @@ REFRESH_S = 5  # of a page that is served
 class ReportConfig:
     """A page of curves and tables from run folders."""
 
-    runs: tuple[str, ...] = flag((), "run folders; several are compared", positional=True)
+    runs: tuple[str, ...] = flag((), "run folders; several runs are compared", positional=True)
     output: str = flag("", "the page (default: report.html in the first run folder)")
-    serve: bool = flag(False, "write no file; show the page in a browser and renew it while the run goes on")
+    serve: bool = flag(False, "write no file; show the page in a browser and renew the page during the run")
     host: str = flag("127.0.0.1", "address of --serve; with 0.0.0.0 other machines see the page too")
-    port: int = flag(8080, "port of --serve; 0 takes any that is free", minimum=0, maximum=65535)
+    port: int = flag(8080, "port of --serve; 0 takes any free port", minimum=0, maximum=65535)
 
     def __post_init__(self) -> None:
         if not self.runs:

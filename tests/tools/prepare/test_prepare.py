@@ -340,7 +340,7 @@ def test_the_end_token_asked_for_holds_for_workers_and_later_sources(tmp_path: P
             assert metadata["sep_token"] == "1" and all(row[-1] == 1 for row in rows)
     run(tmp_path / "other", web, "", train_tokenizer=True, vocab_size=310)
     (output / "tokenizer.model").write_bytes((tmp_path / "other/tokenizer.model").read_bytes())
-    with pytest.raises(ValueError, match=r"tokenizer\.model was changed after it was used; restore it"):
+    with pytest.raises(ValueError, match=r"tokenizer\.model was changed after its use; restore the file"):
         run(output, code, "", append_eos=True)
 
 
@@ -369,7 +369,7 @@ def test_another_input_or_option_is_refused_unless_overwritten(tmp_path: Path, c
 def test_one_prepare_at_a_time(tmp_path: Path, corpus: str) -> None:
     output = tmp_path / "out"
     output.mkdir()
-    with lock_folder(output), pytest.raises(ValueError, match="must have one writer.*wait for it"):
+    with lock_folder(output), pytest.raises(ValueError, match="must have one writer.*wait for its end"):
         run(output, corpus)
     run(output, corpus)
 
