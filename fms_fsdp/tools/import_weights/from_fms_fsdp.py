@@ -101,9 +101,8 @@ def _read(fused: _Fused, name: str, needed: Mapping[str, HFWeight], head_dim: in
     whole, rows = fused.read(), [needed[each].shape[0] for each in fused.names]
     size = (sum(rows), *needed[name].shape[1:])
     if whole.shape != size:
-        raise UserError(
-            f"weight {name} must be of {size}, not {tuple(whole.shape)}; give the flags of its shape"
-        )
+        there = tuple(whole.shape)
+        raise UserError(f"weight {name} must be of {size}, not {there}; give the flags of its shape")
     part: torch.Tensor = torch.split(whole, rows)[fused.names.index(name)]
     if ".q_proj." in name or ".k_proj." in name:
         part = part.view(-1, head_dim // 2, 2, *part.shape[1:]).transpose(1, 2).reshape(part.shape)

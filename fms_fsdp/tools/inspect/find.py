@@ -133,8 +133,9 @@ def main(config: FindConfig) -> None:
             rule = f"must be below {source.docs[file]}, the documents of {source.paths[file]}"
             raise UserError(f"--document ({config.document}) {rule}")
         last = config.num_steps or (data.run.num_steps if config.epochs is None else None)
-        reached = data.rows.consumption(last)[source.name]["epoch"] if last else 1
-        epochs = config.epochs or math.ceil(reached)
+        epochs = config.epochs or 1
+        if last and not config.epochs:
+            epochs = math.ceil(data.rows.consumption(last)[source.name]["epoch"])
         found = list(find_document(data, source, file, config.document, epochs))
         if last is not None:
             found = [seen for seen in found if (seen.step or 0) <= last]
@@ -151,16 +152,16 @@ def _print(data: Inspected, config: FindConfig, title: str, found: list[Seen], h
         print("".join(json.dumps(asdict(seen)) + "\n" for seen in found), end="")
         return
     print(title)
-    words = {
-        "rest": "in the rest of the epoch that no row holds",
-        "dropped": "never: the source is dropped before",
-    }
     for seen in found:
-        is_planned = seen.fate == "seen" and 0 < data.run.step < (seen.step or 0)
-        place = words.get(seen.fate, f"step {seen.step}  row {seen.row}  at {seen.at}")
-        if seen.fate == "skipped":
-            place = f"passed over by --skip_steps before step {seen.step}"
         tokens = f"tokens [{seen.start}, {seen.stop})"
-        print(f"  epoch {seen.epoch}  {place}  {tokens}{'  planned' if is_planned else ''}")
+        if seen.fate == "seen":
+            planned = "" if not data.run.step or (seen.step or 0) <= data.run.step else "  planned"
+            print(f"  epoch {seen.epoch}  step {seen.step}  row {seen.row}  at {seen.at}  {tokens}{planned}")
+        elif seen.fate == "skipped":
+            print(f"  epoch {seen.epoch}  passed over by --skip_steps before step {seen.step}  {tokens}")
+        elif seen.fate == "rest":
+            print(f"  epoch {seen.epoch}  in the rest of the epoch that no row holds  {tokens}")
+        else:
+            print(f"  epoch {seen.epoch}  never: the source is dropped before  {tokens}")
     steps = {seen.step for seen in found if seen.fate == "seen"}
     print(f"seen in {len(steps)} step{'s' * (len(steps) != 1)} up to {horizon}")

@@ -40,14 +40,12 @@ class ShardsConfig:
     """Which sources to read, and how to cut and place their shards."""
 
     input: str = flag(
-        "",
-        "[NAME=]PATH[,…]: files, folders, quoted globs; NAME is the folder's name by default",
-        positional=True,
+        "", "[NAME=]PATH[,…]: files, folders, quoted globs; NAME defaults to the folder's", positional=True
     )
     output: str = flag("", "folder for the shards: the --data_path of training")
     split: tuple[float, ...] = flag((1.0,), "shares of train[,validation[,test]] by hash of a text: 949,50,1")
-    shard_tokens: int = flag(1 << 24, "most tokens of a shard; a longer document has its own", minimum=1)
-    num_workers: int | None = flag(None, "processes (default: one per core), for equal shards", minimum=1)
+    shard_tokens: int = flag(1 << 24, "most tokens of a shard, if no document is longer", minimum=1)
+    num_workers: int | None = flag(None, "processes, one per core by default; shards stay equal", minimum=1)
     log_interval: int = flag(100_000, "documents between lines of progress, at ends of slices", minimum=1)
     overwrite: bool = flag(False, "replace sources that were made from other inputs or with other options")
 
