@@ -52,7 +52,7 @@ class EstimateConfig:
     save_s: float = flag(10.0, "seconds for which the loop waits in a save", minimum=0)
     eval_interval: int = flag(1000, "steps between validations", minimum=1)
     eval_s: float = flag(60.0, "seconds of a validation", minimum=0)
-    restarts_a_week: float = flag(2.0, "launches that end early; each loses half an interval", minimum=0)
+    restarts_a_week: float = flag(2.0, "launches that end early; each loses half a save interval", minimum=0)
     restart_s: float = flag(600.0, "seconds from the end of a launch to the next step", minimum=0)
     grad_accum_steps: int = flag(1, "micro-steps of a step, for what a rank holds and sends", minimum=1)
     plot_schedule: bool = flag(False, "draw the learning rate and the batch over the run")
