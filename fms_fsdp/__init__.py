@@ -31,5 +31,7 @@ def load_model(
     """
     from fms_fsdp.parts import load_part
 
-    found = load_part("loading").load(path, step, device)  # torch: not for those who only read flags
+    found = load_part("loading:load", folder="tools")(
+        path, step, device
+    )  # torch: not for those who only read flags
     return found.model, found.tokenizer

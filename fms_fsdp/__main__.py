@@ -24,7 +24,7 @@ COMMANDS = {
     "train": ("", "train a model, as main_training.py does; several processes: torchrun -m main_training"),
     "prepare": ("prepare.prepare:main", "text, source code, JSON lines, Parquet → token shards"),
     "convert": ("prepare.convert:main", "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards"),
-    "inspect plan": ("inspect.plan:main", "tokens and epochs of each source by step N, a picture"),
+    "inspect plan": ("inspect.plan:main", "tokens and epochs of each source by step N, and charts"),
     "inspect step": ("inspect.step:main", "files, documents and tokens in the rows of any step"),
     "inspect find": ("inspect.find:main", "when a document was or will be seen"),
     "inspect verify": ("inspect.verify:main", "every shard against the counts, to the last token"),
@@ -35,8 +35,8 @@ COMMANDS = {
     "import": ("import_weights.import_weights:main", "a folder of Hugging Face → a run with these weights"),
     "export": ("export.export:main", "a checkpoint → a folder that Hugging Face's transformers load"),
     "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
-    "ckpt verify": ("ckpt:verify_checkpoints", "every byte of a checkpoint against the checksums"),
-    "ckpt prune": ("ckpt:prune_checkpoints", "delete what need not be kept; a dry run by default"),
+    "ckpt verify": ("ckpt:verify_checkpoints", "every byte of the checkpoints against its checksum"),
+    "ckpt prune": ("ckpt:prune_checkpoints", "delete checkpoints that a rule does not keep, or show which"),
     "estimate": ("estimate:main", "how long a training will take, as a range"),
     "report": ("report.page:main", "a page of curves and tables from run folders"),
 }
@@ -49,8 +49,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         from fms_fsdp.run.listings import print_listing
 
         print_listing(argv)
-    group = argv[0] if argv else ""
-    in_group = [name for name in COMMANDS if name.startswith(f"{group} ")]
+    in_group = [name for name in COMMANDS if argv and name.startswith(f"{argv[0]} ")]
     num_words = 2 if in_group else 1
     command = " ".join(argv[:num_words])
     if command not in COMMANDS:
@@ -81,7 +80,6 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
 
 
 def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) -> int:
-    asked = " ".join(argv[:num_words])
     wants_help = bool(argv) and argv[-1] in ("-h", "--help", "help")
     is_whole = len(argv) >= num_words and not wants_help
     last_words = {name.split()[-1]: name for name in listed}
@@ -93,7 +91,7 @@ def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) 
                 print(f"  {name:<15} {COMMANDS[name][1]}")
     if is_whole:
         hint = f"did you mean {last_words[near[0]]}?" if near else f"commands: {', '.join(listed)}"
-        print(f"fms_fsdp: command ({asked}) does not exist; {hint}", file=sys.stderr)
+        print(f"fms_fsdp: command ({' '.join(argv[:num_words])}) does not exist; {hint}", file=sys.stderr)
     return 0 if wants_help else 2
 
 

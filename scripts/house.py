@@ -26,7 +26,7 @@ PACKAGE = "fms_fsdp"
 ENTRY = "main_training.py"
 APART = ("extras", "tools")  # folders that core does not import
 BUDGETS = {"core": 8700, "extras": 2900, "tools": 3700}  # what the house is to come to
-CEILINGS = {"core": 9870, "extras": 2877, "tools": 4289}  # what breaks the rule; lower them when it shrinks
+CEILINGS = {"core": 9740, "extras": 2873, "tools": 4212}  # what breaks the rule; lower them when it shrinks
 PAGES = ("README.md", "docs/performance.md")  # show the sizes, in hundreds, in the first column of a table
 LONGEST_LINE, LONGEST_FUNCTION, LONGEST_FILE = 110, 60, 400
 # Who may import whom, from the bottom: a module may import its own unit and the units of earlier lines.

@@ -325,7 +325,7 @@ def test_lines_of_a_pipe_are_answered_one_by_one(run: Path) -> None:
     assert ended.returncode == 0 and "must have 1 to 47" in ended.stderr and ended.stderr.count("\n") == 1
     first = written(run, "--prompt=The run", "--max_new_tokens=5", "--seed=3")
     assert ended.stdout == first + written(run, "--prompt=A page", "--max_new_tokens=5", "--seed=3")
-    assert "leave one of them out" in written(run, "--interactive", "--prompt=a", code=2)
+    assert "leave out one of the two flags" in written(run, "--interactive", "--prompt=a", code=2)
 
 
 @pytest.mark.slow
@@ -370,7 +370,7 @@ def test_what_cannot_be_written_is_one_line(run: Path, tmp_path: Path) -> None:
     assert "must have 1 to 47, for the context of the model is 48" in written(
         run, "--prompt=" + "x" * 999, code=2
     )
-    assert "leave one of them out" in written(run, "--prompt=a", "--prompts=b", code=2)
+    assert "leave out one of the two flags" in written(run, "--prompt=a", "--prompts=b", code=2)
     assert "must be a run folder" in written(tmp_path, code=2) or "checkpoint" in written(tmp_path, code=2)
     trained("--use_dummy_dataset=True", "--model_variant=tiny", "--seq_length=16", "--num_steps=1",
             f"--output_dir={tmp_path}/dummy")  # fmt: skip

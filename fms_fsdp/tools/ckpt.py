@@ -6,16 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from fms_fsdp.checkpoint.folders import (
-    complete_steps,
-    delete,
-    leftovers,
-    named_steps,
-    problems,
-    read_files,
-    read_state,
-    tree_bytes,
-)
+from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.retention import KeepPolicy
 from fms_fsdp.config import flag
 from fms_fsdp.errors import UserError
@@ -43,16 +34,16 @@ class CkptVerifyConfig:
 
 @dataclass(frozen=True)
 class CkptPruneConfig:
-    """Deletes checkpoints; without --yes it only shows which."""
+    """Deletes checkpoints; without --yes the command only shows which."""
 
     path: str = flag("", "a run folder or a folder of checkpoints")
-    keep_last_n: int = flag(0, "keep the newest N; 0 keeps all", minimum=0)
-    keep_every: int = flag(0, "of the others keep the multiples of this", minimum=0)
-    keep_best: int = flag(0, "keep also the N of the lowest validation loss", minimum=0)
-    keep_steps: tuple[int, ...] = flag((), "keep also these steps")
-    after: int | None = flag(None, "delete all checkpoints past this step", minimum=0)
+    keep_last_n: int = flag(0, "keep the newest N checkpoints; 0 keeps all", minimum=0)
+    keep_every: int = flag(0, "keep also the steps that are a multiple of this number", minimum=0)
+    keep_best: int = flag(0, "keep also the N checkpoints of the lowest validation loss", minimum=0)
+    keep_steps: tuple[int, ...] = flag((), "keep also the checkpoints of these steps")
+    after: int | None = flag(None, "delete all checkpoints of later steps", minimum=0)
     leftovers: bool = flag(False, "delete also unfinished, damaged and superseded checkpoints")
-    yes: bool = flag(False, "delete; without it nothing is touched")
+    yes: bool = flag(False, "delete; without this flag nothing is touched")
 
 
 def list_checkpoints(config: CkptListConfig) -> None:
@@ -69,11 +60,12 @@ def checkpoint_rows(path: str) -> list[tuple[str, ...]]:
     rows = list[tuple[str, ...]]()
     for folder in _folders(path):
         wrong = _problems(folder)
-        saved = Saved(0) if wrong else read_state(folder)
+        saved = Saved(0) if wrong else folders.read_state(folder)
         loss, tokens = saved.validation_loss, f"{saved.tokens_seen:,}"
         shown_loss = "—" if loss is None else f"{loss:.4f}"
         rows.append((folder.name, _gib(folder), tokens, shown_loss, wrong[0] if wrong else "complete"))
-    rows += [(folder.name, _gib(folder), "", "", word) for folder, word in leftovers(_root(path))]
+    for folder, word in folders.leftovers(_root(path)):
+        rows.append((folder.name, _gib(folder), "", "", word))
     return rows
 
 
@@ -82,12 +74,13 @@ def verify_checkpoints(config: CkptVerifyConfig) -> None:
     bad = []
     for folder in _folders(config.path):
         wrong = _problems(folder, deep=True)
-        sound = "" if wrong else f"sound: {len(read_files(folder)) + 1} files, {_gib(folder)} GiB"
+        if wrong:
+            bad.append(folder.name)
+        sound = "" if wrong else f"sound: {len(folders.read_files(folder)) + 1} files, {_gib(folder)} GiB"
         print(f"{folder.name:<16} {'; '.join(wrong) or sound}", flush=True)
-        bad += [folder.name] if wrong else []
     if bad:
         rule = f"holds {len(bad)} damaged checkpoints ({', '.join(bad)})"
-        raise UserError(f"--path ({config.path}) {rule}; remove them: a run passes over them by itself")
+        raise UserError(f"--path ({config.path}) {rule}; remove these folders: every run passes over them")
 
 
 def prune_checkpoints(config: CkptPruneConfig) -> None:
@@ -97,45 +90,47 @@ def prune_checkpoints(config: CkptPruneConfig) -> None:
     byte before anything is deleted.
     """
     root = _root(config.path)
-    complete, named = complete_steps(root), named_steps(root)
-    losses = {step: read_state(root / f"step_{step}").validation_loss for step in complete}
-    known_losses = {step: loss for step, loss in losses.items() if loss is not None}
+    complete, losses, known = folders.complete_steps(root), dict[int, float](), folders.named_steps(root)
+    for step in complete:
+        if (loss := folders.read_state(root / f"step_{step}").validation_loss) is not None:
+            losses[step] = loss
     policy = KeepPolicy(config.keep_last_n, config.keep_every, config.keep_best, config.keep_steps)
-    while policy.to_delete(complete, known_losses) and (
-        wrong := _problems(root / f"step_{complete[-1]}", deep=True)
-    ):
+    while policy.to_delete(complete, losses):
+        if not (wrong := _problems(root / f"step_{complete[-1]}", deep=True)):
+            break
         print(f"step_{complete[-1]} does not count: {wrong[0]}")
         del complete[-1]
-    unwanted = set(policy.to_delete(complete, known_losses))
+    unwanted = set(policy.to_delete(complete, losses))
     if config.after is not None:
-        unwanted |= {step for step in named if step > config.after}
+        unwanted |= {step for step in known if step > config.after}
     if config.leftovers:
-        unwanted |= set(named) - set(complete)
-    folders = [root / f"step_{step}" for step in sorted(unwanted)]
-    folders += [folder for folder, _ in leftovers(root)] if config.leftovers else []
-    freed = sum(tree_bytes(folder) for folder in folders)
+        unwanted |= set(known) - set(complete)
+    doomed = [root / f"step_{step}" for step in sorted(unwanted)]
+    if config.leftovers:
+        doomed += [folder for folder, _ in folders.leftovers(root)]
+    freed = sum(map(folders.tree_bytes, doomed))
     with lock_folder(root) if config.yes else nullcontext():
-        for folder in folders:
+        for folder in doomed:
             print(f"{'deleted' if config.yes else 'would delete'} {folder}")
             if config.yes:
-                delete(folder)
+                folders.delete(folder)
     kept, remedy = len(set(complete) - unwanted), "" if config.yes else "; add --yes to delete"
-    print(f"{freed / 2**30:.3f} GiB in {len(folders)} folders, {kept} checkpoints kept{remedy}")
+    print(f"{freed / 2**30:.3f} GiB in {len(doomed)} folders, {kept} checkpoints kept{remedy}")
 
 
 def _gib(folder: Path) -> str:
-    return f"{tree_bytes(folder) / 2**30:.3f}"
+    return f"{folders.tree_bytes(folder) / 2**30:.3f}"
 
 
 def _problems(folder: Path, *, deep: bool = False) -> list[str]:
     """Why a run would not start from the checkpoint; `deep` reads it as the run does."""
     try:
-        wrong = problems(folder, deep=deep)
+        wrong = folders.problems(folder, deep=deep)
         if deep and not wrong:
             from fms_fsdp.optim.optimizers import build_optimizers
             from fms_fsdp.tools.ckpt_content import content_problems  # torch: not for a list
 
-            section = read_state(folder).record.config.optim
+            section = folders.read_state(folder).record.config.optim
             wrong = content_problems(folder, lambda model: build_optimizers(section, model))
         return wrong
     except OSError as error:
@@ -153,7 +148,7 @@ def _root(path: str) -> Path:
 
 
 def _folders(path: str) -> list[Path]:
-    """The checkpoints at `path`: the one it names, or all."""
-    root, given = _root(path), Path(path)
-    steps = [root / f"step_{step}" for step in named_steps(root)]
-    return [folder for folder in steps if not given.name.startswith("step_") or folder.name == given.name]
+    """The checkpoints at `path`: the one that it names, or all."""
+    root, name = _root(path), Path(path).name
+    steps = [root / f"step_{step}" for step in folders.named_steps(root)]
+    return [folder for folder in steps if folder.name == name or not name.startswith("step_")]

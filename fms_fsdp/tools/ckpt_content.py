@@ -49,5 +49,5 @@ def content_problems(folder: Path, optimizers_of: Callable[[nn.Module], Optimize
             raise inner from error
         return [f"{name} cannot be loaded ({type(inner).__name__})"]
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
-        return [f"it cannot be loaded: {error}"]
+        return [f"the checkpoint cannot be loaded: {error}"]
     return []

@@ -17,19 +17,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from fms_fsdp.config import (
-    BatchPlan,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    Precision,
-    PrecisionConfig,
-    check_rampup,
-    flag,
-)
+from fms_fsdp.config import BatchPlan, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig, flag
+from fms_fsdp.config.batch import check_rampup
+from fms_fsdp.config.precision import Precision
 from fms_fsdp.config.ramp import BatchIntervals, BatchRamp
 from fms_fsdp.errors import UserError
-from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.models.flops import flops_per_token
+from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.tools.table import table
 
 _DAY_S = 86400.0
@@ -38,36 +32,31 @@ _NODE = 8  # devices
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """What to train, on what, and what interrupts it: of three rates give one, or draw the schedule alone.
+    """What to train, on which devices, and what interrupts the run. One of three rates must be given, if not
+    the schedule alone is drawn.
 
     The flags of parallelism and of the optimizer are those of a training.
     """
 
     model_variant: str = flag("7b", "the model whose FLOPs count")
-    seq_length: int = flag(4096, "tokens a row, for the FLOPs of attention", minimum=1)
-    parameters: int | None = flag(None, "parameters, in place of a variant; attention is left out", minimum=1)
-    num_tokens: int = flag(1_000_000_000_000, "tokens to train on", minimum=1)
-    num_devices: int = flag(8, "devices in all", minimum=1)
+    seq_length: int = flag(4096, "tokens of a row, for the FLOPs of attention", minimum=1)
+    parameters: int | None = flag(None, "number, in place of a variant; attention is left out", minimum=1)
+    num_tokens: int = flag(1_000_000_000_000, "number of tokens to train on", minimum=1)
+    num_devices: int = flag(8, "number of devices", minimum=1)
     tflops: float | None = flag(None, "achieved TFLOP/s of a device, recomputation counted", minimum=1e-9)
-    device: str | None = flag(
-        None,
-        "cpu: in place of tflops, the best rate of this CPU's products, which is measured",
-        choices=("cpu",),
-    )
+    device: str | None = flag(None, "cpu: measure the rate of this CPU, in place of tflops", choices=("cpu",))
     tokens_per_sec_per_device: float | None = flag(None, "measured tokens/s of a device", minimum=1e-9)
-    batch_tokens: int = flag(4_194_304, "tokens a step", minimum=1)
-    rampup_batch_size: tuple[int, ...] = flag((), "start,increment,samples, as in a training", minimum=1)
+    batch_tokens: int = flag(4_194_304, "tokens of a step", minimum=1)
+    rampup_batch_size: tuple[int, ...] = flag((), "start,increment,samples of a growing batch", minimum=1)
     checkpoint_interval: int = flag(1000, "steps between saves", minimum=1)
-    save_s: float = flag(10.0, "seconds the loop stands still for a save", minimum=0)
+    save_s: float = flag(10.0, "seconds for which the loop waits in a save", minimum=0)
     eval_interval: int = flag(1000, "steps between validations", minimum=1)
     eval_s: float = flag(60.0, "seconds of a validation", minimum=0)
     restarts_a_week: float = flag(2.0, "launches that end early; each loses half a save interval", minimum=0)
-    restart_s: float = flag(600.0, "seconds from such an end to the next step", minimum=0)
-    grad_accum_steps: int = flag(
-        1, "micro-steps of a step, for what ranks hold and send one another", minimum=1
-    )
+    restart_s: float = flag(600.0, "seconds from the end of a launch to the next step", minimum=0)
+    grad_accum_steps: int = flag(1, "micro-steps of a step, for what a rank holds and sends", minimum=1)
     plot_schedule: bool = flag(False, "draw the learning rate and the batch over the run")
-    output: str = flag("", "FILE.html: plot_schedule draws on this page, not in the terminal")
+    output: str = flag("", "FILE.html: a page for plot_schedule, in place of the terminal")
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     optim: OptimConfig = OptimConfig()
@@ -79,7 +68,7 @@ class EstimateConfig:
         given = [f"--{name}" for name in rates if getattr(self, name) is not None]
         if len(given) > 1 or not (given or self.plot_schedule):
             needed = "--tflops, --tokens_per_sec_per_device or --device=cpu"
-            raise UserError(f"{needed} must be given, one of them; given: {' '.join(given) or 'none'}")
+            raise UserError(f"one of {needed} must be given; given: {' '.join(given) or 'none'}")
         check_rampup(self.rampup_batch_size, self.batch_tokens // self.row_tokens)
 
     @property
@@ -150,16 +139,12 @@ def estimate(config: EstimateConfig) -> Estimate:
 
 
 def _flops_per_token(config: EstimateConfig) -> int:
-    from fms_fsdp.models.flops import flops_per_token
-
     if config.parameters is not None:
         return 6 * config.parameters
     return flops_per_token(_model(config), config.seq_length)
 
 
 def _model(config: EstimateConfig) -> LlamaConfig:
-    from fms_fsdp.models.variants import resolve_model
-
     return resolve_model(ModelConfig(model_variant=config.model_variant), seq_length=config.seq_length)
 
 
@@ -171,17 +156,13 @@ def _sharding(config: EstimateConfig) -> str:
     from fms_fsdp.runtime import World
     from fms_fsdp.spec.words import describe_sharding
 
-    section, world = config.parallel, config.num_devices
-    precision = config.resolved_precision()
+    model, precision = _model(config), config.resolved_precision()
+    section, length, world = config.parallel, config.seq_length, config.num_devices
     dims = resolve_dims(section, config.model_variant, World(0, 0, world, math.gcd(world, _NODE)))
-    rows = max(1, config.batch_tokens // (config.seq_length * world * config.grad_accum_steps))
+    rows = max(1, config.batch_tokens // (length * world * config.grad_accum_steps))
     batch = BatchPlan(rows, config.grad_accum_steps, world)
-    model = _model(config)
-    state = state_bytes(config.optim, model, precision)
-    need = estimate_memory(
-        model, dims, section, precision=precision, batch=batch, seq_length=config.seq_length
-    )
-    return describe_sharding(model, need, precision, batch, state)
+    need = estimate_memory(model, dims, section, precision=precision, batch=batch, seq_length=length)
+    return describe_sharding(model, need, precision, batch, state_bytes(config.optim, model, precision))
 
 
 def _cpu_flops(compute: str, size: int = 1024, seconds: float = 0.15) -> float:
@@ -226,16 +207,16 @@ def main(config: EstimateConfig) -> None:
         compute = {"nothing recomputed": found.plain_days, "every block recomputed": found.recomputing_days}
     else:
         rate, compute = f"{config.tokens_per_sec_per_device:,g} tokens/s", {"as measured": found.plain_days}
-    rows = {f"compute, {what}": days for what, days in compute.items()}
-    rows |= {"saves": found.save_days, "validations": found.eval_days}
-    rows[f"{config.restarts_a_week:g} restarts a week"] = found.restart_days
-    training = f"{model}, {config.num_tokens:,} tokens, {config.num_devices} devices at {rate} each"
-    print(f"{training}: {config.num_steps:,} steps")
+    work = f"{config.num_tokens:,} tokens, {config.num_devices} devices at {rate} each"
+    print(f"{model}, {work}: {config.num_steps:,} steps")
     if sharding:
         print(sharding)
     if config.rampup_batch_size:
         from fms_fsdp.spec.words import describe_ramp
 
         print(describe_ramp(config.batches))
-    print(table(("", "days"), [(name, f"{days:.2f}") for name, days in rows.items()]))
-    print(f"between {found.plain_days:.2f} days, if nothing ever stops it, and {found.worst_days:.2f} days")
+    rows = [(f"compute, {what}", f"{days:.2f}") for what, days in compute.items()]
+    rows += [("saves", f"{found.save_days:.2f}"), ("validations", f"{found.eval_days:.2f}")]
+    rows.append((f"{config.restarts_a_week:g} restarts a week", f"{found.restart_days:.2f}"))
+    print(table(("", "days"), rows))
+    print(f"between {found.plain_days:.2f} days, if nothing stops the run, and {found.worst_days:.2f} days")

@@ -13,24 +13,24 @@ from fms_fsdp.config import ParallelConfig, TrainConfig, flag
 from fms_fsdp.data.held_out import HeldOut, close_held_out, open_held_out, scan_held_out
 from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.evaluate import Forward, evaluate
-from fms_fsdp.extras.trained_run import find_checkpoint
 from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.runtime import World, group_timeout, pick_device, set_up_log, start, stop
 from fms_fsdp.spec.origin import trained_with
 from fms_fsdp.tools.table import table
+from fms_fsdp.tools.trained_run import find_checkpoint
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Which checkpoint, on which data. What is left out is as in the run that wrote it."""
+    """Which checkpoint to evaluate, and on which data. A flag that is left out has the value of the run."""
 
     path: str = flag("", "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)")
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
     data_path: str = flag("", "folder of the run's token shards (default: the run's)")
     eval_data_path: str = flag("", "held-out shards (default: the run's, else validation/ in data_path)")
-    eval_datasets: tuple[str, ...] = flag((), "held-out sources there (default: the run's, else all)")
-    eval_steps: int | None = flag(None, "global batches of each source (default: the run's)", minimum=1)
+    eval_datasets: tuple[str, ...] = flag((), "sources of the held-out shards (default: the run's, else all)")
+    eval_steps: int | None = flag(None, "number of batches of each source (default: the run's)", minimum=1)
     eval_test: bool = flag(False, "evaluate test/ in data_path too, or the run's test_data_path")
     json: bool = flag(False, "print one JSON object")
 

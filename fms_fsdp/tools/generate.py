@@ -13,9 +13,9 @@ import torch
 from fms_fsdp.config import flag
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.generate import Sampling, generate, text_after
-from fms_fsdp.extras.loading import TextModel, load
 from fms_fsdp.extras.prompts import encode_prompts, read_lines
 from fms_fsdp.parallel.compile import missing_compiler
+from fms_fsdp.tools.loading import TextModel, load
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,25 @@ class GenerateConfig:
     prompt: str = flag("", "the text to go on with; without one a new document begins", form="text")
     prompts: str = flag("", "a file with a prompt in each line, in place of --prompt")
     interactive: bool = flag(False, "read prompts from the terminal or a pipe, a line each, and answer each")
-    num_samples: int = flag(1, "texts for each prompt", minimum=1)
-    max_new_tokens: int = flag(200, "tokens of a text at most; the model's context ends it too", minimum=1)
-    temperature: float = flag(0.8, "below 1 likely tokens get likelier; 0 takes the likeliest", minimum=0)
+    num_samples: int = flag(1, "number of texts for each prompt", minimum=1)
+    max_new_tokens: int = flag(200, "most tokens of a text; a full context ends a text too", minimum=1)
+    temperature: float = flag(0.8, "below 1 likely tokens get likelier; 0 takes the likeliest one", minimum=0)
     top_k: int = flag(0, "draw from the k likeliest tokens only; 0 is off", minimum=0)
     top_p: float = flag(1.0, "draw from the likeliest tokens that make up this share", above=0, maximum=1)
     min_p: float = flag(0.0, "leave out tokens below this share of the likeliest one", minimum=0, below=1)
-    repetition_penalty: float = flag(1.0, "above 1 makes tokens less likely that the text has", above=0)
+    repetition_penalty: float = flag(1.0, "above 1 the tokens of the text so far get less likely", above=0)
     stop: tuple[str, ...] = flag((), "words before which a text ends", form="text")
-    seed: int = flag(0, "of the draws; the same seed gives the same text", minimum=0)
-    batch_size: int = flag(16, "texts that are written at a time", minimum=1)
-    dtype: str = flag("fp32", "of weights and computation", choices=("fp32", "bf16"))
-    use_torch_compile: bool = flag(False, "compile a step of decoding; for one long text at a time")
-    json: bool = flag(False, "print one JSON object a text")
+    seed: int = flag(0, "seed of the draws; the same seed gives the same text", minimum=0)
+    batch_size: int = flag(16, "number of texts that are written at a time", minimum=1)
+    dtype: str = flag("fp32", "type of weights and computation", choices=("fp32", "bf16"))
+    use_torch_compile: bool = flag(False, "compile a step of decoding, for one long text at a time")
+    json: bool = flag(False, "print one JSON object for each text")
 
     def __post_init__(self) -> None:
         given = {"prompt": self.prompt, "prompts": self.prompts, "interactive": self.interactive}
         first, *others = [f"--{name} ({value})" for name, value in given.items() if value] or [""]
         if others:
-            raise UserError(f"{first} and {others[0]}: leave one of them out")
+            raise UserError(f"{first} and {others[0]}: leave out one of the two flags")
 
 
 def main(config: GenerateConfig) -> None:
@@ -57,13 +57,9 @@ def main(config: GenerateConfig) -> None:
     prompts = [config.prompt]
     if config.prompts:
         prompts = read_lines(Path(config.prompts).expanduser(), "--prompts")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.use_torch_compile and (missing := missing_compiler(device)):
+    if config.use_torch_compile and (missing := missing_compiler(_device())):
         raise UserError(f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out")
-    found = load(config.path, config.step, device)
-    if found.tokenizer is None:
-        rule = "has no tokenizer beside the data that it trained on, or in a folder of Hugging Face"
-        raise UserError(f"--path ({config.path}) {rule}; put the tokenizer back, or use load_model in Python")
+    found = load_with_tokenizer(config.path, config.step)
     if config.dtype == "bf16":
         for weight in found.model.parameters():  # the rotary table stays fp32
             weight.data = weight.data.bfloat16()
@@ -79,6 +75,19 @@ def main(config: GenerateConfig) -> None:
             _write(config, found, [text])
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_with_tokenizer(path: str, step: int | None) -> TextModel:
+    """The model at --path, which has a tokenizer. Raises: UserError."""
+    found = load(path, step, _device())
+    if found.tokenizer is None:
+        rule = "has no tokenizer beside the data of its training, or in a folder of Hugging Face"
+        raise UserError(f"--path ({path}) {rule}; put the tokenizer back, or use load_model in Python")
+    return found
 
 
 def _write(config: GenerateConfig, found: TextModel, prompts: Sequence[str]) -> None:

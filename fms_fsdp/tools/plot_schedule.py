@@ -9,9 +9,8 @@ import numpy as np
 
 from fms_fsdp.config.values import short
 from fms_fsdp.optim.schedules import Length, Schedule
-from fms_fsdp.tools.report.page import fill_page
+from fms_fsdp.tools.report.page import write_charts
 from fms_fsdp.tools.report.panels import Panel, Series
-from fms_fsdp.tools.report.svg import draw
 
 WIDTH, HEIGHT, POINTS = 72, 8, 1000  # characters of a plot, steps of a chart
 _FILLED = " ▁▂▃▄▅▆▇█"  # eighths of a character
@@ -36,11 +35,7 @@ def show_schedule(schedule: Schedule, run: Length, page: str) -> None:
     panels = [Panel("lr", "Learning rate", ""), by_tokens, Panel("batch", "Batch", "tokens")]
     for panel, x, y in zip(panels, (steps, read, steps), (rates, rates, batches), strict=True):
         panel.series.append(Series(panel.title, np.asarray(x, float), np.asarray(y, float), 0))
-    path = Path(page)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    title = f"{schedule.section.lr_schedule}, {run.num_steps:,} steps"
-    path.write_text(fill_page(title, f'<h1>{title}</h1><div class="charts">{draw(panels)}</div>'), "utf-8")
-    print(path)
+    write_charts(Path(page), f"{schedule.section.lr_schedule}, {run.num_steps:,} steps", panels)
 
 
 def plot(name: str, values: Sequence[float], top: float) -> str:

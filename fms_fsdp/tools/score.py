@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -25,10 +24,11 @@ from fms_fsdp.config import flag
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
-from fms_fsdp.extras.loading import load
 from fms_fsdp.extras.prompts import check_tokens, encode_texts, read_lines
 from fms_fsdp.extras.typed_json import TEXT, list_of, quoted, whole
 from fms_fsdp.models.llama import Llama
+from fms_fsdp.tools.generate import load_with_tokenizer
+from fms_fsdp.tools.table import show_progress
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ScoreConfig:
 
     path: str = flag("", "a run folder, checkpoints (of several, the newest) or a folder of Hugging Face")
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
-    questions: str = flag("", "a JSON object a line: prompt, choices, answer (a place in choices, from 0)")
+    questions: str = flag("", "a file of JSON lines: prompt, choices, answer (a place in choices, from 0)")
     json: bool = flag(False, "print one JSON object")
 
     def __post_init__(self) -> None:
@@ -67,9 +67,8 @@ def main(config: ScoreConfig) -> None:
     questions = [read_question(line, f"{path}:{n}") for n, line in enumerate(lines, 1)]
     if not questions:
         raise UserError(f"--questions ({path}) must have a question in each line, and is empty")
-    model, tokenizer, rules = load(config.path, config.step, "cuda" if torch.cuda.is_available() else "cpu")
-    if tokenizer is None:
-        raise UserError(f"--path ({config.path}) has no tokenizer beside its data; put it back")
+    model, tokenizer, rules = load_with_tokenizer(config.path, config.step)
+    assert tokenizer is not None
     right, right_by_length = 0, 0
     for number, question in enumerate(questions, 1):
         try:
@@ -78,10 +77,8 @@ def main(config: ScoreConfig) -> None:
             raise UserError(f"--questions ({path}:{number}) {error}") from None
         right += int(scores.argmax()) == question.answer
         right_by_length += int(by_length(scores, question.choices).argmax()) == question.answer
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{number} of {len(questions)} questions", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
+        show_progress(f"{number} of {len(questions)} questions")
+    show_progress("")
     count = len(questions)
     chance = sum(1 / len(question.choices) for question in questions) / count
     found = {"questions": count, "acc": right / count, "acc_norm": right_by_length / count, "chance": chance}
@@ -90,8 +87,10 @@ def main(config: ScoreConfig) -> None:
     if config.json:
         print(json.dumps(found))
     else:
-        shares = (f"{name} {found[name]:.3f} ± {found[f'{name}_stderr']:.3f}" for name in ("acc", "acc_norm"))
-        print(f"{count:,} question{'s' * (count > 1)} · {' · '.join(shares)} · by chance {chance:.3f}")
+        words = f"{count:,} question{'s' * (count > 1)}"
+        for name in ("acc", "acc_norm"):
+            words += f" · {name} {found[name]:.3f} ± {found[f'{name}_stderr']:.3f}"
+        print(f"{words} · by chance {chance:.3f}")
 
 
 def by_length(scores: torch.Tensor, choices: Sequence[str]) -> torch.Tensor:
@@ -133,12 +132,12 @@ def score(model: Llama, tokenizer: Tokenizer, question: Question, before: Sequen
     full = [question.prompt.rstrip(), *(question.prompt + choice for choice in question.choices)]
     prompt, *texts = [[*before, *row] for row in encode_texts(tokenizer, full)]
     check_tokens(texts, model.config.vocab_size)
-    first = min(len(list(_common(prompt, text))) for text in texts)
+    first = min(len(os.path.commonprefix([prompt, text])) for text in texts)
     if first == 0:
         first, texts = 1, [[tokenizer.vocabulary.eos_id, *text] for text in texts]
     context, longest = model.config.max_seq_len, max(map(len, texts))
     if longest > context:
-        raise UserError(f"has {longest} tokens; the context of the model is {context}: shorten it")
+        raise UserError(f"has {longest} tokens; the context of the model is {context}: shorten the question")
     tokens_BS = torch.zeros(len(texts), longest, dtype=torch.int64)
     labels_BS = torch.full_like(tokens_BS, IGNORED_LABEL)
     for row, text in enumerate(texts):
@@ -152,7 +151,3 @@ def score(model: Llama, tokenizer: Tokenizer, question: Question, before: Sequen
         logits_BSV.float().cpu().transpose(1, 2), labels_BS, ignore_index=IGNORED_LABEL, reduction="none"
     )
     return -losses_BS.sum(1)
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))

@@ -1,18 +1,22 @@
-"""Tables of text: the one layout of every command."""
+"""What commands print: tables of text in one layout, and a line of progress."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Collection[int] = (0,)) -> str:
     """The head and the rows in aligned columns: `text_columns` to the left, all others to the right."""
     lines = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    columns = list[list[str]]()
+    for number, column in enumerate(zip(*lines, strict=True)):
+        pad, width = str.ljust if number in text_columns else str.rjust, max(map(len, column))
+        columns.append([pad(cell, width) for cell in column])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
-    def aligned(line: Sequence[str]) -> str:
-        cells = zip(line, widths, strict=True)
-        padded = [cell.ljust(w) if i in text_columns else cell.rjust(w) for i, (cell, w) in enumerate(cells)]
-        return "  ".join(padded).rstrip()
 
-    return "\n".join(map(aligned, lines))
+def show_progress(text: str) -> None:
+    """Rewrites the last line of the terminal, where stderr is one."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -78,5 +78,5 @@ def test_a_run_on_a_relative_data_path_is_inspected_and_evaluated_from_another_f
 def test_a_report_compares_the_paths_that_were_meant() -> None:
     config = as_dict(TrainConfig(data=DataConfig(data_path="tokens")))
     runs = {name: {**config, "resolved": {"working_dir": f"/{name}"}} for name in ("a", "b")}
-    assert differences(runs) == [("data_path", ['"/a/tokens"', '"/b/tokens"'])]
+    assert differences(runs) == [("data_path", '"/a/tokens"', '"/b/tokens"')]
     assert differences({name: {**config, "resolved": {"working_dir": "/a"}} for name in ("a", "b")}) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,7 @@ def test_the_rate_of_this_cpu_is_measured_where_it_is_asked_for(
     )
     argv = "estimate --model_variant=tiny --seq_length=64 --num_tokens=1M --num_devices=1 --batch_tokens=4096"
     assert main([*argv.split(), "--device=cpu", "--precision=fp32"]) == 0 and asked == ["fp32"]
-    assert "1 devices at 0." in capsys.readouterr().out
+    rate = re.search(r"1 devices at (\S+) TFLOP/s each", capsys.readouterr().out)
+    assert rate is not None and 0 < float(rate[1]) < 1  # a busy machine can be very slow
     assert main([*argv.split(), "--device=cpu", "--tflops=1"]) == 2
     assert "given: --tflops --device" in capsys.readouterr().err

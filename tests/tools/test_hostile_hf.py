@@ -22,8 +22,8 @@ import torch
 from fms_fsdp.data.tokenizer import SentencePieceTokenizer
 from fms_fsdp.errors import UserError, is_for_user
 from fms_fsdp.extras.generate import Sampling, generate, text_after
-from fms_fsdp.extras.loading import load
 from fms_fsdp.extras.prompts import encode_prompts
+from fms_fsdp.tools.loading import load
 from fms_fsdp.tools.score import read_question, score
 from tests.hf_folders import FAMILIES, template, weights_of, write_folder, write_tokenizer_json
 

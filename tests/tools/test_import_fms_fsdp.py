@@ -117,7 +117,7 @@ def test_what_is_no_such_checkpoint_is_refused(
     assert "must be of (352, 64), not (320, 64); give the flags" in refusal("--ffn_hidden_size=176")
     assert "must be of (192, 64), not (128, 64); give the flags" in refusal("--num_kv_heads=4")
     torch.save({"model_state": Code()}, "code.pth")
-    assert "it holds no model_state of weights alone" in refusal("--path=code.pth")
+    assert "there is no model_state of weights alone" in refusal("--path=code.pth")
     assert "must be a folder of Hugging Face or a checkpoint" in refusal("--path=absent.pth")
     assert not Path("ran").exists()
     Path("hf").mkdir()

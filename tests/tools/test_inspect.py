@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -345,15 +345,21 @@ def test_plan_measures_ignored_labels_and_lengths(files: Files) -> None:
         assert sorted(document_lengths(data)["b"].tolist()) == sorted(texts)
 
 
-def test_plan_prints_tables_warnings_and_a_picture(
+def test_plan_prints_tables_warnings_and_writes_charts(
     files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     argv = [f"--data_path={files.root}", "--seq_length=32", "--global_batch_size=4", "--num_steps=2000"]
-    assert command(["inspect", "plan", *argv, f"--plot={tmp_path}/pictures/plan.png"]) == 0
+    page = tmp_path / "pages" / "plan.html"
+    assert command(["inspect", "plan", *argv, f"--plot={page}"]) == 0
     printed = capsys.readouterr().out
     assert "warning: source a is read" in printed and "from step 1 on: 4 rows of 32 tokens a step" in printed
-    assert (tmp_path / "pictures" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert printed.endswith(f"{page}\n")
+    charts = dict(re.findall(r'<svg class="chart" id="(\w+)"(.*?)</svg>', page.read_text(), re.S))
+    assert list(charts) == ["mixture", "lengths"]
+    for chart in charts.values():
+        labels = re.findall(r'data-label="([^"]*)" data-values="[^"]+" d="M[^"]+"', chart)
+        assert labels == sorted(files.documents)
+    assert ">seq_length</li>" in page.read_text() and ">newest checkpoint</li>" not in page.read_text()
 
 
 @pytest.mark.parametrize(("ignored", "warned"), [(None, 0), (0.01, 0), (0.011, 1), (0.5, 1)])
@@ -365,13 +371,10 @@ def test_plan_warns_of_more_than_a_hundredth_of_masked_labels(
     assert sum("of its labels masked" in line for line in warnings_of(plans, 1)) == warned
 
 
-def test_a_picture_without_matplotlib_names_the_remedy(
-    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def test_charts_of_a_plan_are_a_page(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [f"--data_path={files.root}", "--seq_length=32", "--global_batch_size=4", "--num_steps=20"]
     assert command(["inspect", "plan", *argv, "--plot=plan.png"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "--plot (plan.png) must be a page; name FILE.html" in capsys.readouterr().err
 
 
 def test_a_run_on_synthetic_tokens_is_refused(
@@ -428,7 +431,8 @@ class TestVerify:
         documents[-1] = np.append(documents[-1][:-1], 7)
         write_lists(tmp_path / "a" / "shard-00000.arrow", documents, has_eos="true")
         [(_, problems)] = verify_corpus(files.corpus(seq_length=32), VOCAB)
-        assert len(problems) == 1 and f"has document {len(documents) - 1} end with 7" in problems[0]
+        told = f"ends document {len(documents) - 1} with 7, not with the separator"
+        assert len(problems) == 1 and told in problems[0]
 
     def test_a_whole_corpus_says_what_was_read(
         self, files: Files, capsys: pytest.CaptureFixture[str]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf import find_family, hf_config, hf_weights
 from fms_fsdp.extras.hf_tokenizer import TOKENIZER_FILES
 from fms_fsdp.extras.text_rules import begin_token
-from fms_fsdp.extras.trained_run import find_checkpoint, kept_originals, recorded_tokenizer
 from fms_fsdp.extras.typed_json import read_table
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig
@@ -30,18 +28,32 @@ from fms_fsdp.spec.origin import data_of
 from fms_fsdp.tools.export.safetensors import DTYPES, write_tensors
 from fms_fsdp.tools.export.tokenizer_check import find_differences
 from fms_fsdp.tools.export.tokenizers import write_tokenizer
-from fms_fsdp.tools.whole_folder import whole_folder
+from fms_fsdp.tools.table import show_progress
+from fms_fsdp.tools.trained_run import find_checkpoint, kept_originals, recorded_tokenizer
+from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
+
+_CARD = """\
+---
+license: unknown  # fill in
+pipeline_tag: text-generation
+---
+
+Pretrained with fms_fsdp; weights and configuration are those of its checkpoint.
+
+| | |
+|---|---|
+"""
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Which checkpoint, and how it is written."""
+    """Which checkpoint to export, and how to write the folder."""
 
     path: str = flag("", "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)")
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
     output: str = flag("", "the folder to make")
-    dtype: str = flag("bf16", "of the weights", choices=tuple(DTYPES))
-    max_shard_gb: float = flag(5.0, "size of a weight file at most, in 10^9 bytes", above=0)
+    dtype: str = flag("bf16", "type of the weights", choices=tuple(DTYPES))
+    max_shard_gb: float = flag(5.0, "largest size of a weight file, in 10^9 bytes", above=0)
 
     def __post_init__(self) -> None:
         if not self.output:
@@ -60,8 +72,7 @@ def main(config: ExportConfig) -> None:
     output = Path(config.output).expanduser()
     model = checkpoint.saved.record.model
     find_family(model)
-    if output.exists():
-        raise UserError(f"--output ({output}) must not exist; choose another, or remove it")
+    check_is_free(output)
     with whole_folder(output) as partial, ThreadPoolExecutor(1) as pool:
         check = pool.submit(problems, checkpoint.folder, deep=True)
         try:
@@ -88,17 +99,15 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, model: LlamaConfig, fol
 
     most = int(config.max_shard_gb * 1e9)
     for number, _ in enumerate(write_tensors(folder, shapes, dtype, most, read), 1):
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{number} of {len(shapes)} weights", end="", file=sys.stderr, flush=True)
+        show_progress(f"{number} of {len(shapes)} weights")
+    show_progress("")
     of_torch = str(dtype).removeprefix("torch.")
     (folder / "README.md").write_text(_card(checkpoint, model))
     tokenizer = recorded_tokenizer(checkpoint)
     if (originals := kept_originals(checkpoint)) is not None:
         said = read_table(originals / "config.json")
-        _write_json(
-            folder / "config.json",
-            hf_config(model, of_torch, said.get("eos_token_id"), said.get("bos_token_id")),
-        )
+        begin, end = said.get("bos_token_id"), said.get("eos_token_id")
+        _write_json(folder / "config.json", hf_config(model, of_torch, end, begin))
         for path in (originals / name for name in TOKENIZER_FILES if (originals / name).is_file()):
             shutil.copyfile(path, folder / path.name)
         return []
@@ -107,7 +116,7 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, model: LlamaConfig, fol
     _write_json(folder / "config.json", hf_config(model, of_torch, eos_id, begin))
     _write_json(folder / "generation_config.json", {"eos_token_id": eos_id, "do_sample": True})
     if tokenizer is None:
-        return ["there is no tokenizer beside the data that it trained on: the folder has none"]
+        return ["no tokenizer lies beside the data of the training: the folder has none"]
     is_read = write_tokenizer(tokenizer, folder, model.max_seq_len, begin)
     if not is_read:
         return ["tokenizer.json has no such kind of sentencepiece: tokenizer.model is there alone"]
@@ -128,17 +137,4 @@ def _card(checkpoint: Checkpoint, model: LlamaConfig) -> str:
     facts |= {"sources": list(data.datasets) or "all", "weights": list(data.weights) or "by size"}
     facts |= {f"version of {name}": text for name, text in record.versions.items()}
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value is not None)
-    return (
-        textwrap.dedent("""\
-        ---
-        license: unknown  # fill in
-        pipeline_tag: text-generation
-        ---
-
-        Pretrained with fms_fsdp; weights and configuration are those of its checkpoint.
-
-        | | |
-        |---|---|
-        """)
-        + f"{rows}\n"
-    )
+    return f"{_CARD}{rows}\n"

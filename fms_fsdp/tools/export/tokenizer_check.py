@@ -18,22 +18,8 @@ from fms_fsdp.data.tokenizer import Tokenizer
 
 _TEXTS, _OF_TRANSFORMERS = 10_000, 500
 _LETTERS = ((0x20, 0x7E), (0x1, 0x2FFF), (0x4E00, 0x9FFF), (0x1F300, 0x1F6FF))
-_GAPS = (
-    " ",
-    " ",
-    "  ",
-    "   ",
-    "    ",
-    "        ",
-    "\n",
-    "\n\n",
-    "\t",
-    " \n",
-    "\n    ",
-    " " * 17,
-    "\r\n",
-    " \t ",
-)
+_SPACES, _ENDS = (" ", " ", "  ", "   ", "    ", " " * 8), ("\n", "\n\n", "\t", " \n", "\n    ")
+_GAPS = (*_SPACES, *_ENDS, " " * 17, "\r\n", " \t ")
 
 
 def find_differences(tokenizer: Tokenizer, folder: Path, before: Sequence[int] = ()) -> list[str]:
@@ -61,9 +47,8 @@ def find_differences(tokenizer: Tokenizer, folder: Path, before: Sequence[int] =
 def _open_with_transformers(folder: Path) -> Callable[[str], list[int]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        opened: Any = importlib.import_module("transformers").AutoTokenizer.from_pretrained(
-            folder, local_files_only=True
-        )
+        auto: Any = importlib.import_module("transformers").AutoTokenizer
+        opened = auto.from_pretrained(folder, local_files_only=True)
     return lambda text: list(opened(text).input_ids)
 
 
@@ -71,9 +56,11 @@ def _some_texts(tokenizer: Tokenizer) -> list[str]:
     """A third each of pieces, of any letters, and of words between runs of spaces and ends of lines."""
     draw, texts = random.Random(0), list[str]()
     visible = [number for number, size in enumerate(tokenizer.token_bytes().tolist()) if size]
-    words = [
-        word for number in visible if (word := tokenizer.decode([number]).strip()) and word.isprintable()
-    ]
+    words = list[str]()
+    for number in visible:
+        word = tokenizer.decode([number]).strip()
+        if word and word.isprintable():
+            words.append(word)
     for number in range(_TEXTS):
         length = draw.randint(1, 30)
         if number % 3 == 0:

@@ -51,14 +51,14 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, begin: int
 
 
 def _name_of(content: dict[str, Any], number: int | None) -> str | None:
-    """The name of a token in a tokenizer.json."""
-    added = {entry["id"]: entry["content"] for entry in content.get("added_tokens", [])}
-    vocab = content["model"]["vocab"]
-    named = ((piece, i) for piece, i in vocab.items()) if isinstance(vocab, dict) else ()
-    found = added.get(number) or next((piece for piece, i in named if i == number), None)
-    if found is None and isinstance(vocab, list) and number is not None:
-        found = vocab[number][0]
-    return found
+    """The name of a token in a tokenizer.json; None where there is none of this number."""
+    names, vocab = dict[int | None, str](), content["model"]["vocab"]
+    if isinstance(vocab, dict):
+        names.update((number, piece) for piece, number in vocab.items())
+    else:  # of a unigram model: pieces and scores
+        names.update((number, piece) for number, (piece, _) in enumerate(vocab))
+    names.update((entry["id"], entry["content"]) for entry in content.get("added_tokens", []))
+    return names.get(number)
 
 
 def _post_processor(old: dict[str, Any] | None, begin: int | None, name: str | None) -> dict[str, Any] | None:
@@ -77,10 +77,8 @@ def _post_processor(old: dict[str, Any] | None, begin: int | None, name: str | N
 
 def _of_bytes() -> dict[str, Any]:
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    vocab = {character: number for number, character in enumerate(byte_characters())}
-    vocab |= {text: 256 + number for number, text in enumerate(_ENDS)}
-    model = {"type": "BPE", "vocab": vocab, "merges": []}
-    special = {256: _ENDS[0], 257: _ENDS[1]}
+    vocab = dict(zip([*byte_characters(), *_ENDS], range(258), strict=True))
+    model, special = {"type": "BPE", "vocab": vocab, "merges": []}, dict(enumerate(_ENDS, 256))
     return tokenizer_json(model, special, pre_tokenizer=by_bytes, decoder=by_bytes)
 
 
@@ -104,13 +102,8 @@ def _of_sentencepiece(model: bytes) -> dict[str, Any] | None:
     if is_bpe:
         vocab = {piece: number for number, piece in enumerate(pieces)}
         merges = [list(pair) for pair in pairs_of(vocab, set(special) | _bytes_among(pieces))]
-        content = {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": merges,
-            "unk_token": pieces[unknown],
-            "fuse_unk": True,
-        }
+        content = {"type": "BPE", "vocab": vocab, "merges": merges}
+        content |= {"unk_token": pieces[unknown], "fuse_unk": True}
     else:
         scores = [[piece.piece, piece.score] for piece in parsed.pieces]
         content = {"type": "Unigram", "vocab": scores, "unk_id": unknown}

@@ -25,6 +25,7 @@ from fms_fsdp.checkpoint.checkpointer import load_tensor
 from fms_fsdp.checkpoint.storage import CheckpointReader
 from fms_fsdp.config import ModelConfig
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras.hf import HFWeight
 from fms_fsdp.extras.hf_folder import HFFolder, check_names
 from fms_fsdp.extras.weight_files import Weights
 from fms_fsdp.models.init import clean_name
@@ -83,10 +84,10 @@ def open_checkpoint(path: Path, section: ModelConfig, ntk_alpha: int) -> HFFolde
         needed = check_names(shape, found)
     except (ValueError, OSError) as error:
         raise UserError(f"--path ({path}) cannot be read: {error}") from None
-    sizes = {name: made.shape for name, made in needed.items()}
-    return HFFolder(
-        shape, {name: partial(_read, found[name], name, sizes, shape.head_dim) for name in needed}
-    )
+    weights: dict[str, Callable[[], torch.Tensor]] = {}
+    for name in needed:
+        weights[name] = partial(_read, found[name], name, needed, shape.head_dim)
+    return HFFolder(shape, weights)
 
 
 class _Fused(NamedTuple):
@@ -96,11 +97,12 @@ class _Fused(NamedTuple):
     names: list[str]
 
 
-def _read(fused: _Fused, name: str, sizes: Mapping[str, torch.Size], head_dim: int) -> torch.Tensor:
-    whole, rows = fused.read(), [sizes[each][0] for each in fused.names]
-    if whole.shape != (sum(rows), *sizes[name][1:]):
-        there, needed = tuple(whole.shape), (sum(rows), *sizes[name][1:])
-        raise UserError(f"weight {name} must be of {needed}, not {there}; give the flags of its shape")
+def _read(fused: _Fused, name: str, needed: Mapping[str, HFWeight], head_dim: int) -> torch.Tensor:
+    whole, rows = fused.read(), [needed[each].shape[0] for each in fused.names]
+    size = (sum(rows), *needed[name].shape[1:])
+    if whole.shape != size:
+        there = tuple(whole.shape)
+        raise UserError(f"weight {name} must be of {size}, not {there}; give the flags of its shape")
     part: torch.Tensor = torch.split(whole, rows)[fused.names.index(name)]
     if ".q_proj." in name or ".k_proj." in name:
         part = part.view(-1, head_dim // 2, 2, *part.shape[1:]).transpose(1, 2).reshape(part.shape)
@@ -110,10 +112,9 @@ def _read(fused: _Fused, name: str, sizes: Mapping[str, torch.Size], head_dim: i
 def _read_file(path: Path) -> Weights:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["model_state"]
-        tensors = {str(name): tensor for name, tensor in state.items()}
+        return {str(name): partial(state.__getitem__, name) for name in state.keys()}
     except Exception as error:  # pickle's and zip's errors are of many kinds
-        raise UserError(f"it holds no model_state of weights alone ({type(error).__name__})") from None
-    return {name: partial(tensors.__getitem__, name) for name in tensors}
+        raise UserError(f"there is no model_state of weights alone ({type(error).__name__})") from None
 
 
 def _read_folder(path: Path) -> Weights:

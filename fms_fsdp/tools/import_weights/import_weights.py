@@ -21,7 +21,6 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf import AS_THEY_ARE, find_family, hf_weights
 from fms_fsdp.extras.hf_folder import HFFolder, fill, find_hf_tokenizer, open_folder
 from fms_fsdp.extras.hf_tokenizer import TOKENIZER_FILES
-from fms_fsdp.extras.trained_run import ORIGINALS
 from fms_fsdp.extras.weight_files import check_finite
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.llama import Llama
@@ -31,16 +30,17 @@ from fms_fsdp.record import Record, Saved, working_folder
 from fms_fsdp.runtime import versions
 from fms_fsdp.tools.import_weights.from_fms_fsdp import find_checkpoint, open_checkpoint
 from fms_fsdp.tools.prepare.output_folder import save_tokenizer
-from fms_fsdp.tools.whole_folder import whole_folder
+from fms_fsdp.tools.trained_run import ORIGINALS
+from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
 
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """What to import, and where to."""
+    """Which weights to import, and into which run folder."""
 
     path: str = flag("", "a folder of Hugging Face, or a checkpoint of fms-fsdp: step_N_ckp or a .pth file")
     output: str = flag("", "the run folder to make")
-    ntk_alpha: int = flag(1, "the alpha by which fms-fsdp stretched the rotary table; 1: none", minimum=1)
+    ntk_alpha: int = flag(1, "the factor by which fms-fsdp stretched the rotary table; 1: none", minimum=1)
     model: ModelConfig = ModelConfig()
 
     def __post_init__(self) -> None:
@@ -60,19 +60,8 @@ def main(config: ImportConfig) -> None:
         OSError: the run folder cannot be written.
     """
     folder, output = Path(config.path).expanduser(), Path(config.output).expanduser()
-    if output.exists():
-        raise UserError(f"--output ({output}) must not exist; choose another, or remove it")
-    found = _open(config, folder)
-    with torch.device("meta"):
-        model = Llama(found.shape)
-    if find_family(found.shape).packing is AS_THEY_ARE:  # weights in fp32 stay where they are mapped
-        theirs = hf_weights(found.shape)
-        weights = {made.ours[0]: found.weights[name]().float() for name, made in theirs.items()}
-        for name, made in theirs.items():
-            check_finite(name, weights[made.ours[0]])
-        model.load_state_dict(weights, assign=True)
-    else:
-        fill(model.to_empty(device="cpu"), found)
+    check_is_free(output)
+    model = _load(_open(config, folder))
     try:
         with whole_folder(output) as partial:
             digest = _write(model, folder, partial, output)
@@ -95,6 +84,20 @@ def _open(config: ImportConfig, path: Path) -> HFFolder:
         if (name, value) != ("ntk_alpha", 1):
             raise UserError(f"--{name} ({value}) is for a checkpoint of fms-fsdp; config.json says the shape")
     return open_folder(path, "--path")
+
+
+def _load(found: HFFolder) -> Llama:
+    with torch.device("meta"):
+        model = Llama(found.shape)
+    if find_family(found.shape).packing is not AS_THEY_ARE:
+        fill(model.to_empty(device="cpu"), found)
+        return model
+    weights = dict[str, torch.Tensor]()  # those in fp32 stay where they are mapped
+    for name, made in hf_weights(found.shape).items():
+        weights[made.ours[0]] = found.weights[name]().float()
+        check_finite(name, weights[made.ours[0]])
+    model.load_state_dict(weights, assign=True)
+    return model
 
 
 def _write(model: Llama, folder: Path, partial: Path, output: Path) -> str:

@@ -27,13 +27,13 @@ from fms_fsdp.tools.inspect.step import InspectConfig, Inspected, inspected
 
 @dataclass(frozen=True)
 class FindConfig(InspectConfig):
-    """Which document to look for, and how far."""
+    """Which document to look for, and up to which step."""
 
     source: str = flag("", "the source that holds the document")
-    file: str = flag("", "its shard: a name such as shard-00000.arrow, or its number in the order of names")
-    document: int | None = flag(None, "its number in the shard, from 0 on", minimum=0)
-    num_steps: int | None = flag(None, "what is seen up to this step (default: the run's last)", minimum=1)
-    epochs: int | None = flag(None, "epochs of the source to list (default without num_steps: 1)", minimum=1)
+    file: str = flag("", "the shard of the document: a name such as shard-00000.arrow, or its number by name")
+    document: int | None = flag(None, "number of the document in the shard, from 0 on", minimum=0)
+    num_steps: int | None = flag(None, "list places up to this step (default: the run's last)", minimum=1)
+    epochs: int | None = flag(None, "epochs to list (default: 1, if no step is named)", minimum=1)
     json: bool = flag(False, "print one JSON object for each time and place")
 
 
@@ -108,10 +108,11 @@ def find_file(source: Source, text: str) -> int:
     UserError."""
     if text.isdigit() and int(text) < len(source.paths):
         return int(text)
-    fitting = [i for i, path in enumerate(source.paths) if path == text or path.endswith(f"/{text}")]
+    fitting = [i for i, path in enumerate(source.paths) if f"/{path}".endswith(f"/{text}")]
     if len(fitting) == 1:
         return fitting[0]
-    hint = f"it fits {len(fitting)} shards" if fitting else nearest(f"{source.name}/{text}", source.paths)
+    hint = f"the name fits {len(fitting)} shards"
+    hint = hint if fitting else nearest(f"{source.name}/{text}", source.paths)
     raise UserError(
         f"--file ({text}) must name one of the {len(source.paths)} shards of {source.name}; {hint}"
     )
@@ -121,24 +122,20 @@ def main(config: FindConfig) -> None:
     """The command `inspect find`."""
     begin = time.perf_counter()
     if not config.source or not config.file or config.document is None:
-        raise UserError("--source, --file and --document are needed, all three; name the document by them")
+        raise UserError("--source, --file and --document must be given, all three; they name the document")
     with inspected(config) as data:
-        sources = {source.name: source for corpus in data.corpora for source in corpus.sources}
-        if config.source not in sources:
-            raise UserError(
-                f"--source ({config.source}) is not one of this data; {nearest(config.source, sources)}"
-            )
-        source = sources[config.source]
+        source = data.sources.get(config.source)
+        if source is None:
+            near = nearest(config.source, data.sources)
+            raise UserError(f"--source ({config.source}) is not one of this data; {near}")
         file = find_file(source, config.file)
         if config.document >= source.docs[file]:
-            raise UserError(
-                f"--document ({config.document}) must be below {source.docs[file]}, the documents of "
-                f"{source.paths[file]}"
-            )
+            rule = f"must be below {source.docs[file]}, the documents of {source.paths[file]}"
+            raise UserError(f"--document ({config.document}) {rule}")
         last = config.num_steps or (data.run.num_steps if config.epochs is None else None)
-        epochs = config.epochs or (
-            math.ceil(data.rows.consumption(last)[source.name]["epoch"]) if last else 1
-        )
+        epochs = config.epochs or 1
+        if last and not config.epochs:
+            epochs = math.ceil(data.rows.consumption(last)[source.name]["epoch"])
         found = list(find_document(data, source, file, config.document, epochs))
         if last is not None:
             found = [seen for seen in found if (seen.step or 0) <= last]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -31,9 +32,13 @@ _CUT_HEAD = "source,shards,rows an epoch,tapes,windows a tape,blocks a window,ta
 class PlanConfig(InspectConfig):
     """How far to plan, and what to draw."""
 
-    num_steps: int | None = flag(None, "plan up to this step (default: the run's last)", minimum=1)
+    num_steps: int | None = flag(None, "plan the data up to this step (default: the run's last)", minimum=1)
     sample_rows: int = flag(16, "rows of each source that are read to count -100 labels", minimum=0)
-    plot: str = flag("", "FILE.png: draw the mixture and the lengths of documents (needs matplotlib)")
+    plot: str = flag("", "FILE.html: a page with charts of the mixture and of the lengths of documents")
+
+    def __post_init__(self) -> None:
+        if self.plot and not self.plot.endswith(".html"):
+            raise UserError(f"--plot ({self.plot}) must be a page; name FILE.html")
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def plan_sources(data: Inspected, num_steps: int, sample_rows: int) -> list[Sour
     segment, position = history.segment(num_steps), history.position(num_steps)
     plans = []
     for name, consumed in sorted(data.rows.consumption(num_steps).items()):
-        order, source = data.order.source(name), data.source(name)
+        order, source = data.order.source(name), data.sources.get(name)
         plan = SourcePlan(
             name=name,
             weight=segment.quotas.get(name, 0) / NUM_SLOTS,
@@ -103,65 +108,29 @@ def ignored_share(data: Inspected, name: str, num_rows: int) -> float:
     return ignored / (len(places) * epochs.seq_length)
 
 
-def _token_bytes(data: Inspected, source: Source) -> int:
-    first = int(np.argmax(source.tokens > 0))
-    return int(data.rows.reader(source.name).shard(first).dtype.itemsize)
-
-
 def warnings_of(plans: Iterable[SourcePlan], num_steps: int) -> list[str]:
     """Returns a line for everything a person should think about before training."""
     lines = []
     for plan in plans:
         if plan.epochs > MANY_EPOCHS:
-            lines.append(
-                f"source {plan.name} is read {plan.epochs:.1f} times by step {num_steps}; beyond about "
-                f"{MANY_EPOCHS} epochs repeated text teaches less and less: lower its weight, or add data"
-            )
+            read = f"source {plan.name} is read {plan.epochs:.1f} times by step {num_steps}"
+            effect = f"beyond about {MANY_EPOCHS} epochs repeated text teaches less and less"
+            lines.append(f"{read}; {effect}: lower its weight, or add data")
         if plan.geometry.num_main_rows == 0:
-            lines.append(
-                f"source {plan.name} has {plan.geometry.num_rows} rows, too few for windows: its rows are "
-                "shuffled, but the documents of a row are neighbours"
-            )
+            few = f"source {plan.name} has {plan.geometry.num_rows} rows, too few for windows"
+            lines.append(f"{few}: its rows are shuffled, but the documents of a row are neighbours")
         if plan.ignored is not None and plan.ignored > 0.01:
             lines.append(f"source {plan.name} has {100 * plan.ignored:.1f} % of its labels masked")
     return lines
 
 
 def _ends_text(ends: tuple[int, ...], num_steps: int) -> str:
-    inside = [f"{step:,}" for step in ends if step <= num_steps]
-    if len(inside) > _SHOWN_ENDS:
-        return ", ".join([*inside[:_SHOWN_ENDS], "…"])
-    later = [f"(later: {step:,})" for step in ends if step > num_steps]
-    return ", ".join(inside + later) or "-"
-
-
-def _used_cells(plan: SourcePlan, used: int, num_steps: int) -> tuple[str, ...]:
-    """Returns what is read of a source; `used` are the tokens of all."""
-    return (
-        plan.name,
-        f"{plan.weight:.4f}" if plan.weight else "dropped",
-        f"{plan.tokens:,}",
-        f"{plan.source.docs.sum():,}" if plan.source else "?",
-        f"{plan.used:,}",
-        f"{100 * plan.used / used:.2f} %",
-        f"{plan.epochs:.3f}",
-        _ends_text(plan.ends, num_steps),
-        "-" if plan.ignored is None else f"{100 * plan.ignored:.3f} %",
-    )
-
-
-def _cut_cells(plan: SourcePlan) -> tuple[str, ...]:
-    """Returns how a source is cut."""
-    g = plan.geometry
-    return (
-        plan.name,
-        f"{len(plan.source.paths):,}" if plan.source else "?",
-        f"{g.num_rows:,}",
-        f"{g.num_tapes if g.num_main_rows else 0:,}",
-        f"{g.windows_per_tape:,}",
-        f"{g.blocks_per_window} x {g.block_tokens:,}" if g.num_main_rows else "-",
-        f"{100 * g.num_tail_rows / g.num_rows:.2f} %",
-    )
+    shown = list[str]()
+    for step in ends:
+        shown.append(f"{step:,}" if step <= num_steps else f"(later: {step:,})")
+    if len(ends) > _SHOWN_ENDS and ends[-1] <= num_steps:
+        shown[_SHOWN_ENDS:] = ["…"]
+    return ", ".join(shown) or "-"
 
 
 def _changes_text(data: Inspected, num_steps: int) -> list[str]:
@@ -184,24 +153,44 @@ def _changes_text(data: Inspected, num_steps: int) -> list[str]:
 
 
 def describe_plan(data: Inspected, plans: Sequence[SourcePlan], num_steps: int) -> str:
-    """Returns the plan as two tables: what is read of each source, and how."""
-    used = sum(plan.used for plan in plans)
-    windows = sum(
-        g.num_tapes * g.blocks_per_window * g.block_tokens * _token_bytes(data, plan.source)
-        for plan in plans
-        if plan.source and plan.weight and (g := plan.geometry).num_main_rows
+    """Returns the plan as two tables: what is read of each source, and how each is cut."""
+    used, window_bytes = sum(plan.used for plan in plans), 0
+    used_rows, cut_rows = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    for plan in plans:
+        cut, source, has_windows = plan.geometry, plan.source, plan.geometry.num_main_rows > 0
+        used_rows.append(
+            (
+                plan.name,
+                f"{plan.weight:.4f}" if plan.weight else "dropped",
+                f"{plan.tokens:,}",
+                f"{source.docs.sum():,}" if source else "?",
+                f"{plan.used:,}",
+                f"{100 * plan.used / used:.2f} %",
+                f"{plan.epochs:.3f}",
+                _ends_text(plan.ends, num_steps),
+                "-" if plan.ignored is None else f"{100 * plan.ignored:.3f} %",
+            )
+        )
+        cut_rows.append(
+            (
+                plan.name,
+                f"{len(source.paths):,}" if source else "?",
+                f"{cut.num_rows:,}",
+                f"{cut.num_tapes if has_windows else 0:,}",
+                f"{cut.windows_per_tape:,}",
+                f"{cut.blocks_per_window} x {cut.block_tokens:,}" if has_windows else "-",
+                f"{100 * cut.num_tail_rows / cut.num_rows:.2f} %",
+            )
+        )
+        if source and plan.weight and has_windows:
+            shard = data.rows.reader(plan.name).shard(int(np.argmax(source.tokens > 0)))
+            window_bytes += cut.num_tapes * cut.blocks_per_window * cut.block_tokens * shard.dtype.itemsize
+    at_a_time = (
+        f"windows open at a time, of all ranks together: {window_bytes / 2**20:,.1f} MiB of the shards"
     )
-    lines = [
-        f"by step {num_steps:,}: {used:,} tokens, packing {data.section.packing}",
-        *_changes_text(data, num_steps),
-        "",
-        table(_USED_HEAD, [_used_cells(plan, used, num_steps) for plan in plans]),
-        "",
-        table(_CUT_HEAD, [_cut_cells(plan) for plan in plans]),
-        f"windows open at a time, of all ranks together: {windows / 2**20:,.1f} MiB of the shards; "
-        "--logical_shards lowers it",
-    ]
-    return "\n".join(lines)
+    lines = [f"by step {num_steps:,}: {used:,} tokens, packing {data.section.packing}"]
+    lines += [*_changes_text(data, num_steps), "", table(_USED_HEAD, used_rows), ""]
+    return "\n".join([*lines, table(_CUT_HEAD, cut_rows), f"{at_a_time}; --logical_shards lowers it"])
 
 
 def main(config: PlanConfig) -> None:
@@ -217,5 +206,4 @@ def main(config: PlanConfig) -> None:
         if config.plot:
             from fms_fsdp.tools.inspect.plot import draw
 
-            draw(data, num_steps, config.plot)
-            print(f"picture in {config.plot}")
+            draw(data, num_steps, Path(config.plot))

@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,30 +41,30 @@ _DATA_FLAGS = "data_path datasets weights seq_length packing logical_shards sep_
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Which data: a run folder, or the flags that a run is given. Flags given beside a run folder replace its
-    own."""
+    """Which data: those of a run folder, or of the flags of a run. A flag beside a run folder replaces the
+    value of the run."""
 
-    run: str = flag("", "a run folder: what its run has seen, and would see with the flags given here")
+    run: str = flag("", "a run folder: which data its run has seen, and would see with the flags given here")
     data_path: str = flag("", "folder of the token shards")
     datasets: tuple[str, ...] = flag((), "sources, as in training")
     weights: tuple[float, ...] = flag((), "share of tokens of each dataset, as in training")
     seq_length: int | None = flag(None, "tokens in a row (default: the run's, else 4096)", minimum=1)
-    packing: str | None = flag(None, "as in training (default: the run's)", choices=("concat", "bestfit"))
-    logical_shards: int | None = flag(None, "as in training (default: the run's, else 1024)", minimum=1)
-    sep_token: int | None = flag(None, "as in training (default: the run's, else the shards')", minimum=0)
-    skip_steps: str = flag("", "as in training: a:b passes over the rows planned for steps a to b-1")
-    seed: int | None = flag(None, "as in training (default: the run's, else 2023)", minimum=0)
-    global_batch_size: int | None = flag(None, "rows of a step, in all (default: the run's)", minimum=1)
-    rampup_batch_size: tuple[int, ...] = flag((), "as in training (default: the run's)", minimum=1)
+    packing: str | None = flag(None, "way to fill rows (default: the run's)", choices=("concat", "bestfit"))
+    logical_shards: int | None = flag(None, "tapes in all (default: the run's, else 1024)", minimum=1)
+    sep_token: int | None = flag(None, "the separator's id (default: the run's or the shards')", minimum=0)
+    skip_steps: str = flag("", "a:b passes over the rows planned for steps a to b-1, as in training")
+    seed: int | None = flag(None, "seed of the order (default: the run's, else 2023)", minimum=0)
+    global_batch_size: int | None = flag(None, "rows of a step of all ranks (default: the run's)", minimum=1)
+    rampup_batch_size: tuple[int, ...] = flag((), "start,increment,samples (default: the run's)", minimum=1)
 
 
 @dataclass(frozen=True)
 class StepConfig(InspectConfig):
     """Which rows of which step to list."""
 
-    step: int | None = flag(None, "the step, from 1 on", minimum=1)
+    step: int | None = flag(None, "number of the step, from 1 on", minimum=1)
     rows: str = flag("", "a:b lists the rows a to b-1 of the step's global batch (default: all)")
-    json: bool = flag(False, "print one JSON object a row")
+    json: bool = flag(False, "print one JSON object for each row")
     fingerprint: bool = flag(True, "compute the data_fingerprint of metrics.jsonl; reads the whole batch")
     text: bool = flag(False, "show how the text of each document in a row begins; reads the whole batch")
 
@@ -73,10 +73,9 @@ class StepConfig(InspectConfig):
 class Run:
     """What a run folder says; without one, what holds for flags alone."""
 
-    data: DataConfig = field(default_factory=DataConfig)
-    seed: int = TrainingConfig().seed
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
     batch: int | None = None
-    rampup: tuple[int, ...] = ()
     vocab_size: int | None = None
     num_steps: int | None = None  # where the run ends
     origin: Origin | None = None  # None: it has trained no step
@@ -107,9 +106,10 @@ class Inspected:
     def order(self) -> Order:
         return self.rows.order
 
-    def source(self, name: str) -> Source | None:
-        """Returns the source of that name, None if it is not there."""
-        return next((found for corpus in self.corpora if (found := corpus.source(name))), None)
+    @property
+    def sources(self) -> dict[str, Source]:
+        """The sources that are there, by name."""
+        return {source.name: source for corpus in self.corpora for source in corpus.sources}
 
 
 @contextmanager
@@ -121,20 +121,14 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
     run = read_run(config.run)
     section, batch = data_section(config, run.data), config.global_batch_size or run.batch
     if batch is None:
-        raise UserError(
-            "global_batch_size () must be the rows of a step; give it, or --run=FOLDER of a run that has "
-            "started"
-        )
-    check_rampup(rampup := config.rampup_batch_size or run.rampup, batch)
+        remedy = "give this flag, or --run=FOLDER of a run that has started"
+        raise UserError(f"--global_batch_size () must be the rows of a step; {remedy}")
+    check_rampup(rampup := config.rampup_batch_size or run.training.rampup_batch_size, batch)
     corpus = open_corpus(section)
+    seed = run.training.seed if config.seed is None else config.seed
+    vocab = run.vocab_size or corpus.vocab_size or ANY_VOCABULARY
     rows = CorpusRows(
-        section,
-        corpus,
-        seed=run.seed if config.seed is None else config.seed,
-        vocab_size=run.vocab_size or corpus.vocab_size or ANY_VOCABULARY,
-        global_batch_size=batch,
-        rampup=rampup,
-        pin_memory=False,
+        section, corpus, seed=seed, vocab_size=vocab, global_batch_size=batch, rampup=rampup, pin_memory=False
     )
     try:
         corpora, changes = [corpus], list[str]()
@@ -152,13 +146,12 @@ def data_section(config: InspectConfig, of_run: DataConfig) -> DataConfig:
     """Returns the run's data flags with those given on the command line in their place."""
     if of_run.use_dummy_dataset or of_run.dataset_builder:
         kind = "synthetic tokens" if of_run.use_dummy_dataset else "a dataset_builder of its own"
-        raise UserError(
-            f"run ({config.run}) trained on {kind}, which inspect cannot follow; inspect a run on shards"
-        )
-    flags = vars(config)
-    given = {name: flags[name] for name in _DATA_FLAGS if flags[name] not in (None, "", ())}
-    if "datasets" in given:
-        given.setdefault("weights", ())
+        rule = f"trained on {kind}, which inspect cannot follow"
+        raise UserError(f"--run ({config.run}) {rule}; inspect a run on shards")
+    given: dict[str, Any] = {"weights": ()} if config.datasets else {}
+    for name in _DATA_FLAGS:
+        if (value := getattr(config, name)) not in (None, "", ()):
+            given[name] = value
     return replace(of_run, **given)
 
 
@@ -172,25 +165,17 @@ def read_run(folder: str) -> Run:
         return Run()
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise MissingInput(f"run ({folder}) must be a run folder with config.json; look under runs/")
+        raise MissingInput(f"--run ({folder}) must be a run folder with config.json; look under runs/")
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"run ({folder}) has a config.json that cannot be read: {error!r}") from None
+        raise UserError(f"--run ({folder}) has a config.json that cannot be read: {error!r}") from None
     record = read_record(content, path)
     cfg, batch, vocab_size = record.located, record.batch.global_batch_size, record.model.vocab_size
     kept = replace(cfg.checkpoint, resume="auto")
-    origin = choose_origin(replace(cfg, checkpoint=kept, log=replace(cfg.log, output_dir=folder)))
-    rampup = cfg.training.rampup_batch_size
-    return Run(
-        cfg.data,
-        cfg.training.seed,
-        batch,
-        rampup,
-        vocab_size,
-        record.num_steps,
-        origin if origin.continues else None,
-    )
+    found = choose_origin(replace(cfg, checkpoint=kept, log=replace(cfg.log, output_dir=folder)))
+    origin = found if found.continues else None
+    return Run(cfg.data, cfg.training, batch, vocab_size, record.num_steps, origin)
 
 
 def _open_dropped(
@@ -204,10 +189,8 @@ def _open_dropped(
         except FileNotFoundError:
             continue  # its steps can still be placed, its documents not be named
         if dropped.sources[0].digest != known[name][0]:
-            raise UserError(
-                f"source ({name}) of earlier steps has changed since; restore its shards, or inspect a copy "
-                "of them"
-            )
+            remedy = "restore its shards, or inspect a copy of its shards"
+            raise UserError(f"source ({name}) of earlier steps has changed since; {remedy}")
         rows.open_sources(dropped)
         yield dropped
 
@@ -273,18 +256,17 @@ def main(config: StepConfig) -> None:
         mark = {"data_fingerprint": step_fingerprint(data, step)} if config.fingerprint else {}
         decode = text_of_rows(data, step) if config.text else None
         if not config.json:
-            print(
-                f"step {step}: {segment.batch_at(step)} rows of {segment.seq_length} tokens"
-                + _when(data, step)
-            )
+            size = f"{segment.batch_at(step)} rows of {segment.seq_length} tokens"
+            print(f"step {step}: {size}{_when(data, step)}")
         for row, address in enumerate(data.order.addresses(step, start, stop), start):
             record = row_record(data, address, step, row)
-            for piece in record["pieces"]:
-                if decode:
+            if decode is not None:
+                for piece in record["pieces"]:
                     piece["text"] = decode(row, piece["at"], piece["stop"] - piece["start"])
             print(json.dumps(record | mark) if config.json else _describe_row(record))
         if not config.json:
-            print("".join(f"{name} {value}\n" for name, value in mark.items()), end="")
+            for name, value in mark.items():
+                print(name, value)
             print(f"({time.perf_counter() - begin:.2f} s)")
 
 
@@ -299,13 +281,11 @@ def _describe_row(record: dict[str, Any]) -> str:
     lies = "tail row"
     if record["window"] is not None:
         lies = f"tape {record['tape']}, window {record['window']}, from token {record['token_in_window']}"
-    head = (
-        f"row {record['row']}: {record['source']}, epoch {record['epoch']}, sequence {record['sequence']} "
-        f"({lies})"
-    )
+    place = f"epoch {record['epoch']}, sequence {record['sequence']} ({lies})"
+    lines = [f"row {record['row']}: {record['source']}, {place}"]
     if "masked" in record:
-        head += f"\n  masked: {record['masked']}"
-    return "\n".join([head, *(_describe_piece(piece) for piece in record["pieces"])])
+        lines.append(f"  masked: {record['masked']}")
+    return "\n".join([*lines, *map(_describe_piece, record["pieces"])])
 
 
 def _describe_piece(piece: dict[str, Any]) -> str:

@@ -36,9 +36,9 @@ Tokens = npt.NDArray[np.unsignedinteger[npt.NBitBase]]
 
 @dataclass(frozen=True)
 class VerifyConfig(InspectConfig):
-    """Which corpus to read, and how."""
+    """Which shards to read, and how many at a time."""
 
-    vocab_size: int | None = flag(None, "ids lie below it (default: the run's, else the shards')", minimum=1)
+    vocab_size: int | None = flag(None, "number of ids (default: the run's, else the shards')", minimum=1)
     num_threads: int = flag(4, "shards read at a time", minimum=1)
 
 
@@ -101,10 +101,8 @@ def _too_large(shard: Shard, address: int, tokens: Tokens, vocab_size: int | Non
         return
     first = int(np.argmax(tokens >= limit))
     document = shard.document_at(address + first * shard.dtype.itemsize)
-    yield (
-        f"shard ({shard.path}) holds token {tokens[first]} in document {document}, {rule}; "
-        "restore it or raise --vocab_size to that of its tokenizer"
-    )
+    remedy = "restore the shard, or raise --vocab_size to that of its tokenizer"
+    yield f"shard ({shard.path}) holds token {tokens[first]} in document {document}, {rule}; {remedy}"
 
 
 def _without_end(shard: Shard, address: int, tokens: Tokens, ends: I64, sep_token: int) -> Iterator[str]:
@@ -113,11 +111,9 @@ def _without_end(shard: Shard, address: int, tokens: Tokens, ends: I64, sep_toke
     last = np.searchsorted(ends, [address, address + len(tokens) * width], side="right")
     at = (ends[last[0] : last[1]] - address) // width - 1
     for i in at[tokens[at] != sep_token].tolist()[:1]:
-        yield (
-            f"shard ({shard.path}) has document {shard.document_at(address + i * width)} end with "
-            f"{tokens[i]}, not with "
-            f"the separator ({sep_token}) as others do; write it anew with `python -m fms_fsdp convert`"
-        )
+        document = shard.document_at(address + i * width)
+        rule = f"ends document {document} with {tokens[i]}, not with the separator ({sep_token}) as others"
+        yield f"shard ({shard.path}) {rule}; write the shard anew with `python -m fms_fsdp convert`"
 
 
 def _slices(files: Files, shard: Shard, starts: I64, stops: I64) -> Iterator[tuple[int, Tokens]]:
@@ -132,10 +128,8 @@ def _slices(files: Files, shard: Shard, starts: I64, stops: I64) -> Iterator[tup
             data = files.pread(shard.path, size, address)
             if len(data) < size:
                 document = shard.document_at(address + len(data))
-                raise ShardError(
-                    f"shard ({shard.path}) ends {end - address - len(data)} bytes early, in document "
-                    f"{document}; it is truncated: restore it"
-                )
+                rule = f"ends {end - address - len(data)} bytes early, in document {document}"
+                raise ShardError(f"shard ({shard.path}) {rule}; the file is truncated: restore the shard")
             yield address, np.frombuffer(data, shard.dtype)
             address += size
 
@@ -155,20 +149,18 @@ def main(config: VerifyConfig) -> None:
         if time.monotonic() - shown >= _PROGRESS_INTERVAL_S:
             shown = time.monotonic()
             left = (shown - start) / done * (num_shards - done)
-            print(
-                f"{done} of {num_shards} shards, {num_bad} with problems, {left:.0f} s left", file=sys.stderr
-            )
+            told = f"{done} of {num_shards} shards, {num_bad} with problems, {left:.0f} s left"
+            print(told, file=sys.stderr)
     if num_bad:
         raise UserError(f"{num_problems} problems in {num_bad} of {num_shards} shards; each is named above")
-    tokens = sum(int(source.tokens.sum()) for source in corpus.sources)
-    documents = sum(int(source.docs.sum()) for source in corpus.sources)
+    documents, tokens = 0, 0
+    for source in corpus.sources:
+        documents, tokens = documents + int(source.docs.sum()), tokens + int(source.tokens.sum())
     bound = f"ids below {vocab_size}" if vocab_size else "ids not checked, as no --vocab_size is known"
-    print(
-        f"{num_shards} shards of {len(corpus.sources)} sources are whole: {documents:,} documents, "
-        f"{tokens:,} tokens, {bound} ({time.monotonic() - start:.1f} s)"
-    )
+    held = f"{documents:,} documents, {tokens:,} tokens, {bound} ({time.monotonic() - start:.1f} s)"
+    print(f"{num_shards} shards of {len(corpus.sources)} sources are whole: {held}")
     if corpus.files.counters is not None:
         print(f"storage: {corpus.files.counters}")
     if run.checkpoint:
         with inspected(config):
-            print(f"they are those of the run's checkpoint of step {run.step}")
+            print(f"these shards are the data of the run's checkpoint of step {run.step}")

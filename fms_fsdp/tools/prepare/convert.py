@@ -24,17 +24,17 @@ from fms_fsdp.tools.prepare.token_files import PATTERNS, ids_file
 
 @dataclass(frozen=True)
 class ConvertConfig(ShardsConfig):
-    """What to convert (.idx with its .bin, .ds, .parquet and .arrow files), and what its ids mean."""
+    """Which files to convert (.idx with .bin, .ds, .parquet, .arrow), and what the ids in the files mean."""
 
-    tokenizer: str = flag("", "the tokenizer that made the ids: it says --vocab_size and --eos_id")
-    vocab_size: int | None = flag(None, "ids in all (default: the tokenizer's)", minimum=2, maximum=1 << 32)
+    tokenizer: str = flag("", "the tokenizer that made the ids; says --vocab_size and --eos_id")
+    vocab_size: int | None = flag(None, "count of ids (default: the tokenizer's)", minimum=2, maximum=1 << 32)
     eos_id: int | None = flag(None, "the id that ends a document (default: the tokenizer's)", minimum=0)
     column: str = flag("", "column of the ids in Parquet and Arrow files (default: tokens or input_ids)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.tokenizer and (self.vocab_size is None or self.eos_id is None):
-            raise UserError("--tokenizer is missing; give it, or both --vocab_size and --eos_id")
+            raise UserError("--tokenizer is missing; give this flag, or both --vocab_size and --eos_id")
 
 
 def convert(config: ConvertConfig) -> dict[str, Stats]:
@@ -91,4 +91,4 @@ def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> Prepared
 def main(config: ConvertConfig) -> None:
     """The command: converts, then says what was made."""
     print(describe(convert(config)))
-    print(f"shards and counts are in {config.output}; train on them with --data_path={config.output}")
+    print(f"shards and counts are in {config.output}; train on these shards with --data_path={config.output}")

@@ -14,8 +14,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
@@ -50,6 +52,9 @@ class Problem(NamedTuple):
     reason: str
     where: str = ""
     malformed: bool = False
+
+
+Records = Iterator[Document | Problem]
 
 
 @dataclass(frozen=True)
@@ -121,32 +126,36 @@ def _cut(file: InputFile, slice_bytes: int) -> Iterator[Part]:
     pieces = -(-size // slice_bytes) or 1
     kind = file_kind(file.path)
     if kind == "parquet":
-        with _open_parquet(file.path) as table:
+        with _reading(file.path), pq.ParquetFile(file.path) as table:
             end = table.metadata.num_row_groups
     elif kind == "jsonl" and size == file.size:
         end = size
     else:
         end, pieces = max(1, size), 1
     edges = sorted({end * i // pieces for i in range(pieces + 1)})
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         yield Part(file.path, start, stop, size * (stop - start) // end)
 
 
-def read_part(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+def read_part(part: Part, form: TextFormat) -> Records:
     """The records of a part in order, at most `part.limit` of them (problems count as records).
 
     Raises:
         UserError: the file cannot be read at all, or a Parquet or Arrow file has no such column.
     """
     readers = {"jsonl": _read_json_lines, "json": _read_json, "parquet": _read_parquet, "arrow": _read_arrow}
+    read = readers.get(file_kind(part.path), _read_text)
+    with _reading(part.path):
+        yield from islice(read(part, form), part.limit)
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Names the file where the system or pyarrow cannot read what it holds. Raises: UserError."""
     try:
-        for count, record in enumerate(readers.get(file_kind(part.path), _read_text)(part, form), start=1):
-            yield record
-            if count == part.limit:
-                return
-    except OSError as error:
-        rule = f"cannot be read: {error}; repair or exclude the file"
-        raise UserError(f"--input ({part.path}) {rule}") from error
+        yield
+    except (OSError, pa.ArrowInvalid, UnicodeDecodeError) as error:
+        raise UserError(f"--input ({path}) cannot be read: {error}; repair or exclude the file") from error
 
 
 def _open_stream(path: str) -> io.BufferedReader:
@@ -158,7 +167,7 @@ def _suffix(path: str) -> str:
     return os.path.splitext(path)[1].lower()
 
 
-def _read_json_lines(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+def _read_json_lines(part: Part, form: TextFormat) -> Records:
     with _open_stream(part.path) as stream:
         is_plain = _suffix(part.path) not in _COMPRESSION
         position = 0
@@ -169,28 +178,21 @@ def _read_json_lines(part: Part, form: TextFormat) -> Iterator[Document | Proble
         for number, line in enumerate(stream, start=1):
             if is_plain and position >= part.stop:
                 return
-            length = len(line)
-            if position == 0:
-                line = line.removeprefix(_BOM)
-            position += length
-            if not line.strip():
-                yield Problem("blank line")
-                continue
-            record = _parse_line(line, form)
+            text = line if position else line.removeprefix(_BOM)
+            position += len(line)
+            record = _parse_line(text, form) if text.strip() else Problem("blank line")
             if isinstance(record, str):
-                yield Problem(record, f"{part.path}:{number + _lines_before(part.path, first)}", True)
-            else:
-                yield record
+                record = Problem(record, f"{part.path}:{number + _lines_before(part.path, first)}", True)
+            yield record
 
 
 def _lines_before(path: str, stop: int) -> int:
     """Line ends in bytes [0, stop) of a plain file; only counted to name a bad line."""
     count = 0
-    if stop:
-        with open(path, "rb") as stream:
-            while stop > 0 and (chunk := stream.read(min(stop, 1 << 20))):
-                count += chunk.count(b"\n")
-                stop -= len(chunk)
+    with open(path, "rb") as stream:
+        while chunk := stream.read(min(stop, 1 << 20)):
+            count += chunk.count(b"\n")
+            stop -= len(chunk)
     return count
 
 
@@ -202,19 +204,13 @@ def _parse_line(line: bytes, form: TextFormat) -> Document | str:
         return "not UTF-8"
     except (ValueError, RecursionError):
         return "not JSON"
-    if not isinstance(record, dict):
-        return "not a JSON object"
-    return _document_of(record, form)
+    return _document(record, form) if isinstance(record, dict) else "not a JSON object"
 
 
-def _document_of(record: Mapping[str, Any] | str, form: TextFormat) -> Document | str:
-    if isinstance(record, str):
-        return _document([record], [""])
-    return _document([record.get(key) for key in form.keys], form.keys)
-
-
-def _document(values: Sequence[Any], keys: Sequence[str]) -> Document | str:
-    for key, value in zip(keys, values, strict=True):
+def _document(record: dict[str, Any] | str, form: TextFormat) -> Document | str:
+    """The document of a record, or what is wrong with it; a string is a text itself."""
+    values: list[Any] = [record] if isinstance(record, str) else list(map(record.get, form.keys))
+    for key, value in zip(form.keys, values, strict=False):
         if not isinstance(value, str):
             return f"key '{key}' is missing or empty" if value is None else f"key '{key}' is not a string"
     text = "\n".join(values)
@@ -225,34 +221,20 @@ def _document(values: Sequence[Any], keys: Sequence[str]) -> Document | str:
     return Document(text, data) if len(data) <= DOCUMENT_LIMIT else f"longer than {DOCUMENT_LIMIT >> 20} MiB"
 
 
-def _open_parquet(path: str) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        rule = f"is not a readable Parquet file: {error}; repair or exclude it"
-        raise UserError(f"--input ({path}) {rule}") from error
-
-
-def _read_parquet(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
-    with _open_parquet(part.path) as table:
-        meta = table.metadata
+def _read_parquet(part: Part, form: TextFormat) -> Records:
+    with pq.ParquetFile(part.path) as table:
         _check_columns(part.path, table.schema_arrow.names, form)
-        first = sum(meta.row_group(group).num_rows for group in range(part.start))
+        first = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
         groups = list(range(part.start, part.stop))
         batches = table.iter_batches(batch_size=256, row_groups=groups, columns=form.keys)
-        yield from _numbered(f"{part.path}: row", _rows(batches, form), first)
+        yield from _numbered(f"{part.path}: row", _rows(batches, form), form, first)
 
 
-def _read_arrow(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+def _read_arrow(part: Part, form: TextFormat) -> Records:
     """The rows of an Arrow file or stream, as the package datasets saves them."""
-    try:
-        with open_arrow(part.path) as (schema, batches):
-            _check_columns(part.path, schema.names, form)
-            yield from _numbered(f"{part.path}: row", _rows(batches, form))
-    except ValueError as error:  # pyarrow's, or what `open_arrow` says of the file
-        if isinstance(error, UserError) and str(error).startswith("--"):
-            raise
-        raise UserError(f"--input ({part.path}) {error}; repair or exclude the file") from error
+    with open_arrow(part.path) as (schema, batches):
+        _check_columns(part.path, schema.names, form)
+        yield from _numbered(f"{part.path}: row", _rows(batches, form), form)
 
 
 def _check_columns(path: str, columns: Sequence[str], form: TextFormat) -> None:
@@ -263,23 +245,21 @@ def _check_columns(path: str, columns: Sequence[str], form: TextFormat) -> None:
         raise UserError(f"--text_key ({missing[0]}) {rule}; {remedy}")
 
 
-def _rows(batches: Iterable[pa.RecordBatch], form: TextFormat) -> Iterator[Document | str]:
+def _rows(batches: Iterable[pa.RecordBatch], form: TextFormat) -> Iterator[dict[str, Any]]:
     for batch in batches:
-        values = [batch.column(key).to_pylist() for key in form.keys]
-        for record in zip(*values, strict=True):
-            yield _document(record, form.keys)
+        yield from batch.select(form.keys).to_pylist()
 
 
-def _numbered(what: str, records: Iterable[Document | str], before: int = 0) -> Iterator[Document | Problem]:
-    """The documents, and what is wrong with the others, with the number of each."""
-    for number, document in enumerate(records, start=before + 1):
-        if isinstance(document, str):
-            yield Problem(document, f"{what} {number}", True)
-        else:
-            yield document
+def _numbered(
+    what: str, records: Iterable[dict[str, Any] | str], form: TextFormat, before: int = 0
+) -> Records:
+    """The documents of the records, and what is wrong with the others, with the number of each."""
+    for number, record in enumerate(records, start=before + 1):
+        found = _document(record, form)
+        yield Problem(found, f"{what} {number}", True) if isinstance(found, str) else found
 
 
-def _read_json(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+def _read_json(part: Part, form: TextFormat) -> Records:
     """The records of an array or of JSON lines; a file that holds neither is one text."""
     is_compressed = _suffix(part.path) in _COMPRESSION
     with _open_stream(part.path) as stream:
@@ -288,18 +268,18 @@ def _read_json(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
         has_more = bool(stream.readline(DOCUMENT_LIMIT).strip())
     if is_array and len(body) > DOCUMENT_LIMIT:
         rule = f"is a JSON array above {DOCUMENT_LIMIT >> 20} MiB"
-        remedy = "write it as JSON lines: jq -c '.[]' FILE >NAME.jsonl"
+        remedy = "write the records as JSON lines: jq -c '.[]' FILE >NAME.jsonl"
         raise UserError(f"--input ({part.path}) {rule}; {remedy}")
     records = _json_records(body) if is_array else []
     if _hold_text(records, form):
-        yield from _numbered(f"{part.path}: record", (_document_of(record, form) for record in records))
+        yield from _numbered(f"{part.path}: record", records, form)
     elif is_compressed or (has_more and isinstance(_parse_line(body.removeprefix(_BOM), form), Document)):
         yield from _read_json_lines(part, form)
     else:
         yield from _read_text(part, form)
 
 
-def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
+def _read_text(part: Part, form: TextFormat) -> Records:
     """One document per file, or what lies between the separators."""
     with _open_stream(part.path) as stream:
         head = stream.read(8192)
@@ -312,7 +292,7 @@ def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
             body = head + stream.read(DOCUMENT_LIMIT)
             if len(body) > DOCUMENT_LIMIT:
                 rule = f"is one document above {DOCUMENT_LIMIT >> 20} MiB"
-                remedy = "cut it with --text_separator or convert it to JSON lines"
+                remedy = "cut the file with --text_separator, or write JSON lines"
                 raise UserError(f"--input ({part.path}) {rule}; {remedy}")
             pieces = iter([body])
         for number, data in enumerate(pieces, start=1):
@@ -320,8 +300,8 @@ def _read_text(part: Part, form: TextFormat) -> Iterator[Document | Problem]:
                 where = f"{part.path}: document {number}"
                 yield Problem(f"longer than {DOCUMENT_LIMIT >> 20} MiB", where, malformed=True)
                 continue
-            if number == 1 and data.startswith(_BOM):
-                data = data[len(_BOM) :]
+            if number == 1:
+                data = data.removeprefix(_BOM)
             try:
                 yield Document(data.decode(), data)
             except UnicodeDecodeError:
@@ -367,7 +347,7 @@ def _json_records(body: bytes) -> list[Any]:
 
 
 def _hold_text(records: Sequence[Any], form: TextFormat) -> bool:
-    return any(isinstance(_document_of(record, form), Document) for record in records)
+    return any(isinstance(_document(record, form), Document) for record in records)
 
 
 def json_without_text(files: Sequence[InputFile], form: TextFormat) -> list[str]:

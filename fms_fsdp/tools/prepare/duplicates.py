@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,17 @@ def mark_copies(jobs: Sequence[SliceJob]) -> None:
     starts = np.cumsum([0, *map(len, arrays)])
     marks = np.zeros(starts[-1], dtype=bool)
     num_buckets = -(-len(marks) // _HASHES_IN_MEMORY) or 1
-    edges = [i * (1 << 64) // num_buckets for i in range(num_buckets + 1)]
-    for low, high in zip(edges, edges[1:], strict=False):
-        found = [
-            np.flatnonzero((array >= np.uint64(low)) & (array <= np.uint64(high - 1))) for array in arrays
-        ]
-        where = np.concatenate([start + index for start, index in zip(starts, found, strict=False)])
-        values = np.concatenate([array[index] for array, index in zip(arrays, found, strict=True)])
-        order = np.argsort(values, kind="stable")
-        ordered = values[order]
-        marks[where[order[1:][ordered[1:] == ordered[:-1]]]] = True
+    edges = [i * (1 << 64) // num_buckets for i in range(num_buckets + 1)]  # of the hashes
+    for low, high in pairwise(edges):
+        places, values = list[npt.NDArray[np.int64]](), list[npt.NDArray[np.uint64]]()
+        for start, array in zip(starts[:-1], arrays, strict=True):
+            found = np.flatnonzero((array >= np.uint64(low)) & (array <= np.uint64(high - 1)))
+            places.append(start + found)
+            values.append(array[found])
+        _, first = np.unique(np.concatenate(values), return_index=True)
+        where = np.concatenate(places)
+        marks[where] = True
+        marks[where[first]] = False
     for job, mark in zip(jobs, np.split(marks, starts[1:-1]), strict=True):
         _save(job.in_journal("duplicates.npy"), mark)
 

@@ -103,10 +103,8 @@ def find_files(
     if any(name.endswith(".arrow") for name in names):
         names = [name for name in names if os.path.basename(name) not in _NOTES]
     if own:
-        raise UserError(
-            f"--output ({output}) must not lie where --input ({path}) is read: "
-            f"{own[0]} would be read as text; choose another folder"
-        )
+        rule = f"must not lie where --input ({path}) is read: {own[0]} would be read as text"
+        raise UserError(f"--output ({output}) {rule}; choose another folder")
     if not names:
         rule = "holds no files to read; check the folder, --include and --exclude"
         raise MissingInput(f"--input ({path}) {rule}")
@@ -164,6 +162,8 @@ def _walk(root: str) -> list[str]:
                 seen.add(real)
                 kept.append(sub)
         subfolders[:] = kept
-        full = [os.path.join(folder, name) for name in files if not name.startswith(".")]
-        names += [os.path.relpath(name, root) for name in full if os.path.isfile(name)]
+        for name in files:
+            path = os.path.join(folder, name)
+            if not name.startswith(".") and os.path.isfile(path):
+                names.append(os.path.relpath(path, root))
     return names

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -118,7 +119,7 @@ def lock_output(output: Path) -> Iterator[None]:
     except OSError as error:
         rule = f"must be a folder that can be made: {error.strerror}; choose another"
         raise UserError(f"--output ({output}) {rule}") from error
-    with lock_folder(output, patience_s=0.0, remedy="wait for it, or choose another --output"):
+    with lock_folder(output, patience_s=0.0, remedy="wait for its end, or choose another --output"):
         try:
             yield
         finally:
@@ -153,10 +154,8 @@ def check_plans(
     for name, plan in known.items():
         other = plan["tokenizer_digest"]
         if name not in names and "" not in (other, digest) and other != digest:
-            raise UserError(
-                f"--output ({output}) holds source {name} made with another tokenizer; leave out --tokenizer "
-                "and --train_tokenizer to use that one, or choose another folder"
-            )
+            remedy = "leave out --tokenizer and --train_tokenizer to use that one, or choose another folder"
+            raise UserError(f"--output ({output}) holds source {name} made with another tokenizer; {remedy}")
     for source, key in zip(sources, keys, strict=True):
         plan = known.get(source.name)
         if overwrite or plan == key:
@@ -186,7 +185,7 @@ def finish(
     stats = {}
     for source in sources:
         name, found = source.name, sorted(results[source.name].items())
-        stats[name] = _merged_stats(result for _, result in found)
+        stats[name] = Stats.merge(result["stats"] for _, result in found)
         if SPLITS[0] not in splits_of(results[name].values()):
             reasons = stats[name].reasons() or "no records"
             raise UserError(f"--input: source {name} has no documents left to train on; {reasons}")
@@ -196,10 +195,6 @@ def finish(
         (output / ".partial").rmdir()  # if nothing else is under way in it
     _write_counts(output)
     return stats
-
-
-def _merged_stats(results: Iterable[SliceResult]) -> Stats:
-    return Stats.merge(Stats.from_json(result["stats"]) for result in results)
 
 
 def _journals(output: Path, pattern: str = "") -> list[Path]:
@@ -215,23 +210,22 @@ def _read_entry(path: Path) -> SliceResult:
         named = [("", "")]
     for split, file in named:
         if split not in SPLITS:
-            raise UserError(f"{path} is not what prepare wrote; remove it")
+            raise UserError(f"{path} is not what prepare wrote; remove the file")
         safe_name(file, str(path))
     return result
 
 
 def _write_counts(output: Path) -> None:
     """Writes the counts of all published sources, also of earlier calls, and what each was made of."""
-    rows: dict[str, list[tuple[str, int, int]]] = {split: [] for split in SPLITS}
-    summary = {}
+    rows, summary = defaultdict[str, list[tuple[str, int, int]]](list), dict[str, Any]()
     for journal in _journals(output):
         if (output / ".partial" / journal.name).exists() or not (output / journal.name).is_dir():
             continue
-        results = [_read_entry(path) for path in sorted(journal.glob("slice-*.json"))]
+        results = list(map(_read_entry, sorted(journal.glob("slice-*.json"))))
         for shard in (shard for result in results for shard in result["shards"]):
             name = f"{journal.name}/{shard['file']}"
             rows[shard["split"]].append((name, shard["documents"], shard["tokens"]))
-        summary[journal.name] = vars(_merged_stats(results))
+        summary[journal.name] = vars(Stats.merge(result["stats"] for result in results))
     write_json(output / "meta" / "summary.json", summary)
     for split in reversed(SPLITS):
         path = (output if split == SPLITS[0] else output / split) / "meta" / "counts.csv"

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from fms_fsdp.config import flag
@@ -31,18 +32,20 @@ from fms_fsdp.tools.prepare.shard_writer import ShardInfo
 from fms_fsdp.tools.prepare.stats import Stats
 from fms_fsdp.tools.prepare.workers import available_cores, note, run_jobs
 
+_num_bytes = attrgetter("slice.num_bytes")  # of a job
+
 
 @dataclass(frozen=True)
 class ShardsConfig:
     """Which sources to read, and how to cut and place their shards."""
 
     input: str = flag(
-        "", "[NAME=]PATH[,…]: files, folders, quoted globs; without NAME the folder's name", positional=True
+        "", "[NAME=]PATH[,…]: files, folders, quoted globs; NAME defaults to the folder's", positional=True
     )
     output: str = flag("", "folder for the shards: the --data_path of training")
-    split: tuple[float, ...] = flag((1.0,), "shares train[,validation[,test]] by document hash, as 949,50,1")
-    shard_tokens: int = flag(1 << 24, "tokens of a shard, about; one document may be longer", minimum=1)
-    num_workers: int | None = flag(None, "processes (default: one per core); they change no byte", minimum=1)
+    split: tuple[float, ...] = flag((1.0,), "shares of train[,validation[,test]] by hash of a text: 949,50,1")
+    shard_tokens: int = flag(1 << 24, "most tokens of a shard, if no document is longer", minimum=1)
+    num_workers: int | None = flag(None, "processes, one per core by default; shards stay equal", minimum=1)
     log_interval: int = flag(100_000, "documents between lines of progress, at ends of slices", minimum=1)
     overwrite: bool = flag(False, "replace sources that were made from other inputs or with other options")
 
@@ -75,32 +78,28 @@ def make_shards(
     """
     recipe = ShardRecipe(reader, info, config.split, config.shard_tokens, max_bad_lines, dedup)
     workers = config.num_workers or available_cores()
-    results: dict[str, dict[int, SliceResult]] = {source.name: source.finished() for source in sources}
-    bad = Counter[str]()
-    for name, found in results.items():
-        bad[name] = sum(result["stats"]["num_bad"] for result in found.values())
-    jobs = [
-        SliceJob(source.name, entry, recipe, source.partial, source.journal)
-        for source in sources
-        for entry in source.slices
-    ]
-    pending = [job for job in jobs if job.slice.index not in results[job.source]]
+    jobs, pending, results = list[SliceJob](), list[SliceJob](), dict[str, dict[int, SliceResult]]()
+    for source in sources:
+        results[source.name] = source.finished()
+        for entry in source.slices:
+            job = SliceJob(source.name, entry, recipe, source.partial, source.journal)
+            jobs.append(job)
+            if entry.index not in results[source.name]:
+                pending.append(job)
+                job.folder.mkdir(parents=True, exist_ok=True)
     if len(pending) < len(jobs):
         note(f"{len(jobs) - len(pending)} of {len(jobs)} slices are there already")
-    for job in pending:
-        job.folder.mkdir(parents=True, exist_ok=True)
     if recipe.dedup and pending:
         unhashed = [job for job in jobs if not job.in_journal("hashes.npy").is_file()]
-        for _ in run_jobs(hash_slice, unhashed, [job.slice.num_bytes for job in unhashed], workers, "hash"):
+        for _ in run_jobs(hash_slice, unhashed, _num_bytes, workers, "hash"):
             pass
         mark_copies(jobs)
-    sizes = [job.slice.num_bytes for job in pending]
     done, told, began = Counter[str](), 0, time.monotonic()
-    for job, result in run_jobs(encode_slice, pending, sizes, workers, "encode"):
-        stats = result["stats"]
-        results[job.source][job.slice.index] = result
-        bad[job.source] += stats["num_bad"]
-        check_bad_lines(recipe.max_bad_lines, job.source, bad[job.source], stats["bad"])
+    for job, result in run_jobs(encode_slice, pending, _num_bytes, workers, "encode"):
+        stats, finished = result["stats"], results[job.source]
+        finished[job.slice.index] = result
+        num_bad = sum(each["stats"]["num_bad"] for each in finished.values())
+        check_bad_lines(recipe.max_bad_lines, job.source, num_bad, stats["bad"])
         done.update(documents=stats["documents"], tokens=stats["tokens"], bytes=job.slice.num_bytes)
         if done["documents"] - told >= config.log_interval:
             told = done["documents"]

@@ -39,26 +39,26 @@ _TRAINING_OPTIONS = "vocab_size tokenizer_type tokenizer_sample_mb text_key text
 
 @dataclass(frozen=True)
 class PrepareConfig(ShardsConfig):
-    """What to read, how to turn it into tokens, where to put it."""
+    """Which texts to read, how to turn the texts into tokens, and where to write the shards."""
 
     tokenizer: str = flag("", "byte, a model file, a tokenizer.json or a folder (default: the output's own)")
     train_tokenizer: bool = flag(False, "train a sentencepiece model on a sample of the inputs first")
-    vocab_size: int | None = flag(None, "tokens of that model (default: 32000)", minimum=300, maximum=1 << 20)
-    tokenizer_type: str = flag("bpe", "kind of that model", choices=("bpe", "unigram"))
-    tokenizer_sample_mb: int = flag(64, "text to train it on, in MB, spread over the inputs", minimum=1)
-    eos_token: str = flag("", "the token that ends a document (default: the tokenizer's own)")
-    append_eos: bool = flag(False, "store that token in the shards; by default the loader adds it")
-    text_key: str = flag("text", "JSON key or Parquet column of the text; a line end joins several, a,b")
+    vocab_size: int | None = flag(None, "tokens of the model (default: 32000)", minimum=300, maximum=1 << 20)
+    tokenizer_type: str = flag("bpe", "kind of the new model", choices=("bpe", "unigram"))
+    tokenizer_sample_mb: int = flag(64, "MB of text for the training of the new model", minimum=1)
+    eos_token: str = flag("", "the token that ends a document (default: the end token of the tokenizer)")
+    append_eos: bool = flag(False, "store the end token in the shards; by default the loader adds this token")
+    text_key: str = flag("text", "JSON key or Parquet column of the text; a line end joins the texts of a,b")
     text_separator: str = flag(
-        "", r"cuts text files into documents, with \n and \t (default: one per file)", form="text"
+        "", r"what ends a document within a text file, with \n, \t (default: one per file)", form="text"
     )
     include: tuple[str, ...] = flag((), "patterns of files to read, such as *.py,*.md (default: all)")
     exclude: tuple[str, ...] = flag((), "patterns of file names to pass over, such as test/*")
-    min_tokens: int = flag(1, "drop shorter documents", minimum=1)
-    max_tokens: int | None = flag(None, "drop longer documents", minimum=1)
-    limit_docs: int | None = flag(None, "read only that many documents of each source", minimum=1)
+    min_tokens: int = flag(1, "drop documents of fewer tokens", minimum=1)
+    max_tokens: int | None = flag(None, "drop documents of more tokens", minimum=1)
+    limit_docs: int | None = flag(None, "read only so many documents of each source", minimum=1)
     dedup: bool = flag(False, "drop exact copies of earlier documents, over all sources of this call")
-    max_bad_lines: int = flag(100, "stop when a source has more malformed records", minimum=0)
+    max_bad_lines: int = flag(100, "stop when a source has more malformed records than this", minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +105,7 @@ def _find_source(config: PrepareConfig, name: str, paths: Sequence[str]) -> Prep
 
 
 def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) -> Vocabulary:
-    """Returns what the output's tokenizer is from now on: the one given, trained, or already there.
+    """The tokenizer of the output from now on: the one that is given, trained, or already there.
 
     Raises:
         UserError: a source of the output was made with another, or with other inputs or options.
@@ -119,10 +119,9 @@ def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
         tokenizer = _load_kept(config, known)
     elif training:
         if known and not config.overwrite:
-            raise UserError(
-                f"--output ({output}) has a tokenizer that was not trained on these inputs with these "
-                "options; leave out --train_tokenizer to use it, choose another folder, or --overwrite=True"
-            )
+            rule = "has a tokenizer that was not trained on these inputs with these options"
+            remedy = "leave out --train_tokenizer to use this one, choose another folder, or --overwrite=True"
+            raise UserError(f"--output ({output}) {rule}; {remedy}")
         tokenizer = _train(config, sources)
     elif config.tokenizer:
         tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
@@ -138,8 +137,8 @@ def _settle_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
 def _load_kept(config: PrepareConfig, known: Vocabulary) -> Tokenizer:
     tokenizer = load_tokenizer(known.kept_in(config.folder), config.eos_token or known.eos_token)
     if tokenizer.vocabulary.digest != known.digest:
-        rule = f"{known.file_name} was changed after it was used; restore it"
-        raise UserError(f"--output ({config.folder}): {rule}")
+        rule = f"{known.file_name} was changed after its use; restore the file"
+        raise UserError(f"--output ({config.folder}) has another tokenizer: {rule}")
     return tokenizer
 
 
@@ -177,6 +176,5 @@ def _plan_key(
 def main(config: PrepareConfig) -> None:
     """The command: prepares, then says what was made."""
     print(describe(prepare(config)))
-    print(
-        f"shards, tokenizer and counts are in {config.output}; train on them with --data_path={config.output}"
-    )
+    made = f"shards, tokenizer and counts are in {config.output}"
+    print(f"{made}; train on these shards with --data_path={config.output}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,10 @@ _SHOWN_BAD = 5
 
 @dataclass
 class Stats:
-    """Sums over records, as the journal keeps them. `lengths[b]` counts texts of [2^(b-1), 2^b) tokens."""
+    """Sums over records, as the journal keeps them.
+
+    `lengths[b]` counts texts of [2^(b-1), 2^b) tokens; b is a text, because a key of JSON is one.
+    """
 
     records: int = 0
     documents: int = 0
@@ -25,7 +28,7 @@ class Stats:
     num_bad: int = 0
     bad: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    lengths: Counter[int] = field(default_factory=Counter)
+    lengths: Counter[str] = field(default_factory=Counter)
 
     def leave_out(self, problem: Problem) -> None:
         """Counts a record that is no document."""
@@ -40,23 +43,23 @@ class Stats:
         self.records += 1
         self.documents += 1
         self.tokens += num_tokens
-        self.lengths[num_tokens.bit_length()] += 1
+        self.lengths[str(num_tokens.bit_length())] += 1
         if document is not None:
             self.chars += len(document.text)
             self.num_bytes += len(document.data)
 
     @staticmethod
-    def merge(parts: Iterable[Stats]) -> Stats:
+    def merge(contents: Iterable[Mapping[str, Any]]) -> Stats:
+        """The sums of several, each as `vars` or the journal gives it."""
         total = Stats()
-        for part in parts:
-            sums = {name: value + getattr(part, name) for name, value in vars(total).items()}
-            total = Stats(**sums | {"bad": sums["bad"][:_SHOWN_BAD]})
+        for content in contents:
+            for name, value in content.items():
+                if isinstance(own := getattr(total, name), Counter):
+                    own.update(value)
+                else:
+                    setattr(total, name, own + value)
+        total.bad = total.bad[:_SHOWN_BAD]
         return total
-
-    @staticmethod
-    def from_json(content: Mapping[str, Any]) -> Stats:
-        lengths = Counter({int(bucket): count for bucket, count in content["lengths"].items()})
-        return Stats(**{**content, "left_out": Counter(content["left_out"]), "lengths": lengths})
 
     def reasons(self) -> str:
         """Why records were left out, the most frequent first."""
@@ -65,19 +68,18 @@ class Stats:
 
 def describe(stats: Mapping[str, Stats]) -> str:
     """What was read, kept and left out by source, and a histogram of document lengths."""
-    total = Stats.merge(stats.values())
-    rows = []
+    total, rows, bars = Stats.merge(map(vars, stats.values())), list[Sequence[str]](), list[Sequence[str]]()
     for name, part in [*stats.items(), ("total", total)]:
         per_token = f"{part.chars / part.tokens:.2f}" if part.chars else "–"  # ids came without their text
         per_document = part.tokens / max(1, part.documents)
         numbers = f"{part.documents:,}", f"{part.tokens:,}", per_token, f"{per_document:,.0f}"
         rows.append((name, *numbers, part.reasons() or "nothing"))
-    head = ("source", "documents", "tokens", "chars/token", "tokens/doc", "left out")
-    bars = []
-    most = max(total.lengths.values(), default=1)
-    for bucket in range(min(total.lengths, default=0), max(total.lengths, default=0) + 1):
-        low, high, count = (1 << bucket) >> 1, (1 << bucket) - 1, total.lengths[bucket]
+    buckets, most = list(map(int, total.lengths)) or [0], max(total.lengths.values(), default=1)
+    for bucket in range(min(buckets), max(buckets) + 1):
+        low, high, count = (1 << bucket) >> 1, (1 << bucket) - 1, total.lengths[str(bucket)]
         bars.append((f"{low:,}–{high:,}", f"{count:,}", "#" * (40 * count // most)))
-    lengths = table(("tokens per document", "documents", ""), bars, text_columns=(2,))
-    malformed = [f"malformed: {where}" for part in stats.values() for where in part.bad]
-    return "\n".join([table(head, rows, (0, 5)), lengths, *malformed])
+    lines = [table(("source", "documents", "tokens", "chars/token", "tokens/doc", "left out"), rows, (0, 5))]
+    lines.append(table(("tokens per document", "documents", ""), bars, text_columns=(2,)))
+    for part in stats.values():
+        lines += map("malformed: {}".format, part.bad)
+    return "\n".join(lines)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,27 +38,26 @@ def read_token_file(path: str, column: str) -> Iterator[Tokens]:
     Raises:
         UserError, OSError: the file is none of these formats, or damaged.
     """
-    if path.endswith(".idx"):
-        return _read_megatron(path)
-    if path.endswith(".ds"):
-        return _read_datatrove(path)
-    if path.endswith(".parquet"):
-        return _read_parquet_ids(path, column)
-    if path.endswith(".arrow"):
-        return _read_arrow_ids(path, column)
-    raise UserError("is no .idx (of a Megatron pair), .ds, .parquet or .arrow file")
+    readers = {
+        ".idx": _read_megatron,
+        ".ds": _read_datatrove,
+        ".parquet": _read_parquet_ids,
+        ".arrow": _read_arrow_ids,
+    }
+    if (suffix := os.path.splitext(path)[1]) not in readers:
+        raise UserError("is no .idx (of a Megatron pair), .ds, .parquet or .arrow file")
+    return readers[suffix](path, column)
 
 
-def _read_megatron(path: str) -> Iterator[Tokens]:
+def _read_megatron(path: str, _: str) -> Iterator[Tokens]:
     """Documents of an index and its .bin. Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py."""
     with open(path, "rb") as file:
         if file.read(9) != _MEGATRON_MAGIC:
             raise UserError("is not a Megatron index (its first bytes are others)")
         version, code = int.from_bytes(file.read(8), "little"), file.read(1)[0]
         if version != 1 or code not in _MEGATRON_TYPES:
-            raise UserError(
-                f"is a Megatron index of version {version}, type {code}; known: version 1, integers"
-            )
+            found = f"is a Megatron index of version {version}, type {code}"
+            raise UserError(f"{found}; known: version 1, integers")
         num_sequences, num_edges = (int.from_bytes(file.read(8), "little") for _ in range(2))
         lengths = np.fromfile(file, "<i4", num_sequences)
         pointers = np.fromfile(file, "<i8", num_sequences)
@@ -68,12 +68,12 @@ def _read_megatron(path: str) -> Iterator[Tokens]:
     starts = pointers // ids.dtype.itemsize
     if len(starts) and int((starts + lengths).max()) > len(ids):
         raise UserError(f"points beyond the end of {ids_file(path)}")
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in pairwise(edges):
         pieces = [ids[starts[i] : starts[i] + lengths[i]] for i in range(first, last)]
-        yield np.concatenate(pieces) if pieces else ids[:0]
+        yield np.concatenate([ids[:0], *pieces])
 
 
-def _read_datatrove(path: str) -> Iterator[Tokens]:
+def _read_datatrove(path: str, _: str) -> Iterator[Tokens]:
     """Documents of a .ds file; sizes tell the width of an id.
 
     Source: datatrove, pipeline/tokens/tokenizer.py.
@@ -83,7 +83,7 @@ def _read_datatrove(path: str) -> Iterator[Tokens]:
     if total and size not in (2 * total, 4 * total):
         raise UserError(f"has {size} bytes for {total} tokens of its index; expected 2 or 4 each")
     ids = _mapped(path, np.dtype(f"<u{size // total}" if total else "<u2"))
-    for start, end in zip([0, *ends], ends, strict=False):
+    for start, end in pairwise([0, *ends]):
         yield ids[start:end]
 
 
@@ -109,12 +109,12 @@ def _read_arrow_ids(path: str, column: str) -> Iterator[Tokens]:
 
 @contextmanager
 def open_arrow(path: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
-    """Schema and batches of an Arrow file or a whole Arrow stream. Raises: UserError."""
+    """Schema and batches of an Arrow file or a whole Arrow stream. Raises: OSError, pa.ArrowInvalid."""
     with pa.memory_map(path) as source:
         is_file = source.read(6) == b"ARROW1"  # else a stream, as the package datasets writes
         source.seek(max(0, source.size() - 8))
         if not is_file and source.read() != _END_OF_STREAM:
-            raise UserError("is neither an Arrow file nor a whole Arrow stream")
+            raise pa.ArrowInvalid("the file is neither an Arrow file nor a whole Arrow stream")
         source.seek(0)
         reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         yield reader.schema, map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
@@ -146,4 +146,4 @@ def _split_lists(array: pa.Array) -> Sequence[Tokens]:
     if is_document:
         return [array.to_numpy()]
     offsets, values = array.offsets.to_numpy(), array.values.to_numpy()
-    return [values[start:stop] for start, stop in zip(offsets, offsets[1:], strict=False)]
+    return [values[start:stop] for start, stop in pairwise(offsets)]

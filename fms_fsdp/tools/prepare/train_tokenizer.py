@@ -69,10 +69,10 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
 def _training_problem(text: str) -> str:
     """The rule and the remedy behind an error of sentencepiece."""
     if least := re.search(r"required_chars\. \d+ vs (\d+)", text):
-        return f"is too low for this text, whose characters take {least[1]}; raise it"
+        return f"is too low for this text, whose characters take {least[1]}; raise this number"
     if most := re.search(r"value <= (\d+)", text):
-        return f"is too high for this text: at most {most[1]}; lower it or give more"
-    return f"must fit the text: {text.strip().splitlines()[-1]}; change it or give other text"
+        return f"is too high for this text: at most {most[1]}; lower this number or give more text"
+    return f"must fit the text: {text.strip().splitlines()[-1]}; change this number or give other text"
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:

@@ -40,20 +40,20 @@ def note(text: str) -> None:
 
 
 def run_jobs(
-    function: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int], num_workers: int, label: str
+    work: Callable[[Job], Result], jobs: Sequence[Job], size: Callable[[Job], int], workers: int, label: str
 ) -> Iterator[tuple[Job, Result]]:
-    """Yields (job, result) as jobs finish; the largest begin first. `sizes` are bytes, roughly.
+    """Yields (job, result) as jobs finish; the largest begin first. `size` of a job: its bytes, roughly.
 
     With one worker the jobs run in this process, in their order.
 
     Raises:
         UserError: a process was killed from outside. What a job raises passes through; the other jobs end.
     """
-    num_workers = min(num_workers, len(jobs))
+    num_workers, sizes = min(workers, len(jobs)), list(map(size, jobs))
     if num_workers > 1:
-        results = _run_in_processes(function, jobs, sizes, num_workers)
+        results = _run_in_processes(work, jobs, sizes, num_workers)
     else:
-        results = ((i, function(job)) for i, job in enumerate(jobs))
+        results = ((i, work(job)) for i, job in enumerate(jobs))
     total_mb, done_mb = max(1e-6, sum(sizes) / 1e6), 0.0
     started = told = time.monotonic()
     for count, (i, result) in enumerate(results, start=1):
@@ -68,22 +68,20 @@ def run_jobs(
 
 
 def _run_in_processes(
-    function: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int], num_workers: int
+    work: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int], num_workers: int
 ) -> Iterator[tuple[int, Result]]:
     before = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker)
     try:
         by_size = sorted(range(len(jobs)), key=lambda i: -sizes[i])
-        futures = {pool.submit(function, jobs[i]): i for i in by_size}
+        futures = {pool.submit(work, jobs[i]): i for i in by_size}
         for future in as_completed(futures):
             yield futures.pop(future), future.result()
         pool.shutdown()
     except BrokenProcessPool:
-        raise UserError(
-            "--num_workers: a worker process was killed, perhaps out of memory; run the command again to go "
-            "on where it stopped, with fewer workers or a lower --shard_tokens"
-        ) from None
+        remedy = "run the command again with fewer workers or a lower --shard_tokens: it goes on from here"
+        raise UserError(f"--num_workers: a process was killed, perhaps out of memory; {remedy}") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - before:

@@ -73,23 +73,26 @@ def command(run: RunHistory) -> list[str]:
     except (UserError, TypeError):  # flags of another release
         return []
     world = run.config["resolved"].get("world_size", 1)
-    launcher = ["python"] if world == 1 else ["torchrun", f"--nproc_per_node={world}"]
-    flags = [shlex.quote(f"--{name}={shown_value(value)}") for name, value in values.items()]
-    return [*launcher, "main_training.py", *flags]
+    words = ["python"] if world == 1 else ["torchrun", f"--nproc_per_node={world}"]
+    words.append("main_training.py")
+    for name, value in values.items():
+        words.append(shlex.quote(f"--{name}={shown_value(value)}"))
+    return words
 
 
 def tables(run: RunHistory) -> dict[str, list[Row]]:
     """Title → rows, the head first."""
-    launches = {name: content for name, content in run.configs.items() if name != "config.json"}
-    changed = [(name, *values) for name, values in differences(launches)]
-    last = run.reports[max(run.reports)]
-    details = run.config["resolved"] | {key: last[key] for key in OF_LAST_LAUNCH if last.get(key)}
+    launches = run.configs.copy()
+    launches.pop("config.json", None)
+    last, details = run.reports[max(run.reports)], run.config["resolved"].copy()
+    for key in filter(last.get, OF_LAST_LAUNCH):
+        details[key] = last[key]
     return {
         "Checkpoints": [LIST_HEAD, *_checkpoints(run)],
         "Launches": [LAUNCHES, *_launches(run)],
         "Data": [("source", "weight", "tokens", "epochs", *HELD_OUT.values()), *_sources(run)],
         "Details": [("name", "value"), *((key, _words(value)) for key, value in details.items())],
-        "Flags that launches changed": [("flag", *launches), *changed],
+        "Flags that launches changed": [("flag", *launches), *differences(launches)],
         "Events": [("launch", "step", "date", "event", ""), *_events(run)],
     }
 

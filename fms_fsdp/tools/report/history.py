@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fms_fsdp.record import located_sections
 Record = dict[str, Any]
 Floats = npt.NDArray[np.float64]
 LONGEST_SAMPLE = 20_000  # characters
-_OF_A_LAUNCH = re.compile(r"config\.([1-9][0-9]{0,8})\.json")
+_CONFIG = re.compile(r"config(\.[1-9][0-9]{0,8})?\.json")  # the last one, and that of a launch
 
 
 @dataclass
@@ -61,9 +62,8 @@ class RunHistory:
     @property
     def restarts(self) -> list[int]:
         """The last step before each launch but the first."""
-        attempts = [(step, report.get("attempt")) for step, report in self.reports.items()]
-        pairs = zip(attempts, attempts[1:], strict=False)
-        return [step - 1 for (_, before), (step, attempt) in pairs if attempt != before]
+        pairs = pairwise(self.reports.values())
+        return [new["step"] - 1 for old, new in pairs if old.get("attempt") != new.get("attempt")]
 
     def series(self, key: str, x: str = "step") -> tuple[Floats, Floats]:
         """Places and values of a metric, where it is recorded; what was not finite is NaN."""
@@ -96,7 +96,7 @@ class RunHistory:
         step, attempt, now = int(record["step"]), int(record.get("attempt", 1)), record.get("time")
         if isinstance(now, int | float) and 0 <= now < 1e10:
             first, last = self.spans.get(attempt, (now, now))
-            starting = sum(_seconds(record)) if record.get("event") == "start" else 0.0
+            starting = _seconds(record) if record.get("event") == "start" else 0.0
             self.spans[attempt] = min(first, now - starting), max(last, now)
         if "event" in record:
             self.events.append(record)
@@ -119,7 +119,7 @@ def read_run(folder: Path) -> RunHistory:
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        rule = "must be a run folder, and there is no metrics.jsonl in it; name --output_dir"
+        rule = "must be a run folder, and has no metrics.jsonl; name --output_dir"
         raise UserError(f"run ({folder}) {rule}")
     run = RunHistory(folder.resolve().name, folder)
     with path.open(encoding="utf-8") as lines:
@@ -133,37 +133,34 @@ def read_run(folder: Path) -> RunHistory:
     if not run.reports:
         rule = f"must have reported, and {path.name} holds no report yet; wait for its first"
         raise UserError(f"run ({folder}) {rule}")
-    matches = (_OF_A_LAUNCH.fullmatch(file.name) for file in folder.iterdir())
-    launches = sorted(int(match[1]) for match in matches if match)
-    for name in ("config.json", *(f"config.{number}.json" for number in launches)):
-        if content := read_json(folder / name):
-            run.configs[name] = {key: value for key, value in content.items() if isinstance(value, dict)}
+    for path in sorted(folder.glob("config*.json"), key=lambda path: (len(path.name), path.name)):
+        if _CONFIG.fullmatch(path.name) and (content := read_json(path)):
+            run.configs[path.name] = {key: value for key, value in content.items() if isinstance(value, dict)}
     run.status = read_json(folder / "status.json")
     if (samples := folder / "samples.txt").is_file():
         run.sample = samples.read_text(encoding="utf-8", errors="replace")[-LONGEST_SAMPLE:]
     return run
 
 
-def differences(configs: dict[str, Record]) -> list[tuple[str, list[str]]]:
-    """(flag, its value in each configuration) of every flag that is not the same in all.
+def differences(configs: dict[str, Record]) -> list[tuple[str, ...]]:
+    """Each flag that has not the same value in all configurations, and its values there.
 
     The run's name and folder and what was derived from flags are left out.
     """
-    flat: list[dict[str, str]] = []
-    for config in configs.values():
-        sections = located_sections(config).values()
-        flat.append({key: json.dumps(value) for section in sections for key, value in section.items()})
-    keys = dict.fromkeys(key for values in flat for key in values if key not in ("output_dir", "run_name"))
-    rows = []
-    for key in keys:
-        shown = [values.get(key, "–") for values in flat]
-        if len(set(shown)) > 1:
-            rows.append((key, shown))
-    return rows
+    rows = dict[str, list[str]]()
+    for place, config in enumerate(configs.values()):
+        for section in located_sections(config).values():
+            for key, value in section.items():
+                rows.setdefault(key, ["–"] * len(configs))[place] = json.dumps(value)
+    for key in ("output_dir", "run_name"):
+        rows.pop(key, None)
+    return [(key, *shown) for key, shown in rows.items() if len(set(shown)) > 1]
 
 
-def _seconds(event: Record) -> list[float]:
-    return [value for key, value in event.items() if key.endswith("_s") and value and _is_number(value)]
+def _seconds(event: Record) -> float:
+    """The sum of all times of an event."""
+    times = (value for key, value in event.items() if key.endswith("_s") and _is_number(value))
+    return float(sum(filter(None, times)))
 
 
 def _is_number(value: Any) -> bool:

@@ -14,7 +14,7 @@ from fms_fsdp.config import flag
 from fms_fsdp.errors import UserError
 from fms_fsdp.tools.report.facts import cards, command, subtitle, tables
 from fms_fsdp.tools.report.history import RunHistory, differences, read_run
-from fms_fsdp.tools.report.panels import build_panels
+from fms_fsdp.tools.report.panels import Panel, build_panels
 from fms_fsdp.tools.report.svg import draw, text
 
 REFRESH_S = 5  # of a page that is served
@@ -24,25 +24,24 @@ REFRESH_S = 5  # of a page that is served
 class ReportConfig:
     """A page of curves and tables from run folders."""
 
-    runs: tuple[str, ...] = flag((), "run folders; several are compared", positional=True)
+    runs: tuple[str, ...] = flag((), "run folders; several runs are compared", positional=True)
     output: str = flag("", "the page (default: report.html in the first run folder)")
-    png: bool = flag(False, "write the charts beside the page too, as <page>.png; needs matplotlib")
-    serve: bool = flag(False, "write no file; show the page in a browser and renew it while the run goes on")
+    serve: bool = flag(False, "write no file; show the page in a browser and renew the page during the run")
     host: str = flag("127.0.0.1", "address of --serve; with 0.0.0.0 other machines see the page too")
-    port: int = flag(8080, "port of --serve; 0 takes any that is free", minimum=0, maximum=65535)
+    port: int = flag(8080, "port of --serve; 0 takes any free port", minimum=0, maximum=65535)
 
     def __post_init__(self) -> None:
         if not self.runs:
             raise UserError("runs () must name at least one run folder; write `report RUN [RUN …]`")
-        if self.serve and (self.output or self.png):
-            raise UserError("--serve (True) writes no file; leave --output and --png out")
+        if self.serve and self.output:
+            raise UserError("--serve (True) writes no file; leave --output out")
 
 
 def main(config: ReportConfig) -> None:
     """Writes the page and prints its path, or serves it.
 
     Raises:
-        UserError: no run can be drawn, matplotlib is missing for --png, or the port cannot be used.
+        UserError: no run can be drawn, or the port cannot be used.
         OSError: the page cannot be written.
     """
     runs = read_runs(config.runs)
@@ -52,14 +51,7 @@ def main(config: ReportConfig) -> None:
         folders = [run.folder for run in runs]
         serve(folders, lambda: render_page(read_runs(config.runs), REFRESH_S), config.host, config.port)
         return
-    path = Path(config.output or runs[0].folder / "report.html")
-    if config.png:
-        from fms_fsdp.tools.report.png import write_png
-
-        write_png(build_panels(runs), path.with_suffix(".png"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_page(runs), encoding="utf-8")
-    print(path)
+    write_page(Path(config.output or runs[0].folder / "report.html"), render_page(runs))
 
 
 def read_runs(folders: Sequence[str]) -> list[RunHistory]:
@@ -91,6 +83,19 @@ def render_page(runs: Sequence[RunHistory], refresh_s: int = 0) -> str:
     return fill_page(text(", ".join(run.name for run in runs)), "\n".join(parts), refresh_s)
 
 
+def write_charts(path: Path, title: str, panels: Sequence[Panel]) -> None:
+    """Writes a page of these charts alone, and prints its path. Raises: OSError."""
+    charts = f'<h1>{text(title)}</h1><div class="charts">{draw(panels)}</div>'
+    write_page(path, fill_page(text(title), charts))
+
+
+def write_page(path: Path, page: str) -> None:
+    """Writes the page, and prints its path. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    print(path)
+
+
 def fill_page(title: str, content: str, refresh_s: int = 0) -> str:
     """A page with this title and content, both HTML."""
     opening, ending = Path(__file__).with_name("page.html").read_text().split("$content")
@@ -107,8 +112,7 @@ def _opening(run: RunHistory) -> list[str]:
 
 def _comparison(runs: Sequence[RunHistory]) -> list[str]:
     """The flags that differ, then the figures of the cards, a run a row."""
-    changed = differences({run.name: run.config for run in runs})
-    flags = [("flag", *(run.name for run in runs)), *((name, *values) for name, values in changed)]
+    flags = [("flag", *(run.name for run in runs)), *differences({run.name: run.config for run in runs})]
     figures = list[dict[str, str]]()
     for run in runs:
         figures.append({"run": run.name} | {label: figure for label, figure, _ in cards(run)})

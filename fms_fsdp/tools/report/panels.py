@@ -1,5 +1,4 @@
-"""Which charts a report has: runs → panels of curves, as data. `svg.py` draws them for the page, `png.py` as
-a picture.
+"""Which charts a report has: runs → panels of curves, as data. `svg.py` draws them for a page.
 
 A run alone has a colour for each metric. Several runs share their panels, and each has one colour.
 """
@@ -34,7 +33,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart of `metrics` over `x`. `restarts`: the places where launches began."""
+    """A chart of `metrics` over `x`. `marks`: places that a dotted line shows, which the legend calls
+    `mark`."""
 
     name: str
     title: str
@@ -46,7 +46,8 @@ class Panel:
     log_y: bool = False
     is_stack: bool = False
     series: list[Series] = field(default_factory=list)
-    restarts: list[float] = field(default_factory=list)
+    marks: list[float] = field(default_factory=list)
+    mark: str = "restart"
 
 
 LOSSES = ("loss", "loss_mean")
@@ -77,24 +78,26 @@ def _curves(runs: Sequence[RunHistory], panel: Panel) -> Panel:
 
     Of several runs it has the first metric alone, of losses the means and the first held-out one.
     """
-    is_alone, series, restarts = len(runs) == 1, list[Series](), list[float]()
+    is_alone, series, marks = len(runs) == 1, list[Series](), list[float]()
     for number, run in enumerate(runs):
         held_out = run.validation_losses if panel.metrics == LOSSES else []
-        points = {key: run.series(key, panel.x) for key in (*panel.metrics, *held_out)}
-        found = {key: (x, y) for key, (x, y) in points.items() if len(x)}
+        found = dict[str, tuple[Floats, Floats]]()
+        for key in (*panel.metrics, *held_out):
+            x, y = run.series(key, panel.x)
+            if len(x):
+                found[key] = x, y
         if has_means := "loss_mean" in found:
             found["loss_mean"] = _merged(*found["loss_mean"], MOST_MEANS, log_x=panel.log_x)
         shown = list(found) if is_alone else [panel.metrics[has_means], *held_out[:1]]
-        for place, key in enumerate(key for key in shown if key in found):
+        for place, key in enumerate(filter(found.get, shown)):
             label = key.removesuffix("/loss") if is_alone else f"{run.name} {key.removesuffix('/loss')}"
             color = max(0, place - has_means) if is_alone else number
             is_held_out, is_faint = key in held_out, has_means and key == "loss"
             dash = () if key in LOSSES else DASHES[1 + place % 3 if is_held_out else place]
             series.append(Series(label, *found[key], color, dash, is_held_out, is_faint))
-        restarts.extend(
-            step if panel.x == "step" else run.reports[step + 1][panel.x] for step in run.restarts
-        )
-    return replace(panel, series=_distinct(series), restarts=restarts)
+        for step in run.restarts:
+            marks.append(step if panel.x == "step" else run.reports[step + 1][panel.x])
+    return replace(panel, series=_distinct(series), marks=marks)
 
 
 def _distinct(series: Sequence[Series]) -> list[Series]:
@@ -110,15 +113,18 @@ def _distinct(series: Sequence[Series]) -> list[Series]:
 def _times(run: RunHistory) -> list[Series]:
     reports = [record for record in run.reports.values() if "forward_backward_ms" in record]
     parts = {key: _column(reports, key) for key in TIMES}
-    parts["other"] = np.maximum(0.0, _column(reports, "step_time_ms") - sum(parts[key] for key in TIMES[:3]))
+    named = sum(parts[key] for key in TIMES[:3])
+    parts["other"] = np.maximum(0.0, _column(reports, "step_time_ms") - named)
     return _layers(reports, parts)
 
 
 def _shares(run: RunHistory) -> list[Series]:
     """The share of each source in the tokens between two reports."""
     reports = list(run.reports.values())
-    counts = {key.removeprefix("tokens/"): _column(reports, key) for key in run.keys("tokens/")}
-    used = {key: np.maximum(0.0, np.diff(count, prepend=0.0)) for key, count in counts.items()}
+    used = dict[str, Floats]()
+    for key in run.keys("tokens/"):
+        counts = np.diff(_column(reports, key), prepend=0.0)
+        used[key.removeprefix("tokens/")] = np.maximum(0.0, counts)
     layers = _layers(reports, used)
     total = np.maximum(1e-9, sum(layer.y for layer in layers))
     return [replace(layer, y=layer.y / total) for layer in layers]
@@ -126,9 +132,10 @@ def _shares(run: RunHistory) -> list[Series]:
 
 def _layers(reports: Sequence[Record], parts: Mapping[str, Floats]) -> list[Series]:
     """A layer of each part, of means over the steps between their places."""
-    steps = _column(reports, "step")
-    merged = {label: _merged(steps, values, MOST_LAYERS) for label, values in parts.items() if len(steps)}
-    return [Series(label, *points, color) for color, (label, points) in enumerate(merged.items())]
+    steps, layers = _column(reports, "step"), list[Series]()
+    for label, values in parts.items() if reports else ():
+        layers.append(Series(label, *_merged(steps, values, MOST_LAYERS), len(layers)))
+    return layers
 
 
 def _merged(x: Floats, y: Floats, most: int, *, log_x: bool = False) -> tuple[Floats, Floats]:

@@ -17,7 +17,7 @@ def serve(folders: Sequence[Path], render: Callable[[], str], host: str, port: i
     Raises:
         UserError: the address cannot be used.
     """
-    watched = [path for folder in folders for path in (folder, folder / "metrics.jsonl")]
+    watched = [*folders, *(folder / "metrics.jsonl" for folder in folders)]
     made: tuple[list[int], bytes] = [], b""
 
     class Handler(BaseHTTPRequestHandler):

@@ -48,16 +48,16 @@ class Axis:
         if self.is_log and self.high / self.low > 20:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             factors = (1, 3) if len(decades) < 6 else (1,)
-            powers = decades[:: 1 + len(decades) // 8]
-            found = [factor * 10.0**power for power in powers for factor in factors]
-            values = [value for value in found if self.low <= value <= self.high]
+            powers = 10.0 ** np.array(decades[:: 1 + len(decades) // 8])
+            found = np.outer(powers, factors).ravel()
+            values = found[(self.low <= found) & (found <= self.high)]
         else:
             rough = (self.high - self.low) / 5
             power = 10.0 ** math.floor(math.log10(rough))
             step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.99)
             first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-            values = [number * step for number in range(first, last + 1)]
-        return list(zip(self.pixels(np.array(values)).tolist(), map(short, values), strict=True))
+            values = step * np.arange(first, last + 1)
+        return list(zip(self.pixels(values).tolist(), map(short, values.tolist()), strict=True))
 
 
 def draw(panels: Sequence[Panel]) -> str:
@@ -75,12 +75,13 @@ def text(words: str) -> str:
 def _figure(panel: Panel, most: int) -> str:
     x_axis, y_axis = _axes(panel)
     draw_series = _layers if panel.is_stack else _lines
-    restarts = "".join(f"M{x:.1f} {TOP}V{BOTTOM}" for x in x_axis.pixels(np.array(panel.restarts)))
-    keys = [
-        _key(_shape(curve, panel.is_stack), curve.label, _dots(curve, "M13 6h0") if curve.has_dots else "")
-        for curve in panel.series
-    ]
-    keys += [_key('class="restart"', "restart")] if restarts else []
+    marks = "".join(f"M{x:.1f} {TOP}V{BOTTOM}" for x in x_axis.pixels(np.array(panel.marks)))
+    keys = list[str]()
+    for curve in panel.series:
+        dot = _dots(curve, "M13 6h0") if curve.has_dots else ""
+        keys.append(_key(_shape(curve, panel.is_stack), curve.label, dot))
+    if marks:
+        keys.append(_key('class="restart"', panel.mark))
     scale = f"{x_axis.low:.9g} {x_axis.high:.9g} {int(panel.log_x)} {LEFT} {RIGHT} {TOP} {BOTTOM}"
     parts = [
         f"<figure><figcaption><b>{text(panel.title)}</b> {text(panel.unit)}</figcaption><ul>",
@@ -91,13 +92,13 @@ def _figure(panel: Panel, most: int) -> str:
         *(f'<text class="y" x="{LEFT - 6}" y="{y:.1f}">{tick}</text>' for y, tick in y_axis.ticks()),
         *(f'<text class="x" x="{x:.1f}" y="{BOTTOM + 17}">{tick}</text>' for x, tick in x_axis.ticks()),
         *draw_series(panel.series, x_axis, y_axis, most),
-        f'<path class="restart" d="{restarts}"/></svg></figure>',
+        f'<path class="restart" d="{marks}"/></svg></figure>',
     ]
     return "\n".join(parts)
 
 
 def _axes(panel: Panel) -> tuple[Axis, Axis]:
-    x = np.concatenate([panel.restarts, *(curve.x for curve in panel.series)])
+    x = np.concatenate([panel.marks, *(curve.x for curve in panel.series)])
     y = [curve.y for curve in panel.series]
     heights = np.sum(y, axis=0) if panel.is_stack else np.concatenate(y)
     x_limits = _limits(x, panel.log_x, 0.0, from_zero=False)

@@ -153,7 +153,7 @@ def test_several_keys_are_joined(tmp_path: Path) -> None:
         ("cut.jsonl.gz", gzip.compress(os.urandom(5000))[:3000], ["cut.jsonl.gz", "cannot be read"]),
         ("no.jsonl.gz", b"plain", ["no.jsonl.gz", "cannot be read"]),
         ("no.jsonl.zst", b"plain text, not zstd", ["no.jsonl.zst", "cannot be read"]),
-        ("no.parquet", b"plain", ["no.parquet", "not a readable Parquet file"]),
+        ("no.parquet", b"plain", ["no.parquet", "cannot be read", "Parquet", "repair or exclude the file"]),
     ],
 )
 def test_broken_files_stop_with_their_name(

@@ -145,5 +145,5 @@ def test_convert_refuses_to_read_what_it_writes(tmp_path: Path, corpus: str) -> 
 )
 def test_a_journal_entry_of_another_hand_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "entry.json").write_text(text)
-    with pytest.raises(ValueError, match=r"entry.json is not what prepare wrote; remove it$"):
+    with pytest.raises(ValueError, match=r"entry.json is not what prepare wrote; remove the file$"):
         _read_entry(tmp_path / "entry.json")

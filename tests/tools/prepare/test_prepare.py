@@ -249,7 +249,7 @@ def test_filters_count_what_they_drop(tmp_path: Path) -> None:
     assert (stats.records, stats.documents, stats.tokens, stats.chars, stats.num_bad) == (7, 2, 5, 5, 1)
     reasons = ["empty document", "shorter than 2 tokens", "longer than 3 tokens", "blank line", "not JSON"]
     assert stats.left_out == dict.fromkeys(reasons, 1)
-    assert stats.lengths == {2: 2}  # both have 2–3 tokens
+    assert stats.lengths == {"2": 2}  # both have 2–3 tokens
     report = describe({"x": stats})
     assert "2–3" in report and "1 blank line" in report and f"{path}:7 not JSON" in report
     assert json.loads((tmp_path / "out/meta/summary.json").read_text())["x"]["documents"] == 2
@@ -340,7 +340,7 @@ def test_the_end_token_asked_for_holds_for_workers_and_later_sources(tmp_path: P
             assert metadata["sep_token"] == "1" and all(row[-1] == 1 for row in rows)
     run(tmp_path / "other", web, "", train_tokenizer=True, vocab_size=310)
     (output / "tokenizer.model").write_bytes((tmp_path / "other/tokenizer.model").read_bytes())
-    with pytest.raises(ValueError, match=r"tokenizer\.model was changed after it was used; restore it"):
+    with pytest.raises(ValueError, match=r"tokenizer\.model was changed after its use; restore the file"):
         run(output, code, "", append_eos=True)
 
 
@@ -369,7 +369,7 @@ def test_another_input_or_option_is_refused_unless_overwritten(tmp_path: Path, c
 def test_one_prepare_at_a_time(tmp_path: Path, corpus: str) -> None:
     output = tmp_path / "out"
     output.mkdir()
-    with lock_folder(output), pytest.raises(ValueError, match="must have one writer.*wait for it"):
+    with lock_folder(output), pytest.raises(ValueError, match="must have one writer.*wait for its end"):
         run(output, corpus)
     run(output, corpus)
 
@@ -499,7 +499,7 @@ def test_orphaned_workers_end(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import multiprocessing, os, signal\nfrom fms_fsdp.tools.prepare.workers import run_jobs\nif "
-        "__name__ == '__main__':\n    for _ in run_jobs(abs, [1, 2, 3], [1, 1, 1], 2, 'test'):\n        "
+        "__name__ == '__main__':\n    for _ in run_jobs(abs, [1, 2, 3], abs, 2, 'test'):\n        "
         "print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n        "
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -13,11 +13,11 @@ from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf_folder import fill, find_hf_tokenizer, is_hf_folder, open_folder
 from fms_fsdp.extras.text_rules import TextRules, begin_token, rules_of_folder
-from fms_fsdp.extras.trained_run import find_checkpoint, kept_originals, recorded_tokenizer
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama, build_model
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.spec.origin import data_of
+from fms_fsdp.tools.trained_run import find_checkpoint, kept_originals, recorded_tokenizer
 
 
 class TextModel(NamedTuple):
