@@ -31,7 +31,6 @@ def load_model(
     """
     from fms_fsdp.parts import load_part
 
-    found = load_part("loading:load", folder="tools")(
-        path, step, device
-    )  # torch: not for those who only read flags
+    # by name: who only reads flags does not wait for torch
+    found = load_part("loading:load", folder="tools")(path, step, device)
     return found.model, found.tokenizer
