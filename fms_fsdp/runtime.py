@@ -48,7 +48,7 @@ class World:
     def from_env() -> World:
         size = _from_environment("WORLD_SIZE", 1, range(1, 10**6))
         if size > 1 and (missing := {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
-            raise UserError(f"WORLD_SIZE ({size}) needs {min(missing)} too; start with torchrun, or unset it")
+            raise UserError(f"WORLD_SIZE ({size}) needs {min(missing)} too; use torchrun, or unset the size")
         if size > 1:
             _from_environment("MASTER_PORT", 0, range(2**16))
         local_size = _from_environment("LOCAL_WORLD_SIZE", size, range(1, size + 1))
@@ -60,7 +60,7 @@ def _from_environment(name: str, default: int, valid: range) -> int:
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) not in valid:
         rule = f"must be a whole number from {valid.start} to {valid.stop - 1}, as torchrun sets it"
-        raise UserError(f"{name} ({shown(text)}) {rule}; unset it, or start with torchrun")
+        raise UserError(f"{name} ({shown(text)}) {rule}; unset the variable, or start with torchrun")
     return int(text)
 
 
@@ -81,7 +81,7 @@ def pick_device(world: World) -> torch.device:
     if world.local_rank >= torch.cuda.device_count():
         raise UserError(
             f"--nproc_per_node ({world.local_world_size}) must not exceed the node's GPUs "
-            f"({torch.cuda.device_count()}); lower it"
+            f"({torch.cuda.device_count()}); lower the number"
         )
     return torch.device("cuda", world.local_rank)
 

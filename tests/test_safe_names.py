@@ -34,7 +34,9 @@ def test_plain_names_are_given_back(name: str) -> None:
 )
 @pytest.mark.parametrize("folders", [False, True])
 def test_names_that_lead_out_of_the_folder_or_break_a_line_are_refused(name: object, folders: bool) -> None:
-    with pytest.raises(ValueError, match=r"^x.json names a file \(.*\) that must .*; correct or remove it$"):
+    with pytest.raises(
+        ValueError, match=r"^x.json names a file \(.*\) that must .*; correct or remove the entry$"
+    ):
         safe_name(name, "x.json", folders=folders)
 
 

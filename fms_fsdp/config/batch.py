@@ -124,7 +124,7 @@ def _facts_of_ramp(wanted: WantedBatch) -> Mapping[str, Any]:
         "dp_size": dp_size,
         "micro_step": wanted.micro_step,
         "batches": joined(first) + ",…" * (steps > 5),
-        "remedies": " or ".join([*remedies, "leave it out"]),
+        "remedies": " or ".join([*remedies, "leave the flag out"]),
     }
 
 
@@ -135,7 +135,7 @@ DIVIDES: tuple[Rule[WantedBatch], ...] = (
     Rule("global_batch_size", lambda wanted: len(wanted.given) != 1 or wanted.total % wanted.product == 0,
         "must be a multiple of {factors}", "choose {remedies}", "batch_size grad_accum_steps", _facts),
     Rule("global_batch_size", lambda wanted: len(wanted.given) != 2 or wanted.total == wanted.product,
-        "must be {factors}", "leave it out, or choose --global_batch_size={product}",
+        "must be {factors}", "leave the flag out, or choose --global_batch_size={product}",
         "batch_size grad_accum_steps", _facts),
 )  # fmt: skip
 KEEPS_BATCH: tuple[Rule[WantedBatch], ...] = (
@@ -145,7 +145,7 @@ KEEPS_BATCH: tuple[Rule[WantedBatch], ...] = (
     Rule("grad_accum_steps", lambda wanted: wanted.keeps_factors,
         "must keep the run's global batch ({global_batch_size} rows), and {rows} rows x {dp_size} ranks x "
         "{grad_accum_steps} micro-steps does not",
-        "leave it out, or {another}", "batch_size global_batch_size", _facts),
+        "leave the flag out, or {another}", "batch_size global_batch_size", _facts),
 )  # fmt: skip
 LEADS: tuple[Rule[WantedBatch], ...] = (
     Rule("rampup_batch_size", lambda wanted: len(wanted.section.rampup_batch_size) in (0, 3),

@@ -71,12 +71,12 @@ def _implied(name: str) -> ConfigRule:
         value = config.parallel.implied().get(name)
         return value is None or getattr(config.parallel, name) in (None, value)
 
-    text = "must not contradict --sharding_strategy ({sharding_strategy}), for which it is {implied}"
+    text = "must not contradict --sharding_strategy ({sharding_strategy}), for which the value is {implied}"
     return Rule(
         name,
         holds,
         text,
-        "leave one of them out",
+        "leave one flag out",
         "sharding_strategy",
         lambda config: {"implied": config.parallel.implied().get(name)},
     )
@@ -96,7 +96,7 @@ def _is_export_due(config: TrainConfig) -> bool:
 
 def _no_shards(name: str, holds: Holds, other: str) -> ConfigRule:
     text = f"cannot be followed with --{other}, whose data are not token shards"
-    return Rule(name, holds, text, "leave one of them out", other)
+    return Rule(name, holds, text, "leave one flag out", other)
 
 
 def _deletes(name: str) -> ConfigRule:
@@ -112,7 +112,7 @@ def _deletes(name: str) -> ConfigRule:
 _ROUNDED = "must not contradict --precision=bf16_pure"
 
 CONTRADICTIONS: tuple[ConfigRule, ...] = (
-    *_alone("model", "init_from_hf hf_config model_variant", "leave one of them out", _SHAPE_GIVEN),
+    *_alone("model", "init_from_hf hf_config model_variant", "leave one flag out", _SHAPE_GIVEN),
     Rule("datasets", lambda c: not _repeated(c), "must name a source once; repeated: {repeated}",
         facts=lambda c: {"repeated": ", ".join(_repeated(c))}),
     Rule("weights", lambda c: not c.data.weights or len(c.data.weights) == len(c.data.datasets),
@@ -136,16 +136,16 @@ CONTRADICTIONS: tuple[ConfigRule, ...] = (
         lambda c: {"other": "blocks" if c.parallel.fsdp_activation_checkpointing else "none"}),
     _implied("reshard_after_forward"),
     _implied("sync_each_micro_step"),
-    *_alone("training", "num_steps num_tokens num_samples num_epochs", "choose one of them"),
+    *_alone("training", "num_steps num_tokens num_samples num_epochs", "choose one flag"),
     Rule("precision",
         lambda c: c.precision.alias is None or c.precision.precision in (None, c.precision.alias),
         "must not contradict --mixed_precision ({mixed_precision}), which is --precision={alias}",
         "leave that out", "mixed_precision", lambda c: {"alias": c.precision.alias}),
     Rule("param_dtype", lambda c: (c.precision.named, c.precision.param_dtype) != ("bf16_pure", "fp32"),
-        _ROUNDED, "leave it out, or use --precision=bf16", "precision"),
+        _ROUNDED, "leave the flag out, or use --precision=bf16", "precision"),
     Rule("optimizer_state_dtype",
         lambda c: (c.precision.named, c.precision.optimizer_state_dtype) != ("bf16_pure", "fp32"),
-        _ROUNDED, "leave it out, or use --precision=bf16", "precision"),
+        _ROUNDED, "leave the flag out, or use --precision=bf16", "precision"),
     Rule("param_dtype",
         lambda c: c.precision.param_dtype != "bf16" or c.precision.named not in ("fp32", "fp16"),
         "must not be given with --precision={named}", "use --precision=bf16", "precision",
@@ -157,10 +157,10 @@ CONTRADICTIONS: tuple[ConfigRule, ...] = (
         "must not be given beside --warmup_steps ({warmup_steps})", "leave one out", "warmup_steps"),
     Rule("min_lr", _is_min_lr_right,
         "must not exceed --learning_rate ({learning_rate}), nor be given beside --min_lr_ratio",
-        "lower it, or leave one out", "learning_rate min_lr_ratio"),
+        "lower the rate, or leave one flag out", "learning_rate min_lr_ratio"),
     Rule("lr_schedule",
         lambda c: c.optim.lr_schedule not in ("step", "exponential") or c.optim.lr_step_size,
-        "needs --lr_step_size", "add it, such as --lr_step_size=0.3", "lr_step_size"),
+        "needs --lr_step_size", "add the flag, such as --lr_step_size=0.3", "lr_step_size"),
     *map(_deletes, ("keep_every", "keep_best", "keep_steps")),
     Rule("resume_step", lambda c: c.checkpoint.resume_step is None or c.checkpoint.resume != "never",
         "needs a checkpoint", "leave out --resume=never", "resume"),
@@ -176,10 +176,10 @@ CONTRADICTIONS: tuple[ConfigRule, ...] = (
     Rule("keep_best", lambda c: not c.checkpoint.keep_best or c.eval.eval_interval,
         "compares validation losses", "set --eval_interval", "eval_interval"),
     Rule("init_from_hf", lambda c: not (c.checkpoint.ckpt_load_path and c.model.init_from_hf),
-        "must not be given beside --ckpt_load_path", "leave one of them out", "ckpt_load_path"),
+        "must not be given beside --ckpt_load_path", "leave one flag out", "ckpt_load_path"),
     Rule("export_interval", _is_export_due,
         "must be a multiple of --checkpoint_interval ({checkpoint_interval}{scheduled})",
-        "change one of them",
+        "change one flag",
         "checkpoint_interval checkpoint_schedule",
         lambda c: {"scheduled": ", with a --checkpoint_schedule" * bool(c.checkpoint.checkpoint_schedule)}),
     Rule("trackers", lambda c: "none" not in c.log.trackers or len(c.log.trackers) == 1,

@@ -206,15 +206,15 @@ def _rotary(name: str) -> Rule[Shape]:
     def holds(shape: Shape) -> bool:
         return shape.config.pos_emb == "rope" or getattr(shape.section, name) is None
 
-    return Rule(name, holds, "has no effect without --pos_emb=rope", "leave it out", "pos_emb", _facts)
+    return Rule(name, holds, "has no effect without --pos_emb=rope", "leave the flag out", "pos_emb", _facts)
 
 
 SHAPES: tuple[Rule[Shape], ...] = (
     Rule("vocab_size", lambda shape: shape.config.vocab_size >= (shape.data_vocab_size or 0),
         "must not be below the data's vocabulary ({data_vocab_size})",
-        "leave it out or raise it to {data_vocab_size}", "data_path", _facts),
+        "leave the flag out or raise the value to {data_vocab_size}", "data_path", _facts),
     Rule("max_seq_len", lambda shape: shape.config.max_seq_len >= shape.seq_length,
-        "must not be below --seq_length ({seq_length})", "raise it, or leave it out", "seq_length", _facts),
+        "must not be below --seq_length ({seq_length})", "raise or drop the flag", "seq_length", _facts),
     Rule("num_attention_heads",
         lambda shape: not shape.derives_heads
         or shape.config.hidden_size % shape.config.num_attention_heads == 0,
@@ -227,17 +227,17 @@ SHAPES: tuple[Rule[Shape], ...] = (
         lambda shape: shape.config.pos_emb != "rope"
         or (shape.config.rotary_dim > 0 and shape.config.rotary_dim % 2 == 0),
         "must leave an even head size of hidden_size ({hidden_size}) for rotary embeddings, not {rotary_dim} "
-        "= {rope_pct} x {head_dim}", "change it, --head_dim or --rope_pct, or use --pos_emb=learned",
+        "= {rope_pct} x {head_dim}", "change the number, --head_dim or --rope_pct, or use --pos_emb=learned",
         "hidden_size head_dim rope_pct pos_emb", _facts),
     Rule("hidden_size",
         lambda shape: shape.config.pos_emb != "sinusoidal" or shape.config.hidden_size % 2 == 0,
-        "must be even for --pos_emb=sinusoidal", "change it", "pos_emb", _facts),
+        "must be even for --pos_emb=sinusoidal", "change the width", "pos_emb", _facts),
     Rule("attn_window_pattern",
         lambda shape: shape.config.attn_window_pattern and not shape.config.attn_window_pattern.strip("LG"),
-        "must be made of the letters L and G", "write it as LLG", "", _facts),
+        "must be made of the letters L and G", "write the pattern as LLG", "", _facts),
     Rule("attn_impl",
         lambda shape: not shape.config.attn_dropout or shape.config.attn_impl in ("auto", "math"),
-        "has no dropout that repeats on any number of devices", "leave it out, or --attn_dropout",
+        "has no dropout that repeats on any number of devices", "leave the flag out, or --attn_dropout",
         "attn_dropout", _facts),
     *map(_rotary, ("rope_theta", "rope_scaling", "rope_pct")),
 )  # fmt: skip

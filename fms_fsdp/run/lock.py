@@ -19,7 +19,7 @@ from fms_fsdp.errors import UserError
 
 
 def lock_folder(
-    folder: Path, patience_s: float = 10.0, remedy: str = "stop it, or choose another --run_name"
+    folder: Path, patience_s: float = 10.0, remedy: str = "stop that process, or choose another --run_name"
 ) -> TextIO:
     """Locks `folder/.lock` until the file that is returned is closed, or the process ends, however it ends.
     Waits `patience_s` for an owner that is about to end.

@@ -215,6 +215,6 @@ def open_stream(spec: Spec) -> Stream:
         raise UserError(
             f"--num_steps ({spec.num_steps}) must not exceed {stream.last_step}, the last step that "
             f"--max_epochs ({spec.config.data.max_epochs:g}) "
-            f"leaves the shortest source; lower it or raise --max_epochs"
+            f"leaves the shortest source; lower the number or raise --max_epochs"
         )
     return stream

@@ -107,7 +107,7 @@ MACHINE: tuple[Rule[Hardware], ...] = (
         "needs the package {trackers}, which is not installed", "pip install {trackers}",
         facts=lambda known: {"trackers": _missing_package(known)}),
     Rule("recompute", lambda known: known.config.parallel.recomputes != "cheap" or _compiles(known),
-        "needs --use_torch_compile=True", "add it, or use ops or blocks", "use_torch_compile",
+        "needs --use_torch_compile=True", "add the flag, or use ops or blocks", "use_torch_compile",
         lambda known: {"recompute": known.config.parallel.recomputes}),
     Rule("use_torch_compile", lambda known: not _compiles(known) or not missing_compiler(known.device),
         "needs a compiler: {missing}, or leave the flag out",
@@ -118,15 +118,15 @@ MACHINE: tuple[Rule[Hardware], ...] = (
     Rule("attn_dropout",
         lambda known: not (known.is_gpu and known.config.data.document_mask)
         or not known.config.model.attn_dropout,
-        "has no kernel under --document_mask on GPUs", "leave one of them out", "document_mask"),
+        "has no kernel under --document_mask on GPUs", "leave one flag out", "document_mask"),
     Rule("dist_backend", lambda known: known.config.parallel.dist_backend != "nccl" or known.is_gpu,
-        "needs a GPU", "leave it out, or use gloo"),
+        "needs a GPU", "leave the flag out, or use gloo"),
     Rule("dist_backend",
         lambda known: known.config.parallel.dist_backend != "gloo"
         or not known.is_gpu or known.dims.strategy == "none",
-        "cannot reduce gradients on GPUs", "leave it out, or use nccl"),
+        "cannot reduce gradients on GPUs", "leave the flag out, or use nccl"),
     Rule("memory_snapshot", lambda known: known.is_gpu or not known.config.profiler.memory_snapshot,
-        "needs a GPU, whose allocator it records", "leave it out"),
+        "needs a GPU, whose allocator it records", "leave the flag out"),
     Rule("cpu_offload",
         lambda known: not known.config.parallel.cpu_offload or known.dims.strategy != "none",
         "needs a sharded model", "add --sharding_strategy=fsdp, which one process can use too",
@@ -238,7 +238,7 @@ def _same_shape() -> Iterator[Rule[Continued]]:
             return {name: str(now), "folder": known.checkpoint.folder, "saved": str(before)}
 
         yield Rule(name, holds, "must be that of the checkpoint {folder} ({saved})",
-            "set it so, or choose another --run_name", "", facts)  # fmt: skip
+            "set the flag so, or choose another --run_name", "", facts)  # fmt: skip
 
 
 def _same_state(name: str) -> Rule[Continued]:
@@ -250,7 +250,7 @@ def _same_state(name: str) -> Rule[Continued]:
 
     text, remedy = (
         "must keep the state of the checkpoint {folder} ({saved})",
-        "set it so, take only the weights",
+        "set the flag so, take only the weights",
     )
     remedy = f"{remedy} (--load_model_only), or choose another --run_name"
     return Rule(name, lambda known: known.state_is_kept(name), text, remedy, "", facts)
@@ -265,7 +265,7 @@ CHECKPOINT: tuple[Rule[Continued], ...] = (
 LENGTH: tuple[Rule[Spec], ...] = (
     Rule("num_steps", lambda spec: spec.num_steps >= spec.start,
         "must not lie below the newest checkpoint (step {step} in {root})",
-        "raise it or choose another --run_name", "num_tokens num_samples num_epochs",
+        "raise the value or choose another --run_name", "num_tokens num_samples num_epochs",
         lambda spec: {"num_steps": spec.num_steps, "step": spec.start, "root": spec.origin.root}),
 )  # fmt: skip
 

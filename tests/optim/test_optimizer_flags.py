@@ -163,7 +163,7 @@ def test_a_run_goes_on_with_its_optimizer_and_with_no_other(tmp_path: Path) -> N
         ended = run(*parts, given, "--num_steps=6", nproc=2)
         assert (text in ended.stdout + ended.stderr) and (ended.returncode != 0) == bool(text), ended.stderr
         if text:
-            assert "(muon); set it so" in ended.stdout + ended.stderr
+            assert "(muon); set the flag so" in ended.stdout + ended.stderr
     verified = command("ckpt", "verify", f"--path={tmp_path / 'parts'}")
     assert verified.returncode == 0 and verified.stdout.count("sound") == 2, verified.stdout + verified.stderr
     first = losses(tmp_path / "through")[:3]

@@ -105,7 +105,7 @@ def test_a_journal_that_names_other_files_is_refused(corpus: Path, tmp_path: Pat
     content = json.loads(entry.read_text())
     content["shards"][0]["file"] = name
     entry.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"slice-00000.json names a file \(.*; correct or remove it$"):
+    with pytest.raises(ValueError, match=r"slice-00000.json names a file \(.*; correct or remove the entry$"):
         prepare(PrepareConfig(f"web={tmp_path / 'text'}", str(corpus), num_workers=1, split=(60, 40)))
 
 
@@ -116,7 +116,7 @@ def test_a_row_of_the_counts_that_leads_out_of_the_corpus_is_refused(tmp_path: P
     rows = [("web/shard-00000.arrow", len(files.documents["web"][0]), 1), (name, 5, 100)]
     write_counts(tmp_path / "corpus", rows)
     with pytest.raises(
-        ValueError, match=r"counts\*.csv names a file \('.*'\) that must .*; correct or remove it$"
+        ValueError, match=r"counts\*.csv names a file \('.*'\) that must .*; correct or remove the entry$"
     ):
         files.corpus(seq_length=64, on_missing="mask")
 
