@@ -355,7 +355,7 @@ def test_gradients_of_bf16_weights_add_up_in_fp32() -> None:
             WEIGHTS,
             r"--optimizer_kwargs \(amsgrad=true\) must be left",
         ),
-        ({"adam_beta2": 0.999}, NEAREST, r"--adam_beta2 \(0.999\) must be at most 0.99 .* lower it"),
+        ({"adam_beta2": 0.999}, NEAREST, r"--adam_beta2 \(0.999\) must be at most 0.99 .* lower the value"),
     ],
 )
 def test_what_cannot_be_rounded_is_refused(flags: dict[str, Any], precision: Precision, text: str) -> None:

@@ -247,5 +247,5 @@ def test_older_gpus_are_refused(
 def test_sizes_that_kernels_do_not_take_are_refused(sizes: dict[str, int], text: str) -> None:
     config = replace(CONFIG, **sizes)  # type: ignore[arg-type]
     check_float8(config, BF16, CPU)
-    with pytest.raises(ValueError, match=f"multiples of 16, and {text}; change it"):
+    with pytest.raises(ValueError, match=f"multiples of 16, and {text}; change the size"):
         check_float8(config, replace(BF16, float8="row"), CPU)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fms_fsdp.config import BF16, FP32, ModelConfig, ParallelConfig, Precision, TrainConfig
+from fms_fsdp.config import BF16, FP32, ModelConfig, ParallelConfig, Precision, PrecisionConfig, TrainConfig
 from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.rule import judge
@@ -233,8 +233,8 @@ def test_master_weights_stay_fp32_and_inputs_are_not_cast() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def judge_machine(section: ParallelConfig, device: torch.device) -> None:
-    config = TrainConfig(parallel=section)
+def judge_machine(section: ParallelConfig, device: torch.device, precision: str = "fp32") -> None:
+    config = TrainConfig(parallel=section, precision=PrecisionConfig(precision=precision))
     judge(MACHINE, Hardware(config, device, ParallelDims("none")), flag_values(config))
 
 
@@ -248,6 +248,22 @@ def test_compile_without_a_compiler_is_refused_in_one_line(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="gcc is not on the PATH"):
         judge_machine(asked, gpu)
     assert not compiles(ParallelConfig(), gpu)  # by default only where it can
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure", "float8"])
+def test_a_gpu_without_bf16_is_refused_with_what_it_can_compute(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    section, gpu = ParallelConfig(use_torch_compile=False), torch.device("cuda")
+    rule = (
+        rf"^--precision \({precision}\) needs bf16, which Tesla V100 lacks; add --precision=fp16 or .*fp32 --"
+    )
+    with pytest.raises(UserError, match=f"{rule}run_name="):
+        judge_machine(section, gpu, precision)
+    judge_machine(section, gpu, "fp16")
+    judge_machine(section, CPU, precision)
 
 
 def test_blocks_are_compiled_by_default_on_gpus_only() -> None:

@@ -86,6 +86,9 @@ def test_a_part_that_is_chosen_is_the_only_one(tmp_path: Path) -> None:
     }
     given = [*SMALL, "--use_dummy_dataset", "--num_steps=1"]
     launches = [[*given, flag, f"--output_dir={tmp_path / part}"] for flag, part in chosen.items()]
-    expected = [["fms_fsdp.extras", f"fms_fsdp.extras.{part}"] for part in chosen.values()]
+    expected = [
+        ["fms_fsdp.extras", f"fms_fsdp.extras.{part}", "fms_fsdp.extras.synthetic"]
+        for part in chosen.values()
+    ]
     ended = [(status, list(filter(is_apart, modules))) for status, modules in endings(launches)]
     assert ended == [(0, modules) for modules in expected]
