@@ -60,11 +60,13 @@ def test_a_tokenizer_that_is_named_elsewhere_is_refused_and_overwrites_nothing(
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     described(corpus, file_name=name)
     with pytest.raises(
-        ValueError, match=r"meta/tokenizer.json (names a file|says file_name) \(.*; .*remove the (entry|file)$"
+        ValueError,
+        match=r"meta/tokenizer.json (names a file|says file_name) \(.*; .*remove the (entry|file)$",
     ):
         evaluated(corpus)
     with pytest.raises(
-        ValueError, match=r"meta/tokenizer.json (names a file|says file_name) \(.*; .*remove the (entry|file)$"
+        ValueError,
+        match=r"meta/tokenizer.json (names a file|says file_name) \(.*; .*remove the (entry|file)$",
     ):
         prepare(PrepareConfig(f"more={tmp_path / 'text'}", str(corpus), num_workers=1))
     assert (tmp_path / "victim").read_text() == "mine"
