@@ -86,7 +86,7 @@ def _sums(forward: Forward, source: HeldOut) -> tuple[float, ...]:
             labels = batch.labels_BS[batch.labels_BS != IGNORED_LABEL].numpy()
             sums[group, 1] = len(labels)
             sums[group, 2] = 0 if source.token_bytes is None else int(source.token_bytes[labels].sum())
-    sums[:, 0] = losses.cpu()
+    sums[:, 0] = mesh.sum(losses, "row").cpu()
     return tuple(map(math.fsum, mesh.sum(sums, "dp").T.tolist()))
 
 

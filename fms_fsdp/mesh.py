@@ -5,18 +5,22 @@ or a sum over an axis by the name of the axis.
     inside a node
 
     dp       dp_replicate x dp_shard       ranks that read different rows
-    loss     dp_replicate x dp_shard x cp  ranks whose losses are of different tokens
+    loss     dp_replicate x dp_shard x cp  ranks over which FSDP averages gradients
+    shard    dp_shard x cp                 ranks over which FSDP shards
+    row      pp x cp                       ranks among which the losses of one row are spread
+    losses   all but tp                    ranks whose losses add up; without the last stage they are 0
     replica  pp x dp_shard x cp x tp       ranks that hold one copy of the model among them
     world    all five
 
-    none: 1    fsdp, zero1, zero2: dp_shard = W
-    hsdp: dp_replicate = W/s, dp_shard = s    ddp: dp_replicate = W
+    none: 1    fsdp, zero1, zero2: dp_shard = D    with D = world / (pp x cp x tp)
+    hsdp: dp_replicate = D/s, dp_shard = s         ddp: dp_replicate = D
 
 No other module asks for the world's size, rank or process group to learn about data, labels, norms or files.
 """
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import TypeVar
 
@@ -40,8 +44,8 @@ def resolve_dims(section: ParallelConfig, variant: str, world: World) -> Paralle
     """The axes of a run. Default strategy: none on one device, hsdp for 7b and 13b, else fsdp.
 
     Raises:
-        UserError: an unknown strategy, `none` on several processes, or a shard size that does not divide
-            the world size.
+        UserError: an unknown strategy, `none` on several processes, axes whose product does not divide the
+            world size, or a shard size that does not divide what they leave.
     """
     world_size = world.world_size
     default = "none" if world_size == 1 else "hsdp" if variant.lower() in _PREFER_HSDP else "fsdp"
@@ -50,6 +54,8 @@ def resolve_dims(section: ParallelConfig, variant: str, world: World) -> Paralle
         raise UserError(
             f"--sharding_strategy ({section.sharding_strategy}) must be one of: {', '.join(_STRATEGIES)}"
         )
+    sizes = {axis: max(1, getattr(section, f"{axis}_size")) for axis in ("pp", "cp", "tp")}
+    dp_size = _data_parallel_size(sizes, world_size)
     if strategy == "none":
         if world_size > 1:
             raise UserError(
@@ -57,23 +63,63 @@ def resolve_dims(section: ParallelConfig, variant: str, world: World) -> Paralle
                 "use fsdp, hsdp or ddp"
             )
         return ParallelDims(strategy)
-    if strategy == "ddp":
-        return ParallelDims(strategy, dp_replicate=world_size)
-    shard_size = (section.hsdp_shard_size or world.local_world_size) if strategy == "hsdp" else world_size
-    if world_size % shard_size:
-        valid = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
-        source = "" if section.hsdp_shard_size else ", the devices of a node,"
-        raise UserError(
-            f"--hsdp_shard_size ({shard_size}){source} must divide the world size "
-            f"({world_size} = replicas x hsdp_shard_size); valid sizes: {valid}"
-        )
+    sharded = {"ddp": 1, "hsdp": _hsdp_shard_size(section, world, dp_size, sizes["cp"] * sizes["tp"])}
+    shard_size = sharded.get(strategy, dp_size)
+    is_kept = strategy == "ddp" and sizes["pp"] == 1
+    split_sequence = section.sequence_parallel is not False and sizes["tp"] > 1
     return ParallelDims(
         strategy,
-        dp_replicate=world_size // shard_size,
+        dp_replicate=dp_size // shard_size,
         dp_shard=shard_size,
-        reshard_after_forward=section.resolved("reshard_after_forward"),
-        sync_each_micro_step=section.resolved("sync_each_micro_step"),
+        **sizes,
+        reshard_after_forward=is_kept or section.resolved("reshard_after_forward"),
+        sync_each_micro_step=is_kept or section.resolved("sync_each_micro_step"),
+        sequence_parallel=split_sequence,
+        virtual_stages=_virtual_stages(section),
     )
+
+
+def _virtual_stages(section: ParallelConfig) -> int:
+    """Stages of a pipeline on each rank."""
+    if section.pp_size <= 1:
+        return 1
+    return {"zbv": 2, "interleaved": section.pp_virtual_stages or 2}.get(section.pp_schedule, 1)
+
+
+def _data_parallel_size(sizes: dict[str, int], world_size: int) -> int:
+    """The ranks that the other axes leave for different rows."""
+    product = math.prod(sizes.values())
+    if world_size % product == 0:
+        return world_size // product
+    given = {axis: size for axis, size in sizes.items() if size > 1}
+    remedies = []
+    for axis, size in given.items():
+        valid = [n for n in range(1, world_size + 1) if world_size % (product // size * n) == 0]
+        if valid:
+            remedies.append(f"--{axis}_size among {', '.join(map(str, valid))}")
+    axes = " x ".join(f"--{axis}_size ({size})" for axis, size in given.items())
+    raise UserError(
+        f"world size ({world_size}) must be a multiple of {axes}; choose "
+        f"{' or '.join(remedies) or 'smaller axes'}"
+    )
+
+
+def _hsdp_shard_size(section: ParallelConfig, world: World, dp_size: int, inner: int) -> int:
+    """The ranks of a shard group under hsdp; by default those of a node that the `inner` axes leave.
+
+    Raises:
+        UserError: they do not divide the data-parallel ranks.
+    """
+    size = section.hsdp_shard_size or max(1, world.local_world_size // inner)
+    if (section.sharding_strategy or "hsdp").lower() == "hsdp" and dp_size % size:
+        valid = ", ".join(str(size) for size in range(1, dp_size + 1) if dp_size % size == 0)
+        source = "" if section.hsdp_shard_size else ", the devices of a node,"
+        ranks = "the world size" if dp_size == world.world_size else "the data-parallel ranks"
+        raise UserError(
+            f"--hsdp_shard_size ({size}){source} must divide {ranks} "
+            f"({dp_size} = replicas x hsdp_shard_size); valid sizes: {valid}"
+        )
+    return size
 
 
 class Mesh:
@@ -95,6 +141,7 @@ class Mesh:
         sizes = tuple(map(dims.size, names))
         self.device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
         self._groups |= zip(names, map(self.device_mesh.get_group, names), strict=True)
+        self._joined: dict[tuple[str, ...], DeviceMesh] = {}  # of axes that together are not the world
         for joined, parts in JOINED.items():
             present = tuple(part for part in parts if part in names)
             if dims.size(joined) == dims.size("world"):
@@ -102,9 +149,24 @@ class Mesh:
             elif len(present) == 1:
                 self._groups[joined] = self._groups[present[0]]
             elif present:
-                self._groups[joined] = self.device_mesh[present]._flatten(joined).get_group()
+                if present not in self._joined:
+                    self._joined[present] = self.device_mesh[present]._flatten(joined)
+                self._groups[joined] = self._joined[present].get_group()
         for group in set(self._groups.values()):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh | None:
+        """The part of the device mesh over which FSDP replicates and shards."""
+        if self.device_mesh is None or not set(self.device_mesh.mesh_dim_names or ()) - set(JOINED["dp"]):
+            return self.device_mesh
+        shard = "shard" if self.size("cp") > 1 else "dp_shard"
+        return self.device_mesh[("dp_replicate", shard) if self.size("dp_replicate") > 1 else shard]
+
+    def axis(self, name: str) -> DeviceMesh:
+        """The device mesh of one axis that has several ranks."""
+        assert self.device_mesh is not None
+        return self.device_mesh[name]
 
     @property
     def is_main(self) -> bool:

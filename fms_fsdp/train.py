@@ -11,12 +11,14 @@ hook reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.profiler import record_function
 
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, check_batch
@@ -95,12 +97,9 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
     loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
     z_losses: list[torch.Tensor] = []
     for micro_step, micro in enumerate(micro_batches(recipe, batch, state.progress.step + 1)):
-        set_gradient_sync(model, last_micro_step=micro_step == accum - 1, mesh=mesh)
-        with record_function("forward"):
-            micro_loss, _, *z_loss = model(*micro, **known)
-        with record_function("backward"):
-            (micro_loss * factor).backward()
-        loss_sum += micro_loss.detach()
+        is_last = micro_step == accum - 1
+        micro_loss, *z_loss = _forward_backward(model, micro, factor, known, is_last, mesh)
+        loss_sum += micro_loss
         z_losses += z_loss
     clock.mark("forward_backward")
     with record_function("optimizer"):
@@ -119,6 +118,27 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
     made_with = None if state.loss_scale is None else state.loss_scale.before
     z_loss_sum = torch.stack(z_losses).sum() if z_losses else None
     return StepResult(loss_sum, num_labels, grad_norm, sums[1:], made_with, z_loss_sum)
+
+
+def _forward_backward(
+    model: nn.Module,
+    micro: tuple[torch.Tensor | None, ...],
+    factor: torch.Tensor,
+    known: Mapping[str, torch.Tensor],
+    is_last: bool,
+    mesh: Mesh,
+) -> tuple[torch.Tensor, ...]:
+    """The passes of one micro-step, whichever layout: the summed loss and, with a z-loss, the summed z-loss;
+    in a pipeline 0 where the last stage is not."""
+    if mesh.size("pp") > 1:
+        losses: tuple[torch.Tensor, ...] = cast(Any, model).forward_backward(*micro, factor=factor, **known)
+        return losses
+    set_gradient_sync(model, last_micro_step=is_last, mesh=mesh)
+    with record_function("forward"):
+        loss, _, *z_loss = model(*micro, **known)
+    with record_function("backward"):
+        (loss * factor).backward()
+    return loss.detach(), *z_loss
 
 
 def _size(batch: Batch, mesh: Mesh) -> tuple[int, int]:

@@ -12,6 +12,9 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
+    "shard": ("dp_shard", "cp"),
+    "row": ("pp", "cp"),
+    "losses": ("pp", "dp_replicate", "dp_shard", "cp"),
     "replica": ("pp", "dp_shard", "cp", "tp"),
     "world": AXES,
 }
@@ -21,7 +24,8 @@ JOINED = {
 class ParallelDims:
     """The size of every axis, and how long a shard group holds whole weights and gradients.
 
-    The strategy `none` has no process group.
+    The strategy `none` has no process group. `sequence_parallel`: whether ranks of tp hold parts of the
+    sequence between matrices. `virtual_stages`: stages of the pipeline on each rank.
     """
 
     strategy: str
@@ -32,6 +36,8 @@ class ParallelDims:
     tp: int = 1
     reshard_after_forward: bool = True
     sync_each_micro_step: bool = True
+    sequence_parallel: bool = False
+    virtual_stages: int = 1
 
     @property
     def keeps_weights(self) -> bool:

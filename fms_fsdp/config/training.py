@@ -66,6 +66,25 @@ class ParallelConfig:
         "(default: none on one device, hsdp for 7b and 13b, otherwise fsdp)")
     hsdp_shard_size: int | None = free_flag(None, minimum=1,
         help="number of devices that share one copy of the model under hsdp (default: the devices of a node)")
+    tp_size: int = free_flag(1, minimum=0,
+        help="number of devices that divide each matrix of a block and the vocabulary (tensor parallel)")
+    cp_size: int = free_flag(1, minimum=0,
+        help="number of devices that divide the tokens of each row (context parallel)")
+    pp_size: int = free_flag(1, minimum=0,
+        help="number of devices that divide the layers (pipeline parallel)")
+    sequence_parallel: bool | None = free_flag(None, advanced=True,
+        help="between matrices devices of tp hold parts of the sequence, not copies (default: with tp)")
+    cp_method: str = free_flag("auto", choices=("auto", "ulysses", "gather"), advanced=True,
+        help="how attention sees a divided row: ulysses trades tokens for heads, gather collects all keys; "
+        "auto is ulysses where the heads suffice")
+    pp_schedule: str = free_flag("1f1b", choices=("1f1b", "gpipe", "interleaved", "zbv"),
+        help="order of the forward and backward passes of micro-batches in a pipeline")
+    pp_virtual_stages: int | None = free_flag(None, minimum=1, advanced=True,
+        help="number of stages on each device of an interleaved pipeline (default: 2)")
+    pp_micro_batch_size: int = free_flag(1, minimum=1,
+        help="number of rows that go through a pipeline at a time; batch_size must be a multiple")
+    async_tp: bool = free_flag(False, advanced=True,
+        help="overlap messages of tp with matrix products, where blocks are compiled for a GPU")
     recompute: str | None = free_flag(None, choices=("none", "cheap", "ops", "blocks"),
         help="what the backward pass computes again, to save memory: cheap all but products and attention, "
         "if compiled; ops all but what --recompute_ops names; blocks whole blocks (default: none)")
@@ -93,14 +112,20 @@ class ParallelConfig:
         help="precision of fp32 matrix products on GPU: highest is fp32, high is TF32")
 
     def implied(self) -> dict[str, bool]:
-        """The values of flags that the sharding strategy decides; most strategies decide none."""
+        """The values of flags that a pipeline or the sharding strategy decides; most strategies decide none.
+
+        The micro-batches of a pipeline pass through weights that are gathered once a step, and leave whole
+        gradients.
+        """
         strategy = (self.sharding_strategy or "").lower()
+        if self.pp_size > 1:
+            return {"reshard_after_forward": False, "sync_each_micro_step": False}
         if strategy not in ("zero1", "zero2"):
             return {}
         return {"reshard_after_forward": False, "sync_each_micro_step": strategy == "zero2"}
 
     def resolved(self, name: str) -> bool:
-        """The value of `reshard_after_forward` or `sync_each_micro_step`, by the strategy or by the flag."""
+        """The value of `reshard_after_forward` or `sync_each_micro_step`, as implied or by the flag."""
         return self.implied().get(name, getattr(self, name) is not False)
 
     @property

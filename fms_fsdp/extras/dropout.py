@@ -10,6 +10,8 @@ Source: Srivastava et al. 2014 (dropout); https://github.com/skeeto/hash-prospec
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import nn
@@ -40,18 +42,21 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 class Dropout(nn.Module):
     """x, of which a share `rate` is 0 and the rest larger by 1 / (1 - rate); without keys, x.
 
-    `place` tells the uses within a layer apart.
+    `place` tells the uses within a layer apart. `parts`: for a dim of which x is this rank's part, the
+    function from the size of the part to its indices in the whole, as ranges one behind the other.
     """
 
     def __init__(self, rate: float, place: int) -> None:
         super().__init__()
         self.rate, self.place = rate, place
+        self.parts: dict[int, Callable[[int], list[range]]] = {}
 
     def forward(self, x: torch.Tensor, keys_B: torch.Tensor | None) -> torch.Tensor:
         if keys_B is None or not self.rate:
             return x
         drawn = _mixed(keys_B ^ (self.place << 16))
-        for size in x.shape[1:]:
-            index = torch.arange(1, size + 1, device=x.device)
+        for dim, size in enumerate(x.shape[1:], 1):
+            indices = self.parts[dim](size) if dim in self.parts else [range(size)]
+            index = torch.cat([torch.arange(r.start + 1, r.stop + 1, device=x.device) for r in indices])
             drawn = _mixed(drawn.unsqueeze(-1) ^ _mixed(index))
         return torch.where(drawn >= int(self.rate * 2**32), x * (1 / (1 - self.rate)), 0.0)

@@ -70,7 +70,7 @@ class PositionEmbed(Embed):
     def forward(  # type: ignore[override]
         self, tokens_BS: torch.Tensor, positions: slice | torch.Tensor, keys_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x_BSD = F.embedding(tokens_BS, self.weight)
+        x_BSD = self.look_up(tokens_BS, self.weight)
         if self.positions is not None:
             return self.dropout(x_BSD + self.positions[positions], keys_B)
         if isinstance(positions, slice):

@@ -157,11 +157,12 @@ class Embed(nn.Embedding):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config.padded_vocab_size, config.hidden_size)
         self.dropout = build_dropout(config.dropout, place=0)
+        self.look_up = F.embedding
 
     def forward(  # type: ignore[override]
         self, tokens_BS: torch.Tensor, positions: slice | torch.Tensor, keys_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.dropout(F.embedding(tokens_BS, self.weight), keys_B)
+        return self.dropout(self.look_up(tokens_BS, self.weight), keys_B)
 
 
 class Head(nn.Linear):
@@ -214,6 +215,7 @@ class Llama(nn.Module):
         self.embed = embed(config) if layers.start == 0 else None
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in layers})
         self.head = Head(config) if layers.stop == config.num_layers else None
+        self.mask = attention_mask
         self.register_buffer("rope", rope_table(config).to(torch.get_default_device()), persistent=False)
 
     def to_empty(self, *, device: torch.types.Device, recurse: bool = True) -> Llama:
@@ -242,14 +244,16 @@ class Llama(nn.Module):
         gives, x_BSD.
         """
         start = caches[0].length if caches else 0
-        seen = slice(start, start + tokens_BS.shape[1])
+        # a part without embedding may take in another length
+        length = tokens_BS.shape[1] if positions_BS is None else positions_BS.shape[1]
+        seen = slice(start, start + length)
         assert seen.stop <= self.config.max_seq_len, (seen.stop, self.config.max_seq_len)
         positions = seen if positions_BS is None else positions_BS
         rope = self.rope[positions] if self.config.pos_emb == "rope" else None
         windows, cached = self.config.windows, caches is not None
         num_keys = caches[0].max_len if caches and caches[0].place is not None else 0
         masks = {
-            window: attention_mask(
+            window: self.mask(
                 self.config, window, document_ids_BS, seen, tokens_BS.device, cached=cached, num_keys=num_keys
             )
             for window in set(windows)
@@ -271,12 +275,14 @@ class Llama(nn.Module):
         return output
 
 
-def build_model(config: LlamaConfig) -> Llama:
-    """A Llama of this shape, or the model that the user's `--model_builder` makes of the shape.
+def build_model(config: LlamaConfig, layers: range | None = None) -> Llama:
+    """A Llama of this shape, or its part with these layers, or the model that the user's `--model_builder`
+    makes of the shape.
 
     Raises:
         UserError: there is no such function.
     """
-    build = load_part(config.model_builder, flag="--model_builder") if config.model_builder else Llama
-    model: Llama = build(config)
+    if not config.model_builder:
+        return Llama(config, layers)
+    model: Llama = load_part(config.model_builder, flag="--model_builder")(config)
     return model

@@ -117,7 +117,7 @@ class Interval:
         losses = self._column(result.loss_sum, self._loss, *([] if z_loss is None else [z_loss]))
         rows = masked_rows * mesh.counts_for("dp")
         own = torch.tensor([energy_j, rows], dtype=torch.float64).to(self._device, non_blocking=True)
-        sums = mesh.sum(torch.cat([losses * mesh.counts_for("loss"), own]), "world")
+        sums = mesh.sum(torch.cat([losses * mesh.counts_for("losses"), own]), "world")
         gradients = result.grad_norm, self._norms, self._largest, self._skipped
         alike = self._column(result.num_labels, self._labels, *gradients, *extra.values())
         sums, alike = torch.split(torch.cat([sums, alike]).cpu(), [len(sums), len(alike)])

@@ -55,10 +55,10 @@ def apply_recomputation(model: Llama, section: ParallelConfig, *, compiled: bool
     if section.recomputes == "ops" or compiled:
         contexts: Callable[..., Any] = create_selective_checkpoint_contexts
         settings["context_fn"] = lambda: contexts(_policy(kept))
-    chosen = select_blocks(len(model.blocks), section.recomputed_share)
-    for layer, recomputes in zip(list(model.blocks), chosen, strict=True):
-        if recomputes:
-            block, kind = model.blocks[layer], CheckpointImpl.NO_REENTRANT
+    chosen = select_blocks(model.config.num_layers, section.recomputed_share)
+    for layer, block in list(model.blocks.items()):
+        if chosen[int(layer)]:
+            kind = CheckpointImpl.NO_REENTRANT
             model.blocks[layer] = checkpoint_wrapper(block, checkpoint_impl=kind, **settings)
 
 

@@ -36,7 +36,7 @@ def apply_fsdp(model: Llama, section: ParallelConfig, mesh: Mesh, precision: Pre
     pinned = torch.cuda.is_available()
     shard = partial(
         fully_shard,
-        mesh=mesh.device_mesh,
+        mesh=mesh.fsdp_mesh,
         mp_policy=fsdp_policy(precision),
         offload_policy=CPUOffloadPolicy(pin_memory=pinned) if section.cpu_offload else OffloadPolicy(),
     )

@@ -1,12 +1,15 @@
 """The parallel recipe: the order in which a model becomes a sharded, recomputing, compiled one.
 
-    build (meta) → precision → recomputation → compile per block → fully_shard → allocate → init
+    stage (meta) → precision → tp → cp → recomputation → compile per block → fully_shard → allocate → init
 
 The order matters: a checkpointed block is compiled as a whole, and FSDP's hooks stay outside of the compiled
-code. Initialisation comes last because each rank then fills only its shards.
+code. Initialisation comes last because each rank then fills only its shards. A rank of a pipeline has one or
+more stages, each made so; without a pipeline the model is the only stage.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 
@@ -34,16 +37,43 @@ def parallelize(
     """The model of this rank, initialised and ready to train; the weights are the same on any mesh.
 
     Collective: every rank. It is built without memory, so no rank ever holds more than its shards, unless
-    `low_cpu_fsdp` is off: then each rank fills a whole model on the CPU first.
+    `low_cpu_fsdp` is off: then each rank fills a whole model on the CPU first. In a pipeline the model is one
+    of this rank's stages.
     """
+
+    def build(layers: range | None) -> Llama:
+        return _build_stage(config, layers, section, mesh, device, precision, seed)
+
+    if mesh.size("pp") == 1:
+        return build(None)
+    # beside a Llama it runs its stages as one
+    return cast(
+        Llama, load_part("pipeline", folder="parallel").build_pipeline(config, section, mesh, device, build)
+    )
+
+
+def _build_stage(
+    config: LlamaConfig,
+    layers: range | None,
+    section: ParallelConfig,
+    mesh: Mesh,
+    device: torch.device,
+    precision: Precision,
+    seed: int,
+) -> Llama:
+    """The part of the model that holds these layers, or the whole model."""
     compiled = compiles(section, device)
     with torch.device("meta" if section.low_cpu_fsdp else "cpu"):
-        model = build_model(config)
+        model = build_model(config, layers)
     if not section.low_cpu_fsdp:
         init_weights(model, seed)
     cast_weights(model, precision)
     if mesh.device_mesh is None:
         apply_precision(model, precision)
+    if mesh.size("tp") > 1:
+        load_part("tensor", folder="parallel").apply_tp(model, mesh, section)
+    if mesh.size("cp") > 1:
+        load_part("context", folder="parallel").apply_cp(model, mesh, section)
     if precision.float8:
         load_part("float8").apply_float8(model, precision.float8)
     if section.recomputes in ("ops", "blocks"):
