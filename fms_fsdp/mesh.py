@@ -63,8 +63,9 @@ def resolve_dims(section: ParallelConfig, variant: str, world: World) -> Paralle
                 "use fsdp, hsdp or ddp"
             )
         return ParallelDims(strategy)
-    sharded = {"ddp": 1, "hsdp": _hsdp_shard_size(section, world, dp_size, sizes["cp"] * sizes["tp"])}
-    shard_size = sharded.get(strategy, dp_size)
+    shard_size = 1 if strategy == "ddp" else dp_size
+    if strategy == "hsdp":
+        shard_size = _hsdp_shard_size(section, world, dp_size, sizes["cp"] * sizes["tp"])
     is_kept = strategy == "ddp" and sizes["pp"] == 1
     split_sequence = section.sequence_parallel is not False and sizes["tp"] > 1
     return ParallelDims(
@@ -110,8 +111,8 @@ def _hsdp_shard_size(section: ParallelConfig, world: World, dp_size: int, inner:
     Raises:
         UserError: they do not divide the data-parallel ranks.
     """
-    size = section.hsdp_shard_size or max(1, world.local_world_size // inner)
-    if (section.sharding_strategy or "hsdp").lower() == "hsdp" and dp_size % size:
+    size = section.hsdp_shard_size or min(max(1, world.local_world_size // inner), dp_size)
+    if dp_size % size:
         valid = ", ".join(str(size) for size in range(1, dp_size + 1) if dp_size % size == 0)
         source = "" if section.hsdp_shard_size else ", the devices of a node,"
         ranks = "the world size" if dp_size == world.world_size else "the data-parallel ranks"

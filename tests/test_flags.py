@@ -20,7 +20,16 @@ import torch
 from fms_fsdp.__main__ import COMMANDS
 from fms_fsdp.__main__ import main as run_command
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.config import LogConfig, ModelConfig, TrainConfig, TrainingConfig, as_dict, resolve_batch
+from fms_fsdp.config import (
+    FP32,
+    BatchPlan,
+    LogConfig,
+    ModelConfig,
+    TrainConfig,
+    TrainingConfig,
+    as_dict,
+    resolve_batch,
+)
 from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.batch import DIVIDES, KEEPS_BATCH, LEADS, WantedBatch
 from fms_fsdp.config.flag import flag_table, flag_values
@@ -41,6 +50,7 @@ from fms_fsdp.flags import (
 from fms_fsdp.models.variants import SHAPES, VARIANTS, Shape, all_variants, resolve_model
 from fms_fsdp.predict.memory import FITS, MemoryEstimate, Room
 from fms_fsdp.record import Saved
+from fms_fsdp.spec.axes import AXIS_RULES, Layout
 from fms_fsdp.spec.origin import Origin
 from fms_fsdp.spec.rules import CHECKPOINT, FOLDERS, LENGTH, MACHINE, Continued, Folders, Hardware, listing
 from fms_fsdp.tools.flags_page import markdown
@@ -221,6 +231,11 @@ def every_rule(tmp_path: Path) -> Iterator[tuple[Rule[Any], Any, dict[str, Any]]
         (MACHINE, hardware, values),
         ((*DIVIDES, *LEADS), batch, {}),
         (SHAPES, Shape(model, ModelConfig(rope_pct=1.0), 64, 256, True), {}),
+        (
+            AXIS_RULES,
+            Layout(config, model, ParallelDims("none"), BatchPlan(2, 1, 1), FP32, hardware.device),
+            {},
+        ),
         (FITS, room, {}),
         (FOLDERS, Folders(config, 1), {}),
         (CHECKPOINT, Continued(config, model, checkpoint, True), {}),

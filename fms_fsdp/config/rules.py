@@ -65,21 +65,33 @@ def _nearest_power(config: TrainConfig) -> Mapping[str, Any]:
 
 
 def _implied(name: str) -> ConfigRule:
-    """The rule that a flag says what the sharding strategy decides."""
+    """The rule that a flag says what the sharding strategy or a pipeline decides."""
 
     def holds(config: TrainConfig) -> bool:
         value = config.parallel.implied().get(name)
         return value is None or getattr(config.parallel, name) in (None, value)
 
-    text = "must not contradict --sharding_strategy ({sharding_strategy}), for which the value is {implied}"
-    return Rule(
-        name,
-        holds,
-        text,
-        "leave one flag out",
-        "sharding_strategy",
-        lambda config: {"implied": config.parallel.implied().get(name)},
-    )
+    def facts(config: TrainConfig) -> Mapping[str, Any]:
+        section = config.parallel
+        by = f"--sharding_strategy ({section.sharding_strategy})"
+        return {
+            "by": f"--pp_size ({section.pp_size})" if section.pp_size > 1 else by,
+            "implied": section.implied().get(name),
+        }
+
+    text = "must not contradict {by}, for which the value is {implied}"
+    return Rule(name, holds, text, "leave one flag out", "sharding_strategy pp_size", facts)
+
+
+def _alone_on_one_process(axis: str) -> ConfigRule:
+    """The rule that an axis of several ranks has a strategy for several processes."""
+
+    def holds(config: TrainConfig) -> bool:
+        section = config.parallel
+        return (section.sharding_strategy or "").lower() != "none" or getattr(section, axis) <= 1
+
+    text = "needs several processes, and --sharding_strategy=none is for one"
+    return Rule(axis, holds, text, "use fsdp, hsdp or ddp", "sharding_strategy")
 
 
 def _is_min_lr_right(config: TrainConfig) -> bool:
@@ -136,6 +148,12 @@ CONTRADICTIONS: tuple[ConfigRule, ...] = (
         lambda c: {"other": "blocks" if c.parallel.fsdp_activation_checkpointing else "none"}),
     _implied("reshard_after_forward"),
     _implied("sync_each_micro_step"),
+    *map(_alone_on_one_process, ("tp_size", "cp_size", "pp_size")),
+    Rule("sequence_parallel",
+        lambda c: c.parallel.sequence_parallel is not True or c.parallel.tp_size > 1,
+        "needs --tp_size, whose ranks hold the parts of the sequence", "add --tp_size=2", "tp_size"),
+    Rule("async_tp", lambda c: not c.parallel.async_tp or c.parallel.tp_size > 1,
+        "needs --tp_size, whose messages are overlapped", "add --tp_size=2", "tp_size"),
     *_alone("training", "num_steps num_tokens num_samples num_epochs", "choose one flag"),
     Rule("precision",
         lambda c: c.precision.alias is None or c.precision.precision in (None, c.precision.alias),
@@ -221,6 +239,12 @@ IDLE: tuple[ConfigRule, ...] = (
         lambda c: c.parallel.sharding_strategy != "none", "--sharding_strategy=fsdp, hsdp or ddp"),
     *_idle("reshard_after_forward sync_each_micro_step fsdp_prefetch", "sharding_strategy",
         lambda c: c.parallel.sharding_strategy not in ("none", "ddp"), "--sharding_strategy=fsdp or hsdp"),
+    *_idle("sequence_parallel", "tp_size", lambda c: c.parallel.tp_size > 1, "--tp_size"),
+    *_idle("cp_method", "cp_size", lambda c: c.parallel.cp_size > 1, "--cp_size"),
+    *_idle("pp_schedule pp_virtual_stages pp_micro_batch_size", "pp_size",
+        lambda c: c.parallel.pp_size > 1, "--pp_size"),
+    *_idle("pp_virtual_stages", "pp_schedule",
+        lambda c: c.parallel.pp_schedule == "interleaved", "--pp_schedule=interleaved"),
     *_idle("hsdp_shard_size", "sharding_strategy",
         lambda c: c.parallel.sharding_strategy in (None, "hsdp"), "--sharding_strategy=hsdp"),
     *_idle("datasets weights skip_steps max_epochs", "use_dummy_dataset",

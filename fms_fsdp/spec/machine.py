@@ -54,6 +54,9 @@ def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:
 
 
 def _notes_of_the_machine(cfg: TrainConfig, device: torch.device) -> Iterator[str]:
+    for name in ("tp_size", "cp_size", "pp_size"):
+        if getattr(cfg.parallel, name) == 0:
+            yield f"note: --{name} (0) counts as 1"
     if cfg.parallel.matmul_precision != "high" and device.type != "cuda":
         yield f"note: --matmul_precision ({cfg.parallel.matmul_precision}) has no effect without a GPU"
     by_default = device.type == "cuda" and cfg.parallel.use_torch_compile is None

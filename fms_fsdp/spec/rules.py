@@ -32,6 +32,7 @@ from fms_fsdp.optim.optimizers import state_of_stand_in
 from fms_fsdp.parallel.compile import compiles, missing_compiler
 from fms_fsdp.predict.memory import FITS
 from fms_fsdp.record import Record
+from fms_fsdp.spec.axes import AXIS_RULES
 
 if TYPE_CHECKING:
     from fms_fsdp.spec.resolve import Spec
@@ -127,6 +128,8 @@ MACHINE: tuple[Rule[Hardware], ...] = (
         "cannot reduce gradients on GPUs", "leave the flag out, or use nccl"),
     Rule("memory_snapshot", lambda known: known.is_gpu or not known.config.profiler.memory_snapshot,
         "needs a GPU, whose allocator it records", "leave the flag out"),
+    Rule("async_tp", lambda known: not known.config.parallel.async_tp or known.is_gpu and _compiles(known),
+        "needs a GPU, and blocks that are compiled", "leave the flag out", "use_torch_compile"),
     Rule("cpu_offload",
         lambda known: not known.config.parallel.cpu_offload or known.dims.strategy != "none",
         "needs a sharded model", "add --sharding_strategy=fsdp, which one process can use too",
@@ -275,7 +278,7 @@ def listing() -> str:
     tables: dict[str, tuple[Rule[Any], ...]] = {
         "flags": CONTRADICTIONS,
         "machine": (*MACHINE, *DIVIDES, *LEADS),
-        "corpus": (*SHAPES, *FITS, *FOLDERS),
+        "corpus": (*SHAPES, *AXIS_RULES, *FITS, *FOLDERS),
         "checkpoint": (*CHECKPOINT, *KEEPS_BATCH, *LENGTH),
         "no effect": IDLE,
     }

@@ -10,6 +10,7 @@ import torch
 
 from fms_fsdp.checkpoint.checkpoints import SavePlan
 from fms_fsdp.config import NUM_BYTES, BatchPlan, Precision
+from fms_fsdp.config.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.config.ramp import BatchIntervals
 from fms_fsdp.config.values import plain
 from fms_fsdp.models.attention import chosen_backend
@@ -40,8 +41,7 @@ def describe(spec: Spec) -> str:
     lines = [
         f"model: {num_params(spec.model):,} parameters, feed-forward width {spec.model.ffn_hidden_size}, "
         f"{precision}",
-        f"world: {spec.world.world_size} x {spec.device.type}, {dims.strategy}: "
-        f"{dims.dp_replicate} replicas x {dims.dp_shard} shards",
+        f"world: {spec.world.world_size} x {spec.device.type}, {dims.strategy}: {describe_axes(dims)}",
         describe_sharding(
             spec.model, spec.memory(cfg.parallel), spec.precision, batch, spec.inputs.optimizer_bytes
         ),
@@ -62,6 +62,31 @@ def describe(spec: Spec) -> str:
         )
     lines += [f"length: {spec.epochs}"] if spec.epochs else []
     return "\n".join(lines + ([f"held out: {held_out}"] if held_out else []))
+
+
+def describe_axes(dims: ParallelDims) -> str:
+    """The axes from the outermost to the innermost; those of the model only where they have several ranks."""
+    words = {
+        "pp": "pipeline",
+        "dp_replicate": "replicas",
+        "dp_shard": "shards",
+        "cp": "context",
+        "tp": "tensor",
+    }
+    shown = [axis for axis in AXES if axis in JOINED["dp"] or dims.size(axis) > 1]
+    return " x ".join(f"{dims.size(axis)} {words[axis]}" for axis in shown)
+
+
+def axes_across_nodes(dims: ParallelDims, local_world_size: int) -> str:
+    """A sentence on the axes whose groups are not within a node, though they send much; else nothing."""
+    spans = {"tp": dims.tp, "cp": dims.cp * dims.tp}
+    if dims.strategy == "hsdp":
+        spans["dp_shard"] = dims.dp_shard * dims.cp * dims.tp
+    across = [axis for axis, span in spans.items() if dims.size(axis) > 1 and local_world_size % span]
+    if not across:
+        return ""
+    text = f"groups of {', '.join(across)} leave the node, which has {local_world_size} devices"
+    return f"{text}: their messages take the slower way; smaller axes, or --pp_size, stay inside"
 
 
 def describe_ramp(batches: BatchIntervals, start: int = 0, rows_seen: int = 0) -> str:
@@ -94,8 +119,9 @@ def describe_sharding(
 def announce(spec: Spec) -> None:
     """Logs what the run starts from, and what this launch changes in it."""
     origin, timeline, last = spec.origin, spec.timeline, spec.num_steps
-    if warning := warning_of_memory(spec):
-        log.warning(warning)
+    for warning in (warning_of_memory(spec), axes_across_nodes(spec.dims, spec.world.local_world_size)):
+        if warning:
+            log.warning(warning)
     log.info(origin.why)
     log_for_files(describe_schedule(spec))
     if spec.batch.rampup:

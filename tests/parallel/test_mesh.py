@@ -157,3 +157,74 @@ def test_the_process_group_is_bound_to_no_device(
     world = World(0, 0, 1, 1)
     start(ParallelConfig(), TrainingConfig(), world, torch.device(device), group=True)
     assert asked == [(backend, None)]
+
+
+def test_axes_leave_the_rest_of_the_world_to_data() -> None:
+    dims = layout(tp_size=2, cp_size=2, world=16)
+    assert (dims.strategy, dims.dp_shard, dims.cp, dims.tp, dims.size("shard")) == ("fsdp", 4, 2, 2, 8)
+    assert dims.sequence_parallel and not layout(tp_size=2, sequence_parallel=False).sequence_parallel
+    assert layout(tp_size=0, cp_size=0, pp_size=0) == layout()
+    nodes = layout("7b", tp_size=2, world=16, local=8)  # a shard group is what tp leaves of a node
+    assert (nodes.dp_replicate, nodes.dp_shard, nodes.tp) == (2, 4, 2)
+    assert layout("7b", tp_size=8, world=16, local=4).dp_shard == 1
+
+
+def test_a_pipeline_gathers_weights_once_a_step() -> None:
+    for strategy in ("fsdp", "hsdp", "ddp", "zero1", "zero2"):
+        dims = layout(pp_size=2, sharding_strategy=strategy)
+        assert dims.keeps_weights and not dims.sync_each_micro_step, strategy
+        assert dims.pp * dims.size("dp") == 8
+    assert [
+        layout(pp_size=2, pp_schedule=name, **more).virtual_stages
+        for name, more in (("1f1b", {}), ("interleaved", {}), ("interleaved", {"pp_virtual_stages": 4}), ("zbv", {}))
+    ] == [1, 2, 4, 2]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(tp_size=3), r"world size \(8\) must be a multiple of --tp_size \(3\); choose --tp_size among 1, 2, 4, 8"),
+        (
+            dict(tp_size=4, pp_size=4),
+            r"multiple of --pp_size \(4\) x --tp_size \(4\); choose --pp_size among 1, 2 or --tp_size among 1, 2",
+        ),
+        (dict(tp_size=2, sharding_strategy="hsdp", hsdp_shard_size=8), r"must divide the data-parallel ranks \(4 = "),
+    ],
+)  # fmt: skip
+def test_axes_that_do_not_fill_the_world_are_refused(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout(**flags)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(tp_size=2, sharding_strategy="none"), r"--tp_size \(2\) needs several processes"),
+        (dict(sequence_parallel=True), r"--sequence_parallel \(True\) needs --tp_size"),
+        (dict(async_tp=True), r"--async_tp \(True\) needs --tp_size"),
+        (
+            dict(pp_size=2, reshard_after_forward=True),
+            r"--reshard_after_forward \(True\) must not contradict --pp_size \(2\), for which the value is False",
+        ),
+        (dict(pp_size=2, sync_each_micro_step=True), r"--sync_each_micro_step \(True\) must not contradict --pp_size"),
+    ],
+)  # fmt: skip
+def test_flags_that_contradict_an_axis_are_refused(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(parallel=ParallelConfig(**flags))  # type: ignore[arg-type]
+
+
+def sums_on_four_axes() -> dict[str, float]:
+    """2 x 2 x 2 ranks of a pipeline, of context and of tensor parallelism, alone in their data."""
+    rank = dist.get_rank()
+    mesh = Mesh(ParallelDims("fsdp", pp=2, cp=2, tp=2), rank, "cpu")
+    names = ("row", "losses", "shard", "loss", "replica", "dp")
+    return {axis: mesh.sum(torch.tensor([10.0**rank]), axis).item() for axis in names}
+
+
+def test_sums_along_joined_axes_take_in_their_ranks_alone() -> None:
+    results = run_ranks(sums_on_four_axes, 8)
+    assert results[0] == {
+        "row": 1010101.0, "losses": 1010101.0, "shard": 101.0, "loss": 101.0, "replica": 11111111.0, "dp": 1.0,
+    }  # fmt: skip
+    assert results[5]["shard"] == 10100000.0

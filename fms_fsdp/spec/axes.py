@@ -1,0 +1,220 @@
+"""What the axes tp, cp and pp ask of a run: sizes that they can divide, and features that they refuse.
+
+`FEATURES` is the one table of features and axes: what works, and the words of what is refused.
+docs/parallelism.md shows the table, and a test trains every cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fms_fsdp.config import BatchPlan, Precision, TrainConfig
+from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.config.batch import divisors
+from fms_fsdp.config.flag import flag_values
+from fms_fsdp.config.rule import Rule, judge
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.parallel.compile import compiles
+
+MODEL_AXES = ("tp", "cp", "pp")  # those that divide the model or its rows
+_ZBV_TORCH = (2, 13)  # before, gradients through an autograd function of our own fail
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the axes divide."""
+
+    config: TrainConfig
+    model: LlamaConfig
+    dims: ParallelDims
+    batch: BatchPlan
+    precision: Precision
+    device: torch.device
+
+    @property
+    def stages(self) -> int:
+        return self.dims.pp * self.dims.virtual_stages
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one schedule of the pipeline, rounded down."""
+        return self.batch.batch_size // self.config.parallel.pp_micro_batch_size
+
+    @property
+    def sequence_unit(self) -> int:
+        """What a row's length must be a multiple of."""
+        chunks = 2 if self.dims.cp > 1 and self.cp_method == "gather" else 1
+        return chunks * self.dims.cp * (self.dims.tp if self.dims.sequence_parallel else 1)
+
+    @property
+    def cp_method(self) -> str:
+        """How attention sees a divided row."""
+        return chosen_cp_method(self.config.parallel.cp_method, self.model, self.dims)
+
+    @property
+    def zbv_is_possible(self) -> bool:
+        """Whether this torch can split the backward pass of a stage."""
+        version = torch.__version__.split("+")[0].split(".")
+        return (int(version[0]), int(version[1])) >= _ZBV_TORCH
+
+
+def chosen_cp_method(method: str, model: LlamaConfig, dims: ParallelDims) -> str:
+    """`--cp_method`; for auto ulysses, unless the query heads do not suffice."""
+    if method != "auto":
+        return method
+    return "gather" if model.num_attention_heads % (dims.tp * dims.cp) else "ulysses"
+
+
+class Feature(NamedTuple):
+    """A feature, the flags that turn it on, and for each axis that refuses it the words of the refusal.
+
+    `is_on` tells where a refusal holds. `flag`: what the refusal names.
+    """
+
+    name: str
+    flags: str = ""
+    refused: Mapping[str, str] = {}
+    flag: str = ""
+    is_on: Callable[[Layout], Any] = lambda layout: False
+
+
+_OWN_MODEL = "builds a model that brings no plan for --{axis}_size"
+FEATURES: tuple[Feature, ...] = (
+    Feature("documents", "--document_mask=True"),
+    Feature("bestfit", "--packing=bestfit"),
+    Feature("tied embeddings", "--tie_embeddings=True",
+        {"pp": "lie in the first and in the last stage, which --pp_size makes two"},
+        "tie_embeddings", lambda layout: layout.model.tie_embeddings),
+    Feature("model of your own", "--model_builder=tests.models.builders:build",
+        {axis: _OWN_MODEL.format(axis=axis) for axis in MODEL_AXES},
+        "model_builder", lambda layout: layout.model.model_builder),
+)  # fmt: skip
+
+
+def _refusals() -> Iterator[Rule[Layout]]:
+    """A rule for each cell of the table that is no `works`."""
+    for feature in FEATURES:
+        for axis, words in feature.refused.items():
+
+            def holds(layout: Layout, feature: Feature = feature, axis: str = axis) -> bool:
+                return layout.dims.size(axis) == 1 or not feature.is_on(layout)
+
+            def facts(layout: Layout, flag: str = feature.flag) -> Mapping[str, Any]:
+                return {flag: flag_values(layout.config)[flag] or getattr(layout.model, flag, "")}
+
+            remedy = f"leave one flag out, or use --{axis}_size=1"
+            yield Rule(feature.flag, holds, words, remedy, f"{axis}_size", facts)
+
+
+def _facts(layout: Layout) -> Mapping[str, Any]:
+    """The figures of messages on axes."""
+    model, dims, batch = layout.model, layout.dims, layout.batch
+    heads, unit, micro = model.num_attention_heads, layout.sequence_unit, layout.config.parallel
+    length = layout.config.data.seq_length
+    both = [n for n in divisors(heads, heads) if not (model.num_kv_heads % n and n % model.num_kv_heads)]
+    return {
+        "tp_size": dims.tp,
+        "cp_size": dims.cp,
+        "pp_size": dims.pp,
+        "heads": heads,
+        "heads_of_tp": divisors(heads, heads),
+        "heads_of_cp": divisors(heads // dims.tp, heads),
+        "kv_heads": model.num_kv_heads,
+        "heads_of_both": both,
+        "width": model.ffn_hidden_size,
+        "vocabulary": model.vocab_size,
+        "rows": model.padded_vocab_size,
+        "unit": unit,
+        "lengths": f"{max(1, length // unit) * unit} or {(length // unit + 1) * unit}",
+        "num_layers": model.num_layers,
+        "stages": layout.stages,
+        "batch_size": batch.batch_size,
+        "micro_batches": layout.micro_batches,
+        "least": least_micro_batches(micro.pp_schedule, dims) * micro.pp_micro_batch_size,
+        "torch": torch.__version__,
+    }
+
+
+def least_micro_batches(schedule: str, dims: ParallelDims) -> int:
+    """The fewest micro-batches that a schedule can use."""
+    return {"gpipe": 1, "zbv": 2 * dims.pp}.get(schedule, dims.pp)
+
+
+def _schedule_can_use(layout: Layout) -> bool:
+    schedule, count, ranks = layout.config.parallel.pp_schedule, layout.micro_batches, layout.dims.pp
+    if schedule == "interleaved" and count % max(1, count // ranks):
+        return False
+    return count >= least_micro_batches(schedule, layout.dims)
+
+
+AXIS_RULES: tuple[Rule[Layout], ...] = (
+    Rule("tp_size", lambda layout: layout.model.num_attention_heads % layout.dims.tp == 0,
+        "must divide num_attention_heads ({heads})", "valid: {heads_of_tp}", "num_attention_heads", _facts),
+    Rule("tp_size",
+        lambda layout: layout.model.num_kv_heads % layout.dims.tp == 0
+        or layout.dims.tp % layout.model.num_kv_heads == 0,
+        "must divide num_kv_heads ({kv_heads}) or be a multiple of it", "valid: {heads_of_both}",
+        "num_kv_heads", _facts),
+    Rule("tp_size", lambda layout: layout.model.ffn_hidden_size % layout.dims.tp == 0,
+        "must divide ffn_hidden_size ({width})", "choose another size or width", "ffn_hidden_size", _facts),
+    Rule("tp_size",
+        lambda layout: (layout.dims.tp - 1) * -(-layout.model.padded_vocab_size // layout.dims.tp)
+        < layout.model.vocab_size,
+        "must leave every rank a part of the vocabulary ({vocabulary} of {rows} rows)", "choose a smaller size",
+        "vocab_size", _facts),
+    Rule("cp_size",
+        lambda layout: layout.dims.cp == 1 or layout.cp_method == "gather"
+        or layout.model.num_attention_heads % (layout.dims.tp * layout.dims.cp) == 0,
+        "must divide the heads of a rank of tp for --cp_method=ulysses", "valid: {heads_of_cp}; or use gather",
+        "cp_method num_attention_heads", _facts),
+    Rule("seq_length", lambda layout: layout.config.data.seq_length % layout.sequence_unit == 0,
+        "must be a multiple of {unit}, by --cp_size ({cp_size}) and --tp_size ({tp_size})",
+        "choose {lengths}", "cp_size tp_size sequence_parallel cp_method",
+        lambda layout: {**_facts(layout), "seq_length": layout.config.data.seq_length}),
+    Rule("pp_size", lambda layout: layout.stages <= layout.model.num_layers,
+        "makes {stages} stages of {num_layers} layers, and each stage needs one",
+        "choose fewer stages or more layers", "pp_virtual_stages pp_schedule num_layers", _facts),
+    Rule("pp_micro_batch_size",
+        lambda layout: layout.dims.pp == 1
+        or layout.batch.batch_size % layout.config.parallel.pp_micro_batch_size == 0,
+        "must divide the rows of a micro-step ({batch_size})", "change one flag", "batch_size pp_size",
+        lambda layout: {**_facts(layout),
+            "pp_micro_batch_size": layout.config.parallel.pp_micro_batch_size}),
+    Rule("pp_schedule", lambda layout: layout.dims.pp == 1 or _schedule_can_use(layout),
+        "cannot use {micro_batches} micro-batches on {pp_size} ranks",
+        "--batch_size must be at least {least} and a multiple of it, or change --pp_micro_batch_size",
+        "pp_size batch_size pp_micro_batch_size",
+        lambda layout: {**_facts(layout), "pp_schedule": layout.config.parallel.pp_schedule}),
+    Rule("pp_schedule",
+        lambda layout: layout.dims.pp == 1 or layout.config.parallel.pp_schedule != "zbv"
+        or layout.zbv_is_possible,
+        "needs torch 2.13, and this is torch {torch}", "use interleaved or 1f1b", "pp_size",
+        lambda layout: {**_facts(layout), "pp_schedule": layout.config.parallel.pp_schedule}),
+    Rule("pp_schedule",
+        lambda layout: layout.dims.pp == 1 or layout.config.parallel.pp_schedule != "zbv"
+        or not compiles(layout.config.parallel, layout.device),
+        "splits a backward pass that the compiler made whole", "add --use_torch_compile=False, or use 1f1b",
+        "use_torch_compile pp_size",
+        lambda layout: {"pp_schedule": layout.config.parallel.pp_schedule}),
+    *_refusals(),
+)  # fmt: skip
+
+
+def check_axes(layout: Layout) -> None:
+    """Raises UserError for a size that an axis cannot divide, and for a feature that an axis refuses."""
+    judge(AXIS_RULES, layout, {})
+
+
+def features_table() -> str:
+    """The table of features and axes, as docs/parallelism.md shows it."""
+    lines = ["| feature | flags | tp | cp | pp |", "|---|---|---|---|---|"]
+    for feature in FEATURES:
+        cells = (
+            f"refused: {words}" if (words := feature.refused.get(axis)) else "works" for axis in MODEL_AXES
+        )
+        lines.append(f"| {feature.name} | `{feature.flags}` | {' | '.join(cells)} |")
+    return "\n".join(lines)

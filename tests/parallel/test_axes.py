@@ -1,0 +1,128 @@
+"""What the axes refuse: sizes that they cannot divide, and features that they do not take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fms_fsdp.config import FP32, BatchPlan, ModelConfig, ParallelConfig, TrainConfig
+from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.mesh import resolve_dims
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.runtime import World
+from fms_fsdp.spec import axes
+from fms_fsdp.spec.axes import Layout, check_axes, chosen_cp_method
+from fms_fsdp.spec.words import axes_across_nodes, describe_axes
+
+SHAPE = LlamaConfig(4, 64, 96, 8, 2, 131, max_seq_len=128)
+
+
+def layout(world: int = 8, batch_size: int = 2, shape: Any = None, **flags: Any) -> Layout:
+    section = ParallelConfig(**flags)
+    config = TrainConfig(parallel=section, model=ModelConfig(model_variant="tiny"))
+    config = replace(config, data=replace(config.data, seq_length=128))
+    dims = resolve_dims(section, "tiny", World(0, 0, world, world))
+    batch = BatchPlan(batch_size, 1, dims.size("dp"))
+    return Layout(config, replace(SHAPE, **(shape or {})), dims, batch, FP32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(tp_size=8, shape=dict(num_attention_heads=4)), r"--tp_size \(8\) must divide num_attention_heads \(4\)"),
+        (
+            dict(tp_size=6, world=6, shape=dict(num_attention_heads=24, num_kv_heads=4, hidden_size=96)),
+            r"--tp_size \(6\) must divide num_kv_heads \(4\) or be a multiple of it; valid: 1,2,4,8,12,24",
+        ),
+        (dict(tp_size=4, shape=dict(ffn_hidden_size=98)), r"--tp_size \(4\) must divide ffn_hidden_size \(98\)"),
+        (
+            dict(tp_size=8, shape=dict(vocab_size=9)),
+            r"--tp_size \(8\) must leave every rank a part of the vocabulary \(9 of 9 rows\)",
+        ),
+        (
+            dict(cp_size=8, tp_size=2, world=16, cp_method="ulysses"),
+            r"--cp_size \(8\) must divide the heads of a rank of tp for --cp_method=ulysses; valid: 1,2,4; or",
+        ),
+        (
+            dict(cp_size=3, tp_size=2, world=6, cp_method="gather"),
+            r"--seq_length \(128\) must be a multiple of 12, by --cp_size \(3\) and --tp_size \(2\); choose 120 or 132",
+        ),
+        (dict(pp_size=8), r"--pp_size \(8\) makes 8 stages of 4 layers, and each stage needs one"),
+        (
+            dict(pp_size=4, pp_schedule="interleaved", batch_size=4),
+            r"--pp_size \(4\) makes 8 stages of 4 layers",
+        ),
+        (
+            dict(pp_size=2, pp_micro_batch_size=2, batch_size=3),
+            r"--pp_micro_batch_size \(2\) must divide the rows of a micro-step \(3\)",
+        ),
+        (
+            dict(pp_size=4, batch_size=2),
+            r"--pp_schedule \(1f1b\) cannot use 2 micro-batches on 4 ranks; --batch_size must be at least 4",
+        ),
+        (
+            dict(pp_size=2, pp_schedule="interleaved", batch_size=5),
+            r"--pp_schedule \(interleaved\) cannot use 5 micro-batches on 2 ranks",
+        ),
+        (
+            dict(pp_size=2, pp_schedule="zbv", use_torch_compile=True, batch_size=4),
+            r"--pp_schedule \(zbv\) splits a backward pass that the compiler made whole",
+        ),
+        (
+            dict(pp_size=2, shape=dict(tie_embeddings=True)),
+            r"--tie_embeddings \(True\) lie in the first and in the last stage, .*; leave one flag out, or use --pp",
+        ),
+        (dict(tp_size=2, shape=dict(model_builder="a:b")), r"--model_builder \(a:b\) builds a model that brings no"),
+    ],
+)  # fmt: skip
+def test_what_an_axis_cannot_divide_is_refused_with_what_it_can(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_axes(layout(**given))
+
+
+def test_zbv_needs_the_torch_that_can_split_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = layout(pp_size=2, pp_schedule="zbv", batch_size=4)
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
+    with pytest.raises(ValueError, match=r"--pp_schedule \(zbv\) needs torch 2.13, and this is torch 2.11.0"):
+        check_axes(given)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    check_axes(given)
+
+
+def test_layouts_that_fit_are_not_refused() -> None:
+    for flags in (
+        dict(tp_size=8),  # key/value heads are copied
+        dict(tp_size=4, cp_size=2),
+        dict(cp_size=8, tp_size=1, cp_method="gather"),
+        dict(cp_size=4, sharding_strategy="hsdp", hsdp_shard_size=1),
+        dict(pp_size=4, batch_size=4),
+        dict(pp_size=2, pp_schedule="gpipe", batch_size=1),
+        dict(pp_size=2, pp_schedule="interleaved", batch_size=6),
+    ):
+        check_axes(layout(**flags))  # type: ignore[arg-type]
+
+
+def test_the_method_of_context_parallelism_follows_the_heads() -> None:
+    both = ParallelDims("fsdp", cp=4, tp=2), ParallelDims("fsdp", cp=8, tp=2)
+    assert [chosen_cp_method("auto", SHAPE, dims) for dims in both] == ["ulysses", "gather"]
+    assert chosen_cp_method("gather", SHAPE, both[0]) == "gather"
+
+
+def test_every_refusal_of_the_table_names_a_flag_and_an_axis() -> None:
+    table = axes.features_table()
+    for feature in axes.FEATURES:
+        assert feature.refused.keys() <= set(axes.MODEL_AXES) and bool(feature.refused) == bool(feature.flag)
+        assert f"| {feature.name} |" in table
+
+
+def test_axes_are_told_from_the_outermost_and_those_that_leave_the_node() -> None:
+    dims = ParallelDims("hsdp", dp_replicate=2, dp_shard=2, pp=2, cp=2, tp=4)
+    assert describe_axes(dims) == "2 pipeline x 2 replicas x 2 shards x 2 context x 4 tensor"
+    assert describe_axes(ParallelDims("fsdp", dp_shard=2)) == "1 replicas x 2 shards"
+    assert axes_across_nodes(dims, 16) == ""
+    assert axes_across_nodes(dims, 8).startswith("groups of dp_shard leave the node, which has 8 devices: ")
+    assert axes_across_nodes(dims, 2).startswith("groups of tp, cp, dp_shard leave the node")
+    assert axes_across_nodes(ParallelDims("fsdp", dp_shard=64), 8) == ""
