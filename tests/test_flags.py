@@ -48,9 +48,9 @@ from fms_fsdp.flags import (
     parse_with_origins,
 )
 from fms_fsdp.models.variants import SHAPES, VARIANTS, Shape, all_variants, resolve_model
+from fms_fsdp.parallel.rules import AXIS_RULES, Layout
 from fms_fsdp.predict.memory import FITS, MemoryEstimate, Room
 from fms_fsdp.record import Saved
-from fms_fsdp.spec.axes import AXIS_RULES, Layout
 from fms_fsdp.spec.origin import Origin
 from fms_fsdp.spec.rules import CHECKPOINT, FOLDERS, LENGTH, MACHINE, Continued, Folders, Hardware, listing
 from fms_fsdp.tools.flags_page import markdown

@@ -45,6 +45,11 @@ class ParallelDims:
         too: the gathered weights are copies in the dtype of products."""
         return not self.reshard_after_forward
 
+    @property
+    def divides_model(self) -> bool:
+        """Whether ranks share a model or its rows in other ways than FSDP."""
+        return self.pp * self.cp * self.tp > 1
+
     def size(self, axis: str) -> int:
         """How many ranks an axis, or a product of axes, has."""
         return math.prod(getattr(self, part) for part in JOINED.get(axis, (axis,)))

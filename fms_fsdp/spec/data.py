@@ -18,7 +18,6 @@ from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes
 from fms_fsdp.parts import load_part
 from fms_fsdp.predict.memory import check_memory, estimate_memory
-from fms_fsdp.spec.axes import Layout, check_axes
 from fms_fsdp.spec.machine import Machine
 from fms_fsdp.spec.origin import Origin
 from fms_fsdp.spec.rules import FOLDERS, Folders
@@ -51,7 +50,9 @@ def find_inputs(cfg: TrainConfig, machine: Machine) -> Inputs:
     corpus, precision = _open_corpus(cfg), machine.precision
     vocab_size = corpus.vocab_size if corpus is not None else None
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
-    check_axes(Layout(cfg, model, machine.dims, machine.batch, precision, machine.device))
+    if machine.dims.divides_model:
+        rules = load_part("rules", folder="parallel")
+        rules.check_axes(rules.Layout(cfg, model, machine.dims, machine.batch, precision, machine.device))
     if precision.float8:
         load_part("float8").check_float8(model, precision, machine.device)
     if cfg.checkpoint.export_interval:

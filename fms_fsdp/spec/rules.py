@@ -30,9 +30,9 @@ from fms_fsdp.config.rules import CONTRADICTIONS, IDLE
 from fms_fsdp.models.variants import SHAPES, LlamaConfig
 from fms_fsdp.optim.optimizers import state_of_stand_in
 from fms_fsdp.parallel.compile import compiles, missing_compiler
+from fms_fsdp.parts import load_part
 from fms_fsdp.predict.memory import FITS
 from fms_fsdp.record import Record
-from fms_fsdp.spec.axes import AXIS_RULES
 
 if TYPE_CHECKING:
     from fms_fsdp.spec.resolve import Spec
@@ -278,7 +278,7 @@ def listing() -> str:
     tables: dict[str, tuple[Rule[Any], ...]] = {
         "flags": CONTRADICTIONS,
         "machine": (*MACHINE, *DIVIDES, *LEADS),
-        "corpus": (*SHAPES, *AXIS_RULES, *FITS, *FOLDERS),
+        "corpus": (*SHAPES, *load_part("rules", folder="parallel").AXIS_RULES, *FITS, *FOLDERS),
         "checkpoint": (*CHECKPOINT, *KEEPS_BATCH, *LENGTH),
         "no effect": IDLE,
     }
