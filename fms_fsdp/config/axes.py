@@ -61,3 +61,10 @@ class ParallelDims:
             inner = math.prod(getattr(self, name) for name in AXES[AXES.index(part) + 1 :])
             place = place * getattr(self, part) + rank // inner % getattr(self, part)
         return place
+
+
+def chosen_cp_method(method: str, num_heads: int, dims: ParallelDims) -> str:
+    """`--cp_method`; for auto ulysses, unless the query heads do not suffice."""
+    if method != "auto":
+        return method
+    return "gather" if num_heads % (dims.tp * dims.cp) else "ulysses"

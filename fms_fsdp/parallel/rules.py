@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fms_fsdp.config import BatchPlan, Precision, TrainConfig
-from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.config.axes import ParallelDims, chosen_cp_method
 from fms_fsdp.config.batch import divisors
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.rule import Rule, judge
@@ -53,20 +53,13 @@ class Layout:
     @property
     def cp_method(self) -> str:
         """How attention sees a divided row."""
-        return chosen_cp_method(self.config.parallel.cp_method, self.model, self.dims)
+        return chosen_cp_method(self.config.parallel.cp_method, self.model.num_attention_heads, self.dims)
 
     @property
     def zbv_is_possible(self) -> bool:
         """Whether this torch can split the backward pass of a stage."""
         version = torch.__version__.split("+")[0].split(".")
         return (int(version[0]), int(version[1])) >= _ZBV_TORCH
-
-
-def chosen_cp_method(method: str, model: LlamaConfig, dims: ParallelDims) -> str:
-    """`--cp_method`; for auto ulysses, unless the query heads do not suffice."""
-    if method != "auto":
-        return method
-    return "gather" if model.num_attention_heads % (dims.tp * dims.cp) else "ulysses"
 
 
 class Feature(NamedTuple):
@@ -164,12 +157,12 @@ AXIS_RULES: tuple[Rule[Layout], ...] = (
     Rule("tp_size",
         lambda layout: (layout.dims.tp - 1) * -(-layout.model.padded_vocab_size // layout.dims.tp)
         < layout.model.vocab_size,
-        "must leave every rank a part of the vocabulary ({vocabulary} of {rows} rows)", "choose a smaller size",
+        "must leave every rank a part of the vocabulary ({vocabulary} of {rows} rows)", "use a smaller size",
         "vocab_size", _facts),
     Rule("cp_size",
         lambda layout: layout.dims.cp == 1 or layout.cp_method == "gather"
         or layout.model.num_attention_heads % (layout.dims.tp * layout.dims.cp) == 0,
-        "must divide the heads of a rank of tp for --cp_method=ulysses", "valid: {heads_of_cp}; or use gather",
+        "must divide the heads of a rank of tp for --cp_method=ulysses", "valid: {heads_of_cp}, or gather",
         "cp_method num_attention_heads", _facts),
     Rule("seq_length", lambda layout: layout.config.data.seq_length % layout.sequence_unit == 0,
         "must be a multiple of {unit}, by --cp_size ({cp_size}) and --tp_size ({tp_size})",

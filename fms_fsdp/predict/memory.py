@@ -1,11 +1,12 @@
 """Will it fit: the least that a rank needs, against the bytes it has.
 
-    needed    = (parameters, gradients and the optimizer's state) / dp_shard
+    needed    = (parameters, gradients and the optimizer's state) / (dp_shard x cp)
                 + the weights that FSDP gathers: its largest unit, or all where they are kept
                 + whole gradients, where they wait for the last micro-step
                 + rows
     available = what is free of the GPU's memory, or min(cgroup limit, free RAM) / processes on this machine
 
+Ranks of tp and pp have a share of the model (shares.py) in place of the whole.
 Of the activations only the input of one block counts, and the host copy of a background save is left out:
 a run that is refused here could not take its first step. What all blocks keep is told beside it.
 """
@@ -24,6 +25,7 @@ from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.rule import Rule, judge
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.parts import load_part
 
 _ADAMW_BYTES = 8  # per parameter: two moments in fp32
 _GIB = 2**30
@@ -37,7 +39,7 @@ class MemoryEstimate:
     `gradients`: whole ones, beyond the rank's share of them. `rows`: the table of positions, the rows of a
     step and what a block takes in of those of a micro-step. `activations`: what the blocks keep for the
     backward pass, no part of the total. `beside`: the most bytes of activations that a step holds while it
-    holds the whole total.
+    holds the whole total. `params`: of the model, or of the share of a rank of tp and pp.
     """
 
     state: int
@@ -47,6 +49,7 @@ class MemoryEstimate:
     gradients: int = 0
     activations: int = 0
     beside: int = 0
+    params: int = 0
 
     @property
     def total(self) -> int:
@@ -75,13 +78,18 @@ def estimate_memory(
 
     `optimizer_bytes`: of the optimizer's state of the whole model (default: AdamW's).
     """
-    weight_bytes, units = NUM_BYTES[precision.compute], num_params_by_unit(config)
-    a_gradient = NUM_BYTES[precision.gradients]
+    weight_bytes, units, whole = NUM_BYTES[precision.compute], num_params_by_unit(config), num_params(config)
+    a_gradient, params, kept_part, shards = NUM_BYTES[precision.gradients], whole, 1.0, dims.size("shard")
+    if dims.divides_model:
+        part = load_part("shares", folder="predict")
+        share = part.share_of(config, dims, section)
+        units, params = share.units, share.params
+        kept_part = 1.0 if batch is None else part.kept_activations(config, dims, section, batch)
     if dims.strategy == "none":
         casts = precision.compute != precision.weights
         unit = weight_bytes * units["embed"] if casts else 0  # the head's weight has that size too
     elif dims.keeps_weights:
-        unit = weight_bytes * num_params(config)
+        unit = weight_bytes * params
     else:
         # a tied embedding is in the root
         whole_ends = units["embed"] + units["head"] if config.tie_embeddings else 0
@@ -89,23 +97,24 @@ def estimate_memory(
         unit = weight_bytes * max(*units.values(), group, whole_ends)
     rows = gradients = activations = beside = 0
     if batch is not None:
-        if batch.grad_accum_steps > 1 and not dims.sync_each_micro_step:
+        if (batch.grad_accum_steps > 1 or dims.pp > 1) and not dims.sync_each_micro_step:
             # takes the place of the whole ones, part by part
-            shard = a_gradient * num_params(config) // dims.dp_shard
-            gradients = max(0, NUM_BYTES[precision.reduce] * num_params(config) - shard)
+            shard = a_gradient * params // shards
+            gradients = max(0, NUM_BYTES[precision.reduce] * params - shard)
         positions = 8 * config.rotary_dim * config.max_seq_len
         # four int64 columns of the stream
         a_row = 32 * batch.grad_accum_steps + weight_bytes * config.hidden_size
         rows = positions + batch.batch_size * seq_length * a_row
-        activations = activation_bytes(config, batch.batch_size * seq_length, seq_length, precision, section)
+        of_all = activation_bytes(config, batch.batch_size * seq_length, seq_length, precision, section)
+        activations = int(kept_part * of_all)
         # gradients come as activations go, unless a micro-step before has left them
-        going = a_gradient * num_params(config) // dims.dp_shard if batch.grad_accum_steps == 1 else 0
+        going = a_gradient * params // shards if batch.grad_accum_steps == 1 else 0
         beside = max(0, activations - going)
     if optimizer_bytes is None:
-        optimizer_bytes = _ADAMW_BYTES * num_params(config)
-    kept = (NUM_BYTES[precision.weights] + a_gradient) * num_params(config)
-    state = -(-(kept + optimizer_bytes) // dims.dp_shard)
-    return MemoryEstimate(state, unit, dims, rows, gradients, activations, beside)
+        optimizer_bytes = _ADAMW_BYTES * whole
+    kept = (NUM_BYTES[precision.weights] + a_gradient) * params
+    state = -(-(kept + optimizer_bytes * params // whole) // shards)
+    return MemoryEstimate(state, unit, dims, rows, gradients, activations, beside, params)
 
 
 def available_memory(device: torch.device, local_world_size: int) -> int:
@@ -149,7 +158,7 @@ class Room:
         flags = "--model_variant, --num_layers, --hidden_size, --ffn_hidden_size, --vocab_size"
         smaller = f"choose a smaller model ({flags})"
         if room > 0:
-            devices = -(-need.state * need.dims.dp_shard // room)
+            devices = -(-need.state * need.dims.size("shard") // room)
             return f"shard over at least {devices} such devices (--sharding_strategy=fsdp), or {smaller}"
         if need.dims.strategy != "none" and need.dims.keeps_weights:
             by_block = "gather one block at a time (--sharding_strategy=fsdp, on several devices)"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fms_fsdp.checkpoint.checkpoints import SavePlan
-from fms_fsdp.config import NUM_BYTES, BatchPlan, Precision
+from fms_fsdp.config import NUM_BYTES, BatchPlan, ParallelConfig, Precision
 from fms_fsdp.config.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.config.ramp import BatchIntervals
 from fms_fsdp.config.values import plain
@@ -18,6 +18,7 @@ from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.optimizers import checkpoint_bytes
 from fms_fsdp.parallel.precision import DTYPES
+from fms_fsdp.parts import load_part
 from fms_fsdp.predict.communication import bytes_sent
 from fms_fsdp.predict.memory import MemoryEstimate, available_memory
 from fms_fsdp.runtime import log, log_for_files
@@ -43,7 +44,13 @@ def describe(spec: Spec) -> str:
         f"{precision}",
         f"world: {spec.world.world_size} x {spec.device.type}, {dims.strategy}: {describe_axes(dims)}",
         describe_sharding(
-            spec.model, spec.memory(cfg.parallel), spec.precision, batch, spec.inputs.optimizer_bytes
+            spec.model,
+            spec.memory(cfg.parallel),
+            spec.precision,
+            batch,
+            spec.inputs.optimizer_bytes,
+            cfg.parallel,
+            spec.seq_length,
         ),
         f"batch: {batch.batch_size} rows x {batch.dp_size} ranks x {batch.grad_accum_steps} micro-steps = "
         f"{batch.global_batch_size} rows = {tokens:,} tokens a step{ramp}",
@@ -101,16 +108,30 @@ def describe_ramp(batches: BatchIntervals, start: int = 0, rows_seen: int = 0) -
 
 
 def describe_sharding(
-    model: LlamaConfig, need: MemoryEstimate, precision: Precision, batch: BatchPlan, optimizer_bytes: int
+    model: LlamaConfig,
+    need: MemoryEstimate,
+    precision: Precision,
+    batch: BatchPlan,
+    optimizer_bytes: int,
+    section: ParallelConfig,
+    seq_length: int,
 ) -> str:
     """A line for the memory of a rank, and one for what it sends in a step, where it sends anything."""
-    share = num_params(model) / need.dims.dp_shard
-    weights, gradients = (NUM_BYTES[dtype] * share for dtype in (precision.weights, precision.gradients))
-    state = optimizer_bytes / need.dims.dp_shard
+    dims, share = need.dims, None
+    held_params = need.params / dims.size("shard")
+    weights, gradients = (
+        NUM_BYTES[dtype] * held_params for dtype in (precision.weights, precision.gradients)
+    )
+    state = optimizer_bytes * held_params / num_params(model)
     held = weights, need.unit, gradients + need.gradients, state, need.activations
     sizes = [plain(size / 2**30) for size in held[:-1]] + [plain(held[-1] / 2**30, 2)]
     text = "weights {}, gathered {}, gradients {}, optimizer {}, activations {}"
-    sent = bytes_sent(model, need.dims, precision, batch.grad_accum_steps)
+    sent = dict[str, int]()
+    if dims.divides_model:
+        part = load_part("shares", folder="predict")
+        share = part.share_of(model, dims, section)
+        sent = part.axis_bytes(model, dims, section, precision, batch, seq_length)
+    sent |= bytes_sent(model, dims, precision, batch.grad_accum_steps, share)
     over = ", ".join(f"{axis} {plain(size / 2**30)}" for axis, size in sent.items())
     lines = [f"GiB a rank: {text.format(*sizes)}", f"GiB sent by a rank in a step: {over}"]
     return "\n".join(lines[: 1 + bool(sent)])

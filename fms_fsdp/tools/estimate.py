@@ -159,10 +159,12 @@ def _sharding(config: EstimateConfig) -> str:
     model, precision = _model(config), config.resolved_precision()
     section, length, world = config.parallel, config.seq_length, config.num_devices
     dims = resolve_dims(section, config.model_variant, World(0, 0, world, math.gcd(world, _NODE)))
-    rows = max(1, config.batch_tokens // (length * world * config.grad_accum_steps))
-    batch = BatchPlan(rows, config.grad_accum_steps, world)
+    ranks = dims.size("dp")
+    rows = max(1, config.batch_tokens // (length * ranks * config.grad_accum_steps))
+    batch = BatchPlan(rows, config.grad_accum_steps, ranks)
     need = estimate_memory(model, dims, section, precision=precision, batch=batch, seq_length=length)
-    return describe_sharding(model, need, precision, batch, state_bytes(config.optim, model, precision))
+    optimizer_bytes = state_bytes(config.optim, model, precision)
+    return describe_sharding(model, need, precision, batch, optimizer_bytes, section, length)
 
 
 def _cpu_flops(compute: str, size: int = 1024, seconds: float = 0.15) -> float:
