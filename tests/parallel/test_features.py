@@ -1,0 +1,169 @@
+"""Every feature of the table in `parallel/rules.py`, with every axis, trains as on one process.
+
+Features that do not exclude one another share a run of three steps. Where such a run differs, each of its
+features is tried alone, so that the failing test names the feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from fms_fsdp.parallel.rules import FEATURES, MODEL_AXES
+from tests.cli import TINY, metrics, run, trained
+from tests.data.corpora import SEP, write_corpus
+from tests.hf_folders import write_folder
+
+BASE = (*TINY, "--num_steps=3", "--precision=fp32", "--global_batch_size=8", "--num_attention_heads=8")
+BASE += ("--num_kv_heads=2", "--eval_steps=2")
+AXES = {
+    "tp": ["--tp_size=2"],
+    "cp": ["--cp_size=2"],
+    "gather": ["--cp_size=2", "--cp_method=gather"],
+    "pp": ["--pp_size=2"],
+}
+
+
+class Group(NamedTuple):
+    """Features of one run. `more`: flags of the run in all layouts. `rel`: tolerance of losses and norms."""
+
+    features: tuple[str, ...]
+    more: tuple[str, ...] = ()
+    rel: float = 1e-5
+
+
+GROUPS = (
+    Group(("document_mask", "qk_norm", "z-loss", "capped logits", "recompute blocks", "accumulation",
+           "norms and zeros", "odd vocabulary", "whole build"), ("--batch_size=4",)),
+    Group(("learned positions", "layernorm", "bias", "GELU blocks", "dropout", "recompute ops", "ramp")),
+    Group(("alibi positions", "windows", "parallel_residual", "evaluation", "cpu_offload", "scalenorm")),
+    Group(("none positions", "grouped queries", "zero1", "muon"), rel=1e-3),
+    Group(("sinusoidal positions", "zero2", "adafactor")),
+    Group(("hsdp", "lamb")),
+    Group(("ddp", "sm3")),
+    Group(("adamax", "recompute cheap")),
+    Group(("bf16",), rel=1e-2),
+    Group(("fp16",), rel=1e-2),
+    Group(("bf16_pure",), rel=1e-2),
+    Group(("float8",), rel=2e-2),
+)  # fmt: skip
+BY_NAME = {feature.name: feature for feature in FEATURES}
+ELSEWHERE = {  # need files, and have tests of their own below
+    "bestfit packing", "samples", "exports", "import", "profiler", "tied embeddings", "model of your own",
+}  # fmt: skip
+
+
+def flags_of(names: tuple[str, ...]) -> list[str]:
+    return [flag for name in names for flag in BY_NAME[name].flags.split()]
+
+
+def numbers(folder: Path) -> list[dict[str, float]]:
+    names = ("loss", "grad_norm", "param_norm", "z_loss", "eval/loss", "loss_scale")
+    return [
+        {name: record[name] for name in names if name in record}
+        for _, record in sorted(metrics(folder).items())
+    ]
+
+
+def difference(alone: list[dict[str, float]], spread: list[dict[str, float]], rel: float) -> str:
+    for step, (one, other) in enumerate(zip(alone, spread, strict=True), 1):
+        for name, value in one.items():
+            allowed = rel if name in ("loss", "eval/loss") else 10 * rel
+            if other[name] != pytest.approx(value, rel=allowed):
+                return f"step {step}: {name} {other[name]} in place of {value}"
+    return ""
+
+
+def trained_in(folder: Path, names: tuple[str, ...], group: Group, axis: str = "") -> list[dict[str, float]]:
+    flags = [*BASE, *group.more, *flags_of(names), f"--output_dir={folder}"]
+    if axis:
+        trained(*flags, *AXES[axis], nproc=4 if "hsdp" in names or "ddp" in names else 2, backend="aot_eager")
+    else:
+        strategies = [flag for flag in flags if not flag.startswith(("--sharding_strategy", "--cpu_offload"))]
+        trained(*strategies, backend="aot_eager")
+    return numbers(folder)
+
+
+def test_every_feature_is_in_a_group() -> None:
+    named = [name for group in GROUPS for name in group.features]
+    assert sorted([*named, *ELSEWHERE]) == sorted(BY_NAME)
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: "+".join(group.features)[:60])
+def test_features_train_with_every_axis_as_on_one_process(group: Group, tmp_path: Path) -> None:
+    alone = trained_in(tmp_path / "alone", group.features, group)
+    problems = []
+    for axis in AXES:
+        found = difference(alone, trained_in(tmp_path / axis, group.features, group, axis), group.rel)
+        if found:
+            problems += [f"{axis}: {found}", *split(tmp_path / f"split {axis}", group, axis)]
+    assert not problems, "\n".join(problems)
+
+
+def split(folder: Path, group: Group, axis: str) -> list[str]:
+    """What each feature of a failing run does alone."""
+    problems = []
+    for name in group.features:
+        alone = trained_in(folder / f"{name} alone", (name,), group)
+        found = difference(alone, trained_in(folder / name, (name,), group, axis), group.rel)
+        problems += [f"{axis}, {name}: {found}"] if found else []
+    return problems
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder, {"web": [6000, 5000]})
+    return folder
+
+
+def data(corpus: Path) -> list[str]:
+    flags = [flag for flag in BASE if not flag.startswith("--use_dummy")]
+    return [*flags, f"--data_path={corpus}", f"--sep_token={SEP}"]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_rows_packed_whole_and_a_trace_with_every_axis(corpus: Path, tmp_path: Path, axis: str) -> None:
+    flags = [*data(corpus), "--packing=bestfit", "--document_mask=True"]
+    trained(*flags, f"--output_dir={tmp_path / 'alone'}")
+    traced = ["--use_profiler=True", "--profile_steps=2:3"]
+    trained(*flags, *AXES[axis], *traced, f"--output_dir={tmp_path / axis}", nproc=2)
+    assert not difference(numbers(tmp_path / "alone"), numbers(tmp_path / axis), 1e-5)
+    assert list((tmp_path / axis).rglob("*.json.gz")) or list((tmp_path / axis).rglob("*trace*"))
+
+
+def imported(folder: Path, corpus: Path) -> Mapping[str, Any]:
+    return {"llama": write_folder(folder / "llama")}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_weights_of_others_are_imported_and_exported_with_every_axis(tmp_path: Path, axis: str) -> None:
+    source = write_folder(tmp_path / "llama")
+    flags = [*TINY[1:], "--seq_length=32", "--num_steps=2", "--precision=fp32", "--global_batch_size=4"]
+    flags += [f"--init_from_hf={source}", "--checkpoint_interval=2", "--export_interval=2"]
+    trained(*flags, f"--output_dir={tmp_path / 'alone'}")
+    trained(*flags, *AXES[axis], f"--output_dir={tmp_path / axis}", nproc=2)
+    assert not difference(numbers(tmp_path / "alone"), numbers(tmp_path / axis), 1e-5)
+    exports = [
+        sorted(path.name for path in (tmp_path / name / "exports").rglob("*")) for name in ("alone", axis)
+    ]
+    assert exports[0] == exports[1] and any(name.endswith(".safetensors") for name in exports[0])
+
+
+@pytest.mark.parametrize("axis", MODEL_AXES)
+@pytest.mark.parametrize("feature", [each for each in FEATURES if each.refused], ids=lambda each: each.name)
+def test_what_the_table_refuses_is_refused_alike_before_any_work(
+    tmp_path: Path, feature: Any, axis: str
+) -> None:
+    flags = feature.flags.replace("MODULE:FUNCTION", "tests.models.builders:build")
+    result = run(*BASE, flags, *AXES[axis], f"--output_dir={tmp_path / 'run'}", nproc=2)
+    words = feature.refused.get(axis)
+    if words is None:
+        assert result.returncode == 0, result.stderr
+        return
+    assert result.returncode != 0 and result.stderr.count("error: ") == 1
+    assert f"error: --{feature.flag} (" in result.stderr and words in result.stderr
+    assert not (tmp_path / "run").exists()
