@@ -26,7 +26,6 @@ Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198 (sequence parallel).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -69,9 +68,9 @@ def apply_tp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
     if model.head is not None:
         _split_head(model.head, split)
     if section.async_tp and compiles(section, torch.device(tp.device_type)):
-        import torch._inductor.config
+        from torch._inductor import config as inductor_config
 
-        torch._inductor.config._micro_pipeline_tp = True  # overlaps messages with the products beside them
+        inductor_config._micro_pipeline_tp = True  # messages overlap with the products beside them
 
 
 def check_split(config: LlamaConfig, tp_size: int) -> None:
