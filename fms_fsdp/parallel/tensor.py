@@ -102,13 +102,15 @@ def _send(x: torch.Tensor, message: str, group: str, size: int, dim: int = 1) ->
     if message == "copy":
         return x.view_as(x)
     operations, x = torch.ops._c10d_functional, x.contiguous()
-    if message == "sum":
-        return operations.wait_tensor(operations.all_reduce(x, "sum", group))
     if message == "gather":
-        parts = operations.wait_tensor(operations.all_gather_into_tensor(x, size, group))
+        parts: torch.Tensor = operations.wait_tensor(operations.all_gather_into_tensor(x, size, group))
         return torch.cat(parts.chunk(size), dim)
-    x = torch.cat(x.chunk(size, dim))
-    return operations.wait_tensor(operations.reduce_scatter_tensor(x, "sum", size, group))
+    if message == "sum":
+        sent = operations.all_reduce(x, "sum", group)
+    else:
+        sent = operations.reduce_scatter_tensor(torch.cat(x.chunk(size, dim)), "sum", size, group)
+    received: torch.Tensor = operations.wait_tensor(sent)
+    return received
 
 
 class _Message(torch.autograd.Function):
@@ -195,11 +197,12 @@ def _hold(module: nn.Module, split: _Split, plan: Mapping[str, _Held]) -> None:
         assert parameter is not None
         placed = distribute_tensor(parameter.detach(), split.mesh, [how.placement], src_data_rank=None)
         module._parameters[name] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-    module.__class__ = _with_local_parts(type(module), tuple(held.items()))
+    kind: Any = type(module)
+    module.__class__ = _with_local_parts(kind, tuple(held.items()))
 
 
 @cache
-def _with_local_parts(kind: type[nn.Module], held: tuple[tuple[str, _Held], ...]) -> type[nn.Module]:
+def _with_local_parts(kind: Any, held: tuple[tuple[str, _Held], ...]) -> type[nn.Module]:
     """The class with a property for each parameter: one class for all layers, which so share compiled code.
 
     FSDP and the initialisation read and write `_parameters`, where the DTensors stay.
@@ -321,7 +324,7 @@ def _split_embed(embed: Embed, split: _Split) -> None:
                 positions = positions[..., own.start : own.stop]
         return tokens_BS, positions, *more
 
-    embed.look_up = look_up
+    embed.look_up = look_up  # type: ignore[assignment]
     embed.register_forward_pre_hook(cut_positions)
     _drop_in_parts(embed.dropout, 1, split.own_places)
 
@@ -366,7 +369,8 @@ def split_softmax_(
     losses are alike on all ranks. Turns the logits into their gradients, but for the label, times `scale`,
     in place. `models/loss.py` says what the options are.
     """
-    peak_of, sums_of, finish = (compiled(part) if compiles else part for part in (_peak, _sums, _finish_))
+    steps: list[Callable[..., Any]] = [_peak, _sums, _finish_]
+    peak_of, sums_of, finish = map(compiled, steps) if compiles else steps
     is_own_C1 = (index_C1 >= 0) & (index_C1 < logits_CV.shape[1])
     # in front of code that overwrites it
     label_C1 = logits_CV.gather(1, index_C1.clamp(0, logits_CV.shape[1] - 1))
@@ -416,7 +420,7 @@ def _finish_(
     z_loss: float,
 ) -> Rows:
     """What is left to do with the sums over ranks; the gradient is that of extras/shaped_loss.py."""
-    total_C1, shifted_C1 = sums_C2.split(1, dim=1)
+    total_C1, shifted_C1 = sums_C2[:, :1], sums_C2[:, 1:]
     log_total_C1 = total_C1.log()
     logz_C1 = log_total_C1 + peak_C1
     pull_C1 = 2 * z_loss * logz_C1
