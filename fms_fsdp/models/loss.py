@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,19 @@ def _empty_rows(like: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Ten
 
 Rows = tuple[torch.Tensor, ...]  # of each row, fp32: gradient at its label, loss, and z-loss if there is one
 Scale = torch.Tensor | float
+
+
+class VocabularyPart(NamedTuple):
+    """What a rank needs that has a part of the vocabulary: the softmax over all parts, the first token of its
+    own part, and the number of tokens of the largest part.
+
+    The softmax takes the indices of the labels from the first token of the part on, and gives the rank that
+    does not have a label what the gradient is where `clamp` puts the index.
+    """
+
+    softmax_: Callable[..., Rows]
+    first: int
+    largest: int
 
 
 def _softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: Scale = 1.0) -> Rows:
@@ -93,12 +106,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softmax_: Callable[[torch.Tensor, torch.Tensor, Scale], Rows],
         num_losses: int,
         scale: Scale,
+        vocabulary: VocabularyPart | None,
     ) -> Rows:
         masked_N1 = (labels_N == IGNORED_LABEL).unsqueeze(1)
         index_N = labels_N.masked_fill(labels_N == IGNORED_LABEL, 0)
         head_VD = weight_VD.to(h_ND.dtype)
         num_rows, vocab_size = h_ND.shape[0], weight_VD.shape[0]
-        rows = chunk_rows(num_rows, vocab_size, h_ND.device.type)
+        column_N = index_N
+        if vocabulary is not None:
+            index_N = index_N - vocabulary.first
+            column_N = index_N.clamp(0, vocab_size - 1)
+        # alike on the ranks of all parts, which exchange sums of each chunk
+        rows = chunk_rows(num_rows, vocabulary.largest if vocabulary else vocab_size, h_ND.device.type)
         span = rows * max(1, _SPAN_BYTES.get(h_ND.device.type, 4 << 30) // (rows * vocab_size * 4))
         need_h, need_weight, *_ = ctx.needs_input_grad
         dh_ND = torch.empty_like(h_ND) if need_h else None
@@ -121,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 loss += loss_P1.masked_fill_(masked_N1[part], 0).sum()
             # not scatter_, which copies all of a bf16 tensor (torch 2.13 on CPUs)
             row_P = torch.arange(len(h_PD), device=h_ND.device)
-            dlogits_PV[row_P, index_P] = (label_P1 * scale).squeeze(1).to(h_ND.dtype)
+            dlogits_PV[row_P, column_N[part]] = (label_P1 * scale).squeeze(1).to(h_ND.dtype)
             if dh_ND is not None:  # masked rows are dropped here, not in the much larger dlogits
                 torch.mm(dlogits_PV, head_VD, out=dh_ND[part]).masked_fill_(masked_N1[part], 0)
             if need_weight:
@@ -138,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *gradients, scale = ctx.saved_tensors
         factor = grads[0] if scale is None else grads[0] / scale  # 1 where the loss was multiplied by `scale`
-        return *(_scaled(gradient, factor) for gradient in gradients), None, None, None, None
+        return *(_scaled(gradient, factor) for gradient in gradients), None, None, None, None, None
 
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | None:
@@ -173,6 +192,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float = 0.0,
     scale: torch.Tensor | None = None,
+    vocabulary: VocabularyPart | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(sum of the loss over unmasked labels, fp32 scalar; their number, int64 scalar). Label -100 is masked,
     and its row has no part in loss or gradient, whatever it holds.
@@ -181,11 +201,15 @@ def linear_cross_entropy(
     log(Z)², Z the sum of exp(logits), is summed in a third scalar: it is no part of the loss, but its
     gradient is part of that of the loss. Without cap and z-loss, `compiled` fuses what lies between the
     matrix products with torch.compile. `scale`: what the loss will be multiplied by before the backward pass;
-    its gradients are that large from the start, so that fp16 can hold them.
+    its gradients are that large from the start, so that fp16 can hold them. With
+    `vocabulary` the weight has this rank's part of the vocabulary; the loss is that of the whole, alike on all
+    ranks, and the gradient of h this rank's summand.
     Source: Chowdhery et al. 2022 (PaLM), section 5, for z_loss; Gemma Team 2024 for the cap.
     """
     softmax_ = _compiled_softmax_ if compiled else _softmax_
-    if z_loss or softcap:
+    if vocabulary is not None:
+        softmax_ = functools.partial(vocabulary.softmax_, compiles=compiled, z_loss=z_loss, softcap=softcap)
+    elif z_loss or softcap:
         softmax_ = functools.partial(load_part("shaped_loss").shaped_softmax_, z_loss=z_loss, softcap=softcap)
     labels_N = labels_BS.reshape(-1)
     if not torch.is_grad_enabled():
@@ -193,6 +217,6 @@ def linear_cross_entropy(
         h_BSD, weight_VD = (h_BSD.detach(), weight_VD.detach())
     h_ND, num_losses = h_BSD.reshape(-1, h_BSD.shape[-1]), 2 if z_loss else 1
     loss_sum, *z_sum = _LinearCrossEntropy.apply(
-        h_ND, weight_VD, labels_N, softmax_, num_losses, 1.0 if scale is None else scale
+        h_ND, weight_VD, labels_N, softmax_, num_losses, 1.0 if scale is None else scale, vocabulary
     )  # type: ignore[no-untyped-call]
     return loss_sum, (labels_N != IGNORED_LABEL).sum(), *z_sum

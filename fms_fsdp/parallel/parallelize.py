@@ -70,12 +70,12 @@ def _build_stage(
     cast_weights(model, precision)
     if mesh.device_mesh is None:
         apply_precision(model, precision)
+    if precision.float8:
+        load_part("float8").apply_float8(model, precision.float8)
     if mesh.size("tp") > 1:
         load_part("tensor", folder="parallel").apply_tp(model, mesh, section)
     if mesh.size("cp") > 1:
         load_part("context", folder="parallel").apply_cp(model, mesh, section)
-    if precision.float8:
-        load_part("float8").apply_float8(model, precision.float8)
     if section.recomputes in ("ops", "blocks"):
         apply_recomputation(model, section, compiled=compiled)
     if compiled:

@@ -1,0 +1,435 @@
+"""Tensor parallelism: each rank of `tp` has a part of every matrix of a block, and of the vocabulary.
+
+    S/t ─ norm ─ gather ─ q k v: heads h ─ attention ─ o: columns h ─ sum, cut ─ + ─ S/t
+    S/t ─ norm ─ gather ─ gate up: dims f ─ product ── down: columns f ─ sum, cut ─ + ─ S/t
+
+    embed: rows v of the vocabulary ─ sum, cut ─ S/t      head: S/t ─ norm ─ gather ─ rows v ─ loss
+
+A rank has the heads h, the dims f of the feed-forward and the rows v of the vocabulary. Between matrices a
+rank has the part S/t of the sequence (`sequence_parallel`), or all of the sequence. The table says which
+message goes with each of the two; the message of the backward pass is the other one of the same row.
+
+                                   in front of matrices    behind matrices
+    parts of the sequence          gather                  scatter: sum, and cut
+    copies of the sequence         copy: no message        sum
+
+Parameters are DTensors, so that FSDP, checkpoints and norms know which part a rank has. Computations see
+local tensors only: where a module reads a parameter, a property of its class gives the local part. So every
+module runs its own forward pass.
+
+B batch, S sequence, D model, F ffn, V vocabulary, H query heads, G key/value heads, C rows of a chunk.
+
+Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053 (tensor parallel, loss of a split vocabulary);
+Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198 (sequence parallel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # the operations that `_send` uses
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+
+from fms_fsdp.config import ParallelConfig
+from fms_fsdp.errors import UserError
+from fms_fsdp.mesh import Mesh
+from fms_fsdp.models.llama import Attention, Block, Embed, Head, Llama
+from fms_fsdp.models.loss import Rows, Scale, VocabularyPart, linear_cross_entropy
+from fms_fsdp.models.masks import compiled
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.parallel.compile import compiles
+
+_OPPOSITE = {"gather": "scatter", "scatter": "gather", "copy": "sum", "sum": "copy"}
+
+
+def apply_tp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
+    """Splits the model, or a stage of the model, over the ranks of `tp`, in place, before FSDP.
+
+    Raises:
+        UserError: the heads or the vocabulary cannot be split so.
+    """
+    tp = mesh.axis("tp")
+    check_split(model.config, tp.size())
+    split = _Split(model.config, tp, mesh.dims.sequence_parallel)
+    model.register_forward_pre_hook(split.choose, with_kwargs=True)
+    if model.config.pos_emb == "alibi":
+        model.mask = partial(_own_heads, model.mask, split)
+    if model.embed is not None:
+        _split_embed(model.embed, split)
+    for block in model.blocks.values():
+        _split_block(block, split)
+    if model.head is not None:
+        _split_head(model.head, split)
+    if section.async_tp and compiles(section, torch.device(tp.device_type)):
+        from torch._inductor import config as inductor_config
+
+        inductor_config._micro_pipeline_tp = True  # messages overlap with the products beside them
+
+
+def check_split(config: LlamaConfig, tp_size: int) -> None:
+    """Raises UserError where a rank would have no whole head, or no token of the vocabulary."""
+    heads, kv_heads = config.num_attention_heads, config.num_kv_heads
+    if heads % tp_size:
+        sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise UserError(f"--tp_size ({tp_size}) must divide the {heads} attention heads; use one of {sizes}")
+    if kv_heads % tp_size and tp_size % kv_heads:
+        raise UserError(
+            f"--tp_size ({tp_size}) must divide the {kv_heads} key/value heads, or be a multiple of them"
+        )
+    if not _own_rows(config, tp_size - 1, tp_size)[1]:
+        raise UserError(
+            f"--tp_size ({tp_size}) leaves a device without tokens of the vocabulary ({config.vocab_size}, "
+            f"filled up to {config.padded_vocab_size}); use fewer devices"
+        )
+
+
+def _own_rows(config: LlamaConfig, rank: int, size: int) -> tuple[int, int]:
+    """The first token of a rank, and the number of its tokens that the vocabulary really has."""
+    largest = -(-config.padded_vocab_size // size)
+    first = min(rank * largest, config.vocab_size)
+    return first, min(largest, config.vocab_size - first)
+
+
+def _send(x: torch.Tensor, message: str, group: str, size: int, dim: int = 1) -> torch.Tensor:
+    """What a message gives this rank; parts and sums are along `dim`, the sequence."""
+    if message == "copy":
+        return x.view_as(x)
+    operations, x = torch.ops._c10d_functional, x.contiguous()
+    if message == "gather":
+        parts: torch.Tensor = operations.wait_tensor(operations.all_gather_into_tensor(x, size, group))
+        return torch.cat(parts.chunk(size), dim)
+    if message == "sum":
+        sent = operations.all_reduce(x, "sum", group)
+    else:
+        sent = operations.reduce_scatter_tensor(torch.cat(x.chunk(size, dim)), "sum", size, group)
+    received: torch.Tensor = operations.wait_tensor(sent)
+    return received
+
+
+class _Message(torch.autograd.Function):
+    """A message in the forward pass, and the opposite one in the backward pass. The compiler sees through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, message: str, group: str, size: int) -> torch.Tensor:
+        ctx.how = (_OPPOSITE[message], group, size)
+        return _send(x, message, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _send(grads[0], *ctx.how), None, None, None
+
+
+class _Split:
+    """The place of this rank, and how the ranks hold the sequence between matrices.
+
+    `is_cut`: whether ranks hold parts of the sequence in this pass. A pass with caches reads any number of
+    tokens, and is not cut.
+    """
+
+    def __init__(self, config: LlamaConfig, tp: DeviceMesh, sequence_parallel: bool) -> None:
+        self.config, self.mesh, self.sequence_parallel = config, tp, sequence_parallel
+        self.rank, self.size = tp.get_local_rank(), tp.size()
+        self.group = tp.get_group()
+        self.group_name: str = self.group.group_name
+        self.is_cut = sequence_parallel
+        self.num_heads = config.num_attention_heads // self.size
+        # the gradient of what all ranks have: summands, where ranks see different tokens
+        self.shared = _Held(Replicate(), Partial() if sequence_parallel else Replicate())
+
+    def choose(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook in front of the model."""
+        self.is_cut = self.sequence_parallel and kwargs.get("caches") is None
+
+    def whole(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        """In front of matrices: all of the sequence. The gradients of all ranks are added up."""
+        message = "gather" if self.is_cut else "copy"
+        return _message(x_BSD, message, self.group_name, self.size)
+
+    def added_up(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        """Behind matrices: the sum over ranks, of which this rank keeps the own part."""
+        message = "scatter" if self.is_cut else "sum"
+        return _message(x_BSD, message, self.group_name, self.size)
+
+    def own_places(self, size: int) -> list[range]:
+        """Where the own part, of this size, is along the sequence."""
+        start = self.rank * size if self.is_cut else 0
+        return [range(start, start + size)]
+
+    def own_piece(self, size: int, whole: int) -> list[range]:
+        """Where the own part, of this size, is along a dim that is split as torch.chunk does."""
+        start = self.rank * -(-whole // self.size)
+        return [range(start, start + size)]
+
+
+_message: Callable[..., torch.Tensor] = _Message.apply
+
+
+class _Held(NamedTuple):
+    """How ranks hold a parameter and the gradient of their local parts.
+
+    `rows`: the first row and the number of rows that this rank computes with, if not with all. `is_apart`:
+    the module does not see the parameter, which a hook adds.
+    """
+
+    placement: Placement
+    gradient: Placement
+    rows: tuple[int, int] | None = None
+    is_apart: bool = False
+
+
+_BY_ROWS, _BY_COLUMNS = (_Held(Shard(dim), Shard(dim)) for dim in (0, 1))
+
+
+def _hold(module: nn.Module, split: _Split, plan: Mapping[str, _Held]) -> None:
+    """Makes the parameters of the module itself DTensors, and lets its code read local parts."""
+    held = {name: plan[name] for name, parameter in module._parameters.items() if parameter is not None}
+    if not held:
+        return
+    for name, how in held.items():
+        parameter = module._parameters[name]
+        assert parameter is not None
+        placed = distribute_tensor(parameter.detach(), split.mesh, [how.placement], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+    kind: Any = type(module)
+    module.__class__ = _with_local_parts(kind, tuple(held.items()))
+
+
+@cache
+def _with_local_parts(kind: Any, held: tuple[tuple[str, _Held], ...]) -> type[nn.Module]:
+    """The class with a property for each parameter: one class for all layers, which so share compiled code.
+
+    FSDP and the initialisation read and write `_parameters`, where the DTensors stay.
+    """
+    return type(kind.__name__, (kind,), {name: _local_part(name, how) for name, how in held})
+
+
+def _local_part(name: str, held: _Held) -> property:
+    def read(module: nn.Module) -> torch.Tensor | None:
+        parameter: Any = module._parameters[name]
+        if len(parameter.placements) > 1:  # FSDP asks for a shard
+            return parameter  # type: ignore[no-any-return]
+        if held.is_apart:
+            return None
+        local: torch.Tensor = parameter.to_local(grad_placements=[held.gradient])
+        return local if held.rows is None else local.narrow(0, *held.rows)
+
+    return property(read)
+
+
+def _split_block(block: Block, split: _Split) -> None:
+    attention, feed_forward = block.attention, block.feed_forward
+    for norm in (block.attention_norm, block.ffn_norm):
+        _hold(norm, split, {"weight": split.shared, "bias": split.shared})
+    _split_attention(attention, split)
+    for name in ("gate_proj", "up_proj"):  # a GPT has no gate
+        if (linear := getattr(feed_forward, name, None)) is not None:
+            _hold(linear, split, {"weight": _BY_ROWS, "bias": _BY_ROWS})
+    _split_by_columns(feed_forward.down_proj, split)
+    for module in (attention, feed_forward):
+        module.register_forward_pre_hook(lambda module, args: (split.whole(args[0]), *args[1:]))
+    for dropout in (block.attention_dropout, block.ffn_dropout):
+        _drop_in_parts(dropout, 1, split.own_places)
+    own_dims = partial(split.own_piece, whole=split.config.ffn_hidden_size)
+    _drop_in_parts(feed_forward.dropout, 2, own_dims)
+
+
+def _split_attention(attention: Attention, split: _Split) -> None:
+    """Each rank has H / t heads and the key/value heads of these; several ranks have the same one where
+    there are fewer than ranks."""
+    config, kv_rows = split.config, _BY_ROWS
+    if config.num_kv_heads % split.size:
+        first = split.rank * config.num_kv_heads // split.size * config.head_dim
+        kv_rows = _Held(Replicate(), Partial(), rows=(first, config.head_dim))
+    held = {"q_proj": _BY_ROWS, "k_proj": kv_rows, "v_proj": kv_rows}
+    for name, how in held.items():
+        _hold(getattr(attention, name), split, {"weight": how, "bias": how})
+    _split_by_columns(attention.o_proj, split)
+    for norm in (attention.q_norm, attention.k_norm):  # of other heads on each rank
+        by_head = _Held(Replicate(), Partial())
+        _hold(norm, split, {"weight": by_head, "bias": by_head})
+    _drop_in_parts(attention.dropout, 1, partial(split.own_piece, whole=config.num_attention_heads))
+    if (score := attention.attend.keywords["score"]) is not None:
+        moved = _score_of_heads(score, split.rank * split.num_heads)
+        attention.attend = partial(attention.attend, score=moved)
+
+
+def _split_by_columns(linear: nn.Linear, split: _Split) -> None:
+    """Products of columns are summands; the bias is added once, to their sum."""
+    bias = split.shared._replace(is_apart=True)
+    _hold(linear, split, {"weight": _BY_COLUMNS, "bias": bias})
+
+    def add_up(module: nn.Module, args: tuple[Any, ...], summand_BSD: torch.Tensor) -> torch.Tensor:
+        sum_BSD, parameter = split.added_up(summand_BSD), module._parameters["bias"]
+        if parameter is None:
+            return sum_BSD
+        whole_bias: Any = parameter
+        bias_D: torch.Tensor = whole_bias.to_local(grad_placements=[bias.gradient])
+        return sum_BSD + bias_D.to(sum_BSD.dtype)
+
+    linear.register_forward_hook(add_up)
+
+
+@cache
+def _score_of_heads(score: Callable[..., torch.Tensor], first: int) -> Callable[..., torch.Tensor]:
+    """The score of flex_attention for heads from `first` on; one function for all layers."""
+
+    def moved(
+        value: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        return score(value, b, h + first, q, k)
+
+    return moved
+
+
+def _own_heads(mask: Callable[..., Any], split: _Split, *args: Any, **kwargs: Any) -> Any:
+    """The mask for the heads of this rank: a bias (B|1, H, S, T) has a part for each head."""
+    made = mask(*args, **kwargs)
+    if isinstance(made, torch.Tensor) and made.ndim == 4:
+        return made.narrow(1, split.rank * split.num_heads, split.num_heads)
+    return made
+
+
+def _drop_in_parts(dropout: Any, dim: int, places: Callable[[int], list[range]]) -> None:
+    """Tells dropout, where there is one, which part of the dim it is given."""
+    if isinstance(dropout, nn.Module):
+        parts: Any = dropout.parts
+        parts[dim] = places
+
+
+def _split_embed(embed: Embed, split: _Split) -> None:
+    """Each rank looks up the tokens of its rows; the sum over ranks has all tokens."""
+    first, _ = _own_rows(split.config, split.rank, split.size)
+    _hold(embed, split, {"weight": _BY_ROWS, "positions": split.shared})
+
+    def look_up(tokens_BS: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        row_BS = tokens_BS - first
+        is_other_BS = (row_BS < 0) | (row_BS >= len(weight_VD))
+        summand_BSD = F.embedding(row_BS.masked_fill(is_other_BS, 0), weight_VD)
+        return split.added_up(summand_BSD.masked_fill(is_other_BS.unsqueeze(-1), 0))
+
+    def cut_positions(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tokens_BS, positions, *more = args
+        if split.is_cut:
+            (own,) = split.own_places(tokens_BS.shape[1] // split.size)
+            if isinstance(positions, slice):
+                positions = slice(positions.start + own.start, positions.start + own.stop)
+            else:
+                positions = positions[..., own.start : own.stop]
+        return tokens_BS, positions, *more
+
+    embed.look_up = look_up  # type: ignore[assignment]
+    embed.register_forward_pre_hook(cut_positions)
+    _drop_in_parts(embed.dropout, 1, split.own_places)
+
+
+def _split_head(head: Head, split: _Split) -> None:
+    """The final norm sees a part of the sequence, the loss all of it and a part of the vocabulary."""
+    _hold(head.norm, split, {"weight": split.shared, "bias": split.shared})
+    _hold(head, split, {"weight": _BY_ROWS})
+    head.norm.register_forward_hook(lambda module, args, out_BSD: split.whole(out_BSD))
+    first, head.vocab_size = _own_rows(split.config, split.rank, split.size)
+    _, largest = _own_rows(split.config, 0, split.size)
+    softmax_ = partial(split_softmax_, group=split.group)
+    head.loss = partial(linear_cross_entropy, vocabulary=VocabularyPart(softmax_, first, largest))
+    head.product = partial(_whole_logits, split=split, largest=largest)
+
+
+def _whole_logits(
+    x_BSD: torch.Tensor, weight_VD: torch.Tensor, *, split: _Split, largest: int
+) -> torch.Tensor:
+    """The logits of all tokens of the vocabulary, which every rank gets; without gradients."""
+    assert not torch.is_grad_enabled()
+    own_BSV = F.pad(F.linear(x_BSD, weight_VD), (0, largest - len(weight_VD)))
+    all_BSV = _send(own_BSV, "gather", split.group_name, split.size, dim=2)
+    return all_BSV[..., : split.config.vocab_size]
+
+
+def split_softmax_(
+    logits_CV: torch.Tensor,
+    index_C1: torch.Tensor,
+    scale: Scale = 1.0,
+    *,
+    group: dist.ProcessGroup,
+    compiles: bool = False,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+) -> Rows:
+    """The softmax of capped logits of which each rank of the group has some columns, with two messages: the
+    largest logit of each row, then the sum of its exponentials beside its label's logit.
+
+    `index_C1` counts from the first column of this rank, and lies outside where another rank has the label.
+    Returns the gradient of each row where `clamp` puts the index, its loss and, with `z_loss`, its z-loss:
+    losses are alike on all ranks. Turns the logits into their gradients, but for the label, times `scale`,
+    in place. `models/loss.py` says what the options are.
+    """
+    steps: list[Callable[..., Any]] = [_peak, _sums, _finish_]
+    peak_of, sums_of, finish = map(compiled, steps) if compiles else steps
+    is_own_C1 = (index_C1 >= 0) & (index_C1 < logits_CV.shape[1])
+    # in front of code that overwrites it
+    label_C1 = logits_CV.gather(1, index_C1.clamp(0, logits_CV.shape[1] - 1))
+    peak_C1 = peak_of(logits_CV, softcap)
+    dist.all_reduce(peak_C1, dist.ReduceOp.MAX, group)
+    sums_C2 = sums_of(logits_CV, label_C1, is_own_C1, peak_C1, softcap)
+    dist.all_reduce(sums_C2, group=group)
+    found: Rows = finish(logits_CV, label_C1, is_own_C1, peak_C1, sums_C2, scale, softcap, z_loss)
+    return found if z_loss else found[:2]
+
+
+def _capped(logits: torch.Tensor, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Capped logits in fp32, and the slope of the cap."""
+    logits = logits.float()
+    if not softcap:
+        return logits, torch.ones(1, 1, device=logits.device)
+    tanh = (logits / softcap).tanh()
+    return softcap * tanh, 1 - tanh.square()
+
+
+def _peak(logits_CV: torch.Tensor, softcap: float) -> torch.Tensor:
+    peak_C1 = logits_CV.amax(dim=-1, keepdim=True)
+    return _capped(peak_C1, softcap)[0]  # a cap keeps the order
+
+
+def _sums(
+    logits_CV: torch.Tensor,
+    label_C1: torch.Tensor,
+    is_own_C1: torch.Tensor,
+    peak_C1: torch.Tensor,
+    softcap: float,
+) -> torch.Tensor:
+    """The own summands of the sum of exponentials, and of the label's logit, which one rank has."""
+    total_C1 = (_capped(logits_CV, softcap)[0] - peak_C1).exp().sum(dim=-1, keepdim=True)
+    own_C1 = torch.where(is_own_C1, _capped(label_C1, softcap)[0] - peak_C1, 0.0)
+    return torch.cat((total_C1, own_C1), dim=1)
+
+
+def _finish_(
+    logits_CV: torch.Tensor,
+    label_C1: torch.Tensor,
+    is_own_C1: torch.Tensor,
+    peak_C1: torch.Tensor,
+    sums_C2: torch.Tensor,
+    scale: Scale,
+    softcap: float,
+    z_loss: float,
+) -> Rows:
+    """What is left to do with the sums over ranks; the gradient is that of extras/shaped_loss.py."""
+    total_C1, shifted_C1 = sums_C2[:, :1], sums_C2[:, 1:]
+    log_total_C1 = total_C1.log()
+    logz_C1 = log_total_C1 + peak_C1
+    pull_C1 = 2 * z_loss * logz_C1
+    here_C1, slope_C1 = _capped(label_C1, softcap)
+    logp_C1 = (here_C1 - peak_C1) - log_total_C1
+    # of another rank's label: what stands in the column
+    minus_one_C1 = torch.where(is_own_C1, logp_C1.expm1(), logp_C1.exp())
+    gradient_C1 = (minus_one_C1 + logp_C1.exp() * pull_C1) * slope_C1
+    capped_CV, slope_CV = _capped(logits_CV, softcap)
+    p_CV = ((capped_CV - peak_C1) - log_total_C1).exp()
+    logits_CV.copy_(p_CV * ((1 + pull_C1) * scale) * slope_CV)
+    return gradient_C1, log_total_C1 - shifted_C1, z_loss * logz_C1.square()
