@@ -134,6 +134,7 @@ class Pipeline(nn.Module):
         Returns the summed loss and, with a z-loss, the summed z-loss; 0 where the last stage is not. The
         arguments are those of `Llama.forward`.
         """
+        self._finish_sends()
         schedule = self._schedule_for(tokens_BS.shape)
         columns = {
             "positions_BS": self._positions(tokens_BS) if positions_BS is None else positions_BS,
@@ -251,11 +252,15 @@ class Pipeline(nn.Module):
 
     def _send(self, x_BSD: torch.Tensor, rank: int) -> None:
         """Starts to send dtype and shape, then values. One message may be on its way beside this one."""
-        for work, _ in self._pending:
-            work.wait()
+        self._finish_sends()
         header = torch.tensor([_KINDS.index(x_BSD.dtype), *x_BSD.shape], device=self._device)
         send = partial(dist.isend, dst=rank, group=self._group)
         self._pending = [(send(x), x) for x in (header, x_BSD.contiguous()) if x.numel()]  # type: ignore[misc]
+
+    def _finish_sends(self) -> None:
+        for work, _ in self._pending:
+            work.wait()
+        self._pending = []
 
     def _shared(self, output: torch.Tensor | None, rows: int, length: int) -> torch.Tensor:
         """The logits of the last stage on every rank of the pipeline."""
@@ -268,14 +273,14 @@ class Pipeline(nn.Module):
 class _Stage(PipelineStage):
     """A stage of torch whose passes have names in traces."""
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with record_function(f"stage {self.stage_index} forward"):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with record_function("forward"), record_function(f"stage {self.stage_index}"):
+            return super().forward_one_chunk(*args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with record_function(f"stage {self.stage_index} backward"):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with record_function("backward"), record_function(f"stage {self.stage_index}"):
+            return super().backward_one_chunk(*args, **kwargs)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with record_function(f"stage {self.stage_index} backward of weights"):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with record_function("backward"), record_function(f"stage {self.stage_index}"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
