@@ -162,8 +162,7 @@ class Checkpointer:
 
         final = self.root / f"step_{state.step}"
         partial = final.with_name(f"{final.name}.partial-{self.attempt}")
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())  # unsharded: what all ranks write
-        writer = CheckpointWriter(partial, final, state, num_bytes, self.progress, begin, commit)
+        writer = CheckpointWriter(partial, final, state, self.progress, begin, commit)
         try:
             alone = self._group is None
             dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=alone)

@@ -61,8 +61,8 @@ _ALLOWED = {  # module → what `.metadata` may name of it; besides that, torch'
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes `final` through the folder `partial`; `train_state` goes with it. `needed_bytes` must be free
-    before anything is written.
+    """Writes `final` through the folder `partial`; `train_state` goes with it. What all ranks write must be
+    free before anything is written.
 
     `begin`: when the save began, by `time.perf_counter`. `committed()` is called on the coordinator while the
     others still wait.
@@ -73,7 +73,6 @@ class CheckpointWriter(FileSystemWriter):
         partial: Path,
         final: Path,
         train_state: Saved,
-        needed_bytes: int,
         progress: SaveProgress,
         begin: float,
         committed: Callable[[], None],
@@ -81,16 +80,14 @@ class CheckpointWriter(FileSystemWriter):
         # copying ahead, DCP would wait for all work of the GPU, once for every large tensor, even of the host
         super().__init__(partial, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0)
         self._summing = self.fs = _SummingFileSystem(progress)
-        self._final, self._train_state, self._needed = final, train_state, needed_bytes
+        self._final, self._train_state = final, train_state
         self._progress, self._begin, self._committed = progress, begin, committed
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, before any rank writes: refuses a disk that is too small."""
-        free = shutil.disk_usage(self.path).free
-        if free < self._needed:
-            raise StorageError(
-                f"{self._needed / 2**20:,.0f} MiB are needed and {free / 2**20:,.0f} MiB are free"
-            )
+        free, needed = shutil.disk_usage(self.path).free, _planned_bytes(plans)
+        if free < needed:
+            raise StorageError(f"{needed / 2**20:,.0f} MiB are needed and {free / 2**20:,.0f} MiB are free")
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -131,6 +128,12 @@ class CheckpointWriter(FileSystemWriter):
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _planned_bytes(plans: list[SavePlan]) -> int:
+    """Bytes of the tensors, or parts of tensors, that ranks will write; in a pipeline each rank has others."""
+    parts = [item.tensor_data for plan in plans for item in plan.items if item.tensor_data is not None]
+    return sum(math.prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
 
 
 class _Results(list[WriteResult]):

@@ -245,7 +245,7 @@ class Llama(nn.Module):
         """
         start = caches[0].length if caches else 0
         # a part without embedding may take in another length
-        length = tokens_BS.shape[1] if positions_BS is None else positions_BS.shape[1]
+        length = tokens_BS.shape[1] if positions_BS is None else positions_BS.shape[-1]
         seen = slice(start, start + length)
         assert seen.stop <= self.config.max_seq_len, (seen.stop, self.config.max_seq_len)
         positions = seen if positions_BS is None else positions_BS

@@ -48,7 +48,10 @@ def parallelize(
         return build(None)
     # beside a Llama it runs its stages as one
     return cast(
-        Llama, load_part("pipeline", folder="parallel").build_pipeline(config, section, mesh, device, build)
+        Llama,
+        load_part("pipeline", folder="parallel").build_pipeline(
+            config, section, mesh, precision, device, build
+        ),
     )
 
 
