@@ -161,6 +161,8 @@ def fill(model: Llama, folder: HFFolder) -> None:
     ours = {clean_name(name): weight for name, weight in model.named_parameters()}
     packing = find_family(folder.shape).packing
     for name, made in hf_weights(folder.shape).items():
+        if made.ours[0] not in ours:  # of another stage of a pipeline
+            continue
         targets, whole = list(map(ours.__getitem__, made.ours)), folder.weights[name]()
         is_inside = made.ours[0].startswith("blocks.")
         rows = list(map(len, targets))

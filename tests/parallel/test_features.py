@@ -6,7 +6,6 @@ features is tried alone, so that the failing test names the feature.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +17,8 @@ from tests.data.corpora import SEP, write_corpus
 from tests.hf_folders import write_folder
 
 BASE = (*TINY, "--num_steps=3", "--precision=fp32", "--global_batch_size=8", "--num_attention_heads=8")
-BASE += ("--num_kv_heads=2", "--eval_steps=2")
-AXES = {
-    "tp": ["--tp_size=2"],
-    "cp": ["--cp_size=2"],
-    "gather": ["--cp_size=2", "--cp_method=gather"],
-    "pp": ["--pp_size=2"],
-}
+BASE += ("--num_kv_heads=2",)
+AXES = {"tp": ["--tp_size=2"], "pp": ["--pp_size=2"]}
 
 
 class Group(NamedTuple):
@@ -129,14 +123,10 @@ def data(corpus: Path) -> list[str]:
 def test_rows_packed_whole_and_a_trace_with_every_axis(corpus: Path, tmp_path: Path, axis: str) -> None:
     flags = [*data(corpus), "--packing=bestfit", "--document_mask=True"]
     trained(*flags, f"--output_dir={tmp_path / 'alone'}")
-    traced = ["--use_profiler=True", "--profile_steps=2:3"]
+    traced = ["--use_profiler=True", "--profiler_wait=0", "--profiler_warmup=1", "--profiler_active=1"]
     trained(*flags, *AXES[axis], *traced, f"--output_dir={tmp_path / axis}", nproc=2)
     assert not difference(numbers(tmp_path / "alone"), numbers(tmp_path / axis), 1e-5)
-    assert list((tmp_path / axis).rglob("*.json.gz")) or list((tmp_path / axis).rglob("*trace*"))
-
-
-def imported(folder: Path, corpus: Path) -> Mapping[str, Any]:
-    return {"llama": write_folder(folder / "llama")}
+    assert list((tmp_path / axis / "profile_traces").iterdir())
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -153,7 +143,7 @@ def test_weights_of_others_are_imported_and_exported_with_every_axis(tmp_path: P
     assert exports[0] == exports[1] and any(name.endswith(".safetensors") for name in exports[0])
 
 
-@pytest.mark.parametrize("axis", MODEL_AXES)
+@pytest.mark.parametrize("axis", sorted({*MODEL_AXES} & {*AXES}))
 @pytest.mark.parametrize("feature", [each for each in FEATURES if each.refused], ids=lambda each: each.name)
 def test_what_the_table_refuses_is_refused_alike_before_any_work(
     tmp_path: Path, feature: Any, axis: str
