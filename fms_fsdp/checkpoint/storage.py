@@ -131,7 +131,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 def _planned_bytes(plans: list[SavePlan]) -> int:
-    """Bytes of the tensors, or parts of tensors, that ranks will write; in a pipeline each rank has others."""
+    """Bytes of the parts of tensors that all ranks will write; in a pipeline each rank has other tensors."""
     parts = [item.tensor_data for plan in plans for item in plan.items if item.tensor_data is not None]
     return sum(math.prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
 

@@ -29,7 +29,7 @@ def layers_of_stages(config: LlamaConfig, seq_length: int, num_stages: int) -> t
     costs = _costs_of_layers(config, seq_length)
     sums = list(itertools.accumulate(costs, initial=0))
     limit = _least_limit(costs, num_stages)
-    # best[i]: of the first i layers, the least sum of squares, and where the last stage begins
+    # of the first i layers: the least sum of squares, and where the last stage begins
     best: list[tuple[float, int]] = [(0, 0)] + [(float("inf"), 0)] * len(costs)
     begins: list[list[int]] = []
     for _ in range(num_stages):
@@ -49,7 +49,7 @@ def layers_of_stages(config: LlamaConfig, seq_length: int, num_stages: int) -> t
 
 
 def _costs_of_layers(config: LlamaConfig, seq_length: int) -> list[int]:
-    """FLOPs for one token of each layer, the head with the last. The embedding costs nothing."""
+    """FLOPs for one token of each layer, the head with the last. A lookup in the embedding costs nothing."""
     block = 6 * num_params_by_unit(config)["block"]
     q_size = config.num_attention_heads * config.head_dim
     costs = [block + 12 * q_size * min(window or seq_length, seq_length) for window in config.windows]

@@ -1,8 +1,7 @@
-"""Pipeline parallelism: each rank of `pp` holds some layers, and micro-batches of rows pass through the ranks.
+"""Pipeline parallelism: each rank of `pp` holds some layers, and micro-batches of rows pass through all.
 
-    rank 0   stage 0 ─ F0 F1 .. .. B0 F2 B1 F3 B2 .. B3      F forward, B backward of a micro-batch
-                         ╲  ╲      ╱  ╲                       ╲ x_BSD, to the next stage
-    rank 1   stage 1 ─ .. F0 F1 B0 .. F2 B1 F3 B2 B3         ╱ its gradient, to the stage before
+    rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3     F forward: x_BSD goes to the next stage
+    rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..     B backward: its gradient goes to the stage before
 
 A stage is a Llama with consecutive layers, an FSDP root of its own. The first stage has the embedding, the
 last one the head, where the loss is computed in the forward pass. Layers keep their global names, so the
@@ -18,7 +17,6 @@ interleaved); Qi et al. 2023, https://arxiv.org/abs/2401.10241 (zero bubble, V).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,9 +170,8 @@ class Pipeline(nn.Module):
                 length //= self._mesh.size("tp")
             with torch.device("meta"):
                 tokens = torch.empty(rows, shape[1], dtype=torch.int64)
-                between = torch.empty(
-                    rows, length, self.config.hidden_size, dtype=self._dtype, requires_grad=True
-                )
+                size = rows, length, self.config.hidden_size
+                between = torch.empty(size, dtype=self._dtype, requires_grad=True)
                 loss, num_labels = torch.empty((), requires_grad=True), torch.empty((), dtype=torch.int64)
             losses = (loss, num_labels, torch.empty_like(loss)) if self.config.z_loss else (loss, num_labels)
             made = [
@@ -254,18 +251,20 @@ class Pipeline(nn.Module):
         """Starts to send dtype and shape, then values. One message may be on its way beside this one."""
         self._finish_sends()
         header = torch.tensor([_KINDS.index(x_BSD.dtype), *x_BSD.shape], device=self._device)
-        send = partial(dist.isend, dst=rank, group=self._group)
-        self._pending = [(send(x), x) for x in (header, x_BSD.contiguous()) if x.numel()]  # type: ignore[misc]
+        for message in (header, x_BSD.contiguous()):
+            if message.numel() and (work := dist.isend(message, rank, self._group)):
+                self._pending.append((work, message))
 
     def _finish_sends(self) -> None:
         for work, _ in self._pending:
             work.wait()
         self._pending = []
 
-    def _shared(self, output: torch.Tensor | None, rows: int, length: int) -> torch.Tensor:
+    def _shared(self, output: torch.Tensor, rows: int, length: int) -> torch.Tensor:
         """The logits of the last stage on every rank of the pipeline."""
         shape = (rows, length, self.config.vocab_size)
-        logits_BSV = torch.empty(shape, device=self._device) if self.head is None else output.float()  # type: ignore[union-attr]
+        is_here = self.head is not None
+        logits_BSV = output.float() if is_here else torch.empty(shape, device=self._device)
         dist.broadcast(logits_BSV, self._rank_of[self._last], self._group)
         return logits_BSV
 

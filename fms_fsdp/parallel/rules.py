@@ -151,14 +151,14 @@ def _facts(layout: Layout) -> Mapping[str, Any]:
         "stages": layout.stages,
         "batch_size": batch.batch_size,
         "micro_batches": layout.micro_batches,
-        "least": least_micro_batches(micro.pp_schedule, dims) * micro.pp_micro_batch_size,
+        "least": dims.pp * micro.pp_micro_batch_size,
         "torch": torch.__version__,
     }
 
 
 def least_micro_batches(schedule: str, dims: ParallelDims) -> int:
     """The fewest micro-batches that a schedule can use."""
-    return {"gpipe": 1, "zbv": 2 * dims.pp}.get(schedule, dims.pp)
+    return dims.pp if schedule == "1f1b" else 1
 
 
 def _schedule_can_use(layout: Layout) -> bool:
@@ -203,7 +203,7 @@ AXIS_RULES: tuple[Rule[Layout], ...] = (
             "pp_micro_batch_size": layout.config.parallel.pp_micro_batch_size}),
     Rule("pp_schedule", lambda layout: layout.dims.pp == 1 or _schedule_can_use(layout),
         "cannot use {micro_batches} micro-batches on {pp_size} ranks",
-        "--batch_size must be at least {least} and a multiple of it, or change --pp_micro_batch_size",
+        "take a --batch_size of {least} or a multiple, or another --pp_micro_batch_size",
         "pp_size batch_size pp_micro_batch_size",
         lambda layout: {**_facts(layout), "pp_schedule": layout.config.parallel.pp_schedule}),
     Rule("pp_schedule",

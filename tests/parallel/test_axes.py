@@ -67,7 +67,7 @@ def layout(world: int = 8, batch_size: int = 2, shape: Any = None, **flags: Any)
         ),
         (
             dict(pp_size=4, batch_size=2),
-            r"--pp_schedule \(1f1b\) cannot use 2 micro-batches on 4 ranks; --batch_size must be at least 4",
+            r"--pp_schedule \(1f1b\) cannot use 2 micro-batches on 4 ranks; take a --batch_size of 4",
         ),
         (
             dict(pp_size=2, pp_schedule="interleaved", batch_size=5),

@@ -156,8 +156,8 @@ def passes_between_steps(flags: Mapping[str, Any], documents: bool) -> tuple[lis
         seen.append(evaluate(Forward(state.model, 3, documents, CPU, mesh), sources))
         with evaluating(state.model):
             prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
-            drawn = generate(state.model, prompts, Sampling(temperature=0.8), max_new_tokens=6)  # type: ignore[arg-type]
-            seen.append(list(drawn))
+            model: Any = state.model
+            seen.append(list(generate(model, prompts, Sampling(temperature=0.8), max_new_tokens=6)))
         assert state.model.training
         trained += step_of(state, recipe, step)
     return trained, seen
