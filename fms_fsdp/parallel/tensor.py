@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ def apply_tp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
     if model.embed is not None:
         _split_embed(model.embed, split)
     for block in model.blocks.values():
-        _split_block(block, split)
+        _split_block(cast(Block, block), split)
     if model.head is not None:
         _split_head(model.head, split)
     if section.async_tp and compiles(section, torch.device(tp.device_type)):
