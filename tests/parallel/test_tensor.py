@@ -100,8 +100,8 @@ def gradients(shape: dict[str, Any], flags: dict[str, Any] | None = None) -> dic
 
 
 SHAPES = {
-    "layernorm": GPT | dict(qk_norm=True, num_kv_heads=1),
-    "scalenorm": dict(norm="scalenorm", qk_norm=True, bias=True) | CAPPED,
+    "layernorm": GPT | dict(qk_norm=True, num_kv_heads=1, init_std=0.2),
+    "scalenorm": dict(norm="scalenorm", qk_norm=True, bias=True, init_std=0.2) | CAPPED,
 }
 
 
@@ -122,10 +122,10 @@ def logits_and_losses(flags: dict[str, Any] | None = None) -> dict[str, Any]:
 LOSSES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": dict(chunked=True),
-    "capped": dict(chunked=True, **CAPPED),
+    "capped": dict(chunked=True, z_loss=1e-2, softcap=5.0),
     "z-loss": dict(z_loss=1e-2),
     "bf16": dict(dtype=torch.bfloat16, chunked=True),
-    "fp16 with its scale": dict(dtype=torch.float16, scale=2.0**12, **CAPPED),
+    "fp16 with its scale": dict(dtype=torch.float16, scale=2.0**12, z_loss=1e-2, softcap=5.0),
 }
 
 
@@ -217,11 +217,14 @@ def test_the_gradient_of_every_parameter_is_that_of_one_process(
     name: str, flags: dict[str, Any], of_two_ranks: list[dict[str, Any]]
 ) -> None:
     wanted = gradients(SHAPES[name])
+    total = torch.stack([grad.norm() for grad in wanted.values()]).norm()
     for found in (some[f"{name} {flags}"] for some in of_two_ranks):
         assert found.keys() == wanted.keys()
         for parameter, grad in wanted.items():
-            difference = (found[parameter] - grad).norm() / grad.norm()
-            assert difference < 1e-5, (parameter, difference)
+            difference, size = (found[parameter] - grad).norm(), grad.norm()
+            assert difference < 1e-5 * size + 1e-7 * total, (parameter, difference, size)
+            # of a bias of all keys alike, which a softmax does not see, the gradient is rounding alone
+            assert size > 1e-4 * total or parameter.endswith(("k_norm.bias", "k_proj.bias")), parameter
 
 
 @pytest.mark.parametrize("flags", [TP2, COPIES])
