@@ -1,4 +1,4 @@
-"""Layouts with tensor parallelism train as one process does; the loss of a split vocabulary is that of a whole
+"""Tensor parallelism: layouts train as one process does; the loss of a split vocabulary is that of a whole
 one."""
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from fms_fsdp.models.loss import VocabularyPart, linear_cross_entropy
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.parallel.tensor import _score_of_heads, check_split, split_softmax_
+from fms_fsdp.parallel.tensor import _score_of_heads, check_split
+from fms_fsdp.parallel.vocabulary import split_softmax_
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import CPU, SHAPE, VOCAB, Case, compare, mesh_of, rows_of, train_case
 
