@@ -112,7 +112,7 @@ def _send(x: torch.Tensor, message: str, group: str, size: int, dim: int = 1) ->
     return received
 
 
-class _Message(torch.autograd.Function):
+class _TensorMessage(torch.autograd.Function):
     """A message in the forward pass, and the opposite one in the backward pass. The compiler sees through."""
 
     @staticmethod
@@ -125,7 +125,7 @@ class _Message(torch.autograd.Function):
         return _send(grads[0], *ctx.how), None, None, None
 
 
-_message: Callable[..., torch.Tensor] = _Message.apply
+_message: Callable[..., torch.Tensor] = _TensorMessage.apply
 
 
 class _TensorSplit:
@@ -159,14 +159,12 @@ class _TensorSplit:
         message = "scatter" if self.is_cut else "sum"
         return _message(x_BSD, message, self.group_name, self.size)
 
-    def own_places(self, size: int) -> list[range]:
-        """Where the own part, of this size, is along the sequence."""
-        start = self.rank * size if self.is_cut else 0
-        return [range(start, start + size)]
+    def own_places(self, size: int, whole: int = 0) -> list[range]:
+        """Where the own part, of this size, is along a dim: of equal parts, or of a `whole` of this size.
 
-    def own_piece(self, size: int, whole: int) -> list[range]:
-        """Where the own part, of this size, is along a dim that is split as torch.chunk does."""
-        start = self.rank * -(-whole // self.size)
+        All parts but the last ones are as large as the first one.
+        """
+        start = self.rank * (-(-whole // self.size) if whole else size)
         return [range(start, start + size)]
 
 
@@ -233,9 +231,10 @@ def _split_block(block: Block, split: _TensorSplit) -> None:
     _split_by_columns(feed_forward.down_proj, split)
     for module in (attention, feed_forward):
         module.register_forward_pre_hook(lambda module, args: (split.whole(args[0]), *args[1:]))
-    for dropout in (block.attention_dropout, block.ffn_dropout):
-        _drop_in_parts(dropout, 1, split.own_places)
-    own_dims = partial(split.own_piece, whole=split.config.ffn_hidden_size)
+    if split.sequence_parallel:
+        for dropout in (block.attention_dropout, block.ffn_dropout):
+            _drop_in_parts(dropout, 1, split.own_places)
+    own_dims = partial(split.own_places, whole=split.config.ffn_hidden_size)
     _drop_in_parts(feed_forward.dropout, 2, own_dims)
 
 
@@ -253,7 +252,7 @@ def _split_attention(attention: Attention, split: _TensorSplit) -> None:
     for norm in (attention.q_norm, attention.k_norm):  # of other heads on each rank
         by_head = _Held(Replicate(), Partial())
         _hold(norm, split, {"weight": by_head, "bias": by_head})
-    _drop_in_parts(attention.dropout, 1, partial(split.own_piece, whole=config.num_attention_heads))
+    _drop_in_parts(attention.dropout, 1, split.own_places)
     if (score := attention.attend.keywords["score"]) is not None:
         moved = _score_of_heads(score, split.rank * split.num_heads)
         attention.attend = partial(attention.attend, score=moved)
@@ -325,7 +324,8 @@ def _split_embed(embed: Embed, split: _TensorSplit) -> None:
 
     embed.look_up = look_up  # type: ignore[assignment]
     embed.register_forward_pre_hook(cut_positions)
-    _drop_in_parts(embed.dropout, 1, split.own_places)
+    if split.sequence_parallel:
+        _drop_in_parts(embed.dropout, 1, split.own_places)
 
 
 def _split_head(head: Head, split: _TensorSplit) -> None:
