@@ -201,9 +201,9 @@ def linear_cross_entropy(
     log(Z)², Z the sum of exp(logits), is summed in a third scalar: it is no part of the loss, but its
     gradient is part of that of the loss. Without cap and z-loss, `compiled` fuses what lies between the
     matrix products with torch.compile. `scale`: what the loss will be multiplied by before the backward pass;
-    its gradients are that large from the start, so that fp16 can hold them. With
-    `vocabulary` the weight has this rank's part of the vocabulary; the loss is that of the whole, alike on all
-    ranks, and the gradient of h this rank's summand.
+    its gradients are that large from the start, so that fp16 can hold them. With `vocabulary` the weight has
+    some tokens of a vocabulary; the loss is that of all tokens, alike on all ranks, and the gradient of h is
+    this rank's summand.
     Source: Chowdhery et al. 2022 (PaLM), section 5, for z_loss; Gemma Team 2024 for the cap.
     """
     softmax_ = _compiled_softmax_ if compiled else _softmax_

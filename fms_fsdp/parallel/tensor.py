@@ -17,20 +17,19 @@ Parameters are DTensors, so that FSDP, checkpoints and norms know which part a r
 local tensors only: where a module reads a parameter, a property of its class gives the local part. So every
 module runs its own forward pass.
 
-B batch, S sequence, D model, F ffn, V vocabulary, H query heads, G key/value heads, C rows of a chunk.
+B batch, S sequence, D model, F ffn, V vocabulary, H query heads, G key/value heads.
 
-Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053 (tensor parallel, loss of a split vocabulary);
-Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198 (sequence parallel).
+Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053 (tensor parallel); Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198 (sequence parallel).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives  # the operations that `_send` uses
 import torch.nn.functional as F
 from torch import nn
@@ -41,10 +40,10 @@ from fms_fsdp.config import ParallelConfig
 from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Attention, Block, Embed, Head, Llama
-from fms_fsdp.models.loss import Rows, Scale, VocabularyPart, linear_cross_entropy
-from fms_fsdp.models.masks import compiled
+from fms_fsdp.models.loss import VocabularyPart, linear_cross_entropy
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.compile import compiles
+from fms_fsdp.parallel.vocabulary import split_softmax_
 
 _OPPOSITE = {"gather": "scatter", "scatter": "gather", "copy": "sum", "sum": "copy"}
 
@@ -57,14 +56,14 @@ def apply_tp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
     """
     tp = mesh.axis("tp")
     check_split(model.config, tp.size())
-    split = _Split(model.config, tp, mesh.dims.sequence_parallel)
+    split = _TensorSplit(model.config, tp, mesh.dims.sequence_parallel)
     model.register_forward_pre_hook(split.choose, with_kwargs=True)
     if model.config.pos_emb == "alibi":
         model.mask = partial(_own_heads, model.mask, split)
     if model.embed is not None:
         _split_embed(model.embed, split)
     for block in model.blocks.values():
-        _split_block(block, split)
+        _split_block(cast(Block, block), split)
     if model.head is not None:
         _split_head(model.head, split)
     if section.async_tp and compiles(section, torch.device(tp.device_type)):
@@ -113,7 +112,7 @@ def _send(x: torch.Tensor, message: str, group: str, size: int, dim: int = 1) ->
     return received
 
 
-class _Message(torch.autograd.Function):
+class _TensorMessage(torch.autograd.Function):
     """A message in the forward pass, and the opposite one in the backward pass. The compiler sees through."""
 
     @staticmethod
@@ -126,7 +125,10 @@ class _Message(torch.autograd.Function):
         return _send(grads[0], *ctx.how), None, None, None
 
 
-class _Split:
+_message: Callable[..., torch.Tensor] = _TensorMessage.apply
+
+
+class _TensorSplit:
     """The place of this rank, and how the ranks hold the sequence between matrices.
 
     `is_cut`: whether ranks hold parts of the sequence in this pass. A pass with caches reads any number of
@@ -157,18 +159,13 @@ class _Split:
         message = "scatter" if self.is_cut else "sum"
         return _message(x_BSD, message, self.group_name, self.size)
 
-    def own_places(self, size: int) -> list[range]:
-        """Where the own part, of this size, is along the sequence."""
-        start = self.rank * size if self.is_cut else 0
+    def own_places(self, size: int, whole: int = 0) -> list[range]:
+        """Where the own part, of this size, is along a dim: of equal parts, or of a `whole` of this size.
+
+        All parts but the last ones are as large as the first one.
+        """
+        start = self.rank * (-(-whole // self.size) if whole else size)
         return [range(start, start + size)]
-
-    def own_piece(self, size: int, whole: int) -> list[range]:
-        """Where the own part, of this size, is along a dim that is split as torch.chunk does."""
-        start = self.rank * -(-whole // self.size)
-        return [range(start, start + size)]
-
-
-_message: Callable[..., torch.Tensor] = _Message.apply
 
 
 class _Held(NamedTuple):
@@ -187,7 +184,7 @@ class _Held(NamedTuple):
 _BY_ROWS, _BY_COLUMNS = (_Held(Shard(dim), Shard(dim)) for dim in (0, 1))
 
 
-def _hold(module: nn.Module, split: _Split, plan: Mapping[str, _Held]) -> None:
+def _hold(module: nn.Module, split: _TensorSplit, plan: Mapping[str, _Held]) -> None:
     """Makes the parameters of the module itself DTensors, and lets its code read local parts."""
     held = {name: plan[name] for name, parameter in module._parameters.items() if parameter is not None}
     if not held:
@@ -223,7 +220,7 @@ def _local_part(name: str, held: _Held) -> property:
     return property(read)
 
 
-def _split_block(block: Block, split: _Split) -> None:
+def _split_block(block: Block, split: _TensorSplit) -> None:
     attention, feed_forward = block.attention, block.feed_forward
     for norm in (block.attention_norm, block.ffn_norm):
         _hold(norm, split, {"weight": split.shared, "bias": split.shared})
@@ -234,13 +231,14 @@ def _split_block(block: Block, split: _Split) -> None:
     _split_by_columns(feed_forward.down_proj, split)
     for module in (attention, feed_forward):
         module.register_forward_pre_hook(lambda module, args: (split.whole(args[0]), *args[1:]))
-    for dropout in (block.attention_dropout, block.ffn_dropout):
-        _drop_in_parts(dropout, 1, split.own_places)
-    own_dims = partial(split.own_piece, whole=split.config.ffn_hidden_size)
+    if split.sequence_parallel:
+        for dropout in (block.attention_dropout, block.ffn_dropout):
+            _drop_in_parts(dropout, 1, split.own_places)
+    own_dims = partial(split.own_places, whole=split.config.ffn_hidden_size)
     _drop_in_parts(feed_forward.dropout, 2, own_dims)
 
 
-def _split_attention(attention: Attention, split: _Split) -> None:
+def _split_attention(attention: Attention, split: _TensorSplit) -> None:
     """Each rank has H / t heads and the key/value heads of these; several ranks have the same one where
     there are fewer than ranks."""
     config, kv_rows = split.config, _BY_ROWS
@@ -254,13 +252,13 @@ def _split_attention(attention: Attention, split: _Split) -> None:
     for norm in (attention.q_norm, attention.k_norm):  # of other heads on each rank
         by_head = _Held(Replicate(), Partial())
         _hold(norm, split, {"weight": by_head, "bias": by_head})
-    _drop_in_parts(attention.dropout, 1, partial(split.own_piece, whole=config.num_attention_heads))
+    _drop_in_parts(attention.dropout, 1, split.own_places)
     if (score := attention.attend.keywords["score"]) is not None:
         moved = _score_of_heads(score, split.rank * split.num_heads)
         attention.attend = partial(attention.attend, score=moved)
 
 
-def _split_by_columns(linear: nn.Linear, split: _Split) -> None:
+def _split_by_columns(linear: nn.Linear, split: _TensorSplit) -> None:
     """Products of columns are summands; the bias is added once, to their sum."""
     bias = split.shared._replace(is_apart=True)
     _hold(linear, split, {"weight": _BY_COLUMNS, "bias": bias})
@@ -288,7 +286,7 @@ def _score_of_heads(score: Callable[..., torch.Tensor], first: int) -> Callable[
     return moved
 
 
-def _own_heads(mask: Callable[..., Any], split: _Split, *args: Any, **kwargs: Any) -> Any:
+def _own_heads(mask: Callable[..., Any], split: _TensorSplit, *args: Any, **kwargs: Any) -> Any:
     """The mask for the heads of this rank: a bias (B|1, H, S, T) has a part for each head."""
     made = mask(*args, **kwargs)
     if isinstance(made, torch.Tensor) and made.ndim == 4:
@@ -303,7 +301,7 @@ def _drop_in_parts(dropout: Any, dim: int, places: Callable[[int], list[range]])
         parts[dim] = places
 
 
-def _split_embed(embed: Embed, split: _Split) -> None:
+def _split_embed(embed: Embed, split: _TensorSplit) -> None:
     """Each rank looks up the tokens of its rows; the sum over ranks has all tokens."""
     first, _ = _own_rows(split.config, split.rank, split.size)
     _hold(embed, split, {"weight": _BY_ROWS, "positions": split.shared})
@@ -326,10 +324,11 @@ def _split_embed(embed: Embed, split: _Split) -> None:
 
     embed.look_up = look_up  # type: ignore[assignment]
     embed.register_forward_pre_hook(cut_positions)
-    _drop_in_parts(embed.dropout, 1, split.own_places)
+    if split.sequence_parallel:
+        _drop_in_parts(embed.dropout, 1, split.own_places)
 
 
-def _split_head(head: Head, split: _Split) -> None:
+def _split_head(head: Head, split: _TensorSplit) -> None:
     """The final norm sees a part of the sequence, the loss all of it and a part of the vocabulary."""
     _hold(head.norm, split, {"weight": split.shared, "bias": split.shared})
     _hold(head, split, {"weight": _BY_ROWS})
@@ -342,94 +341,10 @@ def _split_head(head: Head, split: _Split) -> None:
 
 
 def _whole_logits(
-    x_BSD: torch.Tensor, weight_VD: torch.Tensor, *, split: _Split, largest: int
+    x_BSD: torch.Tensor, weight_VD: torch.Tensor, *, split: _TensorSplit, largest: int
 ) -> torch.Tensor:
     """The logits of all tokens of the vocabulary, which every rank gets; without gradients."""
     assert not torch.is_grad_enabled()
     own_BSV = F.pad(F.linear(x_BSD, weight_VD), (0, largest - len(weight_VD)))
     all_BSV = _send(own_BSV, "gather", split.group_name, split.size, dim=2)
     return all_BSV[..., : split.config.vocab_size]
-
-
-def split_softmax_(
-    logits_CV: torch.Tensor,
-    index_C1: torch.Tensor,
-    scale: Scale = 1.0,
-    *,
-    group: dist.ProcessGroup,
-    compiles: bool = False,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-) -> Rows:
-    """The softmax of capped logits of which each rank of the group has some columns, with two messages: the
-    largest logit of each row, then the sum of its exponentials beside its label's logit.
-
-    `index_C1` counts from the first column of this rank, and lies outside where another rank has the label.
-    Returns the gradient of each row where `clamp` puts the index, its loss and, with `z_loss`, its z-loss:
-    losses are alike on all ranks. Turns the logits into their gradients, but for the label, times `scale`,
-    in place. `models/loss.py` says what the options are.
-    """
-    steps: list[Callable[..., Any]] = [_peak, _sums, _finish_]
-    peak_of, sums_of, finish = map(compiled, steps) if compiles else steps
-    is_own_C1 = (index_C1 >= 0) & (index_C1 < logits_CV.shape[1])
-    # in front of code that overwrites it
-    label_C1 = logits_CV.gather(1, index_C1.clamp(0, logits_CV.shape[1] - 1))
-    peak_C1 = peak_of(logits_CV, softcap)
-    dist.all_reduce(peak_C1, dist.ReduceOp.MAX, group)
-    sums_C2 = sums_of(logits_CV, label_C1, is_own_C1, peak_C1, softcap)
-    dist.all_reduce(sums_C2, group=group)
-    found: Rows = finish(logits_CV, label_C1, is_own_C1, peak_C1, sums_C2, scale, softcap, z_loss)
-    return found if z_loss else found[:2]
-
-
-def _capped(logits: torch.Tensor, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Capped logits in fp32, and the slope of the cap."""
-    logits = logits.float()
-    if not softcap:
-        return logits, torch.ones(1, 1, device=logits.device)
-    tanh = (logits / softcap).tanh()
-    return softcap * tanh, 1 - tanh.square()
-
-
-def _peak(logits_CV: torch.Tensor, softcap: float) -> torch.Tensor:
-    peak_C1 = logits_CV.amax(dim=-1, keepdim=True)
-    return _capped(peak_C1, softcap)[0]  # a cap keeps the order
-
-
-def _sums(
-    logits_CV: torch.Tensor,
-    label_C1: torch.Tensor,
-    is_own_C1: torch.Tensor,
-    peak_C1: torch.Tensor,
-    softcap: float,
-) -> torch.Tensor:
-    """The own summands of the sum of exponentials, and of the label's logit, which one rank has."""
-    total_C1 = (_capped(logits_CV, softcap)[0] - peak_C1).exp().sum(dim=-1, keepdim=True)
-    own_C1 = torch.where(is_own_C1, _capped(label_C1, softcap)[0] - peak_C1, 0.0)
-    return torch.cat((total_C1, own_C1), dim=1)
-
-
-def _finish_(
-    logits_CV: torch.Tensor,
-    label_C1: torch.Tensor,
-    is_own_C1: torch.Tensor,
-    peak_C1: torch.Tensor,
-    sums_C2: torch.Tensor,
-    scale: Scale,
-    softcap: float,
-    z_loss: float,
-) -> Rows:
-    """What is left to do with the sums over ranks; the gradient is that of extras/shaped_loss.py."""
-    total_C1, shifted_C1 = sums_C2[:, :1], sums_C2[:, 1:]
-    log_total_C1 = total_C1.log()
-    logz_C1 = log_total_C1 + peak_C1
-    pull_C1 = 2 * z_loss * logz_C1
-    here_C1, slope_C1 = _capped(label_C1, softcap)
-    logp_C1 = (here_C1 - peak_C1) - log_total_C1
-    # of another rank's label: what stands in the column
-    minus_one_C1 = torch.where(is_own_C1, logp_C1.expm1(), logp_C1.exp())
-    gradient_C1 = (minus_one_C1 + logp_C1.exp() * pull_C1) * slope_C1
-    capped_CV, slope_CV = _capped(logits_CV, softcap)
-    p_CV = ((capped_CV - peak_C1) - log_total_C1).exp()
-    logits_CV.copy_(p_CV * ((1 + pull_C1) * scale) * slope_CV)
-    return gradient_C1, log_total_C1 - shifted_C1, z_loss * logz_C1.square()
