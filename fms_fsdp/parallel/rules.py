@@ -56,10 +56,10 @@ class Layout:
         return chosen_cp_method(self.config.parallel.cp_method, self.model.num_attention_heads, self.dims)
 
     @property
-    def zbv_is_possible(self) -> bool:
-        """Whether this torch can split the backward pass of a stage."""
-        version = torch.__version__.split("+")[0].split(".")
-        return (int(version[0]), int(version[1])) >= _ZBV_TORCH
+    def torch_version(self) -> tuple[int, int]:
+        """Major and minor version of the installed torch."""
+        major, minor, *_ = torch.__version__.split(".")
+        return int(major), int(minor)
 
 
 class Feature(NamedTuple):
@@ -75,10 +75,21 @@ class Feature(NamedTuple):
     is_on: Callable[[Layout], Any] = lambda layout: False
 
 
+_POSITIONS = ("learned", "sinusoidal", "alibi", "none")
 _OWN_MODEL = "builds a model that brings no plan for --{axis}_size"
+
+
+def _is_compiled_in_fp32(layout: Layout) -> bool:
+    """Whether blocks that are computed again are compiled in fp32, for which torch 2.13 asserts what is not
+    so: "expected all tensors_saved_with_vc_check to be Tensors"."""
+    section = layout.config.parallel
+    is_fp32 = layout.precision.compute == "fp32" and layout.torch_version >= (2, 12)
+    return is_fp32 and section.recomputes in ("blocks", "ops") and compiles(section, layout.device)
+
+
 FEATURES: tuple[Feature, ...] = (
     *(Feature(name, f"--{name}=True") for name in ("document_mask", "qk_norm", "parallel_residual", "bias")),
-    *(Feature(f"{kind} positions", f"--pos_emb={kind}") for kind in ("learned", "sinusoidal", "alibi", "none")),
+    *(Feature(f"{kind} positions", f"--pos_emb={kind}") for kind in _POSITIONS),
     *(Feature(kind, f"--norm={kind}") for kind in ("layernorm", "scalenorm")),
     Feature("GELU blocks", "--activation=gelu"),
     Feature("windows", "--attn_window=24 --attn_window_pattern=LG"),
@@ -103,6 +114,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("exports", "--export_interval=2 --checkpoint_interval=2"),
     Feature("import", "--init_from_hf=FOLDER"),
     Feature("profiler", "--use_profiler=True"),
+    Feature("fp32, compiled and recomputed", "--recompute=blocks --use_torch_compile=True --precision=fp32",
+        {"tp": "cannot be compiled in fp32 with --tp_size by torch 2.13"},
+        "recompute", _is_compiled_in_fp32),
     Feature("tied embeddings", "--tie_embeddings=True",
         {"pp": "lie in the first and in the last stage, which --pp_size makes two"},
         "tie_embeddings", lambda layout: layout.model.tie_embeddings),
@@ -208,7 +222,7 @@ AXIS_RULES: tuple[Rule[Layout], ...] = (
         lambda layout: {**_facts(layout), "pp_schedule": layout.config.parallel.pp_schedule}),
     Rule("pp_schedule",
         lambda layout: layout.dims.pp == 1 or layout.config.parallel.pp_schedule != "zbv"
-        or layout.zbv_is_possible,
+        or layout.torch_version >= _ZBV_TORCH,
         "needs torch 2.13, and this is torch {torch}", "use interleaved or 1f1b", "pp_size",
         lambda layout: {**_facts(layout), "pp_schedule": layout.config.parallel.pp_schedule}),
     Rule("pp_schedule",

@@ -37,7 +37,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Attention, Block, Embed, Head, Llama
 from fms_fsdp.models.loss import VocabularyPart, linear_cross_entropy
@@ -49,13 +48,9 @@ _OPPOSITE = {"gather": "scatter", "scatter": "gather", "copy": "sum", "sum": "co
 
 
 def apply_tp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
-    """Splits the model, or a stage of the model, over the ranks of `tp`, in place, before FSDP.
-
-    Raises:
-        UserError: the heads or the vocabulary cannot be split so.
-    """
+    """Splits the model, or a stage of the model, over the ranks of `tp`, in place, before FSDP. The heads and
+    the vocabulary can be split so, as parallel/rules.py has checked."""
     tp = mesh.axis("tp")
-    check_split(model.config, tp.size())
     split = _TensorSplit(model.config, tp, mesh.dims.sequence_parallel)
     model.register_forward_pre_hook(split.choose, with_kwargs=True)
     if model.config.pos_emb == "alibi":
@@ -70,23 +65,6 @@ def apply_tp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
         from torch._inductor import config as inductor_config
 
         inductor_config._micro_pipeline_tp = True  # messages overlap with the products beside them
-
-
-def check_split(config: LlamaConfig, tp_size: int) -> None:
-    """Raises UserError where a rank would have no whole head, or no token of the vocabulary."""
-    heads, kv_heads = config.num_attention_heads, config.num_kv_heads
-    if heads % tp_size:
-        sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        raise UserError(f"--tp_size ({tp_size}) must divide the {heads} attention heads; use one of {sizes}")
-    if kv_heads % tp_size and tp_size % kv_heads:
-        raise UserError(
-            f"--tp_size ({tp_size}) must divide the {kv_heads} key/value heads, or be a multiple of them"
-        )
-    if not _own_rows(config, tp_size - 1, tp_size)[1]:
-        raise UserError(
-            f"--tp_size ({tp_size}) leaves a device without tokens of the vocabulary ({config.vocab_size}, "
-            f"filled up to {config.padded_vocab_size}); use fewer devices"
-        )
 
 
 def _own_rows(config: LlamaConfig, rank: int, size: int) -> tuple[int, int]:

@@ -14,17 +14,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision
-from fms_fsdp.errors import UserError
 from fms_fsdp.extras.generate import Sampling, generate
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.models import loss as loss_module
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.loss import VocabularyPart, linear_cross_entropy
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.parallel.tensor import _score_of_heads, check_split
+from fms_fsdp.parallel.tensor import _score_of_heads
 from fms_fsdp.parallel.vocabulary import split_softmax_
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import CPU, SHAPE, VOCAB, Case, compare, mesh_of, rows_of, train_case
@@ -284,28 +282,6 @@ def flag_of_inductor() -> bool:
 
 def test_messages_overlap_with_products_where_blocks_are_compiled() -> None:
     assert run_ranks(flag_of_inductor, 2) == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("tp_size", "shape", "words"),
-    [
-        (3, {}, r"--tp_size \(3\) must divide the 8 attention heads; use one of 1, 2, 4, 8"),
-        (
-            4,
-            dict(num_attention_heads=24, num_kv_heads=6),
-            "must divide the 6 key/value heads, or be a multiple",
-        ),
-        (4, dict(vocab_multiple_of=256), r"without tokens of the vocabulary \(131, filled up to 256\)"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(tp_size: int, shape: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        check_split(replace(SHAPE, **shape), tp_size)
-
-
-@pytest.mark.parametrize(("tp_size", "kv_heads"), [(1, 4), (2, 4), (4, 4), (8, 4), (4, 1), (8, 8)])
-def test_key_heads_are_split_or_shared(tp_size: int, kv_heads: int) -> None:
-    check_split(LlamaConfig(1, 64, 96, 8, kv_heads, VOCAB), tp_size)
 
 
 def test_the_score_of_a_head_is_that_of_the_global_head() -> None:

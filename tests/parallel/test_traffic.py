@@ -69,9 +69,8 @@ class Sent(TorchDispatchMode):
             size = self._axes.get(group_name, ("", 1))[1]
             self._count(group_name, args[0].nbytes * (size if is_part else 1), times)
         elif space == "c10d" and name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "send"):
-            group = next(
-                dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject)
-            )
+            handles = (each for each in args if isinstance(each, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(next(handles))
             if name == "send":
                 axis, _ = self._axes.get(group.group_name, ("", 0))
                 self.sent[axis] = self.sent.get(axis, 0) + sum(each.nbytes for each in args[0])
