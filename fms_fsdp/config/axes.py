@@ -56,3 +56,19 @@ class ParallelDims:
             inner = math.prod(getattr(self, name) for name in AXES[AXES.index(part) + 1 :])
             place = place * getattr(self, part) + rank // inner % getattr(self, part)
         return place
+
+
+def cp_method(method: str, heads: int, tp: int, cp: int) -> str:
+    """How attention sees a row that ranks of cp divide: `auto` is ulysses where the query heads of a rank of tp
+    can be dealt out over cp, else gather."""
+    if method != "auto":
+        return method
+    return "gather" if heads % (tp * cp) else "ulysses"
+
+
+def row_multiple(method: str, tp: int, cp: int, sequence_parallel: bool) -> int:
+    """A number of tokens of which every row must have a multiple: cp cuts the row into cp parts, or into
+    2 cp chunks for gather, and then tp cuts what a rank of cp holds."""
+    chunks = 1 if cp == 1 else 2 if method == "gather" else 1
+    parts = chunks * cp
+    return math.lcm(parts, cp * tp) if sequence_parallel else parts
