@@ -11,8 +11,8 @@ from dataclasses import dataclass
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
-    "loss": ("dp_replicate", "dp_shard", "cp"),
     "shard": ("dp_shard", "cp"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
     "row": ("pp", "cp"),
     "losses": ("pp", "dp_replicate", "dp_shard", "cp"),
     "replica": ("pp", "dp_shard", "cp", "tp"),
