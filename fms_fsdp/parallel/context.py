@@ -11,12 +11,10 @@
 Callers hand whole rows to the model. A hook in front of the model cuts tokens, labels and positions; ids of
 documents stay whole. Losses are those of the own part.
 
-On a CPU gathered keys are read in tiles: a bias exists for a few queries at a time, and the backward pass
-makes the bias again. Tiles of the same queries are merged by their log-sum-exp. On a GPU flex_attention has
-no need of tiles.
+Gathered keys need neither a mask of this rank's queries and all keys nor a copy of one: flex_attention on a
+GPU has blocks, and a CPU reads the keys tile by tile (tiles.py).
 
-B batch, S sequence, s this rank's part, R queries of a tile, T keys, H query heads, G key/value heads, K head
-dim, c ranks.
+B batch, S sequence, s this rank's part, H query heads, G key/value heads, K head dim, c ranks.
 
 Source: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509 (ulysses); Llama Team 2024, section 3.3.2,
 https://arxiv.org/abs/2407.21783 (gathered keys, an early and a late chunk).
@@ -26,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,13 +39,10 @@ from fms_fsdp.models.attention import explicit_attention
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.masks import compiled
 from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.parallel.tiles import Rule, tiled_attention
 from fms_fsdp.parts import load_part
 
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _FIELDS = tuple(inspect.signature(Llama.forward).parameters)[1:]
-_BIAS_BYTES = 32 << 20  # of a tile, in fp32
-_MOST_QUERIES = 512  # of a tile with a bias: more would look at more keys in vain
 _OPPOSITE = {"trade": "trade", "gather": "scatter"}
 Ids = torch.Tensor | None
 Function = Callable[..., torch.Tensor]
@@ -69,7 +64,7 @@ def apply_cp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
         attention: Any = block.attention
         attention.attend = partial(split.attend, attention.attend, attention.attend.keywords["score"])
     if config.has_dropout:
-        _drop_by_place(model, split, tp)
+        _drop_by_place(model, split, tp if mesh.dims.sequence_parallel else 1)
 
 
 class _WholeRow(NamedTuple):
@@ -209,7 +204,7 @@ class _Gather(_Split):
         if config.pos_emb == "alibi":
             head_H = torch.arange(self.heads.start, self.heads.stop, device=device)
             slopes_H = load_part("gpt").alibi_slopes(head_H, config.num_attention_heads)
-        return _Rule(window, ids_BS, slopes_H)
+        return Rule(window, ids_BS, slopes_H)
 
     def block_mask(self, window: int, ids_BS: Ids, size: int, device: torch.device) -> Any:
         """The blocks of the own queries and all keys."""
@@ -240,133 +235,13 @@ class _Gather(_Split):
         parts = _message(torch.cat(own, 1).unsqueeze(0), "gather", self.group, self.size)
         early, late = parts.chunk(2, 3)
         k_BGSK, v_BGSK = torch.cat((*early.unbind(), *reversed(late.unbind())), 2).chunk(2, 1)
-        if not isinstance(mask, _Rule):
+        if not isinstance(mask, Rule):
             return inner(q_BHsK, k_BGSK, v_BGSK, mask=mask, drop=drop)
         places = self.places(q_BHsK.shape[2])
         if drop is not None or q_BHsK.device.type != "cpu":  # the weights of the own queries exist as a whole
             bias = mask.bias(places, range(k_BGSK.shape[2]), q_BHsK.device)
             return explicit_attention(q_BHsK, k_BGSK, v_BGSK, bias, *([] if drop is None else [drop]))
-        return _tiled(q_BHsK, k_BGSK, v_BGSK, *mask, *(part.start for part in places))
-
-
-class _Rule(NamedTuple):
-    """Which keys a query sees, and what is added to the scores, where no mask is made before."""
-
-    window: int  # 0: none
-    ids_BS: Ids  # of documents, whole rows
-    slopes_H: torch.Tensor | None  # of ALiBi
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the causal rule is all."""
-        return not self.window and self.ids_BS is None and self.slopes_H is None
-
-    def bias(self, queries: Sequence[range], keys: range, device: torch.device) -> torch.Tensor:
-        """fp32 (B|1, H|1, R, T), minus infinity where nothing is seen."""
-        query_R = torch.cat([torch.arange(part.start, part.stop, device=device) for part in queries])
-        distance_RT = query_R.unsqueeze(1) - torch.arange(keys.start, keys.stop, device=device)
-        seen = ((distance_RT >= 0) & (distance_RT < (self.window or keys.stop)))[None, None]
-        if self.ids_BS is not None:
-            own_BR1, all_B1T = self.ids_BS[:, query_R, None], self.ids_BS[:, None, keys.start : keys.stop]
-            seen = seen & (own_BR1 == all_B1T).unsqueeze(1)
-        bias = torch.zeros(1, 1, 1, 1, device=device)
-        if self.slopes_H is not None:
-            bias = -distance_RT * self.slopes_H.view(1, -1, 1, 1)
-        return bias.masked_fill(~seen, -torch.inf)
-
-    def tiles(self, chunk: range) -> Iterator[tuple[range, list[range]]]:
-        """Queries of a chunk that are computed together, with the keys that they see.
-
-        By the causal rule alone these are the keys before the chunk, and the chunk itself.
-        """
-        if self.is_plain:
-            yield chunk, [*([range(chunk.start)] if chunk.start else []), chunk]
-            return
-        copies = math.prod(len(x) for x in (self.ids_BS, self.slopes_H) if x is not None)
-        step = min(max(_BIAS_BYTES // (4 * copies * chunk.stop), 1), _MOST_QUERIES)
-        for first in range(chunk.start, chunk.stop, step):
-            last = min(first + step, chunk.stop)
-            yield range(first, last), [range(self.first_key(first), last)]
-
-    def first_key(self, query: int) -> int:
-        """No query from this one on sees a key before."""
-        first = max(query - self.window + 1, 0) if self.window else 0
-        if self.ids_BS is None or torch.compiler.is_compiling():  # else new code for every batch
-            return first
-        return max(first, int((self.ids_BS == self.ids_BS[:, query : query + 1]).int().argmax(1).min()))
-
-
-class _Tiled(torch.autograd.Function):
-    """Attention on a CPU to gathered keys of the chunks of queries that begin at `starts`.
-
-    The backward pass of a tile has the result and the log-sum-exp of all tiles.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_BHsK: torch.Tensor,
-        k_BGSK: torch.Tensor,
-        v_BGSK: torch.Tensor,
-        window: int,
-        ids_BS: Ids,
-        slopes_H: torch.Tensor | None,
-        *starts: int,
-    ) -> torch.Tensor:
-        done: list[tuple[torch.Tensor, torch.Tensor]] = []
-        rule = _Rule(window, ids_BS, slopes_H)
-        for own, parts in _tiles(rule, starts, q_BHsK):
-            results = [
-                _FORWARD(q_BHsK[:, :, own], k_BGSK[:, :, at], v_BGSK[:, :, at], **how) for at, how in parts
-            ]
-            done.append(results[0] if len(results) == 1 else _merged(*results))
-        out_BHsK, lse_BHs = (torch.cat(column, 2) for column in zip(*done, strict=True))
-        ctx.save_for_backward(q_BHsK, k_BGSK, v_BGSK, out_BHsK, lse_BHs, ids_BS, slopes_H)
-        ctx.window, ctx.starts = window, starts
-        return out_BHsK
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q_BHsK, k_BGSK, v_BGSK, out_BHsK, lse_BHs, ids_BS, slopes_H = ctx.saved_tensors
-        inputs = (q_BHsK, k_BGSK, v_BGSK)
-        sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in inputs]
-        for own, parts in _tiles(_Rule(ctx.window, ids_BS, slopes_H), ctx.starts, q_BHsK):
-            grad, q, out, lse = (x[:, :, own] for x in (grads[0], q_BHsK, out_BHsK, lse_BHs))
-            for at, how in parts:
-                found = _BACKWARD(grad, q, k_BGSK[:, :, at], v_BGSK[:, :, at], out, lse, **how)
-                for total, place, more in zip(sums, (own, at, at), found, strict=True):
-                    total[:, :, place] += more
-        made = (total.to(x.dtype) for total, x in zip(sums, inputs, strict=True))
-        return *made, *[None] * (3 + len(ctx.starts))
-
-
-_tiled: Function = _Tiled.apply
-
-
-def _tiles(
-    rule: _Rule, starts: Sequence[int], q_BHsK: torch.Tensor
-) -> Iterator[tuple[slice, list[tuple[slice, dict[str, Any]]]]]:
-    """The own queries that are computed together, and for each tile the keys and what the kernel is told."""
-    size = q_BHsK.shape[2] // len(starts)
-    for number, start in enumerate(starts):
-        before = start - number * size  # in the row and not in the own part
-        for queries, tiles in rule.tiles(range(start, start + size)):
-            parts = []
-            for keys in tiles:
-                how: dict[str, Any] = {"dropout_p": 0.0, "is_causal": rule.is_plain and keys == queries}
-                if not rule.is_plain:
-                    how["attn_mask"] = rule.bias([queries], keys, q_BHsK.device).to(q_BHsK.dtype)
-                parts.append((slice(keys.start, keys.stop), how))
-            yield slice(queries.start - before, queries.stop - before), parts
-
-
-def _merged(
-    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the keys of two tiles, from attention to each and its log-sum-exp."""
-    total = torch.logaddexp(one[1], other[1])
-    summands = [out * (lse - total).exp().unsqueeze(-1) for out, lse in (one, other)]
-    return (summands[0] + summands[1]).to(one[0].dtype), total
+        return tiled_attention(q_BHsK, k_BGSK, v_BGSK, mask, [part.start for part in places])
 
 
 def _send(x: torch.Tensor, message: str, group: str, size: int) -> torch.Tensor:
@@ -398,28 +273,35 @@ class _Message(torch.autograd.Function):
 _message: Function = _Message.apply
 
 
-def _drop_by_place(model: Llama, split: _Split, tp: int) -> None:
-    """Tells every dropout which part of the row, or of the heads, this rank has. tp may have told a part of
-    the own part of the row, or of all heads."""
+def _drop_by_place(model: Llama, split: _Split, pieces: int) -> None:
+    """Tells every dropout which part of the row, or of the heads, this rank has.
+
+    tp may have told before which heads a rank has, and which of the `pieces` of the own part of the row.
+    """
     dropout: type[nn.Module] = load_part("dropout:Dropout")
     for name, module in model.named_modules():
-        parts: Any = getattr(module, "parts", None)
         if not isinstance(module, dropout):
             continue
-        elif not name.endswith("attention.dropout"):
-            parts[1] = partial(_places_in_row, split, parts.get(1), tp)
+        parts: Any = module.parts
+        if not name.endswith("attention.dropout"):
+            known = parts.get(1, _whole)
+            parts[1] = partial(_places_in_row, split, known, 1 if known is _whole else pieces)
         elif isinstance(split, _Ulysses):
-            parts[1] = partial(_places_of_heads, split, parts.get(1))
+            parts[1] = partial(_places_of_heads, split, parts.get(1, _whole))
         else:
             parts[2] = split.places
 
 
-def _places_in_row(split: _Split, inner: Places | None, tp: int, size: int) -> list[range]:
-    return split.places(size) if inner is None else _at(split.places(size * tp), inner(size))
+def _whole(size: int) -> list[range]:
+    return [range(size)]
 
 
-def _places_of_heads(split: _Split, inner: Places | None, size: int) -> list[range]:
-    return split.places(size) if inner is None else _at(inner(size * split.size), split.places(size))
+def _places_in_row(split: _Split, piece: Places, pieces: int, size: int) -> list[range]:
+    return _at(split.places(size * pieces), piece(size))
+
+
+def _places_of_heads(split: _Split, heads: Places, size: int) -> list[range]:
+    return _at(heads(size * split.size), split.places(size))
 
 
 def _at(places: list[range], indices: list[range]) -> list[range]:
