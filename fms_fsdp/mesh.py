@@ -142,9 +142,11 @@ class Mesh:
         sizes = tuple(map(dims.size, names))
         self.device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
         self._groups |= zip(names, map(self.device_mesh.get_group, names), strict=True)
-        self._joined: dict[tuple[str, ...], DeviceMesh] = {}  # of axes that together are not the world
+        self._joined: dict[tuple[str, ...], DeviceMesh] = {}  # by their axes
         for joined, parts in JOINED.items():
             present = tuple(part for part in parts if part in names)
+            if joined == "shard" and len(present) == 2:  # FSDP asks for it also where it is the world
+                self._joined[present] = self.device_mesh[present]._flatten(joined)
             if dims.size(joined) == dims.size("world"):
                 self._groups[joined] = None  # torch's default group
             elif len(present) == 1:
@@ -153,7 +155,8 @@ class Mesh:
                 if present not in self._joined:
                     self._joined[present] = self.device_mesh[present]._flatten(joined)
                 self._groups[joined] = self._joined[present].get_group()
-        for group in set(self._groups.values()):
+        joined_groups = {mesh.get_group() for mesh in self._joined.values()}
+        for group in joined_groups | set(self._groups.values()):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     @property
@@ -161,8 +164,14 @@ class Mesh:
         """The part of the device mesh over which FSDP replicates and shards."""
         if self.device_mesh is None or not set(self.device_mesh.mesh_dim_names or ()) - set(JOINED["dp"]):
             return self.device_mesh
-        shard = "shard" if self.size("cp") > 1 else "dp_shard"
-        return self.device_mesh[("dp_replicate", shard) if self.size("dp_replicate") > 1 else shard]
+        if self.size("cp") == 1:
+            return self.device_mesh[
+                ("dp_replicate", "dp_shard") if self.size("dp_replicate") > 1 else "dp_shard"
+            ]
+        shard = self._joined[JOINED["shard"]]
+        if self.size("dp_replicate") == 1:
+            return shard
+        return DeviceMesh._concatenate([self.device_mesh["dp_replicate"], shard])
 
     def axis(self, name: str) -> DeviceMesh:
         """The device mesh of one axis that has several ranks."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
-    "loss": ("dp_replicate", "dp_shard", "cp"),
     "shard": ("dp_shard", "cp"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
     "row": ("pp", "cp"),
     "losses": ("pp", "dp_replicate", "dp_shard", "cp"),
     "replica": ("pp", "dp_shard", "cp", "tp"),
@@ -63,8 +63,17 @@ class ParallelDims:
         return place
 
 
-def chosen_cp_method(method: str, num_heads: int, dims: ParallelDims) -> str:
-    """`--cp_method`; for auto ulysses, unless the query heads do not suffice."""
+def cp_method(method: str, heads: int, tp: int, cp: int) -> str:
+    """How attention sees a row that ranks of cp divide: `auto` is ulysses where the query heads of a rank of tp
+    can be dealt out over cp, else gather."""
     if method != "auto":
         return method
-    return "gather" if num_heads % (dims.tp * dims.cp) else "ulysses"
+    return "gather" if heads % (tp * cp) else "ulysses"
+
+
+def row_multiple(method: str, tp: int, cp: int, sequence_parallel: bool) -> int:
+    """A number of tokens of which every row must have a multiple: cp cuts the row into cp parts, or into
+    2 cp chunks for gather, and then tp cuts what a rank of cp holds."""
+    chunks = 1 if cp == 1 else 2 if method == "gather" else 1
+    parts = chunks * cp
+    return math.lcm(parts, cp * tp) if sequence_parallel else parts

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fms_fsdp.config import BatchPlan, Precision, TrainConfig
-from fms_fsdp.config.axes import ParallelDims, chosen_cp_method
+from fms_fsdp.config.axes import ParallelDims, cp_method, row_multiple
 from fms_fsdp.config.batch import divisors
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.rule import Rule, judge
@@ -47,13 +47,14 @@ class Layout:
     @property
     def sequence_unit(self) -> int:
         """What a row's length must be a multiple of."""
-        chunks = 2 if self.dims.cp > 1 and self.cp_method == "gather" else 1
-        return chunks * self.dims.cp * (self.dims.tp if self.dims.sequence_parallel else 1)
+        dims = self.dims
+        return row_multiple(self.cp_method, dims.tp, dims.cp, dims.sequence_parallel)
 
     @property
     def cp_method(self) -> str:
         """How attention sees a divided row."""
-        return chosen_cp_method(self.config.parallel.cp_method, self.model.num_attention_heads, self.dims)
+        heads, dims = self.model.num_attention_heads, self.dims
+        return cp_method(self.config.parallel.cp_method, heads, dims.tp, dims.cp)
 
     @property
     def torch_version(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fms_fsdp.config import NUM_BYTES, BatchPlan, ParallelConfig, Precision
-from fms_fsdp.config.axes import ParallelDims, chosen_cp_method
+from fms_fsdp.config.axes import ParallelDims, cp_method
 from fms_fsdp.models.flops import num_params_by_unit
 from fms_fsdp.models.stages import layers_of_stages, stages_of_rank
 from fms_fsdp.models.variants import LlamaConfig
@@ -157,7 +157,7 @@ def _cp_messages(
     """Bytes of a micro-step; `a_number`: those of one number for each token of this rank."""
     heads, kv_heads = config.num_attention_heads // dims.tp, max(1, config.num_kv_heads // dims.tp)
     passes = share.layers * (2 + again)
-    if chosen_cp_method(section.cp_method, config.num_attention_heads, dims) == "gather":
+    if cp_method(section.cp_method, config.num_attention_heads, dims.tp, dims.cp) == "gather":
         return passes * 2 * kv_heads * config.head_dim * a_number * (dims.cp - 1)
     copies = next(n for n in range(1, dims.cp + 1) if kv_heads * n % dims.cp == 0)
     traded = 2 * (heads + kv_heads * copies) * config.head_dim

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fms_fsdp.config import FP32, BatchPlan, ModelConfig, ParallelConfig, TrainConfig
-from fms_fsdp.config.axes import ParallelDims, chosen_cp_method
+from fms_fsdp.config.axes import ParallelDims, cp_method, row_multiple
 from fms_fsdp.mesh import resolve_dims
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel import rules as axes
@@ -54,7 +54,7 @@ def layout(world: int = 8, batch_size: int = 2, shape: Any = None, **flags: Any)
         ),
         (
             dict(cp_size=3, tp_size=2, world=6, cp_method="gather"),
-            r"--seq_length \(128\) must be a multiple of 12, by --cp_size \(3\) and --tp_size \(2\); choose",
+            r"--seq_length \(128\) must be a multiple of 6, by --cp_size \(3\) and --tp_size \(2\); choose",
         ),
         (dict(pp_size=8), r"--pp_size \(8\) makes 8 stages of 4 layers, and each stage needs one"),
         (
@@ -115,9 +115,10 @@ def test_layouts_that_fit_are_not_refused() -> None:
 
 
 def test_the_method_of_context_parallelism_follows_the_heads() -> None:
-    both = ParallelDims("fsdp", cp=4, tp=2), ParallelDims("fsdp", cp=8, tp=2)
-    assert [chosen_cp_method("auto", 8, dims) for dims in both] == ["ulysses", "gather"]
-    assert chosen_cp_method("gather", 8, both[0]) == "gather"
+    assert [cp_method("auto", 8, 2, cp) for cp in (4, 8)] == ["ulysses", "gather"]
+    assert cp_method("gather", 8, 2, 4) == "gather"
+    units = [row_multiple(method, 4, 3, True) for method in ("ulysses", "gather")]
+    assert [*units, row_multiple("gather", 2, 3, False), row_multiple("auto", 2, 1, True)] == [12, 12, 6, 2]
 
 
 def test_every_refusal_of_the_table_names_a_flag_and_an_axis() -> None:
