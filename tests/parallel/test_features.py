@@ -18,7 +18,12 @@ from tests.hf_folders import write_folder
 
 BASE = (*TINY, "--num_steps=3", "--precision=fp32", "--global_batch_size=8", "--num_attention_heads=8")
 BASE += ("--num_kv_heads=2",)
-AXES = {"tp": ["--tp_size=2"], "pp": ["--pp_size=2"]}
+AXES = {
+    "tp": ["--tp_size=2"],
+    "cp": ["--cp_size=2"],
+    "gather": ["--cp_size=2", "--cp_method=gather"],
+    "pp": ["--pp_size=2"],
+}
 
 
 class Group(NamedTuple):

@@ -50,10 +50,12 @@ class Sent(TorchDispatchMode):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.sent = dict[str, float]()
+        fsdp, names = mesh.fsdp_mesh, ("dp_replicate", "cp", "tp", "pp")
+        assert fsdp is not None
+        groups = {axis: mesh._groups[axis] for axis in names if mesh.size(axis) > 1}
+        groups["shard" if mesh.size("cp") > 1 else "dp_shard"] = fsdp.get_group(fsdp.ndim - 1)
         self._axes = {
-            group.group_name: (axis, group.size())
-            for axis in ("shard" if mesh.size("cp") > 1 else "dp_shard", "dp_replicate", "cp", "tp", "pp")
-            if mesh.size(axis) > 1 and (group := mesh._groups[axis]) is not None
+            group.group_name: (axis, group.size()) for axis, group in groups.items() if group is not None
         }
 
     def _count(self, group_name: str, nbytes: float, times: int = 1) -> None:
