@@ -72,8 +72,10 @@ def cp_method(method: str, heads: int, tp: int, cp: int) -> str:
 
 
 def row_multiple(method: str, tp: int, cp: int, sequence_parallel: bool) -> int:
-    """A number of tokens of which every row must have a multiple: cp cuts the row into cp parts, or into
-    2 cp chunks for gather, and then tp cuts what a rank of cp holds."""
-    chunks = 1 if cp == 1 else 2 if method == "gather" else 1
-    parts = chunks * cp
+    """The number of which the tokens of a row must be a multiple.
+
+    cp cuts a row into cp parts, or into 2 cp chunks for gather; under sequence parallel tp cuts the part of a
+    rank of cp.
+    """
+    parts = 2 * cp if method == "gather" and cp > 1 else cp
     return math.lcm(parts, cp * tp) if sequence_parallel else parts
