@@ -35,21 +35,22 @@ _SMALLEST = 1e-30  # of what a scale stands for: a row of zeros gets a finite on
 _MULTIPLE = 16  # of sizes that the kernels of GPUs take
 
 
-def check_float8(config: LlamaConfig, precision: Precision, device: torch.device) -> None:
+def check_float8(config: LlamaConfig, precision: Precision, device: torch.device, tp: int = 1) -> None:
     """Raises UserError for a GPU without the products of `precision`, and for matrices that they do not
-    take; nothing to do without float8."""
+    take, of which each of `tp` ranks has a part; nothing to do without float8."""
     if not precision.float8:
         return
     sizes = {
         "hidden_size": config.hidden_size,
-        "num_attention_heads x head_dim": config.num_attention_heads * config.head_dim,
-        "num_kv_heads x head_dim": config.num_kv_heads * config.head_dim,
-        "ffn_hidden_size": config.ffn_hidden_size,
+        "num_attention_heads x head_dim": config.num_attention_heads // tp * config.head_dim,
+        "num_kv_heads x head_dim": max(1, config.num_kv_heads // tp) * config.head_dim,
+        "ffn_hidden_size": config.ffn_hidden_size // tp,
     }
     for name, size in sizes.items():
         if size % _MULTIPLE:
             raise UserError(
-                f"--precision (float8) needs sizes that are multiples of {_MULTIPLE}, and {name} is {size}; "
+                f"--precision (float8) needs sizes that are multiples of {_MULTIPLE}, and {name} is {size}"
+                f"{' on each rank of tp' if tp > 1 else ''}; "
                 "change the size, or use --precision=bf16"
             )
     if device.type != "cuda":

@@ -203,6 +203,11 @@ AXIS_RULES: tuple[Rule[Layout], ...] = (
         or layout.model.num_attention_heads % (layout.dims.tp * layout.dims.cp) == 0,
         "must divide the heads of a rank of tp for --cp_method=ulysses", "valid: {heads_of_cp}, or gather",
         "cp_method num_attention_heads", _facts),
+    Rule("attn_impl",
+        lambda layout: layout.dims.cp == 1 or layout.cp_method == "ulysses"
+        or layout.config.model.attn_impl == "auto",
+        "has no effect where cp gathers keys", "leave the flag out, or use --cp_method=ulysses",
+        "cp_size cp_method", lambda layout: {"attn_impl": layout.config.model.attn_impl}),
     Rule("seq_length", lambda layout: layout.config.data.seq_length % layout.sequence_unit == 0,
         "must be a multiple of {unit}, by --cp_size ({cp_size}) and --tp_size ({tp_size})",
         "choose {lengths}", "cp_size tp_size sequence_parallel cp_method",

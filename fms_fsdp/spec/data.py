@@ -54,7 +54,7 @@ def find_inputs(cfg: TrainConfig, machine: Machine) -> Inputs:
         rules = load_part("rules", folder="parallel")
         rules.check_axes(rules.Layout(cfg, model, machine.dims, machine.batch, precision, machine.device))
     if precision.float8:
-        load_part("float8").check_float8(model, precision, machine.device)
+        load_part("float8").check_float8(model, precision, machine.device, machine.dims.tp)
     if cfg.checkpoint.export_interval:
         load_part("hf").find_family(model)
     held_out = runtime.agreed(partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size))

@@ -154,8 +154,8 @@ def test_weights_of_others_are_imported_and_exported_with_every_axis(tmp_path: P
 def test_what_the_table_refuses_is_refused_alike_before_any_work(
     tmp_path: Path, feature: Any, axis: str
 ) -> None:
-    flags = feature.flags.replace("MODULE:FUNCTION", "tests.models.builders:build")
-    result = run(*BASE, flags, *AXES[axis], f"--output_dir={tmp_path / 'run'}", nproc=2)
+    flags = feature.flags.replace("MODULE:FUNCTION", "tests.models.builders:build").split()
+    result = run(*BASE, *flags, *AXES[axis], f"--output_dir={tmp_path / 'run'}", nproc=2)
     words = feature.refused.get(axis)
     if words is None:
         assert result.returncode == 0, result.stderr
