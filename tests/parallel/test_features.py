@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from fms_fsdp.parallel.rules import FEATURES, MODEL_AXES
-from tests.cli import TINY, metrics, run, trained
-from tests.data.corpora import SEP, write_corpus
+from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
+from tests.cli import ROOT, TINY, metrics, run, trained
 from tests.hf_folders import write_folder
 
 BASE = (*TINY, "--num_steps=3", "--precision=fp32", "--global_batch_size=8", "--num_attention_heads=8")
@@ -114,39 +115,66 @@ def split(folder: Path, group: Group, axis: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    write_corpus(folder, {"web": [6000, 5000]})
-    return folder
-
-
-def data(corpus: Path) -> list[str]:
+def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """Flags of a run over text, with rows that are packed whole, and what one process made of them."""
+    folder = tmp_path_factory.mktemp("packed")
+    source = f"pages={ROOT}/docs"
+    prepare(PrepareConfig(input=source, output=str(folder / "data"), tokenizer="byte", num_workers=1))
     flags = [flag for flag in BASE if not flag.startswith("--use_dummy")]
-    return [*flags, f"--data_path={corpus}", f"--sep_token={SEP}"]
+    flags += [f"--data_path={folder / 'data'}", "--packing=bestfit", "--document_mask=True"]
+    flags += ["--sample_interval=2", "--sample_prompts=The run,A,checkpoints"]
+    trained(*flags, f"--output_dir={folder / 'alone'}")
+    return flags, folder / "alone"
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_rows_packed_whole_and_a_trace_with_every_axis(corpus: Path, tmp_path: Path, axis: str) -> None:
-    flags = [*data(corpus), "--packing=bestfit", "--document_mask=True"]
-    trained(*flags, f"--output_dir={tmp_path / 'alone'}")
+def test_rows_packed_whole_samples_and_a_trace_with_every_axis(
+    packed: tuple[list[str], Path], tmp_path: Path, axis: str
+) -> None:
+    flags, alone = packed
     traced = ["--use_profiler=True", "--profiler_wait=0", "--profiler_warmup=1", "--profiler_active=1"]
-    trained(*flags, *AXES[axis], *traced, f"--output_dir={tmp_path / axis}", nproc=2)
-    assert not difference(numbers(tmp_path / "alone"), numbers(tmp_path / axis), 1e-5)
-    assert list((tmp_path / axis / "profile_traces").iterdir())
+    trained(*flags, *AXES[axis], *traced, f"--output_dir={tmp_path}", nproc=2)
+    assert not difference(numbers(alone), numbers(tmp_path), 1e-5)
+    assert list((tmp_path / "profile_traces").iterdir())
+    texts = (tmp_path / "samples.txt").read_text()
+    assert texts == (alone / "samples.txt").read_text()
+    assert texts.count("--- step 2 ---\n") == texts.count("--- step 3 ---\n") == 3
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_weights_of_others_are_imported_and_exported_with_every_axis(tmp_path: Path, axis: str) -> None:
-    source = write_folder(tmp_path / "llama")
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """Flags of a run from weights of others, with an export, and what one process made of them."""
+    folder = tmp_path_factory.mktemp("imported")
+    source = write_folder(folder / "llama")
     flags = [*TINY[1:], "--seq_length=32", "--num_steps=2", "--precision=fp32", "--global_batch_size=4"]
     flags += [f"--init_from_hf={source}", "--checkpoint_interval=2", "--export_interval=2"]
-    trained(*flags, f"--output_dir={tmp_path / 'alone'}")
-    trained(*flags, *AXES[axis], f"--output_dir={tmp_path / axis}", nproc=2)
-    assert not difference(numbers(tmp_path / "alone"), numbers(tmp_path / axis), 1e-5)
-    exports = [
-        sorted(path.name for path in (tmp_path / name / "exports").rglob("*")) for name in ("alone", axis)
-    ]
-    assert exports[0] == exports[1] and any(name.endswith(".safetensors") for name in exports[0])
+    trained(*flags, f"--output_dir={folder / 'alone'}")
+    return flags, folder / "alone"
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_weights_of_others_are_imported_and_exported_with_every_axis(
+    imported: tuple[list[str], Path], tmp_path: Path, axis: str
+) -> None:
+    flags, alone = imported
+    trained(*flags, *AXES[axis], f"--output_dir={tmp_path}", nproc=2)
+    assert not difference(numbers(alone), numbers(tmp_path), 1e-5)
+    wanted, found = exported(alone), exported(tmp_path)
+    assert wanted.keys() == found.keys() and any(name.endswith("weight") for name in wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    """What the exports of a run hold, by the names of files and of tensors."""
+    from safetensors.torch import load_file
+
+    content = dict[str, torch.Tensor]()
+    for path in sorted((folder / "exports").rglob("*")):
+        content[path.name] = torch.zeros(())
+        if path.suffix == ".safetensors":
+            content |= {name: value.float() for name, value in load_file(path).items()}
+    return content
 
 
 @pytest.mark.parametrize("axis", sorted({*MODEL_AXES} & {*AXES}))
