@@ -6,16 +6,20 @@ features is tried alone, so that the failing test names the feature.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from fms_fsdp.__main__ import main
 from fms_fsdp.parallel.rules import FEATURES, MODEL_AXES
 from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
 from tests.cli import ROOT, TINY, metrics, run, trained
 from tests.hf_folders import write_folder
+from tests.tools.test_export import differing_logits
+from tests.warm import COMMANDS, launch
 
 BASE = (*TINY, "--num_steps=3", "--precision=fp32", "--global_batch_size=8", "--num_attention_heads=8")
 BASE += ("--num_kv_heads=2",)
@@ -62,11 +66,12 @@ def flags_of(names: tuple[str, ...]) -> list[str]:
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
-    names = ("loss", "grad_norm", "param_norm", "z_loss", "eval/loss", "loss_scale")
-    return [
-        {name: record[name] for name in names if name in record}
-        for _, record in sorted(metrics(folder).items())
-    ]
+    """What each step reported and, behind it, what evaluations found."""
+    names = ("loss", "grad_norm", "param_norm", "num_zeros", "z_loss", "eval/loss", "loss_scale")
+    records = [record for _, record in sorted(metrics(folder).items())]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    records += [record for record in lines if "eval/loss" in record]
+    return [{name: record[name] for name in names if name in record} for record in records]
 
 
 def difference(alone: list[dict[str, float]], spread: list[dict[str, float]], rel: float) -> str:
@@ -118,8 +123,9 @@ def split(folder: Path, group: Group, axis: str) -> list[str]:
 def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     """Flags of a run over text, with rows that are packed whole, and what one process made of them."""
     folder = tmp_path_factory.mktemp("packed")
-    source = f"pages={ROOT}/docs"
-    prepare(PrepareConfig(input=source, output=str(folder / "data"), tokenizer="byte", num_workers=1))
+    options: dict[str, Any] = {"tokenizer": "byte", "text_separator": r"\n\n", "num_workers": 1}
+    options |= {"split": (88, 8, 4), "limit_docs": 400}
+    prepare(PrepareConfig(input=f"pages={ROOT}/docs", output=str(folder / "data"), **options))
     flags = [flag for flag in BASE if not flag.startswith("--use_dummy")]
     flags += [f"--data_path={folder / 'data'}", "--packing=bestfit", "--document_mask=True"]
     flags += ["--sample_interval=2", "--sample_prompts=The run,A,checkpoints"]
@@ -191,3 +197,18 @@ def test_what_the_table_refuses_is_refused_alike_before_any_work(
     assert result.returncode != 0 and result.stderr.count("error: ") == 1
     assert f"error: --{feature.flag} (" in result.stderr and words in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_two_axes_is_evaluated_exported_and_loaded(
+    packed: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    flags = [flag for flag in packed[0] if not flag.startswith(("--sample", "--packing"))]
+    flags += ["--num_steps=2", "--eval_interval=2", "--eval_steps=2", "--checkpoint_interval=2"]
+    trained(*flags, "--pp_size=2", "--tp_size=2", f"--output_dir={tmp_path / 'run'}", nproc=4)
+    while_training = numbers(tmp_path / "run")[-1]["eval/loss"]
+    for nproc in (0, 2):
+        found = launch(["evaluate", f"--path={tmp_path / 'run'}", "--json"], nproc, program=COMMANDS)
+        assert found.returncode == 0, found.stderr
+        assert json.loads(found.stdout)["eval/loss"] == pytest.approx(while_training, rel=1e-6)
+    assert main(["export", f"--path={tmp_path / 'run'}", f"--output={tmp_path / 'hf'}", "--dtype=fp32"]) == 0
+    assert differing_logits(str(tmp_path / "run"), tmp_path / "hf") <= 1e-5
