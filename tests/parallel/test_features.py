@@ -67,7 +67,7 @@ def flags_of(names: tuple[str, ...]) -> list[str]:
 
 def numbers(folder: Path) -> list[dict[str, float]]:
     """What each step reported and, behind it, what evaluations found."""
-    names = ("loss", "grad_norm", "param_norm", "num_zeros", "z_loss", "eval/loss", "loss_scale")
+    names = ("loss", "grad_norm", "param_norm", "grad_zeros", "z_loss", "eval/loss", "loss_scale")
     records = [record for _, record in sorted(metrics(folder).items())]
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     records += [record for record in lines if "eval/loss" in record]
