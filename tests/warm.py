@@ -40,6 +40,12 @@ multiprocessing.set_forkserver_preload(
 )
 
 
+class Ended(subprocess.CompletedProcess[str]):
+    """What a launch ended with. `statuses`: of its processes, without those that had to be killed."""
+
+    statuses: list[int]
+
+
 def launch(
     flags: Sequence[str],
     num_ranks: int = 0,
@@ -48,7 +54,7 @@ def launch(
     cwd: Path = ROOT,
     stdin: str = "",
     backend: str = "",
-) -> subprocess.CompletedProcess[str]:
+) -> Ended:
     """What `python main_training.py FLAGS` ends with, in this process's environment with one thread.
 
     `num_ranks`: so many processes meet as ranks of one machine, as under torchrun but without its agent; the
@@ -70,7 +76,9 @@ def launch(
         stdout, stderr = (path.read_text() for path in streams[1:])
     if not statuses:
         raise subprocess.TimeoutExpired(list(flags), TIMEOUT_S, stdout, stderr)
-    return subprocess.CompletedProcess(list(flags), next(filter(None, statuses), 0), stdout, stderr)
+    ended = Ended(list(flags), next(filter(None, statuses), 0), stdout, stderr)
+    ended.statuses = statuses
+    return ended
 
 
 def command(*argv: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from fms_fsdp.parallel import rules as axes
 from fms_fsdp.parallel.rules import Layout, check_axes
 from fms_fsdp.runtime import World
 from fms_fsdp.spec.words import axes_across_nodes, describe_axes
+from tests.cli import TINY, last_of_each
+from tests.warm import launch
 
 SHAPE = LlamaConfig(4, 64, 96, 8, 2, 131, max_seq_len=128)
 
@@ -136,3 +139,20 @@ def test_axes_are_told_from_the_outermost_and_those_that_leave_the_node() -> Non
     assert axes_across_nodes(dims, 8).startswith("groups of dp_shard leave the node, which has 8 devices: ")
     assert axes_across_nodes(dims, 2).startswith("groups of tp, cp, dp_shard leave the node")
     assert axes_across_nodes(ParallelDims("fsdp", dp_shard=64), 8) == ""
+
+
+REFUSED = {
+    "--tp_size=3": "world size (2) must be a multiple of --tp_size (3); choose --tp_size among 1, 2",
+    "--tp_size=2 --num_attention_heads=1 --num_kv_heads=1": "must divide num_attention_heads (1); valid: 1",
+    "--cp_size=2 --cp_method=gather --seq_length=62": "(62) must be a multiple of 4, by --cp_size (2) and",
+    "--pp_size=2 --num_layers=1": "makes 2 stages of 1 layers, and each stage needs one; choose fewer",
+    "--pp_size=2 --batch_size=1": "cannot use 1 micro-batches on 2 ranks; take a --batch_size of 2",
+}
+
+
+def test_ranks_refuse_alike_in_one_line_before_any_work(tmp_path: Path) -> None:
+    for flags, words in REFUSED.items():
+        ended = launch(last_of_each([*TINY, *flags.split(), f"--output_dir={tmp_path / 'run'}"]), 2)
+        assert ended.statuses == [2, 2], (flags, ended.stderr)
+        assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1, ended.stderr
+        assert words in ended.stderr and not list(tmp_path.iterdir()), flags

@@ -33,7 +33,7 @@ def kill_behind(step: int, flags: list[str], nproc: int, folder: Path) -> None:
         assert wait_for((folder / "checkpoints" / f"step_{step}").is_dir, 120)
         for victim in workers(process.pid)[:1]:
             subprocess.run(["kill", "-9", str(victim)], check=True)
-        process.wait(timeout=120)
+        assert process.wait(timeout=120) != 0
     time.sleep(0.5)
 
 
@@ -45,6 +45,7 @@ def test_a_run_through_eight_layouts_is_that_of_one_process(tmp_path: Path) -> N
         own = [*BASE, *flags, f"--output_dir={changing}"]
         if turn == 2:
             kill_behind(3 * turn + 3, own, nproc, changing)
+            assert max(metrics(changing)) < 3 * (turn + 2)
             continue
         ended = run(*own, f"--exit_step={3 * turn + 3}", nproc=nproc)
         assert "is reached" in ended.stdout or "finished" in ended.stdout, ended.stderr

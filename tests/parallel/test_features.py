@@ -6,15 +6,20 @@ features is tried alone, so that the failing test names the feature.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from fms_fsdp.__main__ import main
 from fms_fsdp.parallel.rules import FEATURES, MODEL_AXES
-from tests.cli import TINY, metrics, run, trained
-from tests.data.corpora import SEP, write_corpus
+from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
+from tests.cli import ROOT, TINY, metrics, run, trained
 from tests.hf_folders import write_folder
+from tests.tools.test_export import differing_logits
+from tests.warm import COMMANDS, launch
 
 BASE = (*TINY, "--num_steps=3", "--precision=fp32", "--global_batch_size=8", "--num_attention_heads=8")
 BASE += ("--num_kv_heads=2",)
@@ -61,11 +66,12 @@ def flags_of(names: tuple[str, ...]) -> list[str]:
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
-    names = ("loss", "grad_norm", "param_norm", "z_loss", "eval/loss", "loss_scale")
-    return [
-        {name: record[name] for name in names if name in record}
-        for _, record in sorted(metrics(folder).items())
-    ]
+    """What each step reported and, behind it, what evaluations found."""
+    names = ("loss", "grad_norm", "param_norm", "grad_zeros", "z_loss", "eval/loss", "loss_scale")
+    records = [record for _, record in sorted(metrics(folder).items())]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    records += [record for record in lines if "eval/loss" in record]
+    return [{name: record[name] for name in names if name in record} for record in records]
 
 
 def difference(alone: list[dict[str, float]], spread: list[dict[str, float]], rel: float) -> str:
@@ -114,39 +120,67 @@ def split(folder: Path, group: Group, axis: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    write_corpus(folder, {"web": [6000, 5000]})
-    return folder
-
-
-def data(corpus: Path) -> list[str]:
+def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """Flags of a run over text, with rows that are packed whole, and what one process made of them."""
+    folder = tmp_path_factory.mktemp("packed")
+    options: dict[str, Any] = {"tokenizer": "byte", "text_separator": r"\n\n", "num_workers": 1}
+    options |= {"split": (88, 8, 4), "limit_docs": 400}
+    prepare(PrepareConfig(input=f"pages={ROOT}/docs", output=str(folder / "data"), **options))
     flags = [flag for flag in BASE if not flag.startswith("--use_dummy")]
-    return [*flags, f"--data_path={corpus}", f"--sep_token={SEP}"]
+    flags += [f"--data_path={folder / 'data'}", "--packing=bestfit", "--document_mask=True"]
+    flags += ["--sample_interval=2", "--sample_prompts=The run,A,checkpoints"]
+    trained(*flags, f"--output_dir={folder / 'alone'}")
+    return flags, folder / "alone"
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_rows_packed_whole_and_a_trace_with_every_axis(corpus: Path, tmp_path: Path, axis: str) -> None:
-    flags = [*data(corpus), "--packing=bestfit", "--document_mask=True"]
-    trained(*flags, f"--output_dir={tmp_path / 'alone'}")
+def test_rows_packed_whole_samples_and_a_trace_with_every_axis(
+    packed: tuple[list[str], Path], tmp_path: Path, axis: str
+) -> None:
+    flags, alone = packed
     traced = ["--use_profiler=True", "--profiler_wait=0", "--profiler_warmup=1", "--profiler_active=1"]
-    trained(*flags, *AXES[axis], *traced, f"--output_dir={tmp_path / axis}", nproc=2)
-    assert not difference(numbers(tmp_path / "alone"), numbers(tmp_path / axis), 1e-5)
-    assert list((tmp_path / axis / "profile_traces").iterdir())
+    trained(*flags, *AXES[axis], *traced, f"--output_dir={tmp_path}", nproc=2)
+    assert not difference(numbers(alone), numbers(tmp_path), 1e-5)
+    assert list((tmp_path / "profile_traces").iterdir())
+    texts = (tmp_path / "samples.txt").read_text()
+    assert texts == (alone / "samples.txt").read_text()
+    assert texts.count("--- step 2 ---\n") == texts.count("--- step 3 ---\n") == 3
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_weights_of_others_are_imported_and_exported_with_every_axis(tmp_path: Path, axis: str) -> None:
-    source = write_folder(tmp_path / "llama")
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """Flags of a run from weights of others, with an export, and what one process made of them."""
+    folder = tmp_path_factory.mktemp("imported")
+    source = write_folder(folder / "llama")
     flags = [*TINY[1:], "--seq_length=32", "--num_steps=2", "--precision=fp32", "--global_batch_size=4"]
     flags += [f"--init_from_hf={source}", "--checkpoint_interval=2", "--export_interval=2"]
-    trained(*flags, f"--output_dir={tmp_path / 'alone'}")
-    trained(*flags, *AXES[axis], f"--output_dir={tmp_path / axis}", nproc=2)
-    assert not difference(numbers(tmp_path / "alone"), numbers(tmp_path / axis), 1e-5)
-    exports = [
-        sorted(path.name for path in (tmp_path / name / "exports").rglob("*")) for name in ("alone", axis)
-    ]
-    assert exports[0] == exports[1] and any(name.endswith(".safetensors") for name in exports[0])
+    trained(*flags, f"--output_dir={folder / 'alone'}")
+    return flags, folder / "alone"
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_weights_of_others_are_imported_and_exported_with_every_axis(
+    imported: tuple[list[str], Path], tmp_path: Path, axis: str
+) -> None:
+    flags, alone = imported
+    trained(*flags, *AXES[axis], f"--output_dir={tmp_path}", nproc=2)
+    assert not difference(numbers(alone), numbers(tmp_path), 1e-5)
+    wanted, found = exported(alone), exported(tmp_path)
+    assert wanted.keys() == found.keys() and any(name.endswith("weight") for name in wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    """What the exports of a run hold, by the names of files and of tensors."""
+    from safetensors.torch import load_file
+
+    content = dict[str, torch.Tensor]()
+    for path in sorted((folder / "exports").rglob("*")):
+        content[path.name] = torch.zeros(())
+        if path.suffix == ".safetensors":
+            content |= {name: value.float() for name, value in load_file(path).items()}
+    return content
 
 
 @pytest.mark.parametrize("axis", sorted({*MODEL_AXES} & {*AXES}))
@@ -163,3 +197,18 @@ def test_what_the_table_refuses_is_refused_alike_before_any_work(
     assert result.returncode != 0 and result.stderr.count("error: ") == 1
     assert f"error: --{feature.flag} (" in result.stderr and words in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_two_axes_is_evaluated_exported_and_loaded(
+    packed: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    flags = [flag for flag in packed[0] if not flag.startswith(("--sample", "--packing"))]
+    flags += ["--num_steps=2", "--eval_interval=2", "--eval_steps=2", "--checkpoint_interval=2"]
+    trained(*flags, "--pp_size=2", "--tp_size=2", f"--output_dir={tmp_path / 'run'}", nproc=4)
+    while_training = numbers(tmp_path / "run")[-1]["eval/loss"]
+    for nproc in (0, 2):
+        found = launch(["evaluate", f"--path={tmp_path / 'run'}", "--json"], nproc, program=COMMANDS)
+        assert found.returncode == 0, found.stderr
+        assert json.loads(found.stdout)["eval/loss"] == pytest.approx(while_training, rel=1e-6)
+    assert main(["export", f"--path={tmp_path / 'run'}", f"--output={tmp_path / 'hf'}", "--dtype=fp32"]) == 0
+    assert differing_logits(str(tmp_path / "run"), tmp_path / "hf") <= 1e-5

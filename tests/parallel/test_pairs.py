@@ -1,0 +1,40 @@
+"""Pairs of axes on four ranks train as one process does, with features of training mixed in."""
+
+from __future__ import annotations
+
+from fms_fsdp.config import BF16
+from tests.parallel.layouts import Case, compare
+
+TP, CP, PP = {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2}
+COPIES, GATHER = {"sequence_parallel": False}, {"cp_method": "gather"}
+DROPOUT = {"dropout": 0.1, "attn_dropout": 0.1, "ffn_dropout": 0.1}
+MUON = {"optimizer": "muon"}
+CASES = {
+    "tp x cp by ulysses": Case(TP | CP, {"recompute": "blocks"}, shape={"num_kv_heads": 2}, documents=True),
+    "tp x cp by gather": Case(TP | CP | GATHER, shape=DROPOUT, documents=True, accum=2),
+    "tp of copies x cp": Case(
+        TP | CP | COPIES | GATHER, shape={"num_kv_heads": 1, "tie_embeddings": True, "pos_emb": "learned"}
+    ),
+    "pp x tp by 1f1b": Case(PP | TP, {"recompute": "ops"}, shape=DROPOUT, documents=True, accum=2),
+    "pp x tp of copies": Case(PP | TP | COPIES | {"pp_schedule": "gpipe"}, optim=MUON),
+    "pp x cp by zbv": Case(PP | CP | {"pp_schedule": "zbv"}, shape=DROPOUT, documents=True, accum=2),
+    "pp x cp by gather": Case(
+        PP | CP | GATHER | {"pp_schedule": "interleaved"},
+        {"recompute": "blocks"},
+        shape={"attn_window": 5, "attn_window_pattern": "LG", "z_loss": 1e-3},
+    ),
+    "tp x ddp": Case(TP | {"sharding_strategy": "ddp"}, optim=MUON, documents=True),
+    "cp x hsdp": Case(CP | {"sharding_strategy": "hsdp", "hsdp_shard_size": 1}, optim=MUON, accum=2),
+    "pp x hsdp": Case(PP | {"sharding_strategy": "hsdp", "hsdp_shard_size": 2}, documents=True),
+    "pp x fsdp": Case(
+        PP | {"sharding_strategy": "fsdp", "pp_micro_batch_size": 2},
+        {"recompute": "blocks"},
+        precision=BF16,
+        loss_abs=1e-3,
+        norm_rel=5e-3,
+    ),
+}
+
+
+def test_pairs_of_axes_train_as_one_process() -> None:
+    compare(4, CASES)
