@@ -8,7 +8,7 @@
 #   2 best          an 8B model with fp32 weights, in bf16_pure, in float8 and with bf16 moments; a trace
 #   3 correctness   each other feature against the plain run
 #   4 features      traces, saves in the background, a kill, evaluation, out of memory, bad steps
-#   5 throughput    other settings and models
+#   5 throughput    other settings and models; the axes, where there are several GPUs
 #
 # What is measured needs its own runs of part 1 or 3 to agree, and no others. FOLDER (default: gpu_slot in the
 # temporary folder) keeps the runs and results.json, to which each part adds its table; gpu_compare.py says what
@@ -232,6 +232,9 @@ throughput() {
     sweep "${of}long" cheap "${best[@]:0:2}" --batch_size=1 --seq_length=8192
     sweep "${of}ops" compiled_ops "${best[@]:0:1}" --recompute=ops --batch_size=2
     sweep "${of}all_blocks" compiled_blocks "${blocks[@]}" --batch_size=$rows
+    local axes=(benchmarks/bench_parallel.py --device=cuda --output="$runs/axes.json") gpus
+    gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
+    ((${gpus:-0} < 2)) || run axes 0 "$python" "${axes[@]}"
 }
 
 names=(smoke best correctness features throughput)

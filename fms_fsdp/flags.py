@@ -267,5 +267,8 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
             lines.append(f"  --{row.name} ({type_name(row)}, default {shown_value(row.default)}){choices}")
             lines.append(f"      {row.help}{' (advanced)' if row.advanced else ''}{of_part(row)}")
     if first:
-        lines.append("\n--help=all lists every flag, --list_variants the models, --rules what is refused")
+        lines.append(
+            "\n--help=all lists every flag, --list_variants the models, --rules what is refused, "
+            "--layouts what works with which axis"
+        )
     return "\n".join(lines)

@@ -9,7 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.flags import parse_flags
+from fms_fsdp.mesh import resolve_dims
+from fms_fsdp.models.variants import resolve_model
+from fms_fsdp.parallel.rules import Layout, check_axes
+from fms_fsdp.runtime import World
 from tests.cli import ROOT
 
 
@@ -85,12 +92,42 @@ def test_generation_is_measured_beside_transformers(tmp_path: Path) -> None:
         assert result["ratio"]["decode_16"]["static"] > 0 and result["bandwidth_share"] > 0
 
 
+@pytest.mark.slow
+def test_layouts_are_measured_beside_one_process_and_the_prediction(tmp_path: Path) -> None:
+    script = "benchmarks/bench_parallel.py --world=2 --steps=2"
+    command = [sys.executable, *script.split(), f"--output={tmp_path}/r.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert list(record["layouts"]) == ["one process", "tp2", "cp2", "pp2", "fsdp2"]
+    for name, found in record["layouts"].items():
+        assert found["loss_difference"] < 1e-5 and found["norm_difference"] < 1e-4, name
+        assert all(abs(ratio - 1) < 0.02 for ratio in found["worst_ratio"].values()), name
+        assert found["peak_mib"] > 0 and found["predicted_mib"] > 0
+
+
 def test_the_steps_to_a_loss_are_read_between_two_evaluations() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from bench_loss import steps_to_reach
 
     curve = {10: 5.0, 20: 4.0, 30: 3.0}
     assert [steps_to_reach(curve, loss) for loss in (6.0, 3.5, 3.0, 2.0)] == [10.0, 25.0, 30.0, None]
+
+
+def test_the_page_shows_the_recipes_of_today_and_they_are_not_refused() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from parallel_recipes import RECIPES, figures, table
+
+    recipes = [figures(*recipe) for recipe in RECIPES]
+    page = (ROOT / "docs" / "parallelism.md").read_text()
+    shown = page.partition("<!-- recipes -->\n")[2].partition("\n<!-- end -->")[0]
+    assert shown == table(recipes), "take what `python benchmarks/parallel_recipes.py` prints"
+    for recipe in recipes:
+        config = parse_flags(TrainConfig, [f"--model_variant={recipe.model}", *recipe.flags.split()])
+        dims = resolve_dims(config.parallel, recipe.model, World(0, 0, recipe.gpus, 8))
+        model = resolve_model(config.model, seq_length=config.data.seq_length)
+        precision = config.precision.resolve("bf16")
+        check_axes(Layout(config, model, dims, recipe.batch, precision, torch.device("cuda")))
 
 
 def test_every_script_of_results_takes_output() -> None:

@@ -88,7 +88,9 @@ def read_by_its_parser(line: str) -> None:
         if Path(word).name in TRAINING:
             assert (ROOT / word).is_file() or word in ("main_training", "my_training.py"), line
             flags = list(itertools.takewhile(lambda flag: flag != ">", rest))
-            flags = [flag for flag in flags if flag not in ("--", "--model_variant=mine", "--rules")]
+            flags = [
+                flag for flag in flags if flag not in ("--", "--model_variant=mine", "--rules", "--layouts")
+            ]
             return _parse(TrainConfig, flags)
         if word in ("fms_fsdp", "fms-fsdp") and (i == 0 or words[i - 1] == "-m"):
             if rest[:1] == ["train"]:

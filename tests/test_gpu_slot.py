@@ -79,6 +79,13 @@ def test_every_rule_has_its_runs_and_every_sweep_its_rule() -> None:
     assert len(needed) >= 12 and set(needed) <= {rule.run for rule in RULES}
 
 
+@pytest.mark.parametrize("gpus", [0, 1, 4])
+def test_the_axes_are_measured_where_there_are_several_gpus(tmp_path: Path, gpus: int) -> None:
+    python = fake_python(tmp_path, f"echo {gpus}")
+    printed = slot("5", tmp_path, PYTHON=str(python), DRY_RUN="1", GPU_GIB="139").stdout
+    assert ("benchmarks/bench_parallel.py --device=cuda" in printed) == (gpus > 1)
+
+
 @pytest.mark.parametrize("part", ["", "6", "one"])
 def test_another_part_is_refused(part: str) -> None:
     refused = slot(*([part] if part else []))

@@ -37,8 +37,8 @@ class MemoryEstimate:
     weights gathered at once.
 
     `gradients`: whole ones, beyond the rank's share of them. `rows`: the table of positions, the rows of a
-    step and what a block takes in of those of a micro-step. `activations`: what the blocks keep for the
-    backward pass, no part of the total. `beside`: the most bytes of activations that a step holds while it
+    step and what a block takes in at once. `activations`: what the blocks keep for the backward
+    pass, no part of the total. `beside`: the most bytes of activations that a step holds while it
     holds the whole total. `params`: of the model, or of the share of a rank of tp and pp.
     """
 
@@ -102,10 +102,13 @@ def estimate_memory(
             shard = a_gradient * params // shards
             gradients = max(0, NUM_BYTES[precision.reduce] * params - shard)
         positions = 8 * config.rotary_dim * config.max_seq_len
+        tokens = batch.batch_size * seq_length
+        at_once, cut = (section.pp_micro_batch_size * seq_length if dims.pp > 1 else tokens), dims.cp
+        cut *= dims.tp if dims.sequence_parallel else 1
         # four int64 columns of the stream
-        a_row = 32 * batch.grad_accum_steps + weight_bytes * config.hidden_size
-        rows = positions + batch.batch_size * seq_length * a_row
-        of_all = activation_bytes(config, batch.batch_size * seq_length, seq_length, precision, section)
+        rows = positions + 32 * batch.grad_accum_steps * tokens
+        rows += weight_bytes * config.hidden_size * at_once // cut
+        of_all = activation_bytes(config, tokens, seq_length, precision, section)
         activations = int(kept_part * of_all)
         # gradients come as activations go, unless a micro-step before has left them
         going = a_gradient * params // shards if batch.grad_accum_steps == 1 else 0

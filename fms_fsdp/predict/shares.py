@@ -82,6 +82,14 @@ def copied_params(config: LlamaConfig, share: Share) -> int:
     return min(copied, whole["block"] * share.layers + whole["head"])
 
 
+def copied_keys(config: LlamaConfig, dims: ParallelDims, share: Share) -> int:
+    """Parameters of key/value heads that every rank of tp holds whole, because they are fewer than ranks.
+    Each rank computes with some of them: tp adds up their gradients."""
+    if config.num_kv_heads % dims.tp == 0:
+        return 0
+    return share.layers * 2 * config.num_kv_heads * config.head_dim * (config.hidden_size + config.bias)
+
+
 def kept_activations(
     config: LlamaConfig, dims: ParallelDims, section: ParallelConfig, batch: BatchPlan
 ) -> float:
@@ -128,7 +136,8 @@ def axis_bytes(
         "pp": accum * stream * _pp_messages(dims, section, share),
     }
     if dims.tp > 1:
-        reduced = number * copied_params(config, share) * dims.sequence_parallel
+        copied = copied_params(config, share) * dims.sequence_parallel + copied_keys(config, dims, share)
+        reduced = number * copied
         times = accum if dims.sync_each_micro_step else 1
         sent["tp"] += times * reduced * 2 * (dims.tp - 1) / dims.tp
     if dims.sequence_parallel:

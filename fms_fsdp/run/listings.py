@@ -1,5 +1,5 @@
-"""What a user asks in place of a training: `--version`, `--list_variants` and `--rules`. The first two work
-without torch."""
+"""What a user asks in place of a training: `--version`, `--list_variants`, `--rules` and `--layouts`. The
+first two work without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of AdamW, 
 def print_listing(argv: Sequence[str]) -> None:
     """Prints the listing that `argv` asks for and ends the process with status 0, if it asks for one."""
     listings = {"--version": version, "--list_variants": variants, "--list-variants": variants}
-    listings |= {"--rules": rules}
+    listings |= {"--rules": rules, "--layouts": layouts}
     for argument in argv:
         if argument in listings:
             print_and_end(listings[argument]())
@@ -33,6 +33,13 @@ def rules() -> str:
     from fms_fsdp.spec.rules import listing  # imports torch
 
     return listing()
+
+
+def layouts() -> str:
+    """What works with which axis, as a table."""
+    from fms_fsdp.parallel.rules import features_table  # imports torch
+
+    return features_table()
 
 
 def variants() -> str:

@@ -17,7 +17,7 @@ from fms_fsdp.parallel import rules as axes
 from fms_fsdp.parallel.rules import Layout, check_axes
 from fms_fsdp.runtime import World
 from fms_fsdp.spec.words import axes_across_nodes, describe_axes
-from tests.cli import TINY, last_of_each
+from tests.cli import ROOT, TINY, last_of_each
 from tests.warm import launch
 
 SHAPE = LlamaConfig(4, 64, 96, 8, 2, 131, max_seq_len=128)
@@ -129,6 +129,12 @@ def test_every_refusal_of_the_table_names_a_flag_and_an_axis() -> None:
     for feature in axes.FEATURES:
         assert feature.refused.keys() <= set(axes.MODEL_AXES) and bool(feature.refused) == bool(feature.flag)
         assert f"| {feature.name} |" in table
+
+
+def test_the_page_shows_the_table_of_features_and_axes() -> None:
+    page = (ROOT / "docs" / "parallelism.md").read_text()
+    shown = page.partition("<!-- features -->\n")[2].partition("\n<!-- end -->")[0]
+    assert shown == axes.features_table(), "take what `python main_training.py --layouts` prints"
 
 
 def test_axes_are_told_from_the_outermost_and_those_that_leave_the_node() -> None:

@@ -52,6 +52,23 @@ def test_whole_weights_and_gradients_count_where_a_strategy_keeps_them(dtype: st
         assert estimate.total == 2 * n + 16 * n // 8 + whole + estimate.rows
 
 
+def test_a_block_takes_in_the_part_of_a_row_or_batch_that_the_axes_leave() -> None:
+    """A pipeline was refused for the rows of a whole step, of which one micro-batch passes at a time."""
+    config, rows = VARIANTS["70b"], 64
+    stream = 2 * config.hidden_size * 4096
+
+    def taken_in(**flags: int) -> int:
+        section = ParallelConfig(**flags)  # type: ignore[arg-type]
+        batch, dims = BatchPlan(rows, 1, 1), resolve_dims(section, "70b", World(0, 0, 16, 8))
+        need = estimate_memory(config, dims, section, precision=BF16, batch=batch, seq_length=4096)
+        return need.rows - 8 * config.rotary_dim * config.max_seq_len - 32 * rows * 4096
+
+    assert taken_in() == rows * stream
+    assert taken_in(tp_size=8, cp_size=2) == rows * stream // 16
+    assert taken_in(pp_size=4, pp_micro_batch_size=2) == 2 * stream
+    assert taken_in(pp_size=4, tp_size=2, sequence_parallel=False) == stream
+
+
 def test_what_is_offloaded_must_fit_the_host_and_the_rest_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, section = torch.device("cuda", 0), ParallelConfig(cpu_offload=True)
     estimate = estimate_memory(VARIANTS["7b"], ParallelDims("fsdp", 1, 2), section)

@@ -1,0 +1,122 @@
+"""Flags for three models on 8 to 4,096 GPUs, with the memory of a rank and what it sends in a step.
+
+    python benchmarks/parallel_recipes.py [--output=FILE]     # prints the table of docs/parallelism.md
+
+All figures are arithmetic: those of `python -m fms_fsdp estimate` with the same flags, for steps of 4,194,304
+tokens (1,024 rows of 4,096), nodes of 8 GPUs, bf16. Nothing was measured on such machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from result_file import HELP, about_machine, write_result
+
+from fms_fsdp.config import BatchPlan, ModelConfig
+from fms_fsdp.flags import parse_flags
+from fms_fsdp.mesh import resolve_dims
+from fms_fsdp.models.variants import resolve_model
+from fms_fsdp.optim.optimizers import state_bytes
+from fms_fsdp.predict.communication import bytes_sent
+from fms_fsdp.predict.memory import estimate_memory
+from fms_fsdp.predict.shares import axis_bytes, share_of
+from fms_fsdp.runtime import World
+from fms_fsdp.tools.estimate import EstimateConfig
+
+TOKENS, ROW, NODE, GPU_GIB = 4_194_304, 4096, 8, 80
+RECIPES = (
+    ("7b", 8, "--sharding_strategy=zero1 --grad_accum_steps=128"),
+    ("7b", 64, "--sharding_strategy=hsdp --grad_accum_steps=8"),
+    ("7b", 512, "--sharding_strategy=hsdp --grad_accum_steps=1"),
+    ("7b", 4096, "--tp_size=4 --sharding_strategy=hsdp"),
+    ("70b", 8, "--tp_size=8 --sharding_strategy=fsdp --recompute=blocks --grad_accum_steps=128"),
+    ("70b", 8, "--sharding_strategy=fsdp --precision=bf16_pure --recompute=blocks --grad_accum_steps=128"),
+    ("70b", 64, "--tp_size=2 --pp_size=8 --sharding_strategy=fsdp --recompute=cheap"),
+    ("70b", 512, "--tp_size=4 --pp_size=4 --pp_schedule=interleaved --sharding_strategy=fsdp"),
+    ("70b", 4096, "--tp_size=8 --pp_size=2 --pp_schedule=interleaved --sharding_strategy=fsdp"),
+    ("llama3.1_405b", 8, "--tp_size=8 --sharding_strategy=fsdp --recompute=blocks --grad_accum_steps=128"),
+    ("llama3.1_405b", 64, "--tp_size=8 --sharding_strategy=fsdp --recompute=blocks --grad_accum_steps=128"),
+    (
+        "llama3.1_405b",
+        64,
+        "--tp_size=8 --sharding_strategy=fsdp --precision=bf16_pure --recompute=blocks --grad_accum_steps=16",
+    ),
+    ("llama3.1_405b", 512, "--tp_size=8 --pp_size=16 --sharding_strategy=fsdp"),
+    ("llama3.1_405b", 4096, "--tp_size=8 --pp_size=16 --pp_schedule=interleaved --sharding_strategy=fsdp"),
+)
+
+
+class Recipe(NamedTuple):
+    """Flags with their figures: rows of a micro-step of a rank, GiB that the step takes, GiB sent by axis."""
+
+    model: str
+    gpus: int
+    flags: str
+    batch: BatchPlan
+    gib: float
+    sent_gib: dict[str, float]
+
+    @property
+    def row(self) -> str:
+        """The row of the table."""
+        over = self.gib - GPU_GIB
+        fits = f"{self.gib:.1f}" if over <= 0 else f"{self.gib:,.1f}: does not fit, by {over:,.1f} GiB"
+        sent = ", ".join(f"{axis} {gib:,.1f}" for axis, gib in self.sent_gib.items())
+        rows = f"{self.batch.batch_size} × {self.batch.dp_size} × {self.batch.grad_accum_steps}"
+        return f"| `{self.model}` | {self.gpus:,} | `{self.flags}` | {rows} | {fits} | {sent} |"
+
+
+def figures(variant: str, gpus: int, flags: str) -> Recipe:
+    """The recipe with what `estimate` says of it."""
+    config = parse_flags(EstimateConfig, ["--tflops=400", *flags.split()])
+    model = resolve_model(ModelConfig(model_variant=variant), seq_length=ROW)
+    section, precision, accum = config.parallel, config.resolved_precision(), config.grad_accum_steps
+    dims = resolve_dims(section, variant, World(0, 0, gpus, NODE))
+    rows, rest = divmod(TOKENS, ROW * dims.size("dp") * accum)
+    assert rows and not rest, f"{variant} on {gpus} GPUs: the rows of a step cannot be dealt out"
+    batch = BatchPlan(rows, accum, dims.size("dp"))
+    need = estimate_memory(
+        model,
+        dims,
+        section,
+        precision=precision,
+        batch=batch,
+        seq_length=ROW,
+        optimizer_bytes=state_bytes(config.optim, model, precision),
+    )
+    share, sent = None, dict[str, int]()
+    if dims.divides_model:
+        share = share_of(model, dims, section)
+        sent = axis_bytes(model, dims, section, precision, batch, ROW)
+    sent |= bytes_sent(model, dims, precision, accum, share)
+    by_axis = {axis: size / 2**30 for axis, size in sent.items()}
+    return Recipe(variant, gpus, flags, batch, (need.total + need.beside) / 2**30, by_axis)
+
+
+def table(recipes: list[Recipe]) -> str:
+    """The table as docs/parallelism.md shows it."""
+    head = "| model | GPUs | flags | rows × dp × micro-steps | GiB a rank | GiB sent by a rank in a step |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *(recipe.row for recipe in recipes)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help=HELP)
+    options = parser.parse_args()
+    recipes = [figures(*recipe) for recipe in RECIPES]
+    print(table(recipes))
+    if options.output:
+        shown = [recipe._asdict() | {"batch": asdict(recipe.batch)} for recipe in recipes]
+        write_result(about_machine() | {"recipes": shown}, options.output)
+
+
+if __name__ == "__main__":
+    main()
