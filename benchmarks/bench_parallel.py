@@ -1,6 +1,6 @@
 """Measures layouts of the five axes on gloo processes of this machine, and writes one result file.
 
-    python benchmarks/bench_parallel.py --long-row [--ranks=8] [--tokens=131072] [--method=ulysses] [--output=FILE]
+    python benchmarks/bench_parallel.py --long-row [--ranks=8] [--tokens=131072] [--method=ulysses]
 
 --long-row   forward and backward pass of one long row whose tokens `ranks` processes divide (context
              parallel): one layer, width 64, 8 heads, fp32. Seconds and peak memory of each rank are those of

@@ -126,6 +126,7 @@ def test_a_text_keeps_its_spaces_and_brackets() -> None:
         (["--warmup_steps=20", "--num_steps=10"], "--warmup_steps (20) must not exceed --num_steps (10)"),
         (["--config=no_such_file"], "shipped overlays: bench, continue, gpt3_13b"),
         (["--load_model_only=True"], "--ckpt_load_path"),
+        (["--config_dir=there"], "--config_dir (there) is only used to find --config; add --config=NAME"),
     ],
 )
 def test_a_wrong_flag_is_one_line_with_the_remedy(argv: list[str], message: str) -> None:

@@ -64,8 +64,8 @@ class ParallelDims:
 
 
 def cp_method(method: str, heads: int, tp: int, cp: int) -> str:
-    """How attention sees a row that ranks of cp divide: `auto` is ulysses where the query heads of a rank of tp
-    can be dealt out over cp, else gather."""
+    """How attention sees a row that ranks of cp divide: `auto` is ulysses where the query heads of a rank of
+    tp can be dealt out over cp, else gather."""
     if method != "auto":
         return method
     return "gather" if heads % (tp * cp) else "ulysses"

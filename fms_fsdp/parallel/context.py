@@ -1,12 +1,11 @@
 """Context parallel: each rank of cp holds a part of every row. Attention alone needs the other parts.
 
-    ulysses   rank 0 │ rank 1 │ rank 2 │ rank 3       an all-to-all trades parts of the row for heads:
-                                                      attention has whole rows of H/c heads; another all-to-all
-                                                      trades them back
+    ulysses   rank 0 │ rank 1 │ rank 2 │ rank 3   an all-to-all trades parts of the row for heads: attention
+                                                  has whole rows of H/c heads; another one trades them back
 
-    gather    0 │ 1 │ 2 │ 3 │ 3 │ 2 │ 1 │ 0           2c chunks; a rank has an early and a late chunk, so that
-                                                      all ranks have the same work; keys and values of the
-                                                      whole row are gathered, queries stay
+    gather    0 │ 1 │ 2 │ 3 │ 3 │ 2 │ 1 │ 0       2c chunks; a rank has an early and a late chunk, so that
+                                                  all ranks have the same work; keys and values of the whole
+                                                  row are gathered, queries stay
 
 Callers hand whole rows to the model. A hook in front of the model cuts tokens, labels and positions; ids of
 documents stay whole. Losses are those of the own part.
@@ -29,7 +28,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives  # the operations of `_send`
 from torch import nn
 
 from fms_fsdp.config import ParallelConfig
@@ -39,11 +37,11 @@ from fms_fsdp.models.attention import explicit_attention
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.masks import compiled
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.parallel.tiles import Rule, tiled_attention
+from fms_fsdp.parallel.messages import exchange
+from fms_fsdp.parallel.tiles import KeyRule, tiled_attention
 from fms_fsdp.parts import load_part
 
 _FIELDS = tuple(inspect.signature(Llama.forward).parameters)[1:]
-_OPPOSITE = {"trade": "trade", "gather": "scatter"}
 Ids = torch.Tensor | None
 Function = Callable[..., torch.Tensor]
 Places = Callable[[int], list[range]]  # from the size of a part to the indices of the part in the whole
@@ -73,7 +71,7 @@ class _WholeRow(NamedTuple):
     mask: Any
 
 
-class _Split:
+class _Cut:
     """The place of this rank, and what both methods share."""
 
     def __init__(self, config: LlamaConfig, mesh: Mesh) -> None:
@@ -153,7 +151,7 @@ class _Split:
         raise NotImplementedError
 
 
-class _Ulysses(_Split):
+class _Ulysses(_Cut):
     """Consecutive parts; attention has whole rows of some heads."""
 
     def places(self, size: int) -> list[range]:
@@ -181,14 +179,14 @@ class _Ulysses(_Split):
             x_BHsK = x_BHsK if times == 1 else x_BHsK.repeat_interleave(times, 1)
             batch, _, *rest = x_BHsK.shape
             by_rank.append(x_BHsK.view(batch, self.size, -1, *rest).transpose(0, 1))
-        traded = _message(torch.cat(by_rank, 2), "trade", self.group, self.size)  # in one message
+        traded = exchange(torch.cat(by_rank, 2), "trade", self.group, self.size, 0)  # in one message
         heads = [x.shape[2] for x in by_rank]
         out_BHSK = inner(*torch.split(traded.movedim(0, 2).flatten(2, 3), heads, 1), mask=mask, drop=drop)
         parts = torch.stack(out_BHSK.chunk(self.size, 2))
-        return _message(parts, "trade", self.group, self.size).transpose(0, 1).flatten(1, 2)
+        return exchange(parts, "trade", self.group, self.size, 0).transpose(0, 1).flatten(1, 2)
 
 
-class _Gather(_Split):
+class _Gather(_Cut):
     """An early and a late chunk; attention has the own queries and all keys."""
 
     def places(self, size: int) -> list[range]:
@@ -204,7 +202,7 @@ class _Gather(_Split):
         if config.pos_emb == "alibi":
             head_H = torch.arange(self.heads.start, self.heads.stop, device=device)
             slopes_H = load_part("gpt").alibi_slopes(head_H, config.num_attention_heads)
-        return Rule(window, ids_BS, slopes_H)
+        return KeyRule(window, ids_BS, slopes_H)
 
     def block_mask(self, window: int, ids_BS: Ids, size: int, device: torch.device) -> Any:
         """The blocks of the own queries and all keys."""
@@ -232,10 +230,10 @@ class _Gather(_Split):
     ) -> torch.Tensor:
         """The keys and values of all ranks come in one message."""
         q_BHsK, *own = qkv
-        parts = _message(torch.cat(own, 1).unsqueeze(0), "gather", self.group, self.size)
+        parts = exchange(torch.cat(own, 1).unsqueeze(0), "gather", self.group, self.size, 0)
         early, late = parts.chunk(2, 3)
         k_BGSK, v_BGSK = torch.cat((*early.unbind(), *reversed(late.unbind())), 2).chunk(2, 1)
-        if not isinstance(mask, Rule):
+        if not isinstance(mask, KeyRule):
             return inner(q_BHsK, k_BGSK, v_BGSK, mask=mask, drop=drop)
         places = self.places(q_BHsK.shape[2])
         if drop is not None or q_BHsK.device.type != "cpu":  # the weights of the own queries exist as a whole
@@ -244,36 +242,7 @@ class _Gather(_Split):
         return tiled_attention(q_BHsK, k_BGSK, v_BGSK, mask, [part.start for part in places])
 
 
-def _send(x: torch.Tensor, message: str, group: str, size: int) -> torch.Tensor:
-    """trade: part r of x (c …) goes to rank r. gather: x (1 …) of all ranks. scatter: a sum of parts."""
-    operations, x = torch.ops._c10d_functional, x.contiguous()
-    if message == "trade":
-        sent = operations.all_to_all_single(x, [1] * size, [1] * size, group)
-    elif message == "gather":
-        sent = operations.all_gather_into_tensor(x, size, group)
-    else:
-        sent = operations.reduce_scatter_tensor(x, "sum", size, group)
-    received: torch.Tensor = operations.wait_tensor(sent)
-    return received
-
-
-class _Message(torch.autograd.Function):
-    """A message in the forward pass, and the opposite one in the backward pass. The compiler sees through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, message: str, group: str, size: int) -> torch.Tensor:
-        ctx.how = (_OPPOSITE[message], group, size)
-        return _send(x, message, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _send(grads[0], *ctx.how), None, None, None
-
-
-_message: Function = _Message.apply
-
-
-def _drop_by_place(model: Llama, split: _Split, pieces: int) -> None:
+def _drop_by_place(model: Llama, split: _Cut, pieces: int) -> None:
     """Tells every dropout which part of the row, or of the heads, this rank has.
 
     tp may have told before which heads a rank has, and which of the `pieces` of the own part of the row.
@@ -296,11 +265,11 @@ def _whole(size: int) -> list[range]:
     return [range(size)]
 
 
-def _places_in_row(split: _Split, piece: Places, pieces: int, size: int) -> list[range]:
+def _places_in_row(split: _Cut, piece: Places, pieces: int, size: int) -> list[range]:
     return _at(split.places(size * pieces), piece(size))
 
 
-def _places_of_heads(split: _Split, heads: Places, size: int) -> list[range]:
+def _places_of_heads(split: _Cut, heads: Places, size: int) -> list[range]:
     return _at(heads(size * split.size), split.places(size))
 
 

@@ -30,7 +30,6 @@ from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed._functional_collectives  # the operations that `_send` uses
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,9 +41,8 @@ from fms_fsdp.models.llama import Attention, Block, Embed, Head, Llama
 from fms_fsdp.models.loss import VocabularyPart, linear_cross_entropy
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.compile import compiles
+from fms_fsdp.parallel.messages import exchange, send
 from fms_fsdp.parallel.vocabulary import split_softmax_
-
-_OPPOSITE = {"gather": "scatter", "scatter": "gather", "copy": "sum", "sum": "copy"}
 
 
 def apply_tp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
@@ -74,38 +72,6 @@ def _own_rows(config: LlamaConfig, rank: int, size: int) -> tuple[int, int]:
     return first, min(largest, config.vocab_size - first)
 
 
-def _send(x: torch.Tensor, message: str, group: str, size: int, dim: int = 1) -> torch.Tensor:
-    """What a message gives this rank; parts and sums are along `dim`, the sequence."""
-    if message == "copy":
-        return x.view_as(x)
-    operations, x = torch.ops._c10d_functional, x.contiguous()
-    if message == "gather":
-        parts: torch.Tensor = operations.wait_tensor(operations.all_gather_into_tensor(x, size, group))
-        return torch.cat(parts.chunk(size), dim)
-    if message == "sum":
-        sent = operations.all_reduce(x, "sum", group)
-    else:
-        sent = operations.reduce_scatter_tensor(torch.cat(x.chunk(size, dim)), "sum", size, group)
-    received: torch.Tensor = operations.wait_tensor(sent)
-    return received
-
-
-class _TensorMessage(torch.autograd.Function):
-    """A message in the forward pass, and the opposite one in the backward pass. The compiler sees through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, message: str, group: str, size: int) -> torch.Tensor:
-        ctx.how = (_OPPOSITE[message], group, size)
-        return _send(x, message, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _send(grads[0], *ctx.how), None, None, None
-
-
-_message: Callable[..., torch.Tensor] = _TensorMessage.apply
-
-
 class _TensorSplit:
     """The place of this rank, and how the ranks hold the sequence between matrices.
 
@@ -130,12 +96,12 @@ class _TensorSplit:
     def whole(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """In front of matrices: all of the sequence. The gradients of all ranks are added up."""
         message = "gather" if self.is_cut else "copy"
-        return _message(x_BSD, message, self.group_name, self.size)
+        return exchange(x_BSD, message, self.group_name, self.size, 1)
 
     def added_up(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Behind matrices: the sum over ranks, of which this rank keeps the own part."""
         message = "scatter" if self.is_cut else "sum"
-        return _message(x_BSD, message, self.group_name, self.size)
+        return exchange(x_BSD, message, self.group_name, self.size, 1)
 
     def own_places(self, size: int, whole: int = 0) -> list[range]:
         """Where the own part, of this size, is along a dim: of equal parts, or of a `whole` of this size.
@@ -324,5 +290,5 @@ def _whole_logits(
     """The logits of all tokens of the vocabulary, which every rank gets; without gradients."""
     assert not torch.is_grad_enabled()
     own_BSV = F.pad(F.linear(x_BSD, weight_VD), (0, largest - len(weight_VD)))
-    all_BSV = _send(own_BSV, "gather", split.group_name, split.size, dim=2)
+    all_BSV = send(own_BSV, "gather", split.group_name, split.size, dim=2)
     return all_BSV[..., : split.config.vocab_size]

@@ -27,7 +27,7 @@ _MOST_QUERIES = 512  # of a tile with a bias: more would look at more keys in va
 Result = tuple[torch.Tensor, torch.Tensor]  # of attention to some keys, and the log-sum-exp of the scores
 
 
-class Rule(NamedTuple):
+class KeyRule(NamedTuple):
     """Which keys a query sees, and what is added to the scores, where no mask is made before."""
 
     window: int  # 0: none
@@ -89,7 +89,7 @@ class _Tiled(torch.autograd.Function):
         *starts: int,
     ) -> torch.Tensor:
         done: list[Result] = []
-        rule = Rule(window, ids_BS, slopes_H)
+        rule = KeyRule(window, ids_BS, slopes_H)
         for own, parts in _tiles(rule, starts, q_BHsK):
             results = [
                 _FORWARD(q_BHsK[:, :, own], k_BGSK[:, :, at], v_BGSK[:, :, at], **how) for at, how in parts
@@ -105,7 +105,7 @@ class _Tiled(torch.autograd.Function):
         q_BHsK, k_BGSK, v_BGSK, out_BHsK, lse_BHs, ids_BS, slopes_H = ctx.saved_tensors
         inputs = (q_BHsK, k_BGSK, v_BGSK)
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in inputs]
-        for own, parts in _tiles(Rule(ctx.window, ids_BS, slopes_H), ctx.starts, q_BHsK):
+        for own, parts in _tiles(KeyRule(ctx.window, ids_BS, slopes_H), ctx.starts, q_BHsK):
             grad, q, out, lse = (x[:, :, own] for x in (grads[0], q_BHsK, out_BHsK, lse_BHs))
             for at, how in parts:
                 found = _BACKWARD(grad, q, k_BGSK[:, :, at], v_BGSK[:, :, at], out, lse, **how)
@@ -119,7 +119,7 @@ _tiled: Callable[..., torch.Tensor] = _Tiled.apply
 
 
 def tiled_attention(
-    q_BHsK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, rule: Rule, starts: Sequence[int]
+    q_BHsK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, rule: KeyRule, starts: Sequence[int]
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(K)) v of the keys that the rule names: (B H s K). The queries are chunks of equal
     size that begin at `starts` in the row."""
@@ -127,7 +127,7 @@ def tiled_attention(
 
 
 def _tiles(
-    rule: Rule, starts: Sequence[int], q_BHsK: torch.Tensor
+    rule: KeyRule, starts: Sequence[int], q_BHsK: torch.Tensor
 ) -> Iterator[tuple[slice, list[tuple[slice, dict[str, Any]]]]]:
     """The own queries that are computed together, and for each tile the keys and what the kernel is told."""
     size = q_BHsK.shape[2] // len(starts)

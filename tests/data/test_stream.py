@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.data.batch import fingerprint, rows_of_rank
 from fms_fsdp.data.stream import TokenStream
 from tests.data.corpora import Files, write_corpus
 from tests.data.oracle import Used, check_epoch, check_step, rows_of
@@ -245,3 +245,9 @@ def test_data_may_begin_after_any_step(files: Files) -> None:
     again.load_state_dict(late.state_dict(), 12)
     assert [same(again.next_batch(), plain.batch_at(step)) for step in range(6, 9)] == [True] * 3
     assert again.consumption() == {name: used for name, used in plain.rows.consumption(8).items()}
+
+
+def test_rows_that_do_not_divide_over_the_ranks_are_refused() -> None:
+    assert [rows_of_rank(6, rank, 3) for rank in range(3)] == [(0, 2), (2, 4), (4, 6)]
+    with pytest.raises(ValueError, match=r"--global_batch_size \(7\) must be a multiple of the number of"):
+        rows_of_rank(7, 0, 3)

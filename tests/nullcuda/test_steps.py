@@ -127,3 +127,30 @@ def test_a_step_of_8b_sends_keeps_and_multiplies_what_estimate_says(
         products = flops_per_token(EIGHT, length) - attention - lookup
         assert row["products"] == pytest.approx(rows * length * products, rel=1e-4)
     print(json.dumps(row))  # what docs/performance.md records
+
+
+AXES: list[tuple[int, dict[str, Any]]] = [
+    (4, dict(tp_size=2, recompute="blocks")),
+    (4, dict(tp_size=2, sequence_parallel=False)),
+    (4, dict(cp_size=2)),
+    (4, dict(cp_size=2, cp_method="gather")),
+    (8, dict(cp_size=2, tp_size=2, async_tp=True)),
+    (4, dict(pp_size=2)),
+    (8, dict(pp_size=2, tp_size=2)),
+]
+
+
+def test_every_axis_takes_compiled_steps_and_waits_for_nothing(device: Device) -> None:
+    cases = [
+        dict(flags={"sharding_strategy": "fsdp", **flags}, precision=PRECISIONS["bf16"], world=world)
+        for world, flags in AXES
+    ]
+    for row in found(device(STEPS, json.dumps(cases), timeout=1200)):
+        assert not row["waits"] and not row["unimplemented"], row["flags"]
+        kinds = {name.split("(")[0].split(" type")[0] for name in row["messages"]}
+        if (
+            row["flags"].get("pp_size", 1) > 1
+            or row["flags"].get("cp_method") is None
+            and "cp_size" in row["flags"]
+        ):
+            assert {"NCCL Send", "NCCL Recv"} <= kinds, row["flags"]

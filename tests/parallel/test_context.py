@@ -132,10 +132,9 @@ LONG = 16_384
 def kept_bytes(method: str, groups: int) -> int:
     """What autograd keeps of a forward pass over one long row, without weights and their gradients."""
     size = dist.get_world_size() if dist.is_initialized() else 1
-    shape = dict(max_seq_len=LONG, num_attention_heads=4, num_kv_heads=groups)
-    model = (
-        split_model(method, size, **shape) if size > 1 else Llama(replace(SHAPE, num_layers=1, **shape))  # type: ignore[arg-type]
-    )
+    shape: dict[str, Any] = dict(max_seq_len=LONG, num_attention_heads=4, num_kv_heads=groups)
+    whole = Llama(replace(SHAPE, num_layers=1, **shape))
+    model = split_model(method, size, **shape) if size > 1 else whole
     tokens, kept = torch.zeros(1, LONG, dtype=torch.long), {}
     known = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
 
@@ -232,7 +231,8 @@ def test_blocks_as_generated_code_train_as_one_process() -> None:
 
 def read(method: str) -> tuple[float, list[list[int | None]]]:
     """The loss of a batch, summed over the ranks of its rows, and the tokens that follow two prompts."""
-    section = ParallelConfig(**(dict(cp_size=2, cp_method=method) if method else {}))  # type: ignore[arg-type]
+    flags: Any = dict(cp_size=2, cp_method=method) if method else {}
+    section = ParallelConfig(**flags)
     config, mesh = replace(SHAPE, attn_window=5, attn_window_pattern="LG"), mesh_of(section)
     model = parallelize(config, section, mesh, device=CPU, precision=FP32, seed=5)
     with torch.no_grad():

@@ -90,7 +90,8 @@ def measured(case: Case) -> tuple[dict[str, float], dict[str, int]]:
     model = parallelize(config, section, mesh, device=CPU, precision=case.precision, seed=5)
     rows = ROWS // mesh.size("dp")
     batch = BatchPlan(rows // case.accum, case.accum, mesh.size("dp"))
-    recipe: Any = TrainStep(mesh, CPU, lambda *_: 1e-3, batch.batch_size, 1.0, False)  # type: ignore[arg-type]
+    rate: Any = lambda *_: 1e-3  # noqa: E731
+    recipe = TrainStep(mesh, CPU, rate, batch.batch_size, 1.0, False)
     nothing: Any = None
     state = TrainState(model, build_optimizers(OptimConfig(), model), nothing, Progress(0, 2))
     first = mesh.place("dp") * rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 
 from fms_fsdp.config import TrainingConfig
 from fms_fsdp.run.limits import Limits
+from fms_fsdp.run.stop_signal import StopSignal
 from fms_fsdp.state import Progress, StepResult
 
 
@@ -122,3 +124,12 @@ def test_a_signal_and_records_that_cannot_be_written_end_the_launch(tmp_path: Pa
     assert stepped(ends, {}, progress) == "stopped by SIGTERM"
     progress.problem = "metrics.jsonl cannot be written: No space left on device"
     assert stepped(ends, {}, progress) == progress.problem
+
+
+def test_the_second_interrupt_ends_the_launch_at_once_and_the_first_does_not() -> None:
+    heard = StopSignal.__new__(StopSignal)  # the whole one would take the signals of this process
+    heard._interrupts = 0
+    heard._interrupt(signal.SIGINT, None)
+    heard._interrupt(signal.SIGTERM, None)
+    with pytest.raises(KeyboardInterrupt):
+        heard._interrupt(signal.SIGINT, None)

@@ -51,6 +51,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "keep_best": {"keep_last_n": 1, "eval_interval": 1},
     "data_kwargs": {"dataset_builder": "a:b"},
     "export_interval": {"checkpoint_interval": 1},
+    **{name: {"tp_size": 2} for name in ("sequence_parallel", "async_tp")},
 }
 
 

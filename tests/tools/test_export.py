@@ -24,7 +24,7 @@ from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig, all_variants
 from fms_fsdp.tools.export.safetensors import split_by_size
 from fms_fsdp.tools.export.tokenizer_check import find_differences
-from fms_fsdp.tools.export.tokenizers import write_tokenizer
+from fms_fsdp.tools.export.tokenizers import _post_processor, write_tokenizer
 from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
 from tests.cli import ROOT, TINY, trained
 from tests.warm import COMMANDS, command, running
@@ -311,3 +311,14 @@ def test_a_run_exports_its_own_checkpoints(tmp_path: Path) -> None:
     make(tmp_path / "run", *flags, "--num_steps=6")
     log = (tmp_path / "run" / "log.txt").read_text()
     assert re.search(r"step 6 was not exported: export: error: --output \(.*step_6\) must not exist", log)
+
+
+def test_of_what_follows_a_tokenizer_only_the_offsets_of_byte_pieces_stay() -> None:
+    pieces, own = {"type": "ByteLevel", "trim_offsets": True}, {"type": "TemplateProcessing", "single": []}
+    assert _post_processor(None, None, None) is None
+    assert _post_processor(pieces, None, None) == pieces
+    assert _post_processor(own, None, None) is None
+    assert _post_processor({"type": "Sequence", "processors": [own, pieces]}, None, None) == pieces
+    begun = _post_processor(pieces, 7, "<s>")
+    assert begun is not None and begun["processors"][0] == pieces
+    assert begun["processors"][1]["special_tokens"] == {"<s>": {"id": "<s>", "ids": [7], "tokens": ["<s>"]}}
