@@ -170,8 +170,9 @@ def both(**case: Any) -> dict[str, Case]:
 
 FEATURES: dict[str, dict[str, Any]] = {
     "documents, recomputed": dict(documents=True, common=dict(recompute="blocks")),
-    "operations recomputed, accumulated": dict(common=dict(recompute="ops"), accum=2),
-    "learned positions, one key head": dict(shape=dict(pos_emb="learned", num_kv_heads=1, qk_norm=True)),
+    "learned positions, one key head, operations recomputed": dict(
+        common=dict(recompute="ops"), accum=2, shape=dict(pos_emb="learned", num_kv_heads=1, qk_norm=True)
+    ),
     "alibi, documents, dropout": dict(
         documents=True, shape=dict(pos_emb="alibi", dropout=0.1, attn_dropout=0.2, ffn_dropout=0.1)
     ),
@@ -191,7 +192,6 @@ def test_four_ranks_train_as_one_process() -> None:
     layouts = {
         "cp 4": dict(cp_size=4),
         "cp 2 x fsdp 2": dict(sharding_strategy="fsdp"),
-        "cp 2 x hsdp": dict(sharding_strategy="hsdp", hsdp_shard_size=1),
         "cp 2 x ddp 2": dict(sharding_strategy="ddp"),
     }
     compare(4, {f"{name}: {method}": case for name, flags in layouts.items()

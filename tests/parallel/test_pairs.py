@@ -6,8 +6,10 @@ from fms_fsdp.config import BF16
 from tests.parallel.layouts import Case, compare
 
 TP, CP, PP = {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2}
+HSDP = {"sharding_strategy": "hsdp"}
 COPIES, GATHER = {"sequence_parallel": False}, {"cp_method": "gather"}
 DROPOUT = {"dropout": 0.1, "attn_dropout": 0.1, "ffn_dropout": 0.1}
+WINDOWS = {"attn_window": 5, "attn_window_pattern": "LG"}
 MUON = {"optimizer": "muon"}
 CASES = {
     "tp x cp by ulysses": Case(TP | CP, {"recompute": "blocks"}, shape={"num_kv_heads": 2}, documents=True),
@@ -21,11 +23,13 @@ CASES = {
     "pp x cp by gather": Case(
         PP | CP | GATHER | {"pp_schedule": "interleaved"},
         {"recompute": "blocks"},
-        shape={"attn_window": 5, "attn_window_pattern": "LG", "z_loss": 1e-3},
+        shape=WINDOWS | {"z_loss": 1e-3, "logit_softcap": 20.0, "pos_emb": "learned"},
     ),
-    "tp x ddp": Case(TP | {"sharding_strategy": "ddp"}, optim=MUON, documents=True),
-    "cp x hsdp": Case(CP | {"sharding_strategy": "hsdp", "hsdp_shard_size": 1}, optim=MUON, accum=2),
-    "pp x hsdp": Case(PP | {"sharding_strategy": "hsdp", "hsdp_shard_size": 2}, documents=True),
+    "tp x ddp": Case(TP | {"sharding_strategy": "ddp"}, optim=MUON, documents=True, accum=2),
+    "cp x hsdp": Case(CP | HSDP | {"hsdp_shard_size": 1}, optim=MUON, documents=True, accum=2),
+    "pp x hsdp": Case(
+        PP | HSDP | {"hsdp_shard_size": 2, "pp_schedule": "interleaved"}, documents=True, accum=2
+    ),
     "pp x fsdp": Case(
         PP | {"sharding_strategy": "fsdp", "pp_micro_batch_size": 2},
         {"recompute": "blocks"},

@@ -102,12 +102,9 @@ def test_two_ranks_train_as_one_process_does() -> None:
         "gpipe": Case(PP | {"pp_schedule": "gpipe", "pp_micro_batch_size": 4}, {"recompute": "ops"}),
         "interleaved": Case(LOOP, half, shape=dropout),
         "zbv": Case(VSHAPE | {"pp_micro_batch_size": 2}, {"recompute": "blocks"}, accum=2),
-        "z-loss": Case(LOOP, shape={"z_loss": 1e-3, "logit_softcap": 20.0, "pos_emb": "learned"}),
         "muon": Case(LOOP, {"cpu_offload": True}, optim={"optimizer": "muon"}),
-        "zero1": Case(PP | {"sharding_strategy": "zero1"}, optim={"optimizer": "adafactor"}),
         "bf16": Case(VSHAPE, precision=BF16, accum=2, **bf16),
         "bf16_pure": Case(LOOP, precision=PURE, accum=2, **bf16),
-        "fp16": Case(PP, precision=Precision(compute="fp16"), **bf16),
     }
     compare(2, cases)
 
@@ -115,7 +112,6 @@ def test_two_ranks_train_as_one_process_does() -> None:
 def test_four_ranks_train_as_one_process_does() -> None:
     hsdp = {"sharding_strategy": "hsdp", "hsdp_shard_size": 1}
     cases = {
-        "pp2 x fsdp2": Case(LOOP, accum=2, documents=True),
         "pp2 x ddp2": Case(PP | {"sharding_strategy": "ddp"}, accum=2),
         "pp2 x hsdp": Case(VSHAPE | hsdp),
         "pp4": Case(PP | {"pp_size": 4}, optim={"optimizer": "muon"}),

@@ -31,7 +31,7 @@ TP2, COPIES = {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": False}
 GPT = dict(norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned", tie_embeddings=True)
 DROPS = dict(dropout=0.1, attn_dropout=0.1, ffn_dropout=0.1)
 CAPPED = dict(z_loss=1e-2, logit_softcap=5.0)
-WINDOWS = dict(qk_norm=True, attn_window=4, attn_window_pattern="LG")
+WAVES = dict(norm="scalenorm", pos_emb="sinusoidal", activation="relu2")
 ALIBI = dict(norm="scalenorm", pos_emb="alibi", parallel_residual=True, qk_norm=True, attn_dropout=0.1)
 
 
@@ -42,13 +42,10 @@ def test_two_ranks_train_as_one() -> None:
             "llama": Case(
                 TP2, common=dict(recompute="blocks", selective_checkpointing="1/2"), documents=True
             ),
-            "copies": Case(COPIES, shape=dict(vocab_multiple_of=16, num_kv_heads=1, **DROPS)),
+            "copies": Case(COPIES, shape=dict(vocab_multiple_of=16, num_kv_heads=1) | WAVES | DROPS),
             "gpt": Case(TP2, shape=GPT | DROPS, accum=2),
             "gpt of copies": Case(COPIES, shape=GPT | dict(qk_norm=True), documents=True),
-            "windows": Case(TP2, shape=WINDOWS | CAPPED, documents=True),
             "alibi": Case(TP2, shape=ALIBI),
-            "waves": Case(COPIES, shape=dict(norm="scalenorm", pos_emb="sinusoidal", activation="relu2")),
-            "one key head": Case(TP2, shape=dict(num_kv_heads=1, bias=True, qk_norm=True, pos_emb="none")),
             "ops": Case(
                 TP2, common=dict(recompute="ops", low_cpu_fsdp=False), shape=dict(ffn_hidden_size=97)
             ),
@@ -62,9 +59,7 @@ def test_four_ranks_train_as_one() -> None:
         4,
         {
             "four": Case(tp4, shape=dict(num_kv_heads=2, qk_norm=True)),
-            "four with one key head": Case(tp4, shape=dict(num_kv_heads=1)),
             "fsdp": Case(TP2, common=dict(recompute="blocks"), accum=2),
-            "ddp": Case(TP2 | {"sharding_strategy": "ddp"}, accum=2),
             "hsdp": Case(COPIES | {"sharding_strategy": "hsdp", "hsdp_shard_size": 1}, shape=GPT),
             "zero1": Case(TP2 | {"sharding_strategy": "zero1"}, shape=GPT | dict(qk_norm=True), accum=2),
         },
