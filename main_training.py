@@ -94,6 +94,7 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
     phases.done("checks")
     runtime.start(cfg.parallel, cfg.training, world, machine.device, group=machine.dims.strategy != "none")
     mesh = Mesh(machine.dims, world.rank, machine.device.type, runtime.group_timeout(cfg.parallel))
+    mesh.gather(None)  # no rank refuses and ends while another one still connects
     phases.done("group")
     with checking_input():
         spec, taken = claim(cfg, machine, find_inputs(cfg, machine), mesh)

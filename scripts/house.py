@@ -27,7 +27,7 @@ ENTRY = "main_training.py"
 APART = ("extras", "tools")  # folders that core does not import
 BUDGETS = {"core": 8700, "extras": 2900, "tools": 3700, "axes": 1300}  # what the house is to come to
 # what breaks the rule; lower these when the house shrinks
-CEILINGS = {"core": 10_040, "extras": 2880, "tools": 4214, "axes": 1300}
+CEILINGS = {"core": 9978, "extras": 2879, "tools": 4214, "axes": 1147}
 # what only a run with tp, cp or pp loads
 AXES = tuple(
     f"parallel/{name}"
@@ -179,7 +179,7 @@ def lines_of_code(path: Path) -> int:
 
 def sizes() -> dict[str, tuple[int, int]]:
     """Lines of code and number of files of core, extras, tools and axes."""
-    rooms: dict[str, list[Path]] = {"core": [ROOT / ENTRY], "axes": [], **{name: [] for name in APART}}
+    rooms: dict[str, list[Path]] = {"core": [ROOT / ENTRY], **{name: [] for name in APART}, "axes": []}
     for path in python_files(PACKAGE):
         rooms[room(path)].append(path)
     return {name: (sum(map(lines_of_code, files)), len(files)) for name, files in rooms.items()}
