@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -48,6 +48,26 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def local_parts(tensors: Iterable[torch.Tensor | None]) -> Tensors:
     """This rank's part of each tensor that is not None."""
     return [local_part(tensor) for tensor in tensors if tensor is not None]
+
+
+def divided(tensor: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> torch.Tensor:
+    """The tensor, which every rank has whole, in parts along a dim on the ranks of a mesh of one axis; None:
+    each rank keeps a copy. Nothing is sent."""
+    placement = Replicate() if dim is None else Shard(dim)
+    return distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
+
+
+def part_for_products(tensor: torch.Tensor, *, adds_up: bool) -> torch.Tensor:
+    """This rank's part, for computations with gradients. `adds_up`: the ranks have copies, and each a summand
+    of the gradient; otherwise the gradients of copies are alike."""
+    distributed: Any = tensor
+    part: torch.Tensor = distributed.to_local(grad_placements=[Partial()] if adds_up else None)
+    return part
+
+
+def num_axes(tensor: torch.Tensor) -> int:
+    """Over how many axes of ranks the tensor lies; FSDP adds its own to those of tp."""
+    return tensor.device_mesh.ndim if isinstance(tensor, DTensor) else 0
 
 
 def place_of(tensor: torch.Tensor) -> Place:

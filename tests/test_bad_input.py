@@ -482,7 +482,7 @@ def test_no_remedy_names_a_package_that_no_index_has() -> None:
         *ROOT.glob("fms_fsdp/**/*.py"),
         *ROOT.glob("docs/*.md"),
         ROOT / "README.md",
-        *ROOT.glob("scripts/*"),
+        *ROOT.glob("scripts/*.*"),
     ]
     named = {
         name for file in files for name in re.findall(r"pip install '?(?!-)([\w\[\]-]+)", file.read_text())

@@ -154,8 +154,9 @@ def make_case(rng: random.Random, folder: Path) -> Case:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where files of flags lie; the working folder beside them is to stay empty."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+    here = tmp_path / "far" / "from" / "here"  # above these lie the data of other tests
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     set_up_log(World(1, 0, 2, 2))  # quiet

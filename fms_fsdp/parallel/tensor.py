@@ -33,7 +33,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 
 from fms_fsdp.config import ParallelConfig
 from fms_fsdp.mesh import Mesh
@@ -43,6 +42,7 @@ from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.messages import exchange, send
 from fms_fsdp.parallel.vocabulary import split_softmax_
+from fms_fsdp.sharded import divided, num_axes, part_for_products
 
 
 def apply_tp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
@@ -87,7 +87,7 @@ class _TensorSplit:
         self.is_cut = sequence_parallel
         self.num_heads = config.num_attention_heads // self.size
         # the gradient of what all ranks have: summands, where ranks see different tokens
-        self.shared = _Held(Replicate(), Partial() if sequence_parallel else Replicate())
+        self.shared = _Held(None, adds_up=sequence_parallel)
 
     def choose(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook in front of the model."""
@@ -113,19 +113,20 @@ class _TensorSplit:
 
 
 class _Held(NamedTuple):
-    """How ranks hold a parameter and the gradient of their local parts.
+    """How ranks hold a parameter: in parts along `dim`, or as copies (None); `adds_up`: the gradients of
+    copies are summands.
 
     `rows`: the first row and the number of rows that this rank computes with, if not with all. `is_apart`:
     the module does not see the parameter, which a hook adds.
     """
 
-    placement: Placement
-    gradient: Placement
+    dim: int | None
+    adds_up: bool = False
     rows: tuple[int, int] | None = None
     is_apart: bool = False
 
 
-_BY_ROWS, _BY_COLUMNS = (_Held(Shard(dim), Shard(dim)) for dim in (0, 1))
+_BY_ROWS, _BY_COLUMNS = _Held(0), _Held(1)
 
 
 def _hold(module: nn.Module, split: _TensorSplit, plan: Mapping[str, _Held]) -> None:
@@ -136,7 +137,7 @@ def _hold(module: nn.Module, split: _TensorSplit, plan: Mapping[str, _Held]) -> 
     for name, how in held.items():
         parameter = module._parameters[name]
         assert parameter is not None
-        placed = distribute_tensor(parameter.detach(), split.mesh, [how.placement], src_data_rank=None)
+        placed = divided(parameter.detach(), split.mesh, how.dim)
         module._parameters[name] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
     kind: Any = type(module)
     module.__class__ = _with_local_parts(kind, tuple(held.items()))
@@ -154,11 +155,11 @@ def _with_local_parts(kind: Any, held: tuple[tuple[str, _Held], ...]) -> type[nn
 def _local_part(name: str, held: _Held) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         parameter: Any = module._parameters[name]
-        if len(parameter.placements) > 1:  # FSDP asks for a shard
+        if num_axes(parameter) > 1:  # FSDP asks for a shard
             return parameter  # type: ignore[no-any-return]
         if held.is_apart:
             return None
-        local: torch.Tensor = parameter.to_local(grad_placements=[held.gradient])
+        local = part_for_products(parameter, adds_up=held.adds_up)
         return local if held.rows is None else local.narrow(0, *held.rows)
 
     return property(read)
@@ -188,13 +189,13 @@ def _split_attention(attention: Attention, split: _TensorSplit) -> None:
     config, kv_rows = split.config, _BY_ROWS
     if config.num_kv_heads % split.size:
         first = split.rank * config.num_kv_heads // split.size * config.head_dim
-        kv_rows = _Held(Replicate(), Partial(), rows=(first, config.head_dim))
+        kv_rows = _Held(None, adds_up=True, rows=(first, config.head_dim))
     held = {"q_proj": _BY_ROWS, "k_proj": kv_rows, "v_proj": kv_rows}
     for name, how in held.items():
         _hold(getattr(attention, name), split, {"weight": how, "bias": how})
     _split_by_columns(attention.o_proj, split)
     for norm in (attention.q_norm, attention.k_norm):  # of other heads on each rank
-        by_head = _Held(Replicate(), Partial())
+        by_head = _Held(None, adds_up=True)
         _hold(norm, split, {"weight": by_head, "bias": by_head})
     _drop_in_parts(attention.dropout, 1, split.own_places)
     if (score := attention.attend.keywords["score"]) is not None:
@@ -211,8 +212,7 @@ def _split_by_columns(linear: nn.Linear, split: _TensorSplit) -> None:
         sum_BSD, parameter = split.added_up(summand_BSD), module._parameters["bias"]
         if parameter is None:
             return sum_BSD
-        whole_bias: Any = parameter
-        bias_D: torch.Tensor = whole_bias.to_local(grad_placements=[bias.gradient])
+        bias_D = part_for_products(parameter, adds_up=bias.adds_up)
         return sum_BSD + bias_D.to(sum_BSD.dtype)
 
     linear.register_forward_hook(add_up)
