@@ -246,6 +246,11 @@ def check_axes(layout: Layout) -> None:
     judge(AXIS_RULES, layout, {})
 
 
+def check_layout(config: TrainConfig, model: LlamaConfig, machine: Any, batch: BatchPlan) -> None:
+    """`check_axes` for a machine (spec/machine.py) and a batch, which a run that goes on keeps."""
+    check_axes(Layout(config, model, machine.dims, batch, machine.precision, machine.device))
+
+
 def features_table() -> str:
     """The table of features and axes, as docs/parallelism.md shows it."""
     lines = ["| feature | flags | tp | cp | pp |", "|---|---|---|---|---|"]

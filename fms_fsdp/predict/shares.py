@@ -74,12 +74,8 @@ def _units_of_tp(config: LlamaConfig, tp: int) -> dict[str, int]:
 
 def copied_params(config: LlamaConfig, share: Share) -> int:
     """Parameters that every rank of tp holds whole, whose gradients tp adds up."""
-    whole = num_params_by_unit(config)
-    norms = {"block": 2 * config.hidden_size, "head": config.hidden_size}
-    kinds = {"rmsnorm": 1, "layernorm": 2}
-    factor = kinds.get(config.norm, 0)
-    copied = share.layers * factor * norms["block"] + bool(share.units["head"]) * factor * norms["head"]
-    return min(copied, whole["block"] * share.layers + whole["head"])
+    num_norms = 2 * share.layers + bool(share.units["head"])
+    return num_norms * config.hidden_size * {"rmsnorm": 1, "layernorm": 2}.get(config.norm, 0)
 
 
 def copied_keys(config: LlamaConfig, dims: ParallelDims, share: Share) -> int:

@@ -51,8 +51,7 @@ def find_inputs(cfg: TrainConfig, machine: Machine) -> Inputs:
     vocab_size = corpus.vocab_size if corpus is not None else None
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
     if machine.dims.divides_model:
-        rules = load_part("rules", folder="parallel")
-        rules.check_axes(rules.Layout(cfg, model, machine.dims, machine.batch, precision, machine.device))
+        load_part("rules", folder="parallel").check_layout(cfg, model, machine, machine.batch)
     if precision.float8:
         load_part("float8").check_float8(model, precision, machine.device, machine.dims.tp)
     if cfg.checkpoint.export_interval:

@@ -23,6 +23,7 @@ from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.stream import Stream, TokenStream
 from fms_fsdp.errors import UserError
 from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
+from fms_fsdp.parts import load_part
 from fms_fsdp.predict.memory import MemoryEstimate, estimate_memory
 from fms_fsdp.record import Record, working_folder
 from fms_fsdp.runtime import World, log, versions
@@ -127,6 +128,8 @@ def resolve(cfg: TrainConfig, machine: Machine, inputs: Inputs, origin: Origin) 
         judge(CHECKPOINT, Continued(cfg, inputs.model, origin.checkpoint, origin.continues), {})
     if origin.continues:
         batch = _kept_batch(cfg, machine, saved.record.batch)
+        if machine.dims.divides_model:  # a pipeline may not be able to use this batch
+            load_part("rules", folder="parallel").check_layout(cfg, inputs.model, machine, batch)
     timeline = Timeline(saved.step, saved.rows_seen, saved.tokens_seen, cfg.data.seq_length, batch)
     num_steps, epochs = _find_length(cfg, machine, inputs, origin, timeline)
     spec = Spec(

@@ -162,3 +162,13 @@ def test_ranks_refuse_alike_in_one_line_before_any_work(tmp_path: Path) -> None:
         assert ended.statuses == [2, 2], (flags, ended.stderr)
         assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1, ended.stderr
         assert words in ended.stderr and not list(tmp_path.iterdir()), flags
+
+
+def test_a_pipeline_that_cannot_use_the_batch_of_its_checkpoint_is_refused(tmp_path: Path) -> None:
+    """The batch of this launch would do; that of the run, which is kept, would not."""
+    flags = [*TINY, "--num_layers=4", "--num_steps=2", f"--output_dir={tmp_path / 'run'}"]
+    launch(last_of_each([*flags, "--batch_size=1", "--grad_accum_steps=4", "--exit_step=1"]), 0)
+    assert (tmp_path / "run" / "checkpoints" / "step_1").is_dir()
+    result = launch(last_of_each([*flags, "--pp_size=2"]), 2)
+    assert result.statuses == [2, 2] and result.stderr.count("\n") == 1, result.stderr
+    assert "--pp_schedule (1f1b) cannot use 1 micro-batches on 2 ranks" in result.stderr
