@@ -55,6 +55,11 @@ class MemoryEstimate:
     def total(self) -> int:
         return self.state + self.unit + self.rows + self.gradients
 
+    @property
+    def expected(self) -> int:
+        """The most that a step is expected to hold at once."""
+        return self.total + self.beside
+
     def by_holder(self, device: torch.device, section: ParallelConfig) -> dict[torch.device, MemoryEstimate]:
         """What each device has to hold; with `cpu_offload` the state lies in host memory."""
         if not section.cpu_offload or device.type == "cpu":

@@ -43,7 +43,7 @@ def warning_of_memory(spec: Spec) -> str:
     section = spec.config.parallel
     need = spec.memory(section).by_holder(spec.device, section)[spec.device]
     available = available_memory(spec.device, spec.world.local_world_size) / _GIB
-    if (expected := (need.total + need.beside) / _GIB) <= available:
+    if (expected := need.expected / _GIB) <= available:
         return ""
     sizes = f"about {expected:.1f} GiB a rank, and {available:.1f} are available"
     return f"a step is expected to take {sizes}; what would help: {'; '.join(_advice(spec))}"
