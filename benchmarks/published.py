@@ -1,0 +1,135 @@
+"""Published measurements of other programs, read into what the planner predicts (judge_plan.py).
+
+Two headers are known: llm-foundry's table of MPT models, and runs of Llamas by torchtitan, fms-fsdp and
+others. A file leaves things out; what is then taken is in `ASSUMED`, one line each.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fms_fsdp.config import BatchPlan, ParallelConfig, Precision
+from fms_fsdp.errors import UserError
+from fms_fsdp.mesh import resolve_dims
+from fms_fsdp.models.variants import VARIANTS, LlamaConfig, canonical_variant
+from fms_fsdp.predict.hardware import find_hardware
+from fms_fsdp.predict.speed import Program, Work
+from fms_fsdp.runtime import World
+
+ASSUMED = {
+    "devices of a node": "8",
+    "network of H100 nodes": "400 Gb/s for each device; of A100 nodes 200 Gb/s (published for the 40 GB ones)",
+    "MPT: program": "eager, whole logits, the first flash kernels, FSDP1 with sums of gradients in bf16",
+    "MPT: amp_fp8": "products of blocks in float8, everything else in bf16",
+    "MPT: act_ckpt": "whole blocks, the last product too",
+    "Llama: dp_shard that is a word": "fsdp over all devices, or hsdp over the 8 of a node",
+    "Llama: selective (op)": "attention and every second product are kept",
+    "Llama: tensor parallel": "with sequence parallelism and overlapped messages, if the source says async",
+    "Llama: pipeline": "interleaved, a row at a time, if the source does not say",
+    "Llama: whole logits": "in fp32, as torchtitan computes its loss; of fms-fsdp too",
+}
+DEVICES_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row: what ran, and what was measured. `work` is None where the row has no local batch."""
+
+    name: str
+    size: str
+    work: Work | None
+    tokens_per_s: float
+    peak_gib: float | None
+
+
+def read_published(path: Path) -> list[Published]:
+    """The rows of a table; columns may come in any order.
+
+    Raises:
+        UserError: the header is none of the two, or a row cannot be read.
+    """
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    if not rows:
+        raise UserError(f"FILE ({path}) must have a header and rows; it has none")
+    read = _read_mpt if "micro_batch" in rows[0] else _read_llama if "local_batch" in rows[0] else None
+    if read is None or "tokens_per_s_per_gpu" not in rows[0]:
+        raise UserError(f"FILE ({path}) must have the columns of a published table; it has {', '.join(rows[0])}")
+    found = []
+    for number, row in enumerate(rows, 2):
+        try:
+            found.append(read(row))
+        except (KeyError, ValueError, TypeError) as error:
+            raise UserError(f"FILE ({path}), line {number}, cannot be read: {error!r}") from error
+    return found
+
+
+def _read_mpt(row: dict[str, str]) -> Published:
+    hidden, heads, length = (int(row[name]) for name in ("hidden_size", "num_heads", "seq_length"))
+    model = LlamaConfig(
+        int(row["num_layers"]), hidden, 4 * hidden, heads, heads, 50368,
+        norm="layernorm", pos_emb="learned", activation="gelu", bias=True, tie_embeddings=True,
+        max_seq_len=length,
+    )  # fmt: skip
+    pure = row["precision"] == "bf16"
+    precision = Precision("bf16", reduce="bf16", float8="tensor" if row["precision"] == "amp_fp8" else "")
+    if pure:
+        precision = replace(precision, weights="bf16", gradients="bf16", state="bf16")
+    strategy = {"FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "zero2"}[row["sharding"]]
+    recompute = "blocks" if row["act_ckpt"] == "True" else "none"
+    section = ParallelConfig(sharding_strategy=strategy, recompute=recompute)
+    devices = int(row["num_gpus"])
+    dims = resolve_dims(section, "", World(0, 0, devices, min(devices, DEVICES_PER_NODE)))
+    batch = BatchPlan(int(row["micro_batch"]), int(row["grad_accum"]), devices)
+    program = Program(compiled=False, old_attention=True, repeats_all=True)
+    hardware = find_hardware(row["gpu"])
+    work = Work(model, dims, section, precision, batch, length, hardware, DEVICES_PER_NODE, program)
+    name = f"{row['model']} x {devices} {row['gpu']}, {batch.batch_size} x {length}, {row['precision']}"
+    name += ", recomputed" if recompute == "blocks" else ""
+    return Published(name, row["model"], work, float(row["tokens_per_s_per_gpu"]), None)
+
+
+def _read_llama(row: dict[str, str]) -> Published:
+    devices, length = int(row["num_gpus"]), int(row["seq_length"])
+    name = f"{row['model']} x {devices} {row['gpu']}, {row['local_batch'] or '?'} x {length}, {row['precision']}"
+    axes: dict[str, Any] = {f"{axis}_size": int(row[axis] or 1) for axis in ("tp", "cp", "pp")}
+    name += "".join(f", {axis[:2]} {size}" for axis, size in axes.items() if size > 1)
+    peak = float(row["peak_mem_gib"]) if row.get("peak_mem_gib") else None
+    tokens_per_s, size = float(row["tokens_per_s_per_gpu"]), row["model"]
+    if not row["local_batch"]:
+        return Published(name, size, None, tokens_per_s, peak)
+    text, source = row["act_ckpt"].lower(), row.get("source", "").lower()
+    kind = "ops" if text.startswith("selective (op") else "blocks" if text.startswith(("full", "sel")) else "none"
+    if every := re.search(r"every (\d+)", text):
+        axes["selective_checkpointing"] = f"1/{every[1]}" if kind == "blocks" else "1"
+    sharded = row["dp_shard"]
+    is_hsdp = sharded == "hsdp"
+    if not sharded.isdigit():
+        shards = DEVICES_PER_NODE if is_hsdp else devices
+    else:
+        shards = int(sharded)
+        rest = devices // (axes["tp_size"] * axes["cp_size"] * axes["pp_size"])
+        is_hsdp = shards < rest
+    strategy = "none" if devices == 1 else "hsdp" if is_hsdp else "fsdp"
+    section = ParallelConfig(
+        sharding_strategy=strategy,
+        hsdp_shard_size=shards if is_hsdp else None,
+        recompute=kind,
+        async_tp="async" in source,
+        pp_schedule="interleaved" if axes["pp_size"] > 1 else "1f1b",
+        **axes,
+    )
+    dims = resolve_dims(section, "", World(0, 0, devices, min(devices, DEVICES_PER_NODE)))
+    precision = Precision("bf16", float8="tensor" if row["precision"].startswith("float8") else "")
+    if "moments" in row["precision"]:
+        precision = replace(precision, weights="bf16", gradients="bf16", state="bf16")
+    model = replace(VARIANTS[canonical_variant(size)], max_seq_len=length)
+    batch = BatchPlan(int(row["local_batch"]), 1, dims.size("dp"))
+    program = Program(compiled=row["compile"] == "yes")
+    hardware = find_hardware(row["gpu"])
+    work = Work(model, dims, section, precision, batch, length, hardware, DEVICES_PER_NODE, program)
+    return Published(f"{name}, {kind}", size, work, tokens_per_s, peak)
