@@ -58,7 +58,9 @@ def read_published(path: Path) -> list[Published]:
         raise UserError(f"FILE ({path}) must have a header and rows; it has none")
     read = _read_mpt if "micro_batch" in rows[0] else _read_llama if "local_batch" in rows[0] else None
     if read is None or "tokens_per_s_per_gpu" not in rows[0]:
-        raise UserError(f"FILE ({path}) must have the columns of a published table; it has {', '.join(rows[0])}")
+        raise UserError(
+            f"FILE ({path}) must have the columns of a published table; it has {', '.join(rows[0])}"
+        )
     found = []
     for number, row in enumerate(rows, 2):
         try:
@@ -95,7 +97,9 @@ def _read_mpt(row: dict[str, str]) -> Published:
 
 def _read_llama(row: dict[str, str]) -> Published:
     devices, length = int(row["num_gpus"]), int(row["seq_length"])
-    name = f"{row['model']} x {devices} {row['gpu']}, {row['local_batch'] or '?'} x {length}, {row['precision']}"
+    name = (
+        f"{row['model']} x {devices} {row['gpu']}, {row['local_batch'] or '?'} x {length}, {row['precision']}"
+    )
     axes: dict[str, Any] = {f"{axis}_size": int(row[axis] or 1) for axis in ("tp", "cp", "pp")}
     name += "".join(f", {axis[:2]} {size}" for axis, size in axes.items() if size > 1)
     peak = float(row["peak_mem_gib"]) if row.get("peak_mem_gib") else None
@@ -103,7 +107,13 @@ def _read_llama(row: dict[str, str]) -> Published:
     if not row["local_batch"]:
         return Published(name, size, None, tokens_per_s, peak)
     text, source = row["act_ckpt"].lower(), row.get("source", "").lower()
-    kind = "ops" if text.startswith("selective (op") else "blocks" if text.startswith(("full", "sel")) else "none"
+    kind = (
+        "ops"
+        if text.startswith("selective (op")
+        else "blocks"
+        if text.startswith(("full", "sel"))
+        else "none"
+    )
     if every := re.search(r"every (\d+)", text):
         axes["selective_checkpointing"] = f"1/{every[1]}" if kind == "blocks" else "1"
     sharded = row["dp_shard"]

@@ -52,6 +52,7 @@ LAYERS = [
     ["state", "record"],
     ["checkpoint"],
     ["spec"],
+    ["planner"],
     ["run"],
     ["observe"],
     ["evaluate"],
