@@ -26,7 +26,7 @@ from published import ASSUMED, Published, read_published
 from fms_fsdp.errors import UserError
 from fms_fsdp.predict.curves import CURVES, Curves
 from fms_fsdp.predict.speed import step_time
-from fms_fsdp.tools.table import table
+from fms_fsdp.tools.table import table  # noqa: F401
 
 OWN = ("products", "attention", "old_attention", "eager")  # numbers of a generation; the others are shared
 # the values before anything is fitted, and by which factor they are trusted

@@ -22,7 +22,7 @@ from fms_fsdp.runtime import World
 
 ASSUMED = {
     "devices of a node": "8",
-    "network of H100 nodes": "400 Gb/s for each device; of A100 nodes 200 Gb/s (published for the 40 GB ones)",
+    "network of H100 nodes": "400 Gb/s for each device; of A100 nodes 200 Gb/s, as published for the small ones",
     "MPT: program": "eager, whole logits, the first flash kernels, FSDP1 with sums of gradients in bf16",
     "MPT: amp_fp8": "products of blocks in float8, everything else in bf16",
     "MPT: act_ckpt": "whole blocks, the last product too",

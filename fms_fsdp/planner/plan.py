@@ -22,13 +22,13 @@ from fms_fsdp.models.flops import flops_per_token
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.optim.optimizers import state_bytes
 from fms_fsdp.parallel.rules import Layout, check_axes
-from fms_fsdp.predict.hardware import Hardware
+from fms_fsdp.predict.hardware import DeviceKind
 from fms_fsdp.predict.memory import MemoryEstimate, estimate_memory
 from fms_fsdp.predict.shares import share_of
 from fms_fsdp.predict.speed import Message, Program, StepTime, Work, messages, step_time
 from fms_fsdp.runtime import World
 from fms_fsdp.spec.rules import MACHINE
-from fms_fsdp.spec.rules import Hardware as KnownDevice
+from fms_fsdp.spec.rules import Hardware as Known
 
 GPU = torch.device("cuda", 0)
 # rules of the machine that hold of any GPU; the others ask the machine itself
@@ -39,7 +39,7 @@ _OF_ANY_GPU = ("recompute", "attn_impl", "attn_dropout", "dist_backend", "async_
 class Cluster:
     """Devices of one kind in nodes of equal size."""
 
-    hardware: Hardware
+    hardware: DeviceKind
     num_devices: int
     devices_per_node: int = 8
 
@@ -114,7 +114,7 @@ def make_plan(config: TrainConfig, cluster: Cluster) -> Plan:
     compiled = config.parallel.use_torch_compile is not False
     config = replace(config, parallel=replace(config.parallel, use_torch_compile=compiled))
     dims = resolve_dims(config.parallel, config.model.name, cluster.world)
-    known = KnownDevice(config, GPU, dims)
+    known = Known(config, GPU, dims)
     judge([rule for rule in MACHINE if rule.flag in _OF_ANY_GPU], known, flag_values(config))
     batch = resolve_batch(config.training, dims.size("dp"))
     precision = resolved_precision(config)

@@ -18,7 +18,7 @@ _NUMBERS = ("memory_gib", "memory_gb_s", "node_gb_s", "net_gb_s", "watts", "full
 
 
 @dataclass(frozen=True)
-class Hardware:
+class DeviceKind:
     """A device and its links; hardware.toml says what each field is. `full_watts`: the power at which the
     peak was stated, where this device is given less."""
 
@@ -56,7 +56,7 @@ class Hardware:
 
 
 @cache
-def _read(path: Path) -> dict[str, Hardware]:
+def _read(path: Path) -> dict[str, DeviceKind]:
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -64,7 +64,7 @@ def _read(path: Path) -> dict[str, Hardware]:
     return {name: _device(name, table, path) for name, table in content.items()}
 
 
-def _device(name: str, table: Any, path: Path) -> Hardware:
+def _device(name: str, table: Any, path: Path) -> DeviceKind:
     """A device from its table.
 
     Raises:
@@ -73,9 +73,11 @@ def _device(name: str, table: Any, path: Path) -> Hardware:
     what = f"--hardware ({path}), device {name},"
     if not isinstance(table, dict):
         raise UserError(f"{what} must be a table of fields; write [{name}] above them")
-    known = {field.name: field for field in fields(Hardware) if field.name != "name"}
+    known = {field.name: field for field in fields(DeviceKind) if field.name != "name"}
     if unknown := sorted(table.keys() - known):
-        raise UserError(f"{what} has a field {unknown[0]}, which {must_be_one_of(list(known), unknown[0])}")
+        raise UserError(
+            f"{what} has a field {unknown[0]}, which {must_be_one_of(list(known), unknown[0], cutoff=0.5)}"
+        )
     needed = [key for key, field in known.items() if field.default is MISSING]
     if missing := [key for key in needed if key not in table]:
         raise UserError(f"{what} must have the field {missing[0]}; the fields are {', '.join(known)}")
@@ -88,11 +90,13 @@ def _device(name: str, table: Any, path: Path) -> Hardware:
     if not isinstance(table["tflops"], dict) or "bf16" not in table["tflops"]:
         raise UserError(f"{what} field tflops ({table['tflops']}) must name a peak; write {{ bf16 = 989 }}")
     if (curves := table.get("curves", "hopper")) not in CURVES:
-        raise UserError(f"{what} field curves ({curves}) {must_be_one_of(list(CURVES), str(curves))}")
-    return Hardware(name, **table)
+        raise UserError(
+            f"{what} field curves ({curves}) {must_be_one_of(list(CURVES), str(curves), cutoff=0.5)}"
+        )
+    return DeviceKind(name, **table)
 
 
-def find_hardware(name: str, path: str = "") -> Hardware:
+def find_hardware(name: str, path: str = "") -> DeviceKind:
     """The device of that name in the user's file, if there is one, else in the shipped table.
 
     Raises:
@@ -101,7 +105,7 @@ def find_hardware(name: str, path: str = "") -> Hardware:
     devices = _read(_SHIPPED) | (_read(Path(path)) if path else {})
     if name not in devices:
         raise UserError(
-            f"--device ({name}) {must_be_one_of(['cpu', *devices], name)}; "
+            f"--device ({name}) {must_be_one_of(['cpu', *devices], name, cutoff=0.4)}; "
             f"--hardware=FILE.toml adds your own (fms_fsdp/predict/hardware.toml shows how)"
         )
     return devices[name]

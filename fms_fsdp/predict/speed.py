@@ -24,7 +24,7 @@ from fms_fsdp.config.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.predict.communication import bytes_sent
 from fms_fsdp.predict.curves import CURVES, Curves
-from fms_fsdp.predict.hardware import Hardware
+from fms_fsdp.predict.hardware import DeviceKind
 from fms_fsdp.predict.shares import Share, axis_bytes, share_of
 
 _LOADER_TOKENS_PER_S = 2e6  # of one rank, by benchmarks/results/data.json, halved
@@ -53,7 +53,7 @@ class Work:
     precision: Precision
     batch: BatchPlan
     seq_length: int
-    hardware: Hardware
+    hardware: DeviceKind
     devices_per_node: int = 8
     program: Program = Program()
 
