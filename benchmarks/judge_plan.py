@@ -1,8 +1,9 @@
 """Judges the planner by what others published, and fits its curves on the same tables.
 
     python benchmarks/judge_plan.py FILE.tsv                        # every row: predicted and published
-    python benchmarks/judge_plan.py --calibrate FILE.tsv FILE.tsv   # prints the table of predict/curves.py
     python benchmarks/judge_plan.py --leave_out FILE.tsv FILE.tsv   # each size by curves fitted on the others
+    python benchmarks/judge_plan.py --calibrate FILE.tsv FILE.tsv   # prints the numbers of predict/curves.py
+    python benchmarks/judge_plan.py --plot=PLAN.png FILE.tsv        # also draws prediction against publication
 
 The curves are fitted by least squares on the logarithms of tokens/s, large errors counting less, with a prior
 for each number: what nothing published depends on keeps the value that the makers or the field report. A
@@ -12,21 +13,21 @@ table is read by published.py, which also holds what the tables leave out.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from published import ASSUMED, Published, read_published
+from published import ASSUMED, Published, peak_bytes, read_published
 
 from fms_fsdp.errors import UserError
 from fms_fsdp.predict.curves import CURVES, Curves
 from fms_fsdp.predict.speed import step_time
-from fms_fsdp.tools.table import table  # noqa: F401
+from fms_fsdp.tools.table import table
 
 OWN = ("products", "attention", "old_attention", "eager")  # numbers of a generation; the others are shared
 # the values before anything is fitted, and by which factor they are trusted
@@ -92,3 +93,138 @@ def _least_squares(residuals: Callable[[Any], Any], x: Any, turns: int = 60) -> 
         if gained < 1e-6 * (current @ current):
             return x
     return x
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A row with what was predicted of it; without a local batch nothing is."""
+
+    row: Published
+    tokens_per_s: float | None = None
+    peak_gib: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Of tokens/s, 0.1 for a tenth too many."""
+        return None if self.tokens_per_s is None else self.tokens_per_s / self.row.tokens_per_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        known = self.row.peak_gib is not None and self.peak_gib is not None
+        return self.peak_gib / self.row.peak_gib - 1 if known else None  # type: ignore[operator]
+
+    @property
+    def fits(self) -> bool | None:
+        if self.peak_gib is None or self.row.work is None:
+            return None
+        return self.peak_gib <= self.row.work.hardware.memory_gib
+
+
+def judge(
+    rows: Sequence[Published], curves: Mapping[str, Mapping[str, Curves]] | None = None
+) -> list[Judged]:
+    """The rows with their predictions; `curves`: the table for each model size, by default the shipped one."""
+    judged = []
+    for row in rows:
+        if row.work is None:
+            judged.append(Judged(row))
+            continue
+        rate = tokens_per_s(row, curves[row.size] if curves else CURVES)
+        judged.append(Judged(row, rate, peak_bytes(row) / 2**30))
+    return judged
+
+
+def left_out(rows: Sequence[Published]) -> dict[str, dict[str, Curves]]:
+    """For each model size the curves that are fitted on all other sizes."""
+    known = [row for row in rows if row.work is not None]
+    sizes = sorted({row.size for row in known})
+    return {size: curves_of(calibrate([row for row in known if row.size != size])) for size in sizes}
+
+
+def rows_of(judged: Sequence[Judged]) -> str:
+    """A line for each row."""
+    lines = []
+    for each in judged:
+        row = each.row
+        published_peak = "" if row.peak_gib is None else f"{row.peak_gib:.1f}"
+        if each.tokens_per_s is None:
+            cells = ["no local batch", f"{row.tokens_per_s:,.0f}", "", "", published_peak, ""]
+        else:
+            cells = [f"{each.tokens_per_s:,.0f}", f"{row.tokens_per_s:,.0f}", f"{each.error:+.1%}"]
+            cells += [f"{each.peak_gib:.1f}", published_peak, "yes" if each.fits else "no"]
+        lines.append([row.name, *cells])
+    head = ["", "tokens/s a device", "published", "error", "GiB", "published", "fits"]
+    return table(head, lines)
+
+
+def summary(judged: Sequence[Judged]) -> str:
+    """The figures of the targets, a line each."""
+    errors = [abs(each.error) for each in judged if each.error is not None]
+    peaks = [abs(each.memory_error) for each in judged if each.memory_error is not None]
+    fitting = [each.fits for each in judged if each.fits is not None]
+    lines = [
+        f"rows: {len(judged)}, judged: {len(errors)}",
+        f"fits: {sum(fitting)} of {len(fitting)} rows are predicted to fit their device (all ran)",
+    ]
+    if errors:
+        within = sum(error <= 0.15 for error in errors)
+        lines.insert(1, f"tokens/s: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+        lines.insert(2, f"tokens/s: {within} of {len(errors)} rows within 15 % ({within / len(errors):.0%})")
+    if peaks:
+        close = sum(error <= 0.1 for error in peaks)
+        lines.append(f"peak memory: {close} of {len(peaks)} within 10 %, largest error {max(peaks):.1%}")
+    return "\n".join(lines)
+
+
+def draw(judged: Sequence[Judged], path: Path) -> None:
+    """Prediction against publication, each row a point."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axes = figure.add_subplot()
+    known = [each for each in judged if each.tokens_per_s is not None and each.row.work is not None]
+    for name in sorted({each.row.work.hardware.name for each in known if each.row.work}):
+        own = [each for each in known if each.row.work and each.row.work.hardware.name == name]
+        axes.loglog([each.row.tokens_per_s for each in own], [each.tokens_per_s or 0 for each in own],
+            "o", markersize=4, label=name)  # fmt: skip
+    ends = np.array(
+        [min(each.row.tokens_per_s for each in known), max(each.row.tokens_per_s for each in known)]
+    )
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    axes.fill_between(ends, ends * 0.85, ends * 1.15, color="black", alpha=0.1, label="within 15 %")
+    axes.set(xlabel="published tokens/s of a device", ylabel="predicted")
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints what the options ask for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.tsv")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="print the numbers of the curves, fitted anew"
+    )
+    parser.add_argument("--leave_out", action="store_true", help="each size by curves fitted on the others")
+    parser.add_argument("--plot", type=Path, help="a picture of prediction against publication")
+    options = parser.parse_args(argv)
+    try:
+        rows = [row for path in options.files for row in read_published(path)]
+    except (UserError, OSError) as error:
+        print(f"judge_plan: error: {error}", file=sys.stderr)
+        return 2
+    if options.calibrate:
+        for name, value in calibrate([row for row in rows if row.work is not None]).items():
+            print(f"{name} = {value:.3g}")
+        return 0
+    judged = judge(rows, left_out(rows) if options.leave_out else None)
+    print(rows_of(judged))
+    print("\nassumed where a file says nothing:")
+    print("\n".join(f"  {what}: {value}" for what, value in ASSUMED.items()))
+    print(f"\n{summary(judged)}")
+    if options.plot:
+        draw(judged, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

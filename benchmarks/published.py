@@ -17,6 +17,7 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import resolve_dims
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig, canonical_variant
 from fms_fsdp.predict.hardware import find_hardware
+from fms_fsdp.predict.memory import estimate_memory
 from fms_fsdp.predict.speed import Program, Work
 from fms_fsdp.runtime import World
 
@@ -31,6 +32,7 @@ ASSUMED = {
     "Llama: tensor parallel": "with sequence parallelism and overlapped messages, if the source says async",
     "Llama: pipeline": "interleaved, a row at a time, if the source does not say",
     "Llama: whole logits": "in fp32, as torchtitan computes its loss; of fms-fsdp too",
+    "allocator": "a tenth of what is held is fragments, as ours counts too",
 }
 DEVICES_PER_NODE = 8
 
@@ -143,3 +145,24 @@ def _read_llama(row: dict[str, str]) -> Published:
     hardware = find_hardware(row["gpu"])
     work = Work(model, dims, section, precision, batch, length, hardware, DEVICES_PER_NODE, program)
     return Published(f"{name}, {kind}", size, work, tokens_per_s, peak)
+
+
+def peak_bytes(row: Published) -> int:
+    """Predicted peak of a rank of the source's program, whose logits are whole.
+
+    torchtitan holds the fp32 softmax, the gradient at the labels and that of the logits at once; llm-foundry's
+    fused loss writes the gradient of bf16 logits in place.
+    """
+    work = row.work
+    assert work is not None
+    need = estimate_memory(
+        work.model,
+        work.dims,
+        work.section,
+        precision=work.precision,
+        batch=work.batch,
+        seq_length=work.seq_length,
+    )
+    a_logit = 12 if work.program.compiled or not work.program.repeats_all else 4
+    logits = a_logit * work.tokens * work.model.padded_vocab_size // work.dims.tp
+    return need.expected + logits

@@ -49,19 +49,20 @@ class Curves:
 
 
 SHARED = dict(
-    edges=1.36,
-    small_heads=0.93,
-    logits=17.8,
+    compiled=1.36,
+    edges=1.76,
+    small_heads=0.936,
+    logits=14.4,
     float8=1.7,
-    kernels=150e-6,
-    node=0.58,
-    net=0.66,
-    hop=5.4e-6,
-    overlapped=0.5,
-    exposed=0.18,
-    optimizer=1.0,
+    kernels=0.000116,
+    node=0.74,
+    net=0.595,
+    hop=1.45e-05,
+    overlapped=0.661,
+    exposed=0.455,
+    optimizer=1.2,
 )
 CURVES = {
-    "ampere": Curves(products=0.82, attention=0.5, old_attention=0.33, eager=2.5, compiled=1.3, **SHARED),
-    "hopper": Curves(products=0.64, attention=0.35, old_attention=0.175, eager=1.9, compiled=1.3, **SHARED),
+    "ampere": Curves(products=0.866, attention=0.45, old_attention=0.328, eager=2.4, **SHARED),
+    "hopper": Curves(products=0.69, attention=0.275, old_attention=0.178, eager=1.92, **SHARED),
 }
