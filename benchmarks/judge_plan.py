@@ -63,15 +63,23 @@ def tokens_per_s(row: Published, curves: Mapping[str, Curves] = CURVES) -> float
 def calibrate(rows: Sequence[Published]) -> dict[str, float]:
     """The numbers of the curves that fit these rows best."""
     names = list(PRIORS)
-    start = np.log([PRIORS[name][0] for name in names])
+    center = np.log([PRIORS[name][0] for name in names])
     trust = np.log([PRIORS[name][1] for name in names])
 
     def residuals(x: Any) -> Any:
         curves = curves_of(dict(zip(names, np.exp(x), strict=True)))
         errors = np.array([math.log(tokens_per_s(row, curves) / row.tokens_per_s) for row in rows]) / ERROR
-        return np.concatenate([errors / (1 + errors**2 / 4) ** 0.25, (x - start) / trust])
+        return np.concatenate([errors / (1 + errors**2 / 4) ** 0.25, (x - center) / trust])
 
+    start = np.log([_shipped(name) for name in names])
     return dict(zip(names, map(float, np.exp(_least_squares(residuals, start))), strict=True))
+
+
+def _shipped(name: str) -> float:
+    """A number of the curves as they are: near every minimum."""
+    generation, _, own = name.rpartition(".")
+    value: float = getattr(CURVES[generation or "hopper"], own)
+    return value
 
 
 def _least_squares(residuals: Callable[[Any], Any], x: Any, turns: int = 60) -> Any:

@@ -72,10 +72,21 @@ def read_published(path: Path) -> list[Published]:
     return found
 
 
+def _count(row: dict[str, str], name: str) -> int:
+    """A column that counts something.
+
+    Raises:
+        ValueError: it is no whole number above 0.
+    """
+    if (number := int(row[name])) < 1:
+        raise ValueError(f"{name} must be at least 1")
+    return number
+
+
 def _read_mpt(row: dict[str, str]) -> Published:
-    hidden, heads, length = (int(row[name]) for name in ("hidden_size", "num_heads", "seq_length"))
+    hidden, heads, length = (_count(row, name) for name in ("hidden_size", "num_heads", "seq_length"))
     model = LlamaConfig(
-        int(row["num_layers"]), hidden, 4 * hidden, heads, heads, 50368,
+        _count(row, "num_layers"), hidden, 4 * hidden, heads, heads, 50368,
         norm="layernorm", pos_emb="learned", activation="gelu", bias=True, tie_embeddings=True,
         max_seq_len=length,
     )  # fmt: skip
@@ -86,9 +97,9 @@ def _read_mpt(row: dict[str, str]) -> Published:
     strategy = {"FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "zero2"}[row["sharding"]]
     recompute = "blocks" if row["act_ckpt"] == "True" else "none"
     section = ParallelConfig(sharding_strategy=strategy, recompute=recompute)
-    devices = int(row["num_gpus"])
+    devices = _count(row, "num_gpus")
     dims = resolve_dims(section, "", World(0, 0, devices, min(devices, DEVICES_PER_NODE)))
-    batch = BatchPlan(int(row["micro_batch"]), int(row["grad_accum"]), devices)
+    batch = BatchPlan(_count(row, "micro_batch"), _count(row, "grad_accum"), devices)
     program = Program(compiled=False, old_attention=True, repeats_all=True)
     hardware = find_hardware(row["gpu"])
     work = Work(model, dims, section, precision, batch, length, hardware, DEVICES_PER_NODE, program)
@@ -98,7 +109,7 @@ def _read_mpt(row: dict[str, str]) -> Published:
 
 
 def _read_llama(row: dict[str, str]) -> Published:
-    devices, length = int(row["num_gpus"]), int(row["seq_length"])
+    devices, length = _count(row, "num_gpus"), _count(row, "seq_length")
     name = (
         f"{row['model']} x {devices} {row['gpu']}, {row['local_batch'] or '?'} x {length}, {row['precision']}"
     )
@@ -140,7 +151,7 @@ def _read_llama(row: dict[str, str]) -> Published:
     if "moments" in row["precision"]:
         precision = replace(precision, weights="bf16", gradients="bf16", state="bf16")
     model = replace(VARIANTS[canonical_variant(size)], max_seq_len=length)
-    batch = BatchPlan(int(row["local_batch"]), 1, dims.size("dp"))
+    batch = BatchPlan(_count(row, "local_batch"), 1, dims.size("dp"))
     program = Program(compiled=row["compile"] == "yes")
     hardware = find_hardware(row["gpu"])
     work = Work(model, dims, section, precision, batch, length, hardware, DEVICES_PER_NODE, program)

@@ -1,0 +1,113 @@
+"""Predictions against what others published (the tables beside this file): the targets of the planner.
+
+Sources: llm-foundry's scripts/train/benchmarking (MPT); torchtitan's benchmarks, KempnerForge and fms-fsdp.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli import ROOT
+
+TABLES = [Path(__file__).with_name(f"published_{name}.tsv") for name in ("mpt", "llama")]
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def test_the_targets_hold_on_every_row_with_curves_fitted_on_the_other_sizes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from judge_plan import judge, left_out
+    from published import read_published
+
+    rows = [row for table in TABLES for row in read_published(table)]
+    assert len(rows) == 88
+    judged = judge(rows, left_out(rows))
+    errors = sorted(abs(each.error) for each in judged if each.error is not None)
+    assert len(errors) == 87, "one row has no local batch"
+    assert errors[len(errors) // 2] <= 0.06
+    assert sum(error <= 0.15 for error in errors) >= 0.9 * len(errors)
+
+
+def test_every_published_row_is_predicted_to_fit_and_peaks_are_close() -> None:
+    from judge_plan import judge
+    from published import read_published
+
+    judged = judge([row for table in TABLES for row in read_published(table)])
+    assert [each.row.name for each in judged if each.fits is False] == []
+    peaks = [each.memory_error for each in judged if each.memory_error is not None]
+    assert len(peaks) == 4 and max(map(abs, peaks)) <= 0.1
+
+
+def test_the_shipped_curves_are_those_fitted_on_all_rows() -> None:
+    from judge_plan import calibrate, curves_of
+    from published import read_published
+
+    from fms_fsdp.predict.curves import CURVES
+
+    rows = [row for table in TABLES for row in read_published(table) if row.work is not None]
+    for generation, fitted in curves_of(calibrate(rows)).items():
+        assert vars(CURVES[generation]) == pytest.approx(vars(fitted), rel=0.02), generation
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_columns_may_come_in_any_order(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from judge_plan import main
+
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    names = list(rows[0])
+    random.Random(3).shuffle(names)
+    other = tmp_path / "other.tsv"
+    with other.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, delimiter="\t")
+        writer.writeheader()
+        writer.writerows(rows)
+    assert main([str(table)]) == 0
+    told = capsys.readouterr().out
+    assert main([str(other)]) == 0 and capsys.readouterr().out == told
+    assert told.count("\n") > len(rows) and "tokens/s: median error" in told
+    assert ("no local batch" in told) is ("llama" in table.name)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda text: "", "must have a header and rows"),
+        (lambda text: text.replace("micro_batch", "rows"), "must have the columns of a published table"),
+        (lambda text: text.replace("tokens_per_s_per_gpu", "speed"), "must have the columns"),
+        (lambda text: text.replace("\t2115", "\tfast"), "line 2, cannot be read"),
+        (lambda text: text.replace("FULL_SHARD", "HALF_SHARD"), "line 2, cannot be read"),
+        (lambda text: text.replace("h100_80gb", "h1000"), "--device (h1000) must be one of"),
+        (lambda text: text.replace("\t512\th100", "\t0\th100"), "line 2, cannot be read"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_refused_in_one_line(
+    spoil: Callable[[str], str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from judge_plan import main
+
+    path = tmp_path / "table.tsv"
+    path.write_text(spoil(TABLES[0].read_text()))
+    assert main([str(path)]) == 2
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1
+    assert main([str(tmp_path / "none.tsv")]) == 2
+
+
+def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from judge_plan import main
+
+    argv: Any = [f"--plot={tmp_path}/plan.png", *map(str, TABLES)]
+    assert main(argv) == 0 and (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
