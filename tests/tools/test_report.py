@@ -19,11 +19,16 @@ import pytest
 from matplotlib.image import imread
 
 from fms_fsdp.__main__ import main
+from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.config.values import short
+from fms_fsdp.optim.optimizers import state_bytes
+from fms_fsdp.predict.memory import estimate_memory
 from fms_fsdp.tools.report import page as page_module
+from fms_fsdp.tools.report.facts import cards
 from fms_fsdp.tools.report.history import differences, read_run
 from fms_fsdp.tools.report.panels import build_panels
 from fms_fsdp.tools.report.svg import Axis
+from tests.specs import resolved
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
@@ -266,6 +271,7 @@ def test_the_page_of_one_run_has_its_charts_tables_and_nothing_from_elsewhere(re
         "tokens": "6k",
         "tokens/s": "100",
         "MFU": "50.0%",
+        "memory": "2 GiB",
         "time": "0:01:19",
     }
     for text in (
@@ -490,3 +496,22 @@ def test_a_pointer_over_a_chart_shows_the_values_there(restarted: Path) -> None:
     )
     shown = browse(restarted / "report.html", 1280, "light", script, "--dump-dom")
     assert shown == "step 60 loss = loss_mean 3.4 eval/web 3.5"
+
+
+def test_the_card_of_memory_says_what_was_expected(tmp_path: Path) -> None:
+    """By the functions that check memory before a run."""
+    spec = resolved(TrainConfig(), batch=BatchPlan(2, 1, 1))
+    run = read_run(make_run(tmp_path / "run", [report(1, 1, 3.0)]))
+    run.configs["config.json"] = spec.content
+    size = state_bytes(spec.config.optim, spec.model, spec.precision)
+    need = estimate_memory(
+        spec.model,
+        spec.dims,
+        spec.config.parallel,
+        precision=spec.precision,
+        batch=spec.batch,
+        seq_length=spec.seq_length,
+        optimizer_bytes=size,
+    )
+    notes = {label: note for label, _, note in cards(run)}
+    assert notes["memory"] == f"peak of rank 0, of the run alone {need.expected / 2**30:.3g} expected"

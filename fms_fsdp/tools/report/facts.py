@@ -14,7 +14,9 @@ from fms_fsdp.config.flag import non_defaults
 from fms_fsdp.config.values import short
 from fms_fsdp.errors import UserError
 from fms_fsdp.flags import shown_value
-from fms_fsdp.record import located_sections
+from fms_fsdp.optim.optimizers import state_bytes
+from fms_fsdp.predict.memory import estimate_memory
+from fms_fsdp.record import located_sections, read_record
 from fms_fsdp.tools.ckpt import LIST_HEAD, checkpoint_rows
 from fms_fsdp.tools.report.history import RunHistory, differences
 
@@ -47,9 +49,30 @@ def cards(run: RunHistory) -> Iterator[Row]:
         yield "tokens/s", f"{world * speed:,.0f}", f"median, {speed:,.0f} per device"
     if shares := run.numbers("mfu"):
         yield "MFU", f"{median_high(shares):.1%}", "median"
+    if peaks := run.numbers("peak_mem_gib"):
+        yield "memory", f"{max(peaks):.3g} GiB", f"peak of rank 0{_expected_memory(run)}"
     if run.seconds > 0:
         a_day = short(86400 * last["tokens_seen"] / run.seconds, 3)
         yield "time", _duration(run.seconds), f"{a_day} tokens a day, launches: {len(run.spans)}"
+
+
+def _expected_memory(run: RunHistory) -> str:
+    """What the planner expects of the last launch; nothing of a record that this release cannot read."""
+    try:
+        record = read_record(run.config, "config.json")
+    except UserError:
+        return ""
+    section, precision = record.config.parallel, record.precision
+    need = estimate_memory(
+        record.model,
+        record.dims,
+        section,
+        precision=precision,
+        batch=record.batch,
+        seq_length=record.config.data.seq_length,
+        optimizer_bytes=state_bytes(record.config.optim, record.model, precision),
+    )
+    return f", of the run alone {need.expected / 2**30:.3g} expected"
 
 
 def subtitle(run: RunHistory) -> str:
