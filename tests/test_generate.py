@@ -197,6 +197,14 @@ def test_a_file_of_prompts_is_cut_at_line_feeds_alone(tmp_path: Path) -> None:
         read_lines(path, "--prompts")
 
 
+def test_without_flags_no_token_is_left_out_and_none_is_penalized() -> None:
+    config = GenerateConfig()
+    chosen = Sampling(
+        config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty
+    )
+    assert chosen == Sampling(temperature=0.8)
+
+
 def test_texts_of_flags_may_be_spaces_and_lines() -> None:
     read = partial(parse_flags, GenerateConfig)
     assert read(["--stop=\n"]).stop == ("\n",) and read(["--stop= "]).stop == (" ",)

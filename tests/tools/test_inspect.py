@@ -272,6 +272,12 @@ def test_find_prints_when_a_document_is_seen(files: Files, capsys: pytest.Captur
     assert command(["inspect", "find", *argv, "--file=shard-00001.arrow", "--num_steps=200", "--json"]) == 0
     seen = [Seen(**json.loads(line)) for line in capsys.readouterr().out.splitlines()]
     assert seen and all(item.step is None or item.step <= 200 for item in seen)
+    last = max(item.step or 0 for item in seen)  # the step that ends the run counts
+    for num_steps, expected in ((last, True), (last - 1, False)):
+        flags = ["--file=shard-00001.arrow", f"--num_steps={num_steps}", "--json"]
+        assert command(["inspect", "find", *argv, *flags]) == 0
+        steps = [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()]
+        assert (last in steps) is expected
     assert command(["inspect", "find", *argv, "--file=1", "--epochs=2"]) == 0
     assert "a/shard-00001.arrow document 3" in capsys.readouterr().out
 

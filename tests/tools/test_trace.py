@@ -12,8 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from fms_fsdp.__main__ import main as command
+from fms_fsdp.config import ProfilerConfig
+from fms_fsdp.extras.profile_window import ProfileWindow, dump_memory
 from fms_fsdp.tools.trace import length, summarize, union
 from tests.cli import TINY, run, status, trained
 from tests.warm import running
@@ -137,3 +140,20 @@ def test_out_of_memory_says_which_flags_would_help(tmp_path: Path) -> None:
     assert reason.startswith("out of memory (") and "can't allocate memory" in reason
     for flag in ("--recompute=cheap", "--recompute=blocks", "--batch_size=64", "--seq_length=1024"):
         assert flag in reason
+
+
+def test_a_window_of_memory_records_history_and_may_be_dumped_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator's calls of a GPU, which this machine may not have."""
+    calls = list[object]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: calls.append(how))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
+    folder = tmp_path / "traces" / "of_run"
+    window = ProfileWindow(ProfilerConfig(memory_snapshot=True), folder, torch.device("cpu"), 3)
+    assert calls == [{"max_entries": 200_000}]
+    window.close()
+    assert calls[1:] == ["memory_rank3.pickle", {"enabled": None}]
+    dump_memory(folder, 3)
+    assert calls[3:] == ["memory_rank3.pickle"] and folder.is_dir()
