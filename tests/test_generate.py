@@ -17,6 +17,7 @@ import torch
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.errors import UserError
+from fms_fsdp.extras import generate as generate_module
 from fms_fsdp.extras.decoding import CachedReader
 from fms_fsdp.extras.generate import Sampling, generate, probabilities
 from fms_fsdp.extras.prompts import read_lines
@@ -199,10 +200,18 @@ def test_a_file_of_prompts_is_cut_at_line_feeds_alone(tmp_path: Path) -> None:
 
 def test_without_flags_no_token_is_left_out_and_none_is_penalized() -> None:
     config = GenerateConfig()
-    chosen = Sampling(
-        config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty
-    )
+    chosen = Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty)
     assert chosen == Sampling(temperature=0.8)
+
+
+def test_a_second_copy_may_take_half_of_what_a_process_of_this_machine_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generate_module, "available_memory", lambda device, processes: 4096 // processes)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert generate_module._room() == 2048
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert generate_module._room() == 512
 
 
 def test_texts_of_flags_may_be_spaces_and_lines() -> None:

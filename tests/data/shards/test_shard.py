@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -5,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from fms_fsdp.data.shards.files import LocalFiles
-from fms_fsdp.data.shards.ipc import MissingShardError, ShardError
+from fms_fsdp.data.shards.ipc import ArrowFile, MissingShardError, ShardError
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.shard import Shard
 from tests.data.corpora import Documents, random_documents, write_lists, write_scalars
@@ -88,6 +89,14 @@ def test_truncated_shards_are_refused(tmp_path: Path, kept: float) -> None:
     (tmp_path / "a.arrow").write_bytes(data[: int(kept * len(data)) if 0 < kept < 1 else int(kept)])
     with pytest.raises(ShardError, match=r"shard \(a.arrow\) (is empty|is not a whole)"):
         read_all(tmp_path / "a.arrow")
+
+
+def test_a_shard_that_shrinks_after_it_was_measured_is_refused(tmp_path: Path) -> None:
+    write_lists(tmp_path / "a.arrow", DOCUMENTS)
+    opened = ArrowFile(LocalFiles(str(tmp_path)), "a.arrow")
+    os.truncate(tmp_path / "a.arrow", opened.size - 3)
+    with pytest.raises(ShardError, match=r"shard \(a.arrow\) ends 3 bytes early; the file is truncated"):
+        opened.read(10, opened.size - 10)
 
 
 def test_damaged_metadata_is_an_error_of_the_shard(tmp_path: Path) -> None:
