@@ -45,6 +45,7 @@ from fms_fsdp.spec.words import announce
 from fms_fsdp.state import Progress, TrainState
 
 _SENTINEL = ".shared"
+_SHOWN_WITHIN_S = 30.0  # by a network file system
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def _check_shared(root: Path, world: World, mesh: Mesh) -> None:
         return text
 
     text, sees = agreed(write), world.local_rank > 0  # one rank of a node looks for all
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + _SHOWN_WITHIN_S
     while not sees and time.monotonic() < deadline:
         with suppress(OSError):
             sees = (root / _SENTINEL).read_text() == text
