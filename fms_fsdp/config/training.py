@@ -132,7 +132,7 @@ class ParallelConfig:
 
     @property
     def recomputes(self) -> str:
-        """The value of `recompute`, which has a second name; no launch trains with `auto` (spec/resolve.py)."""
+        """The value of `recompute`, which has a second name; `auto` until a launch is resolved."""
         return self.recompute or ("blocks" if self.fsdp_activation_checkpointing else "none")
 
     @property
