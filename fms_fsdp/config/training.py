@@ -64,7 +64,7 @@ class ParallelConfig:
     sharding_strategy: str | None = free_flag(None, choices=("fsdp", "hsdp", "ddp", "none", "zero1", "zero2"),
         help="fsdp shards over all devices, hsdp within groups of devices, ddp replicates; zero2 is fsdp "
         "that gathers weights once a step, zero1 also reduces gradients once; none is for one process "
-        "(default: none on one device, hsdp for 7b and 13b, otherwise fsdp)")
+        "(default: none on one device, hsdp for 7b and 13b if it fits, otherwise fsdp)")
     hsdp_shard_size: int | None = free_flag(None, minimum=1,
         help="number of devices that share one copy of the model under hsdp (default: the devices of a node)")
     tp_size: int = free_flag(1, minimum=0,

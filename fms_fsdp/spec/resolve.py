@@ -1,7 +1,7 @@
 """The one value of a launch: everything that is known before step 1, alike on every rank. Nothing is written.
 
     flags (done by parsing) → `find_machine`: devices, axes, batch → process group
-                            → `find_inputs`: data, model, room → `find_origin`: the checkpoint
+                            → `find_inputs`: data, model, room → mesh → `find_origin`: the checkpoint
                             → `resolve`: all of these → Spec
 
 The first failure is raised, alike on every rank.
