@@ -62,7 +62,7 @@ def test_a_dry_run_of_a_run_that_goes_on_says_from_where_and_changes_no_byte(tmp
     ("flag", "words"),
     [
         ("--batch_size=autox", "--batch_size (autox) must be an integer"),
-        ("--dry_run=maybe", "--dry_run (True) is also given as (maybe)"),
+        ("--dry_run=maybe", "--dry_run (maybe) must be a boolean"),
         ("--sharding_strategy=none", "--sharding_strategy (none) is for one process"),
         ("--global_batch_size=3", "--global_batch_size (3) must be a multiple of"),
         ("--hidden_size=1M", "must fit the "),

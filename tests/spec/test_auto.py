@@ -181,7 +181,7 @@ def test_fsdp_takes_the_place_of_hsdp_only_by_default_and_only_where_it_helps() 
 
 
 def test_a_run_that_goes_on_keeps_what_was_chosen_while_it_fits() -> None:
-    """Also where more memory would let it choose better, and without the margin; no flag counts as changed."""
+    """Also where there is more memory now, and without the margin; no flag counts as changed."""
     flags = (*SEVEN, "--batch_size=auto", "--global_batch_size=64")
     whole = spec_of(*flags)
     first = spec_of(*flags, available=int(expected(whole, in_order(whole.config.parallel)[1], 1) * 1.02))
@@ -230,8 +230,9 @@ def test_the_record_says_what_was_chosen_and_reads_records_that_do_not() -> None
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--batch_size=autox"], "--batch_size (autox) must be an integer such as 4096, 5_000_000, 2M or 4Ki, "
-            "or auto"),
+        (["--batch_size=autox"],
+            "--batch_size (autox) must be an integer such as 4096, 5_000_000, 2M or 4Ki, or "
+            "auto"),
         (["--num_steps=auto"], "--num_steps (auto) must be an integer"),
         (["--recompute=autox"], "did you mean auto?"),
         (["--batch_size=auto", "--grad_accum_steps=2", "--global_batch_size=8"],
