@@ -101,8 +101,10 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
         if parsed.dry_run:
             load_part("dry_run").tell_launch(parsed, machine, inputs, launch)
             return
+    phases.done("data")
     mesh = Mesh(machine.dims, world.rank, machine.device.type, runtime.group_timeout(cfg.parallel))
     mesh.gather(None)  # no rank refuses and ends while another one still connects
+    phases.done("group")
     with checking_input():
         spec, taken = claim(cfg, machine, inputs, mesh)
         stream = open_stream(spec)
