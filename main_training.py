@@ -1,7 +1,7 @@
 """Trains a Llama: the whole flow, once.
 
 parse    flags → config                                               (fms_fsdp/flags.py)
-resolve  machine (devices, axes, batch) → process group, mesh → inputs (data, model, room)
+resolve  machine (devices, axes, batch) → process group → inputs (data, model, room) → mesh
 claim    rank 0 locks the folders and chooses the checkpoint → Spec, the one value of this launch
 build    data stream → model (meta → precision → AC → compile → FSDP → init) → optimizers → load
 train    train(step, hooks)                                           (fms_fsdp/train.py, hooks.py)
@@ -54,9 +54,10 @@ from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.compile import compiles_optimizer
 from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.parts import load_part
 from fms_fsdp.run.claim import claim, look_at_suspect, record_launch, restore
 from fms_fsdp.run.lock import unlock_folders
-from fms_fsdp.spec.data import find_inputs
+from fms_fsdp.spec.data import find_inputs, with_room
 from fms_fsdp.spec.machine import find_machine
 from fms_fsdp.spec.resolve import Spec, open_stream
 from fms_fsdp.spec.words import announce, describe
@@ -93,12 +94,21 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
         machine = find_machine(parsed, world)
     phases.done("checks")
     runtime.start(cfg.parallel, cfg.training, world, machine.device, group=machine.dims.strategy != "none")
+    phases.done("group")
+    with checking_input():
+        inputs = find_inputs(cfg, machine)
+        machine = with_room(cfg, machine, inputs)
+        if parsed.dry_run:
+            load_part("dry_run", folder="planner").tell_launch(parsed, machine, inputs, launch)
+            return
+    phases.done("data")
     mesh = Mesh(machine.dims, world.rank, machine.device.type, runtime.group_timeout(cfg.parallel))
     mesh.gather(None)  # no rank refuses and ends while another one still connects
     phases.done("group")
     with checking_input():
-        spec, taken = claim(cfg, machine, find_inputs(cfg, machine), mesh)
+        spec, taken = claim(cfg, machine, inputs, mesh)
         stream = open_stream(spec)
+    cfg = spec.config
     launch.steps_done = lambda: spec.start
     if spec.start == spec.num_steps:
         launch.claim(Path(cfg.output_dir))

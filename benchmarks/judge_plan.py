@@ -3,7 +3,7 @@
     python benchmarks/judge_plan.py FILE.tsv                        # every row: predicted and published
     python benchmarks/judge_plan.py --leave_out FILE.tsv FILE.tsv   # each size by curves fitted on the others
     python benchmarks/judge_plan.py --calibrate FILE.tsv FILE.tsv   # prints the numbers of predict/curves.py
-    python benchmarks/judge_plan.py --plot=PLAN.png FILE.tsv        # also draws prediction against publication
+    python benchmarks/judge_plan.py --plot=PLAN.png FILE.tsv        # also draws prediction by publication
 
 The curves are fitted by least squares on the logarithms of tokens/s, large errors counting less, with a prior
 for each number: what nothing published depends on keeps the value that the makers or the field report. A
@@ -131,7 +131,7 @@ class Judged:
 def judge(
     rows: Sequence[Published], curves: Mapping[str, Mapping[str, Curves]] | None = None
 ) -> list[Judged]:
-    """The rows with their predictions; `curves`: the table for each model size, by default the shipped one."""
+    """The rows with their predictions; `curves`: a table for each model size, by default the shipped one."""
     judged = []
     for row in rows:
         if row.work is None:

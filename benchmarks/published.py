@@ -23,7 +23,7 @@ from fms_fsdp.runtime import World
 
 ASSUMED = {
     "devices of a node": "8",
-    "network of H100 nodes": "400 Gb/s for each device; of A100 nodes 200 Gb/s, as published for the small ones",
+    "network of H100 nodes": "400 Gb/s for each device; of A100 nodes 200 Gb/s, as one table says",
     "MPT: program": "eager, whole logits, the first flash kernels, FSDP1 with sums of gradients in bf16",
     "MPT: amp_fp8": "products of blocks in float8, everything else in bf16",
     "MPT: act_ckpt": "whole blocks, the last product too",
@@ -161,8 +161,8 @@ def _read_llama(row: dict[str, str]) -> Published:
 def peak_bytes(row: Published) -> int:
     """Predicted peak of a rank of the source's program, whose logits are whole.
 
-    torchtitan holds the fp32 softmax, the gradient at the labels and that of the logits at once; llm-foundry's
-    fused loss writes the gradient of bf16 logits in place.
+    torchtitan holds the fp32 softmax, the gradient at the labels and that of the logits at once; the fused
+    loss of llm-foundry writes the gradient of bf16 logits in place.
     """
     work = row.work
     assert work is not None

@@ -32,6 +32,12 @@ from fms_fsdp.errors import PROGRAM, UserError, print_and_end
 
 C = TypeVar("C")
 
+DRY_RUN = Flag(
+    False,
+    "check all that a launch checks, say what it would do, and write nothing; no part of a run",
+    name="dry_run",
+    type=bool,
+)
 TRAINING = f"{PROGRAM} train" if PROGRAM else "python main_training.py"
 SHIPPED = Path(__file__).parent / "configs"
 _FILES = {"config", "config_dir"}  # of flags; the other names are rows of the table
@@ -41,11 +47,15 @@ FIRST_FLAGS += " sharding_strategy eval_interval run_name"
 
 @dataclass(frozen=True)
 class Parsed(Generic[C]):
-    """A config and the origins of its values: "flag" or the path of an overlay; a default has none."""
+    """A config and the origins of its values: "flag" or the path of an overlay; a default has none.
+
+    `dry_run`: the launch is only asked what it would do; that is no flag of a run, and no file can ask it.
+    """
 
     config: C
     origins: Mapping[str, str]
     overridden: tuple[str, ...]
+    dry_run: bool = False
 
 
 def parse_flags(config_type: type[C], argv: Sequence[str], usage: str = TRAINING) -> C:
@@ -67,17 +77,20 @@ def parse_with_origins(config_type: type[C], argv: Sequence[str], usage: str = T
 
 def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     table = flag_table(config_type)
+    asks = {DRY_RUN.name: DRY_RUN} if config_type is TrainConfig else {}
+    typed = {**table, **asks}  # what the command line may hold
     texts, bare = _split(argv, next((row.name for row in table.values() if row.positional), ""))
     if asked := texts.get("help", texts.get("h")):
         print_and_end(help_text(config_type, usage, every="all" in asked))
-    known = table.keys() | _FILES
-    if unknown := [_is_no_flag(name, table, "--" + name) for name in texts if name not in known]:
+    known = typed.keys() | _FILES
+    if unknown := [_is_no_flag(name, typed, "--" + name) for name in texts if name not in known]:
         raise UserError(". ".join(unknown))
     for name in bare:
-        if name not in table or table[name].kind is not bool:
+        if name not in typed or typed[name].kind is not bool:
             raise UserError(f"--{name} needs a value; write --{name}=VALUE (--help=all explains the flag)")
-    given = {name: _agreed_text(name, same, table) for name, same in texts.items()}
+    given = {name: _agreed_text(name, same, typed) for name, same in texts.items()}
     overlays, folder = given.pop("config", ""), given.pop("config_dir", "")
+    dry_run = bool(asks and coerce(DRY_RUN, given.pop(DRY_RUN.name, False)))
     if folder and not overlays:
         raise UserError(f"--config_dir ({folder}) is only used to find --config; add --config=NAME")
     values: dict[str, Any] = {}
@@ -101,7 +114,7 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     config = build_config(config_type, values)
     if isinstance(config, TrainConfig):
         refuse_idle_flags(config, origins)
-    return Parsed(config, origins, tuple(overridden))
+    return Parsed(config, origins, tuple(overridden), dry_run)
 
 
 def _split(argv: Sequence[str], positional: str) -> tuple[dict[str, list[str]], list[str]]:
@@ -220,7 +233,8 @@ def sections_of(config_type: type[Any]) -> Iterator[tuple[str, list[Flag]]]:
 
 def type_name(row: Flag) -> str:
     """The type of a flag in the words of the help."""
-    return f"{row.kind.__name__}{',…' if row.is_list else ''}{' or none' if row.is_optional else ''}"
+    others = [*row.words, *["none"] * row.is_optional]
+    return " or ".join([f"{row.kind.__name__}{',…' if row.is_list else ''}", *others])
 
 
 def shown_value(value: Any) -> str:
@@ -269,6 +283,6 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
     if first:
         lines.append(
             "\n--help=all lists every flag, --list_variants the models, --rules what is refused, "
-            "--layouts what works with which axis"
+            "--layouts what works with which axis; --dry_run checks a launch and writes nothing"
         )
     return "\n".join(lines)

@@ -41,7 +41,8 @@ _PREFER_HSDP = ("7b", "13b", "llama2_7b", "llama2_13b")  # they fit one node, an
 
 
 def resolve_dims(section: ParallelConfig, variant: str, world: World) -> ParallelDims:
-    """The axes of a run. Default strategy: none on one device, hsdp for 7b and 13b, else fsdp.
+    """The axes of a run. Default strategy: none on one device, hsdp for 7b and 13b, else fsdp. Where hsdp
+    is the default and does not fit, `with_room` (spec/data.py) asks again for fsdp.
 
     Raises:
         UserError: an unknown strategy, `none` on several processes, axes whose product does not divide the

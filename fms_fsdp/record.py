@@ -32,7 +32,8 @@ class Record:
     """A launch: its flags and what they came to on its machine, with its data and its checkpoint.
 
     `tokenizer`: the digest of the tokenizer of the data, "" if not known. `working_dir`: the folder that
-    relative paths begin at, "" if not known.
+    relative paths begin at, "" if not known. `chosen`: the flags whose value the launch chose by memory, and
+    why.
     """
 
     config: TrainConfig
@@ -47,6 +48,7 @@ class Record:
     corners: Corners
     versions: Mapping[str, str]
     working_dir: str
+    chosen: Mapping[str, str]
 
     @property
     def resolved(self) -> dict[str, Any]:
@@ -64,6 +66,7 @@ class Record:
             "schedule": asdict(self.corners),
             "versions": dict(self.versions),
             "working_dir": self.working_dir,
+            "chosen": dict(self.chosen),
         }
 
     @property
@@ -107,6 +110,7 @@ def read_record(content: Mapping[str, Any], file: object) -> Record:
             corners=Corners(**resolved["schedule"]),
             versions=resolved["versions"],
             working_dir=resolved["working_dir"],
+            chosen=resolved.get("chosen", {}),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is no record of a launch that can be read: {error!r}") from None

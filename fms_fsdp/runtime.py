@@ -12,7 +12,7 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -211,6 +211,14 @@ def agreed(make: Callable[[], T]) -> T:
     if box[1] is not None:
         raise failure or box[1]
     return cast(T, box[0])
+
+
+def least_of_ranks(values: Sequence[int]) -> list[int]:
+    """The least of each value on any rank, so that all decide alike (collective: every rank)."""
+    found = torch.tensor(values, dtype=torch.int64)
+    if dist.is_initialized():
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+    return cast(list[int], found.tolist())
 
 
 class HostCopy:

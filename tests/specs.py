@@ -30,4 +30,4 @@ def resolved(
 ) -> Spec:
     """The spec of a launch on synthetic data, on a machine of which nothing is asked."""
     machine = Machine(world, torch.device(device), dims, batch, precision)
-    return resolve(cfg, machine, Inputs(None, model, optimizer_bytes, (), None), origin)
+    return resolve(cfg, machine, Inputs(None, model, optimizer_bytes, (), None, {}), origin)

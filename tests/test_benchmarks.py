@@ -130,6 +130,16 @@ def test_the_page_shows_the_recipes_of_today_and_they_are_not_refused() -> None:
         check_axes(Layout(config, model, dims, recipe.batch, precision, torch.device("cuda")))
 
 
+def test_the_page_shows_the_settings_that_a_launch_chooses_today() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from settings_by_devices import DEVICES, MODELS, setting, table
+
+    page = (ROOT / "docs" / "parallelism.md").read_text()
+    shown = page.partition("<!-- settings -->\n")[2].partition("\n<!-- end -->")[0]
+    settings = [setting(model, devices) for devices in DEVICES for model in MODELS]
+    assert shown == table(settings), "take what `python benchmarks/settings_by_devices.py` prints"
+
+
 def test_every_script_of_results_takes_output() -> None:
     for path in (ROOT / "benchmarks").glob("*.py"):
         other = ("bench_train", "result_file", "gpu_compare", "gpu_copy")  # its own way, or no result

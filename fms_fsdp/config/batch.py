@@ -52,7 +52,7 @@ class WantedBatch:
     @property
     def given(self) -> dict[str, int]:
         """The factors of the batch that a flag gives."""
-        values = {"batch_size": self.section.batch_size, "grad_accum_steps": self.section.grad_accum_steps}
+        values = {"batch_size": self.section.given_rows, "grad_accum_steps": self.section.grad_accum_steps}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -176,10 +176,12 @@ def check_rampup(rampup: tuple[int, ...], end: int) -> None:
 def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
     """The three batch sizes from two of them; with fewer, batch_size is 2 and grad_accum_steps is 1.
 
+    A batch_size of `auto` counts as none: of this batch the launch keeps the product (planner/auto.py).
+
     Raises:
         UserError: the three contradict one another, or the global batch does not divide over the ranks.
     """
-    rows, accum, total = section.batch_size, section.grad_accum_steps, section.global_batch_size
+    rows, accum, total = section.given_rows, section.grad_accum_steps, section.global_batch_size
     if total is None:
         rows, accum = rows or 2, accum or 1
         total = rows * accum * dp_size
@@ -203,7 +205,7 @@ def keep_global_batch(
     Raises:
         UserError: `total` does not divide over the ranks, or the flags give another product.
     """
-    rows, accum = section.batch_size, section.grad_accum_steps
+    rows, accum = section.given_rows, section.grad_accum_steps
     if section.global_batch_size is not None:
         return resolve_batch(section, dp_size)
     judge(KEEPS_BATCH, WantedBatch(section, total, dp_size, keep_name=keep_name), {})

@@ -27,14 +27,16 @@ class Flag:
     value takes effect and is logged; "refused". `in_name`: the default run name depends on the flag.
     `orders_data`: it decides the order of data that begin anew. `aliases`: other words for choices. `form`:
     what a text must be: "path", "folder name" or "source name"; a "text" keeps the spaces at its ends and
-    its brackets. `positional`: arguments without a name belong to this flag. `parse`: gets the name and the
-    text of the flag, and raises UserError for a text without a meaning.
+    its brackets. `words`: may stand in place of a number. `positional`: arguments without a name belong to
+    this flag. `parse`: gets the name and the text of the flag, and raises UserError for a text without a
+    meaning.
     `part`: the module of extras/ that only a run which chooses it loads, and that the flag belongs to.
     """
 
     default: Any
     help: str
     choices: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     minimum: float | None = None
     maximum: float | None = None

@@ -155,6 +155,11 @@ CONTRADICTIONS: tuple[ConfigRule, ...] = (
     Rule("async_tp", lambda c: not c.parallel.async_tp or c.parallel.tp_size > 1,
         "needs --tp_size, whose messages are overlapped", "add --tp_size=2", "tp_size"),
     *_alone("training", "num_steps num_tokens num_samples num_epochs", "choose one flag"),
+    Rule("batch_size",
+        lambda c: c.training.batch_size != "auto"
+        or None in (c.training.grad_accum_steps, c.training.global_batch_size),
+        "has nothing to choose beside --grad_accum_steps ({grad_accum_steps}) and --global_batch_size "
+        "({global_batch_size})", "leave one flag out", "grad_accum_steps global_batch_size"),
     Rule("precision",
         lambda c: c.precision.alias is None or c.precision.precision in (None, c.precision.alias),
         "must not contradict --mixed_precision ({mixed_precision}), which is --precision={alias}",
@@ -234,7 +239,7 @@ IDLE: tuple[ConfigRule, ...] = (
     *_idle("selective_checkpointing", "recompute fsdp_activation_checkpointing",
         lambda c: c.parallel.recomputes == "blocks", "--recompute=blocks"),
     *_idle("recompute_ops", "recompute fsdp_activation_checkpointing",
-        lambda c: c.parallel.recomputes == "ops", "--recompute=ops"),
+        lambda c: c.parallel.recomputes in ("ops", "auto"), "--recompute=ops"),
     *_idle("reduce_dtype fsdp_blocks_per_group", "sharding_strategy",
         lambda c: c.parallel.sharding_strategy != "none", "--sharding_strategy=fsdp, hsdp or ddp"),
     *_idle("reshard_after_forward sync_each_micro_step fsdp_prefetch", "sharding_strategy",

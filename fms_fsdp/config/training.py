@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
 from fms_fsdp.config.ramp import BatchIntervals
@@ -63,7 +64,7 @@ class ParallelConfig:
     sharding_strategy: str | None = free_flag(None, choices=("fsdp", "hsdp", "ddp", "none", "zero1", "zero2"),
         help="fsdp shards over all devices, hsdp within groups of devices, ddp replicates; zero2 is fsdp "
         "that gathers weights once a step, zero1 also reduces gradients once; none is for one process "
-        "(default: none on one device, hsdp for 7b and 13b, otherwise fsdp)")
+        "(default: none on one device, hsdp for 7b and 13b if it fits, otherwise fsdp)")
     hsdp_shard_size: int | None = free_flag(None, minimum=1,
         help="number of devices that share one copy of the model under hsdp (default: the devices of a node)")
     tp_size: int = free_flag(1, minimum=0,
@@ -85,9 +86,10 @@ class ParallelConfig:
         help="number of rows that go through a pipeline at a time; batch_size must be a multiple")
     async_tp: bool = free_flag(False, advanced=True,
         help="overlap messages of tp with matrix products, where blocks are compiled for a GPU")
-    recompute: str | None = free_flag(None, choices=("none", "cheap", "ops", "blocks"),
+    recompute: str | None = free_flag(None, choices=("none", "cheap", "ops", "blocks", "auto"),
         help="what the backward pass computes again, to save memory: cheap all but products and attention, "
-        "if compiled; ops all but what --recompute_ops names; blocks whole blocks (default: none)")
+        "if compiled; ops all but what --recompute_ops names; blocks whole blocks; auto the first of these "
+        "that fits the memory, then more and more blocks (default: none)")
     fsdp_activation_checkpointing: bool | None = free_flag(None, "True is --recompute=blocks, False is none")
     selective_checkpointing: str = free_flag("1", parse=parse_selective_checkpointing, advanced=True,
         help="share of the blocks that --recompute=blocks takes, evenly spaced: 1, 1/2, 0.33 or every:k")
@@ -130,7 +132,7 @@ class ParallelConfig:
 
     @property
     def recomputes(self) -> str:
-        """The value of `recompute`, which has a second name."""
+        """The value of `recompute`, which has a second name; `auto` until a launch is resolved."""
         return self.recompute or ("blocks" if self.fsdp_activation_checkpointing else "none")
 
     @property
@@ -161,8 +163,9 @@ class TrainingConfig:
         help="length of the run in rows of seq_length tokens, instead of num_steps")
     num_epochs: str = announced_flag("", in_name=False, parse=parse_epochs,
         help="length of the run in passes over the data (1.5) or over one source (wiki:2), not in num_steps")
-    batch_size: int | None = announced_flag(None, minimum=1,
-        help="number of rows for each data-parallel rank and micro-step (default: 2, or from the other two)")
+    batch_size: int | Literal["auto"] | None = announced_flag(None, minimum=1, words=("auto",),
+        help="number of rows for each data-parallel rank and micro-step; auto is the largest that fits the "
+        "memory and leaves the global batch as it is (default: 2, or from the other two)")
     grad_accum_steps: int | None = announced_flag(None, minimum=1,
         help="number of micro-steps in an optimizer step (default: 1, or from the other two)")
     global_batch_size: int | None = announced_flag(None, minimum=1,
@@ -189,6 +192,11 @@ class TrainingConfig:
     exit_margin_s: float | None = free_flag(None, minimum=0, advanced=True,
         help="seconds before the time limit at which the launch begins to end (default: as measured)")
     # fmt: on
+
+    @property
+    def given_rows(self) -> int | None:
+        """`batch_size` where it is a number."""
+        return self.batch_size if isinstance(self.batch_size, int) else None
 
     def epochs(self) -> tuple[str, float] | None:
         """The source of `num_epochs` ("" for all) and the number of passes over the source; None if not

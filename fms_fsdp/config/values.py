@@ -95,13 +95,15 @@ def _scalar(row: Flag, value: Any) -> Any:
         if text.lower() not in _WORDS:
             raise UserError(f"{quoted} must be a boolean; write true or false")
         return _WORDS[text.lower()]
-    return _text(row, text, quoted) if row.kind is str else _number(row, text, quoted)
+    if row.kind is str or text.lower() in row.words:
+        return _text(row, text, quoted) if row.kind is str else text.lower()
+    return _number(row, text, quoted)
 
 
 def _number(row: Flag, text: str, quoted: str) -> int | float:
     number = whole_number(text) if row.kind is int else _float(text)
     if number is None:
-        raise UserError(f"{quoted} must be {_EXAMPLES[row.kind]}")
+        raise UserError(f"{quoted} must be {', or '.join([_EXAMPLES[row.kind], *row.words])}")
     most = LARGEST[row.kind] if row.maximum is None else row.maximum
     for bound, is_broken, rule in (
         (row.minimum, operator.lt, "at least"),

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -148,7 +148,8 @@ def restore(
         with checking_input():
             stream.close()
             close_held_out(spec.held_out)
-            spec = resolve(cfg, spec.machine, spec.inputs, agreed(choose_again))
+            again = resolve(cfg, spec.machine, spec.inputs, agreed(choose_again))
+            spec = replace(again, chosen={**spec.chosen, **again.chosen})
             stream = open_stream(spec)
         announce(spec)
     return spec, _begin_state(spec, stream, model, optimizers)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from fms_fsdp import runtime
-from fms_fsdp.config import BatchPlan, TrainConfig
+from fms_fsdp.config import BatchPlan, ParallelConfig, TrainConfig
 from fms_fsdp.config.rule import judge
 from fms_fsdp.data.held_out import HeldOutListing, scan_held_out
 from fms_fsdp.data.shards.manifest import Corpus, scan_corpus
@@ -17,7 +19,7 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes
 from fms_fsdp.parts import load_part
-from fms_fsdp.predict.memory import check_memory, estimate_memory
+from fms_fsdp.predict.memory import MemoryEstimate, available_memory, check_memory, estimate_memory
 from fms_fsdp.spec.machine import Machine
 from fms_fsdp.spec.origin import Origin
 from fms_fsdp.spec.rules import FOLDERS, Folders
@@ -31,7 +33,8 @@ class Inputs:
     """What the checks of data found, alike on every rank.
 
     `corpus`: None for synthetic data and streams of the user's own. `optimizer_bytes`: of the state of the
-    whole model. `prompts`: of samples during training.
+    whole model. `prompts`: of samples during training. `available`: bytes that any rank may use, by the type
+    of the device.
     """
 
     corpus: Corpus | None
@@ -39,6 +42,7 @@ class Inputs:
     optimizer_bytes: int
     held_out: tuple[HeldOutListing, ...]
     prompts: Prompts | None
+    available: Mapping[str, int]
 
 
 def find_inputs(cfg: TrainConfig, machine: Machine) -> Inputs:
@@ -47,11 +51,16 @@ def find_inputs(cfg: TrainConfig, machine: Machine) -> Inputs:
     Raises:
         UserError, OSError: the first check that fails, as one line.
     """
+    devices = {device.type: device for device in (machine.device, torch.device("cpu"))}
+    ranks = machine.world.local_world_size
+    # the first thing that all do together: no rank refuses and ends while another one still connects
+    least = runtime.least_of_ranks([available_memory(device, ranks) for device in devices.values()])
     corpus, precision = _open_corpus(cfg), machine.precision
     vocab_size = corpus.vocab_size if corpus is not None else None
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
     if machine.dims.divides_model:
-        load_part("rules", folder="parallel").check_layout(cfg, model, machine, machine.batch)
+        batch = _least_batch(cfg, model, machine)
+        load_part("rules", folder="parallel").check_layout(cfg, model, machine, batch)
     if precision.float8:
         load_part("float8").check_float8(model, precision, machine.device, machine.dims.tp)
     if cfg.checkpoint.export_interval:
@@ -60,9 +69,47 @@ def find_inputs(cfg: TrainConfig, machine: Machine) -> Inputs:
     prompts = None
     if cfg.eval.sample_interval:
         prompts = runtime.agreed(partial(load_part("prompts:scan_prompts"), cfg.eval, cfg.data, model))
-    inputs = Inputs(corpus, model, state_bytes(cfg.optim, model, precision), held_out, prompts)
-    _check_room(cfg, machine, inputs)
+    available = dict(zip(devices, least, strict=True))
+    inputs = Inputs(corpus, model, state_bytes(cfg.optim, model, precision), held_out, prompts, available)
+    _check_room(cfg, with_room(cfg, machine, inputs), inputs)
     return inputs
+
+
+def with_room(cfg: TrainConfig, machine: Machine, inputs: Inputs) -> Machine:
+    """The machine, under fsdp where hsdp is but the default and does not fit, and fsdp does. It is decided
+    anew in each launch, before the checkpoint is known: checkpoints go on under any strategy."""
+    if machine.dims.strategy != "hsdp" or cfg.parallel.sharding_strategy or cfg.parallel.hsdp_shard_size:
+        return machine
+    batch = _least_batch(cfg, inputs.model, machine)
+    need = memory_of_rank(cfg.parallel, machine, inputs, batch, cfg.data.seq_length)
+    parts = need.by_holder(machine.device, cfg.parallel)
+    if all(part.total <= inputs.available[holder.type] for holder, part in parts.items()):
+        return machine
+    found: Machine = load_part("auto", folder="planner").try_fsdp(cfg, machine, inputs, batch)
+    return found
+
+
+def _least_batch(cfg: TrainConfig, model: LlamaConfig, machine: Machine) -> BatchPlan:
+    """The batch; where memory will choose its rows, the one with the fewest."""
+    if cfg.training.batch_size != "auto":
+        return machine.batch
+    found: BatchPlan = load_part("auto", folder="planner").plans(cfg, model, machine, machine.batch)[0]
+    return found
+
+
+def memory_of_rank(
+    section: ParallelConfig, machine: Machine, inputs: Inputs, batch: BatchPlan, seq_length: int
+) -> MemoryEstimate:
+    """What a rank would need with these flags and this batch."""
+    return estimate_memory(
+        inputs.model,
+        machine.dims,
+        section,
+        precision=machine.precision,
+        batch=batch,
+        seq_length=seq_length,
+        optimizer_bytes=inputs.optimizer_bytes,
+    )
 
 
 def _open_corpus(cfg: TrainConfig) -> Corpus | None:
@@ -74,15 +121,8 @@ def _open_corpus(cfg: TrainConfig) -> Corpus | None:
 
 def _check_room(cfg: TrainConfig, machine: Machine, inputs: Inputs) -> None:
     """Raises UserError where memory or disk is too small, or a folder cannot be written."""
-    need = estimate_memory(
-        inputs.model,
-        machine.dims,
-        cfg.parallel,
-        precision=machine.precision,
-        batch=machine.batch,
-        seq_length=cfg.data.seq_length,
-        optimizer_bytes=inputs.optimizer_bytes,
-    )
+    batch = _least_batch(cfg, inputs.model, machine)
+    need = memory_of_rank(cfg.parallel, machine, inputs, batch, cfg.data.seq_length)
     for holder, part in need.by_holder(machine.device, cfg.parallel).items():
         check_memory(part, holder, machine.world.local_world_size, cfg.model.name_and_sizes)
     section, size = cfg.checkpoint, 0

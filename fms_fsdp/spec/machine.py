@@ -25,13 +25,17 @@ from fms_fsdp.spec.rules import MACHINE, Hardware
 
 @dataclass(frozen=True)
 class Machine:
-    """The process in its world, its device, the axes, the batch and the dtypes."""
+    """The process in its world, its device, the axes, the batch and the dtypes.
+
+    `why_strategy`: a sentence, where memory decided the strategy and not its default.
+    """
 
     world: runtime.World
     device: torch.device
     dims: ParallelDims
     batch: BatchPlan
     precision: Precision
+    why_strategy: str = ""
 
 
 def find_machine(parsed: Parsed[TrainConfig], world: runtime.World) -> Machine:

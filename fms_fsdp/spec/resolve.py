@@ -1,7 +1,7 @@
 """The one value of a launch: everything that is known before step 1, alike on every rank. Nothing is written.
 
     flags (done by parsing) → `find_machine`: devices, axes, batch → process group
-                            → `find_inputs`: data, model, room → `find_origin`: the checkpoint
+                            → `find_inputs`: data, model, room → mesh → `find_origin`: the checkpoint
                             → `resolve`: all of these → Spec
 
 The first failure is raised, alike on every rank.
@@ -24,10 +24,10 @@ from fms_fsdp.data.stream import Stream, TokenStream
 from fms_fsdp.errors import UserError
 from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
 from fms_fsdp.parts import load_part
-from fms_fsdp.predict.memory import MemoryEstimate, estimate_memory
+from fms_fsdp.predict.memory import MemoryEstimate
 from fms_fsdp.record import Record, working_folder
 from fms_fsdp.runtime import World, log, versions
-from fms_fsdp.spec.data import Inputs, begin_stream
+from fms_fsdp.spec.data import Inputs, begin_stream, memory_of_rank
 from fms_fsdp.spec.machine import Machine
 from fms_fsdp.spec.origin import Origin
 from fms_fsdp.spec.rules import CHECKPOINT, LENGTH, Continued
@@ -70,6 +70,11 @@ class Spec(Record):
     """A launch as it will be: what is recorded of it, and what it stands on in this process.
 
     `epochs`: the length of the run in words, where epochs are its length.
+
+    What was chosen by memory stands where it is read, and `chosen` names its flag. In `config` the kind of
+    recomputation takes the place of `auto`, so whoever reads the flags sees what runs. The chosen rows stand
+    in `batch`, and the chosen strategy in `dims`: `config` keeps their flags as the user gave them, because
+    `batch_size` is part of the run's name. A resume with the same flags finds all three, and no change.
     """
 
     origin: Origin
@@ -106,15 +111,7 @@ class Spec(Record):
 
     def memory(self, section: ParallelConfig) -> MemoryEstimate:
         """What a rank of this run would need with these flags."""
-        return estimate_memory(
-            self.model,
-            self.dims,
-            section,
-            precision=self.precision,
-            batch=self.batch,
-            seq_length=self.seq_length,
-            optimizer_bytes=self.inputs.optimizer_bytes,
-        )
+        return memory_of_rank(section, self.machine, self.inputs, self.batch, self.seq_length)
 
 
 def resolve(cfg: TrainConfig, machine: Machine, inputs: Inputs, origin: Origin) -> Spec:
@@ -128,8 +125,15 @@ def resolve(cfg: TrainConfig, machine: Machine, inputs: Inputs, origin: Origin) 
         judge(CHECKPOINT, Continued(cfg, inputs.model, origin.checkpoint, origin.continues), {})
     if origin.continues:
         batch = _kept_batch(cfg, machine, saved.record.batch)
-        if machine.dims.divides_model:  # a pipeline may not be able to use this batch
-            load_part("rules", folder="parallel").check_layout(cfg, inputs.model, machine, batch)
+    chosen = {"sharding_strategy": machine.why_strategy} if machine.why_strategy else {}
+    if "auto" in (cfg.parallel.recompute, cfg.training.batch_size):
+        before = saved.record if origin.continues else None
+        cfg, batch, more = load_part("auto", folder="planner").choose_settings(
+            cfg, machine, inputs, batch, before
+        )
+        chosen |= more
+    if machine.dims.divides_model and batch != machine.batch:  # a pipeline may not be able to use this batch
+        load_part("rules", folder="parallel").check_layout(cfg, inputs.model, machine, batch)
     timeline = Timeline(saved.step, saved.rows_seen, saved.tokens_seen, cfg.data.seq_length, batch)
     num_steps, epochs = _find_length(cfg, machine, inputs, origin, timeline)
     spec = Spec(
@@ -145,6 +149,7 @@ def resolve(cfg: TrainConfig, machine: Machine, inputs: Inputs, origin: Origin) 
         corners=kept_corners(cfg.optim, Length(num_steps, timeline.seq_length, timeline.tokens_at), origin),
         versions=versions(),
         working_dir=working_folder(),
+        chosen=chosen,
         origin=origin,
         timeline=timeline,
         machine=machine,

@@ -55,6 +55,7 @@ def describe(spec: Spec) -> str:
         f"batch: {batch.batch_size} rows x {batch.dp_size} ranks x {batch.grad_accum_steps} micro-steps = "
         f"{batch.global_batch_size} rows = {tokens:,} tokens a step{ramp}",
     ]
+    lines += [f"{name}: {why}" for name, why in spec.chosen.items()]
     if spec.model.attn_dropout:
         weights = batch.batch_size * spec.model.num_attention_heads * spec.seq_length**2
         lines.append(

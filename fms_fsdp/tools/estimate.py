@@ -64,6 +64,8 @@ class EstimateConfig:
     def __post_init__(self) -> None:
         if self.output and not self.plot_schedule:
             raise UserError(f"--output ({self.output}) has no effect without --plot_schedule=True")
+        if self.parallel.recompute == "auto":
+            raise UserError("--recompute (auto) is what a launch chooses on its devices; name a kind")
         rates = ("tflops", "tokens_per_sec_per_device", "device")
         given = [f"--{name}" for name in rates if getattr(self, name) is not None]
         if len(given) > 1 or not (given or self.plot_schedule):

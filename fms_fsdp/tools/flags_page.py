@@ -52,7 +52,8 @@ name that is not a flag is an error. It names the most similar flag, or says wha
 is here. A flag that is given twice must have the same value both times. A flag of the command line must have
 an effect. If other flags of the command line prevent it, the launch is refused. If a file, the machine or the
 number of ranks prevents it, the log has a note. All checks run before any work, in this order: flags, world
-and mesh, data, memory.
+and mesh, data, memory. `--dry_run` beside the flags of a launch makes all these checks, says what the launch
+would do and ends; nothing is written. `--dry_run` is no flag of a run: no file and no name holds it.
 
 The column "on resume" says what happens if a run goes on from a checkpoint and the flag has another value.
 `free`: the run trains the same. `announced`: the new value takes effect from that step on, and the log says

@@ -125,6 +125,7 @@ def _write(model: Llama, folder: Path, partial: Path, output: Path) -> str:
         corners=find_corners(OptimConfig(), Length(1, size, lambda step: step * size)),
         versions=versions(),
         working_dir=working_folder(),
+        chosen={},
     )
     root = partial / "checkpoints"
     root.mkdir()

@@ -1,0 +1,98 @@
+"""What `--recompute=auto --batch_size=auto` chooses for four models on 1 to 512 GPUs of 80 GiB.
+
+    python benchmarks/settings_by_devices.py [--output=FILE]     # prints the table of docs/parallelism.md
+
+All figures are arithmetic, by the functions that a launch uses, for steps of 4,194,304 tokens (1,024 rows of
+4,096), nodes of 8 GPUs, bf16, compiled blocks. Nothing was measured on such machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from result_file import HELP, about_machine, write_result
+
+from fms_fsdp.config import BF16, TrainConfig, resolve_batch
+from fms_fsdp.flags import parse_flags
+from fms_fsdp.mesh import resolve_dims
+from fms_fsdp.models.variants import resolve_model
+from fms_fsdp.optim.optimizers import state_bytes
+from fms_fsdp.runtime import World
+from fms_fsdp.spec.data import Inputs, with_room
+from fms_fsdp.spec.machine import Machine
+from fms_fsdp.spec.origin import Origin
+from fms_fsdp.spec.resolve import resolve
+
+NODE, GPU_GIB = 8, 80
+MODELS, DEVICES = ("7b", "13b", "34b", "70b"), (1, 8, 64, 512)
+FLAGS = "--use_dummy_dataset=True --global_batch_size=1024 --use_torch_compile=True --recompute=auto"
+
+
+class Setting(NamedTuple):
+    """What a launch chooses; `least` and `expected`: GiB that a rank needs at least and in a step."""
+
+    model: str
+    devices: int
+    strategy: str
+    recompute: str
+    rows: int
+    micro_steps: int
+    least: float
+    expected: float
+
+    @property
+    def row(self) -> str:
+        """The row of the table."""
+        begin = f"| {self.devices} | `{self.model}` | {self.strategy}"
+        if self.least > GPU_GIB:
+            return f"{begin} | refused: needs {self.least:,.1f} GiB at least | | |"
+        fits = "" if self.expected <= GPU_GIB else ": more than there is"
+        return f"{begin} | {self.recompute} | {self.rows} × {self.micro_steps} | {self.expected:.1f}{fits} |"
+
+
+def setting(variant: str, devices: int) -> Setting:
+    """What a launch of this model on so many devices chooses."""
+    cfg = parse_flags(TrainConfig, [f"--model_variant={variant}", "--batch_size=auto", *FLAGS.split()])
+    world = World(0, 0, devices, min(devices, NODE))
+    dims = resolve_dims(cfg.parallel, variant, world)
+    batch = resolve_batch(cfg.training, dims.size("dp"))
+    machine = Machine(world, torch.device("cuda", 0), dims, batch, BF16)
+    model = resolve_model(cfg.model, seq_length=cfg.data.seq_length)
+    available = {"cuda": GPU_GIB * 2**30, "cpu": 2**62}
+    inputs = Inputs(None, model, state_bytes(cfg.optim, model, BF16), (), None, available)
+    spec = resolve(cfg, with_room(cfg, machine, inputs), inputs, Origin())
+    section, need = spec.config.parallel, spec.memory(spec.config.parallel)
+    share = section.selective_checkpointing
+    part = f", {share}" if section.recomputes == "blocks" and share != "1" else ""
+    kind, plan = f"`{section.recomputes}`{part}", spec.batch
+    sizes = need.total / 2**30, need.expected / 2**30
+    strategy = f"`{spec.dims.strategy}`"
+    return Setting(variant, devices, strategy, kind, plan.batch_size, plan.grad_accum_steps, *sizes)
+
+
+def table(settings: list[Setting]) -> str:
+    """The table as docs/parallelism.md shows it."""
+    head = "| devices | model | strategy | recompute | rows × micro-steps | GiB a rank |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *(each.row for each in settings)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help=HELP)
+    options = parser.parse_args()
+    settings = [setting(model, devices) for devices in DEVICES for model in MODELS]
+    print(table(settings))
+    if options.output:
+        write_result(about_machine() | {"settings": [each._asdict() for each in settings]}, options.output)
+
+
+if __name__ == "__main__":
+    main()
