@@ -42,7 +42,8 @@ AXES = tuple(
 AXES += ("models/stages", "predict/shares")
 # what only a prediction of speed loads
 PLANNER = (
-    *("planner/__init__", "planner/plan", "planner/search"),
+    *("planner/__init__", "planner/plan", "planner/search", "planner/choice", "planner/days"),
+    *("planner/answers", "planner/words", "planner/bars"),
     *("predict/hardware", "predict/curves", "predict/speed"),
 )
 LOADED_APART = {"axes": AXES, "planner": PLANNER}

@@ -38,7 +38,7 @@ _RECOMPUTE: tuple[dict[str, Any], ...] = (
     {"recompute": "blocks"},
 )
 _LARGEST_TP, _LARGEST_PP = 8, 16
-_MOST_ROWS = 4096  # of a micro-step
+MOST_ROWS = 4096  # of a micro-step
 _MOST_DEVICES = 65_536
 _MOST_SIZES = 4  # numbers of rows that are tried with one layout, from the largest that fits on
 
@@ -87,7 +87,7 @@ def _fitting(
     cluster: Cluster,
     global_batch: int,
     kinds: tuple[dict[str, Any], ...] = _RECOMPUTE,
-    most_rows: int = _MOST_ROWS,
+    most_rows: int = MOST_ROWS,
 ) -> Iterator[tuple[float, dict[str, Any]]]:
     """Tokens/s of a device and the flags of each layout that fits: with ways to recompute, and with
     micro-steps of so many rows at most."""
@@ -170,7 +170,7 @@ def _shard_sizes(ranks: int, in_node: int, given: ParallelConfig) -> set[int]:
 
 
 def _batches(
-    global_batch: int, dp_size: int, section: ParallelConfig, most_rows: int = _MOST_ROWS
+    global_batch: int, dp_size: int, section: ParallelConfig, most_rows: int = MOST_ROWS
 ) -> Iterator[BatchPlan]:
     """Ways to cut the rows of a rank into micro-steps, the largest micro-steps first. A pipeline takes all
     rows at once: each micro-step fills and empties it."""
