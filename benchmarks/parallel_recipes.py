@@ -76,7 +76,11 @@ def figures(variant: str, gpus: int, flags: str) -> Recipe:
     """The recipe with what `estimate` says of it."""
     config = parse_flags(EstimateConfig, ["--tflops=400", *flags.split()])
     model = resolve_model(ModelConfig(model_variant=variant), seq_length=ROW)
-    section, precision, accum = config.parallel, config.resolved_precision(), config.grad_accum_steps
+    section, precision, accum = (
+        config.parallel,
+        config.resolved_precision(),
+        config.training.grad_accum_steps or 1,
+    )
     dims = resolve_dims(section, variant, World(0, 0, gpus, NODE))
     rows, rest = divmod(TOKENS, ROW * dims.size("dp") * accum)
     assert rows and not rest, f"{variant} on {gpus} GPUs: the rows of a step cannot be dealt out"

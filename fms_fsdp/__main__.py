@@ -37,7 +37,7 @@ COMMANDS = {
     "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
     "ckpt verify": ("ckpt:verify_checkpoints", "every byte of the checkpoints against its checksum"),
     "ckpt prune": ("ckpt:prune_checkpoints", "delete checkpoints that a rule does not keep, or show which"),
-    "estimate": ("estimate:main", "how long a training will take, as a range"),
+    "estimate": ("estimate:main", "how long a training will take, what it needs, and the fastest layout"),
     "report": ("report.page:main", "a page of curves and tables from run folders"),
 }
 

