@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.predict.memory import available_memory
+from fms_fsdp.predict.room import available_memory
 from fms_fsdp.spec.resolve import Spec
 
 _GIB = 2**30

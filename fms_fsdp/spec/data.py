@@ -17,7 +17,8 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes
 from fms_fsdp.parts import load_part
-from fms_fsdp.predict.memory import check_memory, estimate_memory
+from fms_fsdp.predict.memory import estimate_memory
+from fms_fsdp.predict.room import check_memory
 from fms_fsdp.spec.machine import Machine
 from fms_fsdp.spec.origin import Origin
 from fms_fsdp.spec.rules import FOLDERS, Folders

@@ -20,7 +20,8 @@ from fms_fsdp.optim.optimizers import checkpoint_bytes
 from fms_fsdp.parallel.precision import DTYPES
 from fms_fsdp.parts import load_part
 from fms_fsdp.predict.communication import bytes_sent
-from fms_fsdp.predict.memory import MemoryEstimate, available_memory
+from fms_fsdp.predict.memory import MemoryEstimate
+from fms_fsdp.predict.room import available_memory
 from fms_fsdp.runtime import log, log_for_files
 from fms_fsdp.spec.advice import warning_of_memory
 from fms_fsdp.spec.difference import differences, schedule_jump

@@ -32,7 +32,7 @@ from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import fsdp_policy, product_in
-from fms_fsdp.predict.memory import activation_bytes
+from fms_fsdp.predict.activations import activation_bytes
 from fms_fsdp.spec.rules import MACHINE, Hardware
 
 CPU = torch.device("cpu")
