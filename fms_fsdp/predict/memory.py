@@ -203,8 +203,15 @@ class _Step:
         if dims.divides_model:
             part = load_part("shares", folder="predict")
             activations = int(part.kept_activations(config, dims, self.section, self.batch) * activations)
-        parts = dict(loss=self._loss(), working=self._working(), buffers=self._buffers())
-        need = replace(self.holds, rows=rows, gradients=gradients, activations=activations, **parts)
+        need = replace(
+            self.holds,
+            rows=rows,
+            gradients=gradients,
+            activations=activations,
+            loss=self._loss(),
+            working=self._working(),
+            buffers=self._buffers(),
+        )
         full, end = activations + self._fullest(need), self._end()
         # gradients come as activations go, unless a micro-step before has left them
         beside = max(0, full - (self.shard if accum == 1 else 0), end)

@@ -16,8 +16,9 @@ from fms_fsdp.data.stream import Stream, build_stream
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes
+from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parts import load_part
-from fms_fsdp.predict.memory import estimate_memory
+from fms_fsdp.predict.memory import MemoryEstimate, estimate_memory
 from fms_fsdp.predict.room import check_memory
 from fms_fsdp.spec.machine import Machine
 from fms_fsdp.spec.origin import Origin
@@ -75,21 +76,34 @@ def _open_corpus(cfg: TrainConfig) -> Corpus | None:
 
 def _check_room(cfg: TrainConfig, machine: Machine, inputs: Inputs) -> None:
     """Raises UserError where memory or disk is too small, or a folder cannot be written."""
-    need = estimate_memory(
+    need = memory_of(cfg, machine, inputs, machine.batch)
+    for holder, part in need.by_holder(machine.device, cfg.parallel).items():
+        check_memory(part, holder, machine.world.local_world_size, cfg.model.name_and_sizes)
+    judge(FOLDERS, Folders(cfg, _saved_bytes(cfg, machine, inputs)), {})
+
+
+def _saved_bytes(cfg: TrainConfig, machine: Machine, inputs: Inputs) -> int:
+    """About the bytes of a checkpoint; 0 where the run writes none."""
+    section = cfg.checkpoint
+    if not (section.save_last or section.checkpoint_interval or section.checkpoint_schedule):
+        return 0
+    return checkpoint_bytes(cfg.optim, inputs.model, machine.precision)
+
+
+def memory_of(cfg: TrainConfig, machine: Machine, inputs: Inputs, batch: BatchPlan) -> MemoryEstimate:
+    """What a rank needs for a step of this batch."""
+    return estimate_memory(
         inputs.model,
         machine.dims,
         cfg.parallel,
         precision=machine.precision,
-        batch=machine.batch,
+        batch=batch,
         seq_length=cfg.data.seq_length,
         optimizer_bytes=inputs.optimizer_bytes,
+        compiled=compiles(cfg.parallel, machine.device),
+        device_type=machine.device.type,
+        saved_bytes=_saved_bytes(cfg, machine, inputs) if cfg.checkpoint.async_checkpoint else 0,
     )
-    for holder, part in need.by_holder(machine.device, cfg.parallel).items():
-        check_memory(part, holder, machine.world.local_world_size, cfg.model.name_and_sizes)
-    section, size = cfg.checkpoint, 0
-    if section.save_last or section.checkpoint_interval or section.checkpoint_schedule:
-        size = checkpoint_bytes(cfg.optim, inputs.model, machine.precision)
-    judge(FOLDERS, Folders(cfg, size), {})
 
 
 def begin_stream(

@@ -24,10 +24,10 @@ from fms_fsdp.data.stream import Stream, TokenStream
 from fms_fsdp.errors import UserError
 from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
 from fms_fsdp.parts import load_part
-from fms_fsdp.predict.memory import MemoryEstimate, estimate_memory
+from fms_fsdp.predict.memory import MemoryEstimate
 from fms_fsdp.record import Record, working_folder
 from fms_fsdp.runtime import World, log, versions
-from fms_fsdp.spec.data import Inputs, begin_stream
+from fms_fsdp.spec.data import Inputs, begin_stream, memory_of
 from fms_fsdp.spec.machine import Machine
 from fms_fsdp.spec.origin import Origin
 from fms_fsdp.spec.rules import CHECKPOINT, LENGTH, Continued
@@ -106,15 +106,7 @@ class Spec(Record):
 
     def memory(self, section: ParallelConfig) -> MemoryEstimate:
         """What a rank of this run would need with these flags."""
-        return estimate_memory(
-            self.model,
-            self.dims,
-            section,
-            precision=self.precision,
-            batch=self.batch,
-            seq_length=self.seq_length,
-            optimizer_bytes=self.inputs.optimizer_bytes,
-        )
+        return memory_of(replace(self.config, parallel=section), self.machine, self.inputs, self.batch)
 
 
 def resolve(cfg: TrainConfig, machine: Machine, inputs: Inputs, origin: Origin) -> Spec:

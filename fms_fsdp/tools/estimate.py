@@ -162,9 +162,16 @@ def _sharding(config: EstimateConfig) -> str:
     ranks = dims.size("dp")
     rows = max(1, config.batch_tokens // (length * ranks * config.grad_accum_steps))
     batch = BatchPlan(rows, config.grad_accum_steps, ranks)
-    need = estimate_memory(model, dims, section, precision=precision, batch=batch, seq_length=length)
-    optimizer_bytes = state_bytes(config.optim, model, precision)
-    return describe_sharding(model, need, precision, batch, optimizer_bytes, section, length)
+    need = estimate_memory(
+        model,
+        dims,
+        section,
+        precision=precision,
+        batch=batch,
+        seq_length=length,
+        optimizer_bytes=state_bytes(config.optim, model, precision),
+    )
+    return describe_sharding(model, need, precision, batch, section, length)
 
 
 def _cpu_flops(compute: str, size: int = 1024, seconds: float = 0.15) -> float:
