@@ -148,8 +148,9 @@ def train_layout(rank: int, options: argparse.Namespace, flags: Mapping[str, Any
     peak = _growth(device)
     found = _train(config, section, mesh, device, options.steps)
     batch = BatchPlan(ROWS // mesh.size("dp"), 1, mesh.size("dp"))
-    need = estimate_memory(config, mesh.dims, section, precision=FP32, batch=batch, seq_length=TOKENS)
-    found |= {"peak_mib": peak(), "predicted_mib": (need.total + need.beside) / 2**20}
+    how = dict(precision=FP32, compiled=False, device_type=options.device)
+    need = estimate_memory(config, mesh.dims, section, batch=batch, seq_length=TOKENS, **how)
+    found |= {"peak_mib": peak(), "predicted_mib": need.expected / 2**20}
     if world > 1:
         with Sent(mesh) as counted:
             found.pop("one_more")()

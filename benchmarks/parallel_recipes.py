@@ -100,7 +100,7 @@ def figures(variant: str, gpus: int, flags: str) -> Recipe:
         sent = axis_bytes(model, dims, section, precision, batch, ROW)
     sent |= bytes_sent(model, dims, precision, accum, share)
     by_axis = {axis: size / 2**30 for axis, size in sent.items()}
-    return Recipe(variant, gpus, flags, batch, (need.total + need.beside) / 2**30, by_axis)
+    return Recipe(variant, gpus, flags, batch, need.expected / 2**30, by_axis)
 
 
 def table(recipes: list[Recipe]) -> str:

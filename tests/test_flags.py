@@ -49,7 +49,8 @@ from fms_fsdp.flags import (
 )
 from fms_fsdp.models.variants import SHAPES, VARIANTS, Shape, all_variants, resolve_model
 from fms_fsdp.parallel.rules import AXIS_RULES, Layout
-from fms_fsdp.predict.memory import FITS, MemoryEstimate, Room
+from fms_fsdp.predict.memory import MemoryEstimate
+from fms_fsdp.predict.room import FITS, Room
 from fms_fsdp.record import Saved
 from fms_fsdp.spec.origin import Origin
 from fms_fsdp.spec.rules import CHECKPOINT, FOLDERS, LENGTH, MACHINE, Continued, Folders, Hardware, listing

@@ -25,7 +25,7 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.extras.decoding import CachedReader
 from fms_fsdp.extras.prompts import check_tokens
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.predict.memory import available_memory
+from fms_fsdp.predict.room import available_memory
 
 _LARGEST = 1e300  # a logit that is penalised
 _MANY = 16  # steps, for which another layout of the weights pays

@@ -29,7 +29,7 @@ from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.predict.memory import available_memory
+from fms_fsdp.predict.room import available_memory
 from fms_fsdp.sharded import local_part, place_of
 
 _IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".masked_bias")

@@ -24,16 +24,22 @@ def num_params_by_unit(config: LlamaConfig) -> dict[str, int]:
     q_size, kv_size = _attention_sizes(config)
     inner = 2 * ffn if config.activation == "swiglu" else ffn  # outputs of the first products
     vocab = config.padded_vocab_size * hidden
-    block = 2 * hidden * (q_size + kv_size) + hidden * (inner + ffn) + 2 * _norm(config, hidden)
-    if config.bias:
-        block += q_size + 2 * kv_size + inner + 2 * hidden
-    if config.qk_norm:
-        block += 2 * _norm(config, config.head_dim)
+    block = 2 * hidden * (q_size + kv_size) + hidden * (inner + ffn)
     return {
         "embed": vocab + _position_rows(config) * hidden,
-        "block": block,
+        "block": block + _vectors(config),
         "head": _norm(config, hidden) + (0 if config.tie_embeddings else vocab),
     }
+
+
+def _vectors(config: LlamaConfig) -> int:
+    """Parameters of a block that multiply no matrix: norms and biases."""
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    q_size, kv_size = _attention_sizes(config)
+    count = 2 * _norm(config, hidden)
+    if config.bias:
+        count += q_size + 2 * kv_size + (2 if config.activation == "swiglu" else 1) * ffn + 2 * hidden
+    return count + (2 * _norm(config, config.head_dim) if config.qk_norm else 0)
 
 
 def _norm(config: LlamaConfig, size: int) -> int:
@@ -81,11 +87,12 @@ def flops_per_token(config: LlamaConfig, seq_length: int) -> int:
 
 
 def matmul_flops_per_token(config: LlamaConfig, seq_length: int) -> int:
-    """`flops_per_token` without the embedding lookup, which multiplies nothing, and the rows that fill up the
-    head; a tied embedding counts once, as the head."""
+    """`flops_per_token` without what multiplies no matrix: the embedding lookup, norms and biases, and the
+    rows that fill up the head; a tied embedding counts once, as the head."""
     rows = _position_rows(config) + config.padded_vocab_size - config.vocab_size
     rows += 0 if config.tie_embeddings else config.padded_vocab_size
-    return flops_per_token(config, seq_length) - 6 * rows * config.hidden_size
+    vectors = config.num_layers * _vectors(config) + _norm(config, config.hidden_size)
+    return flops_per_token(config, seq_length) - 6 * (rows * config.hidden_size + vectors)
 
 
 def recomputed_flops_per_token(
@@ -99,7 +106,7 @@ def recomputed_flops_per_token(
     """
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     q_size, kv_size = _attention_sizes(config)
-    weights = num_params_by_unit(config)["block"] - hidden * ffn
+    weights = num_params_by_unit(config)["block"] - _vectors(config) - hidden * ffn
     if "every_second_product" in kept:
         weights = hidden * (q_size + kv_size + ffn)  # of queries, values and the gate or up
     if "products" in kept:

@@ -20,22 +20,11 @@ import torch
 import torch.nn.functional as F
 
 from fms_fsdp.data.batch import IGNORED_LABEL
+from fms_fsdp.models.chunks import SLICE_BYTES, chunk_rows, span_rows
 from fms_fsdp.models.masks import compiled
 from fms_fsdp.parts import load_part
 
-# fp32 logits of a chunk: within the cache of a CPU, large enough products for a GPU
-_CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
-# the same of a span, if a chunk is not more; on a GPU so many that the sum over spans is seldom needed
-_SPAN_BYTES = {"cpu": 64 << 20, "cuda": 4 << 30}
-_SLICE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # fp32 rows of dW that are added up at a time
 _ROW_MULTIPLE = {"cpu": 1, "cuda": 64}  # of numbers, at which a row of logits begins
-
-
-def chunk_rows(num_rows: int, vocab_size: int, device_type: str) -> int:
-    """Rows per chunk: as many as their fp32 logits fit the device's budget, evened out over the chunks."""
-    most = max(128, _CHUNK_BYTES.get(device_type, 1 << 30) // (4 * vocab_size))
-    num_chunks = -(-num_rows // most)
-    return -(-num_rows // num_chunks)
 
 
 def _empty_rows(like: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
@@ -118,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             column_N = index_N.clamp(0, vocab_size - 1)
         # alike on the ranks of all parts, which exchange sums of each chunk
         rows = chunk_rows(num_rows, vocabulary.largest if vocabulary else vocab_size, h_ND.device.type)
-        span = rows * max(1, _SPAN_BYTES.get(h_ND.device.type, 4 << 30) // (rows * vocab_size * 4))
+        span = span_rows(rows, vocab_size, h_ND.device.type)
         need_h, need_weight, *_ = ctx.needs_input_grad
         dh_ND = torch.empty_like(h_ND) if need_h else None
         dweight_VD: torch.Tensor | None = None
@@ -177,7 +166,7 @@ def _add_product(
         total_VD = left_VP.new_zeros(left_VP.shape[0], right_PD.shape[1], dtype=torch.float32)
     if left_VP.dtype == torch.float32:
         return total_VD.addmm_(left_VP, right_PD)
-    rows = max(1, _SLICE_BYTES.get(left_VP.device.type, 256 << 20) // (4 * right_PD.shape[1]))
+    rows = max(1, SLICE_BYTES.get(left_VP.device.type, 256 << 20) // (4 * right_PD.shape[1]))
     for total, left in zip(torch.split(total_VD, rows), torch.split(left_VP, rows), strict=True):
         total.add_(left @ right_PD)
     return total_VD

@@ -26,7 +26,7 @@ from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parts import load_part
 from fms_fsdp.predict.memory import MemoryEstimate
 from fms_fsdp.record import Record
-from fms_fsdp.spec.data import Inputs, memory_of_rank
+from fms_fsdp.spec.data import Inputs, memory_of
 from fms_fsdp.spec.machine import Machine
 
 SHARES = ("1/4", "1/2", "3/4", "1")  # of the blocks, for --recompute=blocks
@@ -70,7 +70,7 @@ def try_fsdp(cfg: TrainConfig, machine: Machine, inputs: Inputs, batch: BatchPla
     """The machine under fsdp in place of hsdp, which does not fit; as it is where fsdp fits no better."""
 
     def load(tried: Machine) -> Load:
-        need = memory_of_rank(cfg.parallel, tried, inputs, batch, cfg.data.seq_length)
+        need = memory_of(cfg, tried, inputs, batch)
         return _fullest(need, cfg.parallel, tried, inputs, least=True)
 
     section = replace(cfg.parallel, sharding_strategy="fsdp")
@@ -130,9 +130,9 @@ class Search:
     batches: Sequence[BatchPlan]
 
     def load(self, settings: Settings) -> Load:
-        section, length = settings.section, self.cfg.data.seq_length
-        need = memory_of_rank(section, self.machine, self.inputs, settings.batch, length)
-        return _fullest(need, section, self.machine, self.inputs)
+        cfg = replace(self.cfg, parallel=settings.section)
+        need = memory_of(cfg, self.machine, self.inputs, settings.batch)
+        return _fullest(need, settings.section, self.machine, self.inputs)
 
     def best(self) -> Settings:
         """The first recomputation that fits with the fewest rows, and the most rows that fit with it."""

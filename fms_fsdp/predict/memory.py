@@ -1,45 +1,56 @@
-"""Will it fit: the least that a rank needs, against the bytes it has.
+"""What a rank needs, part by part, in bytes: arithmetic alone.
 
-    needed    = (parameters, gradients and the optimizer's state) / (dp_shard x cp)
-                + the weights that FSDP gathers: its largest unit, or all where they are kept
-                + whole gradients, where they wait for the last micro-step
-                + rows
-    available = what is free of the GPU's memory, or min(cgroup limit, free RAM) / processes on this machine
+    least    = (parameters, gradients and the optimizer's state) / (dp_shard x cp)
+               + the weights that FSDP gathers: its largest unit, or all where they are kept
+               + whole gradients, where they wait for the last micro-step
+               + rows
+    expected = least + what a step holds beside it at its fullest moment + the allocator's share
 
-Ranks of tp and pp have a share of the model (shares.py) in place of the whole.
-Of the activations only the input of one block counts, and the host copy of a background save is left out:
-a run that is refused here could not take its first step. What all blocks keep is told beside it.
+Ranks of tp and pp have a share of the model (shares.py) in place of the whole. Of the activations the least
+has only the input of one block. The fullest moment is one of four:
+
+    the loss        all activations, the logits and the gradients that the loss makes in the forward pass
+    the head        all activations, the head's whole gradient and the buffer that reduces it
+    the last block  all activations, what the block computes again, its temporaries, units on their way
+    the embedding   no activations; all gradients, the embedding's whole one and its buffer
+
+Between two of them activations go as gradients come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from fms_fsdp.config import FP32, NUM_BYTES, BatchPlan, ParallelConfig, Precision
 from fms_fsdp.config.axes import ParallelDims
-from fms_fsdp.config.rule import Rule, judge
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parts import load_part
+from fms_fsdp.predict.activations import BlockActivations, activation_bytes, loss_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 _ADAMW_BYTES = 8  # per parameter: two moments in fp32
-_GIB = 2**30
+# Of what comes and goes within a step. glibc cuts a freed piece for a smaller request, and the rest waits for
+# one that fits; torch's allocator on GPUs gives pages to other sizes, and loses what its rounding wastes.
+ALLOCATOR_SHARE = {"cpu": 0.25, "cuda": 0.05}
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank: `state` is its share of weights, gradients and optimizer state, `unit` the
-    weights gathered at once.
+    """Bytes of one rank: `state` is its share of weights, gradients and optimizer state (of which `weights`
+    and `optimizer`), `unit` the weights gathered at once.
 
     `gradients`: whole ones, beyond the rank's share of them. `rows`: the table of positions, the rows of a
-    step and what a block takes in at once. `activations`: what the blocks keep for the backward
-    pass, no part of the total. `beside`: the most bytes of activations that a step holds while it
-    holds the whole total. `params`: of the model, or of the share of a rank of tp and pp.
+    step and what a block takes in at once. The rest is no part of the total. `activations`: what the blocks
+    keep for the backward pass. `loss`: logits, and the gradients that the loss makes. `buffers`: of FSDP,
+    beside the unit in use. `working`: what one block computes again, and the temporaries of its backward
+    pass. `beside`: the most that a step holds of these four while it holds the whole total, `on_device`: while
+    it holds no state. `slack`: the allocator's. `host_saves`: copies of background saves in host memory.
+    `params`: of the model, or of the share of a rank of tp and pp.
     """
 
     state: int
@@ -50,22 +61,36 @@ class MemoryEstimate:
     activations: int = 0
     beside: int = 0
     params: int = 0
+    weights: int = 0
+    optimizer: int = 0
+    loss: int = 0
+    buffers: int = 0
+    working: int = 0
+    on_device: int = 0
+    slack: int = 0
+    host_saves: int = 0
+    device_type: str = "cuda"
 
     @property
     def total(self) -> int:
+        """The least with which a step can be taken."""
         return self.state + self.unit + self.rows + self.gradients
 
     @property
     def expected(self) -> int:
         """The most that a step is expected to hold at once."""
-        return self.total + self.beside
+        saves = self.host_saves if self.device_type == "cpu" else 0
+        return self.total + self.beside + self.slack + saves
 
     def by_holder(self, device: torch.device, section: ParallelConfig) -> dict[torch.device, MemoryEstimate]:
         """What each device has to hold; with `cpu_offload` the state lies in host memory."""
+        import torch  # `--list_variants` works without it
+
         if not section.cpu_offload or device.type == "cpu":
             return {device: self}
-        host = MemoryEstimate(self.state, 0, self.dims)
-        return {torch.device("cpu"): host, device: replace(self, state=0, beside=self.activations)}
+        host = MemoryEstimate(self.state, 0, self.dims, host_saves=self.host_saves, device_type="cpu")
+        rest = replace(self, state=0, weights=0, optimizer=0, beside=self.on_device)
+        return {torch.device("cpu"): host, device: rest}
 
 
 def estimate_memory(
@@ -77,189 +102,175 @@ def estimate_memory(
     batch: BatchPlan | None = None,
     seq_length: int = 0,
     optimizer_bytes: int | None = None,
+    compiled: bool = True,
+    device_type: str = "cuda",
+    saved_bytes: int = 0,
 ) -> MemoryEstimate:
-    """The least that a rank needs. Under `none` nothing is gathered; what computes in another dtype than
-    that of weights casts one weight at a time.
+    """What a rank needs. Under `none` nothing is gathered; what computes in another dtype than that of
+    weights casts one weight at a time.
 
-    `optimizer_bytes`: of the optimizer's state of the whole model (default: AdamW's).
+    `optimizer_bytes`: of the optimizer's state of the whole model (default: AdamW's). `compiled`: whether the
+    blocks are. `saved_bytes`: of a checkpoint of the whole model that is written in the background.
     """
     weight_bytes, units, whole = NUM_BYTES[precision.compute], num_params_by_unit(config), num_params(config)
-    a_gradient, params, kept_part, shards = NUM_BYTES[precision.gradients], whole, 1.0, dims.size("shard")
+    params, shards = whole, dims.size("shard")
     if dims.divides_model:
-        part = load_part("shares", folder="predict")
-        share = part.share_of(config, dims, section)
+        share = load_part("shares", folder="predict").share_of(config, dims, section)
         units, params = share.units, share.params
-        kept_part = 1.0 if batch is None else part.kept_activations(config, dims, section, batch)
     if dims.strategy == "none":
         casts = precision.compute != precision.weights
         unit = weight_bytes * units["embed"] if casts else 0  # the head's weight has that size too
     elif dims.keeps_weights:
         unit = weight_bytes * params
     else:
-        # a tied embedding is in the root
-        whole_ends = units["embed"] + units["head"] if config.tie_embeddings else 0
-        group = units["block"] * min(section.fsdp_blocks_per_group, config.num_layers)
-        unit = weight_bytes * max(*units.values(), group, whole_ends)
-    rows = gradients = activations = beside = 0
-    if batch is not None:
-        if (batch.grad_accum_steps > 1 or dims.pp > 1) and not dims.sync_each_micro_step:
-            # takes the place of the whole ones, part by part
-            shard = a_gradient * params // shards
-            gradients = max(0, NUM_BYTES[precision.reduce] * params - shard)
-        positions = 8 * config.rotary_dim * config.max_seq_len
-        tokens = batch.batch_size * seq_length
-        at_once, cut = (section.pp_micro_batch_size * seq_length if dims.pp > 1 else tokens), dims.cp
-        cut *= dims.tp if dims.sequence_parallel else 1
-        # four int64 columns of the stream
-        rows = positions + 32 * batch.grad_accum_steps * tokens
-        rows += weight_bytes * config.hidden_size * at_once // cut
-        of_all = activation_bytes(config, tokens, seq_length, precision, section)
-        activations = int(kept_part * of_all)
-        # gradients come as activations go, unless a micro-step before has left them
-        going = a_gradient * params // shards if batch.grad_accum_steps == 1 else 0
-        beside = max(0, activations - going)
+        unit = weight_bytes * max(_fsdp_units(config, section, units).values())
     if optimizer_bytes is None:
         optimizer_bytes = _ADAMW_BYTES * whole
-    kept = (NUM_BYTES[precision.weights] + a_gradient) * params
+    weights = NUM_BYTES[precision.weights] * params // shards
+    optimizer = optimizer_bytes * params // whole // shards
+    kept = (NUM_BYTES[precision.weights] + NUM_BYTES[precision.gradients]) * params
     state = -(-(kept + optimizer_bytes * params // whole) // shards)
-    return MemoryEstimate(state, unit, dims, rows, gradients, activations, beside, params)
+    need = MemoryEstimate(
+        state,
+        unit,
+        dims,
+        params=params,
+        weights=weights,
+        optimizer=optimizer,
+        host_saves=saved_bytes * params // whole // shards,
+        device_type=device_type,
+    )
+    if batch is None:
+        return need
+    return _Step(config, section, precision, batch, seq_length, compiled, units, need).estimate()
 
 
-def available_memory(device: torch.device, local_world_size: int) -> int:
-    """Bytes a rank may use: of a GPU what other programs leave, or its share of what the machine and the
-    cgroup leave."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    limits = [limit for limit in (_free_ram(), _cgroup_limit()) if limit is not None]
-    return min(limits, default=2**62) // local_world_size
+def _fsdp_units(config: LlamaConfig, section: ParallelConfig, units: Mapping[str, int]) -> dict[str, int]:
+    """Parameters of what FSDP gathers at once; a tied embedding is in the root, with the final norm."""
+    group = units["block"] * min(section.fsdp_blocks_per_group, config.num_layers)
+    if config.tie_embeddings:
+        return {
+            "embed": units["embed"] + units["head"],
+            "block": group,
+            "head": units["embed"] + units["head"],
+        }
+    return {"embed": units["embed"], "block": group, "head": units["head"]}
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a rank needs of a device, the bytes that it may use there, and the name of the model."""
+class _Step:
+    """A step of a batch, and what a rank `holds` before it."""
 
-    need: MemoryEstimate
-    device: torch.device
-    available: int
-    variant: str
-
-    @property
-    def suffices(self) -> bool:
-        return self.need.total <= self.available
-
-    @property
-    def is_full_of_rows(self) -> bool:
-        return 2 * self.need.rows > self.need.total
+    config: LlamaConfig
+    section: ParallelConfig
+    precision: Precision
+    batch: BatchPlan
+    seq_length: int
+    compiled: bool
+    units: Mapping[str, int]
+    holds: MemoryEstimate
 
     @property
-    def in_words(self) -> str:
-        """What a rank may use, and what other programs use of a GPU, where that is much."""
-        text = f"{self.available / _GIB:.1f} GiB of memory available to it"
-        if self.device.type != "cuda":
-            return text
-        used = torch.cuda.mem_get_info(self.device)[1] - self.available
-        return text if used < 2 * _GIB else f"{text}, beside {used / _GIB:.1f} GiB in use by other programs"
+    def number(self) -> int:
+        return NUM_BYTES[self.precision.compute]
 
     @property
-    def remedy(self) -> str:
-        need, room = self.need, self.available - (self.need.total - self.need.state)
-        flags = "--model_variant, --num_layers, --hidden_size, --ffn_hidden_size, --vocab_size"
-        smaller = f"choose a smaller model ({flags})"
-        if room > 0:
-            devices = -(-need.state * need.dims.size("shard") // room)
-            return f"shard over at least {devices} such devices (--sharding_strategy=fsdp), or {smaller}"
-        if need.dims.strategy != "none" and need.dims.keeps_weights:
-            by_block = "gather one block at a time (--sharding_strategy=fsdp, on several devices)"
-            return f"{by_block}, or {smaller}"
-        return smaller
+    def at_once(self) -> int:
+        """Tokens of the rows that pass a block at a time."""
+        rows = self.section.pp_micro_batch_size if self.holds.dims.pp > 1 else self.batch.batch_size
+        return rows * self.seq_length
 
+    @property
+    def shard(self) -> int:
+        """Bytes of this rank's gradients."""
+        gradient = NUM_BYTES[self.precision.gradients]
+        return gradient * self.holds.params // self.holds.dims.size("shard")
 
-def _facts(room: Room) -> Mapping[str, Any]:
-    """The figures of messages on memory."""
-    need = room.need
-    return {
-        "--seq_length and the batch": f"{need.rows / _GIB:.1f} GiB of rows and positions per rank",
-        "model_variant": f"{room.variant}: {need.total / _GIB:.1f} GiB per rank, {need.state / _GIB:.1f} of "
-        f"weights, gradients and optimizer state, {(need.unit + need.gradients) / _GIB:.1f} unsharded",
-        "available": room.in_words,
-        "remedy": room.remedy,
-    }
+    def estimate(self) -> MemoryEstimate:
+        """What the rank holds, with the parts that a batch adds."""
+        dims, accum, config = self.holds.dims, self.batch.grad_accum_steps, self.config
+        tokens, gradients = self.batch.batch_size * self.seq_length, 0
+        if (accum > 1 or dims.pp > 1) and not dims.sync_each_micro_step:
+            # takes the place of the whole ones, part by part
+            gradients = max(0, NUM_BYTES[self.precision.reduce] * self.holds.params - self.shard)
+        cut = dims.cp * (dims.tp if dims.sequence_parallel else 1)
+        # the table, four int64 columns of the stream, the input of a block
+        rows = 8 * config.rotary_dim * config.max_seq_len + 32 * accum * tokens
+        rows += self.number * config.hidden_size * self.at_once // cut
+        how = dict(compiled=self.compiled, device_type=self.holds.device_type)
+        a_model = (config, tokens, self.seq_length, self.precision, self.section)
+        activations = activation_bytes(*a_model, **how)  # type: ignore[arg-type]
+        if dims.divides_model:
+            part = load_part("shares", folder="predict")
+            activations = int(part.kept_activations(config, dims, self.section, self.batch) * activations)
+        need = replace(
+            self.holds,
+            rows=rows,
+            gradients=gradients,
+            activations=activations,
+            loss=self._loss(),
+            working=self._working(),
+            buffers=self._buffers(),
+        )
+        full, end = activations + self._fullest(need), self._end()
+        # gradients come as activations go, unless a micro-step before has left them
+        beside = max(0, full - (self.shard if accum == 1 else 0), end)
+        moves = need.total + beside - need.weights - need.optimizer
+        slack = int(ALLOCATOR_SHARE.get(need.device_type, 0.05) * moves)
+        return replace(need, beside=beside, on_device=max(0, full, end), slack=slack)
 
+    def _working(self) -> int:
+        number = self.number
+        block = BlockActivations(self.config, self.seq_length, number, self.compiled, self.holds.device_type)
+        cut = self.holds.dims.cp * self.holds.dims.tp
+        return self.at_once * (block.again(self.section) + block.temporaries) // cut
 
-FITS: tuple[Rule[Room], ...] = (
-    Rule("--seq_length and the batch", lambda room: room.suffices or not room.is_full_of_rows,
-        "must fit the {available}",
-        "lower one of --seq_length, --batch_size, --grad_accum_steps, --global_batch_size",
-        "seq_length batch_size grad_accum_steps global_batch_size", _facts),
-    Rule("model_variant", lambda room: room.suffices,
-        "must fit the {available}", "{remedy}", "sharding_strategy", _facts),
-)  # fmt: skip
+    def _loss(self) -> int:
+        dims = self.holds.dims
+        if not self.units["head"]:
+            return 0  # of a rank of pp without the head
+        own_dtype = self.precision.weights if dims.strategy == "none" else self.precision.compute
+        return loss_bytes(
+            self.config,
+            self.at_once // dims.cp,
+            -(-self.config.vocab_size // dims.tp),
+            self.precision,
+            NUM_BYTES[own_dtype],
+            compiled=self.compiled,
+            device_type=self.holds.device_type,
+        )
 
+    def _buffers(self) -> int:
+        """Of FSDP: the units that it gathers ahead, each flat before it is cut into weights, and the input of
+        the last reduction, which stays until the next one."""
+        if self.holds.dims.strategy == "none":
+            return 0
+        units = _fsdp_units(self.config, self.section, self.units)
+        ahead = 0 if self.holds.dims.keeps_weights else 2 * self.number * units["block"]
+        return ahead + NUM_BYTES[self.precision.reduce] * max(units["head"], units["block"])
 
-def check_memory(need: MemoryEstimate, device: torch.device, local_world_size: int, variant: str) -> None:
-    """Raises UserError, one line with both figures and a remedy, where a rank cannot hold its part."""
-    judge(FITS, Room(need, device, available_memory(device, local_world_size), variant), {})
+    def _fullest(self, need: MemoryEstimate) -> int:
+        """What stands beside all activations and the total."""
+        units = _fsdp_units(self.config, self.section, self.units)
+        head, number, dims = units["head"], self.number, need.dims
+        if dims.strategy == "none":
+            of_head = NUM_BYTES[self.precision.gradients] * head if self.batch.grad_accum_steps == 1 else 0
+            return max(need.loss, need.working + of_head)
+        of_head = NUM_BYTES[self.precision.gradients] * head // dims.size("shard")
+        at_loss, at_block = need.loss, need.working + need.buffers + of_head
+        at_head = (number + NUM_BYTES[self.precision.reduce]) * head
+        at_head += number * self.at_once * self.config.hidden_size
+        if not dims.keeps_weights:
+            at_loss += 2 * number * head - need.unit
+            at_head += number * (head + units["block"]) - need.unit
+            at_block += number * units["block"] - need.unit
+        return max(at_loss, at_head, at_block)
 
-
-def activation_bytes(
-    config: LlamaConfig, num_tokens: int, seq_length: int, precision: Precision, section: ParallelConfig
-) -> int:
-    """About what the forward pass of a micro-step of so many tokens keeps for the backward pass, where blocks
-    are compiled; without the compiler norms and casts keep up to half as much again.
-
-    A block keeps per token its input, queries, keys, values, attention's output, what the feed-forward adds
-    to and what its first products give; where nothing is recomputed also both norms and what the last product
-    takes in; under dropout of attention the weights too, in fp32 before it and after. The result of the last
-    product is never needed.
-    """
-    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    attention = 2 * queries + 2 * keys
-    branches = (2 if config.activation == "swiglu" else 1) * config.ffn_hidden_size
-    weights = 8 * config.num_attention_heads * seq_length if config.attn_dropout else 0
-    number = NUM_BYTES[precision.compute]
-    kept = number * (4 * hidden + attention + branches + config.ffn_hidden_size) + weights
-    if section.recomputes == "cheap":
-        sums = 1 if config.parallel_residual else 2
-        kept = number * (sums * hidden + attention + branches) + weights
-    elif section.recomputes == "ops":
-        ops = section.recompute_ops
-        products = 0
-        if "products" in ops:
-            products = queries + 2 * keys + hidden + branches
-        elif "every_second_product" in ops:  # of q, k, v, o, gate, up, down, as activation.py counts
-            products = keys + hidden + (config.ffn_hidden_size if config.activation == "swiglu" else 0)
-        kept = number * (hidden + products + ("attention" in ops) * queries) + weights
-    elif section.recomputes == "blocks":
-        share = float(section.recomputed_share)
-        kept = int(share * number * hidden + (1 - share) * kept)
-    return num_tokens * config.num_layers * kept
-
-
-def _free_ram() -> int | None:
-    words = _read("/proc/meminfo").partition("MemAvailable:")[2].split()
-    return int(words[0]) * 1024 if words else None
-
-
-def _cgroup_limit() -> int | None:
-    """The smallest memory limit of this process's control group and its parents, version 1 or 2; None where
-    there is none."""
-    limits = []
-    for line in ["0::/", "0:memory:/", *_read("/proc/self/cgroup").splitlines()]:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root, name = ("", "memory.max") if controllers == "" else ("memory", "memory.limit_in_bytes")
-        folder = Path(path.lstrip("/"))
-        for parent in (folder, *folder.parents):
-            text = _read(Path("/sys/fs/cgroup", root, parent, name)).strip()
-            if text.isdigit():
-                limits.append(int(text))
-    return min(limits, default=None)
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
+    def _end(self) -> int:
+        """What stands beside the total where the backward pass ends, at the embedding."""
+        embed, number, dims = self.units["embed"], self.number, self.holds.dims
+        if dims.strategy == "none":  # the sum takes a second gradient of the whole embedding
+            adds = self.batch.grad_accum_steps > 1 or self.config.tie_embeddings
+            return NUM_BYTES[self.precision.weights] * embed * adds
+        kept = 0 if dims.keeps_weights else self.holds.unit
+        return (number + NUM_BYTES[self.precision.reduce]) * embed - kept

@@ -6,11 +6,12 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Sequence
 
+from fms_fsdp.config import ParallelConfig
+from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.errors import print_and_end
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import all_variants
-
-_STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of AdamW, all fp32
+from fms_fsdp.predict.memory import estimate_memory
 
 
 def print_listing(argv: Sequence[str]) -> None:
@@ -50,6 +51,7 @@ def variants() -> str:
     for name, config in all_variants().items():
         count = num_params(config)
         shape = f"{name:<14}{config.num_layers:>6}{config.hidden_size:>7}{count:>16,}"
-        gib = [count * _STATE_BYTES / ranks / 2**30 for ranks in (1, 8, 64)]
+        sharded = [ParallelDims("fsdp", 1, ranks) for ranks in (1, 8, 64)]
+        gib = [estimate_memory(config, dims, ParallelConfig()).state / 2**30 for dims in sharded]
         lines.append(shape + "".join(f"{each:10,.2f}" for each in gib))
     return "\n".join(lines)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.predict.memory import available_memory
+from fms_fsdp.predict.room import available_memory
 from fms_fsdp.spec.resolve import Spec
 
 _GIB = 2**30
@@ -52,13 +52,13 @@ def warning_of_memory(spec: Spec) -> str:
 def _advice(spec: Spec) -> Iterator[str]:
     section = spec.config.parallel
     dims, batch_size, estimate = spec.dims, spec.batch.batch_size, spec.memory(section)
-    state, kept = estimate.state, estimate.activations
+    state, kept = estimate.state, estimate.activations + estimate.loss
     whole = "--recompute=blocks" if section.recomputes != "blocks" else "--selective_checkpointing=1"
     flags = {"cheap": "--recompute=cheap with --use_torch_compile=True", "blocks": whole}
     for name, text in flags.items():
         others = {"fsdp_activation_checkpointing": None, "selective_checkpointing": "1"}
         changed = replace(section, recompute=name, **others)  # type: ignore[arg-type]
-        if (saving := kept - spec.memory(changed).activations) > 0:
+        if (saving := estimate.expected - spec.memory(changed).expected) > 0:
             yield f"{text} saves about {saving / _GIB:.1f} GiB"
     half = f"saves about {kept / 2 / _GIB:.1f} GiB"
     if batch_size > 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fms_fsdp import runtime
-from fms_fsdp.config import BatchPlan, ParallelConfig, TrainConfig
+from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.config.rule import judge
 from fms_fsdp.data.held_out import HeldOutListing, scan_held_out
 from fms_fsdp.data.shards.manifest import Corpus, scan_corpus
@@ -18,8 +18,10 @@ from fms_fsdp.data.stream import Stream, build_stream
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.optim.optimizers import checkpoint_bytes, state_bytes
+from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parts import load_part
-from fms_fsdp.predict.memory import MemoryEstimate, available_memory, check_memory, estimate_memory
+from fms_fsdp.predict.memory import MemoryEstimate, estimate_memory
+from fms_fsdp.predict.room import available_memory, check_memory
 from fms_fsdp.spec.machine import Machine
 from fms_fsdp.spec.origin import Origin
 from fms_fsdp.spec.rules import FOLDERS, Folders
@@ -81,7 +83,7 @@ def with_room(cfg: TrainConfig, machine: Machine, inputs: Inputs) -> Machine:
     if machine.dims.strategy != "hsdp" or cfg.parallel.sharding_strategy or cfg.parallel.hsdp_shard_size:
         return machine
     batch = _least_batch(cfg, inputs.model, machine)
-    need = memory_of_rank(cfg.parallel, machine, inputs, batch, cfg.data.seq_length)
+    need = memory_of(cfg, machine, inputs, batch)
     parts = need.by_holder(machine.device, cfg.parallel)
     if all(part.total <= inputs.available[holder.type] for holder, part in parts.items()):
         return machine
@@ -97,21 +99,6 @@ def _least_batch(cfg: TrainConfig, model: LlamaConfig, machine: Machine) -> Batc
     return found
 
 
-def memory_of_rank(
-    section: ParallelConfig, machine: Machine, inputs: Inputs, batch: BatchPlan, seq_length: int
-) -> MemoryEstimate:
-    """What a rank would need with these flags and this batch."""
-    return estimate_memory(
-        inputs.model,
-        machine.dims,
-        section,
-        precision=machine.precision,
-        batch=batch,
-        seq_length=seq_length,
-        optimizer_bytes=inputs.optimizer_bytes,
-    )
-
-
 def _open_corpus(cfg: TrainConfig) -> Corpus | None:
     if cfg.data.dataset_builder:
         load_part("custom").load_builder(cfg.data)
@@ -121,14 +108,34 @@ def _open_corpus(cfg: TrainConfig) -> Corpus | None:
 
 def _check_room(cfg: TrainConfig, machine: Machine, inputs: Inputs) -> None:
     """Raises UserError where memory or disk is too small, or a folder cannot be written."""
-    batch = _least_batch(cfg, inputs.model, machine)
-    need = memory_of_rank(cfg.parallel, machine, inputs, batch, cfg.data.seq_length)
+    need = memory_of(cfg, machine, inputs, _least_batch(cfg, inputs.model, machine))
     for holder, part in need.by_holder(machine.device, cfg.parallel).items():
         check_memory(part, holder, machine.world.local_world_size, cfg.model.name_and_sizes)
-    section, size = cfg.checkpoint, 0
-    if section.save_last or section.checkpoint_interval or section.checkpoint_schedule:
-        size = checkpoint_bytes(cfg.optim, inputs.model, machine.precision)
-    judge(FOLDERS, Folders(cfg, size), {})
+    judge(FOLDERS, Folders(cfg, _saved_bytes(cfg, machine, inputs)), {})
+
+
+def _saved_bytes(cfg: TrainConfig, machine: Machine, inputs: Inputs) -> int:
+    """About the bytes of a checkpoint; 0 where the run writes none."""
+    section = cfg.checkpoint
+    if not (section.save_last or section.checkpoint_interval or section.checkpoint_schedule):
+        return 0
+    return checkpoint_bytes(cfg.optim, inputs.model, machine.precision)
+
+
+def memory_of(cfg: TrainConfig, machine: Machine, inputs: Inputs, batch: BatchPlan) -> MemoryEstimate:
+    """What a rank needs for a step of this batch."""
+    return estimate_memory(
+        inputs.model,
+        machine.dims,
+        cfg.parallel,
+        precision=machine.precision,
+        batch=batch,
+        seq_length=cfg.data.seq_length,
+        optimizer_bytes=inputs.optimizer_bytes,
+        compiled=compiles(cfg.parallel, machine.device),
+        device_type=machine.device.type,
+        saved_bytes=_saved_bytes(cfg, machine, inputs) if cfg.checkpoint.async_checkpoint else 0,
+    )
 
 
 def begin_stream(

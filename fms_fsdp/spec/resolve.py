@@ -27,7 +27,7 @@ from fms_fsdp.parts import load_part
 from fms_fsdp.predict.memory import MemoryEstimate
 from fms_fsdp.record import Record, working_folder
 from fms_fsdp.runtime import World, log, versions
-from fms_fsdp.spec.data import Inputs, begin_stream, memory_of_rank
+from fms_fsdp.spec.data import Inputs, begin_stream, memory_of
 from fms_fsdp.spec.machine import Machine
 from fms_fsdp.spec.origin import Origin
 from fms_fsdp.spec.rules import CHECKPOINT, LENGTH, Continued
@@ -111,7 +111,7 @@ class Spec(Record):
 
     def memory(self, section: ParallelConfig) -> MemoryEstimate:
         """What a rank of this run would need with these flags."""
-        return memory_of_rank(section, self.machine, self.inputs, self.batch, self.seq_length)
+        return memory_of(replace(self.config, parallel=section), self.machine, self.inputs, self.batch)
 
 
 def resolve(cfg: TrainConfig, machine: Machine, inputs: Inputs, origin: Origin) -> Spec:

@@ -31,7 +31,7 @@ from fms_fsdp.models.variants import SHAPES, LlamaConfig
 from fms_fsdp.optim.optimizers import state_of_stand_in
 from fms_fsdp.parallel.compile import compiles, missing_compiler
 from fms_fsdp.parts import load_part
-from fms_fsdp.predict.memory import FITS
+from fms_fsdp.predict.room import FITS
 from fms_fsdp.record import Record
 
 if TYPE_CHECKING:

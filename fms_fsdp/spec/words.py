@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fms_fsdp.checkpoint.checkpoints import SavePlan
-from fms_fsdp.config import NUM_BYTES, BatchPlan, ParallelConfig, Precision
+from fms_fsdp.config import BatchPlan, ParallelConfig, Precision
 from fms_fsdp.config.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.config.ramp import BatchIntervals
 from fms_fsdp.config.values import plain
@@ -20,7 +20,8 @@ from fms_fsdp.optim.optimizers import checkpoint_bytes
 from fms_fsdp.parallel.precision import DTYPES
 from fms_fsdp.parts import load_part
 from fms_fsdp.predict.communication import bytes_sent
-from fms_fsdp.predict.memory import MemoryEstimate, available_memory
+from fms_fsdp.predict.memory import MemoryEstimate
+from fms_fsdp.predict.room import available_memory
 from fms_fsdp.runtime import log, log_for_files
 from fms_fsdp.spec.advice import warning_of_memory
 from fms_fsdp.spec.difference import differences, schedule_jump
@@ -44,13 +45,7 @@ def describe(spec: Spec) -> str:
         f"{precision}",
         f"world: {spec.world.world_size} x {spec.device.type}, {dims.strategy}: {describe_axes(dims)}",
         describe_sharding(
-            spec.model,
-            spec.memory(cfg.parallel),
-            spec.precision,
-            batch,
-            spec.inputs.optimizer_bytes,
-            cfg.parallel,
-            spec.seq_length,
+            spec.model, spec.memory(cfg.parallel), spec.precision, batch, cfg.parallel, spec.seq_length
         ),
         f"batch: {batch.batch_size} rows x {batch.dp_size} ranks x {batch.grad_accum_steps} micro-steps = "
         f"{batch.global_batch_size} rows = {tokens:,} tokens a step{ramp}",
@@ -113,18 +108,13 @@ def describe_sharding(
     need: MemoryEstimate,
     precision: Precision,
     batch: BatchPlan,
-    optimizer_bytes: int,
     section: ParallelConfig,
     seq_length: int,
 ) -> str:
     """A line for the memory of a rank, and one for what it sends in a step, where it sends anything."""
     dims, share = need.dims, None
-    held_params = need.params / dims.size("shard")
-    weights, gradients = (
-        NUM_BYTES[dtype] * held_params for dtype in (precision.weights, precision.gradients)
-    )
-    state = optimizer_bytes * held_params / num_params(model)
-    held = weights, need.unit, gradients + need.gradients, state, need.activations
+    gradients = need.state - need.weights - need.optimizer + need.gradients
+    held = need.weights, need.unit, gradients, need.optimizer, need.activations
     sizes = [plain(size / 2**30) for size in held[:-1]] + [plain(held[-1] / 2**30, 2)]
     text = "weights {}, gathered {}, gradients {}, optimizer {}, activations {}"
     sent = dict[str, int]()

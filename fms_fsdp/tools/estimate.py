@@ -259,9 +259,16 @@ def _sharding(config: EstimateConfig) -> str:
         training = replace(training, grad_accum_steps=1)
     training = with_global_batch(training, dims.size("dp"), config.batch_tokens // length)
     batch = resolve_batch(replace(training, rampup_batch_size=()), dims.size("dp"))
-    need = estimate_memory(model, dims, section, precision=precision, batch=batch, seq_length=length)
-    optimizer_bytes = state_bytes(config.optim, model, precision)
-    return describe_sharding(model, need, precision, batch, optimizer_bytes, section, length)
+    need = estimate_memory(
+        model,
+        dims,
+        section,
+        precision=precision,
+        batch=batch,
+        seq_length=length,
+        optimizer_bytes=state_bytes(config.optim, model, precision),
+    )
+    return describe_sharding(model, need, precision, batch, section, length)
 
 
 def _predict(config: EstimateConfig) -> None:

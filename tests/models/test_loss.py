@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from fms_fsdp.models import chunks
 from fms_fsdp.models import loss as loss_module
-from fms_fsdp.models.loss import chunk_rows, linear_cross_entropy
+from fms_fsdp.models.chunks import chunk_rows
+from fms_fsdp.models.loss import linear_cross_entropy
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -30,12 +32,12 @@ def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     chunk = 1 << 30 if request.param == "one chunk" else 64 * 501 * 4
     if request.param == "padded":
         monkeypatch.setitem(loss_module._ROW_MULTIPLE, "cpu", 64)
-    monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", chunk)
+    monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", chunk)
     if "spans" in request.param:
         monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 32)
         span = 4 * 501 * (32 if "one" in request.param else 64)
-        monkeypatch.setitem(loss_module._SPAN_BYTES, "cpu", span)
-        monkeypatch.setitem(loss_module._SLICE_BYTES, "cpu", 4 * 24 * 100)
+        monkeypatch.setitem(chunks.SPAN_BYTES, "cpu", span)
+        monkeypatch.setitem(chunks.SLICE_BYTES, "cpu", 4 * 24 * 100)
 
 
 @pytest.mark.usefixtures("chunked")
@@ -99,7 +101,7 @@ def test_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
 def test_products_are_added_up_and_none_replaces_another(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(loss_module._SLICE_BYTES, "cpu", 4 * 3 * 2)  # two rows at a time
+    monkeypatch.setitem(chunks.SLICE_BYTES, "cpu", 4 * 3 * 2)  # two rows at a time
     torch.manual_seed(0)
     pairs = [(torch.randn(5, 4, dtype=dtype), torch.randn(4, 3, dtype=dtype)) for _ in range(3)]
     total = None

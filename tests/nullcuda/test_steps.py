@@ -12,8 +12,8 @@ from fms_fsdp.config import ParallelConfig, PrecisionConfig
 from fms_fsdp.mesh import resolve_dims
 from fms_fsdp.models.flops import flops_per_token, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.predict.activations import activation_bytes
 from fms_fsdp.predict.communication import bytes_sent
-from fms_fsdp.predict.memory import activation_bytes
 from fms_fsdp.runtime import World
 from tests.cli import ROOT
 from tests.nullcuda.conftest import Device, found

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision
 from fms_fsdp.extras.generate import Sampling, generate
 from fms_fsdp.mesh import Mesh
-from fms_fsdp.models import loss as loss_module
+from fms_fsdp.models import chunks
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.loss import VocabularyPart, linear_cross_entropy
@@ -142,9 +142,9 @@ def loss_and_gradients(
 ) -> list[torch.Tensor]:
     """Losses, and gradients of h and of the weight; of this rank's part of the vocabulary if `split`."""
     h, weight, labels = loss_inputs(dtype)
-    usual = dict(loss_module._CHUNK_BYTES), dict(loss_module._SPAN_BYTES)
+    usual = dict(chunks.CHUNK_BYTES), dict(chunks.SPAN_BYTES)
     if chunked:
-        loss_module._CHUNK_BYTES["cpu"] = loss_module._SPAN_BYTES["cpu"] = 1
+        chunks.CHUNK_BYTES["cpu"] = chunks.SPAN_BYTES["cpu"] = 1
     own = slice(None)
     if split:
         first, largest = (
@@ -157,8 +157,8 @@ def loss_and_gradients(
     factor = None if scale is None else torch.tensor(scale)
     loss_sum, count, *z_sum = linear_cross_entropy(h, weight[own], labels, scale=factor, **how)
     (loss_sum * (1.0 if scale is None else scale)).backward()
-    loss_module._CHUNK_BYTES.update(usual[0])
-    loss_module._SPAN_BYTES.update(usual[1])
+    chunks.CHUNK_BYTES.update(usual[0])
+    chunks.SPAN_BYTES.update(usual[1])
     assert h.grad is not None and weight.grad is not None
     grads = [h.grad.float(), weight.grad]
     if split:

@@ -13,8 +13,9 @@ from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.mesh import resolve_dims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS
-from fms_fsdp.predict import memory
-from fms_fsdp.predict.memory import available_memory, check_memory, estimate_memory
+from fms_fsdp.predict import room
+from fms_fsdp.predict.memory import estimate_memory
+from fms_fsdp.predict.room import available_memory, check_memory
 from fms_fsdp.runtime import World
 
 CPU, PLAIN = torch.device("cpu"), ParallelConfig()
@@ -85,8 +86,8 @@ def test_what_is_offloaded_must_fit_the_host_and_the_rest_the_gpu(monkeypatch: p
 
 
 def test_a_model_that_cannot_fit_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_free_ram", lambda: 64 * 2**30)
-    monkeypatch.setattr(memory, "_cgroup_limit", lambda: 32 * 2**30)
+    monkeypatch.setattr(room, "_free_ram", lambda: 64 * 2**30)
+    monkeypatch.setattr(room, "_cgroup_limit", lambda: 32 * 2**30)
     with pytest.raises(
         ValueError,
         match=r"--model_variant \(70b: 1027.8 GiB per rank, .*\) must fit the 16.0 GiB .* at least 65 ",
@@ -127,8 +128,8 @@ def test_a_model_that_cannot_fit_is_refused_with_both_figures(monkeypatch: pytes
 def test_control_group_limits_of_both_versions(
     files: dict[str, str], limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_read", lambda path: files.get(str(path), ""))
-    assert memory._cgroup_limit() == limit
+    monkeypatch.setattr(room, "_read", lambda path: files.get(str(path), ""))
+    assert room._cgroup_limit() == limit
 
 
 def test_this_machines_memory_is_shared_among_its_ranks() -> None:
