@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fms_fsdp.cpu_tuning import let_gpu_memory_grow, set_thread_waiting
+from fms_fsdp.cpu_tuning import keep_freed_memory, let_gpu_memory_grow, set_thread_waiting
 from tests.cli import ROOT
 
 
@@ -112,3 +114,18 @@ def test_memory_that_was_freed_is_taken_again_without_new_pages() -> None:
 
 def test_what_the_user_chose_for_the_allocator_stays() -> None:
     assert _told("kept", {"MALLOC_TRIM_THRESHOLD_": "131072"})[0] == "False"
+
+
+def test_the_allocator_is_told_what_its_manual_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the numbers of malloc.h: M_MMAP_THRESHOLD is -3, M_TRIM_THRESHOLD -1, and -1 trims never."""
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    calls = list[tuple[int, int]]()
+
+    def mallopt(parameter: int, value: int) -> int:
+        calls.append((parameter, value))
+        return int(value != 2**31 - 1)  # an old glibc
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    assert keep_freed_memory()
+    assert calls == [(-3, 2**31 - 1), (-3, 2**25), (-1, -1)]

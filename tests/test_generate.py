@@ -137,6 +137,7 @@ def test_a_text_ends_with_the_context_and_before_the_end_token(model: Llama) -> 
         Sampling(top_k=3),
         Sampling(top_p=0.6),
         Sampling(min_p=0.3),
+        Sampling(top_k=1),
         Sampling(temperature=2.0, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.5),
     ],
 )

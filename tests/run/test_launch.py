@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -237,3 +238,9 @@ def test_a_fresh_run_prints_a_dozen_lines_and_keeps_the_whole_configuration_in_i
     log = (tmp_path / "log.txt").read_text()
     assert "    learning_rate = 0.0003" in log and "  * num_steps = 2  (flag)" in log
     assert all(line in log for line in output[1:])
+
+
+def test_a_lock_names_its_last_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("process 1234567890 on a-machine-with-a-very-long-name.example.org\n")
+    with lock_folder(tmp_path, 0.0):
+        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"

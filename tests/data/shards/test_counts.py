@@ -1,5 +1,6 @@
 """Which shard a row of the counts file stands for, wherever it was written."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,14 @@ def test_a_huge_counts_file_is_refused_unread(tmp_path: Path) -> None:
         ValueError, match=r"counts file \(meta/counts.csv\) .* the file has 68,719,476,736 bytes, .*"
     ):
         read_counts(LocalFiles(str(tmp_path)), ["meta/counts.csv"])
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(tmp_path: Path, collects: bool) -> None:
+    was = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert read(tmp_path / "a", ["web/a.arrow"], ["web/a.arrow"]) == {"web/a.arrow": 1}
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if was else gc.disable)()
