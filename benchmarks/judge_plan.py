@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from published import ASSUMED, Published, peak_bytes, read_published
+from published import ASSUMED, Peak, Published, peak_of, read_published
 
 from fms_fsdp.errors import UserError
 from fms_fsdp.predict.curves import CURVES, Curves
@@ -109,7 +109,12 @@ class Judged:
 
     row: Published
     tokens_per_s: float | None = None
-    peak_gib: float | None = None
+    peak: Peak | None = None
+
+    @property
+    def peak_gib(self) -> float | None:
+        """What is reserved, as the reports state it."""
+        return None if self.peak is None else self.peak.reserved / 2**30
 
     @property
     def error(self) -> float | None:
@@ -118,14 +123,15 @@ class Judged:
 
     @property
     def memory_error(self) -> float | None:
-        known = self.row.peak_gib is not None and self.peak_gib is not None
-        return self.peak_gib / self.row.peak_gib - 1 if known else None  # type: ignore[operator]
+        if self.row.peak_gib is None or self.peak_gib is None:
+            return None
+        return self.peak_gib / self.row.peak_gib - 1
 
     @property
     def fits(self) -> bool | None:
-        if self.peak_gib is None or self.row.work is None:
+        if self.peak is None or self.row.work is None:
             return None
-        return self.peak_gib <= self.row.work.hardware.memory_gib
+        return self.peak.needed <= self.row.work.hardware.memory_bytes
 
 
 def judge(
@@ -138,7 +144,7 @@ def judge(
             judged.append(Judged(row))
             continue
         rate = tokens_per_s(row, curves[row.size] if curves else CURVES)
-        judged.append(Judged(row, rate, peak_bytes(row) / 2**30))
+        judged.append(Judged(row, rate, peak_of(row)))
     return judged
 
 

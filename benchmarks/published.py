@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.config import BatchPlan, ParallelConfig, Precision
+from fms_fsdp.config import NUM_BYTES, BatchPlan, ParallelConfig, Precision
 from fms_fsdp.errors import UserError
 from fms_fsdp.mesh import resolve_dims
+from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig, canonical_variant
 from fms_fsdp.predict.hardware import find_hardware
-from fms_fsdp.predict.memory import estimate_memory
+from fms_fsdp.predict.memory import ALLOCATOR_SHARE, estimate_memory
 from fms_fsdp.predict.speed import Program, Work
 from fms_fsdp.runtime import World
 
@@ -32,9 +33,11 @@ ASSUMED = {
     "Llama: tensor parallel": "with sequence parallelism and overlapped messages, if the source says async",
     "Llama: pipeline": "interleaved, a row at a time, if the source does not say",
     "Llama: whole logits": "in fp32, as torchtitan computes its loss; of fms-fsdp too",
-    "allocator": "a tenth of what is held is fragments, as ours counts too",
+    "Llama: peak memory": "what the allocator reserved: 1.23 times what is held, as in the four known rows",
+    "Llama: selective (op), eager": "the result of the last product of a block is kept too",
 }
 DEVICES_PER_NODE = 8
+RESERVED = 1.23  # times what is held at once: torch's allocator keeps what was freed, while there is room
 
 
 @dataclass(frozen=True)
@@ -158,8 +161,17 @@ def _read_llama(row: dict[str, str]) -> Published:
     return Published(f"{name}, {kind}", size, work, tokens_per_s, peak)
 
 
-def peak_bytes(row: Published) -> int:
-    """Predicted peak of a rank of the source's program, whose logits are whole.
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of a rank of the source's program: what it holds at its fullest moment, with the fragments that
+    cannot be used, and what torch's allocator reserves for it, which is what reports state."""
+
+    needed: int
+    reserved: int
+
+
+def peak_of(row: Published) -> Peak:
+    """The predicted peak; its logits are whole.
 
     torchtitan holds the fp32 softmax, the gradient at the labels and that of the logits at once; the fused
     loss of llm-foundry writes the gradient of bf16 logits in place.
@@ -173,7 +185,16 @@ def peak_bytes(row: Published) -> int:
         precision=work.precision,
         batch=work.batch,
         seq_length=work.seq_length,
+        optimizer_bytes=2 * NUM_BYTES[work.precision.state] * num_params(work.model),
+        compiled=work.program.compiled,
     )
-    a_logit = 12 if work.program.compiled or not work.program.repeats_all else 4
-    logits = a_logit * work.tokens * work.model.padded_vocab_size // work.dims.tp
-    return need.expected + logits
+    kept = need.activations
+    if work.section.recomputes == "ops" and not work.program.compiled:
+        kept += work.model.num_layers * work.number * work.tokens * work.model.hidden_size // work.dims.tp
+    a_logit = 4 if work.program.repeats_all else 12
+    at_loss = kept + a_logit * work.tokens * work.model.padded_vocab_size // work.dims.tp
+    if work.batch.grad_accum_steps == 1:
+        at_loss -= need.state - need.weights - need.optimizer  # no gradients yet
+    held = need.total + max(need.beside, at_loss)
+    fragments = int(ALLOCATOR_SHARE["cuda"] * (held - need.weights - need.optimizer))
+    return Peak(held + fragments, min(int(RESERVED * held), work.hardware.memory_bytes))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the first optimizer would import it, in the middle of a plan
 
-from fms_fsdp.config import NUM_BYTES, BatchPlan, Precision, TrainConfig, resolve_batch
+from fms_fsdp.config import BatchPlan, Precision, TrainConfig, resolve_batch
 from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.flag import flag_table, flag_values, non_defaults
 from fms_fsdp.config.rule import judge
@@ -107,21 +107,20 @@ class Plan:
 
 
 def memory_parts(plan: Plan) -> dict[str, int]:
-    """The bytes of `plan.needed` by what holds them; those of host memory are left out."""
+    """The bytes of `plan.needed` by what holds them; those of host memory are left out. What a step holds at
+    its fullest moment beside the rest is activations, logits, buffers of messages and temporaries."""
     held = plan.memory.by_holder(GPU, plan.work.section)[GPU]
-    precision, shards = plan.work.precision, plan.dims.size("shard")
-    weights, gradients = (
-        min(held.state, NUM_BYTES[dtype] * plan.memory.params // shards)
-        for dtype in (precision.weights, precision.gradients)
-    )
+    kept = min(held.beside, held.activations)
     return {
-        "weights": weights,
-        "gradients": gradients,
+        "weights": held.weights,
+        "gradients": held.state - held.weights - held.optimizer,
         "whole gradients": held.gradients,
-        "optimizer": held.state - weights - gradients,
+        "optimizer": held.optimizer,
         "gathered": held.unit,
         "rows": held.rows,
-        "activations": held.beside,
+        "activations": kept,
+        "logits, buffers, work": held.beside - kept,
+        "allocator": held.slack,
     }
 
 
@@ -165,6 +164,7 @@ def plan_of(
         batch=batch,
         seq_length=length,
         optimizer_bytes=optimizer_bytes,
+        compiled=section.use_torch_compile is not False,
     )
     program = Program(compiled=section.use_torch_compile is not False)
     args = model, dims, section, precision, batch, length, cluster.hardware, cluster.devices_per_node
