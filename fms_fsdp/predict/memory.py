@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     import torch
 
 _ADAMW_BYTES = 8  # per parameter: two moments in fp32
-# Of what comes and goes within a step. glibc cuts a freed piece for a smaller request, and the rest waits for
-# one that fits; torch's allocator on GPUs gives pages to other sizes, and loses what its rounding wastes.
-ALLOCATOR_SHARE = {"cpu": 0.25, "cuda": 0.05}
+# Of what comes and goes within a step. CPU: glibc finds no second use for a freed piece that lies alone, since
+# it asks for a few bytes more than an aligned tensor has; 0.05 to 0.43 in runs of tests/predict/test_peaks.py.
+# GPU: torch rounds what it requests; not measured.
+ALLOCATOR_SHARE = {"cpu": 0.27, "cuda": 0.05}
+_BETWEEN_KEPT = 0.5  # more on a CPU where single results are kept, each between two that are freed
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,11 @@ class _Step:
         return NUM_BYTES[self.precision.compute]
 
     @property
+    def reduced(self) -> int:
+        """Bytes of a number in the input of a reduction; gloo adds up in a copy of the whole input."""
+        return NUM_BYTES[self.precision.reduce] * (2 if self.holds.device_type == "cpu" else 1)
+
+    @property
     def at_once(self) -> int:
         """Tokens of the rows that pass a block at a time."""
         rows = self.section.pp_micro_batch_size if self.holds.dims.pp > 1 else self.batch.batch_size
@@ -216,7 +223,10 @@ class _Step:
         # gradients come as activations go, unless a micro-step before has left them
         beside = max(0, full - (self.shard if accum == 1 else 0), end)
         moves = need.total + beside - need.weights - need.optimizer
-        slack = int(ALLOCATOR_SHARE.get(need.device_type, 0.05) * moves)
+        share = ALLOCATOR_SHARE.get(need.device_type, 0.05)
+        if self.section.recomputes == "ops" and need.device_type == "cpu" and not self.compiled:
+            share += _BETWEEN_KEPT
+        slack = int(share * moves)
         return replace(need, beside=beside, on_device=max(0, full, end), slack=slack)
 
     def _working(self) -> int:
@@ -247,7 +257,7 @@ class _Step:
             return 0
         units = _fsdp_units(self.config, self.section, self.units)
         ahead = 0 if self.holds.dims.keeps_weights else 2 * self.number * units["block"]
-        return ahead + NUM_BYTES[self.precision.reduce] * max(units["head"], units["block"])
+        return ahead + self.reduced * max(units["head"], units["block"])
 
     def _fullest(self, need: MemoryEstimate) -> int:
         """What stands beside all activations and the total."""
@@ -258,7 +268,7 @@ class _Step:
             return max(need.loss, need.working + of_head)
         of_head = NUM_BYTES[self.precision.gradients] * head // dims.size("shard")
         at_loss, at_block = need.loss, need.working + need.buffers + of_head
-        at_head = (number + NUM_BYTES[self.precision.reduce]) * head
+        at_head = (number + self.reduced) * head
         at_head += number * self.at_once * self.config.hidden_size
         if not dims.keeps_weights:
             at_loss += 2 * number * head - need.unit
@@ -273,4 +283,4 @@ class _Step:
             adds = self.batch.grad_accum_steps > 1 or self.config.tie_embeddings
             return NUM_BYTES[self.precision.weights] * embed * adds
         kept = 0 if dims.keeps_weights else self.holds.unit
-        return (number + NUM_BYTES[self.precision.reduce]) * embed - kept
+        return (number + self.reduced) * embed - kept
