@@ -109,3 +109,15 @@ def find_hardware(name: str, path: str = "") -> DeviceKind:
             f"--hardware=FILE.toml adds your own (fms_fsdp/predict/hardware.toml shows how)"
         )
     return devices[name]
+
+
+def hardware_of(gpu: str, memory_bytes: int) -> DeviceKind | None:
+    """The shipped device that a GPU with this name of its driver is: of those whose name it has, the one whose
+    memory is nearest; None where none is known."""
+    words = gpu.lower().replace("-", " ").split()
+    found = [
+        device
+        for device in _read(_SHIPPED).values()
+        if device.name.split("_")[0] in words and ("pcie" in words) == ("pcie" in device.name)
+    ]
+    return min(found, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)

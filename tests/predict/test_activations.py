@@ -206,9 +206,9 @@ def test_more_recomputation_never_keeps_more_and_a_longer_row_never_less() -> No
         config, batch, length, precision, how = drawn(random_)
         tokens = batch.batch_size * length
         for order in orders:
+            sections = [ParallelConfig(**flags) for flags in order]  # type: ignore[arg-type]
             sizes = [
-                activation_bytes(config, tokens, length, precision, ParallelConfig(**flags), **how)  # type: ignore[arg-type]
-                for flags in order
+                activation_bytes(config, tokens, length, precision, section, **how) for section in sections
             ]
             assert sizes == sorted(sizes, reverse=True), (order, config, length, precision, how)
         for strategy in ("none", "fsdp"):

@@ -8,7 +8,7 @@ import pytest
 
 from fms_fsdp.errors import UserError
 from fms_fsdp.observe.utilization import PEAK_BF16_FLOPS
-from fms_fsdp.predict.hardware import find_hardware
+from fms_fsdp.predict.hardware import find_hardware, hardware_of
 
 OWN = """
 [mine]
@@ -114,3 +114,23 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.toml", tmp_path, binary):
         with pytest.raises(UserError, match=r"--hardware \(.*\) cannot be read: "):
             find_hardware("h200", str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "found"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100_80gb"),
+        ("NVIDIA H100", 94.5, "h100_96gb_500w"),
+        ("NVIDIA H100 PCIe", 79.2, "h100_pcie"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100_40gb"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100_80gb"),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("AMD Instinct MI300X", 191.5, "mi300x"),
+        ("NVIDIA GeForce RTX 4090", 23.6, None),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_of_its_driver_and_its_memory(
+    name: str, gib: float, found: str | None
+) -> None:
+    device = hardware_of(name, int(gib * 2**30))
+    assert (device.name if device else None) == found
