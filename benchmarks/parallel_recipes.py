@@ -36,7 +36,11 @@ RECIPES = (
     ("7b", 512, "--sharding_strategy=hsdp --grad_accum_steps=1"),
     ("7b", 4096, "--tp_size=4 --sharding_strategy=hsdp"),
     ("70b", 8, "--tp_size=8 --sharding_strategy=fsdp --recompute=blocks --grad_accum_steps=128"),
-    ("70b", 8, "--sharding_strategy=fsdp --precision=bf16_pure --recompute=blocks --grad_accum_steps=128"),
+    (
+        "70b",
+        8,
+        "--tp_size=2 --sharding_strategy=fsdp --precision=bf16_pure --recompute=blocks --grad_accum_steps=128",
+    ),
     ("70b", 64, "--tp_size=2 --pp_size=8 --sharding_strategy=fsdp --recompute=cheap"),
     ("70b", 512, "--tp_size=4 --pp_size=4 --pp_schedule=interleaved --sharding_strategy=fsdp"),
     ("70b", 4096, "--tp_size=8 --pp_size=2 --pp_schedule=interleaved --sharding_strategy=fsdp"),

@@ -237,8 +237,8 @@ class _Step:
 
     def _loss(self) -> int:
         dims = self.holds.dims
-        if not self.units["head"]:
-            return 0  # of a rank of pp without the head
+        if not self.units["head"] or not self.at_once:
+            return 0  # a rank of pp without the head
         own_dtype = self.precision.weights if dims.strategy == "none" else self.precision.compute
         return loss_bytes(
             self.config,
