@@ -57,7 +57,8 @@ def _predicted(spec: Spec) -> Iterator[str]:
     """What a rank is expected to take of its device, and on a GPU that is known how fast the run goes."""
     device, section = spec.device, spec.config.parallel
     need = spec.memory(section).by_holder(device, section)[device].expected / 2**30
-    yield f"memory: about {need:.3g} GiB a rank, {spec.inputs.available[device.type] / 2**30:.3g} are available"
+    available = spec.inputs.available[device.type] / 2**30
+    yield f"memory: about {need:.3g} GiB a rank, {available:.3g} are available"
     if device.type != "cuda":
         return
     name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
@@ -68,4 +69,4 @@ def _predicted(spec: Spec) -> Iterator[str]:
     work = Work(*args, spec.world.local_world_size, Program(compiles(section, device)))
     seconds = step_time(work).total
     rate = spec.batch.global_batch_size * spec.seq_length / seconds / spec.world.world_size
-    yield f"speed: about {seconds:.3g} s a step, {rate:,.0f} tokens/s a device, by the curves of {hardware.name}"
+    yield f"speed: about {seconds:.3g} s a step, {rate:,.0f} tokens/s a device, by curves of {hardware.name}"

@@ -112,8 +112,8 @@ def find_hardware(name: str, path: str = "") -> DeviceKind:
 
 
 def hardware_of(gpu: str, memory_bytes: int) -> DeviceKind | None:
-    """The shipped device that a GPU with this name of its driver is: of those whose name it has, the one whose
-    memory is nearest; None where none is known."""
+    """The shipped device that a GPU with this name of its driver is: of those whose name it has, the one
+    whose memory is nearest; None where none is known."""
     words = gpu.lower().replace("-", " ").split()
     found = [
         device
