@@ -39,7 +39,8 @@ RECIPES = (
     (
         "70b",
         8,
-        "--tp_size=2 --sharding_strategy=fsdp --precision=bf16_pure --recompute=blocks --grad_accum_steps=128",
+        "--tp_size=2 --sharding_strategy=fsdp --precision=bf16_pure --recompute=blocks "
+        "--grad_accum_steps=128",
     ),
     ("70b", 64, "--tp_size=2 --pp_size=8 --sharding_strategy=fsdp --recompute=cheap"),
     ("70b", 512, "--tp_size=4 --pp_size=4 --pp_schedule=interleaved --sharding_strategy=fsdp"),

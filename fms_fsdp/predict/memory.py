@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import torch
 
 _ADAMW_BYTES = 8  # per parameter: two moments in fp32
-# Of what comes and goes within a step. CPU: glibc finds no second use for a freed piece that lies alone, since
-# it asks for a few bytes more than an aligned tensor has; 0.05 to 0.43 in runs of tests/predict/test_peaks.py.
+# Of what comes and goes within a step. CPU: glibc finds no second use for a freed piece that lies alone,
+# since it asks for a few bytes more than an aligned tensor has; 0.05 to 0.43 in tests/predict/test_peaks.py.
 # GPU: torch rounds what it requests; not measured.
 ALLOCATOR_SHARE = {"cpu": 0.27, "cuda": 0.05}
 _BETWEEN_KEPT = 0.5  # more on a CPU where single results are kept, each between two that are freed
@@ -50,8 +50,9 @@ class MemoryEstimate:
     step and what a block takes in at once. The rest is no part of the total. `activations`: what the blocks
     keep for the backward pass. `loss`: logits, and the gradients that the loss makes. `buffers`: of FSDP,
     beside the unit in use. `working`: what one block computes again, and the temporaries of its backward
-    pass. `beside`: the most that a step holds of these four while it holds the whole total, `on_device`: while
-    it holds no state. `slack`: the allocator's. `host_saves`: copies of background saves in host memory.
+    pass. `beside`: the most that a step holds of these four while it holds the whole total, `on_device`:
+    while it holds no state. `slack`: the allocator's. `host_saves`: copies of background saves in host
+    memory.
     `params`: of the model, or of the share of a rank of tp and pp.
     """
 

@@ -74,8 +74,9 @@ def _facts(room: Room) -> Mapping[str, Any]:
     need = room.need
     return {
         "--seq_length and the batch": f"{need.rows / _GIB:.1f} GiB of rows and positions per rank",
-        "model_variant": f"{room.variant}, {need.params:,} parameters a rank: {need.total / _GIB:.1f} GiB per rank, "
-        f"{need.state / _GIB:.1f} of weights, gradients and optimizer state, {(need.unit + need.gradients) / _GIB:.1f} unsharded",
+        "model_variant": f"{room.variant}, {need.params:,} parameters a rank: {need.total / _GIB:.1f} GiB "
+        f"per rank, {need.state / _GIB:.1f} of weights, gradients and optimizer state, "
+        f"{(need.unit + need.gradients) / _GIB:.1f} unsharded",
         "available": room.in_words,
         "remedy": room.remedy,
     }

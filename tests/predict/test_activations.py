@@ -206,10 +206,8 @@ def test_more_recomputation_never_keeps_more_and_a_longer_row_never_less() -> No
         config, batch, length, precision, how = drawn(random_)
         tokens = batch.batch_size * length
         for order in orders:
-            sizes = [
-                activation_bytes(config, tokens, length, precision, ParallelConfig(**flags), **how)  # type: ignore[arg-type]
-                for flags in order
-            ]
+            sections = [ParallelConfig(**flags) for flags in order]  # type: ignore[arg-type]
+            sizes = [activation_bytes(config, tokens, length, precision, each, **how) for each in sections]
             assert sizes == sorted(sizes, reverse=True), (order, config, length, precision, how)
         for strategy in ("none", "fsdp"):
             dims, lengths = ParallelDims(strategy, 1, 1 if strategy == "none" else 8), (length, 2 * length)

@@ -90,7 +90,8 @@ def test_a_model_that_cannot_fit_is_refused_with_both_figures(monkeypatch: pytes
     monkeypatch.setattr(room, "_cgroup_limit", lambda: 32 * 2**30)
     with pytest.raises(
         ValueError,
-        match=r"--model_variant \(70b, 68,976,648,192 parameters a rank: 1027.8 GiB per rank, .*\) must fit the 16.0 GiB .* at least 65 ",
+        match=r"--model_variant \(70b, 68,976,648,192 parameters a rank: 1027.8 GiB per rank, .*\) must fit "
+        r"the 16.0 GiB .* at least 65 ",
     ) as error:
         check_memory(estimate_memory(VARIANTS["70b"], ParallelDims("none", 1, 1), PLAIN), CPU, 2, "70b")
     assert "\n" not in str(error.value)

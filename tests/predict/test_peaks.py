@@ -2,8 +2,8 @@
 
     python tests/predict/test_peaks.py '{"config": {…}, "rows": 2, "length": 64, …}'
 
-is what a test starts: it trains a tiny model, which loads all libraries, then the model of the case, and prints
-the growth of its peak memory in bytes beside the prediction.
+is what a test starts: it trains a tiny model, which loads all libraries, then the model of the case, and
+prints the growth of its peak memory in bytes beside the prediction.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from tests.specs import resolved
 def test_a_step_that_will_hardly_fit_is_told_beforehand_with_what_would_help(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], accum: int, told: str
 ) -> None:
-    """7b, 4 rows: 100.5 GiB of state, 25.1 of them gradients, that come while 64 GiB of activations go; the rest is
-    the loss and the allocator's."""
+    """7b, 4 rows: 100.5 GiB of state, 25.1 of them gradients, that come while 64 GiB of activations go; the
+    rest is the loss and the allocator's."""
     cfg = TrainConfig(parallel=ParallelConfig(use_torch_compile=True, **flags))
     model, batch = VARIANTS["7b"], BatchPlan(4, accum, 1)
     state = 8 * num_params(model)
