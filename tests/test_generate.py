@@ -203,6 +203,7 @@ def test_without_flags_no_token_is_left_out_and_none_is_penalized() -> None:
     config = GenerateConfig()
     chosen = Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty)
     assert chosen == Sampling(temperature=0.8)
+    assert parse_flags(GenerateConfig, ["--top_k=0"]) == config, "what is off may be said"
 
 
 def test_a_second_copy_may_take_half_of_what_a_process_of_this_machine_has(
