@@ -129,7 +129,7 @@ def test_a_huge_number_in_a_file_is_refused_with_the_file(empty: Path, name: str
         ("--eval_steps=1e30", "--eval_steps (1e30) must be at most"),
         ("--seq_length=1e9", "--seq_length and the batch (774.9 GiB"),
         ("--batch_size=1e15", "--seq_length and the batch ("),
-        ("--num_layers=1e15", "--model_variant (tiny with num_layers 1,000,000,000,000,000: "),
+        ("--num_layers=1e15", "--model_variant (tiny with num_layers 1,000,000,000,000,000, "),
         ("--collective_timeout_s=1e30", "--collective_timeout_s (1e30) must be at most"),
         ("--checkpoint_schedule=5@" + "9" * 5000, "--checkpoint_schedule (5@99"),
         ("--dataset_builder=.a:b", "--dataset_builder (.a:b) must be importable"),

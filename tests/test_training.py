@@ -168,7 +168,10 @@ def test_a_smaller_batch_size_does_not_change_the_global_batch_of_a_run(tmp_path
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model_variant=70b", "--use_dummy_dataset=True"], "error: --model_variant (70b: "),
+        (
+            ["--model_variant=70b", "--use_dummy_dataset=True"],
+            "error: --model_variant (70b, 68,976,648,192 param",
+        ),
         (["--model_variant=7c", "--use_dummy_dataset=True"], "7b"),
         (["--model_variant=7b", "--sharding_strategy=hsdp"], "--data_path"),
         (["--model_variant=tiny", "--data_path=/no/such/folder"], "/no/such/folder"),

@@ -57,6 +57,7 @@ def _advice(spec: Spec) -> Iterator[str]:
     flags = {"cheap": "--recompute=cheap with --use_torch_compile=True", "blocks": whole}
     for name, text in flags.items():
         others = {"fsdp_activation_checkpointing": None, "selective_checkpointing": "1"}
+        others |= {"use_torch_compile": True} if name == "cheap" else {}  # type: ignore[dict-item]
         changed = replace(section, recompute=name, **others)  # type: ignore[arg-type]
         if (saving := estimate.expected - spec.memory(changed).expected) > 0:
             yield f"{text} saves about {saving / _GIB:.1f} GiB"

@@ -248,8 +248,8 @@ def test_a_flag_that_leaves_no_choice_is_refused(flags: list[str], message: str)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_estimate_names_a_recomputation() -> None:
-    with pytest.raises(ValueError, match=r"--recompute \(auto\) is what a launch chooses"):
+def test_an_estimate_by_a_rate_has_no_memory_to_choose_by() -> None:
+    with pytest.raises(ValueError, match="auto is chosen by the memory of a device; add --device=NAME"):
         parse_flags(EstimateConfig, ["--tflops=400", "--recompute=auto"])
 
 
