@@ -27,7 +27,7 @@ from fms_fsdp.predict.curves import CURVES, Curves
 from fms_fsdp.predict.hardware import DeviceKind
 from fms_fsdp.predict.shares import Share, axis_bytes, share_of
 
-_LOADER_TOKENS_PER_S = 2e6  # of one rank, by benchmarks/results/data.json, halved
+_LOADER_TOKENS_PER_S = 13e6  # of one rank: half of what benchmarks/results/data.json has measured
 _BACKWARD_OF_ATTENTION = 2.5  # times the forward pass: five products for two
 
 
