@@ -1,7 +1,7 @@
 """How much of its data sheet a device reaches: a few numbers for each generation of devices.
 
-They are fitted on published runs: `python benchmarks/judge_plan.py --calibrate FILE.tsv …` prints this table,
-and docs/plan.md shows how well it predicts what it was not fitted on.
+They are fitted on published runs: `python benchmarks/judge_plan.py --calibrate FILE.tsv …` prints them, and
+docs/plan.md shows how well it predicts what it was not fitted on.
 """
 
 from __future__ import annotations

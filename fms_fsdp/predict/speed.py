@@ -5,7 +5,7 @@ device reaches of its data sheet (curves.py). Arithmetic alone.
     attention    4·T·H·K·keys / (peak·share), causal; backward 2.5 times that
     memory       norms, activations, rotations, sums, logits: bytes / bandwidth
     kernels      waiting for the host, a layer and pass
-    optimizer    weights, gradients and moments, read and written once
+    optimizer    weights and moments, read and written once; gradients, read twice
     exposed      messages that computation does not hide, by axis
     bubble       ranks of a pipeline that wait for their first and last micro-batches
 
@@ -17,7 +17,7 @@ Source: Williams et al. 2009, "Roofline" (products and memory); Dao 2023, https:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fms_fsdp.config import NUM_BYTES, BatchPlan, ParallelConfig, Precision
 from fms_fsdp.config.axes import AXES, JOINED, ParallelDims
@@ -98,7 +98,7 @@ class StepTime:
     exposed: Mapping[str, float]
     bubble: float
     data: float
-    repeated: float = field(default=0.0, compare=False)
+    repeated: float
 
     @property
     def computing(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -56,9 +57,10 @@ def _advice(spec: Spec) -> Iterator[str]:
     whole = "--recompute=blocks" if section.recomputes != "blocks" else "--selective_checkpointing=1"
     flags = {"cheap": "--recompute=cheap with --use_torch_compile=True", "blocks": whole}
     for name, text in flags.items():
-        others = {"fsdp_activation_checkpointing": None, "selective_checkpointing": "1"}
-        others |= {"use_torch_compile": True} if name == "cheap" else {}  # type: ignore[dict-item]
-        changed = replace(section, recompute=name, **others)  # type: ignore[arg-type]
+        others: dict[str, Any] = {"fsdp_activation_checkpointing": None, "selective_checkpointing": "1"}
+        if name == "cheap":
+            others["use_torch_compile"] = True
+        changed = replace(section, recompute=name, **others)
         if (saving := estimate.expected - spec.memory(changed).expected) > 0:
             yield f"{text} saves about {saving / _GIB:.1f} GiB"
     half = f"saves about {kept / 2 / _GIB:.1f} GiB"
