@@ -126,7 +126,8 @@ def _known(kind: type[Any], values: Mapping[str, Any]) -> Any:
 class Saved:
     """What a checkpoint says beside its tensors: where the run is, and the launch that wrote it.
 
-    `validation_loss`: of this step, if it was evaluated. `data`: the state of the data stream. `save_s`:
+    `validation_loss`: of this step, if it was evaluated. `metrics`: the numbers of the step by name, where it
+    was reported or evaluated. `data`: the state of the data stream. `save_s`:
     seconds that the save took. `weights_only`: nothing but weights is to be taken. `imported_from`: the
     folder that the weights came from, if no training wrote them.
     """
@@ -135,6 +136,7 @@ class Saved:
     tokens_seen: int = 0
     rows_seen: int = 0
     validation_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     loss_scale: Mapping[str, Any] | None = None
     save_s: float | None = None
@@ -149,6 +151,10 @@ class Saved:
         content = {each.name: getattr(self, each.name) for each in fields(self)}
         left_out = {"loss_scale": None, "save_s": None, "weights_only": False, "imported_from": ""}
         return {name: value for name, value in content.items() if left_out.get(name, ...) != value}
+
+    def metric(self, name: str) -> float | None:
+        """A metric of the step, by which checkpoints are ranked; None where the step has none."""
+        return self.validation_loss if name == "eval/loss" else self.metrics.get(name)
 
     @cached_property
     def record(self) -> Record:

@@ -8,7 +8,7 @@ Hook          called around every step on every rank, in the order of a list; no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -67,6 +67,7 @@ class Progress:
     stop        why the launch ends after the step under way; empty while it goes on
     problem     why the records of this rank cannot be written; empty while they can
     validation  the last step that was evaluated, and its loss
+    metrics     the finite numbers of the records of `step`, which the sinks take in
     expected_save_s  of a step: seconds that saving may take if the launch ends with it
     """
 
@@ -83,6 +84,7 @@ class Progress:
     stop: str = ""
     problem: str = ""
     validation: tuple[int, float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
     expected_save_s: Callable[[int], float] = lambda step: 0.0
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class Progress:
     def count(self, rows: int, tokens: int) -> None:
         """Takes in a step that was made of so many rows and tokens, of all ranks."""
         self.step += 1
+        self.metrics = {}
         self.batch_rows, self.batch_tokens = rows, tokens
         self.rows_seen += rows
         self.tokens_seen += tokens

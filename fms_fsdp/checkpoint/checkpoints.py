@@ -63,9 +63,7 @@ class Checkpoints(Hook):
         section, plan, state = self.section, self.plan, self.state
         self._root = plan.root
         self._schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
-        self._keep = KeepPolicy(
-            section.keep_last_n, section.keep_every, section.keep_best, section.keep_steps
-        )
+        self._keep = KeepPolicy.of(section)
         self._start = self._newest = state.progress.start
         self._written: set[int] = set()
         self._pending_step = 0
@@ -118,12 +116,18 @@ class Checkpoints(Hook):
         self.mark("device")  # a copy waits for the steps: that is no time of the save
         self._settle()
         evaluated, step = progress.validation, progress.step
+        is_evaluated, metric = evaluated is not None and evaluated[0] == step, self._keep.metric
+        has_value = is_evaluated if self.section.ranks_evaluations else progress.metrics
+        if self._keep.best and has_value and metric not in progress.metrics:
+            text = "step %d has no --keep_best_metric (%s), so its checkpoint is not ranked; its metrics: %s"
+            log.warning(text, step, metric, ", ".join(progress.metrics))
         scale = self.state.loss_scale
         state = Saved(
             step,
             tokens_seen=progress.tokens_seen,
             rows_seen=progress.rows_seen,
-            validation_loss=evaluated[1] if evaluated and evaluated[0] == step else None,
+            validation_loss=evaluated[1] if evaluated and is_evaluated else None,
+            metrics=dict(progress.metrics),
             data=self.state.stream.state_dict(),
             loss_scale=scale.state_dict() if scale is not None else None,
             **self.plan.record.saved_with,
@@ -176,11 +180,11 @@ def to_delete(root: Path, policy: KeepPolicy, start: int, written: Collection[in
     Newer steps that this launch did not write were passed over as damaged: they do not count, and are not
     deleted.
     """
-    complete, losses = list[int](), dict[int, float]()
+    complete, ranked = list[int](), dict[int, float]()
     for step in named_steps(root):
         folder = root / f"step_{step}"
         if (step <= start or step in written) and has_all_files(folder):
             complete.append(step)
-            if policy.best and (loss := read_state(folder).validation_loss) is not None:
-                losses[step] = loss
-    return policy.to_delete(complete, losses)
+            if policy.best and (value := read_state(folder).metric(policy.metric)) is not None:
+                ranked[step] = value
+    return policy.to_delete(complete, ranked)

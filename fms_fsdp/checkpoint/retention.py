@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from fms_fsdp.config.outputs import KeepConfig
+from fms_fsdp.config.spans import StepRange, parse_ranges
 from fms_fsdp.errors import UserError
 
 
@@ -32,6 +34,14 @@ class SaveSchedule:
             if stop is None or due <= stop:
                 return due
         return None
+
+    def count(self, first: int, last: int) -> int:
+        """How many steps from `first` to `last` are due."""
+        total = 0
+        for start, stop, interval in self.ranges:
+            end = last if stop is None else min(stop, last)
+            total += max(0, end - start) // interval - max(0, min(end, first - 1) - start) // interval
+        return total
 
     def meets_interval(self, interval: int) -> bool:
         """Whether some step that is due is a multiple of `interval`."""
@@ -71,22 +81,37 @@ def parse_schedule(text: str, interval: int) -> SaveSchedule:
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """What stays: the newest `last` (0: all), multiples of `every` (0: none), the `best` by validation loss
-    (0: none), and `steps`."""
+    """What stays: the newest `last` (0: all), multiples of `every` (0: none), the `best` by `metric` (0:
+    none), whose `mode` says whether the least (min) or the greatest (max) value is the best, `steps`, and
+    what lies in `ranges`."""
 
     last: int = 0
     every: int = 0
     best: int = 0
     steps: tuple[int, ...] = ()
+    ranges: tuple[StepRange, ...] = ()
+    metric: str = "eval/loss"
+    mode: str = "min"
 
-    def to_delete(self, complete: Collection[int], losses: Mapping[int, float]) -> list[int]:
-        """The steps among `complete` that need not be kept, ascending. `losses`: validation loss by step,
-        where there is one."""
+    @classmethod
+    def of(cls, section: KeepConfig) -> KeepPolicy:
+        """The policy that flags name."""
+        ranges = tuple(parse_ranges("keep_ranges", section.keep_ranges))
+        numbers = section.keep_last_n, section.keep_every, section.keep_best, section.keep_steps
+        return cls(*numbers, ranges, section.keep_best_metric, section.keep_best_mode)
+
+    def to_delete(self, complete: Collection[int], ranked: Mapping[int, float]) -> list[int]:
+        """The steps among `complete` that need not be kept, ascending. `ranked`: the value of the metric of
+        the best by step, where there is one."""
         if not self.last:
             return []
-        keep = set(sorted(complete)[-self.last :]) | set(self.steps)
-        if self.every:
-            keep |= {step for step in complete if step % self.every == 0}
-        ranked = sorted((losses[step], step) for step in complete if step in losses)
-        keep |= {step for _, step in ranked[: self.best]}
+        keep = set(sorted(complete)[-self.last :])
+        keep |= {step for step in complete if self._is_kept_for_ever(step)}
+        sign = -1 if self.mode == "max" else 1
+        order = sorted((sign * ranked[step], step) for step in complete if step in ranked)
+        keep |= {step for _, step in order[: self.best]}
         return sorted(set(complete) - keep)
+
+    def _is_kept_for_ever(self, step: int) -> bool:
+        is_multiple = self.every and step % self.every == 0
+        return bool(is_multiple) or step in self.steps or any(each.holds(step) for each in self.ranges)

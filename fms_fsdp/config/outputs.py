@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fms_fsdp.config.flag import free_flag
+from fms_fsdp.config.spans import parse_ranges
 
 
 # fmt: off
@@ -39,7 +40,32 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class KeepConfig:
+    """Which checkpoints stay when a new one is complete; `ckpt prune` has the same flags."""
+
+    keep_last_n: int = free_flag(0, minimum=0,
+        help="keep the newest N checkpoints and delete the others when a new one is complete; 0 keeps all")
+    keep_every: int = free_flag(0, minimum=0,
+        help="with keep_last_n: also keep every checkpoint whose step is a multiple of this number")
+    keep_best: int = free_flag(0, "beside keep_last_n: N checkpoints of least validation loss", minimum=0)
+    keep_best_metric: str = free_flag("eval/loss", advanced=True,
+        help="the metric of metrics.jsonl by which keep_best ranks checkpoints; a step without the metric is "
+        "not ranked")
+    keep_best_mode: str = free_flag("min", choices=("min", "max"), advanced=True,
+        help="whether the least or the greatest value of keep_best_metric is the best")
+    keep_steps: tuple[int, ...] = free_flag((), "beside keep_last_n: checkpoints of these steps", minimum=1)
+    keep_ranges: str = free_flag("", parse=parse_ranges,
+        help="beside keep_last_n: checkpoints in ranges of steps: 1-1000:100,20000- keeps the multiples of "
+        "100 up to step 1000, and all from step 20000 on")
+
+    @property
+    def ranks_evaluations(self) -> bool:
+        """Whether `keep_best` ranks by a metric of held-out data."""
+        return self.keep_best_metric.startswith("eval/")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(KeepConfig):
     """Checkpoints: which ones a run saves and keeps, where, and from which one the run starts.
 
     When to change: `checkpoint_interval` is the work that you can bear to lose. `keep_last_n` where the disk
@@ -70,12 +96,6 @@ class CheckpointConfig:
         "step 100, then every 18 steps up to step 1000, then every 1500 steps")
     async_checkpoint: bool = free_flag(True,
         help="write checkpoints in the background; training waits only for the copy to host memory")
-    keep_last_n: int = free_flag(0, minimum=0,
-        help="keep the newest N checkpoints and delete the others when a new one is complete; 0 keeps all")
-    keep_every: int = free_flag(0, minimum=0,
-        help="with keep_last_n: also keep every checkpoint whose step is a multiple of this number")
-    keep_best: int = free_flag(0, "beside keep_last_n: N checkpoints of least validation loss", minimum=0)
-    keep_steps: tuple[int, ...] = free_flag((), "beside keep_last_n: checkpoints of these steps", minimum=1)
     # fmt: on
 
 

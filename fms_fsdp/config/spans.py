@@ -54,6 +54,39 @@ def parse_skips(flag: str, text: str) -> list[tuple[int, int]]:
     return ranges
 
 
+class StepRange(NamedTuple):
+    """The multiples of `every` from `first` to `last`; `last` None has no end."""
+
+    first: int
+    last: int | None
+    every: int
+
+    def holds(self, step: int) -> bool:
+        """Whether a step is one of these."""
+        return self.first <= step <= (step if self.last is None else self.last) and step % self.every == 0
+
+
+def parse_ranges(flag: str, text: str) -> list[StepRange]:
+    """The ranges of steps in `1-1000:100,20000-`: multiples of 100 up to 1000, and all from 20000 on.
+
+    Raises:
+        UserError: one of them is no such range.
+    """
+    ranges = []
+    for item in filter(None, text.replace(" ", "").split(",")):
+        match = re.fullmatch(r"(\d{1,15})-(\d{1,15})?(?::(\d{1,15}))?", item)
+        first, last, every = (
+            (int(number) if number else None for number in match.groups()) if match else [0] * 3
+        )
+        if first is None or every == 0 or (last is not None and last < max(1, first)):
+            raise UserError(
+                f"--{flag} ({shown(item)}) must be FIRST-LAST:EVERY, and LAST and EVERY may be left out; "
+                "write 1-1000:100 or 20000-"
+            )
+        ranges.append(StepRange(first, last, every or 1))
+    return ranges
+
+
 def parse_selective_checkpointing(flag: str, text: str) -> Fraction:
     """The share of blocks to recompute, in (0, 1]: from `1`, `1/2`, `0.33` or `every:k` (every k-th block).
 

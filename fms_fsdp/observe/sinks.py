@@ -18,7 +18,7 @@ from typing import Any
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.metrics import Record
-from fms_fsdp.observe.trackers import Background, build_trackers
+from fms_fsdp.observe.trackers import Background, build_trackers, numbers
 from fms_fsdp.state import Progress
 
 
@@ -72,6 +72,7 @@ class Sinks:
         """Writes and returns the record of the step just done: the values and the place in the run."""
         self._step = progress.step
         record = self._placed(progress, values)
+        progress.metrics |= numbers(record)
         self._file.write(record)
         for tracker in self._trackers:
             tracker.write(record)

@@ -46,11 +46,7 @@ def with_stops(config: TrainConfig, stops: Stops, steps: int, plain_s: float, lo
     """The days of a run whose steps take between `plain_s` and `longest_s` seconds in all. A launch that ends
     early loses half of what lies between two saves."""
     section, every = config.checkpoint, config.eval.eval_interval
-    saves = 0
-    for start, stop, interval in parse_schedule(
-        section.checkpoint_schedule, section.checkpoint_interval
-    ).ranges:
-        saves += max(0, min(steps, steps if stop is None else stop) - start) // interval
+    saves = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval).count(1, steps)
     between: float = section.checkpoint_interval or steps
     if section.checkpoint_schedule:
         between = steps / max(1, saves)

@@ -67,8 +67,9 @@ class Hardware:
 
 
 def _are_ranked(known: Hardware) -> bool:
-    """Whether some checkpoint before the last has a validation loss to be ranked by."""
+    """Whether some checkpoint before the last has a value of the metric to be ranked by."""
     section, interval = known.config.checkpoint, known.config.eval.eval_interval
+    interval = interval if section.ranks_evaluations else known.config.log.report_interval
     schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
     return not section.keep_best or schedule.meets_interval(interval)
 
@@ -101,9 +102,11 @@ MACHINE: tuple[Rule[Hardware], ...] = (
         lambda known: {"precision": known.config.precision.named or "bf16",
             "device": torch.cuda.get_device_name(known.device) if known.is_gpu else "cpu",
             "keep_name": known.config.keep_name}),
-    Rule("keep_best", _are_ranked, "ranks checkpoints whose step is evaluated, and none is before the last",
-        "let an evaluation (--eval_interval {eval_interval}) fall on the step of a checkpoint",
-        "eval_interval checkpoint_interval checkpoint_schedule"),
+    Rule("keep_best", _are_ranked,
+        "ranks checkpoints whose step has {keep_best_metric}, and none has before the last",
+        "let an evaluation (--eval_interval {eval_interval}) or a report (--report_interval "
+        "{report_interval}) fall on the step of a checkpoint",
+        "eval_interval report_interval checkpoint_interval checkpoint_schedule keep_best_metric"),
     Rule("trackers", lambda known: not _missing_package(known),
         "needs the package {trackers}, which is not installed", "pip install {trackers}",
         facts=lambda known: {"trackers": _missing_package(known)}),

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from fms_fsdp.checkpoint.checkpoints import SavePlan
+from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import BatchPlan, ParallelConfig, Precision
 from fms_fsdp.config.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.config.ramp import BatchIntervals
@@ -26,6 +27,8 @@ from fms_fsdp.runtime import log, log_for_files
 from fms_fsdp.spec.advice import warning_of_memory
 from fms_fsdp.spec.difference import differences, schedule_jump
 from fms_fsdp.spec.resolve import Spec
+
+_MOST_COUNTED = 10_000  # saves
 
 
 def describe(spec: Spec) -> str:
@@ -64,7 +67,29 @@ def describe(spec: Spec) -> str:
             f"data: {names}: {have:,} tokens; the run reads {read:,}, {plain(read / have, 2)} epochs"
         )
     lines += [f"length: {spec.epochs}"] if spec.epochs else []
-    return "\n".join(lines + ([f"held out: {held_out}"] if held_out else []))
+    lines += [f"held out: {held_out}"] if held_out else []
+    return "\n".join(filter(None, [*lines, describe_saves(spec)]))
+
+
+def describe_saves(spec: Spec) -> str:
+    """A line for the size of a checkpoint and of all that the launch will keep; "" if it saves none."""
+    section, last = spec.config.checkpoint, spec.num_steps
+    schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
+    steps, due = list[int](), schedule.next_after(spec.start)
+    while due is not None and due < last and len(steps) < _MOST_COUNTED:
+        steps.append(due)
+        due = schedule.next_after(due)
+    steps += [last] if section.save_last or schedule.is_due(last) else []
+    if not steps:
+        return ""
+    gib = checkpoint_bytes(spec.config.optim, spec.model, spec.precision) / 2**30
+    deleted = len(KeepPolicy.of(section).to_delete(steps, {}))  # and `keep_best` of these stay
+    kept = len(steps) - max(0, deleted - section.keep_best)
+    more = "more than " * (len(steps) > _MOST_COUNTED)
+    return (
+        f"checkpoints: {plain(gib)} GiB each; {more}{len(steps):,} are to be written, at most {kept:,} stay, "
+        f"which take {plain(gib * kept)} GiB"
+    )
 
 
 def describe_axes(dims: ParallelDims) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.retention import KeepPolicy
 from fms_fsdp.config import flag
+from fms_fsdp.config.outputs import KeepConfig
 from fms_fsdp.errors import UserError
 from fms_fsdp.record import Saved
 from fms_fsdp.run.lock import lock_folder
@@ -33,14 +34,10 @@ class CkptVerifyConfig:
 
 
 @dataclass(frozen=True)
-class CkptPruneConfig:
+class CkptPruneConfig(KeepConfig):
     """Deletes checkpoints; without --yes the command only shows which."""
 
     path: str = flag("", "a run folder or a folder of checkpoints")
-    keep_last_n: int = flag(0, "keep the newest N checkpoints; 0 keeps all", minimum=0)
-    keep_every: int = flag(0, "keep also the steps that are a multiple of this number", minimum=0)
-    keep_best: int = flag(0, "keep also the N checkpoints of the lowest validation loss", minimum=0)
-    keep_steps: tuple[int, ...] = flag((), "keep also the checkpoints of these steps")
     after: int | None = flag(None, "delete all checkpoints of later steps", minimum=0)
     leftovers: bool = flag(False, "delete also unfinished, damaged and superseded checkpoints")
     yes: bool = flag(False, "delete; without this flag nothing is touched")
@@ -90,17 +87,17 @@ def prune_checkpoints(config: CkptPruneConfig) -> None:
     byte before anything is deleted.
     """
     root = _root(config.path)
-    complete, losses, known = folders.complete_steps(root), dict[int, float](), folders.named_steps(root)
+    complete, ranked, known = folders.complete_steps(root), dict[int, float](), folders.named_steps(root)
+    policy = KeepPolicy.of(config)
     for step in complete:
-        if (loss := folders.read_state(root / f"step_{step}").validation_loss) is not None:
-            losses[step] = loss
-    policy = KeepPolicy(config.keep_last_n, config.keep_every, config.keep_best, config.keep_steps)
-    while policy.to_delete(complete, losses):
+        if (value := folders.read_state(root / f"step_{step}").metric(policy.metric)) is not None:
+            ranked[step] = value
+    while policy.to_delete(complete, ranked):
         if not (wrong := _problems(root / f"step_{complete[-1]}", deep=True)):
             break
         print(f"step_{complete[-1]} does not count: {wrong[0]}")
         del complete[-1]
-    unwanted = set(policy.to_delete(complete, losses))
+    unwanted = set(policy.to_delete(complete, ranked))
     if config.after is not None:
         unwanted |= {step for step in known if step > config.after}
     if config.leftovers:

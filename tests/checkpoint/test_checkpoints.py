@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,30 @@ def test_a_checkpoint_records_the_validation_loss_of_its_own_step_or_none(tmp_pa
     # evaluated at 0, 3, 6 and, though 8 is no multiple of 3, at the end
     assert len(found) == 4
     assert [state["validation_loss"] for state in states] == [found[1], None, None, found[3]]
+
+
+def test_the_best_by_any_metric_and_ranges_stay_and_sizes_are_said_at_the_start(tmp_path: Path) -> None:
+    keep = "--keep_last_n=1 --keep_best=1 --keep_best_metric=grad_norm --keep_best_mode=max --keep_ranges=1-2"
+    argv = [*TINY, "--num_steps=7", "--checkpoint_interval=1", "--trackers=none", *keep.split()]
+    text = trained(*argv, f"--output_dir={tmp_path}")
+    root, norms = tmp_path / "checkpoints", dict[int, float]()
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        if "grad_norm" in (record := json.loads(line)):
+            norms[record["step"]] = record["grad_norm"]
+    best = max(norms, key=lambda step: norms[step])
+    assert best not in (1, 2, 7) and complete_steps(root) == sorted({1, 2, best, 7})
+    gib = sum(path.stat().st_size for path in (root / "step_7").iterdir()) / 2**30
+    said = re.search(
+        r"checkpoints: (\S+) GiB each; 7 are to be written, at most 4 stay, which take (\S+) GiB", text
+    )
+    assert said and float(said[1]) == pytest.approx(gib, rel=0.1)
+    assert float(said[2]) == pytest.approx(4 * float(said[1]), rel=0.01)
+
+
+def test_a_metric_that_no_step_has_is_said(tmp_path: Path) -> None:
+    keep = "--keep_last_n=1 --keep_best=1 --keep_best_metric=grad_morn".split()
+    text = trained(*TINY, "--num_steps=1", "--trackers=none", *keep, f"--output_dir={tmp_path}")
+    assert "step 1 has no --keep_best_metric (grad_morn), so its checkpoint is not ranked" in text
 
 
 def test_a_full_disk_under_the_run_folder_saves_where_there_is_room(tmp_path: Path, small_disk: Path) -> None:

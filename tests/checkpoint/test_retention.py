@@ -10,6 +10,7 @@ from fms_fsdp.config import CheckpointConfig, EvalConfig, TrainConfig
 from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.rule import judge
+from fms_fsdp.config.spans import StepRange, parse_ranges
 from fms_fsdp.errors import UserError
 from fms_fsdp.spec.rules import MACHINE, Hardware
 
@@ -37,6 +38,24 @@ def test_a_schedule_may_end_and_an_interval_of_zero_is_never() -> None:
 def test_a_schedule_that_does_not_parse_is_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"--checkpoint_schedule \(.*must be INTERVAL@LAST_STEP"):
         parse_schedule(text, 1000)
+
+
+def test_ranges_of_steps_are_read() -> None:
+    assert parse_ranges("keep_ranges", "1-1000:100, 20000-") == [(1, 1000, 100), (20000, None, 1)]
+    assert parse_ranges("keep_ranges", "5-5") == [(5, 5, 1)] and parse_ranges("keep_ranges", "") == []
+
+
+@pytest.mark.parametrize("text", ["5", "-5", "9-3", "1-9:0", "1-9:-1", "a-b", "1-2-3", "0-0", "1-2:"])
+def test_a_range_that_does_not_parse_is_one_line(text: str) -> None:
+    with pytest.raises(UserError, match=r"--keep_ranges \(.*must be FIRST-LAST:EVERY"):
+        parse_ranges("keep_ranges", text)
+
+
+@pytest.mark.parametrize("text", ["10@100,18@1000,1500", "5@10", "7"])
+def test_saves_are_counted(text: str) -> None:
+    schedule = parse_schedule(text, 0)
+    for first, last in ((1, 5000), (11, 99), (101, 118), (1000, 1000), (50, 40), (1, 4)):
+        assert schedule.count(first, last) == sum(map(schedule.is_due, range(first, last + 1)))
 
 
 def judge_keep_best(keep_best: int, schedule: str, interval: int, eval_interval: int) -> None:
@@ -78,6 +97,8 @@ LOSSES = {100: 3.0, 200: 1.0, 300: 2.0}
         (KeepPolicy(last=2, every=200), [100, 300]),
         (KeepPolicy(last=1, best=1), [100, 300, 400, 500]),
         (KeepPolicy(last=1, best=2, steps=(400, 999)), [100, 500]),
+        (KeepPolicy(last=1, best=1, mode="max"), [200, 300, 400, 500]),
+        (KeepPolicy(last=1, ranges=(StepRange(1, 400, 200), StepRange(500, None, 1))), [100, 300]),
     ],
 )
 def test_what_need_not_be_kept_is_deleted(policy: KeepPolicy, deleted: list[int]) -> None:

@@ -42,12 +42,13 @@ VALUES: dict[str, Any] = {
     "rope_scaling": "linear:2",
     "attn_window_pattern": "LG",
     "model_builder": "a:b",
+    "keep_ranges": "1-2",
 }
 BESIDE: dict[str, dict[str, Any]] = {
     "weights": {"datasets": ("a",)},
     "load_model_only": {"ckpt_load_path": "x"},
     "attn_window_pattern": {"attn_window": 4},
-    **{name: {"keep_last_n": 1} for name in ("keep_every", "keep_best", "keep_steps")},
+    **{name: {"keep_last_n": 1} for name in ("keep_every", "keep_best", "keep_steps", "keep_ranges")},
     "keep_best": {"keep_last_n": 1, "eval_interval": 1},
     "data_kwargs": {"dataset_builder": "a:b"},
     "export_interval": {"checkpoint_interval": 1},
