@@ -98,15 +98,15 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
     z_losses: list[torch.Tensor] = []
     for micro_step, micro in enumerate(micro_batches(recipe, batch, state.progress.step + 1)):
         is_last = micro_step == accum - 1
-        micro_loss, *z_loss = _forward_backward(model, micro, factor, known, is_last, mesh)
+        micro_loss, *z_loss = _forward_backward(model, micro, factor, known, is_last, mesh, clock)
         loss_sum += micro_loss
         z_losses += z_loss
-    clock.mark("forward_backward")
     with record_function("optimizer"):
         if state.optimizers.clip_by_themselves:
             grad_norm = clip_grad_norm(parameters, 0.0, mesh) / scale
         else:
             grad_norm = clip_grad_norm(parameters, recipe.grad_clip, mesh, scale)
+        clock.mark("clip")
         progress = state.progress
         tokens = progress.tokens_seen + _size(batch, mesh)[1]
         rate = partial(recipe.schedule, progress.step + 1, tokens)
@@ -127,17 +127,21 @@ def _forward_backward(
     known: Mapping[str, torch.Tensor],
     is_last: bool,
     mesh: Mesh,
+    clock: Clock,
 ) -> tuple[torch.Tensor, ...]:
     """The passes of one micro-step, whichever layout: the summed loss and, with a z-loss, the summed z-loss;
     in a pipeline 0 where the last stage is not."""
     if mesh.size("pp") > 1:
         losses: tuple[torch.Tensor, ...] = cast(Any, model).forward_backward(*micro, factor=factor, **known)
+        clock.mark("forward_backward")
         return losses
     set_gradient_sync(model, last_micro_step=is_last, mesh=mesh)
     with record_function("forward"):
         loss, _, *z_loss = model(*micro, **known)
+    clock.mark("forward")
     with record_function("backward"):
         (loss * factor).backward()
+    clock.mark("backward")
     return loss.detach(), *z_loss
 
 

@@ -22,7 +22,7 @@ from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained
 FIELDS = (
     "attempt step tokens_seen samples_seen time loss loss_mean perplexity grad_norm grad_norm_mean "
     "grad_norm_max skipped_steps lr batch_rows batch_tokens tokens_per_sec_per_device tokens_per_sec "
-    "tflops_per_device step_time_ms data_wait_ms forward_backward_ms "
+    "tflops_per_device step_time_ms data_wait_ms forward_backward_ms forward_ms backward_ms clip_ms "
     "optimizer_ms eval_ms checkpoint_ms logging_ms mem_gib peak_mem_gib eta_s finish_at data_fingerprint"
 ).split()
 
@@ -84,10 +84,11 @@ def test_a_report_tells_the_mean_of_its_interval_and_where_the_time_went(whole: 
         assert some[last]["grad_norm_max"] == max(record["grad_norm"] for record in between)
     record = some[8]
     assert record["perplexity"] == pytest.approx(math.exp(record["loss"])) and record["samples_seen"] == 16
-    parts = record["data_wait_ms"] + record["forward_backward_ms"] + record["optimizer_ms"]
+    assert record["forward_backward_ms"] == record["forward_ms"] + record["backward_ms"] > 0
+    parts = sum(record[f"{name}_ms"] for name in ("data_wait", "forward_backward", "clip", "optimizer"))
     assert 0.5 * record["step_time_ms"] < parts <= record["step_time_ms"] and record["checkpoint_ms"] > 0
     (end,) = events(tmp_path, "end")
-    assert end["step"] == 8 and min(end["forward_backward_s"], end["optimizer_s"]) > 0
+    assert end["step"] == 8 and min(end[f"{part}_s"] for part in ("forward", "backward", "optimizer")) > 0
     assert end["logging_s"] > 0
 
 

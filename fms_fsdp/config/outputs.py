@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fms_fsdp.config.flag import free_flag
-from fms_fsdp.config.spans import parse_ranges
+from fms_fsdp.config.spans import parse_named_interval, parse_ranges
 
 
 # fmt: off
@@ -128,8 +128,9 @@ class LogConfig:
     tracker_project: str = free_flag("fms-fsdp", part="trackers",
         help="name of the project or experiment under which trackers file the run")
     tracker_entity: str = free_flag("", "team or account of wandb (default: the user's)", part="trackers")
-    tracker_metrics: tuple[str, ...] = free_flag((), advanced=True,
-        help="names of the metrics that trackers receive, such as loss,lr,*_ms (default: all)")
+    tracker_metrics: tuple[str, ...] = free_flag((), advanced=True, parse=parse_named_interval,
+        help="names of the metrics that trackers receive, such as loss,lr,*_ms (default: all); *_ms@100 are "
+        "those of every hundredth step at most")
     tensorboard_dir: str = free_flag("", form="path",
         help="folder of TensorBoard's files (default: tensorboard/ in the run folder)")
     tensorboard_queue_size: int = free_flag(1, minimum=1, maximum=10**6, advanced=True,

@@ -87,6 +87,19 @@ def parse_ranges(flag: str, text: str) -> list[StepRange]:
     return ranges
 
 
+def parse_named_interval(flag: str, text: str) -> tuple[str, int]:
+    """The names in `*_ms@100`, and the least number of steps between two of their records; 1 without `@`.
+
+    Raises:
+        UserError: what follows `@` is no such number.
+    """
+    names, at, digits = text.partition("@")
+    every = whole_number(digits) if at else 1
+    if not names or every is None or not 1 <= every <= 10**15:
+        raise UserError(f"--{flag} ({shown(text)}) must be NAMES or NAMES@STEPS; write *_ms or *_ms@100")
+    return names, every
+
+
 def parse_selective_checkpointing(flag: str, text: str) -> Fraction:
     """The share of blocks to recompute, in (0, 1]: from `1`, `1/2`, `0.33` or `every:k` (every k-th block).
 

@@ -121,7 +121,6 @@ class Meter(Hook):
         now, eta_s = time.time(), left * statistics.fmean(self._paces or [pace])
         own_rate = rate / self._mesh.size("world")
         record: dict[str, Any] = {
-            "samples_seen": progress.rows_seen,
             **values,
             "lr": spec.schedule(progress.step, progress.tokens_seen, spec.config.optim.learning_rate),
             "batch_rows": progress.batch_rows,

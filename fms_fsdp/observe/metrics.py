@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from fms_fsdp.state import StepResult
 Record = dict[str, Any]
 _TIMED_STEPS = 64  # of an interval, the last ones, by the events of a GPU
 _BESIDE_STEPS = ("start", "eval", "checkpoint", "logging")  # parts of the run that are no part of a step
-_SHOWN_PARTS = ("forward_backward", "optimizer", "eval", "checkpoint", "logging")
+_PASSES = ("forward", "backward", "forward_backward")  # the last of a pipeline, whose passes take turns
+_SHOWN_PARTS = ("forward", "backward", "clip", "optimizer", "eval", "checkpoint", "logging")
 
 
 class Clock:
@@ -40,13 +42,14 @@ class Clock:
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = {}
         self._steps = 0
-        self._events: deque[list[torch.cuda.Event]] = deque(maxlen=_TIMED_STEPS)
+        self._events: deque[list[tuple[str, torch.cuda.Event]]] = deque(maxlen=_TIMED_STEPS)
         self._last = time.perf_counter()
         self.totals: dict[str, float] = {}
 
     def mark(self, part: str) -> None:
-        """`part`: start, data, forward_backward, optimizer (ends a step), eval, checkpoint, logging; device
-        waits for what the device has to do; this and any other part count to the steps."""
+        """`part`: start, data, forward and backward (of each micro-step; in a pipeline forward_backward),
+        clip, optimizer (ends a step), eval, checkpoint, logging; device waits for what the device has to do;
+        this and any other part count to the steps."""
         if self._cuda and part == "device":
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -54,27 +57,30 @@ class Clock:
         self.totals[part] = self.totals.get(part, 0.0) + now - self._last
         self._last = now
         self._steps += part == "optimizer"
-        if self._cuda and part in ("data", "forward_backward", "optimizer"):
+        if self._cuda and part in ("data", *_PASSES, "clip", "optimizer"):
             if part == "data":
                 self._events.append([])
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
-            self._events[-1].append(event)
+            self._events[-1].append((part, event))
 
     def read(self) -> dict[str, float]:
         """Milliseconds a step by part, over the steps since the last call, and starts anew. The device must
         have done its work."""
         steps = max(1, self._steps)
         ms = {part: 1000 * seconds / steps for part, seconds in self._seconds.items()}
-        timed = [events for events in self._events if len(events) == 3]
-        for i, part in enumerate(("forward_backward", "optimizer") if timed else ()):
-            ms[part] = sum(events[i].elapsed_time(events[i + 1]) for events in timed) / len(timed)
+        timed = [events for events in self._events if events[-1][0] == "optimizer"]
+        ms |= dict.fromkeys((*_PASSES, "clip", "optimizer"), 0.0) if timed else {}
+        for events in timed:
+            for (_, begin), (part, end) in pairwise(events):
+                ms[part] += begin.elapsed_time(end) / len(timed)
         host = sum(seconds for part, seconds in self._seconds.items() if part not in _BESIDE_STEPS)
         self._seconds, self._steps = {}, 0
         self._events.clear()
         return {
             "step_time_ms": 1000 * host / steps,
             "data_wait_ms": ms.get("data", 0.0),
+            "forward_backward_ms": sum(ms.get(part, 0.0) for part in _PASSES),
             **{f"{part}_ms": ms.get(part, 0.0) for part in _SHOWN_PARTS},
         }
 

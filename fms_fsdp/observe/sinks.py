@@ -84,8 +84,14 @@ class Sinks:
             tracker.write(self._placed(progress, {name: text}))
 
     def _placed(self, progress: Progress, values: Mapping[str, Any]) -> Record:
-        place = {"attempt": self.attempt, "step": progress.step, "tokens_seen": progress.tokens_seen}
-        return {**place, "time": round(time.time(), 3), **values}
+        return {
+            "attempt": self.attempt,
+            "step": progress.step,
+            "tokens_seen": progress.tokens_seen,
+            "samples_seen": progress.rows_seen,
+            "time": round(time.time(), 3),
+            **values,
+        }
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Writes an event, which is no measurement, into metrics.jsonl."""

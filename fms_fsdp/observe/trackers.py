@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from fms_fsdp.config import TrainConfig, flag_table
 from fms_fsdp.config.flag import non_defaults
+from fms_fsdp.config.spans import parse_named_interval
 from fms_fsdp.flags import shown_value
 from fms_fsdp.observe.metrics import Record
 from fms_fsdp.parts import load_part
@@ -42,7 +43,7 @@ _GROUPS = {  # of TensorBoard, by patterns of names; what matches none of them i
     "memory": ("*_gib", "alloc_retries"),
     "data": ("epoch/*", "tokens/*", "batch_*", "masked_rows"),
 }
-_LOSSES = ("loss", "loss_mean", "*/loss")
+_OVER = {"step": "", "samples_seen": "versus_samples/", "tokens_seen": "versus_tokens/"}
 _COMPARED = ("eval/loss", "eval/best_loss", "loss/loss_mean")  # tags on TensorBoard's page HPARAMS
 
 
@@ -63,11 +64,13 @@ def build_trackers(config: TrainConfig) -> list[Background]:
 
 
 class Background:
-    """An adapter in a thread of its own; `patterns` name the metrics that the adapter gets; without
-    patterns it gets all."""
+    """An adapter in a thread of its own; `wanted` names the metrics that the adapter gets, as
+    `--tracker_metrics` does; without names it gets all."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker], patterns: tuple[str, ...] = ()) -> None:
-        self._name, self._make, self._patterns = name, make, patterns
+    def __init__(self, name: str, make: Callable[[], Tracker], wanted: tuple[str, ...] = ()) -> None:
+        self._name, self._make = name, make
+        self._wanted = [parse_named_interval("tracker_metrics", text) for text in wanted]
+        self._sent: dict[str, int] = {}  # metric → the step of its last record
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_SIZE)
         self.dropped, self.cpu_s = 0, 0.0
         self._thread = threading.Thread(target=self._work, name=THREAD_PREFIX + name, daemon=True)
@@ -75,14 +78,20 @@ class Background:
 
     def write(self, record: Record) -> None:
         """Hands a record over; waits for nothing."""
-        if self._patterns:
-            wanted = (*_POSITIONS, *self._patterns)
-            record = {name: value for name, value in record.items() if _matches(name, wanted)}
+        if self._wanted:
+            step: int = record["step"]
+            record = {name: value for name, value in record.items() if self._is_due(name, step)}
+            self._sent |= dict.fromkeys(record, step)
         try:
             if self._thread.is_alive():
                 self._queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
+
+    def _is_due(self, name: str, step: int) -> bool:
+        passed = step - self._sent.get(name, -math.inf)
+        every = [every for pattern, every in self._wanted if fnmatchcase(name, pattern)]
+        return name in _POSITIONS or any(passed >= steps for steps in every)
 
     def close(self) -> None:
         """Waits a short time for the adapter to finish."""
@@ -130,7 +139,8 @@ def tag(name: str) -> str:
 
 
 class TensorBoard:
-    """Numbers as `group/name` over steps, losses over tokens too, and once the flags as text and hparams."""
+    """Numbers as `group/name` over steps, as `versus_tokens/name` and `versus_samples/name` over those, and
+    once the flags as text and hparams."""
 
     def __init__(self, config: TrainConfig) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -164,13 +174,11 @@ class TensorBoard:
             self._validations[record["step"]] = values["eval/loss"]
             so_far = (loss for step, loss in self._validations.items() if step <= record["step"])
             values["eval/best_loss"] = min(so_far)
-        over_steps, over_tokens = self._summary(), self._summary()
-        for name, value in values.items():
-            over_steps.value.add(tag=tag(name), simple_value=value)
-            if _matches(name, _LOSSES):
-                over_tokens.value.add(tag=f"versus_tokens/{name}", simple_value=value)
-        self._add(step=record["step"], summary=over_steps)
-        self._add(step=record["tokens_seen"], summary=over_tokens)
+        for place, group in _OVER.items():
+            summary = self._summary()
+            for name, value in values.items():
+                summary.value.add(tag=f"{group}{name}" if group else tag(name), simple_value=value)
+            self._add(step=record[place], summary=summary)
 
     def _add(self, **content: Any) -> None:
         """Appends an event, and writes the held events to disk if there are enough."""

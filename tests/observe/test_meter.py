@@ -81,5 +81,5 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     assert record["mfu"] == pytest.approx(3 * 4096 / 0.5 * flops / 1e15)
     assert record["tflops_per_device"] == pytest.approx(1000 * record["mfu"])
     assert progress.tokens_seen == 5 * 24 * 4096 and record["eta_s"] == pytest.approx(2.5)
-    assert record["samples_seen"] == 5 * 24
+    assert progress.rows_seen == 5 * 24
     sinks.close()

@@ -142,15 +142,17 @@ def test_the_clock_splits_time_into_parts_and_starts_anew() -> None:
     clock = Clock(CPU)
     begin = time.perf_counter()
     beside = {"eval": 0.04, "checkpoint": 0.03}
-    for part, seconds in {"data": 0.02, "forward_backward": 0.04, "optimizer": 0.01, **beside}.items():
+    passes = {"forward": 0.015, "backward": 0.025, "clip": 0.005}
+    for part, seconds in {"data": 0.02, **passes, "optimizer": 0.01, **beside}.items():
         for _ in range(1 if part in beside else 2):
             time.sleep(seconds)
             clock.mark(part)
     passed_ms = 1000 * (time.perf_counter() - begin)
     times = clock.read()  # of two steps
     assert times["data_wait_ms"] >= 20 and times["forward_backward_ms"] >= 40 and times["optimizer_ms"] >= 10
+    assert times["forward_ms"] >= 15 and times["backward_ms"] >= 25 and times["clip_ms"] >= 5
     assert times["eval_ms"] >= 20 and times["checkpoint_ms"] >= 15 and times["logging_ms"] == 0
-    parts = times["data_wait_ms"] + times["forward_backward_ms"] + times["optimizer_ms"]
+    parts = sum(times[f"{name}_ms"] for name in ("data_wait", "forward_backward", "clip", "optimizer"))
     assert times["step_time_ms"] == pytest.approx(parts)
     assert 2 * (times["step_time_ms"] + times["eval_ms"] + times["checkpoint_ms"]) == pytest.approx(
         passed_ms, rel=0.05

@@ -96,6 +96,23 @@ def test_a_tracker_gets_the_metrics_it_is_named() -> None:
     assert set(kept.records[0]) == places | {"lr", "step_time_ms"}
 
 
+def test_a_tracker_gets_each_metric_at_most_as_often_as_said() -> None:
+    kept = Recorder()
+    background = Background("kept", lambda: kept, ("loss", "*_ms@10"))
+    for step in (1, 6, 11, 12, 25):
+        background.write({"step": step, "loss": 1.0, "data_ms": 2.0})
+        background.write({"step": step, "save_ms": 3.0} if step > 6 else {"step": step})
+    background.close()
+    steps = {name: [r["step"] for r in kept.records if name in r] for name in ("loss", "data_ms", "save_ms")}
+    assert steps == {"loss": [1, 6, 11, 12, 25], "data_ms": [1, 11, 25], "save_ms": [11, 25]}
+
+
+@pytest.mark.parametrize("text", ["*_ms@", "*_ms@0", "@5", "a@b"])
+def test_a_metric_with_a_wrong_interval_is_refused(text: str) -> None:
+    result = run(*TINY, f"--tracker_metrics=loss,{text}")
+    assert result.returncode == 2 and f"--tracker_metrics ({text}) must be NAMES or" in result.stderr
+
+
 def test_a_tracker_that_raises_is_told_once_and_switched_off(logged: pytest.LogCaptureFixture) -> None:
     raising = Raising()
     background = Background("broken", lambda: raising)
@@ -163,22 +180,25 @@ def points(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
 
 
 def validation(step: int, loss: float) -> Record:
-    place = {"step": step, "tokens_seen": 2048 * step, "attempt": 1}
+    place = {"step": step, "tokens_seen": 2048 * step, "samples_seen": 32 * step, "attempt": 1}
     return {**place, "eval/web/loss": loss, "eval/loss": loss, "eval_s": 0.5}
 
 
-def test_tensorboard_gets_every_number_in_its_group_and_losses_over_tokens_too(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_number_in_its_group_and_over_tokens_and_samples(tmp_path: Path) -> None:
     memory = {"mem_gib": 1.0, "shm_gib": 0.5, "epoch/web": 0.25, "mfu": 0.5, "gpu_clock_mhz": 1980.0}
-    tested = {"step": 20, "tokens_seen": 40960, "test/web/loss": 3.5}
+    tested = {"step": 20, "tokens_seen": 40960, "samples_seen": 640, "test/web/loss": 3.5}
     events = board(
         tmp_path, RECORD | memory, validation(20, 3.0), tested, tensorboard_dir=str(tmp_path / "b")
     )
     names = {"loss/loss", "loss/lr", "time_ms/step_time_ms", "memory/mem_gib", "memory/shm_gib"}
     names |= {"data/epoch/web", "speed/mfu", "speed/gpu_clock_mhz", "eval/eval_s", "eval/best_loss"}
     names |= {"eval/web/loss", "eval/loss", "eval/test/web/loss"}
-    losses = {f"versus_tokens/{name}" for name in ("loss", "eval/web/loss", "eval/loss", "test/web/loss")}
-    assert set(events.Tags()["scalars"]) == names | losses
-    assert max(names) < min(losses), "the copies stand last"
+    written = "loss lr step_time_ms mem_gib shm_gib epoch/web mfu gpu_clock_mhz eval_s eval/best_loss"
+    all_names = {*written.split(), "eval/web/loss", "eval/loss", "test/web/loss"}
+    copies = {f"versus_{place}/{name}" for place in ("tokens", "samples") for name in all_names}
+    assert set(events.Tags()["scalars"]) == names | copies
+    assert max(names) < min(copies), "the copies stand last"
+    assert points(events, "versus_samples/mfu") == [(640, 0.5)]
     assert points(events, "eval/web/loss") == [(20, 3.0)] and points(events, "loss/loss") == [(20, 2.5)]
     assert points(events, "versus_tokens/loss") == [(40960, 2.5)]
 
@@ -196,7 +216,7 @@ def test_every_name_of_a_report_has_its_group(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     tags = events.Tags()["scalars"]
     assert {tag.partition("/")[0] for tag in tags} == set(
-        "loss eval speed time_ms memory data versus_tokens".split()
+        "loss eval speed time_ms memory data versus_tokens versus_samples".split()
     )
     kept = {tag.partition("/")[2] for tag in tags if tag.startswith("loss/")}
     assert kept == {

@@ -236,6 +236,19 @@ def test_an_axis_has_a_few_round_ticks(low: float, high: float, is_log: bool, ti
     assert all(-1e-6 <= place <= 100 + 1e-6 for place, _ in found)
 
 
+def test_the_times_of_a_step_are_layers_and_those_without_time_are_left_out(tmp_path: Path) -> None:
+    passes = {"forward_ms": 2.0, "backward_ms": 4.0, "clip_ms": 0.5}
+    for name, more in {"apart": passes, "pipeline": {}}.items():
+        folder = make_run(tmp_path / name, [report(1, step, 3.0) | more for step in (1, 2)], (0.3,))
+        assert main(["report", str(folder)]) == 0
+        page = (folder / "report.html").read_text()
+        assert [f">{key}" in page for key in (*passes, "forward_backward_ms", "optimizer_ms")] == [
+            *([bool(more)] * 3),
+            not more,
+            True,
+        ]
+
+
 def test_a_curve_that_hides_another_is_named_beside_it(restarted: Path) -> None:
     lines = [{**report(1, step, 3.0), "hfu": 0.5} for step in (1, 2)]
     run = read_run(make_run(restarted.parent / "same", lines))

@@ -14,8 +14,9 @@ from fms_fsdp.tools.report.history import Floats, Record, RunHistory
 
 MOST_MEANS, MOST_LAYERS = 400, 150  # points of a curve of means, and of a layer
 DASHES = ((), (6, 3), (1.5, 3), (9, 3, 1.5, 3))  # lengths of stroke and gap
-# kinds of time, from the bottom; "other" is what of a step none of them names
-TIMES = ("data_wait_ms", "forward_backward_ms", "optimizer_ms", "other", "checkpoint_ms", "logging_ms")
+# kinds of time of a step, from the bottom; the passes of a pipeline take turns and have one time
+TIMES = ("data_wait_ms", "forward_ms", "backward_ms", "forward_backward_ms", "clip_ms", "optimizer_ms")
+BESIDE = ("checkpoint_ms", "logging_ms")
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,10 @@ def _distinct(series: Sequence[Series]) -> list[Series]:
 def _times(run: RunHistory) -> list[Series]:
     reports = [record for record in run.reports.values() if "forward_backward_ms" in record]
     parts = {key: _column(reports, key) for key in TIMES}
-    named = sum(parts[key] for key in TIMES[:3])
-    parts["other"] = np.maximum(0.0, _column(reports, "step_time_ms") - named)
-    return _layers(reports, parts)
+    parts["forward_backward_ms"][parts["forward_ms"] > 0] = 0.0
+    parts["other"] = np.maximum(0.0, _column(reports, "step_time_ms") - sum(parts.values()))
+    parts |= {key: _column(reports, key) for key in BESIDE}
+    return _layers(reports, {key: values for key, values in parts.items() if values.any()})
 
 
 def _shares(run: RunHistory) -> list[Series]:
