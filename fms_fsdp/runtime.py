@@ -303,11 +303,14 @@ def log_to_file(path: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What a result depends on: versions of Python, torch and CUDA, and the hardware."""
+    """What a result depends on: versions of Python, torch, CUDA and NCCL, and the hardware."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.machine()}
     found |= _git_state()
     if torch.cuda.is_available():
         found |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name()}
+        if torch.distributed.is_nccl_available():
+            version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            found["nccl"] = ".".join(map(str, version))
     return found
 
 

@@ -160,6 +160,7 @@ def announce(spec: Spec) -> None:
         if warning:
             log.warning(warning)
     log.info(origin.why)
+    log_for_files("versions: " + ", ".join(f"{name} {text}" for name, text in spec.versions.items()))
     log_for_files(describe_schedule(spec))
     if spec.batch.rampup:
         log_for_files(describe_ramp(timeline.batches, spec.start, timeline.rows_at_start))

@@ -530,6 +530,7 @@ def test_quickstart_text_is_the_same_each_time(tmp_path: Path) -> None:
         "train.slurm",
         "cron.slurm",
         "pulse.sh",
+        "run_folder.sh",
         "test.sh",
         "check.sh",
         "environment.sh",

@@ -86,6 +86,8 @@ def test_a_sharded_checkpoint_in_several_files_of_bf16(tmp_path: Path) -> None:
 
     run = make(tmp_path / "run", "--sharding_strategy=fsdp", "--num_kv_heads=2", nproc=2)
     assert export(f"--path={run}", f"--output={tmp_path}/hf", "--max_shard_gb=0.0002") == 0
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "| step | 2 |" in card and "--sharding_strategy=fsdp" in card and "--adam_beta2=" in card
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     assert len(files) > 1 and all(path.stat().st_size < 3e5 for path in files)

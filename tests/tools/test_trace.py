@@ -9,6 +9,8 @@ import resource
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ import torch
 from fms_fsdp.__main__ import main as command
 from fms_fsdp.config import ProfilerConfig
 from fms_fsdp.extras.profile_window import ProfileWindow, dump_memory
+from fms_fsdp.observe.profiler import StepProfiler
 from fms_fsdp.tools.trace import length, summarize, union
 from tests.cli import TINY, run, status, trained
 from tests.warm import running
@@ -157,3 +160,7 @@ def test_a_window_of_memory_records_history_and_may_be_dumped_twice(
     assert calls[1:] == ["memory_rank3.pickle", {"enabled": None}]
     dump_memory(folder, 3)
     assert calls[3:] == ["memory_rank3.pickle"] and folder.is_dir()
+    profiler: Any = SimpleNamespace(_folder=folder, _rank=5)
+    StepProfiler.dump_at_failure(profiler, ValueError)
+    StepProfiler.dump_at_failure(profiler, torch.OutOfMemoryError)
+    assert calls[4:] == ["memory_rank5.pickle"]

@@ -16,12 +16,14 @@ from fms_fsdp.checkpoint.checkpointer import load_tensor
 from fms_fsdp.checkpoint.folders import Checkpoint, problems
 from fms_fsdp.checkpoint.storage import CheckpointReader
 from fms_fsdp.config import flag
+from fms_fsdp.config.flag import flag_values
 from fms_fsdp.cpu_tuning import keep_freed_memory
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf import find_family, hf_config, hf_weights
 from fms_fsdp.extras.hf_tokenizer import TOKENIZER_FILES
 from fms_fsdp.extras.text_rules import begin_token
 from fms_fsdp.extras.typed_json import read_table
+from fms_fsdp.flags import shown_value
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.spec.origin import data_of
@@ -136,5 +138,7 @@ def _card(checkpoint: Checkpoint, model: LlamaConfig) -> str:
     facts |= {"validation loss": saved.validation_loss, "data": data.data_path}
     facts |= {"sources": list(data.datasets) or "all", "weights": list(data.weights) or "by size"}
     facts |= {f"version of {name}": text for name, text in record.versions.items()}
+    facts |= {"digest of the tokenizer": record.tokenizer or None}
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value is not None)
-    return f"{_CARD}{rows}\n"
+    flags = "\n".join(f"--{name}={shown_value(value)}" for name, value in flag_values(record.config).items())
+    return f"{_CARD}{rows}\n\nAll flags of the training:\n\n```text\n{flags}\n```\n"

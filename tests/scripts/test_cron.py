@@ -1,0 +1,108 @@
+"""scripts/cron.slurm submits itself again, and scripts/run_folder.sh runs what is due.
+
+The commands of SLURM are scripts that write down how they were called: what counts is what SLURM is asked
+for.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli import ROOT
+
+SQUEUE = """\
+case "$*" in
+    *%l) echo 4:00:00 ;; *%P) echo gpu ;; *%a) echo lab ;; *%q) echo "(null)" ;;
+esac
+"""
+AGAIN = "sbatch --parsable --time=4:00:00 --partition=gpu --account=lab --dependency=afterany:17"
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+def cron(
+    folder: Path, *arguments: str, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """What the job gives, and the calls of SLURM that it makes."""
+    calls = folder / "calls"
+    for name, more in {"sbatch": "echo 18", "scancel": "", "squeue": SQUEUE}.items():
+        note = "" if name == "squeue" else f'echo "{name} $*" >>{calls}'
+        executable(folder / "bin" / name, f"{note}\n{more}\n")
+    settings = {
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+    }
+    ended = subprocess.run(
+        ["bash", ROOT / "scripts" / "cron.slurm", *arguments],
+        env=os.environ | settings | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return ended, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_a_job_submits_the_next_one_with_its_own_limits_and_the_same_command(tmp_path: Path) -> None:
+    ended, calls = cron(tmp_path, "30", "bash", "-c", "echo copied; false")
+    assert ended.returncode == 0 and ended.stdout == "copied\n", ended.stderr
+    assert calls == [f"{AGAIN} --begin=now+30minutes scripts/cron.slurm 30 bash -c echo copied; false"]
+
+
+def test_the_chain_ends_when_the_command_says_finished(tmp_path: Path) -> None:
+    ended, calls = cron(tmp_path, "5", "echo", "runs/x FINISHED step 7")
+    assert ended.returncode == 0 and len(calls) == 2 and calls[1] == "scancel 18"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "text"),
+    [
+        (("0", "true"), {}, "MINUTES (0) must be a whole number above 0"),
+        (("5",), {}, "a command must follow"),
+        (("5", "true"), {"SLURM_JOB_ID": ""}, "SLURM_JOB_ID must be set by SLURM"),
+        (("5", "true"), {"SLURM_SUBMIT_DIR": "/nowhere"}, "SLURM_SUBMIT_DIR must be a folder"),
+    ],
+)
+def test_a_wrong_call_submits_nothing(
+    arguments: tuple[str, ...], environment: dict[str, str], text: str, tmp_path: Path
+) -> None:
+    ended, calls = cron(tmp_path, *arguments, **environment)
+    assert ended.returncode == 2 and text in ended.stderr and not calls
+
+
+def run_folder(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = ["bash", ROOT / "scripts" / "run_folder.sh", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_scripts_of_a_folder_run_once_an_hour_or_a_day(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for name in ("cron.hourly/copy", "cron.daily/prune"):
+        executable(tmp_path / name, f"echo {name} >>{log}\n")
+    (tmp_path / "cron.hourly" / "notes.txt").write_text("no script")
+    for _ in range(2):
+        ended = run_folder(tmp_path)
+        assert ended.returncode == 0, ended.stderr
+    assert log.read_text().split() == ["cron.hourly/copy", "cron.daily/prune"]
+    for stamp, minutes in (("cron.hourly/.stamps/copy", 61), ("cron.daily/.stamps/prune", 61)):
+        then = (tmp_path / stamp).stat().st_mtime - 60 * minutes
+        os.utime(tmp_path / stamp, (then, then))
+    executable(tmp_path / "cron.hourly" / "failing", "exit 7\n")
+    ended = run_folder(tmp_path)
+    assert ended.returncode == 1 and "cron.hourly/failing failed with status 7" in ended.stderr
+    assert log.read_text().split() == ["cron.hourly/copy", "cron.daily/prune", "cron.hourly/copy"]
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    for arguments in ((), (tmp_path / "none",), (tmp_path, tmp_path)):
+        ended = run_folder(*arguments)
+        assert ended.returncode == 2 and "must be a folder" in ended.stderr
