@@ -36,6 +36,10 @@ COMMANDS = {
     "export": ("export.export:main", "a checkpoint → a folder that Hugging Face's transformers load"),
     "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
     "ckpt verify": ("ckpt:verify_checkpoints", "every byte of the checkpoints against its checksum"),
+    "ckpt inspect": (
+        "ckpt_inspect:main",
+        "shape, norm and spread of every tensor, and how far two are apart",
+    ),
     "ckpt prune": ("ckpt:prune_checkpoints", "delete checkpoints that a rule does not keep, or show which"),
     "estimate": ("estimate:main", "how long a training will take, what it needs, and the fastest layout"),
     "report": ("report.page:main", "a page of curves and tables from run folders"),
