@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
+from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
@@ -47,10 +48,15 @@ def load(path: str, step: int | None, device: str | torch.device) -> TextModel:
     except DamagedCheckpoint as error:
         raise UserError(str(error)) from error
     tokenizer = recorded_tokenizer(checkpoint)
+    return TextModel(model.eval(), tokenizer, rules_of_checkpoint(checkpoint, tokenizer))
+
+
+def rules_of_checkpoint(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> TextRules:
+    """What stands around the texts that a checkpoint was trained on, or of the folder that it came from."""
     if (originals := kept_originals(checkpoint)) is not None:
-        return TextModel(model.eval(), tokenizer, rules_of_folder(originals, tokenizer))
+        return rules_of_folder(originals, tokenizer)
     begin = begin_token(data_of(checkpoint), tokenizer) if tokenizer is not None else None
-    return TextModel(model.eval(), tokenizer, TextRules(() if begin is None else (begin,)))
+    return TextRules(() if begin is None else (begin,))
 
 
 def _empty(config: LlamaConfig, device: str | torch.device) -> Llama:
