@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs the scripts that lie in FOLDER/cron.hourly and FOLDER/cron.daily, each when its hour or its day is over.
+# Runs the scripts that lie in FOLDER/cron.hourly and FOLDER/cron.daily, each when its hour or day is over.
 # Call it from cron or scripts/cron.slurm, as often as you like; scripts may come and go at any time.
 #
 #   bash scripts/run_folder.sh FOLDER
 #
-# A script is an executable file; names that begin with a dot are passed over. FOLDER/cron.hourly/.stamps has a
-# file for each script, with the time of its last start. A script that fails is tried again after its hour or
-# day. Exit status: 0, 1 if a script failed, 2 bad input.
+# A script is an executable file; names that begin with a dot are passed over. FOLDER/cron.hourly/.stamps has
+# a file for each script, with the time of its last start. A script that fails is tried again after its hour
+# or day. Exit status: 0, 1 if a script failed, 2 bad input.
 set -euo pipefail
 if [[ $# -ne 1 || ! -d "$1" ]]; then
     echo "run_folder.sh: FOLDER (${1:-}) must be a folder; usage: run_folder.sh FOLDER" >&2
