@@ -80,6 +80,7 @@ def run(launch: Launch, signals: StopSignal, parsed: Parsed[TrainConfig] | None)
             pretrain(parsed, launch, signals)
             runtime.stop()
         unlock_folders()
+        signals.wait_for_agent()
     return launch.exit_status
 
 

@@ -33,6 +33,26 @@ check_number() {
     printf -v "$1" '%d' "$((10#$text))"
 }
 
+# Sets LEAST_NODES and MOST_NODES from NNODES, a number or MIN:MAX, and ELASTIC to yes for MIN:MAX. Ends the
+# script if NNODES is neither.
+read_nodes() {
+    ELASTIC=""
+    if [[ "${NNODES:-}" != *:* ]]; then
+        check_number NNODES "" 1 999999
+        LEAST_NODES="${NNODES:-1}" MOST_NODES="${NNODES:-1}"
+        return
+    fi
+    LEAST_NODES="${NNODES%%:*}" MOST_NODES="${NNODES##*:}"
+    if [[ "$NNODES" =~ ^[0-9]{1,6}:[0-9]{1,6}$ ]] &&
+        ((1 <= 10#$LEAST_NODES && 10#$LEAST_NODES <= 10#$MOST_NODES)); then
+        ELASTIC=yes LEAST_NODES="$((10#$LEAST_NODES))" MOST_NODES="$((10#$MOST_NODES))"
+    else
+        say "error: NNODES ($(printf '%.100q' "$NNODES")) must be MIN:MAX with 1 <= MIN <= MAX, such as 2:4;" \
+            "correct it"
+        exit 2
+    fi
+}
+
 # Says whether the given Python has the packages of pyproject.toml and of the extras; silent, less than a
 # second.
 satisfies() {

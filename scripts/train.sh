@@ -42,9 +42,14 @@ SAMPLE_ARGS=(                                         # if the data have a token
 # NPROC_PER_NODE   processes on this machine (default: one per GPU of the job or machine; without GPUs one
 #                  process that uses all cores)
 # NNODES, NODE_RANK, MASTER_ADDR   number of nodes, this node's number from 0, name of the first node
-#                  (default: from SLURM)
+#                  (default: from SLURM). NNODES=MIN:MAX trains on as many nodes as there are, as nodes fail and
+#                  come back; NODE_RANK then only says, with 0, which node hosts the rendezvous
 # MASTER_PORT      port of the rendezvous between nodes (default: from the number of the SLURM job)
-# MAX_RESTARTS     how often torchrun starts failed workers again, from the last checkpoint (default: 0)
+# RDZV_CONF        settings of torchrun's rendezvous, such as last_call_timeout=60: the seconds for which
+#                  MIN:MAX waits for more nodes (default: 30)
+# LOCAL_ADDR       address of this node for the others (default: its name)
+# MAX_RESTARTS     how often torchrun starts failed workers again, from the last checkpoint (default: 0, with
+#                  MIN:MAX 100)
 # RUN_NAME         name of the run, if no flag and no file of --config names it
 # PREPARE_ONLY=1   make environment and data, print the run folder and end: for a login node, if the other
 #                  nodes have no internet
@@ -138,7 +143,12 @@ choose_launch() {
     local gpus restarts="${MAX_RESTARTS:-0}" is_host=0
     # In a SLURM step, SLURM knows the number of nodes; the start-up file of a shell may have set another
     # NNODES.
-    local nodes="${SLURM_STEP_NUM_NODES:-${NNODES:-1}}" first="${MASTER_ADDR:-}"
+    local nodes="${SLURM_STEP_NUM_NODES:-$MOST_NODES}" first="${MASTER_ADDR:-}"
+    if [[ -n "$ELASTIC" ]]; then
+        nodes="$MOST_NODES" restarts="${MAX_RESTARTS:-100}"
+        # An agent of torchrun that has been in a round does not tell newcomers of the store it shares (2.13).
+        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    fi
     gpus="$(count_gpus)"
     if ((gpus > 0)); then
         export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
@@ -149,16 +159,19 @@ choose_launch() {
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
     LAUNCH=("$PYTHON" -m torch.distributed.run --nproc_per_node="$processes" --max_restarts="$restarts"
         --signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    if ((nodes > 1)); then
+    if ((nodes > 1)) || [[ -n "$ELASTIC" ]]; then
         if [[ -n "${SLURM_STEP_NODELIST:-}" ]]; then
             first="$(scontrol show hostnames "$SLURM_STEP_NODELIST")"
             first="${first%%$'\n'*}" # `| head` would kill scontrol, and pipefail would then end this script
         fi
         is_first_node && is_host=1
         # The port lies below those that Linux gives to programs that ask for any port.
+        [[ -z "$ELASTIC" ]] || nodes="$LEAST_NODES:$MOST_NODES"
+        RENDEZVOUS="$first:${MASTER_PORT:-$((12000 + ${SLURM_JOB_ID:-0} % 20000))}"
         LAUNCH+=(--nnodes="$nodes" --rdzv_id="${SLURM_JOB_ID:-run}" --rdzv_backend=c10d
-            --rdzv_endpoint="$first:${MASTER_PORT:-$((12000 + ${SLURM_JOB_ID:-0} % 20000))}"
-            --rdzv_conf="is_host=$is_host,read_timeout=600")
+            --rdzv_endpoint="$RENDEZVOUS"
+            --rdzv_conf="is_host=$is_host,read_timeout=600${RDZV_CONF:+,$RDZV_CONF}")
+        [[ -z "${LOCAL_ADDR:-}" ]] || LAUNCH+=(--local-addr="$LOCAL_ADDR")
     elif ((processes > 1 || restarts > 0)); then
         LAUNCH+=(--standalone --local-addr=127.0.0.1) # the name of a machine need not resolve
     else
@@ -171,14 +184,20 @@ choose_launch() {
 # variables describe several nodes, and the script also ends if one of them is missing.
 check_environment() {
     local name
-    for name in NNODES NPROC_PER_NODE SLURM_STEP_NUM_NODES; do check_number "$name" "" 1 999999; done
+    read_nodes
+    for name in NPROC_PER_NODE SLURM_STEP_NUM_NODES; do check_number "$name" "" 1 999999; done
     for name in SLURM_GPUS_ON_NODE SLURM_JOB_ID SLURM_PROCID; do check_number "$name" "" 0 999999999; done
     check_number MAX_RESTARTS "" 0 999999
     check_number MASTER_PORT "" 1 65535
-    [[ -n "${SLURM_PROCID:-}" ]] || check_number NODE_RANK "" 0 "$((${NNODES:-1} - 1))"
     local is_missing=""
+    if [[ -n "$ELASTIC" ]]; then
+        check_number NODE_RANK "" 0 999999
+        NODE_RANK="${NODE_RANK:-1}"
+    elif [[ -z "${SLURM_PROCID:-}" ]]; then
+        check_number NODE_RANK "" 0 "$((MOST_NODES - 1))"
+    fi
     [[ -n "${NODE_RANK:-}" && -n "${MASTER_ADDR:-}" ]] || is_missing=yes
-    if ((${NNODES:-1} > 1)) && [[ -z "${SLURM_JOB_ID:-}" && -n "$is_missing" ]]; then
+    if [[ -z "${SLURM_JOB_ID:-}" && -n "$is_missing" ]] && { ((MOST_NODES > 1)) || [[ -n "$ELASTIC" ]]; }; then
         say "error: NNODES ($NNODES) needs NODE_RANK, this node's number from 0, and MASTER_ADDR, the name" \
             "of the first node; set both"
         exit 2
@@ -261,6 +280,10 @@ read_outcome() {
     written="$(outcome status)"
     REASON="$("$PYTHON" -c "$read_reason" "$SCRATCH/outcome.json" 2>/dev/null || true)"
     ! claimed || REASON="${REASON:+$REASON; }see $RUN_DIR/console.txt"
+    if [[ -n "$ELASTIC" && "$code" != 0 ]] && grep -q RendezvousConnectionError "$SCRATCH/console.txt" &&
+        ! grep -q ChildFailedError "$SCRATCH/console.txt"; then
+        written=resume_me REASON="the node that hosts the rendezvous ($RENDEZVOUS) is gone"
+    fi
     case "$code:$written" in
         *:resume_me) STATUS=75 ;;
         *:bad_input) STATUS=2 ;;

@@ -148,7 +148,7 @@ class Meter(Hook):
         self._phases.done("first step")
         log.info(self._phases.text())
         seconds = {f"{name.replace(' ', '_')}_s": spent for name, spent in self._phases.seconds.items()}
-        self._sinks.event("start", step, **seconds)
+        self._sinks.event("start", step, world_size=self._mesh.size("world"), **seconds)
 
     def _tell_spike(self, step: int, record: dict[str, Any]) -> None:
         if not self._spikes.is_spike(record["loss"]):

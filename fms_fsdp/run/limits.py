@@ -96,6 +96,7 @@ class Limits(Hook):
         if requests.records:
             return progress.problem or "rank 0 cannot write its records"
         if requests.signal:
+            self.signals.came_to_peer = True
             return f"stopped by {self.signals.name or 'a signal to another rank'}"
         if requests.file:
             return f"stopped by the file {self.folder / STOP_FILE}"

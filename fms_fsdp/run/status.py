@@ -5,6 +5,8 @@ mistyped flag is answered before torch is imported. Under torchrun, which hides 
 restarts those that fail, an early stop ends with 0, and bad input is printed once: by rank 0, and by a
 restarted attempt only if its text is another.
 
+`worlds` of status.json lists the steps from which on the run had another number of ranks, with that number.
+
 A launch writes into the run folder only after `claim`: until then the folder may be another's. What a script
 must know of any launch is written to the file that the environment variable LAUNCH_OUTCOME names.
 """
@@ -43,16 +45,19 @@ class Launch:
         self.restart = positive_number("TORCHELASTIC_RESTART_COUNT", 0)
         self.speaks_for_node = positive_number("LOCAL_RANK", 0) == 0
         self.folder: Path | None = None  # once it is claimed
+        self._worlds: list[list[int]] = []
         self.steps_done: Callable[[], int] = lambda: 0
         self.outcome = ""  # until it ends
         self.reason = ""
         self._told: BaseException | None = None
+        self._is_found_by_all = False  # bad input
 
     @property
     def exit_status(self) -> int:
-        """0 finished, 1 failed, 2 bad input, 75 stopped early (0 under torchrun, which would call it a
-        failure)."""
-        if self.outcome == RESUME_ME and "TORCHELASTIC_RUN_ID" in os.environ:
+        """0 finished, 1 failed, 2 bad input, 75 stopped early. Under torchrun, which would start it again, 0
+        for an early stop and, where a script reads the outcome, for bad input that all ranks have found."""
+        is_told = "LAUNCH_OUTCOME" in os.environ and self._is_found_by_all
+        if (self.outcome == RESUME_ME or is_told) and "TORCHELASTIC_RUN_ID" in os.environ:
             return 0
         return EXIT_STATUS[self.outcome or FAILED]
 
@@ -60,7 +65,11 @@ class Launch:
         """From here on the run folder is this launch's: its lock is held. Rank 0 calls it first, then the
         others."""
         self.folder = folder
+        before, size = read_json(folder / "status.json").get("worlds"), positive_number("WORLD_SIZE", 1)
+        self._worlds = before if isinstance(before, list) else []
         if self.rank == 0:
+            if not self._worlds or self._worlds[-1][-1:] != [size]:
+                self._worlds.append([self.steps_done(), size])
             self._write(folder / "status.json", self._content(RUNNING))
             if job := os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID"):
                 with suppress(OSError):
@@ -136,7 +145,7 @@ class Launch:
     def _tell_bad_input(self, error: UserError) -> None:
         """Rank 0 prints a mistake that all ranks find at once; the others wait for that, because torchrun
         kills all when one exits."""
-        known = self._told_before(self.reason)
+        known, self._is_found_by_all = self._told_before(self.reason), not error.on_one_rank
         self._enter(BAD_INPUT, alone=error.on_one_rank, data_step=error.data_step)
         if self.rank == 0 or error.on_one_rank:
             if not known:
@@ -164,20 +173,22 @@ class Launch:
         content = self._content(status) | ({} if data_step is None else {"data_step": data_step})
         if self.folder is not None and (alone or self.rank == 0):
             path = self.folder / "status.json"
-            if read_json(path).get("status") == RUNNING:
-                self._write(path, content)
+            if (before := read_json(path)).get("status") == RUNNING:
+                self._write(path, content | {"worlds": before.get("worlds", [])})
         if alone or self.speaks_for_node:
             self._write_outcome(status)
 
     def _write_outcome(self, status: str) -> None:
         name = os.environ.get("LAUNCH_OUTCOME", "")
         before = read_json(Path(name)) if name else {}
-        if name and (before.get("attempt") != self.restart or before.get("status") == RUNNING):
+        is_over = before.get("attempt") == self.restart and before.get("status") != RUNNING
+        if name and (status == RUNNING or not is_over):
             claimed = self.folder is not None
             self._write(Path(name), self._content(status) | {"attempt": self.restart, "claimed": claimed})
 
     def _content(self, status: str) -> dict[str, Any]:
-        return {"status": status, "step": self.steps_done(), "reason": self.reason}
+        place = {"status": status, "step": self.steps_done(), "reason": self.reason}
+        return place | ({"worlds": self._worlds} if self._worlds else {})
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
         """Writes the file, if it can be written; on a full disk the block of the old file still has room."""

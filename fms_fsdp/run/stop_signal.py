@@ -20,6 +20,7 @@ from types import FrameType
 from fms_fsdp.run.status import FAILED, RESUME_ME, Launch
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_AGENTS_APART_S = 5.0  # they look for newcomers ten times a second
 _AGENT_GONE = "the end of torchrun's agent"
 
 
@@ -28,12 +29,14 @@ class StopSignal:
     at once.
 
     SIGHUP counts unless it was ignored at the start (nohup). `name` is what asked for the stop, "" before
-    that. Set `can_save` when the first step is done. Some time after the agent is gone the process ends even
-    if a save hangs: as long as torchrun itself would wait."""
+    that. Set `can_save` when the first step is done, and `came_to_peer` when a signal to another rank has
+    asked for the stop. Some time after the agent is gone the process ends even if a save hangs: as long as
+    torchrun itself would wait."""
 
     def __init__(self, launch: Launch) -> None:
         self.name = ""
         self.can_save = False
+        self.came_to_peer = False
         self._launch = launch
         self._interrupts = 0
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
@@ -47,6 +50,15 @@ class StopSignal:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._interrupt)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def wait_for_agent(self) -> None:
+        """Waits a short time for a signal that another rank has got already.
+
+        Where nodes join a launch, torchrun's agents stop their workers one after the other; one that ends
+        well before its own agent has asked would count as finished."""
+        deadline = time.monotonic() + _AGENTS_APART_S
+        while self.came_to_peer and self._agent and not self.name and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, which may be late."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,8 +16,10 @@ import pytest
 from tests.scripts.conftest import environment, wait_for
 
 SRUN = """#!/bin/bash
+echo "$*" >"${0%/*}/srun.txt"
+[[ -z "${SRUN_STATUS:-}" ]] || trap 'exit "$SRUN_STATUS"' EXIT
 while [[ "$1" == --* ]]; do shift; done
-SLURM_STEP_NUM_NODES=1 SLURM_PROCID=0 exec "$@"
+SLURM_STEP_NUM_NODES=1 SLURM_PROCID=0 "$@"
 """
 
 
@@ -50,6 +53,25 @@ def submit(repo: Path) -> Callable[..., subprocess.Popen[str]]:
 def asked(repo: Path) -> list[str]:
     """What was asked of SLURM, except when the job ends."""
     return [line for line in (repo / "asked.txt").read_text().splitlines() if not line.startswith("squeue")]
+
+
+@pytest.mark.parametrize(("plan", "status"), [("finished:0", 0), ("resume_me:0", 75), ("failed:1", 137)])
+def test_a_job_on_any_number_of_nodes_outlives_one_of_them(
+    repo: Path, submit: Callable[..., subprocess.Popen[str]], plan: str, status: int
+) -> None:
+    """srun gives the status of a node that was killed; how the run ended counts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RDZV_CONF": "last_call_timeout=1"}
+    job = submit("--num_steps=3", PLAN=plan, NNODES="1:3", LOCAL_ADDR="127.0.0.1", SRUN_STATUS="137", **there)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == status, output
+    options = (repo / "fake/srun.txt").read_text().split()
+    assert {"--no-kill", "--wait=0"} <= set(options) and "--wait=300" not in options
+    submit("--num_steps=3", NNODES="3").communicate(timeout=60)
+    options = (repo / "fake/srun.txt").read_text().split()
+    assert "--wait=300" in options and "--no-kill" not in options
 
 
 ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_MAX": "10"}

@@ -23,7 +23,7 @@ from fms_fsdp.tools.report.history import RunHistory, differences
 Row = tuple[str, ...]
 OF_EVERY_EVENT, OF_LAST_LAUNCH = ("event", "attempt", "step", "time"), ("masked_rows", "energy_kwh")
 MOST_EVENTS = 100  # of a run: the last ones
-LAUNCHES = ("launch", "began", "time", "first step", "last step")
+LAUNCHES = ("launch", "began", "time", "devices", "first step", "last step")
 HELD_OUT = {"loss": "held-out loss", "ppl": "perplexity", "bits_per_byte": "bits per byte"}
 
 
@@ -133,7 +133,9 @@ def _launches(run: RunHistory) -> Iterator[Row]:
         steps.setdefault(report.get("attempt") or 1, []).append(step)
     for attempt, (begin, end) in run.spans.items():
         own = steps.get(attempt, ["–"])
-        yield str(attempt), _date(begin), _duration(end - begin), str(own[0]), str(own[-1])
+        resolved = run.configs.get(f"config.{attempt}.json", {}).get("resolved", {})
+        size = str(resolved.get("world_size", "–"))
+        yield str(attempt), _date(begin), _duration(end - begin), size, str(own[0]), str(own[-1])
 
 
 def _sources(run: RunHistory) -> Iterator[Row]:

@@ -1,0 +1,203 @@
+"""Launches on any number of nodes (NNODES=MIN:MAX): which torchrun they start, and a real one whose nodes die
+and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fms_fsdp
+from tests.cli import ROOT, TINY, metrics, status, trained
+from tests.scripts.conftest import environment
+from tests.scripts.test_scripts import fake_programs, train
+
+FLAGS = (
+    *TINY,
+    "--dataset_builder=tests.scripts.paced_stream:build",
+    "--global_batch_size=12",
+    "--batch_size=1",
+    "--num_steps=140",
+    "--learning_rate=1e-3",
+    "--precision=fp32",
+    "--checkpoint_interval=5",
+    "--trackers=none",
+)
+
+
+def torchrun(repo: Path, **settings: str) -> list[str]:
+    """The words with which train.sh starts torchrun."""
+    fake = fake_programs(repo)
+    ended = train(repo, PYTHON=str(fake / "python"), MASTER_ADDR="first", **settings)
+    assert ended.returncode == 0, ended.stderr
+    return (repo / "torchrun.txt").read_text().split("\n")
+
+
+def test_torchrun_gets_the_range_of_nodes_and_many_restarts(repo: Path) -> None:
+    words = torchrun(
+        repo, NNODES="02:4", NODE_RANK="0", LOCAL_ADDR="10.0.0.7", RDZV_CONF="last_call_timeout=9"
+    )
+    assert {"--nnodes=2:4", "--max_restarts=100", "--local-addr=10.0.0.7"} <= set(words)
+    assert "--rdzv_endpoint=first:12000" in words and "--standalone" not in words
+    assert "--rdzv_conf=is_host=1,read_timeout=600,last_call_timeout=9" in words
+
+
+@pytest.mark.parametrize(("rank", "is_host"), [({}, 0), ({"NODE_RANK": "9"}, 0), ({"NODE_RANK": "0"}, 1)])
+def test_the_rank_of_a_node_says_only_who_hosts_the_rendezvous(
+    repo: Path, rank: dict[str, str], is_host: int
+) -> None:
+    words = torchrun(repo, NNODES="1:3", MAX_RESTARTS="7", **rank)
+    assert f"--rdzv_conf=is_host={is_host},read_timeout=600" in words and "--max_restarts=7" in words
+
+
+@pytest.mark.parametrize("text", ["2:1", "0:2", "a:b", "1:2:3", ":2", "2:", "1:x[$(touch ran)]", "1 :2"])
+def test_a_range_that_is_none_is_one_line(repo: Path, text: str) -> None:
+    ended = train(repo, NNODES=text, NODE_RANK="0", MASTER_ADDR="first")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert "must be MIN:MAX with 1 <= MIN <= MAX" in ended.stderr and not (repo / "ran").exists()
+
+
+def test_a_range_needs_the_host_of_the_rendezvous(repo: Path) -> None:
+    ended = train(repo, NNODES="1:2")
+    assert ended.returncode == 2 and "NNODES (1:2) needs" in ended.stderr
+
+
+class Node:
+    """A node of its own address: train.sh, torchrun's agent and its workers."""
+
+    def __init__(self, number: int, folder: Path, port: str, *, nproc: int, batch: str = "12") -> None:
+        self.address = f"127.0.0.{number + 2}"
+        settings = {
+            "NNODES": "1:3",
+            "NODE_RANK": str(number),
+            "MASTER_ADDR": "127.0.0.2",
+            "MASTER_PORT": port,
+            "LOCAL_ADDR": self.address,
+            "NPROC_PER_NODE": str(nproc),
+            "RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1",
+            "PACE_FILE": str(folder / "slowly"),
+            "OMP_NUM_THREADS": "1",
+        }
+        flags = [*FLAGS, f"--global_batch_size={batch}", f"--output_dir={folder / 'run'}"]
+        self.output = folder / f"output.{number}.{time.time_ns()}"
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                ["bash", ROOT / "scripts/train.sh", *flags],
+                env=environment(**settings),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def die(self) -> None:
+        """Kills all of it at once, as the loss of a machine does."""
+        pattern = f"torch.distributed.run.*--local-addr={self.address} "
+        (agent,) = subprocess.check_output(["pgrep", "-f", pattern], text=True).split()
+        workers = subprocess.run(["pgrep", "-P", agent], capture_output=True, text=True).stdout.split()
+        for pid in (*workers, agent):
+            os.kill(int(pid), signal.SIGKILL)
+        self.process.wait(30)
+
+    def end(self) -> int:
+        return self.process.wait(120)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    started: list[Node] = []
+    yield started
+    for node in started:
+        if node.process.poll() is None:
+            node.die()
+
+
+def wait(what: Callable[[], bool], nodes: list[Node], patience_s: float = 100) -> None:
+    deadline = time.monotonic() + patience_s
+    while not what():
+        assert time.monotonic() < deadline, [node.output.read_text()[-3000:] for node in nodes]
+        time.sleep(0.1)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_nodes_die_and_come_back_and_the_run_is_that_of_one_that_nothing_disturbs(
+    tmp_path: Path, nodes: list[Node]
+) -> None:
+    """Ranks 4 → 2 → 4 → 3: C (two ranks) is lost and comes back, then B is lost; A hosts the rendezvous."""
+    run, port = tmp_path / "run", free_port()
+    (tmp_path / "slowly").touch()
+
+    def is_at(size: int, after: int) -> Callable[[], bool]:
+        def reached() -> bool:
+            content = status(run) if (run / "status.json").exists() else {}
+            newest = max(metrics(run), default=0) if (run / "metrics.jsonl").exists() else 0
+            return [world[1] for world in content.get("worlds", [])][-1:] == [size] and newest >= after
+
+        return reached
+
+    def newest() -> int:
+        return max(metrics(run))
+
+    nodes += [
+        Node(0, tmp_path, port, nproc=1),
+        Node(1, tmp_path, port, nproc=1),
+        Node(2, tmp_path, port, nproc=2),
+    ]
+    wait(is_at(4, after=7), nodes)
+    nodes[2].die()
+    wait(is_at(2, after=newest() + 2), nodes)
+    nodes.append(Node(2, tmp_path, port, nproc=2))
+    wait(is_at(4, after=newest() + 2), nodes)
+    nodes[1].die()
+    wait(is_at(3, after=newest() + 1), nodes)
+    (tmp_path / "slowly").unlink()
+    assert [nodes[0].end(), nodes[3].end()] == [0, 0], [node.output.read_text()[-3000:] for node in nodes]
+    ended = status(run)
+    assert ended["status"] == "finished" and [size for _, size in ended["worlds"]] == [4, 2, 4, 3]
+    joined = "".join(node.output.read_text() for node in nodes)
+    assert "stopped by SIGTERM, at step" in joined, "workers that others join save first"
+
+    whole = tmp_path / "whole"
+    trained(*FLAGS, f"--output_dir={whole}", nproc=2)
+    expected, found = metrics(whole), metrics(run)
+    assert sorted(expected) == sorted(found) == list(range(1, 141))
+    for step, record in expected.items():
+        assert found[step]["data_fingerprint"] == record["data_fingerprint"], step
+    weights = [fms_fsdp.load_model(str(folder))[0].state_dict() for folder in (run, whole)]
+    for name, weight in weights[1].items():
+        torch.testing.assert_close(weights[0][name], weight, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_without_the_host_of_the_rendezvous_a_node_can_be_started_again(
+    tmp_path: Path, nodes: list[Node]
+) -> None:
+    (tmp_path / "slowly").touch()
+    port = free_port()
+    nodes += [Node(0, tmp_path, port, nproc=1), Node(1, tmp_path, port, nproc=1)]
+    wait(lambda: (tmp_path / "run/checkpoints/step_5").exists(), nodes)
+    nodes[0].die()
+    output = nodes[1].output
+    assert nodes[1].end() == 75, output.read_text()[-3000:]
+    assert "hosts the rendezvous (127.0.0.2:" in output.read_text()
+
+
+@pytest.mark.slow
+def test_a_batch_that_the_nodes_left_cannot_share_ends_the_launch_with_all_sizes(
+    tmp_path: Path, nodes: list[Node]
+) -> None:
+    nodes += [Node(0, tmp_path, free_port(), nproc=3, batch="8")]
+    assert nodes[0].end() == 2, nodes[0].output.read_text()[-3000:]
+    text = nodes[0].output.read_text()
+    assert text.count("error: --global_batch_size (8)") == 1 and "1, 2, 4, 8" in text, "no restart"
