@@ -30,6 +30,12 @@ FAMILIES = {
     "llama": LLAMA,
     "mistral": replace(LLAMA, attn_window=7),
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=16),
+    "qwen2": replace(LLAMA, qkv_bias=True),
+    "smollm3": replace(LLAMA, num_layers=3, rope_pattern="RRN", tie_embeddings=True),
+    "granite": replace(
+        LLAMA, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=4.0
+    ),
+    "olmo2": replace(LLAMA, norm_place="after", qk_norm=True, qk_norm_wide=True),
     "gpt2": GPT2,
     "gpt_neox": replace(
         GPT2, activation="gelu", pos_emb="rope", rope_pct=0.25, parallel_residual=True, tie_embeddings=False

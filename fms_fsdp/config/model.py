@@ -62,11 +62,27 @@ class ModelConfig:
     norm: str | None = _of_variant("type of the normalization layers",
         choices=("rmsnorm", "layernorm", "scalenorm"), advanced=True)
     qk_norm: bool | None = _of_variant("queries and keys are normalized, each head by itself", advanced=True)
+    qk_norm_wide: bool | None = _of_variant("qk_norm norms all heads together, as OLMo2", advanced=True,
+        part="relatives")
+    norm_place: str | None = _of_variant("norms before or, as in OLMo2, after attention and feed-forward",
+        choices=("before", "after"), advanced=True, part="relatives")
     pos_emb: str | None = _of_variant("type of the positional encoding",
         choices=("rope", "learned", "sinusoidal", "alibi", "none"), advanced=True)
     activation: str | None = _of_variant("activation of the feed-forward block: swiglu has three matrices",
         choices=("swiglu", "gelu", "gelu_tanh", "relu2"), advanced=True)
     bias: bool | None = _of_variant("linear layers other than the head have a bias", advanced=True)
+    qkv_bias: bool | None = _of_variant("queries, keys and values have a bias, as in Qwen2", advanced=True)
+    rope_pattern: str | None = refused_flag(None, advanced=True,
+        help="which layers rotate queries and keys (R), which have no positions (N), as RRRN, repeated "
+        "(default: R)")
+    embedding_multiplier: float | None = _of_variant("factor of the embeddings, as in Granite",
+        above=0, maximum=1e6, advanced=True, part="relatives")
+    attention_multiplier: float | None = _of_variant("factor of q k^T; 0 is 1 / sqrt(head_dim)",
+        minimum=0, maximum=1e6, advanced=True)
+    residual_multiplier: float | None = _of_variant("factor of each branch before it is added, as in Granite",
+        above=0, maximum=1e6, advanced=True, part="relatives")
+    logits_scaling: float | None = _of_variant("what the logits are divided by, as in Granite",
+        above=0, maximum=1e6, advanced=True)
     parallel_residual: bool | None = _of_variant("attention and feed-forward share an input", advanced=True)
     attn_window: int | None = _of_variant("tokens that a token sees, with itself; 0 is the whole row",
         minimum=0, advanced=True)

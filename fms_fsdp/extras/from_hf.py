@@ -8,6 +8,7 @@ refused by its name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -21,7 +22,9 @@ from fms_fsdp.extras.typed_json import TEXT, number, or_none, quoted, read_table
 from fms_fsdp.models.variants import LlamaConfig, RopeScaling
 
 _SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
+    "olmo2": {"norm_place": "after", "qk_norm": True, "qk_norm_wide": True},
     "gpt2": {"norm": "layernorm", "pos_emb": "learned", "bias": True},
     "gpt_neox": {"norm": "layernorm", "bias": True},
 }
@@ -68,11 +71,17 @@ def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
     shape["head_dim"] = shape.get("head_dim") or 0
     shape["attn_dropout"] = shape["attn_dropout"] or 0.0
     _check_heads(shape)
-    if kind in ("llama", "mistral", "qwen3"):
+    if "mlp_bias" in TYPES[kind]:
         shape |= {"activation": "swiglu", "bias": _biases(said)}
     else:
         shape["activation"] = GELUS[said["activation_function" if kind == "gpt2" else "hidden_act"]]
     shape["attn_window"] = _window(kind, said)
+    if kind == "smollm3":
+        shape["rope_pattern"] = _rope_pattern(said)
+    if kind == "granite":
+        factor, head_dim = said["attention_multiplier"], shape["head_dim"]
+        usual = (head_dim or shape["hidden_size"] // shape["num_attention_heads"]) ** -0.5
+        shape["attention_multiplier"] = 0.0 if math.isclose(factor, usual, rel_tol=1e-12) else float(factor)
     if kind == "gpt2":
         _check_gpt2(said)
     else:
@@ -152,21 +161,35 @@ def _window(kind: str, said: Mapping[str, Any]) -> int:
             what = f"all layers have the window of {window}" if window else "no layer has a window"
             note_once(f"layer_types has no effect in a mistral, as in its class of transformers: {what}")
         return window or 0
-    if kind == "qwen3":
+    if kind in ("qwen2", "qwen3", "smollm3"):
         layers, name = said["num_hidden_layers"], "use_sliding_window" if types is None else "layer_types"
         if types is None:
             is_on = said["use_sliding_window"] and window is not None
             types = ["sliding_attention" if is_on else "full_attention"] * max(
-                0, layers - said["max_window_layers"]
+                0, layers - said.get("max_window_layers", 0)
             )
         elif len(types) != layers:
             raise UserError(
                 f"layer_types ({len(types)} layers) must name each of num_hidden_layers ({layers})"
             )
         if any(each != "full_attention" for each in types):
-            rule = "must leave every layer without a window: a Qwen3 with one is not here"
+            rule = f"must leave every layer without a window: a {kind} with one is not here"
             raise UserError(f"{name} ({quoted(said[name])}) {rule}")
     return 0
+
+
+def _rope_pattern(said: Mapping[str, Any]) -> str:
+    """The shortest pattern of layers with positions (R) and without (N)."""
+    layers, marks, every = said["num_hidden_layers"], said["no_rope_layers"], said["no_rope_layer_interval"]
+    if marks is None:
+        marks = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if len(marks) < layers:
+        raise UserError(f"no_rope_layers ({len(marks)} layers) must name num_hidden_layers ({layers})")
+    letters = "".join("R" if mark else "N" for mark in marks[:layers])
+    for size in range(1, layers + 1):
+        if (letters[:size] * layers)[:layers] == letters:
+            return letters[:size]
+    return letters
 
 
 def _check_gpt2(said: Mapping[str, Any]) -> None:
@@ -195,7 +218,8 @@ def _rope(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
             if found.setdefault(name, value) != value:
                 raise UserError(f"{table}.{name} ({value}) and ({found[name]}) disagree; leave one out")
     names = ("rotary_emb_base", "rope_theta") if is_neox else ("rope_theta",)
-    theta = _agreed(found.get("rope_theta"), said, names, "rope_theta", 10_000.0)
+    usual = 2_000_000.0 if kind == "smollm3" else 10_000.0
+    theta = _agreed(found.get("rope_theta"), said, names, "rope_theta", usual)
     names = ("rotary_pct", "partial_rotary_factor") if is_neox else ("partial_rotary_factor",)
     share = _agreed(found.get("partial_rotary_factor"), said, names, "rotary_pct", 0.25 if is_neox else 1.0)
     if share != 1 and not is_neox:

@@ -2,11 +2,13 @@
 
     Family    which shapes its class holds │ its names of our weights │ what its config.json says
 
-Source: https://huggingface.co/docs/transformers (model_doc/llama, mistral, qwen3, gpt2, gpt_neox).
+Source: https://huggingface.co/docs/transformers (model_doc/llama, mistral, qwen2, qwen3, granite, smollm3,
+olmo2, gpt2, gpt_neox).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -135,6 +137,11 @@ _QWEN3_INSIDE = _LLAMA_INSIDE | {
     "self_attn.q_norm": "attention.q_norm",
     "self_attn.k_norm": "attention.k_norm",
 }
+_OLMO2_INSIDE = {name: ours for name, ours in _QWEN3_INSIDE.items() if "layernorm" not in name} | {
+    "post_attention_layernorm": "attention_norm",
+    "post_feedforward_layernorm": "ffn_norm",
+}
+_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 FAMILIES = (
     Family(
         "Llama", "llama", lambda config: {"bias": (False, True)},
@@ -149,6 +156,25 @@ FAMILIES = (
         "model.layers", _QWEN3_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
     ),
     Family(
+        "Qwen2", "qwen2", lambda config: {"qkv_bias": (True,)},
+        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
+    ),
+    Family(
+        "SmolLM3", "smollm3", lambda config: {"rope_pattern": (config.rope_pattern,)},
+        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
+    ),
+    Family(
+        "Granite", "granite",
+        lambda config: {"bias": (False, True)} | {name: (getattr(config, name),) for name in _FACTORS},
+        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
+    ),
+    Family(
+        "Olmo2", "olmo2",
+        lambda config: {"norm_place": ("after",), "qk_norm": (True,), "qk_norm_wide": (True,),
+            "head_dim": (config.hidden_size // config.num_attention_heads,)},
+        "model.layers", _OLMO2_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
+    ),
+    Family(
         "GPT2", "gpt2", lambda config: _plain(config) | {"pos_emb": ("learned",)},
         "transformer.h", _GPT2_INSIDE, _GPT2_OUTSIDE, _INPUT_BY_OUTPUT,
     ),
@@ -159,7 +185,8 @@ FAMILIES = (
     ),
 )  # fmt: skip
 _OPTIONS = "norm pos_emb activation bias qk_norm attn_window attn_window_pattern parallel_residual rope_pct"
-_OPTIONS += " logit_softcap model_builder"
+_OPTIONS += " logit_softcap model_builder qkv_bias qk_norm_wide norm_place rope_pattern"
+_OPTIONS += " embedding_multiplier attention_multiplier residual_multiplier logits_scaling"
 
 
 def find_family(config: LlamaConfig) -> Family:
@@ -235,6 +262,7 @@ def hf_config(config: LlamaConfig, dtype: str, eos_id: Any, bos_id: int | None =
         "architectures": [family.name + head],
         "model_type": family.model_type,
         **fields,
+        **({"pad_token_id": None} if family.name in ("SmolLM3", "Olmo2") else {}),  # they have a default
         "bos_token_id": bos_id,  # the class's own default would be 1
         "eos_token_id": eos_id,
         "torch_dtype": dtype,
@@ -269,4 +297,9 @@ def _other_fields(config: LlamaConfig, family: Family) -> dict[str, Any]:
         fields["rope_parameters"]["partial_rotary_factor"] = config.rope_pct
     if config.attn_window:
         fields["sliding_window"] = config.attn_window
+    if family.name == "Granite":
+        usual = 1 / math.sqrt(config.head_dim)
+        fields["attention_multiplier"] = config.attention_multiplier or usual
+    if family.name == "SmolLM3":
+        fields["no_rope_layers"] = list(map(int, config.rotates))
     return fields

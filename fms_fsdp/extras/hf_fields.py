@@ -36,6 +36,7 @@ class Field(NamedTuple):
 WIDTH, LAYERS, VOCABULARY = whole(1, 1 << 20), whole(1, 10_000), whole(2, 1 << 28)
 POSITIONS, WINDOW = whole(1, 1 << 24), or_none(whole(1, 1 << 31))
 THETA, SHARE, DROPPED, EPS = number(1, 1e30), number(0.01, 1), number(0, 0.999), number(0, 1)
+FACTOR = number(1e-6, 1e6)
 SILU, OFF = ("silu", "swish"), or_none(one_of(False))
 # theirs → ours; those of a pair are the same function
 GELUS = {"gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -91,6 +92,34 @@ TYPES: dict[str, dict[str, Field]] = {
         head_dim=Field(whole(1, 65536), 128, "head_dim"),
         use_sliding_window=Field(FLAG, False), sliding_window=Field(WINDOW, 4096),
         max_window_layers=Field(whole(0, 1 << 31), 28), layer_types=Field(or_none(list_of(TEXT))),
+        attention_bias=Field(OFF), mlp_bias=Field(OFF),
+    ),
+    "qwen2": _grouped(
+        151936, 22016, 32768,
+        num_key_value_heads=Field(or_none(WIDTH), 32, "num_kv_heads"),
+        use_sliding_window=Field(FLAG, False), sliding_window=Field(WINDOW, 4096),
+        max_window_layers=Field(whole(0, 1 << 31), 28), layer_types=Field(or_none(list_of(TEXT))),
+        attention_bias=Field(OFF), mlp_bias=Field(OFF),
+    ),
+    "smollm3": _grouped(
+        128256, 11008, 32768,
+        num_key_value_heads=Field(or_none(WIDTH), 4, "num_kv_heads"),
+        tie_word_embeddings=Field(FLAG, True, "tie_embeddings"),
+        use_sliding_window=Field(FLAG, False), sliding_window=Field(WINDOW),
+        layer_types=Field(or_none(list_of(TEXT))),
+        no_rope_layers=Field(or_none(list_of(whole(0, 1)))), no_rope_layer_interval=Field(LAYERS, 4),
+        pretraining_tp=Field(ANYTHING),
+    ),
+    "granite": _grouped(
+        32000, 11008, 2048,
+        embedding_multiplier=Field(FACTOR, 1.0, "embedding_multiplier"),
+        attention_multiplier=Field(FACTOR, 1.0),
+        residual_multiplier=Field(FACTOR, 1.0, "residual_multiplier"),
+        logits_scaling=Field(FACTOR, 1.0, "logits_scaling"),
+    ),
+    "olmo2": _grouped(
+        50304, 11008, 2048,
+        rms_norm_eps=Field(EPS, 1e-5, "norm_eps"),
         attention_bias=Field(OFF), mlp_bias=Field(OFF),
     ),
     "gpt2": _OF_ALL | {

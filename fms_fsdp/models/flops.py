@@ -38,8 +38,13 @@ def _vectors(config: LlamaConfig) -> int:
     q_size, kv_size = _attention_sizes(config)
     count = 2 * _norm(config, hidden)
     if config.bias:
-        count += q_size + 2 * kv_size + (2 if config.activation == "swiglu" else 1) * ffn + 2 * hidden
-    return count + (2 * _norm(config, config.head_dim) if config.qk_norm else 0)
+        count += (2 if config.activation == "swiglu" else 1) * ffn + 2 * hidden
+    if config.bias or config.qkv_bias:
+        count += q_size + 2 * kv_size
+    if config.qk_norm:
+        sizes = (q_size, kv_size) if config.qk_norm_wide else (config.head_dim, config.head_dim)
+        count += sum(_norm(config, size) for size in sizes)
+    return count
 
 
 def _norm(config: LlamaConfig, size: int) -> int:

@@ -17,6 +17,7 @@ Source: Touvron et al. 2023 (Llama 2); Shazeer 2020 (SwiGLU); Zhang and Sennrich
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,11 @@ Dropping = Callable[..., torch.Tensor]  # of x and keys_B: drops values of x by 
 Losses = tuple[torch.Tensor, ...]  # loss_sum, num_labels and, in training with a z-loss, z_sum
 
 
-def build_linear(config: LlamaConfig, in_features: int, out_features: int) -> nn.Linear:
+def build_linear(
+    config: LlamaConfig, in_features: int, out_features: int, *, bias: bool = False
+) -> nn.Linear:
     """A linear layer of a block, without bias in a Llama."""
-    return nn.Linear(in_features, out_features, bias=config.bias)
+    return nn.Linear(in_features, out_features, bias=config.bias or bias)
 
 
 def build_norm(config: LlamaConfig, size: int) -> nn.Module:
@@ -54,11 +57,21 @@ def build_norm(config: LlamaConfig, size: int) -> nn.Module:
     return norm
 
 
-def build_dropout(rate: float, place: int) -> Dropping:
+def build_head_norm(config: LlamaConfig, size: int) -> nn.Module:
+    """The norm of queries or of keys, whose heads have `size` dims together; without one, the identity."""
+    if not config.qk_norm:
+        return nn.Identity()
+    if not config.qk_norm_wide:
+        return build_norm(config, config.head_dim)
+    norm: nn.Module = load_part("relatives:WideNorm")(size, eps=config.norm_eps)
+    return norm
+
+
+def build_dropout(rate: float, place: int, factor: float = 1.0) -> Dropping:
     """Dropout at this rate; at rate 0, a function that returns x. `place` tells the uses within a layer
-    apart."""
+    apart. `factor`: what x is multiplied by."""
     dropout: Dropping = load_part("dropout:Dropout")(rate, place) if rate else _keep
-    return dropout
+    return dropout if factor == 1 else load_part("relatives:Scaled")(factor, dropout)  # type: ignore[no-any-return]
 
 
 def _keep(x: torch.Tensor, keys_B: torch.Tensor | None) -> torch.Tensor:
@@ -75,13 +88,13 @@ class Attention(nn.Module):
         score = load_part("gpt").alibi_score(heads) if is_alibi else None
         self.attend = partial(attention, backend=config.attn_impl, score=score)
         q_size, kv_size = heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = build_linear(config, config.hidden_size, q_size)
-        self.k_proj = build_linear(config, config.hidden_size, kv_size)
-        self.v_proj = build_linear(config, config.hidden_size, kv_size)
+        self.q_proj = build_linear(config, config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = build_linear(config, config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = build_linear(config, config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = build_linear(config, q_size, config.hidden_size)
-        self.q_norm, self.k_norm = (
-            build_norm(config, config.head_dim) if config.qk_norm else nn.Identity() for _ in range(2)
-        )
+        self.q_norm, self.k_norm = (build_head_norm(config, size) for size in (q_size, kv_size))
+        # the scores are q k^T / sqrt(K) times this
+        self.q_factor = config.attention_multiplier * math.sqrt(config.head_dim) or 1.0
         self.drops, self.dropout = config.attn_dropout > 0, build_dropout(config.attn_dropout, place=1)
 
     def forward(
@@ -96,6 +109,8 @@ class Attention(nn.Module):
         q_BSHK = self.q_norm(self.q_proj(x_BSD).view(heads))
         k_BSGK = self.k_norm(self.k_proj(x_BSD).view(heads))
         v_BGSK = self.v_proj(x_BSD).view(heads).transpose(1, 2)
+        if self.q_factor != 1:
+            q_BSHK = q_BSHK * self.q_factor
         if rope is not None:
             q_BSHK, k_BSGK = rotate(q_BSHK, rope), rotate(k_BSGK, rope)
         k_BGSK = k_BSGK.transpose(1, 2)
@@ -134,7 +149,9 @@ class Block(nn.Module):
         is_llama = config.activation == "swiglu"
         self.feed_forward = (FeedForward if is_llama else load_part("gpt:PlainFeedForward"))(config)
         self.is_parallel = config.parallel_residual  # then the feed-forward reads x, as attention does
-        self.attention_dropout, self.ffn_dropout = (build_dropout(config.dropout, place) for place in (3, 4))
+        self.attention_dropout, self.ffn_dropout = (
+            build_dropout(config.dropout, place, config.residual_multiplier) for place in (3, 4)
+        )
 
     def forward(
         self,
@@ -156,7 +173,7 @@ class Embed(nn.Embedding):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config.padded_vocab_size, config.hidden_size)
-        self.dropout = build_dropout(config.dropout, place=0)
+        self.dropout = build_dropout(config.dropout, place=0, factor=config.embedding_multiplier)
         self.look_up = F.embedding
 
     def forward(  # type: ignore[override]
@@ -174,6 +191,7 @@ class Head(nn.Linear):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
         self.vocab_size, self.softcap, self.z_loss = config.vocab_size, config.logit_softcap, config.z_loss
+        self.divisor = config.logits_scaling
         self.norm = build_norm(config, config.hidden_size)
         self.loss, self.product = linear_cross_entropy, F.linear
         if config.tie_embeddings:
@@ -190,6 +208,8 @@ class Head(nn.Linear):
         if len(weight_VD) > self.vocab_size:  # the rows that fill up are in no product
             weight_VD = weight_VD[: self.vocab_size]
         x_BSD = self.norm(x_BSD)
+        if self.divisor != 1:
+            x_BSD = x_BSD / self.divisor
         if labels_BS is not None:
             how = partial(self.loss, z_loss=self.z_loss if self.training else 0.0, softcap=self.softcap)
             return how(x_BSD, weight_VD, labels_BS, scale=loss_scale)
@@ -213,7 +233,8 @@ class Llama(nn.Module):
         adds_positions = config.pos_emb in ("learned", "sinusoidal")
         embed: type[Embed] = load_part("gpt:PositionEmbed") if adds_positions else Embed
         self.embed = embed(config) if layers.start == 0 else None
-        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in layers})
+        block: type[Block] = Block if config.norm_place == "before" else load_part("relatives:PostNormBlock")
+        self.blocks = nn.ModuleDict({str(layer): block(config) for layer in layers})
         self.head = Head(config) if layers.stop == config.num_layers else None
         self.mask = attention_mask
         self.register_buffer("rope", rope_table(config).to(torch.get_default_device()), persistent=False)
@@ -250,7 +271,7 @@ class Llama(nn.Module):
         assert seen.stop <= self.config.max_seq_len, (seen.stop, self.config.max_seq_len)
         positions = seen if positions_BS is None else positions_BS
         rope = self.rope[positions] if self.config.pos_emb == "rope" else None
-        windows, cached = self.config.windows, caches is not None
+        windows, rotates, cached = self.config.windows, self.config.rotates, caches is not None
         num_keys = caches[0].max_len if caches and caches[0].place is not None else 0
         masks = {
             window: self.mask(
@@ -265,7 +286,8 @@ class Llama(nn.Module):
             cache = caches[i] if caches else None
             keys = None if layer_keys is None else layer_keys(keys_B, int(layer))
             with record_function(f"block {layer}") if traced else contextlib.nullcontext():
-                x_BSD = block(x_BSD, rope, masks[windows[int(layer)]], cache, keys)
+                rotation = rope if rotates[int(layer)] else None
+                x_BSD = block(x_BSD, rotation, masks[windows[int(layer)]], cache, keys)
         if self.head is None:
             return x_BSD
         if cached:

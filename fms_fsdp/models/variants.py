@@ -79,6 +79,14 @@ class LlamaConfig:
     attn_dropout: float = 0.0
     ffn_dropout: float = 0.0
     model_builder: str = ""
+    qkv_bias: bool = False
+    qk_norm_wide: bool = False
+    norm_place: str = "before"
+    rope_pattern: str = "R"
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 0.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -99,6 +107,12 @@ class LlamaConfig:
         """The window of attention of each layer; 0 is the whole row."""
         kinds = itertools.islice(itertools.cycle(self.attn_window_pattern), self.num_layers)
         return tuple(self.attn_window if kind == "L" else 0 for kind in kinds)
+
+    @property
+    def rotates(self) -> tuple[bool, ...]:
+        """Whether each layer rotates queries and keys, where the positions are rotary."""
+        kinds = itertools.islice(itertools.cycle(self.rope_pattern), self.num_layers)
+        return tuple(kind == "R" for kind in kinds)
 
     @property
     def has_dropout(self) -> bool:
@@ -139,8 +153,9 @@ ALIASES |= {f"{name}_4k": name for name in VARIANTS if name.startswith("llama3_"
 
 def all_variants() -> dict[str, LlamaConfig]:
     """Every variant by its name: the Llamas of `VARIANTS`, then GPT and its relatives."""
+    relatives: dict[str, LlamaConfig] = load_part("relatives_variants:VARIANTS")
     others: dict[str, LlamaConfig] = load_part("gpt_variants:VARIANTS")
-    return VARIANTS | others
+    return VARIANTS | relatives | others
 
 
 def model_from_dict(content: Mapping[str, Any]) -> LlamaConfig:
@@ -239,7 +254,20 @@ SHAPES: tuple[Rule[Shape], ...] = (
         lambda shape: not shape.config.attn_dropout or shape.config.attn_impl in ("auto", "math"),
         "has no dropout that repeats on any number of devices", "leave the flag out, or --attn_dropout",
         "attn_dropout", _facts),
-    *map(_rotary, ("rope_theta", "rope_scaling", "rope_pct")),
+    Rule("rope_pattern",
+        lambda shape: shape.config.rope_pattern and not shape.config.rope_pattern.strip("RN"),
+        "must be made of the letters R and N", "write the pattern as RRRN", "", _facts),
+    Rule("norm_place", lambda shape: shape.config.norm_place == "before" or shape.config.norm == "rmsnorm",
+        "is for --norm=rmsnorm alone", "leave one flag out", "norm", _facts),
+    Rule("qk_norm_wide",
+        lambda shape: not shape.config.qk_norm_wide
+        or (shape.config.qk_norm and shape.config.norm == "rmsnorm"),
+        "needs --qk_norm and --norm=rmsnorm", "add --qk_norm=True", "qk_norm norm", _facts),
+    Rule("embedding_multiplier",
+        lambda shape: shape.config.embedding_multiplier == 1
+        or shape.config.pos_emb not in ("learned", "sinusoidal"),
+        "would multiply positions that are added to the embedding too", "use --pos_emb=rope", "pos_emb", _facts),
+    *map(_rotary, ("rope_theta", "rope_scaling", "rope_pct", "rope_pattern")),
 )  # fmt: skip
 
 

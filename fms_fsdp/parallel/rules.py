@@ -76,6 +76,7 @@ class Feature(NamedTuple):
     is_on: Callable[[Layout], Any] = lambda layout: False
 
 
+_SWITCHES = ("document_mask", "qk_norm", "parallel_residual", "bias", "qkv_bias")
 _POSITIONS = ("learned", "sinusoidal", "alibi", "none")
 _OWN_MODEL = "builds a model that brings no plan for --{axis}_size"
 
@@ -89,11 +90,18 @@ def _is_compiled_in_fp32(layout: Layout) -> bool:
 
 
 FEATURES: tuple[Feature, ...] = (
-    *(Feature(name, f"--{name}=True") for name in ("document_mask", "qk_norm", "parallel_residual", "bias")),
+    *(Feature(name, f"--{name}=True") for name in _SWITCHES),
     *(Feature(f"{kind} positions", f"--pos_emb={kind}") for kind in _POSITIONS),
     *(Feature(kind, f"--norm={kind}") for kind in ("layernorm", "scalenorm")),
     Feature("GELU blocks", "--activation=gelu"),
     Feature("windows", "--attn_window=24 --attn_window_pattern=LG"),
+    Feature("layers without positions", "--rope_pattern=RN"),
+    Feature("norms behind", "--norm_place=after"),
+    Feature("factors", "--embedding_multiplier=12 --attention_multiplier=0.02 --residual_multiplier=0.22 "
+        "--logits_scaling=8"),
+    Feature("norm over all heads", "--qk_norm=True --qk_norm_wide=True",
+        {"tp": "needs the sum over all heads, which --tp_size gives to different ranks"},
+        "qk_norm_wide", lambda layout: layout.model.qk_norm_wide),
     Feature("capped logits", "--logit_softcap=20"),
     Feature("z-loss", "--z_loss=0.001"),
     Feature("dropout", "--dropout=0.1 --ffn_dropout=0.1 --attn_dropout=0.1"),

@@ -72,7 +72,7 @@ class BlockActivations:
             norms -= number * hidden
         kept = norms + 2 * number * hidden + self._attention()
         if c.qk_norm:
-            heads = c.num_attention_heads + c.num_kv_heads
+            heads = 2 if c.qk_norm_wide else c.num_attention_heads + c.num_kv_heads
             kept += self.norm(self.queries + self.keys, heads, fused=self.compiled)
         kept += number * (self.branches + c.ffn_hidden_size)
         if c.activation == "swiglu" and not self.compiled:

@@ -61,8 +61,9 @@ def _units_of_tp(config: LlamaConfig, tp: int) -> dict[str, int]:
     inner = (2 if config.activation == "swiglu" else 1) * ffn
     queries = config.num_attention_heads * config.head_dim
     keys = 2 * config.num_kv_heads * config.head_dim
-    columns = queries + inner + (keys if config.num_kv_heads >= tp else 0)  # fewer heads are copied
-    split = hidden * (columns + queries + ffn) + config.bias * columns
+    heads = queries + (keys if config.num_kv_heads >= tp else 0)  # fewer heads are copied
+    split = hidden * (heads + inner + queries + ffn) + config.bias * inner
+    split += (config.bias or config.qkv_bias) * heads
     vocabulary, own_vocabulary = config.padded_vocab_size * hidden, rows * hidden
     head = 0 if config.tie_embeddings else vocabulary - own_vocabulary
     return {
@@ -83,7 +84,8 @@ def copied_keys(config: LlamaConfig, dims: ParallelDims, share: Share) -> int:
     Each rank computes with some of them: tp adds up their gradients."""
     if config.num_kv_heads % dims.tp == 0:
         return 0
-    return share.layers * 2 * config.num_kv_heads * config.head_dim * (config.hidden_size + config.bias)
+    has_bias = config.bias or config.qkv_bias
+    return share.layers * 2 * config.num_kv_heads * config.head_dim * (config.hidden_size + has_bias)
 
 
 def kept_activations(

@@ -20,6 +20,12 @@ BASE = LlamaConfig(2, 64, 176, 4, 4, 97, max_seq_len=48, vocab_multiple_of=32)
 GPT2 = replace(BASE, norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned")
 NEOX = replace(GPT2, activation="gelu", pos_emb="rope", rope_pct=0.25, parallel_residual=True)
 QWEN3 = replace(BASE, num_kv_heads=2, head_dim=32, qk_norm=True, rope_theta=1e6)
+QWEN2 = replace(BASE, num_kv_heads=2, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6)
+GRANITE = replace(
+    BASE, num_kv_heads=2, embedding_multiplier=6.0, attention_multiplier=0.1, logits_scaling=3.0
+)
+GRANITE = replace(GRANITE, residual_multiplier=0.4, tie_embeddings=True)
+OLMO2 = replace(BASE, norm_place="after", qk_norm=True, qk_norm_wide=True)
 SHAPES = {
     "Llama, biases, wide heads": (replace(BASE, bias=True, head_dim=24, num_kv_heads=2), "Llama"),
     "Llama, linear rope": (replace(BASE, rope_scaling=RopeScaling(4.0, kind="linear")), "Llama"),
@@ -30,6 +36,13 @@ SHAPES = {
     "NeoX, one after the other": (replace(NEOX, parallel_residual=False, rope_pct=0.5), "GPTNeoX"),
     "Qwen3": (QWEN3, "Qwen3"),
     "Qwen3, tied": (replace(QWEN3, tie_embeddings=True), "Qwen3"),
+    "Qwen2": (QWEN2, "Qwen2"),
+    "Qwen2, tied, wide heads": (replace(QWEN2, tie_embeddings=True, head_dim=24), "Qwen2"),
+    "Granite": (GRANITE, "Granite"),
+    "Granite, biases, usual attention": (replace(GRANITE, bias=True, attention_multiplier=0.0), "Granite"),
+    "SmolLM3": (replace(BASE, num_layers=5, num_kv_heads=2, rope_pattern="RRN"), "SmolLM3"),
+    "OLMo2": (replace(OLMO2, num_kv_heads=2), "Olmo2"),
+    "OLMo2, every head its own": (OLMO2, "Olmo2"),
     "Mistral": (replace(BASE, num_kv_heads=2, attn_window=7), "Mistral"),
 }
 

@@ -45,8 +45,8 @@ def difference(folder: Path) -> float:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_harmless_fields_are_passed_over_in_every_type(kind: str) -> None:
     assert config_from_hf(content_of(kind, **HARMLESS)) == config_from_hf(content_of(kind))
-    with pytest.raises(UserError, match=r"residual_multiplier \(0.5\) must be left out"):
-        config_from_hf(content_of(kind, residual_multiplier=0.5))
+    with pytest.raises(UserError, match=r"resid_multiplier \(0.5\) must be left out"):
+        config_from_hf(content_of(kind, resid_multiplier=0.5))
     with pytest.raises(UserError, match="pruned_heads"):
         config_from_hf(content_of(kind, pruned_heads={"0": [1]}))
 

@@ -36,6 +36,24 @@ PUBLISHED = {
     "llama3.1_8b": 8_030_261_248,
     "llama3.1_70b": 70_553_706_496,
     "llama3.1_405b": 405_853_388_800,
+    # https://huggingface.co/Qwen, ibm-granite, HuggingFaceTB, allenai: the sizes of the weights
+    "qwen2.5_0.5b": 494_032_768,
+    "qwen2.5_1.5b": 1_543_714_304,
+    "qwen2.5_3b": 3_085_938_688,
+    "qwen2.5_7b": 7_615_616_512,
+    "qwen2.5_14b": 14_770_033_664,
+    "qwen2.5_32b": 32_763_876_352,
+    "qwen2.5_72b": 72_706_203_648,
+    "granite3_2b": 2_533_531_648,
+    "granite3_8b": 8_170_848_256,
+    "smollm2_135m": 134_515_008,
+    "smollm2_360m": 361_821_120,
+    "smollm2_1.7b": 1_711_376_384,
+    "smollm3_3b": 3_075_098_624,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_13b": 13_716_198_400,
+    "olmo2_32b": 32_234_279_936,
     # Biderman et al. 2023, https://github.com/EleutherAI/pythia; Black et al. 2022, table 1
     "pythia_14m": 14_067_712,
     "pythia_31m": 30_494_720,
@@ -53,6 +71,8 @@ PUBLISHED = {
 ROUNDED = {"gpt3_125m": 125, "gpt3_350m": 350, "gpt3_760m": 760, "gpt3_1.3b": 1300, "gpt3_2.7b": 2700}
 ROUNDED |= {"gpt3_6.7b": 6700, "gpt3_13b": 13000, "gpt3_175b": 175000, "tr1_13b": 13000, "gpt_160m": 160}
 EXTRA = {
+    "biases of queries": LlamaConfig(2, 64, 96, 4, 2, 100, qkv_bias=True),
+    "norms behind": LlamaConfig(2, 64, 96, 4, 2, 100, norm_place="after", qk_norm=True, qk_norm_wide=True),
     "learned layernorm": LlamaConfig(
         2, 64, 96, 4, 2, 100, pos_emb="learned", norm="layernorm", max_seq_len=33
     ),

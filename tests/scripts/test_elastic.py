@@ -85,7 +85,8 @@ class Node:
             "PACE_FILE": str(folder / "slowly"),
             "OMP_NUM_THREADS": "1",
         }
-        flags = [*FLAGS, f"--global_batch_size={batch}", f"--output_dir={folder / 'run'}"]
+        others = [flag for flag in FLAGS if not flag.startswith("--global_batch_size")]
+        flags = [*others, f"--global_batch_size={batch}", f"--output_dir={folder / 'run'}"]
         self.output = folder / f"output.{number}.{time.time_ns()}"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(

@@ -43,6 +43,16 @@ MODELS = {
     "NeoX": ("--model_variant=pythia_70m", "--vocab_size=300"),
     "Mistral": ("--num_kv_heads=2", "--attn_window=9", "--max_seq_len=80"),
     "Qwen3": ("--num_kv_heads=2", "--head_dim=24", "--qk_norm=True"),
+    "Qwen2": ("--num_kv_heads=2", "--qkv_bias=True"),
+    "SmolLM3": ("--num_kv_heads=2", "--rope_pattern=RN"),
+    "Granite": (
+        "--num_kv_heads=2",
+        "--embedding_multiplier=3",
+        "--attention_multiplier=0.2",
+        "--residual_multiplier=0.5",
+        "--logits_scaling=4",
+    ),
+    "OLMo2": ("--num_kv_heads=2", "--norm_place=after", "--qk_norm=True", "--qk_norm_wide=True"),
     "tied and scaled": ("--model_variant=llama3.2_1b", "--num_kv_heads=2", "--vocab_size=300"),
 }
 

@@ -36,6 +36,8 @@ BASE = dict(
 )
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
+FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5}
+FACTORS |= {"logits_scaling": 4.0}
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", BASE),
     "llama3, tied, grouped": (
@@ -44,6 +46,13 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("MistralConfig", BASE | {"num_key_value_heads": 2, "sliding_window": 16, "head_dim": 16}),
     "qwen3": ("Qwen3Config", BASE | {"num_key_value_heads": 2, "head_dim": 24}),
+    "qwen2": ("Qwen2Config", BASE | {"num_key_value_heads": 2}),
+    "smollm3": (
+        "SmolLM3Config",
+        BASE | {"num_hidden_layers": 5, "num_key_value_heads": 2, "pad_token_id": None},
+    ),
+    "granite": ("GraniteConfig", BASE | {"num_key_value_heads": 2, **FACTORS}),
+    "olmo2": ("Olmo2Config", BASE | {"num_key_value_heads": 2, "pad_token_id": None}),
     "gpt2": ("GPT2Config", dict(vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=64)),
     "neox": ("GPTNeoXConfig", BASE | {"intermediate_size": 256, "rotary_pct": 0.25}),
 }
@@ -89,7 +98,11 @@ def test_an_imported_model_has_the_same_logits_and_goes_out_as_it_came_in(kind: 
         assert (tmp_path / "out1" / name).read_bytes() == (tmp_path / "out2" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("name", ["7b", "llama3.1_8b", "llama3.2_1b", "pythia_70m", "gpt3_125m"])
+@pytest.mark.parametrize(
+    "name",
+    ["7b", "llama3.1_8b", "llama3.2_1b", "qwen2.5_7b", "smollm3_3b", "granite3_2b", "olmo2_7b", "pythia_70m",
+     "gpt3_125m"],
+)  # fmt: skip
 def test_a_config_that_we_write_is_read_as_the_same_shape(name: str) -> None:
     variant = all_variants()[name]
     found = config_from_hf(json.loads(json.dumps(hf_config(variant, "bfloat16", 2))))
