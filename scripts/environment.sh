@@ -47,8 +47,8 @@ read_nodes() {
         ((1 <= 10#$LEAST_NODES && 10#$LEAST_NODES <= 10#$MOST_NODES)); then
         ELASTIC=yes LEAST_NODES="$((10#$LEAST_NODES))" MOST_NODES="$((10#$MOST_NODES))"
     else
-        say "error: NNODES ($(printf '%.100q' "$NNODES")) must be MIN:MAX with 1 <= MIN <= MAX, such as 2:4;" \
-            "correct it"
+        say "error: NNODES ($(printf '%.100q' "$NNODES")) must be MIN:MAX with 1 <= MIN <= MAX," \
+            "such as 2:4; correct it"
         exit 2
     fi
 }

@@ -42,8 +42,8 @@ SAMPLE_ARGS=(                                         # if the data have a token
 # NPROC_PER_NODE   processes on this machine (default: one per GPU of the job or machine; without GPUs one
 #                  process that uses all cores)
 # NNODES, NODE_RANK, MASTER_ADDR   number of nodes, this node's number from 0, name of the first node
-#                  (default: from SLURM). NNODES=MIN:MAX trains on as many nodes as there are, as nodes fail and
-#                  come back; NODE_RANK then only says, with 0, which node hosts the rendezvous
+#                  (default: from SLURM). NNODES=MIN:MAX trains on as many nodes as there are, as nodes fail
+#                  and come back; NODE_RANK then only says, with 0, which node hosts the rendezvous
 # MASTER_PORT      port of the rendezvous between nodes (default: from the number of the SLURM job)
 # RDZV_CONF        settings of torchrun's rendezvous, such as last_call_timeout=60: the seconds for which
 #                  MIN:MAX waits for more nodes (default: 30)
@@ -197,7 +197,8 @@ check_environment() {
         check_number NODE_RANK "" 0 "$((MOST_NODES - 1))"
     fi
     [[ -n "${NODE_RANK:-}" && -n "${MASTER_ADDR:-}" ]] || is_missing=yes
-    if [[ -z "${SLURM_JOB_ID:-}" && -n "$is_missing" ]] && { ((MOST_NODES > 1)) || [[ -n "$ELASTIC" ]]; }; then
+    if [[ -z "${SLURM_JOB_ID:-}" && -n "$is_missing" ]] &&
+        { ((MOST_NODES > 1)) || [[ -n "$ELASTIC" ]]; }; then
         say "error: NNODES ($NNODES) needs NODE_RANK, this node's number from 0, and MASTER_ADDR, the name" \
             "of the first node; set both"
         exit 2

@@ -255,7 +255,7 @@ IDLE: tuple[ConfigRule, ...] = (
         lambda c: c.parallel.sharding_strategy in (None, "hsdp"), "--sharding_strategy=hsdp"),
     *_idle("datasets weights skip_steps max_epochs", "use_dummy_dataset",
         lambda c: not c.data.use_dummy_dataset, "token shards", _NO_DUMMY),
-    *_idle("data_path sep_token logical_shards packing on_missing eval_datasets", "use_dummy_dataset",
+    *_idle("data_path sep_token logical_shards packing loss_on on_missing eval_datasets", "use_dummy_dataset",
         lambda c: not c.data.use_dummy_dataset or c.eval.eval_data_path, "token shards", _NO_DUMMY),
     *_idle("data_kwargs", "dataset_builder", lambda c: c.data.dataset_builder, "--dataset_builder"),
     *_idle("eval_steps", "eval_interval eval_at_start eval_test test_data_path",

@@ -39,6 +39,8 @@ class DataConfig:
         help="how documents fill rows: concat cuts documents anywhere, bestfit makes few cuts")
     document_mask: bool = announced_flag(False,
         help="attention stays within a document, and positions start again with each document")
+    loss_on: str = announced_flag("response", choices=("response", "all"), advanced=True,
+        help="tokens that the loss counts of documents with a prompt: the response, or all")
     skip_steps: str = announced_flag("", in_name=False, parse=parse_skips,
         help="a:b leaves out the rows that are planned for steps a to b-1, for example after a loss spike")
     on_missing: str = free_flag("error", choices=("error", "mask"), advanced=True,

@@ -4,7 +4,8 @@
 
 Invariant: the label of a token is the next token of the same document, also where the piece ends before the
 document does (one token more is read); after the document's separator it is the first token of the document
-that follows in the window, if it follows from its beginning; else -100. No label crosses a cut.
+that follows in the window, if it follows from its beginning; else -100. No label crosses a cut. A token that its
+shard marks as one of a prompt is no label: -100 stands there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fms_fsdp.data.shards.files import Files
 from fms_fsdp.data.shards.ipc import ShardError, TokenError
 from fms_fsdp.data.shards.lru import Lru
 from fms_fsdp.data.shards.manifest import Source, check_shard
-from fms_fsdp.data.shards.shard import Shard, TokenType
+from fms_fsdp.data.shards.shard import NO_LOSS, Shard, TokenType
 
 ShardCache = Lru[tuple[str, int], Shard]
 _LARGEST = np.uint64((1 << 63) - 1)
@@ -72,11 +73,11 @@ class Pieces(NamedTuple):
 class Window(NamedTuple):
     """The ordered pieces of some rows, 16 bytes each: what is needed to read them, and no more.
 
-    `files`: (path, type of a token) of the shards that `file` indexes; `end`: tokens up to the piece's end;
+    `files`: (path, type of a token, whether tokens are marked) of the shards that `file` indexes; `end`: tokens up to the piece's end;
     `begins`: whether the piece begins its document; `after` as in Pieces.
     """
 
-    files: tuple[tuple[str, TokenType], ...]
+    files: tuple[tuple[str, TokenType, bool], ...]
     file: npt.NDArray[np.uint16 | np.uint32]
     address: I64
     end: npt.NDArray[np.int32]
@@ -105,7 +106,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SourceReader:
-    """Reads one source of a corpus. `shards`: those opened, of all sources, within fixed bytes."""
+    """Reads one source of a corpus. `shards`: those opened, of all sources, within fixed bytes.
+    `masks_prompts`: tokens that are marked so are no labels."""
 
     source: Source
     sep_token: int
@@ -113,6 +115,7 @@ class SourceReader:
     shards: ShardCache
     vocab_size: int
     document_mask: bool
+    masks_prompts: bool = True
 
     def shard(self, file: int) -> Shard:
         """Returns the open shard, checked against the manifest when it is opened. Raises: ShardError."""
@@ -169,8 +172,9 @@ class SourceReader:
     def window(self, pieces: Pieces) -> Window:
         """Returns the pieces in the compact form that `read_row` reads."""
         numbers, file = np.unique(pieces.file, return_inverse=True)
-        files = tuple((self.source.paths[f], self.shard(f).dtype) for f in numbers.tolist())
-        for i, (path, dtype) in enumerate(files):
+        shards = [self.shard(number) for number in numbers.tolist()]
+        files = tuple((shard.path, shard.dtype, shard.has_masks) for shard in shards)
+        for i, (path, dtype, _) in enumerate(files):
             mine = file == i
             self.files.prefetch(path, pieces.address[mine], pieces.length[mine] * dtype.itemsize)
         small: type[np.uint16 | np.uint32] = np.uint16 if len(files) < 1 << 16 else np.uint32
@@ -202,7 +206,7 @@ class SourceReader:
         for i, (file, address, skipped, place, length, count) in enumerate(parts):
             if count <= 0:
                 continue
-            path, dtype = window.files[file]
+            path, dtype, _ = window.files[file]
             values = self._read(path, dtype, address + skipped * dtype.itemsize, count)
             if count > length:
                 next_token[i] = values[length]
@@ -215,11 +219,19 @@ class SourceReader:
                 next_token[-1] = self._first_token(window, last)
         out.labels[:-1] = out.tokens[1:]
         out.labels[places + lengths - 1] = next_token
+        if any(has_masks for _, _, has_masks in window.files):
+            self._take_marks(out)
         out.positions[:] = np.arange(size) - places.repeat(lengths)
         out.document_ids[:] = np.arange(len(places)).repeat(lengths)
-        largest = max(int(out.tokens.view(np.uint64).max()), int(next_token.max()))
+        largest = max(int(out.tokens.view(np.uint64).max()), int(out.labels.max()))
         if largest >= self.vocab_size:
             self._refuse_tokens(window, first, places, lengths, out)
+
+    def _take_marks(self, out: Row) -> None:
+        """Takes the marks off the tokens; a label that is marked becomes -100."""
+        for values, is_label in ((out.tokens, False), (out.labels, True)):
+            marked = (values >= NO_LOSS) & (values < 2 * NO_LOSS)
+            values[marked] = IGNORED_LABEL if is_label and self.masks_prompts else values[marked] - NO_LOSS
 
     def _first_token(self, window: Window, piece: int) -> int:
         """Returns the first token of a piece that begins its document, else -100."""
@@ -228,7 +240,7 @@ class SourceReader:
         length = int(window.end[piece] - window.end[piece - 1])
         if length + int(window.after[piece]) <= self.source.delimiter:
             return self.sep_token  # an empty document
-        path, dtype = window.files[window.file[piece]]
+        path, dtype, _ = window.files[window.file[piece]]
         return int(self._read(path, dtype, int(window.address[piece]), 1)[0])
 
     def _read(self, path: str, dtype: TokenType, address: int, count: int) -> I64:
@@ -255,7 +267,7 @@ class SourceReader:
             stretch = np.append(out.tokens[place : place + length], out.labels[place + length - 1])
             stretch = stretch[stretch >= self.vocab_size]
             if len(stretch):
-                path, _ = window.files[window.file[first + i]]
+                path, _, _ = window.files[window.file[first + i]]
                 document = self._document_at(path, int(window.address[first + i]))
                 raise TokenError(
                     f"shard ({path}) holds token {stretch[0]} in document {document}, beyond vocab_size "

@@ -103,7 +103,8 @@ class CorpusRows:
     def open_sources(self, corpus: Corpus) -> None:
         """Makes the sources of a corpus readable: for inspection, also sources of earlier steps that the
         flags no longer name."""
-        shared = corpus.sep_token, self.files, self._shards, self.vocab_size, self.section.document_mask
+        masks = self.section.document_mask, self.section.loss_on == "response"
+        shared = corpus.sep_token, self.files, self._shards, self.vocab_size, *masks
         for source in corpus.sources:
             self._readers[source.name] = SourceReader(source, *shared)
 

@@ -108,7 +108,7 @@ TYPES: dict[str, dict[str, Field]] = {
         use_sliding_window=Field(FLAG, False), sliding_window=Field(WINDOW),
         layer_types=Field(or_none(list_of(TEXT))),
         no_rope_layers=Field(or_none(list_of(whole(0, 1)))), no_rope_layer_interval=Field(LAYERS, 4),
-        pretraining_tp=Field(ANYTHING),
+        pretraining_tp=Field(or_none(whole(1, 1 << 20))),
     ),
     "granite": _grouped(
         32000, 11008, 2048,

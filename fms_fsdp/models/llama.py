@@ -71,7 +71,8 @@ def build_dropout(rate: float, place: int, factor: float = 1.0) -> Dropping:
     """Dropout at this rate; at rate 0, a function that returns x. `place` tells the uses within a layer
     apart. `factor`: what x is multiplied by."""
     dropout: Dropping = load_part("dropout:Dropout")(rate, place) if rate else _keep
-    return dropout if factor == 1 else load_part("relatives:Scaled")(factor, dropout)  # type: ignore[no-any-return]
+    scaled: Dropping = dropout if factor == 1 else load_part("relatives:Scaled")(factor, dropout)
+    return scaled
 
 
 def _keep(x: torch.Tensor, keys_B: torch.Tensor | None) -> torch.Tensor:

@@ -266,7 +266,8 @@ SHAPES: tuple[Rule[Shape], ...] = (
     Rule("embedding_multiplier",
         lambda shape: shape.config.embedding_multiplier == 1
         or shape.config.pos_emb not in ("learned", "sinusoidal"),
-        "would multiply positions that are added to the embedding too", "use --pos_emb=rope", "pos_emb", _facts),
+        "would multiply positions that are added to the embedding too", "use --pos_emb=rope", "pos_emb",
+        _facts),
     *map(_rotary, ("rope_theta", "rope_scaling", "rope_pct", "rope_pattern")),
 )  # fmt: skip
 

@@ -50,7 +50,6 @@ GROUPS = (
            "sm3"), attends=True),
     Group(("none positions", "grouped queries", "zero1", "muon"), rel=1e-3, attends=True),
     Group(("qkv_bias", "layers without positions", "norms behind", "factors"), attends=True),
-    Group(("norm over all heads",), attends=True),
     Group(("sinusoidal positions", "zero2", "adafactor", "recompute cheap")),
     Group(("hsdp", "adamax")),
     Group(("ddp", "bf16"), rel=1e-2),  # ddp is exact in test_pairs.py
@@ -61,7 +60,7 @@ GROUPS = (
 BY_NAME = {feature.name: feature for feature in FEATURES}
 ELSEWHERE = {  # need files, and have tests of their own below
     "bestfit packing", "samples", "exports", "import", "profiler", "tied embeddings", "model of your own",
-    "fp32, compiled and recomputed",
+    "fp32, compiled and recomputed", "norm over all heads",
 }  # fmt: skip
 
 

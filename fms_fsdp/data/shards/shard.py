@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from fms_fsdp.safe_names import shown_name
 if TYPE_CHECKING:
     import pyarrow as pa
 
+# the bit of a stored token that no loss counts, such as one of a prompt; only in shards that say `has_masks`
+NO_LOSS = 1 << 31
 TokenType = np.dtype[np.unsignedinteger[npt.NBitBase]]
 OffsetType = np.dtype[np.signedinteger[npt.NBitBase]]
 _SAMPLED_TOKENS = 1 << 16
@@ -69,6 +71,7 @@ class Shard:
                 self._blocks = blocks
                 self.num_docs = len(blocks)
             self._check_metadata()
+        self.has_masks = self.metadata.get("has_masks") == "true"
 
     @cached_property
     def _scalars(self) -> tuple[I64, I64]:
@@ -163,6 +166,10 @@ class Shard:
         found = self.documents(chunk, 0, self._chunk_length(chunk))
         return found.first + int(np.searchsorted(found.addresses, address, side="right")) - 1
 
+    def ids(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Returns stored tokens as ids, without the marks of those that no loss counts."""
+        return values & ~np.array(NO_LOSS, values.dtype) if self.has_masks else values
+
     def edge_tokens(self, limit: int, *, is_last: bool) -> list[int]:
         """Returns the first, or the last, token on disk of each of the first `limit` documents that has
         any."""
@@ -178,7 +185,8 @@ class Shard:
         width = self.dtype.itemsize
         places = addresses[:limit] + (lengths[:limit] - 1) * width * is_last
         data = [self._file.read(width, place) for place in places[lengths[:limit] > 0].tolist()]
-        return [int.from_bytes(token, "little") for token in data]
+        tokens: list[int] = self.ids(np.frombuffer(b"".join(data), self.dtype)).tolist()
+        return tokens
 
     def _chunk_length(self, chunk: int) -> int:
         return int(self.chunk_starts[chunk + 1] - self.chunk_starts[chunk])
@@ -188,7 +196,7 @@ class Shard:
         for name, value in self.metadata.items():
             if name in _NUMBERS and value and not re.fullmatch("[0-9]{1,18}", value, re.ASCII):
                 raise self._file.error(f"says {name} ({shown_name(value)}), which must be a whole number")
-            if name == "has_eos" and value not in ("true", "false"):
+            if name in ("has_eos", "has_masks") and value not in ("true", "false"):
                 raise self._file.error(f"says {name} ({shown_name(value)}), which must be true or false")
         counts = {"n_docs": self.num_docs, **({"n_tokens": self.num_tokens} if self.is_list else {})}
         for name, count in counts.items():

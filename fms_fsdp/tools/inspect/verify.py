@@ -130,7 +130,7 @@ def _slices(files: Files, shard: Shard, starts: I64, stops: I64) -> Iterator[tup
                 document = shard.document_at(address + len(data))
                 rule = f"ends {end - address - len(data)} bytes early, in document {document}"
                 raise ShardError(f"shard ({shard.path}) {rule}; the file is truncated: restore the shard")
-            yield address, np.frombuffer(data, shard.dtype)
+            yield address, shard.ids(np.frombuffer(data, shard.dtype))
             address += size
 
 

@@ -40,10 +40,11 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class Document(NamedTuple):
-    """One text and its UTF-8 bytes."""
+    """One text and its UTF-8 bytes; the first `prompt` characters are a prompt."""
 
     text: str
     data: bytes
+    prompt: int = 0
 
 
 class Problem(NamedTuple):
@@ -82,14 +83,16 @@ class Slice:
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Where the text of a record is (JSON keys, Parquet columns), and what separates texts in a text file."""
+    """Where the text of a record is (JSON keys, Parquet columns), and what separates texts in a text file.
+    With `prompt_key` a text is a prompt and, under `text_key`, the response to it."""
 
     text_key: str = "text"
     text_separator: str = ""
+    prompt_key: str = ""
 
     @property
     def keys(self) -> list[str]:
-        return self.text_key.split(",")
+        return ([self.prompt_key] if self.prompt_key else []) + self.text_key.split(",")
 
 
 def file_kind(path: str) -> str:
@@ -213,12 +216,17 @@ def _document(record: dict[str, Any] | str, form: TextFormat) -> Document | str:
     for key, value in zip(form.keys, values, strict=False):
         if not isinstance(value, str):
             return f"key '{key}' is missing or empty" if value is None else f"key '{key}' is not a string"
-    text = "\n".join(values)
+    prompt = values.pop(0) if form.prompt_key and len(values) > 1 else ""
+    text = prompt + "\n".join(values)
+    if form.prompt_key and len(text) == len(prompt):
+        return f"key '{form.text_key}' is empty"
     try:
         data = text.encode()
     except UnicodeEncodeError:
         return "lone surrogate"
-    return Document(text, data) if len(data) <= DOCUMENT_LIMIT else f"longer than {DOCUMENT_LIMIT >> 20} MiB"
+    if len(data) > DOCUMENT_LIMIT:
+        return f"longer than {DOCUMENT_LIMIT >> 20} MiB"
+    return Document(text, data, len(prompt))
 
 
 def _read_parquet(part: Part, form: TextFormat) -> Records:

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from fms_fsdp.atomic import write_json
 from fms_fsdp.data.order.permute import hash64
-from fms_fsdp.data.tokenizer import Tokens, load_tokenizer
+from fms_fsdp.data.shards.shard import NO_LOSS
+from fms_fsdp.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.tools.prepare.documents import Document, Part, Problem, Slice, TextFormat, read_part
 from fms_fsdp.tools.prepare.shard_writer import ShardInfo, ShardWriter
@@ -72,7 +73,7 @@ class TextReader:
                 else:
                     kept.append(document)
             first += len(documents)
-            rows = tokenizer.encode([document.text for document in kept])
+            rows = _encode(tokenizer, kept)
             for document, tokens in zip(kept, rows, strict=True):
                 if len(tokens) < self.min_tokens:
                     yield Problem(f"shorter than {self.min_tokens} tokens")
@@ -80,6 +81,19 @@ class TextReader:
                     yield Problem(f"longer than {self.max_tokens} tokens")
                 else:
                     yield Encoded(np.concatenate([tokens, eos]) if self.append_eos else tokens, document)
+
+
+def _encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Sequence[Tokens]:
+    """The ids of each document. A prompt is encoded by itself, as where a model is asked, and its ids are
+    marked."""
+    rows = tokenizer.encode([document.text[document.prompt :] for document in documents])
+    if not any(document.prompt for document in documents):
+        return rows
+    prompts = tokenizer.encode([document.text[: document.prompt] for document in documents])
+    joined = list[Tokens]()
+    for prompt, row in zip(prompts, rows, strict=True):
+        joined.append(np.concatenate([prompt.astype(np.uint32) | np.uint32(NO_LOSS), row.astype(np.uint32)]))
+    return joined
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class PrepareConfig(ShardsConfig):
     eos_token: str = flag("", "the token that ends a document (default: the end token of the tokenizer)")
     append_eos: bool = flag(False, "store the end token in the shards; by default the loader adds this token")
     text_key: str = flag("text", "JSON key or Parquet column of the text; a line end joins the texts of a,b")
+    prompt_key: str = flag("", "JSON key or column of a prompt, to which the text is the response")
     text_separator: str = flag(
         "", r"what ends a document within a text file, with \n, \t (default: one per file)", form="text"
     )
@@ -74,7 +75,8 @@ class PrepareConfig(ShardsConfig):
 
     @property
     def form(self) -> TextFormat:
-        return TextFormat(self.text_key, self.text_separator.replace("\\n", "\n").replace("\\t", "\t"))
+        separator = self.text_separator.replace("\\n", "\n").replace("\\t", "\t")
+        return TextFormat(self.text_key, separator, self.prompt_key)
 
 
 def prepare(config: PrepareConfig) -> dict[str, Stats]:
@@ -90,13 +92,18 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
         reader = TextReader(
             config.form, name, vocabulary.eos_token, config.append_eos, config.min_tokens, config.max_tokens
         )
-        info = ShardInfo(vocabulary.size, vocabulary.eos_id, vocabulary.digest, has_eos=config.append_eos)
+        info = ShardInfo(
+            vocabulary.size, vocabulary.eos_id, vocabulary.digest, config.append_eos, bool(config.prompt_key)
+        )
         return make_shards(config, sources, reader, info, config.max_bad_lines, config.dedup)
 
 
 def _find_source(config: PrepareConfig, name: str, paths: Sequence[str]) -> PreparedSource:
     found = (find_files(path, config.include, config.exclude, config.folder) for path in paths)
     files = unique_files(file for files in found for file in files)
+    if config.prompt_key and (texts := [file.path for file in files if file_kind(file.path) == "text"]):
+        rule = f"is a key of records, and {texts[0]} is text without records"
+        raise UserError(f"--prompt_key ({config.prompt_key}) {rule}; exclude the file, or name JSON lines")
     if arrays := json_without_text(files, config.form):
         what = f"{len(arrays)} .json files hold objects without {config.text_key}"
         note(f"{what}, each is read as text: {arrays[0]} …")
@@ -169,6 +176,7 @@ def _plan_key(
         "eos_id": vocabulary.eos_id,
         "split": [share / sum(config.split) for share in config.split],
         **{name: getattr(config, name) for name in _SHARD_OPTIONS},
+        **({"prompt_key": config.prompt_key} if config.prompt_key else {}),
         "dedup_over": [f"{other.name}:{other.inputs_digest}" for other in sources] if config.dedup else [],
     }
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fms_fsdp.atomic import write_atomically
+from fms_fsdp.data.shards.shard import NO_LOSS
 from fms_fsdp.errors import UserError
 
 MAX_BATCH_DOCUMENTS = 65_536
@@ -32,16 +33,18 @@ COUNTS_HEADER = ("dataset/filename", "documents", "tokens")
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What a shard holds. `sep_token` ends every document: stored (`has_eos`) or added by the reader."""
+    """What a shard holds. `sep_token` ends every document: stored (`has_eos`) or added by the reader.
+    `has_masks`: tokens of prompts are marked, by the bit NO_LOSS."""
 
     vocab_size: int
     sep_token: int
     tokenizer_digest: str
     has_eos: bool = False
+    has_masks: bool = False
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 and not self.has_masks else np.uint32)
 
 
 class ShardWriter:
@@ -64,7 +67,8 @@ class ShardWriter:
             UserError: an id is negative or not below the vocabulary size.
         """
         if len(tokens):
-            low, high = int(tokens.min()), int(tokens.max())
+            ids = tokens & (NO_LOSS - 1) if self.info.has_masks else tokens
+            low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.info.vocab_size:
                 bad = low if low < 0 else high
                 raise UserError(f"token id ({bad}) must lie in [0, {self.info.vocab_size}), the vocabulary")
@@ -99,6 +103,7 @@ class ShardWriter:
             "has_bos": "false",
             "has_eos": str(info.has_eos).lower(),
         }
+        metadata |= {"has_masks": "true"} if info.has_masks else {}
         tokens = pa.field("tokens", pa.large_list(pa.from_numpy_dtype(info.dtype)), nullable=False)
         schema = pa.schema([tokens], metadata=metadata)
         temporary = self.path.with_name(f".{self.path.name}.tmp")
