@@ -115,7 +115,7 @@ def _facts_of_ramp(wanted: WantedBatch) -> Mapping[str, Any]:
         way = (end - multiple) // unit
         fitting = next(each for each in range(min(steps, way), 0, -1) if way % each == 0)
         remedies.append(f"write --rampup_batch_size={multiple},{way // fitting * unit},{samples}")
-    first = list(range(start, end, increment)[:5])
+    wrong = list(filter(lambda rows: rows % unit, range(start, end + 1, increment)))
     return {
         "rampup_batch_size": wanted.section.rampup_batch_size,
         "start": start,
@@ -123,7 +123,7 @@ def _facts_of_ramp(wanted: WantedBatch) -> Mapping[str, Any]:
         "room": max(1, end - start),
         "dp_size": dp_size,
         "micro_step": wanted.micro_step,
-        "batches": joined(first) + ",…" * (steps > 5),
+        "wrong": joined(wrong[:5]) + ",…" * (len(wrong) > 5),
         "remedies": " or ".join([*remedies, "leave the flag out"]),
     }
 
@@ -159,7 +159,7 @@ LEADS: tuple[Rule[WantedBatch], ...] = (
         lambda wanted: math.gcd(*wanted.section.rampup_batch_size[:2]) % (wanted.micro_step * wanted.dp_size)
         == 0,
         "must have only batches that are divisible by data-parallel size ({dp_size}) x batch_size "
-        "({micro_step}), and has {batches},{end}", "{remedies}", "batch_size", _facts_of_ramp),
+        "({micro_step}), unlike {wrong}", "{remedies}", "batch_size", _facts_of_ramp),
 )  # fmt: skip
 
 

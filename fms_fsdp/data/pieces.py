@@ -4,8 +4,8 @@
 
 Invariant: the label of a token is the next token of the same document, also where the piece ends before the
 document does (one token more is read); after the document's separator it is the first token of the document
-that follows in the window, if it follows from its beginning; else -100. No label crosses a cut. A token that its
-shard marks as one of a prompt is no label: -100 stands there.
+that follows in the window, if it follows from its beginning; else -100. No label crosses a cut. A token that
+its shard marks as one of a prompt is no label: -100 stands there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Pieces(NamedTuple):
 class Window(NamedTuple):
     """The ordered pieces of some rows, 16 bytes each: what is needed to read them, and no more.
 
-    `files`: (path, type of a token, whether tokens are marked) of the shards that `file` indexes; `end`: tokens up to the piece's end;
+    `files`: (path, type of a token, whether tokens are marked) of the shards that `file` indexes; `end`:
+    tokens up to the piece's end;
     `begins`: whether the piece begins its document; `after` as in Pieces.
     """
 

@@ -78,6 +78,12 @@ def test_every_optimizer_is_accepted_with_its_defaults(name: str) -> None:
     assert refusal(f"--optimizer={name}", *flags) == ""
 
 
+def test_sm3_with_fp16_is_warned_of() -> None:
+    argv = (*TINY, "--optimizer=sm3", "--num_steps=1", "--trackers=none", "--dry_run")
+    assert "note: sm3 adds up squares of gradients" in trained(*argv, "--precision=fp16")
+    assert "note: sm3" not in trained(*argv, "--precision=fp32")
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fms_fsdp.optim.registry.find_spec", lambda name: None)
     assert refusal("--optimizer=adamw8bit") == (
