@@ -62,7 +62,7 @@ def _notes_of_the_machine(cfg: TrainConfig, device: torch.device) -> Iterator[st
         if getattr(cfg.parallel, name) == 0:
             yield f"note: --{name} (0) counts as 1"
     if cfg.optim.optimizer == "sm3" and cfg.precision.named == "fp16":
-        yield "note: sm3 adds up squares of gradients, which fp16 holds badly; bf16 or fp32 is the safer choice"
+        yield "note: sm3 adds up squares of gradients, which fp16 holds badly; bf16 or fp32 is safer"
     if cfg.parallel.matmul_precision != "high" and device.type != "cuda":
         yield f"note: --matmul_precision ({cfg.parallel.matmul_precision}) has no effect without a GPU"
     by_default = device.type == "cuda" and cfg.parallel.use_torch_compile is None
