@@ -107,7 +107,7 @@ class ByteTokenizer:
         return (np.arange(self.vocabulary.size) < 256).astype(np.int64)
 
     def token_id(self, token: str) -> int | None:
-        return None
+        return {"<|begin_of_text|>": 256, "<|end_of_text|>": 257}.get(token)
 
     def save(self, folder: Path) -> None:
         """Nothing to save."""

@@ -29,12 +29,18 @@ class ConvertConfig(ShardsConfig):
     tokenizer: str = flag("", "the tokenizer that made the ids; says --vocab_size and --eos_id")
     vocab_size: int | None = flag(None, "count of ids (default: the tokenizer's)", minimum=2, maximum=1 << 32)
     eos_id: int | None = flag(None, "the id that ends a document (default: the tokenizer's)", minimum=0)
+    bos: str = flag(
+        "keep", "what becomes of a begin token that ids may have", choices=("keep", "strip", "add")
+    )
+    bos_id: int | None = flag(None, "the id of the begin token, for --bos=strip and add", minimum=0)
     column: str = flag("", "column of the ids in Parquet and Arrow files (default: tokens or input_ids)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.tokenizer and (self.vocab_size is None or self.eos_id is None):
             raise UserError("--tokenizer is missing; give this flag, or both --vocab_size and --eos_id")
+        if self.bos != "keep" and self.bos_id is None:
+            raise UserError(f"--bos ({self.bos}) needs --bos_id; name the id of the begin token")
 
 
 def convert(config: ConvertConfig) -> dict[str, Stats]:
@@ -54,13 +60,15 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         "column": config.column,
         "split": list(config.split),
         "shard_tokens": config.shard_tokens,
+        **({"bos": f"{config.bos} {config.bos_id}"} if config.bos_id is not None else {}),
     }
     with lock_output(output):
         keys = [{"inputs": source.inputs_digest, **options} for source in sources]
         check_plans(output, sources, keys, info.tokenizer_digest, config.overwrite)
         if tokenizer:
             save_tokenizer(output, tokenizer)
-        reader = TokenReader(config.column, info.sep_token)
+        bos_id = -1 if config.bos_id is None else config.bos_id
+        reader = TokenReader(config.column, info.sep_token, config.bos, bos_id)
         return make_shards(config, sources, reader, info)
 
 
@@ -71,7 +79,10 @@ def _meaning_of_ids(config: ConvertConfig, tokenizer: Tokenizer | None) -> Shard
     eos_id = config.eos_id if config.eos_id is not None else (known.eos_id if known else 0)
     if eos_id >= size:
         raise UserError(f"--eos_id ({eos_id}) must lie below --vocab_size ({size})")
-    return ShardInfo(size, eos_id, known.digest if known else "")
+    bos_id = -1 if config.bos_id is None else config.bos_id
+    if bos_id >= size:
+        raise UserError(f"--bos_id ({bos_id}) must lie below --vocab_size ({size})")
+    return ShardInfo(size, eos_id, known.digest if known else "", bos_id=bos_id)
 
 
 def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> PreparedSource:

@@ -49,6 +49,7 @@ class TextReader:
     append_eos: bool
     min_tokens: int
     max_tokens: int | None
+    bos_id: int | None = None
 
     def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
         """Every record; `copies` marks the documents that equal an earlier one.
@@ -73,7 +74,7 @@ class TextReader:
                 else:
                     kept.append(document)
             first += len(documents)
-            rows = _encode(tokenizer, kept)
+            rows = _encode(tokenizer, kept, [] if self.bos_id is None else [self.bos_id])
             for document, tokens in zip(kept, rows, strict=True):
                 if len(tokens) < self.min_tokens:
                     yield Problem(f"shorter than {self.min_tokens} tokens")
@@ -83,25 +84,31 @@ class TextReader:
                     yield Encoded(np.concatenate([tokens, eos]) if self.append_eos else tokens, document)
 
 
-def _encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Sequence[Tokens]:
-    """The ids of each document. A prompt is encoded by itself, as where a model is asked, and its ids are
-    marked."""
+def _encode(tokenizer: Tokenizer, documents: Sequence[Document], begin: Sequence[int]) -> Sequence[Tokens]:
+    """The ids of each document, behind those of `begin`. A prompt is encoded by itself, as where a model is
+    asked, and all ids up to its end are marked."""
     rows = tokenizer.encode([document.text[document.prompt :] for document in documents])
-    if not any(document.prompt for document in documents):
+    has_prompts = any(document.prompt for document in documents)
+    if not has_prompts and not begin:
         return rows
     prompts = tokenizer.encode([document.text[: document.prompt] for document in documents])
     joined = list[Tokens]()
     for prompt, row in zip(prompts, rows, strict=True):
-        joined.append(np.concatenate([prompt.astype(np.uint32) | np.uint32(NO_LOSS), row.astype(np.uint32)]))
+        before = np.array([*begin, *prompt.tolist()], np.uint32)
+        before = before | np.uint32(NO_LOSS) if has_prompts else before
+        joined.append(np.concatenate([before, row.astype(np.uint32)]))
     return joined
 
 
 @dataclass(frozen=True)
 class TokenReader:
-    """Reads token ids; an id `eos_id` at the end of a document is dropped, because the loader adds it."""
+    """Reads token ids; an id `eos_id` at the end of a document is dropped, because the loader adds it. An id
+    `bos_id` at the beginning is kept, stripped or, where there is none, added."""
 
     column: str
     eos_id: int
+    bos: str = "keep"
+    bos_id: int = -1
 
     def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
         """Every record. Raises: UserError: a file cannot be read."""
@@ -111,6 +118,9 @@ class TokenReader:
                 for tokens in read_token_file(part.path, self.column):
                     number += 1
                     tokens = tokens[:-1] if len(tokens) and tokens[-1] == self.eos_id else tokens
+                    if self.bos != "keep" and len(tokens):
+                        rest = tokens[1:] if tokens[0] == self.bos_id else tokens
+                        tokens = rest if self.bos == "strip" else np.append(np.uint32(self.bos_id), rest)
                     yield Encoded(tokens) if len(tokens) else Problem("empty document")
             except (OSError, ValueError, IndexError) as error:  # pa.ArrowInvalid is a ValueError
                 raise UserError(f"--input ({part.path}): {error}; document {number + 1}") from error

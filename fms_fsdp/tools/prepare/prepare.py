@@ -47,6 +47,7 @@ class PrepareConfig(ShardsConfig):
     tokenizer_type: str = flag("bpe", "kind of the new model", choices=("bpe", "unigram"))
     tokenizer_sample_mb: int = flag(64, "MB of text for the training of the new model", minimum=1)
     eos_token: str = flag("", "the token that ends a document (default: the end token of the tokenizer)")
+    bos_token: str = flag("", "the token that begins each document, such as <s>, stored (default: none)")
     append_eos: bool = flag(False, "store the end token in the shards; by default the loader adds this token")
     text_key: str = flag("text", "JSON key or Parquet column of the text; a line end joins the texts of a,b")
     prompt_key: str = flag("", "JSON key or column of a prompt, to which the text is the response")
@@ -89,13 +90,22 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
     with lock_output(config.folder):
         vocabulary = _settle_tokenizer(config, sources)
         name = vocabulary.kept_in(config.folder)
-        reader = TextReader(
-            config.form, name, vocabulary.eos_token, config.append_eos, config.min_tokens, config.max_tokens
-        )
-        info = ShardInfo(
-            vocabulary.size, vocabulary.eos_id, vocabulary.digest, config.append_eos, bool(config.prompt_key)
-        )
+        bos_id, lengths = _begin_token(config, name), (config.min_tokens, config.max_tokens)
+        reader = TextReader(config.form, name, vocabulary.eos_token, config.append_eos, *lengths, bos_id)
+        stored = config.append_eos, bool(config.prompt_key), bos_id
+        info = ShardInfo(vocabulary.size, vocabulary.eos_id, vocabulary.digest, *stored)
         return make_shards(config, sources, reader, info, config.max_bad_lines, config.dedup)
+
+
+def _begin_token(config: PrepareConfig, tokenizer: str) -> int | None:
+    """The id of --bos_token. Raises: UserError: the tokenizer has no such token."""
+    if not config.bos_token:
+        return None
+    if (number := load_tokenizer(tokenizer).token_id(config.bos_token)) is None:
+        raise UserError(
+            f"--bos_token ({config.bos_token}) must be a token of the tokenizer; name another one"
+        )
+    return number
 
 
 def _find_source(config: PrepareConfig, name: str, paths: Sequence[str]) -> PreparedSource:
@@ -176,7 +186,7 @@ def _plan_key(
         "eos_id": vocabulary.eos_id,
         "split": [share / sum(config.split) for share in config.split],
         **{name: getattr(config, name) for name in _SHARD_OPTIONS},
-        **({"prompt_key": config.prompt_key} if config.prompt_key else {}),
+        **{name: value for name in ("prompt_key", "bos_token") if (value := getattr(config, name))},
         "dedup_over": [f"{other.name}:{other.inputs_digest}" for other in sources] if config.dedup else [],
     }
 

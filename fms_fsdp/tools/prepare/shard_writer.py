@@ -34,13 +34,15 @@ COUNTS_HEADER = ("dataset/filename", "documents", "tokens")
 @dataclass(frozen=True)
 class ShardInfo:
     """What a shard holds. `sep_token` ends every document: stored (`has_eos`) or added by the reader.
-    `has_masks`: tokens of prompts are marked, by the bit NO_LOSS."""
+    `has_masks`: tokens of prompts are marked, by the bit NO_LOSS. `bos_id`: the token that may begin
+    documents; None for none, -1 if it is not known."""
 
     vocab_size: int
     sep_token: int
     tokenizer_digest: str
     has_eos: bool = False
     has_masks: bool = False
+    bos_id: int | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -55,7 +57,7 @@ class ShardWriter:
         self.info = info
         self.num_documents = 0
         self.num_tokens = 0
-        self._max_token_id = 0
+        self._max_token_id, self._all_begin = 0, info.bos_id is not None
         self._open: list[npt.NDArray[Any]] = []
         self._open_tokens = 0
         self._batches: list[pa.Array] = []
@@ -73,6 +75,8 @@ class ShardWriter:
                 bad = low if low < 0 else high
                 raise UserError(f"token id ({bad}) must lie in [0, {self.info.vocab_size}), the vocabulary")
             self._max_token_id = max(self._max_token_id, high)
+        first = int(tokens[0]) & (NO_LOSS - 1) if len(tokens) else None
+        self._all_begin &= first == self.info.bos_id
         self._open.append(tokens.astype(self.info.dtype, copy=False))
         self._open_tokens += len(tokens)
         self.num_documents += 1
@@ -100,10 +104,12 @@ class ShardWriter:
             "vocab_size": str(info.vocab_size),
             "sep_token": str(info.sep_token),
             "dtype": info.dtype.name,
-            "has_bos": "false",
+            "has_bos": str(self._all_begin).lower(),
             "has_eos": str(info.has_eos).lower(),
         }
         metadata |= {"has_masks": "true"} if info.has_masks else {}
+        if info.bos_id == -1:
+            del metadata["has_bos"]
         tokens = pa.field("tokens", pa.large_list(pa.from_numpy_dtype(info.dtype)), nullable=False)
         schema = pa.schema([tokens], metadata=metadata)
         temporary = self.path.with_name(f".{self.path.name}.tmp")
