@@ -61,14 +61,16 @@ class Corners:
     step_size: int = 0
 
 
-def find_corners(section: OptimConfig, run: Length) -> Corners:
-    """The corners that the flags name in a run of this length.
+def find_corners(section: OptimConfig, run: Length, *, in_tokens: bool = False) -> Corners:
+    """The corners that the flags name in a run of this length. A schedule counts tokens where a flag does, and
+    with `in_tokens`, for a run whose batch grows, unless a flag counts steps.
 
     Raises:
         UserError: the decay ends before it begins.
     """
     spans = {name: parse_span(name, text) for name, text in section.spans().items()}
-    in_tokens = any(span.unit in ("samples", "tokens") for span in spans.values())
+    units = {span.unit for span in spans.values()}
+    in_tokens = bool(units & {"samples", "tokens"}) or (in_tokens and "steps" not in units)
 
     def place(step: int) -> int:
         return run.tokens_at(step) if in_tokens and step > 0 else step

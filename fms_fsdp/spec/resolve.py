@@ -58,6 +58,10 @@ class Timeline:
             return self.tokens_at_start * step // self.start
         return self.tokens_at_start + self.batches.rows_of(step - self.start) * self.seq_length
 
+    def length(self, num_steps: int) -> Length:
+        """The length of a run of so many steps."""
+        return Length(num_steps, self.seq_length, self.tokens_at)
+
     def step_at(self, tokens: int) -> int:
         """The first step by whose end so many tokens are read: the inverse of `tokens_at`."""
         if tokens < self.tokens_at_start:
@@ -146,7 +150,7 @@ def resolve(cfg: TrainConfig, machine: Machine, inputs: Inputs, origin: Origin) 
         precision=machine.precision,
         num_steps=num_steps,
         tokenizer=inputs.corpus.tokenizer if inputs.corpus is not None else "",
-        corners=kept_corners(cfg.optim, Length(num_steps, timeline.seq_length, timeline.tokens_at), origin),
+        corners=kept_corners(cfg.optim, timeline.length(num_steps), origin, has_ramp=bool(batch.rampup)),
         versions=versions(),
         working_dir=working_folder(),
         chosen=chosen,
@@ -187,21 +191,23 @@ def _find_length(
         stream.close()
 
 
-def kept_corners(section: OptimConfig, run: Length, origin: Origin) -> Corners:
+def kept_corners(section: OptimConfig, run: Length, origin: Origin, *, has_ramp: bool) -> Corners:
     """Those of the checkpoint, unless a flag of the schedule has changed: another length of the run moves
-    nothing but a last phase of wsd that has not begun.
+    nothing but a last phase of wsd that has not begun. A new run with a ramp of the batch counts tokens, and
+    a run that goes on counts what it has counted.
 
     Raises:
         UserError: the decay ends before it begins.
     """
     if not origin.continues:
-        return find_corners(section, run)
+        return find_corners(section, run, in_tokens=has_ramp)
     saved, old = origin.saved, origin.saved.record.corners
+    found = find_corners(section, run, in_tokens=old.in_tokens)
     if _shape(saved.record.config.optim) != _shape(section):
-        return find_corners(section, run)
+        return found
     place = saved.tokens_seen if old.in_tokens else saved.step
     if section.lr_schedule == "wsd" and place < old.decay_start:
-        return replace(find_corners(section, run), warmup=old.warmup)
+        return replace(found, warmup=old.warmup)
     return old
 
 

@@ -338,7 +338,8 @@ def main(config: EstimateConfig) -> None:
 
         batches, a_row = config.batches, config.row_tokens
         run = Length(config.num_steps, config.data.seq_length, lambda step: batches.rows_of(step) * a_row)
-        show_schedule(Schedule(config.optim, find_corners(config.optim, run)), run, config.output)
+        corners = find_corners(config.optim, run, in_tokens=bool(config.training.rampup_batch_size))
+        show_schedule(Schedule(config.optim, corners), run, config.output)
     if config.is_predicted:
         _predict(config)
     elif config.rate_tflops is not None or config.tokens_per_sec_per_device is not None:

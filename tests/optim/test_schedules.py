@@ -26,6 +26,19 @@ def rate(made: Schedule, step: int) -> float:
     return made(step, RUN.tokens_at(step), 2.0)
 
 
+def test_a_schedule_of_a_growing_batch_counts_tokens_unless_a_flag_counts_steps() -> None:
+    ramp = Length(10, 8, lambda step: 4 * step * (step + 1))
+    cases: tuple[tuple[dict[str, Any], Corners], ...] = (
+        ({"warmup": "0.2"}, Corners(True, 24, 24, 440)),
+        ({"warmup": "2"}, Corners(False, 2, 2, 10)),
+        ({"warmup": "3samples"}, Corners(True, 24, 24, 440)),
+    )
+    for flags, expected in cases:
+        assert find_corners(OptimConfig(**flags), ramp, in_tokens=True) == expected
+    assert find_corners(OptimConfig(), ramp, in_tokens=True).in_tokens
+    assert not find_corners(OptimConfig(), ramp).in_tokens
+
+
 def test_linear_warmup_then_half_cosine_then_flat() -> None:
     cosine = schedule()
     assert [rate(cosine, step) for step in (1, 10, 110, 10_000)] == pytest.approx([0.2, 2.0, 0.2, 0.2])
