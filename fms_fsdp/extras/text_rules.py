@@ -98,17 +98,20 @@ def _added(part: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def begin_token(root: str, tokenizer: Tokenizer) -> int | None:
-    """The token without text, such as <s>, that all documents of a folder of shards begin with; None where
-    there is no such token, or no shard can be read."""
+    """The token that all documents of a folder of shards begin with, if the shards say that they have a begin
+    token, or if the token has no text, such as <s>; None where there is no such token, or no shard can be
+    read."""
     try:
         files = open_root(root)
         shards = (path for path in files.walk("") if path.endswith(SUFFIX) and f"{META}/" not in path)
-        first = set[int]()
+        first, says = set[int](), set[str]()
         for path in islice(shards, _SAMPLED_SHARDS):
-            first |= set(Shard(files, path, delimiter=0).edge_tokens(_SAMPLED_DOCUMENTS, is_last=False))
+            shard = Shard(files, path, delimiter=0)
+            first |= set(shard.edge_tokens(_SAMPLED_DOCUMENTS, is_last=False))
+            says.add(shard.metadata.get("has_bos", ""))
         files.close()
     except (UserError, OSError):
         return None
     found = next(iter(first)) if len(first) == 1 else -1
     lengths = tokenizer.token_bytes()
-    return found if 0 <= found < len(lengths) and not lengths[found] else None
+    return found if 0 <= found < len(lengths) and (says == {"true"} or not lengths[found]) else None

@@ -62,8 +62,8 @@ class Corners:
 
 
 def find_corners(section: OptimConfig, run: Length, *, in_tokens: bool = False) -> Corners:
-    """The corners that the flags name in a run of this length. A schedule counts tokens where a flag does, and
-    with `in_tokens`, for a run whose batch grows, unless a flag counts steps.
+    """The corners that the flags name in a run of this length. A schedule counts tokens where a flag does,
+    and with `in_tokens`, for a run whose batch grows, unless a flag counts steps.
 
     Raises:
         UserError: the decay ends before it begins.

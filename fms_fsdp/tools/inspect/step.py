@@ -22,11 +22,12 @@ from typing import Any
 
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import DataConfig, TrainingConfig, check_rampup, flag
-from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.data.batch import IGNORED_LABEL, empty_batch, fingerprint
 from fms_fsdp.data.kept_tokenizer import find_tokenizer
 from fms_fsdp.data.order.order import Order
 from fms_fsdp.data.order.source_order import RowAddress
 from fms_fsdp.data.order.tapes import TAIL
+from fms_fsdp.data.pieces import Row
 from fms_fsdp.data.rows import CorpusRows
 from fms_fsdp.data.shards.ipc import ShardError
 from fms_fsdp.data.shards.manifest import Corpus, Source, open_corpus
@@ -198,7 +199,8 @@ def _open_dropped(
 def row_record(data: Inspected, address: RowAddress, step: int, row: int) -> dict[str, Any]:
     """Returns what a row holds, as JSON values: where it lies, and its pieces in order.
 
-    A piece is tokens [start, stop) of a document (its separator counted), at token `at` of the row.
+    A piece is tokens [start, stop) of a document (its separator counted), at token `at` of the row. Of a
+    shard whose prompts are marked, `num_labels` of its tokens have a label that the loss counts.
     """
     lies = data.order.spans(address)[0]
     in_window = {"tape": lies.tape, "window": lies.window, "token_in_window": lies.start}
@@ -210,10 +212,17 @@ def row_record(data: Inspected, address: RowAddress, step: int, row: int) -> dic
         if data.section.on_missing != "mask":
             raise
         return record | {"masked": str(error), "pieces": []}
-    paths, at, found = data.rows.reader(address.source).source.paths, 0, []
+    reader, at, found = data.rows.reader(address.source), 0, list[dict[str, Any]]()
+    paths = reader.source.paths
     for file, document, start, stop in pieces.ranges():
         found.append({"file": paths[file], "document": document, "start": start, "stop": stop, "at": at})
         at += stop - start
+    if any(reader.shard(file).has_masks for file in set(pieces.file.tolist())):
+        out = Row(*(column[0].numpy() for column in empty_batch(1, at)))
+        data.rows.read(address, out)
+        for piece in found:
+            labels = out.labels[piece["at"] : piece["at"] + piece["stop"] - piece["start"]]
+            piece["num_labels"] = int((labels != IGNORED_LABEL).sum())
     return record | {"pieces": found}
 
 
@@ -292,5 +301,7 @@ def _describe_piece(piece: dict[str, Any]) -> str:
     length = piece["stop"] - piece["start"]
     at = f"[{piece['at']}, {piece['at'] + length})"
     lies = f"document {piece['document']}  tokens [{piece['start']}, {piece['stop']})"
+    if "num_labels" in piece:
+        lies += f"  loss on {piece['num_labels']} of {length}"
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in piece.get("text", ""))
     return f"  {at:<16} {piece['file']}  {lies}" + (f"\n      {text[:_EXCERPT]}" if text else "")
