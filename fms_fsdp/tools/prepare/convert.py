@@ -7,7 +7,7 @@ it may be mixed. One file is one slice; the rest is the pipeline of `prepare`.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fms_fsdp.config import flag
 from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
@@ -19,7 +19,7 @@ from fms_fsdp.tools.prepare.output_folder import PreparedSource, check_plans, lo
 from fms_fsdp.tools.prepare.pipeline import ShardsConfig, make_shards
 from fms_fsdp.tools.prepare.shard_writer import ShardInfo
 from fms_fsdp.tools.prepare.stats import Stats, describe
-from fms_fsdp.tools.prepare.token_files import PATTERNS, ids_file
+from fms_fsdp.tools.prepare.token_files import PATTERNS, has_marks, ids_file
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     info = _meaning_of_ids(config, tokenizer)
     sources = [_find_source(config, name, paths) for name, paths in parse_input(config.input).items()]
+    info = replace(info, has_masks=any(has_marks(file.path) for source in sources for file in source.files))
     options = {
         "tokenizer_digest": info.tokenizer_digest,
         "vocab_size": info.vocab_size,

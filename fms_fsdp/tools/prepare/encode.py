@@ -119,8 +119,9 @@ class TokenReader:
                     number += 1
                     tokens = tokens[:-1] if len(tokens) and tokens[-1] == self.eos_id else tokens
                     if self.bos != "keep" and len(tokens):
-                        rest = tokens[1:] if tokens[0] == self.bos_id else tokens
-                        tokens = rest if self.bos == "strip" else np.append(np.uint32(self.bos_id), rest)
+                        rest = tokens[1:] if int(tokens[0]) & (NO_LOSS - 1) == self.bos_id else tokens
+                        added = np.uint32(self.bos_id | int(rest[0]) & NO_LOSS if len(rest) else self.bos_id)
+                        tokens = rest if self.bos == "strip" else np.append(added, rest)
                     yield Encoded(tokens) if len(tokens) else Problem("empty document")
             except (OSError, ValueError, IndexError) as error:  # pa.ArrowInvalid is a ValueError
                 raise UserError(f"--input ({part.path}): {error}; document {number + 1}") from error

@@ -120,6 +120,18 @@ def open_arrow(path: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]
         yield reader.schema, map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
 
 
+def has_marks(path: str) -> bool:
+    """Whether a file is a shard whose prompts are marked; what is wrong with a file is told where it is
+    read."""
+    if not path.endswith(".arrow"):
+        return False
+    try:
+        with open_arrow(path) as (schema, _):
+            return (schema.metadata or {}).get(b"has_masks") == b"true"
+    except (OSError, pa.ArrowInvalid):
+        return False
+
+
 def _ids_column(schema: pa.Schema, wanted: str, *, plain: bool = False) -> str:
     """The name of the column of ids: lists of integers, or with `plain` also integers: a batch is a document.
 

@@ -48,6 +48,17 @@ def test_a_begin_token_in_front_of_a_prompt_is_no_label(texts: Path, tmp_path: P
     marked = [token - (1 << 31) for token in documents[0][:3]]
     assert marked == [256, ord("?"), ord(" ")] and documents[0][3] == ord("p") and says == "true"
     assert begin_token(str(tmp_path / "asked"), load_tokenizer("byte")) == 256
+    again, _ = made("convert", tmp_path / "asked" / "web", tmp_path / "again", *IDS)
+    bare, _ = made(
+        "convert", tmp_path / "asked" / "web", tmp_path / "bare", *IDS, "--bos=strip", "--bos_id=256"
+    )
+    back, says = made(
+        "convert", tmp_path / "bare" / "web", tmp_path / "back", *IDS, "--bos=add", "--bos_id=256"
+    )
+    assert again == back == documents and says == "true", "marks go along"
+    assert bare == [document[1:] for document in documents]
+    schema = pa.ipc.open_file(tmp_path / "bare" / "web" / "shard-00000.arrow").schema
+    assert schema.metadata[b"has_masks"] == b"true" and schema.metadata[b"max_token_id"] == b"112"
 
 
 def test_ids_of_others_keep_lose_or_get_the_token(texts: Path, tmp_path: Path) -> None:
