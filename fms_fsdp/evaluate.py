@@ -97,7 +97,8 @@ def _means(name: str, loss_sum: float, num_labels: float, num_bytes: float) -> d
 
 
 class Evaluator(Hook):
-    """Evaluates at the steps that the flags name, and leaves the loss to the checkpoint of the step.
+    """Evaluates at the steps that the flags name, and each time that `every_tokens` more tokens are read (0:
+    never), and leaves the loss to the checkpoint of the step.
 
     `forward.alive` is called between groups of rows; `mark(part)` tells the clock that a part of the run
     has ended.
@@ -112,7 +113,9 @@ class Evaluator(Hook):
         sources: Sequence[HeldOut],
         sinks: Sinks,
         mark: Callable[[str], None],
+        every_tokens: int = 0,
     ) -> None:
+        self._every_tokens = every_tokens
         self._section, self._forward, self._sources, self._sinks = section, forward, sources, sinks
         self._mark = mark
 
@@ -146,7 +149,11 @@ class Evaluator(Hook):
             return last
         if step == progress.start:
             return section.eval_at_start
-        return section.eval_interval > 0 and (last or step % section.eval_interval == 0)
+        tokens, every = progress.tokens_seen, self._every_tokens
+        if every and tokens // every > (tokens - progress.batch_tokens) // every:
+            return True
+        is_on = section.eval_interval > 0 or every > 0
+        return is_on and (last or (section.eval_interval > 0 and step % section.eval_interval == 0))
 
     def close(self) -> None:
         """Closes the files."""

@@ -28,6 +28,12 @@ from fms_fsdp.spec.words import plan_saves
 from fms_fsdp.state import Hook, TrainState, check_order
 
 
+def tokens_between_evaluations(spec: Spec) -> int:
+    """The tokens of `--eval_epochs` passes over the data; 0 without them."""
+    sources = () if spec.inputs.corpus is None else spec.inputs.corpus.sources
+    return round(spec.config.eval.eval_epochs * sum(source.num_tokens for source in sources))
+
+
 @contextmanager
 def open_hooks(
     spec: Spec,
@@ -60,7 +66,7 @@ def open_hooks(
             Meter(spec, mesh, state, sinks, clock, phases),
             profiler,
             Limits(cfg.training, folder, mesh.is_main, signals, clock.totals, cfg.eval.eval_interval),
-            Evaluator(cfg.eval, forward, spec.held_out, sinks, mark),
+            Evaluator(cfg.eval, forward, spec.held_out, sinks, mark, tokens_between_evaluations(spec)),
             *([load_part("samples:Sampler")(*samples)] if spec.prompts else []),
             Checkpoints(cfg.checkpoint, saves, state, mesh, alive, sinks.event, mark),
             *([load_part("exports:Exporter")(*exports)] if cfg.checkpoint.export_interval else []),

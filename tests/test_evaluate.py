@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -246,6 +247,17 @@ def test_keep_best_keeps_the_checkpoint_of_the_lowest_validation_loss(corpus: Pa
     best = min(losses, key=lambda step: losses[step])
     assert best != 5
     assert complete_steps(tmp_path / "checkpoints") == [best, 5]
+
+
+def test_evaluations_come_with_passes_over_the_data(corpus: Path, tmp_path: Path) -> None:
+    said = trained(*flags(corpus), "--num_steps=1", f"--output_dir={tmp_path / 'one'}")
+    have = int(re.search(r"data: .*?: ([\d,]+) tokens", said)[1].replace(",", ""))  # type: ignore[index]
+    share = 2.5 * 4 * SEQ / have  # two and a half steps
+    argv = (*flags(corpus), f"--eval_epochs={share:.9f}", "--eval_steps=1", "--num_steps=8")
+    trained(*argv, f"--output_dir={tmp_path / 'run'}")
+    assert sorted(evaluations(tmp_path / "run")) == [3, 5, 8]
+    refused = run(*FLAGS, "--use_dummy_dataset=True", "--eval_epochs=1")
+    assert refused.returncode == 2 and "--eval_epochs (1) cannot be followed" in refused.stderr
 
 
 def test_offline_gives_the_numbers_of_the_run(whole: Path) -> None:

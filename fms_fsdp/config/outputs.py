@@ -19,6 +19,9 @@ class EvalConfig:
 
     eval_interval: int = free_flag(0, minimum=0,
         help="number of steps between evaluations on held-out data; the last step is evaluated too; 0 is off")
+    eval_epochs: float = free_flag(0.0, minimum=0, maximum=1e6, advanced=True,
+        help="also evaluate each time that so many passes over the data (as many tokens as all sources have) "
+        "are read; 0 is off")
     eval_steps: int = free_flag(10, minimum=1, maximum=10**6,
         help="global batches of each held-out source in an evaluation: always the same, at most one epoch")
     eval_at_start: bool = free_flag(False, help="also evaluate before the first step of every launch")
@@ -37,6 +40,11 @@ class EvalConfig:
         "folder of the data must hold a tokenizer")
     sample_prompts: tuple[str, ...] = free_flag((), form="text", part="samples",
         help="beginnings of sampled texts, or a file with one in each line (default: a new document)")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run evaluates during training."""
+        return bool(self.eval_interval or self.eval_epochs or self.eval_at_start)
 
 
 @dataclass(frozen=True)

@@ -197,8 +197,12 @@ CONTRADICTIONS: tuple[ConfigRule, ...] = (
     _no_shards("num_epochs",
         lambda c: not (c.training.epochs() and c.data.use_dummy_dataset), "use_dummy_dataset"),
     Rule("keep_best",
-        lambda c: not c.checkpoint.keep_best or not c.checkpoint.ranks_evaluations or c.eval.eval_interval,
+        lambda c: not c.checkpoint.keep_best or not c.checkpoint.ranks_evaluations
+        or c.eval.eval_interval or c.eval.eval_epochs,
         "compares validation losses", "set --eval_interval", "eval_interval keep_best_metric"),
+    _no_shards("eval_epochs", lambda c: not (c.eval.eval_epochs and c.data.dataset_builder), "dataset_builder"),
+    _no_shards("eval_epochs",
+        lambda c: not (c.eval.eval_epochs and c.data.use_dummy_dataset), "use_dummy_dataset"),
     Rule("init_from_hf", lambda c: not (c.checkpoint.ckpt_load_path and c.model.init_from_hf),
         "must not be given beside --ckpt_load_path", "leave one flag out", "ckpt_load_path"),
     Rule("export_interval", _is_export_due,
@@ -221,7 +225,7 @@ def _idle(names: str, beside: str, matters: Holds, lacks: str, remedy: str = "")
 
 
 def _evaluates(config: TrainConfig) -> object:
-    return config.eval.eval_interval or config.eval.eval_at_start
+    return config.eval.is_on
 
 
 def _tests(config: TrainConfig) -> object:
@@ -258,11 +262,11 @@ IDLE: tuple[ConfigRule, ...] = (
     *_idle("data_path sep_token logical_shards packing loss_on on_missing eval_datasets", "use_dummy_dataset",
         lambda c: not c.data.use_dummy_dataset or c.eval.eval_data_path, "token shards", _NO_DUMMY),
     *_idle("data_kwargs", "dataset_builder", lambda c: c.data.dataset_builder, "--dataset_builder"),
-    *_idle("eval_steps", "eval_interval eval_at_start eval_test test_data_path",
+    *_idle("eval_steps", "eval_interval eval_epochs eval_at_start eval_test test_data_path",
         lambda c: _evaluates(c) or _tests(c), "--eval_interval"),
     *_idle("test_steps", "eval_test test_data_path", _tests, "--eval_test=True or --test_data_path"),
     *_idle("sample_prompts", "sample_interval", lambda c: c.eval.sample_interval, "--sample_interval"),
-    *_idle("eval_data_path eval_datasets", "eval_interval eval_at_start", _evaluates, "--eval_interval"),
+    *_idle("eval_data_path eval_datasets", "eval_interval eval_epochs eval_at_start", _evaluates, "--eval_interval"),
     *_idle("resuming_dataset", "ckpt_load_path", lambda c: c.checkpoint.ckpt_load_path, "--ckpt_load_path"),
     *_idle("resuming_dataset", "load_model_only", lambda c: not c.checkpoint.load_model_only,
         "beside --load_model_only", _ONE_OUT),

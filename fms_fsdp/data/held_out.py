@@ -109,7 +109,7 @@ def _places(section: EvalConfig, data: DataConfig) -> Iterator[tuple[str, str, s
     """Yields group, flag, folder and sources of each evaluation: without a folder synthetic tokens, without
     sources all sources of the folder."""
     is_synthetic = data.use_dummy_dataset and not section.eval_data_path
-    if section.eval_interval or section.eval_at_start:
+    if section.is_on:
         yield "eval", "--eval_data_path", *(("", ()) if is_synthetic else _root(section, data))
     if section.test_data_path:
         yield "test", "--test_data_path", section.test_data_path, ()

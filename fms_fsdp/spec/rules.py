@@ -71,6 +71,8 @@ def _are_ranked(known: Hardware) -> bool:
     section, interval = known.config.checkpoint, known.config.eval.eval_interval
     interval = interval if section.ranks_evaluations else known.config.log.report_interval
     schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
+    if section.ranks_evaluations and known.config.eval.eval_epochs:
+        return True  # at steps that the data decide
     return not section.keep_best or schedule.meets_interval(interval)
 
 
