@@ -45,6 +45,7 @@ read_nodes() {
     LEAST_NODES="${NNODES%%:*}" MOST_NODES="${NNODES##*:}"
     if [[ "$NNODES" =~ ^[0-9]{1,6}:[0-9]{1,6}$ ]] &&
         ((1 <= 10#$LEAST_NODES && 10#$LEAST_NODES <= 10#$MOST_NODES)); then
+        # shellcheck disable=SC2034 # the scripts that source this file use it
         ELASTIC=yes LEAST_NODES="$((10#$LEAST_NODES))" MOST_NODES="$((10#$MOST_NODES))"
     else
         say "error: NNODES ($(printf '%.100q' "$NNODES")) must be MIN:MAX with 1 <= MIN <= MAX," \

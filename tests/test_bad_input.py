@@ -386,7 +386,7 @@ def test_the_command_ends_with_2_and_one_line(
 def test_checkpoints_that_are_never_evaluated_cannot_be_ranked() -> None:
     flags = ("--keep_best=1", "--keep_last_n=1", "--eval_interval=3")
     text = refusal(*flags, "--checkpoint_interval=0")
-    assert text.startswith("--keep_best (1) ranks checkpoints whose step is evaluated")
+    assert text.startswith("--keep_best (1) ranks checkpoints whose step has eval/loss")
     assert plan(*flags, "--checkpoint_interval=6").origin.checkpoint is None
 
 
@@ -487,5 +487,5 @@ def test_no_remedy_names_a_package_that_no_index_has() -> None:
     named = {
         name for file in files for name in re.findall(r"pip install '?(?!-)([\w\[\]-]+)", file.read_text())
     }
-    known = "wandb mlflow aim codecarbon tokenizers torchao matplotlib zstandard"
+    known = "wandb mlflow aim codecarbon tokenizers torchao matplotlib zstandard lm-eval"
     assert named <= set(known.split()), named

@@ -21,7 +21,7 @@ import pytest
 from tests.cli import ROOT, TINY
 from tests.fresh import copy_tracked, make_environment, outside
 
-IMPORTED_AS = {"mlflow-skinny": "mlflow"}
+IMPORTED_AS = {"mlflow-skinny": "mlflow", "lm-eval": "lm_eval"}
 
 
 class Built(NamedTuple):
@@ -170,7 +170,7 @@ def test_product_code_imports_each_package_of_an_extra() -> None:
         for package in extras[extra]:
             name = re.split(r"[<>=\[]", package)[0]
             # in a function, or by a text such as "torchao.optim:AdamW8bit"
-            pattern = rf"(^ +(import|from) |\"){IMPORTED_AS.get(name, name)}\b"
+            pattern = rf"(^ *(import|from) |\"){IMPORTED_AS.get(name, name)}\b"
             assert re.search(pattern, code, re.MULTILINE), package
 
 

@@ -45,7 +45,8 @@ def test_a_run_leaves_everything_in_its_folder(whole: Path) -> None:
         "status.json",
         "tensorboard",
     }
-    assert status(whole) == {"status": "finished", "step": 8, "reason": "finished 8 steps"}
+    ended = {"status": "finished", "step": 8, "reason": "finished 8 steps", "worlds": [[0, 1]]}
+    assert status(whole) == ended
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [
         ".lock",
         "step_2",

@@ -97,6 +97,9 @@ def _facts(wanted: WantedBatch) -> Mapping[str, Any]:
         "product": product,
         "rows": given.get("batch_size", "batch_size"),
         "remedies": " or ".join(remedies),
+        "or_ranks": f", or a number of ranks among {joined(divisors(total, 65536))}"
+        if total % dp_size
+        else "",
         "another": f"choose another batch with --global_batch_size=ROWS {wanted.keep_name}",
     }
 
@@ -133,7 +136,8 @@ DIVIDES: tuple[Rule[WantedBatch], ...] = (
         "must be a multiple of the number of data-parallel ranks ({dp_size})",
         "choose {remedies}, or a number of ranks among {ranks}", facts=_facts),
     Rule("global_batch_size", lambda wanted: len(wanted.given) != 1 or wanted.total % wanted.product == 0,
-        "must be a multiple of {factors}", "choose {remedies}", "batch_size grad_accum_steps", _facts),
+        "must be a multiple of {factors}", "choose {remedies}{or_ranks}", "batch_size grad_accum_steps",
+        _facts),
     Rule("global_batch_size", lambda wanted: len(wanted.given) != 2 or wanted.total == wanted.product,
         "must be {factors}", "leave the flag out, or choose --global_batch_size={product}",
         "batch_size grad_accum_steps", _facts),

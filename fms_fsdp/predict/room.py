@@ -85,8 +85,8 @@ def _facts(room: Room) -> Mapping[str, Any]:
 FITS: tuple[Rule[Room], ...] = (
     Rule("--seq_length and the batch", lambda room: room.suffices or not room.is_full_of_rows,
         "must fit the {available}",
-        "lower one of --seq_length, --batch_size, --grad_accum_steps, --global_batch_size",
-        "seq_length batch_size grad_accum_steps global_batch_size", _facts),
+        "lower one of --seq_length, --max_seq_len, --batch_size, --grad_accum_steps, --global_batch_size",
+        "seq_length max_seq_len batch_size grad_accum_steps global_batch_size", _facts),
     Rule("model_variant", lambda room: room.suffices,
         "must fit the {available}", "{remedy}", "sharding_strategy", _facts),
 )  # fmt: skip

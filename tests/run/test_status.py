@@ -23,7 +23,8 @@ def test_finished(tmp_path: Path) -> None:
         launch.steps_done = lambda: 7
         launch.end(FINISHED, "done")
     assert launch.exit_status == 0
-    assert status(tmp_path) == {"status": "finished", "step": 7, "reason": "done"}
+    worlds = {"worlds": [[0, 1]]}  # one rank from the first step on
+    assert status(tmp_path) == {"status": "finished", "step": 7, "reason": "done"} | worlds
 
 
 def test_a_launch_without_a_claim_writes_nothing_but_its_outcome(
@@ -52,7 +53,8 @@ def test_the_first_failure_of_a_launch_stays(tmp_path: Path, monkeypatch: pytest
         other.claim(tmp_path)
         raise RunFailed("out of memory", on_one_rank=True)
     first.tell(RuntimeError("connection closed by peer"))
-    assert status(tmp_path) == {"status": "failed", "step": 0, "reason": "out of memory"}
+    worlds = {"worlds": [[0, 1]]}
+    assert status(tmp_path) == {"status": "failed", "step": 0, "reason": "out of memory"} | worlds
     assert first.has_failed()
 
 

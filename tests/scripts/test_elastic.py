@@ -45,7 +45,7 @@ def test_torchrun_gets_the_range_of_nodes_and_many_restarts(repo: Path) -> None:
         repo, NNODES="02:4", NODE_RANK="0", LOCAL_ADDR="10.0.0.7", RDZV_CONF="last_call_timeout=9"
     )
     assert {"--nnodes=2:4", "--max_restarts=100", "--local-addr=10.0.0.7"} <= set(words)
-    assert "--rdzv_endpoint=first:12000" in words and "--standalone" not in words
+    assert "--rdzv_endpoint=first:12000" in words and "standalone" not in " ".join(words)
     assert "--rdzv_conf=is_host=1,read_timeout=600,last_call_timeout=9" in words
 
 
@@ -201,4 +201,4 @@ def test_a_batch_that_the_nodes_left_cannot_share_ends_the_launch_with_all_sizes
     nodes += [Node(0, tmp_path, free_port(), nproc=3, batch="8")]
     assert nodes[0].end() == 2, nodes[0].output.read_text()[-3000:]
     text = nodes[0].output.read_text()
-    assert text.count("error: --global_batch_size (8)") == 1 and "1, 2, 4, 8" in text, "no restart"
+    assert text.count("error: --global_batch_size (8)") == 1 and "among 1,2,4,8" in text, "no restart"

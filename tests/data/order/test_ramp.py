@@ -140,8 +140,8 @@ def test_micro_steps_divide_every_batch_of_a_ramp() -> None:
         ({"rampup_batch_size": (4, 6, 100)}, 1, "choose a start below it and an increment that divides 20"),
         ({"rampup_batch_size": (24, 1, 100)}, 1, "must lead from 24 rows to the global batch (24)"),
         ({"rampup_batch_size": (32, 8, 100)}, 1, "must lead from 32 rows to the global batch (24)"),
-        ({"rampup_batch_size": (3, 3, 100)}, 2, "and has 3,6,9,12,15,…,24; write --rampup_batch_size="),
-        ({"rampup_batch_size": (6, 6, 9), "batch_size": 4}, 1, "6,12,18,24; write --batch_size=6 or write"),
+        ({"rampup_batch_size": (3, 3, 100)}, 2, "unlike 3,9,15,21; write --rampup_batch_size="),
+        ({"rampup_batch_size": (6, 6, 9), "batch_size": 4}, 1, "unlike 6,18; write --batch_size=6 or write"),
     ],
 )
 def test_a_ramp_that_does_not_divide_is_refused(flags: dict[str, Any], ranks: int, text: str) -> None:
