@@ -86,6 +86,8 @@ class ParallelConfig:
         help="number of stages on each device of an interleaved pipeline (default: 2)")
     pp_micro_batch_size: int = free_flag(1, minimum=1,
         help="number of rows that go through a pipeline at a time; batch_size must be a multiple")
+    debug_sync_blocks: bool = free_flag(False, advanced=True, part="sync_blocks",
+        help="wait for the device behind each block, to find the block of a fault; slow")
     async_tp: bool = free_flag(False, advanced=True,
         help="overlap messages of tp with matrix products, where blocks are compiled for a GPU")
     recompute: str | None = free_flag(None, choices=("none", "cheap", "ops", "blocks", "auto"),

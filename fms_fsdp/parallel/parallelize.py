@@ -93,4 +93,6 @@ def _build_stage(
     model.rope = model.rope.to(device)
     if precision.gradients != precision.weights:
         sum_gradients_in_fp32(model)
+    if section.debug_sync_blocks:
+        load_part("sync_blocks").sync_blocks(model, device)
     return model

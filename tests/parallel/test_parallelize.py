@@ -312,3 +312,25 @@ def test_the_gradient_of_a_weight_comes_in_fp32_from_a_gpu_s_product(
         assert seen == ["mm"] + casts * ["_to_copy"]
         seen.clear()
         assert product_in(torch.bfloat16, left, right).dtype == torch.bfloat16 and seen == ["mm"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+def test_each_block_waits_for_the_device_in_both_passes(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = list[int]()
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda *_: waits.append(1))
+    model = build(debug_sync_blocks=True, recompute=recompute)
+    tokens = torch.arange(8).view(1, 8)
+    loss, _ = model(tokens, tokens)
+    assert len(waits) == 3
+    loss.backward()
+    assert len(waits) == 6 and all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_compiled_blocks_cannot_wait() -> None:
+    parallel = ParallelConfig(debug_sync_blocks=True, use_torch_compile=True)
+    config = TrainConfig(parallel=parallel)
+    known = Hardware(config, torch.device("cpu"), ParallelDims("none"))
+    with pytest.raises(UserError, match=r"--debug_sync_blocks \(True\) waits behind blocks"):
+        judge(MACHINE, known, flag_values(config))
