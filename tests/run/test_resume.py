@@ -335,7 +335,9 @@ def test_a_signal_to_torchrun_ends_with_a_checkpoint(tmp_path: Path, number: sig
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 60
-    while not ((tmp_path / "metrics.jsonl").exists() and metrics(tmp_path)) and time.monotonic() < deadline:
+    records = tmp_path / "metrics.jsonl"
+    # behind the second step every rank can save: the record of the first comes while a rank may still be in it
+    while not (records.exists() and len(metrics(tmp_path)) > 1) and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(number)
     process.wait(timeout=60)
