@@ -131,7 +131,8 @@ MACHINE: tuple[Rule[Hardware], ...] = (
         lambda known: known.config.parallel.dist_backend != "gloo"
         or not known.is_gpu or known.dims.strategy == "none",
         "cannot reduce gradients on GPUs", "leave the flag out, or use nccl"),
-    Rule("debug_sync_blocks", lambda known: not known.config.parallel.debug_sync_blocks or not _compiles(known),
+    Rule("debug_sync_blocks",
+        lambda known: not known.config.parallel.debug_sync_blocks or not _compiles(known),
         "waits behind blocks, and compiled blocks cannot wait", "add --use_torch_compile=False",
         "use_torch_compile"),
     Rule("memory_snapshot", lambda known: known.is_gpu or not known.config.profiler.memory_snapshot,

@@ -336,7 +336,7 @@ def test_a_signal_to_torchrun_ends_with_a_checkpoint(tmp_path: Path, number: sig
     )
     deadline = time.monotonic() + 60
     records = tmp_path / "metrics.jsonl"
-    # behind the second step every rank can save: the record of the first comes while a rank may still be in it
+    # behind the second step every rank can save: while the first is recorded, a rank may still be in it
     while not (records.exists() and len(metrics(tmp_path)) > 1) and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(number)
