@@ -150,10 +150,9 @@ class Evaluator(Hook):
         if step == progress.start:
             return section.eval_at_start
         tokens, every = progress.tokens_seen, self._every_tokens
-        if every and tokens // every > (tokens - progress.batch_tokens) // every:
-            return True
-        is_on = section.eval_interval > 0 or every > 0
-        return is_on and (last or (section.eval_interval > 0 and step % section.eval_interval == 0))
+        by_tokens = every > 0 and tokens // every > (tokens - progress.batch_tokens) // every
+        by_steps = section.eval_interval > 0 and step % section.eval_interval == 0
+        return by_tokens or by_steps or (last and (section.eval_interval > 0 or every > 0))
 
     def close(self) -> None:
         """Closes the files."""

@@ -165,8 +165,8 @@ choose_launch() {
             first="${first%%$'\n'*}" # `| head` would kill scontrol, and pipefail would then end this script
         fi
         is_first_node && is_host=1
-        # The port lies below those that Linux gives to programs that ask for any port.
         [[ -z "$ELASTIC" ]] || nodes="$LEAST_NODES:$MOST_NODES"
+        # The port lies below those that Linux gives to programs that ask for any port.
         RENDEZVOUS="$first:${MASTER_PORT:-$((12000 + ${SLURM_JOB_ID:-0} % 20000))}"
         LAUNCH+=(--nnodes="$nodes" --rdzv_id="${SLURM_JOB_ID:-run}" --rdzv_backend=c10d
             --rdzv_endpoint="$RENDEZVOUS"

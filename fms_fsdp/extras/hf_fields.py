@@ -77,6 +77,13 @@ def _grouped(vocabulary: int, inner: int, positions: int, **more: Field) -> dict
     return _GROUPED | sizes | more
 
 
+_QWEN = _grouped(
+    151936, 22016, 32768,
+    num_key_value_heads=Field(or_none(WIDTH), 32, "num_kv_heads"),
+    use_sliding_window=Field(FLAG, False), sliding_window=Field(WINDOW, 4096),
+    max_window_layers=Field(whole(0, 1 << 31), 28), layer_types=Field(or_none(list_of(TEXT))),
+    attention_bias=Field(OFF), mlp_bias=Field(OFF),
+)  # fmt: skip
 TYPES: dict[str, dict[str, Field]] = {
     "llama": _grouped(32000, 11008, 2048),
     "mistral": _grouped(
@@ -86,21 +93,8 @@ TYPES: dict[str, dict[str, Field]] = {
         layer_types=Field(or_none(list_of(TEXT))),
         attention_bias=Field(OFF), mlp_bias=Field(OFF),
     ),
-    "qwen3": _grouped(
-        151936, 22016, 32768,
-        num_key_value_heads=Field(or_none(WIDTH), 32, "num_kv_heads"),
-        head_dim=Field(whole(1, 65536), 128, "head_dim"),
-        use_sliding_window=Field(FLAG, False), sliding_window=Field(WINDOW, 4096),
-        max_window_layers=Field(whole(0, 1 << 31), 28), layer_types=Field(or_none(list_of(TEXT))),
-        attention_bias=Field(OFF), mlp_bias=Field(OFF),
-    ),
-    "qwen2": _grouped(
-        151936, 22016, 32768,
-        num_key_value_heads=Field(or_none(WIDTH), 32, "num_kv_heads"),
-        use_sliding_window=Field(FLAG, False), sliding_window=Field(WINDOW, 4096),
-        max_window_layers=Field(whole(0, 1 << 31), 28), layer_types=Field(or_none(list_of(TEXT))),
-        attention_bias=Field(OFF), mlp_bias=Field(OFF),
-    ),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": Field(whole(1, 65536), 128, "head_dim")},
     "smollm3": _grouped(
         128256, 11008, 32768,
         num_key_value_heads=Field(or_none(WIDTH), 4, "num_kv_heads"),

@@ -65,9 +65,9 @@ class Launch:
         """From here on the run folder is this launch's: its lock is held. Rank 0 calls it first, then the
         others."""
         self.folder = folder
-        before, size = read_json(folder / "status.json").get("worlds"), positive_number("WORLD_SIZE", 1)
-        self._worlds = before if isinstance(before, list) else []
         if self.rank == 0:
+            before, size = read_json(folder / "status.json").get("worlds"), positive_number("WORLD_SIZE", 1)
+            self._worlds = before if isinstance(before, list) else []
             if not self._worlds or self._worlds[-1][-1:] != [size]:
                 self._worlds.append([self.steps_done(), size])
             self._write(folder / "status.json", self._content(RUNNING))

@@ -1,7 +1,7 @@
 """`python -m fms_fsdp ckpt inspect`: what the tensors of a checkpoint hold, and how far two checkpoints are
 apart.
 
-One tensor is in memory at a time, two with `--against`; sums are fp64. No model is built.
+One tensor is in memory at a time, two with `--against`, beside copies in fp64. No model is built.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ def main(config: CkptInspectConfig) -> None:
     checkpoint = find_checkpoint(config.path, config.step, "--path")
     other = find_checkpoint(config.against, None, "--against") if config.against else None
     readers = [CheckpointReader(each.folder) for each in (checkpoint, other) if each is not None]
-    names = [name for name in sorted(_sizes(readers[0])) if config.optimizer or name.startswith("model.")]
+    sizes = list(map(_sizes, readers))
+    names = [name for name in sorted(sizes[0]) if config.optimizer or name.startswith("model.")]
     found = dict[str, Facts]()
     for number, name in enumerate(names, 1):
         show_progress(f"{number} of {len(names)} tensors")
-        found[name] = _describe(checkpoint, readers, name)
+        same = [own for own, known in zip(readers, sizes, strict=True) if known.get(name) == sizes[0][name]]
+        found[name] = _describe(checkpoint, same, name)
     show_progress("")
     if config.json:
         whole = {"checkpoint": str(checkpoint.folder), "step": checkpoint.step, "all": _of_all(found)}
@@ -72,11 +74,10 @@ def _sizes(reader: CheckpointReader) -> dict[str, torch.Size]:
 
 def _describe(checkpoint: Checkpoint, readers: list[CheckpointReader], name: str) -> Facts:
     """What is told of a tensor; `distance` is the norm of the difference, `relative` its share of the norm of
-    the other tensor, and both are missing where the other checkpoint has no tensor of this name and shape. A
+    the other tensor, and both are missing without the `readers` of another one of this name and shape. A
     number that is not finite is None."""
-    same = [reader for reader in readers if _sizes(reader).get(name) == _sizes(readers[0])[name]]
     try:
-        tensor, *others = (load_tensor(reader, name) for reader in same)
+        tensor, *others = (load_tensor(reader, name) for reader in readers)
     except CheckpointException as error:
         _, inner = first_failure(error)
         raise UserError(f"--path ({checkpoint.folder}): {name} cannot be read: {inner}") from error
@@ -84,9 +85,9 @@ def _describe(checkpoint: Checkpoint, readers: list[CheckpointReader], name: str
     numbers = {"norm": values.norm(), "mean": values.mean(), "std": values.std(correction=0)}
     numbers |= {"min": values.min(), "max": values.max(), "zeros": (values == 0).double().mean()}
     numbers |= {"non_finite": (~torch.isfinite(values)).double().mean()}
-    for other in others:
-        numbers["distance"] = (values - other.double()).norm()
-        numbers["relative"] = numbers["distance"] / other.double().norm()
+    for other in map(torch.Tensor.double, others):
+        numbers["distance"] = (values - other).norm()
+        numbers["relative"] = numbers["distance"] / other.norm()
     finite = {key: number.item() if number.isfinite() else None for key, number in numbers.items()}
     return {"shape": list(tensor.shape), "dtype": dtype, **finite}
 
