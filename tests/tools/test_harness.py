@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(folder: Path, *flags: str, nproc: int = 0) -> dict[str, Any]:
-    command = [*under_torchrun(nproc, "-m", "fms_fsdp")] if nproc else ["python", "-m", "fms_fsdp"]
+    command = [*under_torchrun(nproc, "-m", "fms_fsdp")] if nproc else [sys.executable, "-m", "fms_fsdp"]
     command += ["evaluate", f"--path={folder}/run", f"--task_path={folder}/tasks", "--json", *flags]
     ended = subprocess.run(
         command, cwd=ROOT, env=os.environ | SETTINGS, capture_output=True, text=True, timeout=240
