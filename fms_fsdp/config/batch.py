@@ -18,8 +18,8 @@ from fms_fsdp.config.values import joined
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Rows of a micro-step on one rank, micro-steps of a step, and data-parallel ranks; `rampup`: start,
-    increment and samples of the ramp to it."""
+    """Rows of a micro-step on one rank, micro-steps of a step, and data-parallel ranks; `rampup`: the ramp to
+    it (`BatchRamp.to`)."""
 
     batch_size: int
     grad_accum_steps: int
@@ -114,16 +114,21 @@ def _facts_of_ramp(wanted: WantedBatch) -> Mapping[str, Any]:
         others = f" --grad_accum_steps={end // (rows * dp_size)}" if wanted.section.grad_accum_steps else ""
         remedies.append(f"write --batch_size={rows}{others}")
     multiple, steps = max(1, start // unit) * unit, (end - start) // increment
+    if end % unit == 0:
+        remedies.append(f"add --rampup_round={unit}")
     if multiple < end and steps > 0:
         way = (end - multiple) // unit
         fitting = next(each for each in range(min(steps, way), 0, -1) if way % each == 0)
         remedies.append(f"write --rampup_batch_size={multiple},{way // fitting * unit},{samples}")
-    wrong = list(filter(lambda rows: rows % unit, range(start, end + 1, increment)))
+    rounding = wanted.section.rampup_round
+    wrong = [rows for rows in range(start, end + 1, increment) if max(rows // rounding, 1) * rounding % unit]
     return {
         "rampup_batch_size": wanted.section.rampup_batch_size,
         "start": start,
         "end": end,
         "room": max(1, end - start),
+        "rampup_round": rounding,
+        "divisor": math.gcd(end, rounding),
         "dp_size": dp_size,
         "micro_step": wanted.micro_step,
         "wrong": joined(wrong[:5]) + ",…" * (len(wrong) > 5),
@@ -159,9 +164,13 @@ LEADS: tuple[Rule[WantedBatch], ...] = (
         "must lead from {start} rows to the global batch ({end}) in whole increments, at most "
         f"{MAX_INCREMENTS:,} of them",
         "choose a start below it and an increment that divides {room}", "global_batch_size", _facts_of_ramp),
+    Rule("rampup_round",
+        lambda wanted: not wanted.section.rampup or wanted.total % wanted.section.rampup_round == 0,
+        "must divide the global batch ({end})", "choose --rampup_round={divisor}", "global_batch_size",
+        _facts_of_ramp),
     Rule("rampup_batch_size",
-        lambda wanted: math.gcd(*wanted.section.rampup_batch_size[:2]) % (wanted.micro_step * wanted.dp_size)
-        == 0,
+        lambda wanted: BatchRamp.to(wanted.total, wanted.section.rampup).unit
+        % (wanted.micro_step * wanted.dp_size) == 0,
         "must have only batches that are divisible by data-parallel size ({dp_size}) x batch_size "
         "({micro_step}), unlike {wrong}", "{remedies}", "batch_size", _facts_of_ramp),
 )  # fmt: skip
@@ -172,9 +181,9 @@ def check_divides(total: int, dp_size: int) -> None:
     judge(DIVIDES, WantedBatch(TrainingConfig(), total, dp_size), {})
 
 
-def check_rampup(rampup: tuple[int, ...], end: int) -> None:
-    """Raises UserError unless start, increment and samples of a ramp lead to a batch of `end` rows."""
-    judge(LEADS, WantedBatch(TrainingConfig(rampup_batch_size=rampup), end, 1), {})
+def check_rampup(section: TrainingConfig, end: int) -> None:
+    """Raises UserError unless the ramp of the section, if there is one, leads to a batch of `end` rows."""
+    judge(LEADS, WantedBatch(section, end, 1), {})
 
 
 def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
@@ -190,10 +199,10 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
         rows, accum = rows or 2, accum or 1
         total = rows * accum * dp_size
     judge(DIVIDES, WantedBatch(section, total, dp_size), {})
-    check_rampup(section.rampup_batch_size, total)
+    check_rampup(section, total)
     per_rank = total // dp_size
     if rows is None:
-        unit = BatchRamp.to(total, section.rampup_batch_size).unit
+        unit = BatchRamp.to(total, section.rampup).unit
         rows = per_rank // accum if accum else (2 if unit % (2 * dp_size) == 0 else 1)
     return _with_ramp(section, rows, per_rank // rows, dp_size)
 
@@ -213,11 +222,11 @@ def keep_global_batch(
     if section.global_batch_size is not None:
         return resolve_batch(section, dp_size)
     judge(KEEPS_BATCH, WantedBatch(section, total, dp_size, keep_name=keep_name), {})
-    check_rampup(section.rampup_batch_size, total)
+    check_rampup(section, total)
     per_rank = total // dp_size
     if accum is not None:
         return _with_ramp(section, per_rank // accum, accum, dp_size)
-    unit = max(1, BatchRamp.to(total, section.rampup_batch_size).unit // dp_size)
+    unit = max(1, BatchRamp.to(total, section.rampup).unit // dp_size)
     most = min(rows or usual_rows, unit)
     fitting = next(size for size in range(most, 0, -1) if unit % size == 0)
     return _with_ramp(section, fitting, per_rank // fitting, dp_size)
@@ -230,4 +239,4 @@ def _with_ramp(section: TrainingConfig, rows: int, accum: int, dp_size: int) -> 
         UserError: one of the ramp's batches does not divide over the ranks.
     """
     judge(LEADS, WantedBatch(section, rows * accum * dp_size, dp_size, rows), {})
-    return BatchPlan(rows, accum, dp_size, section.rampup_batch_size)
+    return BatchPlan(rows, accum, dp_size, section.rampup)

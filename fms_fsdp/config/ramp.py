@@ -2,7 +2,8 @@
 
     batch = start + increment * floor(rows seen * n / samples), at most end      n = (end - start) / increment
 
-`rows seen` are those before the step's first row. A constant batch is a ramp that has ended. Integers alone.
+`rows seen` are those before the step's first row. With `--rampup_round` each batch is rounded down to a
+multiple of so many rows. A constant batch is a ramp that has ended. Integers alone.
 Source: the ramp of Megatron-LM (`--rampup-batch-size`), without its rounding of intervals.
 """
 
@@ -19,35 +20,45 @@ MAX_INCREMENTS = 10_000
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """From `start` rows a step to `end`, by `increment` rows at a time, while the run sees `samples` rows."""
+    """From `start` rows a step to `end`, by `increment` rows at a time, while the run sees `samples` rows.
+
+    Each batch is a multiple of `multiple` rows, which divides `end`: the next lower one, or the first one.
+    """
 
     start: int
     increment: int
     samples: int
     end: int
+    multiple: int = 1
 
     @classmethod
     def to(cls, end: int, rampup: Sequence[int] = ()) -> BatchRamp:
-        """The ramp `rampup` (start, increment, samples) to a batch of `end` rows; without `rampup` a constant
-        batch."""
-        start, increment, samples = rampup or (end, 0, 0)
-        return cls(start, increment, samples, end)
+        """The ramp `rampup` (start, increment, samples, and the multiple if there is one) to a batch of `end`
+        rows; without `rampup` a constant batch."""
+        start, increment, samples, *multiple = rampup or (end, 0, 0)
+        return cls(start, increment, samples, end, *multiple)
 
     @property
     def unit(self) -> int:
-        """The largest number that divides every batch."""
-        return gcd(self.start, self.increment, self.end)
+        """A number that divides every batch: the largest one, where rounding changes none."""
+        unrounded = gcd(self.start, self.increment, self.end)
+        return unrounded if unrounded % self.multiple == 0 else self.multiple
 
     def batch(self, rows_seen: int) -> int:
         """The rows of the step that comes after `rows_seen` rows of the run."""
         if rows_seen >= self.samples:
             return self.end
-        return self.start + self.increment * (rows_seen * self._num_increments // self.samples)
+        rows = self.start + self.increment * self._increments_done(rows_seen)
+        return max(rows // self.multiple, 1) * self.multiple
 
     def next_change(self, rows_seen: int) -> int:
         """The number of rows seen from which on the batch is a larger one, before the end of the ramp."""
-        done = (self.batch(rows_seen) - self.start) // self.increment
-        return -(-(done + 1) * self.samples // self._num_increments)
+        later = range(self._increments_done(rows_seen) + 1, self._num_increments + 1)
+        changes = (-(-done * self.samples // self._num_increments) for done in later)
+        return next(seen for seen in changes if self.batch(seen) != self.batch(rows_seen))
+
+    def _increments_done(self, rows_seen: int) -> int:
+        return rows_seen * self._num_increments // self.samples
 
     @property
     def _num_increments(self) -> int:

@@ -293,6 +293,7 @@ IDLE: tuple[ConfigRule, ...] = (
         lambda c: not c.model.init_from_hf, "beside --init_from_hf", _ONE_OUT),
     *_idle("rope_theta rope_scaling rope_pct", "pos_emb",
         lambda c: c.model.pos_emb in (None, "rope"), "--pos_emb=rope"),
+    *_idle("rampup_round", "rampup_batch_size", lambda c: c.training.rampup, "--rampup_batch_size"),
     *_idle("attn_window_pattern", "attn_window", lambda c: c.model.attn_window, "--attn_window"),
     *_idle("tensorboard_dir tensorboard_queue_size", "trackers",
         lambda c: "tensorboard" in c.log.trackers, "--trackers=tensorboard"),

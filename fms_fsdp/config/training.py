@@ -177,6 +177,9 @@ class TrainingConfig:
     rampup_batch_size: tuple[int, ...] = announced_flag((), minimum=1,
         help="start,increment,samples: the global batch grows from start rows by increment rows at a time, "
         "and is global_batch_size after so many samples (rows)")
+    rampup_round: int = announced_flag(1, minimum=1, advanced=True,
+        help="each batch of the ramp is rounded down to a multiple of so many rows, so that ranks and "
+        "micro-steps can share each")
     deterministic: bool = announced_flag(False, advanced=True,
         help="use only deterministic kernels, which are slower (CPU runs always repeat bit for bit)")
     max_bad_steps: int = free_flag(10, minimum=0,
@@ -201,6 +204,13 @@ class TrainingConfig:
     def given_rows(self) -> int | None:
         """`batch_size` where it is a number."""
         return self.batch_size if isinstance(self.batch_size, int) else None
+
+    @property
+    def rampup(self) -> tuple[int, ...]:
+        """Start, increment and samples of the ramp, and the multiple to which its batches are rounded down if
+        that is not 1; () without a ramp."""
+        rounded = self.rampup_batch_size and self.rampup_round > 1
+        return (*self.rampup_batch_size, self.rampup_round) if rounded else self.rampup_batch_size
 
     def epochs(self) -> tuple[str, float] | None:
         """The source of `num_epochs` ("" for all) and the number of passes over the source; None if not

@@ -35,7 +35,7 @@ def describe(spec: Spec) -> str:
     """What a user wants to know before step 1, one line for each fact."""
     cfg, batch, dims = spec.config, spec.batch, spec.dims
     tokens = batch.global_batch_size * spec.seq_length
-    ramp = f", from {batch.ramp.start} rows on over {batch.ramp.samples:,} samples" if batch.rampup else ""
+    ramp = f", from {batch.ramp.batch(0)} rows on over {batch.ramp.samples:,} samples" if batch.rampup else ""
     held_out = ", ".join(f"{source.group}/{source.name} {source.num_rows} rows" for source in spec.held_out)
     precision = spec.precision.in_words
     if spec.device.type == "cuda":

@@ -111,7 +111,7 @@ class EstimateConfig:
             raise UserError(f"--num_epochs ({self.training.num_epochs}) needs the data; give --num_tokens")
         assert self.as_training  # its contradictions
         if not self.is_predicted:
-            check_rampup(self.training.rampup_batch_size, self.step_tokens // self.row_tokens)
+            check_rampup(self.training, self.step_tokens // self.row_tokens)
 
     def _check_own_flags(self) -> None:
         """Raises UserError for own flags that contradict one another or have no effect."""
@@ -199,7 +199,7 @@ class EstimateConfig:
 
     @cached_property
     def batches(self) -> BatchIntervals:
-        ramp = BatchRamp.to(self.step_tokens // self.row_tokens, self.training.rampup_batch_size)
+        ramp = BatchRamp.to(self.step_tokens // self.row_tokens, self.training.rampup)
         return BatchIntervals(ramp)
 
     @property

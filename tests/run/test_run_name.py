@@ -51,6 +51,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     **{name: {"keep_last_n": 1} for name in ("keep_every", "keep_best", "keep_steps", "keep_ranges")},
     "keep_best": {"keep_last_n": 1, "eval_interval": 1},
     "data_kwargs": {"dataset_builder": "a:b"},
+    "rampup_round": {"rampup_batch_size": (1, 1, 9)},
     "export_interval": {"checkpoint_interval": 1},
     **{name: {"tp_size": 2} for name in ("sequence_parallel", "async_tp")},
 }

@@ -57,6 +57,7 @@ class InspectConfig:
     seed: int | None = flag(None, "seed of the order (default: the run's, else 2023)", minimum=0)
     global_batch_size: int | None = flag(None, "rows of a step of all ranks (default: the run's)", minimum=1)
     rampup_batch_size: tuple[int, ...] = flag((), "start,increment,samples (default: the run's)", minimum=1)
+    rampup_round: int = flag(1, "multiple of the batches of --rampup_batch_size, as in training", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,20 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
     if batch is None:
         remedy = "give this flag, or --run=FOLDER of a run that has started"
         raise UserError(f"--global_batch_size () must be the rows of a step; {remedy}")
-    check_rampup(rampup := config.rampup_batch_size or run.training.rampup_batch_size, batch)
+    ramp = config if config.rampup_batch_size else run.training
+    training = TrainingConfig(rampup_batch_size=ramp.rampup_batch_size, rampup_round=ramp.rampup_round)
+    check_rampup(training, batch)
     corpus = open_corpus(section)
     seed = run.training.seed if config.seed is None else config.seed
     vocab = run.vocab_size or corpus.vocab_size or ANY_VOCABULARY
     rows = CorpusRows(
-        section, corpus, seed=seed, vocab_size=vocab, global_batch_size=batch, rampup=rampup, pin_memory=False
+        section,
+        corpus,
+        seed=seed,
+        vocab_size=vocab,
+        global_batch_size=batch,
+        rampup=training.rampup,
+        pin_memory=False,
     )
     try:
         corpora, changes = [corpus], list[str]()

@@ -46,14 +46,17 @@ def test_the_ramp_of_tr1_13b() -> None:
 def test_intervals_are_those_of_counting_step_by_step(seed: int) -> None:
     draw = random.Random(seed)
     start, increment, count = draw.randint(1, 9), draw.randint(1, 9), draw.randint(1, 12)
-    ramp = BatchRamp.to(start + count * increment, (start, increment, draw.randint(1, 900)))
+    end = start + count * increment
+    multiple = draw.choice([number for number in range(1, end + 1) if end % number == 0])
+    ramp = BatchRamp.to(end, (start, increment, draw.randint(1, 900), multiple))
     seen = first = draw.choice([0, draw.randint(0, 1000)])
     batches, ends = BatchIntervals(ramp, first), [0]
     for steps in range(300):
         assert batches.rows_of(steps) == seen - first
         interval = min(count, seen * count // ramp.samples)
-        seen += start + interval * increment
+        seen += max(multiple, (start + interval * increment) // multiple * multiple)
         ends.append(seen - first)
+    assert all(before.batch < after.batch for before, after in pairwise(batches.intervals))
     for rows in range(0, ends[-1], 7):
         assert batches.steps_for(rows) == next(step for step, end in enumerate(ends) if end >= rows)
 
@@ -96,10 +99,14 @@ def test_a_ramp_goes_on_through_other_weights_and_skipped_rows() -> None:
     assert len(history.rows(301).n) == 30
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_stream_with_a_ramp_goes_on_anywhere_at_any_world_size(files: Files, world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "rampup"), [(1, (4, 4, 90)), (2, (4, 4, 90)), (2, (5, 1, 90, 4))], ids=["1", "2", "rounded"]
+)
+def test_a_stream_with_a_ramp_goes_on_anywhere_at_any_world_size(
+    files: Files, world: int, rampup: tuple[int, ...]
+) -> None:
     flags: dict[str, Any] = {"datasets": tuple(IRREGULAR), "weights": tuple(IRREGULAR.values())}
-    flags |= {"seq_length": 32, "rampup": (4, 4, 90)}
+    flags |= {"seq_length": 32, "rampup": rampup}
     with files.stream(12, **flags) as stream:
         whole = [stream.next_batch() for _ in range(20)]
     sizes = [len(batch.tokens_BS) for batch in whole]
@@ -133,6 +140,19 @@ def test_micro_steps_divide_every_batch_of_a_ramp() -> None:
         assert (plan.batch_size, plan.global_batch_size) == (rows, 24)
 
 
+def test_rounded_batches_are_those_that_ranks_and_micro_steps_can_share() -> None:
+    """The rows do not depend on the number of ranks, so that a run goes on alike on fewer."""
+    rounded = section(global_batch_size=24, rampup_batch_size=(3, 3, 100), rampup_round=8, batch_size=4)
+    for ranks in (1, 2):
+        plan = resolve_batch(rounded, ranks)
+        assert plan.rampup == (3, 3, 100, 8)
+        assert [interval.batch for interval in BatchIntervals(plan.ramp).intervals] == [8, 16, 24]
+    with pytest.raises(ValueError, match=r"^--rampup_batch_size \(3,3,100\) .* x batch_size \(4\)"):
+        resolve_batch(rounded, 3)
+    with pytest.raises(ValueError, match=r"^--rampup_round \(9\) must divide .* \(24\); choose .*=3$"):
+        resolve_batch(section(global_batch_size=24, rampup_batch_size=(3, 3, 100), rampup_round=9), 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "ranks", "text"),
     [
@@ -140,8 +160,8 @@ def test_micro_steps_divide_every_batch_of_a_ramp() -> None:
         ({"rampup_batch_size": (4, 6, 100)}, 1, "choose a start below it and an increment that divides 20"),
         ({"rampup_batch_size": (24, 1, 100)}, 1, "must lead from 24 rows to the global batch (24)"),
         ({"rampup_batch_size": (32, 8, 100)}, 1, "must lead from 32 rows to the global batch (24)"),
-        ({"rampup_batch_size": (3, 3, 100)}, 2, "unlike 3,9,15,21; write --rampup_batch_size="),
-        ({"rampup_batch_size": (6, 6, 9), "batch_size": 4}, 1, "unlike 6,18; write --batch_size=6 or write"),
+        ({"rampup_batch_size": (3, 3, 100)}, 2, "unlike 3,9,15,21; add --rampup_round=2 or write --ramp"),
+        ({"rampup_batch_size": (6, 6, 9), "batch_size": 4}, 1, "unlike 6,18; write --batch_size=6 or add --rampup_round=4 or"),
     ],
 )
 def test_a_ramp_that_does_not_divide_is_refused(flags: dict[str, Any], ranks: int, text: str) -> None:
