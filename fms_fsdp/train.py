@@ -91,8 +91,7 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
     own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")
     own = torch.tensor([own_labels, *state.progress.requests])
     sums = mesh.sum(own.to(recipe.device, non_blocking=True), "world")
-    num_labels = sums[0].clamp(min=1)
-    factor = mesh.size("loss") / num_labels * scale
+    factor = mesh.size("loss") / sums[0].clamp(min=1) * scale
     known = {} if state.loss_scale is None else {"loss_scale": factor}  # fp16 cannot do without it
     loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
     z_losses: list[torch.Tensor] = []
@@ -117,7 +116,7 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
     clock.mark("optimizer")
     made_with = None if state.loss_scale is None else state.loss_scale.before
     z_loss_sum = torch.stack(z_losses).sum() if z_losses else None
-    return StepResult(loss_sum, num_labels, grad_norm, sums[1:], made_with, z_loss_sum)
+    return StepResult(loss_sum, sums[0], grad_norm, sums[1:], made_with, z_loss_sum)
 
 
 def _forward_backward(

@@ -115,7 +115,7 @@ class Interval:
         self, result: StepResult, energy_j: float, masked_rows: int, extra: Mapping[str, torch.Tensor]
     ) -> dict[str, float]:
         """The metrics of the step and of the interval by name, and starts anew (collective: every rank; waits
-        for the device).
+        for the device). The loss of no label at all is NaN.
 
         `energy_j` and `masked_rows` are summed over ranks; `extra` are scalars alike on all ranks.
         """
@@ -131,10 +131,11 @@ class Interval:
         labels, all_labels, norm, norms, largest, skipped, *others = alike.tolist()
         done = self._steps - skipped
         self._clear()
+        loss = loss / labels if labels else math.nan
         values = {
-            "loss": loss / labels,
-            "loss_mean": loss_sum / all_labels if done else math.nan,
-            "perplexity": math.exp(min(loss / labels, 20.0)),
+            "loss": loss,
+            "loss_mean": loss_sum / all_labels if all_labels else math.nan,
+            "perplexity": math.exp(min(loss, 20.0)),
             "grad_norm": norm,
             "grad_norm_mean": norms / done if done else math.nan,
             "grad_norm_max": largest if done else math.nan,
@@ -144,7 +145,7 @@ class Interval:
         }
         for name, value in zip(extra, others, strict=True):
             values[name] = value if extra[name].is_floating_point() else int(value)
-        return values | ({"z_loss": z_losses[0] / labels} if z_losses else {})
+        return values | ({"z_loss": z_losses[0] / max(labels, 1)} if z_losses else {})
 
     def _column(self, *values: torch.Tensor) -> torch.Tensor:
         return torch.stack([value.to(self._device, torch.float64) for value in values])

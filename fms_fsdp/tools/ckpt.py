@@ -23,14 +23,14 @@ _WHERE = "a run folder, a folder of checkpoints or one checkpoint"
 class CkptListConfig:
     """Every checkpoint with its size, tokens, validation loss and health."""
 
-    path: str = flag("", _WHERE)
+    path: str = flag("", _WHERE, positional=True)
 
 
 @dataclass(frozen=True)
 class CkptVerifyConfig:
     """Every byte of every checkpoint against the checksums, and every tensor as a run would load it."""
 
-    path: str = flag("", _WHERE)
+    path: str = flag("", _WHERE, positional=True)
 
 
 @dataclass(frozen=True)

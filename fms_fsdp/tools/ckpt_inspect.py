@@ -32,7 +32,11 @@ NUMBERS = ("norm", "mean", "std", "min", "max", "zeros", "non_finite", "distance
 class CkptInspectConfig:
     """Shape, norm, mean, spread, zeros and non-finite values of every tensor of a checkpoint."""
 
-    path: str = flag("", "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)")
+    path: str = flag(
+        "",
+        "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)",
+        positional=True,
+    )
     step: int | None = flag(None, "the checkpoint of this step", minimum=1)
     against: str = flag("", "another checkpoint, from which the distance of each tensor is told")
     optimizer: bool = flag(False, "tell of the optimizer's tensors too")

@@ -106,7 +106,8 @@ def test_an_interval_is_the_mean_over_labels_and_steps_without_skipped_ones() ->
         "energy_j": 2.5,
         "param_norm": 7.0,
     }
-    interval.add(steps[0])
+    for taken in (steps[0], step(0.0, 0, 0.0)):  # without a label
+        interval.add(taken)
     again = interval.read(steps[0], 0.0, 0, {})
     assert (again["loss_mean"], again["grad_norm_max"], again["skipped_steps"]) == (3.0, 1.0, 0)
 

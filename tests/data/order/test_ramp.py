@@ -161,7 +161,11 @@ def test_rounded_batches_are_those_that_ranks_and_micro_steps_can_share() -> Non
         ({"rampup_batch_size": (24, 1, 100)}, 1, "must lead from 24 rows to the global batch (24)"),
         ({"rampup_batch_size": (32, 8, 100)}, 1, "must lead from 32 rows to the global batch (24)"),
         ({"rampup_batch_size": (3, 3, 100)}, 2, "unlike 3,9,15,21; add --rampup_round=2 or write --ramp"),
-        ({"rampup_batch_size": (6, 6, 9), "batch_size": 4}, 1, "unlike 6,18; write --batch_size=6 or add --rampup_round=4 or"),
+        (
+            {"rampup_batch_size": (6, 6, 9), "batch_size": 4},
+            1,
+            "unlike 6,18; write --batch_size=6 or add --rampup_round=4 or",
+        ),
     ],
 )
 def test_a_ramp_that_does_not_divide_is_refused(flags: dict[str, Any], ranks: int, text: str) -> None:
