@@ -66,7 +66,7 @@ def test_zeros_and_what_is_not_finite_are_counted(
     monkeypatch.setattr(ckpt_inspect, "load_tensor", spoiled)
     facts = inspected(capsys, f"--path={run}")["tensors"]["model.head.norm.weight"]
     assert (facts["zeros"], facts["non_finite"], facts["norm"]) == (32 / 128, 1 / 128, None)
-    assert main(["ckpt", "inspect", f"--path={run}"]) == 0 and "–" in capsys.readouterr().out
+    assert main(["ckpt", "inspect", str(run)]) == 0 and "–" in capsys.readouterr().out
 
 
 def test_another_shape_has_no_distance_and_damage_is_one_line(run: Path, tmp_path: Path, capsys: Any) -> None:
