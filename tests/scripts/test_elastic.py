@@ -69,10 +69,16 @@ def test_a_range_needs_the_host_of_the_rendezvous(repo: Path) -> None:
     assert ended.returncode == 2 and "NNODES (1:2) needs" in ended.stderr
 
 
+def flags_with(*more: str) -> list[str]:
+    """The flags of the runs here, with others in the place of those of the same names."""
+    replaced = tuple(flag.partition("=")[0] for flag in more)
+    return [*(flag for flag in FLAGS if not flag.startswith(replaced)), *more]
+
+
 class Node:
     """A node of its own address: train.sh, torchrun's agent and its workers."""
 
-    def __init__(self, number: int, folder: Path, port: str, *, nproc: int, batch: str = "12") -> None:
+    def __init__(self, number: int, folder: Path, port: str, *more: str, nproc: int) -> None:
         self.address = f"127.0.0.{number + 2}"
         settings = {
             "NNODES": "1:3",
@@ -85,8 +91,7 @@ class Node:
             "PACE_FILE": str(folder / "slowly"),
             "OMP_NUM_THREADS": "1",
         }
-        others = [flag for flag in FLAGS if not flag.startswith("--global_batch_size")]
-        flags = [*others, f"--global_batch_size={batch}", f"--output_dir={folder / 'run'}"]
+        flags = flags_with(*more, f"--output_dir={folder / 'run'}")
         self.output = folder / f"output.{number}.{time.time_ns()}"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
@@ -125,6 +130,28 @@ def wait(what: Callable[[], bool], nodes: list[Node], patience_s: float = 100) -
         time.sleep(0.1)
 
 
+def is_at(run: Path, size: int, after: int) -> Callable[[], bool]:
+    """Whether a run has come to a step with so many ranks."""
+
+    def reached() -> bool:
+        content = status(run) if (run / "status.json").exists() else {}
+        newest = max(metrics(run), default=0) if (run / "metrics.jsonl").exists() else 0
+        return [world[1] for world in content.get("worlds", [])][-1:] == [size] and newest >= after
+
+    return reached
+
+
+def assert_undisturbed(run: Path, whole: Path) -> None:
+    """The rows of each step are those of a whole run, and so are the weights at the end."""
+    expected, found = metrics(whole), metrics(run)
+    assert sorted(expected) == sorted(found) == list(range(1, max(expected) + 1))
+    for step, record in expected.items():
+        assert found[step]["data_fingerprint"] == record["data_fingerprint"], step
+    weights = [fms_fsdp.load_model(str(folder))[0].state_dict() for folder in (run, whole)]
+    for name, weight in weights[1].items():
+        torch.testing.assert_close(weights[0][name], weight, rtol=0, atol=1e-5)
+
+
 def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -139,14 +166,6 @@ def test_nodes_die_and_come_back_and_the_run_is_that_of_one_that_nothing_disturb
     run, port = tmp_path / "run", free_port()
     (tmp_path / "slowly").touch()
 
-    def is_at(size: int, after: int) -> Callable[[], bool]:
-        def reached() -> bool:
-            content = status(run) if (run / "status.json").exists() else {}
-            newest = max(metrics(run), default=0) if (run / "metrics.jsonl").exists() else 0
-            return [world[1] for world in content.get("worlds", [])][-1:] == [size] and newest >= after
-
-        return reached
-
     def newest() -> int:
         return max(metrics(run))
 
@@ -155,13 +174,13 @@ def test_nodes_die_and_come_back_and_the_run_is_that_of_one_that_nothing_disturb
         Node(1, tmp_path, port, nproc=1),
         Node(2, tmp_path, port, nproc=2),
     ]
-    wait(is_at(4, after=7), nodes)
+    wait(is_at(run, 4, after=7), nodes)
     nodes[2].die()
-    wait(is_at(2, after=newest() + 2), nodes)
+    wait(is_at(run, 2, after=newest() + 2), nodes)
     nodes.append(Node(2, tmp_path, port, nproc=2))
-    wait(is_at(4, after=newest() + 2), nodes)
+    wait(is_at(run, 4, after=newest() + 2), nodes)
     nodes[1].die()
-    wait(is_at(3, after=newest() + 1), nodes)
+    wait(is_at(run, 3, after=newest() + 1), nodes)
     (tmp_path / "slowly").unlink()
     assert [nodes[0].end(), nodes[3].end()] == [0, 0], [node.output.read_text()[-3000:] for node in nodes]
     ended = status(run)
@@ -171,13 +190,23 @@ def test_nodes_die_and_come_back_and_the_run_is_that_of_one_that_nothing_disturb
 
     whole = tmp_path / "whole"
     trained(*FLAGS, f"--output_dir={whole}", nproc=2)
-    expected, found = metrics(whole), metrics(run)
-    assert sorted(expected) == sorted(found) == list(range(1, 141))
-    for step, record in expected.items():
-        assert found[step]["data_fingerprint"] == record["data_fingerprint"], step
-    weights = [fms_fsdp.load_model(str(folder))[0].state_dict() for folder in (run, whole)]
-    for name, weight in weights[1].items():
-        torch.testing.assert_close(weights[0][name], weight, rtol=0, atol=1e-5)
+    assert_undisturbed(run, whole)
+
+
+@pytest.mark.slow
+def test_only_the_data_parallel_ranks_change_in_number(tmp_path: Path, nodes: list[Node]) -> None:
+    """Ranks 4 → 2, of which two hold the parts of each tensor."""
+    run, port, more = tmp_path / "run", free_port(), ("--tp_size=2", "--num_steps=40")
+    (tmp_path / "slowly").touch()
+    nodes += [Node(number, tmp_path, port, *more, nproc=2) for number in (0, 1)]
+    wait(is_at(run, 4, after=7), nodes)
+    nodes[1].die()
+    wait(is_at(run, 2, after=max(metrics(run)) + 1), nodes)
+    (tmp_path / "slowly").unlink()
+    assert nodes[0].end() == 0, nodes[0].output.read_text()[-3000:]
+    assert [size for _, size in status(run)["worlds"]] == [4, 2]
+    trained(*flags_with("--num_steps=40", f"--output_dir={tmp_path / 'whole'}"), nproc=2)
+    assert_undisturbed(run, tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -198,7 +227,7 @@ def test_without_the_host_of_the_rendezvous_a_node_can_be_started_again(
 def test_a_batch_that_the_nodes_left_cannot_share_ends_the_launch_with_all_sizes(
     tmp_path: Path, nodes: list[Node]
 ) -> None:
-    nodes += [Node(0, tmp_path, free_port(), nproc=3, batch="8")]
+    nodes += [Node(0, tmp_path, free_port(), "--global_batch_size=8", nproc=3)]
     assert nodes[0].end() == 2, nodes[0].output.read_text()[-3000:]
     text = nodes[0].output.read_text()
     assert text.count("error: --global_batch_size (8)") == 1 and "among 1,2,4,8" in text, "no restart"
