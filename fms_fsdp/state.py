@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class StepResult:
     """One step's outcome, still on the device.
 
-    `loss_sum`, `z_loss_sum`: of this rank; `num_labels`: of all ranks; `grad_norm`: before clipping, without
+    `loss_sum`, `beside_sums` (z-loss, KL of a teacher): of this rank; `num_labels`: of all ranks; `grad_norm`: before clipping, without
     the loss scale; `requests`: the sums over ranks of each entry of their `Requests` before the step;
     `loss_scale`: of fp16.
     """
@@ -36,7 +36,7 @@ class StepResult:
     grad_norm: torch.Tensor
     requests: torch.Tensor
     loss_scale: torch.Tensor | None = None
-    z_loss_sum: torch.Tensor | None = None
+    beside_sums: tuple[torch.Tensor, ...] = ()
 
 
 class Requests(NamedTuple):
