@@ -51,13 +51,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 TEACHER_RULES: tuple[Rule[Mapping[str, Any]], ...] = (
     Rule("teacher_path", lambda known: known["tokens"] == known["vocab_size"],
-        "has {tokens} tokens and must have those of the model ({vocab_size})",
-        "choose a teacher of the same tokenizer", "vocab_size"),
+        "has {tokens} tokens and must have the model's {vocab_size}", "choose another teacher", "vocab_size"),
     Rule("teacher_path", lambda known: known["positions"] >= known["seq_length"],
         "has learned {positions} positions, fewer than --seq_length ({seq_length})", "lower that", "seq_length"),
     Rule("teacher_path", lambda known: not known["builder"],
-        "reads the heads of our own models, and --model_builder ({builder}) makes another",
-        "leave one flag out", "model_builder"),
+        "reads heads that --model_builder ({builder}) may not make", "leave one flag out", "model_builder"),
 )  # fmt: skip
 
 
@@ -78,13 +76,12 @@ class Teacher:
         """What a rank needs with the teacher: its share of the weights, and its largest unit beside that of
         the model. A step of so many tokens also holds what enters the teacher's head, and a chunk of its
         logits; what `distilled_` makes of it, where that is not compiled, is left out."""
-        own, number, vocab_size = _precision_of(run), NUM_BYTES[run.compute], self.shape.vocab_size
+        own, number, size = _precision_of(run), NUM_BYTES[run.compute], self.shape.vocab_size
         sizes = estimate_memory(self.shape, need.dims, cfg.parallel, precision=own, optimizer_bytes=0)
-        rows = chunk_rows(tokens, vocab_size, need.device_type)
-        step = number * (tokens * self.shape.hidden_size + rows * vocab_size)
+        step = number * (tokens * self.shape.hidden_size + size * chunk_rows(tokens, size, need.device_type))
         more = {"state": sizes.weights, "weights": sizes.weights, "unit": sizes.unit}
         more |= {"loss": step, "beside": step, "on_device": step}
-        return replace(need, **{name: getattr(need, name) + size for name, size in more.items()})
+        return replace(need, **{name: getattr(need, name) + extra for name, extra in more.items()})
 
 
 def find_teacher(cfg: TrainConfig, model: LlamaConfig, corpus: Corpus | None) -> Teacher:
