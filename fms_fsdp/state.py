@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class StepResult:
     """One step's outcome, still on the device.
 
-    `loss_sum`, `beside_sums` (z-loss, KL of a teacher): of this rank; `num_labels`: of all ranks; `grad_norm`: before clipping, without
-    the loss scale; `requests`: the sums over ranks of each entry of their `Requests` before the step;
-    `loss_scale`: of fp16.
+    `loss_sum`, `beside_sums` (z-loss, then the teacher's KL): of this rank; `num_labels`: of all ranks;
+    `grad_norm`: before clipping, without the loss scale; `requests`: the sums over ranks of each entry of
+    their `Requests` before the step; `loss_scale`: of fp16.
     """
 
     loss_sum: torch.Tensor

@@ -129,7 +129,8 @@ def _forward_backward(
     mesh: Mesh,
     clock: Clock,
 ) -> tuple[torch.Tensor, ...]:
-    """The passes of one micro-step, whichever layout: the summed loss, and summed losses beside it; in a pipeline 0 where the last stage is not."""
+    """The passes of one micro-step, whichever layout: the summed loss, and summed losses beside it;
+    in a pipeline 0 where the last stage is not."""
     if mesh.size("pp") > 1:
         losses: tuple[torch.Tensor, ...] = cast(Any, model).forward_backward(*micro, factor=factor, **known)
         clock.mark("forward_backward")

@@ -53,7 +53,7 @@ TEACHER_RULES: tuple[Rule[Mapping[str, Any]], ...] = (
     Rule("teacher_path", lambda known: known["tokens"] == known["vocab_size"],
         "has {tokens} tokens and must have the model's {vocab_size}", "choose another teacher", "vocab_size"),
     Rule("teacher_path", lambda known: known["positions"] >= known["seq_length"],
-        "has learned {positions} positions, fewer than --seq_length ({seq_length})", "lower that", "seq_length"),
+        "learned {positions} positions, fewer than --seq_length ({seq_length})", "lower that", "seq_length"),
     Rule("teacher_path", lambda known: not known["builder"],
         "reads heads that --model_builder ({builder}) may not make", "leave one flag out", "model_builder"),
 )  # fmt: skip

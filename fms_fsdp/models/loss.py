@@ -83,8 +83,8 @@ def _normalise_(logits_CV: torch.Tensor, label_C1: torch.Tensor, scale: Scale) -
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Summed loss, and summed losses beside it if there are some, of rows h_ND under head W_VD. The
-    gradient of the first output is the gradient of them all. `forward` makes the gradients in the dtype of h, summed over
-    spans in fp32, and multiplied by `scale`."""
+    gradient of the first output is the gradient of them all. `forward` makes the gradients in the dtype of h,
+    summed over spans in fp32, and multiplied by `scale`."""
 
     @staticmethod
     def forward(

@@ -88,7 +88,8 @@ class Clock:
 class Interval:
     """Loss and gradient norms over the steps since the last report, summed on the device.
 
-    `beside`: the names of the losses beside the loss, of as many as a step has. Steps that were skipped, because their gradient was not finite, are counted and left out of the sums.
+    Steps that were skipped, because their gradient was not finite, are counted and left out of the sums.
+    `beside`: names of the losses beside the loss, of as many as a step has.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, beside: Sequence[str] = ("z_loss",)) -> None:

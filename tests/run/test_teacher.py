@@ -217,7 +217,7 @@ def test_learned_positions_and_models_of_users_are_refused(
     monkeypatch.setattr(part, "is_hf_folder", lambda _: True)
     monkeypatch.setattr(part, "hf_tokenizer", lambda *_: None)
     for shape, text in (
-        (replace(SHAPE, pos_emb="learned", max_seq_len=64), r"has learned 64 positions, fewer than --seq_le"),
+        (replace(SHAPE, pos_emb="learned", max_seq_len=64), r"learned 64 positions, fewer than --seq_le"),
         (replace(SHAPE, model_builder="a:b"), r"--model_builder \(a:b\) may not make"),
     ):
         folder: Any = type("Folder", (), {"shape": shape})
