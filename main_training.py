@@ -131,6 +131,9 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
         optimizers = build_optimizers(cfg.optim, model, precision, seed, compiled=compiled)
     phases.done("model")
     spec, state = restore(spec, stream, model, optimizers, mesh)
+    if spec.inputs.teacher is not None:
+        with checking_input():
+            load_part("teacher").attach(spec.inputs.teacher, spec, model, mesh)
     phases.done("load")
     launch.steps_done = lambda: state.progress.step
     clock = Clock(device)

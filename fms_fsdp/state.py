@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class StepResult:
     """One step's outcome, still on the device.
 
-    `loss_sum`, `z_loss_sum`: of this rank; `num_labels`: of all ranks; `grad_norm`: before clipping, without
-    the loss scale; `requests`: the sums over ranks of each entry of their `Requests` before the step;
-    `loss_scale`: of fp16.
+    `loss_sum`, `beside_sums` (z-loss, then the teacher's KL): of this rank; `num_labels`: of all ranks;
+    `grad_norm`: before clipping, without the loss scale; `requests`: the sums over ranks of each entry of
+    their `Requests` before the step; `loss_scale`: of fp16.
     """
 
     loss_sum: torch.Tensor
@@ -36,7 +36,7 @@ class StepResult:
     grad_norm: torch.Tensor
     requests: torch.Tensor
     loss_scale: torch.Tensor | None = None
-    z_loss_sum: torch.Tensor | None = None
+    beside_sums: tuple[torch.Tensor, ...] = ()
 
 
 class Requests(NamedTuple):

@@ -94,12 +94,12 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
     factor = mesh.size("loss") / sums[0].clamp(min=1) * scale
     known = {} if state.loss_scale is None else {"loss_scale": factor}  # fp16 cannot do without it
     loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
-    z_losses: list[torch.Tensor] = []
+    beside: list[list[torch.Tensor]] = []
     for micro_step, micro in enumerate(micro_batches(recipe, batch, state.progress.step + 1)):
         is_last = micro_step == accum - 1
-        micro_loss, *z_loss = _forward_backward(model, micro, factor, known, is_last, mesh, clock)
+        micro_loss, *more = _forward_backward(model, micro, factor, known, is_last, mesh, clock)
         loss_sum += micro_loss
-        z_losses += z_loss
+        beside.append(more)
     with record_function("optimizer"):
         if state.optimizers.clip_by_themselves:
             grad_norm = clip_grad_norm(parameters, 0.0, mesh) / scale
@@ -115,8 +115,8 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
             state.loss_scale.update(grad_norm)
     clock.mark("optimizer")
     made_with = None if state.loss_scale is None else state.loss_scale.before
-    z_loss_sum = torch.stack(z_losses).sum() if z_losses else None
-    return StepResult(loss_sum, sums[0], grad_norm, sums[1:], made_with, z_loss_sum)
+    beside_sums = tuple(torch.stack(each).sum() for each in zip(*beside, strict=True))
+    return StepResult(loss_sum, sums[0], grad_norm, sums[1:], made_with, beside_sums)
 
 
 def _forward_backward(
@@ -128,7 +128,7 @@ def _forward_backward(
     mesh: Mesh,
     clock: Clock,
 ) -> tuple[torch.Tensor, ...]:
-    """The passes of one micro-step, whichever layout: the summed loss and, with a z-loss, the summed z-loss;
+    """The passes of one micro-step, whichever layout: the summed loss, and summed losses beside it;
     in a pipeline 0 where the last stage is not."""
     if mesh.size("pp") > 1:
         losses: tuple[torch.Tensor, ...] = cast(Any, model).forward_backward(*micro, factor=factor, **known)
@@ -136,12 +136,12 @@ def _forward_backward(
         return losses
     set_gradient_sync(model, last_micro_step=is_last, mesh=mesh)
     with record_function("forward"):
-        loss, _, *z_loss = model(*micro, **known)
+        loss, _, *beside = model(*micro, **known)
     clock.mark("forward")
     with record_function("backward"):
         (loss * factor).backward()
     clock.mark("backward")
-    return loss.detach(), *z_loss
+    return loss.detach(), *beside
 
 
 def _size(batch: Batch, mesh: Mesh) -> tuple[int, int]:

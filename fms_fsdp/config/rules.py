@@ -291,6 +291,8 @@ IDLE: tuple[ConfigRule, ...] = (
     *_idle("init_new_tokens", "init_from_hf", lambda c: c.model.init_from_hf, "--init_from_hf"),
     *_idle("init_std residual_scaled_init", "init_from_hf",
         lambda c: not c.model.init_from_hf, "beside --init_from_hf", _ONE_OUT),
+    *_idle("teacher_weight teacher_temperature", "teacher_path",
+        lambda c: c.training.teacher_path, "--teacher_path"),
     *_idle("rope_theta rope_scaling rope_pct", "pos_emb",
         lambda c: c.model.pos_emb in (None, "rope"), "--pos_emb=rope"),
     *_idle("rampup_round", "rampup_batch_size", lambda c: c.training.rampup, "--rampup_batch_size"),

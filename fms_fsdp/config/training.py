@@ -150,7 +150,7 @@ class ParallelConfig:
 # fmt: off
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The length of the run and of a launch, the batch, the seed.
+    """The length of the run and of a launch, the batch, the seed, a teacher.
 
     When to change: `batch_size` is as large as the memory allows; `global_batch_size` decides how the model
     learns and stays the same on any number of devices. The length in steps, tokens or samples, one of them.
@@ -182,6 +182,12 @@ class TrainingConfig:
         "micro-steps can share each")
     deterministic: bool = announced_flag(False, advanced=True,
         help="use only deterministic kernels, which are slower (CPU runs always repeat bit for bit)")
+    teacher_path: str = announced_flag("", form="path", part="teacher",
+        help="run, checkpoint or folder of Hugging Face of a frozen model whose predictions are learned, too")
+    teacher_weight: float = announced_flag(0.5, above=0, maximum=1, part="teacher",
+        help="w: a step minimises (1 - w) x cross-entropy + w x the KL divergence from the teacher")
+    teacher_temperature: float = announced_flag(1.0, above=0, maximum=1000, part="teacher",
+        help="T: the KL divergence is that of logits / T, times T squared")
     max_bad_steps: int = free_flag(10, minimum=0,
         help="the run fails after so many steps in a row whose gradient is not finite (such a step changes "
         "no weight); 0 never fails")

@@ -135,7 +135,7 @@ def _check_table(shape: LlamaConfig) -> None:
         raise UserError(f"max_position_embeddings ({shape.max_seq_len}) {rule}")
 
 
-def load_weights(path: Path, model: Llama, mesh: Mesh) -> None:
+def load_weights(path: Path, model: Llama, mesh: Mesh, name: str = "--init_from_hf") -> None:
     """Fills the model with the weights of a folder, each rank its part (collective: every rank).
 
     Raises:
@@ -143,7 +143,7 @@ def load_weights(path: Path, model: Llama, mesh: Mesh) -> None:
     """
     problem = ""
     try:
-        fill(model, open_folder(path, "--init_from_hf"))
+        fill(model, open_folder(path, name))
     except ValueError as error:
         problem = str(error)
     if problems := list(filter(None, mesh.gather(problem))):

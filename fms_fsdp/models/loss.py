@@ -27,7 +27,7 @@ from fms_fsdp.parts import load_part
 _ROW_MULTIPLE = {"cpu": 1, "cuda": 64}  # of numbers, at which a row of logits begins
 
 
-def _empty_rows(like: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
+def empty_rows(like: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
     """(num_rows, vocab_size) without values. On a GPU a row begins at a multiple of 128 bytes: products of
     other rows, as of 50,257 bf16 numbers, are slow there."""
     multiple = _ROW_MULTIPLE.get(like.device.type, 64)
@@ -36,7 +36,7 @@ def _empty_rows(like: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Ten
     return rows[:, :vocab_size]
 
 
-Rows = tuple[torch.Tensor, ...]  # of each row, fp32: gradient at its label, loss, and z-loss if there is one
+Rows = tuple[torch.Tensor, ...]  # of each row, fp32: gradient at its label, loss, and losses beside it
 Scale = torch.Tensor | float
 
 
@@ -82,9 +82,9 @@ def _normalise_(logits_CV: torch.Tensor, label_C1: torch.Tensor, scale: Scale) -
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Summed loss, and summed z-loss if there is one, of rows h_ND under head W_VD. The gradient of the
-    first output is the gradient of both losses. `forward` makes the gradients in the dtype of h, summed over
-    spans in fp32, and multiplied by `scale`."""
+    """Summed loss, and summed losses beside it if there are some, of rows h_ND under head W_VD. The
+    gradient of the first output is the gradient of them all. `forward` makes the gradients in the dtype of h,
+    summed over spans in fp32, and multiplied by `scale`."""
 
     @staticmethod
     def forward(
@@ -112,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dh_ND = torch.empty_like(h_ND) if need_h else None
         dweight_VD: torch.Tensor | None = None
         losses = tuple(h_ND.new_zeros((), dtype=torch.float32) for _ in range(num_losses))
-        dlogits_PV = _empty_rows(h_ND, min(span, num_rows), vocab_size)
+        dlogits_PV = empty_rows(h_ND, min(span, num_rows), vocab_size)
         for start in range(0, num_rows, span):
             part = slice(start, start + span)
             # masked rows are dropped before the product, whatever they hold: their logits are 0
@@ -182,6 +182,7 @@ def linear_cross_entropy(
     softcap: float = 0.0,
     scale: torch.Tensor | None = None,
     vocabulary: VocabularyPart | None = None,
+    teacher: Callable[..., Rows] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(sum of the loss over unmasked labels, fp32 scalar; their number, int64 scalar). Label -100 is masked,
     and its row has no part in loss or gradient, whatever it holds.
@@ -192,11 +193,14 @@ def linear_cross_entropy(
     matrix products with torch.compile. `scale`: what the loss will be multiplied by before the backward pass;
     its gradients are that large from the start, so that fp16 can hold them. With `vocabulary` the weight has
     some tokens of a vocabulary; the loss is that of all tokens, alike on all ranks, and the gradient of h is
-    this rank's summand.
+    this rank's summand. `teacher`: the softmax in place of these (extras/teacher.py), which gives one more
+    loss, summed in a last scalar, and mixes its gradient into that of the loss.
     Source: Chowdhery et al. 2022 (PaLM), section 5, for z_loss; Gemma Team 2024 for the cap.
     """
     softmax_ = _compiled_softmax_ if compiled else _softmax_
-    if vocabulary is not None:
+    if teacher is not None:
+        softmax_ = functools.partial(teacher, compiles=compiled, z_loss=z_loss, softcap=softcap)
+    elif vocabulary is not None:
         softmax_ = functools.partial(vocabulary.softmax_, compiles=compiled, z_loss=z_loss, softcap=softcap)
     elif z_loss or softcap:
         softmax_ = functools.partial(load_part("shaped_loss").shaped_softmax_, z_loss=z_loss, softcap=softcap)
@@ -204,8 +208,8 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         # else the gradients would be computed all the same
         h_BSD, weight_VD = (h_BSD.detach(), weight_VD.detach())
-    h_ND, num_losses = h_BSD.reshape(-1, h_BSD.shape[-1]), 2 if z_loss else 1
-    loss_sum, *z_sum = _LinearCrossEntropy.apply(
+    h_ND, num_losses = h_BSD.reshape(-1, h_BSD.shape[-1]), 1 + bool(z_loss) + bool(teacher)
+    loss_sum, *beside = _LinearCrossEntropy.apply(
         h_ND, weight_VD, labels_N, softmax_, num_losses, 1.0 if scale is None else scale, vocabulary
     )  # type: ignore[no-untyped-call]
-    return loss_sum, (labels_N != IGNORED_LABEL).sum(), *z_sum
+    return loss_sum, (labels_N != IGNORED_LABEL).sum(), *beside

@@ -49,7 +49,8 @@ class Meter(Hook):
         self._spikes = SpikeDetector(spec.config.training.spike_threshold)
         self._energy = find_meter(spec.device, spec.world.local_rank)
         self._sensors = load_part("sensors").find_sensors(spec.device) if self._section.diagnostics else {}
-        self._interval = Interval(mesh, spec.device)
+        beside = ("z_loss", "teacher_kl") if spec.model.z_loss else ("teacher_kl",)
+        self._interval = Interval(mesh, spec.device, beside)
         self._zeros: torch.Tensor | None = None
         self._paces: deque[float] = deque(maxlen=20)  # seconds a row, of the last reports
         self._reported = 0, 0  # steps and tokens of this launch, by the last report

@@ -89,10 +89,11 @@ class Interval:
     """Loss and gradient norms over the steps since the last report, summed on the device.
 
     Steps that were skipped, because their gradient was not finite, are counted and left out of the sums.
+    `beside`: names of the losses beside the loss, of as many as a step has.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh, self._device = mesh, device
+    def __init__(self, mesh: Mesh, device: torch.device, beside: Sequence[str] = ("z_loss",)) -> None:
+        self._mesh, self._device, self._beside = mesh, device, beside
         self._clear()
 
     def _clear(self) -> None:
@@ -119,15 +120,15 @@ class Interval:
 
         `energy_j` and `masked_rows` are summed over ranks; `extra` are scalars alike on all ranks.
         """
-        mesh, z_loss = self._mesh, result.z_loss_sum
-        losses = self._column(result.loss_sum, self._loss, *([] if z_loss is None else [z_loss]))
+        mesh = self._mesh
+        losses = self._column(result.loss_sum, self._loss, *result.beside_sums)
         rows = masked_rows * mesh.counts_for("dp")
         own = torch.tensor([energy_j, rows], dtype=torch.float64).to(self._device, non_blocking=True)
         sums = mesh.sum(torch.cat([losses * mesh.counts_for("losses"), own]), "world")
         gradients = result.grad_norm, self._norms, self._largest, self._skipped
         alike = self._column(result.num_labels, self._labels, *gradients, *extra.values())
         sums, alike = torch.split(torch.cat([sums, alike]).cpu(), [len(sums), len(alike)])
-        loss, loss_sum, *z_losses, energy_j, masked = sums.tolist()
+        loss, loss_sum, *beside, energy_j, masked = sums.tolist()
         labels, all_labels, norm, norms, largest, skipped, *others = alike.tolist()
         done = self._steps - skipped
         self._clear()
@@ -145,7 +146,8 @@ class Interval:
         }
         for name, value in zip(extra, others, strict=True):
             values[name] = value if extra[name].is_floating_point() else int(value)
-        return values | ({"z_loss": z_losses[0] / max(labels, 1)} if z_losses else {})
+        per_label = (value / max(labels, 1) for value in beside)
+        return values | dict(zip(self._beside, per_label, strict=False))
 
     def _column(self, *values: torch.Tensor) -> torch.Tensor:
         return torch.stack([value.to(self._device, torch.float64) for value in values])

@@ -90,9 +90,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        free_gathered(model)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Frees the weights that FSDP has gathered and that no backward pass will free."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @torch.no_grad()

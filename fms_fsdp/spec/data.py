@@ -28,6 +28,7 @@ from fms_fsdp.spec.rules import FOLDERS, Folders
 
 if TYPE_CHECKING:
     from fms_fsdp.extras.prompts import Prompts
+    from fms_fsdp.extras.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Inputs:
 
     `corpus`: None for synthetic data and streams of the user's own. `optimizer_bytes`: of the state of the
     whole model. `prompts`: of samples during training. `available`: bytes that any rank may use, by the type
-    of the device.
+    of the device. `teacher`: of `--teacher_path`.
     """
 
     corpus: Corpus | None
@@ -45,6 +46,7 @@ class Inputs:
     held_out: tuple[HeldOutListing, ...]
     prompts: Prompts | None
     available: Mapping[str, int]
+    teacher: Teacher | None = None
 
 
 def find_inputs(cfg: TrainConfig, machine: Machine) -> Inputs:
@@ -71,8 +73,11 @@ def find_inputs(cfg: TrainConfig, machine: Machine) -> Inputs:
     prompts = None
     if cfg.eval.sample_interval:
         prompts = runtime.agreed(partial(load_part("prompts:scan_prompts"), cfg.eval, cfg.data, model))
-    available = dict(zip(devices, least, strict=True))
-    inputs = Inputs(corpus, model, state_bytes(cfg.optim, model, precision), held_out, prompts, available)
+    teacher = None
+    if cfg.training.teacher_path:
+        teacher = runtime.agreed(partial(load_part("teacher:find_teacher"), cfg, model, corpus))
+    available, state = dict(zip(devices, least, strict=True)), state_bytes(cfg.optim, model, precision)
+    inputs = Inputs(corpus, model, state, held_out, prompts, available, teacher)
     _check_room(cfg, with_room(cfg, machine, inputs), inputs)
     return inputs
 
@@ -124,7 +129,7 @@ def _saved_bytes(cfg: TrainConfig, machine: Machine, inputs: Inputs) -> int:
 
 def memory_of(cfg: TrainConfig, machine: Machine, inputs: Inputs, batch: BatchPlan) -> MemoryEstimate:
     """What a rank needs for a step of this batch."""
-    return estimate_memory(
+    need = estimate_memory(
         inputs.model,
         machine.dims,
         cfg.parallel,
@@ -136,6 +141,8 @@ def memory_of(cfg: TrainConfig, machine: Machine, inputs: Inputs, batch: BatchPl
         device_type=machine.device.type,
         saved_bytes=_saved_bytes(cfg, machine, inputs) if cfg.checkpoint.async_checkpoint else 0,
     )
+    tokens = batch.batch_size * cfg.data.seq_length
+    return need if inputs.teacher is None else inputs.teacher.added_to(need, cfg, machine.precision, tokens)
 
 
 def begin_stream(

@@ -54,11 +54,17 @@ def find_origin(cfg: TrainConfig, corpus: Corpus | None) -> Origin:
         folder, part = Path(origin.weights), load_part("hf_folder")
         part.open_folder(folder, "--init_from_hf")
         used = part.hf_tokenizer(folder, f"--init_from_hf ({folder})")
+    remedy = "prepare the data with the tokenizer of the weights, or choose other weights"
+    check_tokenizer(cfg, corpus, used, remedy)
+    return origin
+
+
+def check_tokenizer(cfg: TrainConfig, corpus: Corpus | None, used: UsedTokenizer | None, remedy: str) -> None:
+    """Raises UserError where some weights `used` another tokenizer than that of the data, if both are
+    known."""
     if corpus is not None and used is not None:
         path = cfg.data.data_path
-        remedy = "prepare the data with the tokenizer of the weights, or choose other weights"
         check_same_tokenizer(folder_tokenizer(f"--data_path ({path})", corpus.tokenizer, path), used, remedy)
-    return origin
 
 
 def data_of(checkpoint: Checkpoint) -> str:

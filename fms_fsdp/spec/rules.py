@@ -284,10 +284,11 @@ LENGTH: tuple[Rule[Spec], ...] = (
 
 def listing() -> str:
     """The page docs/rules.md, which `--rules` prints: a table of all rules."""
+    axes = load_part("rules", folder="parallel").AXIS_RULES
     tables: dict[str, tuple[Rule[Any], ...]] = {
         "flags": CONTRADICTIONS,
         "machine": (*MACHINE, *DIVIDES, *LEADS),
-        "corpus": (*SHAPES, *load_part("rules", folder="parallel").AXIS_RULES, *FITS, *FOLDERS),
+        "corpus": (*SHAPES, *axes, *load_part("teacher").TEACHER_RULES, *FITS, *FOLDERS),
         "checkpoint": (*CHECKPOINT, *KEEPS_BATCH, *LENGTH),
         "no effect": IDLE,
     }

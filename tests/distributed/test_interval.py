@@ -21,7 +21,7 @@ def read_on_rank() -> dict[str, float]:
     interval = Interval(Mesh(ParallelDims("ddp", dp_replicate=2), rank, "cpu"), torch.device("cpu"))
     for loss_sum, labels, norm in zip(LOSS_SUMS[rank], LABELS, NORMS, strict=True):
         numbers = (torch.tensor(number) for number in (loss_sum, labels, norm, [0]))
-        last = StepResult(*numbers, z_loss_sum=torch.tensor(loss_sum / 4))
+        last = StepResult(*numbers, beside_sums=(torch.tensor(loss_sum / 4),))
         interval.add(last)
     return interval.read(last, 10.0 * (rank + 1), rank, {})
 

@@ -61,7 +61,7 @@ GROUPS = (
 BY_NAME = {feature.name: feature for feature in FEATURES}
 ELSEWHERE = {  # need files, and have tests of their own below
     "bestfit packing", "samples", "exports", "import", "profiler", "tied embeddings", "model of your own",
-    "fp32, compiled and recomputed",
+    "fp32, compiled and recomputed", "teacher",
 }  # fmt: skip
 
 

@@ -1,0 +1,235 @@
+"""A run that learns from a frozen teacher: its loss against plain torch, on ranks, on resume, and refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fms_fsdp
+from fms_fsdp.config import BF16, TrainConfig, TrainingConfig
+from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.extras.teacher import Teacher, find_teacher, lesson, teach
+from fms_fsdp.models import loss as loss_module
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.llama import Llama, build_model
+from fms_fsdp.models.loss import linear_cross_entropy
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.predict.memory import estimate_memory
+from tests.cli import TINY, metrics, run, trained
+from tests.hf_folders import write_folder
+
+SHAPE = LlamaConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    num_kv_heads=2,
+    vocab_size=61,
+    max_seq_len=48,
+)
+FLAGS = (*TINY, "--global_batch_size=8", "--precision=fp32", "--trackers=none")
+LEARNS = ("--teacher_weight=0.7", "--teacher_temperature=2", "--z_loss=1e-3", "--num_steps=4")
+
+
+def learned(folder: Path) -> list[tuple[float, ...]]:
+    """Of each step the loss, the KL divergence and the norm of the gradient."""
+    records = (record for _, record in sorted(metrics(folder).items()))
+    return [(record["loss"], record["teacher_kl"], record["grad_norm"]) for record in records]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of another shape: wider, with one head for both ends."""
+    folder = tmp_path_factory.mktemp("teacher")
+    trained(*FLAGS, "--num_steps=3", "--hidden_size=192", "--tie_embeddings=True", f"--output_dir={folder}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, teacher: Path) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    trained(*FLAGS, *LEARNS, f"--teacher_path={teacher}", "--eval_interval=4", f"--output_dir={folder}")
+    return folder
+
+
+def restored(teacher: Llama) -> Llama:
+    """A plain model of the same weights."""
+    plain = build_model(teacher.config)
+    plain.load_state_dict(teacher.state_dict())
+    return plain.eval()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
+@pytest.mark.parametrize(
+    ("weight", "temperature", "shape", "compiled"),
+    [
+        *((weight, temperature, {}, False) for weight in (0.3, 1.0) for temperature in (1.0, 2.0)),
+        *((0.6, 1.5, {"z_loss": 1e-2, "softcap": 3.0}, compiled) for compiled in (False, True)),
+    ],
+)
+def test_loss_and_gradients_are_those_of_plain_torch(
+    weight: float,
+    temperature: float,
+    shape: dict[str, float],
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reference is in fp64; in chunks of 32 of 201 rows. Masked rows of the teacher hold anything."""
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 32)
+    torch.manual_seed(0)
+    h, head = torch.randn(3, 67, 24, requires_grad=True), torch.randn(501, 24, requires_grad=True)
+    theirs, their_head = torch.randn(201, 40), 0.3 * torch.randn(501, 40)
+    labels = torch.randint(0, 501, (3, 67))
+    labels[torch.rand(3, 67) < 0.3] = -100
+    taught = lesson(theirs, their_head, 5.0, weight, temperature)
+    found = linear_cross_entropy(h, head, labels, compiled=compiled, teacher=taught, **shape)
+    loss, count, *z, kl = found
+    logits, softcap = (h.double() @ head.double().T).flatten(0, 1), shape.get("softcap", 0.0)
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    their_logits = 5 * torch.tanh(theirs.double() @ their_head.double().T / 5)
+    entropy = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+    pair = [F.log_softmax(each / temperature, -1) for each in (logits, their_logits)]
+    rows = F.kl_div(*pair, reduction="none", log_target=True).sum(-1)
+    divergence = temperature**2 * rows[labels.flatten() != -100].sum()
+    of_z = shape.get("z_loss", 0.0) * logits.logsumexp(-1).square()[labels.flatten() != -100].sum()
+    assert count == (labels != -100).sum() and len(z) == ("z_loss" in shape)
+    expected = [entropy, *([of_z] if z else []), divergence]
+    torch.testing.assert_close([loss, *z, kl], [value.float() for value in expected], rtol=1e-5, atol=0)
+    goal = (1 - weight) * entropy + weight * divergence + of_z
+    wanted = torch.autograd.grad(goal, (h, head))
+    torch.testing.assert_close(torch.autograd.grad(loss, (h, head)), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_fp16_forms_the_gradient_at_the_scale_of_the_loss() -> None:
+    torch.manual_seed(0)
+    theirs, their_head, labels = torch.randn(64, 16), torch.randn(99, 16), torch.randint(0, 99, (1, 64))
+    found = []
+    for scale in (None, torch.tensor(64.0)):
+        h, head = torch.ones(1, 64, 8, requires_grad=True), torch.ones(99, 8, requires_grad=True)
+        taught = lesson(theirs, their_head, 0.0, 0.5, 2.0)
+        loss, _, _ = linear_cross_entropy(h, head, labels, teacher=taught, scale=scale)
+        (loss * 4.0).backward()
+        found.append((h.grad, head.grad))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_does_not_hold_its_teacher_and_evaluates_without_it() -> None:
+    torch.manual_seed(0)
+    model, other = build_model(SHAPE), build_model(replace(SHAPE, hidden_size=48, logit_softcap=4.0))
+    names = [name for name, _ in model.named_parameters()]
+    tokens = torch.randint(0, 61, (2, 48))
+    labels = tokens.masked_fill(tokens < 9, -100)
+    before = model.eval()(tokens, labels)
+    teach(model, other, 0.5, 1.0)
+    assert [name for name, _ in model.named_parameters()] == names
+    torch.testing.assert_close(model(tokens, labels), before, rtol=0, atol=0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.normal_()
+    ids = (torch.arange(48) > 20).long().expand(2, 48)
+    documents = torch.arange(48).sub(21 * ids[0]).expand(2, 48), ids
+    loss, _, kl = model.train()(tokens, labels, *documents)
+    loss.backward()
+    with torch.no_grad():
+        ours, theirs = (
+            F.log_softmax(each(tokens, None, *documents), -1) for each in (model.eval(), restored(other))
+        )
+    expected = F.kl_div(ours, theirs, reduction="none", log_target=True)[labels != -100].sum()
+    torch.testing.assert_close(kl, expected, rtol=1e-4, atol=0)
+    assert kl > 0 and all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in other.parameters())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_model_has_nothing_to_learn_from_itself(tmp_path: Path, precision: str) -> None:
+    flags = [*FLAGS, f"--precision={precision}", "--num_steps=1"]
+    trained(*flags, "--learning_rate=0", f"--output_dir={tmp_path / 'first'}")
+    more = [f"--teacher_path={tmp_path / 'first'}", "--teacher_weight=1", "--weight_decay=0"]
+    trained(*flags, *more, f"--output_dir={tmp_path / 'second'}")
+    ((loss, kl, norm),) = learned(tmp_path / "second")
+    assert loss == metrics(tmp_path / "first")[1]["loss"] and kl == 0 and norm == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--sharding_strategy=fsdp", "--recompute=blocks", "--batch_size=2"],
+        ["--sharding_strategy=zero2", "--batch_size=4"],
+        ["--sharding_strategy=ddp", "--use_torch_compile=True", "--batch_size=2"],
+    ],
+    ids=["fsdp", "zero2", "ddp"],
+)
+def test_ranks_learn_as_one_process(teacher: Path, alone: Path, tmp_path: Path, more: list[str]) -> None:
+    flags = [*FLAGS, *LEARNS, f"--teacher_path={teacher}", "--eval_interval=4", *more]
+    trained(*flags, f"--output_dir={tmp_path}", nproc=2, backend="aot_eager")
+    for one, other in zip(learned(alone), learned(tmp_path), strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+
+
+def test_a_resume_is_exact_and_the_checkpoint_needs_no_teacher(
+    teacher: Path, alone: Path, tmp_path: Path
+) -> None:
+    flags = [*FLAGS, *LEARNS, f"--teacher_path={teacher}", f"--output_dir={tmp_path}"]
+    assert run(*flags, "--exit_step=2").returncode == 75
+    assert "resumed from step 2" in trained(*flags)
+    assert learned(tmp_path) == learned(alone)
+    assert fms_fsdp.load_model(str(tmp_path))[0].config.hidden_size == 128
+    without = [flag for flag in flags if not flag.startswith("--teacher")]
+    said = trained(*without, "--num_steps=5")
+    assert "teacher_path" in said and "teacher_kl" not in metrics(tmp_path)[5]
+
+
+def test_a_folder_of_hugging_face_teaches_too(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "llama")
+    flags = [*TINY[1:], "--seq_length=32", "--num_steps=1", "--precision=fp32", "--global_batch_size=4"]
+    flags += [f"--init_from_hf={source}", f"--teacher_path={source}", f"--output_dir={tmp_path / 'run'}"]
+    for nproc in (0, 2):
+        trained(*flags, f"--output_dir={tmp_path / str(nproc)}", nproc=nproc)
+        ((_, kl, _),) = learned(tmp_path / str(nproc))
+        assert abs(kl) < 1e-6
+
+
+def test_what_does_not_fit_is_refused_before_any_work(teacher: Path, tmp_path: Path) -> None:
+    for flags, text in (
+        (["--vocab_size=600"], f"--teacher_path ({teacher}) has 512 tokens and must have the model's 600"),
+        ([f"--teacher_path={tmp_path}/none"], f"--teacher_path ({tmp_path}/none) must hold a complete"),
+        (["--teacher_path=", "--teacher_weight=0.2"], "--teacher_weight (0.2) has no effect without"),
+        (["--teacher_weight=0"], "--teacher_weight"),
+        (["--tp_size=2"], "--teacher_path"),
+    ):
+        more = [f"--teacher_path={teacher}", *flags, f"--output_dir={tmp_path / 'run'}"]
+        result = run(*FLAGS, *more, nproc=2 if "--tp_size=2" in flags else 0)
+        assert result.returncode == 2 and text in result.stderr, (flags, result.stderr)
+        assert not (tmp_path / "run").exists()
+
+
+def test_learned_positions_and_models_of_users_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fms_fsdp.extras import teacher as part
+
+    cfg = TrainConfig(training=TrainingConfig(teacher_path=str(tmp_path)))
+    monkeypatch.setattr(part, "is_hf_folder", lambda _: True)
+    monkeypatch.setattr(part, "hf_tokenizer", lambda *_: None)
+    for shape, text in (
+        (replace(SHAPE, pos_emb="learned", max_seq_len=64), r"learned 64 positions, fewer than --seq_le"),
+        (replace(SHAPE, model_builder="a:b"), r"--model_builder \(a:b\) may not make"),
+    ):
+        folder: Any = type("Folder", (), {"shape": shape})
+        monkeypatch.setattr(part, "open_folder", lambda *_, folder=folder: folder)
+        with pytest.raises(ValueError, match=text):
+            find_teacher(cfg, replace(SHAPE, max_seq_len=4096), None)
+
+
+def test_the_memory_of_a_rank_counts_the_teacher() -> None:
+    cfg, dims = TrainConfig(), ParallelDims("fsdp", dp_shard=4)
+    need = estimate_memory(SHAPE, dims, cfg.parallel, precision=BF16)
+    shape = replace(SHAPE, hidden_size=64, num_layers=5)
+    found = Teacher("", shape, None).added_to(need, cfg, BF16, 96)
+    assert found.state - need.state == 2 * num_params(shape) // 4
+    assert found.unit > need.unit and found.beside - need.beside >= 2 * 96 * (64 + 61)
