@@ -166,6 +166,14 @@ def test_a_huge_number_in_a_file_is_refused_with_the_file(empty: Path, name: str
         ("--precision=fp16 --min_loss_scale=0", "--min_loss_scale (0) must be above 0"),
         ("--recompute=cheap", "--recompute (cheap) needs --use_torch_compile=True"),
         ("--recompute=some", "--recompute (some) must be one of"),
+        (
+            "--recompute=blocks --recompute_segment=2 --fsdp_blocks_per_group=3",
+            "--fsdp_blocks_per_group (3) must be a multiple of --recompute_segment (2); leave one flag out",
+        ),
+        (
+            "--recompute=blocks --recompute_segment=2 --model_builder=a:b",
+            "--recompute_segment (2) is unknown to",
+        ),
         ("--recompute=ops --recompute_ops=norms", "--recompute_ops (norms) must be one of"),
         (
             "--recompute=ops --fsdp_activation_checkpointing=True",
@@ -260,6 +268,7 @@ def test_a_flag_given_twice_must_say_the_same() -> None:
         "--selective_checkpointing=1/2 --fsdp_activation_checkpointing=False",
         "--selective_checkpointing=1/2 --recompute=ops",
         "--recompute_ops=attention --recompute=blocks",
+        "--recompute_segment=2 --recompute=ops",
         "--reduce_dtype=bf16 --sharding_strategy=none",
         "--loss_scale=8.0 --precision=bf16",
         "--loss_scale_window=8 --precision=fp16 --loss_scale=8",

@@ -97,6 +97,8 @@ class ParallelConfig:
     fsdp_activation_checkpointing: bool | None = free_flag(None, "True is --recompute=blocks, False is none")
     selective_checkpointing: str = free_flag("1", parse=parse_selective_checkpointing, advanced=True,
         help="share of the blocks that --recompute=blocks takes, evenly spaced: 1, 1/2, 0.33 or every:k")
+    recompute_segment: int = free_flag(1, minimum=1, advanced=True,
+        help="number of blocks in a row that --recompute=blocks computes again as one, from one kept input")
     recompute_ops: tuple[str, ...] = free_flag(("attention", "every_second_product"), advanced=True,
         choices=("attention", "every_second_product", "products"), help="results that --recompute=ops keeps")
     low_cpu_fsdp: bool = free_flag(True, "build the model shard by shard: no rank holds the whole model")
@@ -105,8 +107,8 @@ class ParallelConfig:
         help="free gathered weights after the forward pass, not the step (default: False for zero1, zero2)")
     sync_each_micro_step: bool | None = free_flag(None, advanced=True,
         help="reduce gradients to shards in each micro-step, not once a step (default: False for zero1)")
-    fsdp_blocks_per_group: int = free_flag(1, minimum=1, advanced=True,
-        help="number of blocks in a row that are gathered and reduced together, but for the last group")
+    fsdp_blocks_per_group: int | None = free_flag(None, minimum=1, advanced=True,
+        help="number of blocks in a row that are gathered and reduced together (default: recompute_segment)")
     fsdp_prefetch: int = free_flag(0, minimum=0, advanced=True,
         help="number of groups of blocks that are gathered ahead of use, in addition to FSDP's own prefetch")
     cpu_offload: bool = free_flag(False, "hold weights, gradients, optimizer state on the CPU", advanced=True)
@@ -138,6 +140,16 @@ class ParallelConfig:
     def recomputes(self) -> str:
         """The value of `recompute`, which has a second name; `auto` until a launch is resolved."""
         return self.recompute or ("blocks" if self.fsdp_activation_checkpointing else "none")
+
+    @property
+    def segment(self) -> int:
+        """Blocks that are computed again together."""
+        return self.recompute_segment if self.recomputes == "blocks" else 1
+
+    @property
+    def blocks_per_group(self) -> int:
+        """Blocks that FSDP gathers together: whole segments."""
+        return self.fsdp_blocks_per_group or self.segment
 
     @property
     def recomputed_share(self) -> Fraction:

@@ -101,13 +101,13 @@ def matmul_flops_per_token(config: LlamaConfig, seq_length: int) -> int:
 
 
 def recomputed_flops_per_token(
-    config: LlamaConfig, seq_length: int, num_blocks: int, kept: Collection[str] = ()
+    config: LlamaConfig, seq_length: int, num_blocks: int, kept: Collection[str] = (), num_segments: int = 0
 ) -> int:
-    """FLOPs that the backward pass repeats for one token where `num_blocks` blocks compute again all but
-    `kept` (names of `--recompute_ops`).
+    """FLOPs that the backward pass repeats for one token where `num_blocks` blocks, in `num_segments` (by
+    default each alone), compute again all but `kept` (names of `--recompute_ops`).
 
-    A block's recomputation stops at the input of its last product, whose result nothing in the backward pass
-    needs.
+    A segment's recomputation stops at the input of its last product, whose result nothing in the backward
+    pass needs.
     """
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     q_size, kv_size = _attention_sizes(config)
@@ -117,4 +117,5 @@ def recomputed_flops_per_token(
     if "products" in kept:
         weights = 0
     attended = 0 if "attention" in kept else _attended(config, seq_length) // config.num_layers
-    return num_blocks * (2 * weights + 4 * q_size * attended)
+    inner = num_blocks - (num_segments or num_blocks)  # blocks whose last product is repeated too
+    return num_blocks * (2 * weights + 4 * q_size * attended) + 2 * inner * hidden * ffn

@@ -109,6 +109,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("odd vocabulary", "--vocab_size=511"),
     Feature("bestfit packing", "--packing=bestfit"),
     *(Feature(f"recompute {kind}", f"--recompute={kind}") for kind in ("blocks", "ops")),
+    Feature("recompute segments", "--recompute=blocks --recompute_segment=2"),
     Feature("recompute cheap", "--recompute=cheap --use_torch_compile=True"),
     Feature("accumulation", "--grad_accum_steps=2"),
     Feature("ramp", "--rampup_batch_size=4,4,8"),

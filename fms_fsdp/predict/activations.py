@@ -121,12 +121,13 @@ class BlockActivations:
         return kept
 
     def again(self, section: ParallelConfig) -> int:
-        """What a block that recomputes holds in its backward pass beside what it has kept."""
+        """What a block, or a segment, that recomputes holds in its backward pass beside what it has kept."""
         if section.recomputes == "cheap" and self.compiled:
             return max(0, self.whole() - self.cheap())
         if section.recomputes == "ops":
             return max(0, self.whole() - self.operations(section.recompute_ops))
-        return max(0, self.whole() - self.number * self.config.hidden_size) * (section.recomputes == "blocks")
+        whole = min(section.segment, self.config.num_layers) * self.whole()
+        return max(0, whole - self.number * self.config.hidden_size) * (section.recomputes == "blocks")
 
     @property
     def temporaries(self) -> int:
@@ -152,8 +153,10 @@ def activation_bytes(
     elif section.recomputes == "ops":
         kept = config.num_layers * block.operations(section.recompute_ops)
     elif section.recomputes == "blocks":
-        chosen = max(1, int(config.num_layers * section.recomputed_share))
-        kept = chosen * block.number * config.hidden_size + (config.num_layers - chosen) * block.whole()
+        segments = -(-config.num_layers // section.segment)
+        chosen = max(1, int(segments * section.recomputed_share))
+        rest = max(0, config.num_layers - chosen * section.segment)
+        kept = chosen * block.number * config.hidden_size + rest * block.whole()
     return num_tokens * kept
 
 

@@ -149,7 +149,7 @@ def estimate_memory(
 
 def _fsdp_units(config: LlamaConfig, section: ParallelConfig, units: Mapping[str, int]) -> dict[str, int]:
     """Parameters of what FSDP gathers at once; a tied embedding is in the root, with the final norm."""
-    group = units["block"] * min(section.fsdp_blocks_per_group, config.num_layers)
+    group = units["block"] * min(section.blocks_per_group, config.num_layers)
     if config.tie_embeddings:
         return {
             "embed": units["embed"] + units["head"],

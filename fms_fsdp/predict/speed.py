@@ -153,6 +153,8 @@ def _computing(work: Work, curves: Curves, share: Share) -> tuple[float, float, 
     repeated = set(_repeated(work, len(matrices)))
     of_blocks = [_product(work, curves, out, inner, work.precision.float8 != "") for out, inner in matrices]
     repeats = again * sum(seconds for i, seconds in enumerate(of_blocks) if i in repeated)
+    if not work.program.repeats_all:  # blocks within a segment repeat their last product too
+        repeats += again * (1 - 1 / work.section.segment) * of_blocks[-1]
     head = bool(share.units["head"])
     of_head = _product(work, curves, -(-config.vocab_size // dims.tp), config.hidden_size, False)
     products = layers * (3 * sum(of_blocks) + repeats) + 3 * head * of_head

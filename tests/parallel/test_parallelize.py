@@ -85,6 +85,8 @@ OPS = [("attention", "every_second_product"), ("attention", "products"), ("atten
 @pytest.mark.parametrize(
     "flags",
     [dict(recompute="blocks"), dict(fsdp_activation_checkpointing=True)]
+    + [dict(recompute="blocks", recompute_segment=size) for size in (2, 5)]
+    + [dict(recompute="blocks", recompute_segment=2, selective_checkpointing="1/2")]
     + [dict(recompute="ops", recompute_ops=kept) for kept in OPS],
 )
 def test_recomputation_keeps_loss_and_gradients_to_the_last_bit(
@@ -112,6 +114,16 @@ def test_what_is_kept_is_not_computed_again(kept: tuple[str, ...]) -> None:
     expected = rows * recomputed_flops_per_token(CONFIG, 24, layers, (*kept, "attention"))
     assert repeated == expected
     assert flops() + repeated <= flops(recompute="blocks")
+
+
+def test_a_segment_repeats_all_but_its_last_product() -> None:
+    section = dict(recompute="blocks", recompute_segment=2)
+    of_step, segments = 2 * 24, [2, 1]
+    for share, chosen in (("1", segments), ("1/2", segments[1:])):
+        repeated = flops(**section, selective_checkpointing=share) - flops()
+        expected = recomputed_flops_per_token(CONFIG, 24, sum(chosen), ("attention",), len(chosen))
+        assert repeated == of_step * expected
+    assert select_blocks(7, Fraction(1, 2), 2) == [False, False, True, True, False, False, True]
 
 
 def graphs(cheap: bool) -> list[torch.fx.Graph]:
