@@ -136,7 +136,7 @@ def test_a_huge_number_in_a_file_is_refused_with_the_file(empty: Path, name: str
         ("--dataset_builder=a:b.c", "--dataset_builder (a:b.c) must be importable"),
         ("--attn_impl=efficient", "--attn_impl (efficient) exists on GPU only"),
         ("--attn_impl=cudnn", "--attn_impl (cudnn) exists on GPU only"),
-        ("--precision=bf17", "--precision (bf17) must be one of bf16, fp32, fp16, bf16_pure, float8"),
+        ("--precision=bf17", "--precision (bf17) must be one of bf16, fp32, fp16, bf16_pure, bf16_mixed_sr"),
         (
             "--precision=fp16 --mixed_precision=True",
             "--precision (fp16) must not contradict --mixed_precision",
@@ -157,6 +157,10 @@ def test_a_huge_number_in_a_file_is_refused_with_the_file(empty: Path, name: str
         (
             "--precision=fp16 --param_dtype=bf16",
             "--param_dtype (bf16) must not be given with --precision=fp16",
+        ),
+        (
+            "--precision=bf16_mixed_sr --param_dtype=bf16",
+            "--param_dtype (bf16) must not be given with --precision=bf16_mixed_sr; use --precision=bf16",
         ),
         (
             "--grad_accum_dtype=bf16",

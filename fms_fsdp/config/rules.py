@@ -175,7 +175,8 @@ CONTRADICTIONS: tuple[ConfigRule, ...] = (
         lambda c: (c.precision.named, c.precision.optimizer_state_dtype) != ("bf16_pure", "fp32"),
         _ROUNDED, "leave the flag out, or use --precision=bf16", "precision"),
     Rule("param_dtype",
-        lambda c: c.precision.param_dtype != "bf16" or c.precision.named not in ("fp32", "fp16"),
+        lambda c: c.precision.param_dtype != "bf16"
+        or c.precision.named not in ("fp32", "fp16", "bf16_mixed_sr"),
         "must not be given with --precision={named}", "use --precision=bf16", "precision",
         lambda c: {"named": c.precision.named}),
     Rule("grad_accum_dtype",

@@ -130,8 +130,8 @@ def estimate_memory(
         optimizer_bytes = _ADAMW_BYTES * whole
     weights = NUM_BYTES[precision.weights] * params // shards
     optimizer = optimizer_bytes * params // whole // shards
-    kept = (NUM_BYTES[precision.weights] + NUM_BYTES[precision.gradients]) * params
-    state = -(-(kept + optimizer_bytes * params // whole) // shards)
+    kept = NUM_BYTES[precision.weights] + NUM_BYTES[precision.gradients] + 2 * precision.rounded_copy
+    state = -(-(kept * params + optimizer_bytes * params // whole) // shards)
     need = MemoryEstimate(
         state,
         unit,

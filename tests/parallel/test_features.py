@@ -56,6 +56,7 @@ GROUPS = (
     Group(("ddp", "bf16"), rel=1e-2),  # ddp is exact in test_pairs.py
     Group(("fp16",), rel=1e-2),
     Group(("bf16_pure",), rel=1e-2),
+    Group(("bf16_mixed_sr",), rel=1e-2),
     Group(("float8",), rel=2e-2),
 )  # fmt: skip
 BY_NAME = {feature.name: feature for feature in FEATURES}
