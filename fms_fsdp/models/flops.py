@@ -100,6 +100,13 @@ def matmul_flops_per_token(config: LlamaConfig, seq_length: int) -> int:
     return flops_per_token(config, seq_length) - 6 * (rows * config.hidden_size + vectors)
 
 
+def keeps_product(kept: Collection[str], place: int) -> bool:
+    """Whether a block that keeps these results (`ParallelConfig.kept_ops`) keeps that of its product at this
+    place: queries, keys, values, attention's output, and the feed-forward's two or three."""
+    second = "every_second_product" in kept or ("attention_products" in kept and place < 4)
+    return "products" in kept or (second and place % 2 == 1)
+
+
 def recomputed_flops_per_token(
     config: LlamaConfig, seq_length: int, num_blocks: int, kept: Collection[str] = (), num_segments: int = 0
 ) -> int:
@@ -114,6 +121,8 @@ def recomputed_flops_per_token(
     weights = num_params_by_unit(config)["block"] - _vectors(config) - hidden * ffn
     if "every_second_product" in kept:
         weights = hidden * (q_size + kv_size + ffn)  # of queries, values and the gate or up
+    elif "attention_products" in kept:
+        weights -= hidden * (q_size + kv_size)
     if "products" in kept:
         weights = 0
     attended = 0 if "attention" in kept else _attended(config, seq_length) // config.num_layers

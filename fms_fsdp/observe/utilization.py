@@ -57,7 +57,7 @@ def find_utilization(spec: Spec) -> Utilization:
     flops, share = flops_per_token(model, seq_length), section.recomputed_share
     chosen = select_blocks(model.num_layers, share, section.segment) if share else []
     segments = len({layer // section.segment for layer, one in enumerate(chosen) if one})
-    kept = section.recompute_ops if section.recomputes == "ops" else ()
+    kept = section.kept_ops(seq_length)
     peak_flops = None
     if cfg.log.peak_tflops is not None:
         peak_flops = cfg.log.peak_tflops * 1e12

@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fms_fsdp.config import ParallelConfig
+from fms_fsdp.models.flops import keeps_product
 from fms_fsdp.models.llama import Call, Llama, in_turn
 
 # a warning of what we do on purpose: what a block computes again has no operation in place
@@ -55,7 +56,7 @@ def apply_recomputation(model: Llama, section: ParallelConfig, *, compiled: bool
     products in autograd functions of our own give.
     """
     settings: dict[str, Any] = {"preserve_rng_state": False}  # the model draws no random numbers
-    kept = section.recompute_ops if section.recomputes == "ops" else ()
+    kept = section.kept_ops()
     if section.recomputes == "ops" or compiled:
         contexts: Callable[..., Any] = create_selective_checkpoint_contexts
         settings["context_fn"] = lambda: contexts(_policy(kept))
@@ -82,8 +83,8 @@ def _by_segments(x_BSD: torch.Tensor, calls: Sequence[Call], size: int, chosen: 
 def _policy(kept: Collection[str]) -> Callable[..., CheckpointPolicy]:
     """A policy that decides for each operation, in the order of the pass, whether the result is kept.
 
-    Of the products every second one: k, o and up of q, k, v, o, gate, up, down. The result of the last one is
-    not needed by the backward pass.
+    Of the products every second one: k, o and up of q, k, v, o, gate, up, down; in long rows only k and o.
+    The result of the last one is not needed by the backward pass.
     """
     num_products = {False: 0, True: 0}  # by whether it is the recomputation
 
@@ -91,8 +92,7 @@ def _policy(kept: Collection[str]) -> Callable[..., CheckpointPolicy]:
         keep = "attention" in kept and operation in _ATTENTION
         if operation in _PRODUCTS:
             num_products[context.is_recompute] += 1
-            is_second = num_products[context.is_recompute] % 2 == 0
-            keep = "products" in kept or ("every_second_product" in kept and is_second)
+            keep = keeps_product(kept, num_products[context.is_recompute] - 1)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

@@ -112,6 +112,8 @@ class BlockActivations:
         if "products" in ops:
             products = self.queries + 2 * self.keys + hidden + self.branches
             products += 0 if self.compiled else hidden
+        elif "attention_products" in ops:
+            products = self.keys + hidden
         elif "every_second_product" in ops:  # of q, k, v, o, gate, up, down, as activation.py counts
             products = self.keys + hidden + (c.ffn_hidden_size if is_llama else 0)
             products += 0 if self.compiled or is_llama else hidden
@@ -125,7 +127,7 @@ class BlockActivations:
         if section.recomputes == "cheap" and self.compiled:
             return max(0, self.whole() - self.cheap())
         if section.recomputes == "ops":
-            return max(0, self.whole() - self.operations(section.recompute_ops))
+            return max(0, self.whole() - self.operations(section.kept_ops(self.seq_length)))
         whole = min(section.segment, self.config.num_layers) * self.whole()
         return max(0, whole - self.number * self.config.hidden_size) * (section.recomputes == "blocks")
 
@@ -151,7 +153,7 @@ def activation_bytes(
     if section.recomputes == "cheap" and compiled:
         kept = config.num_layers * block.cheap()
     elif section.recomputes == "ops":
-        kept = config.num_layers * block.operations(section.recompute_ops)
+        kept = config.num_layers * block.operations(section.kept_ops(seq_length))
     elif section.recomputes == "blocks":
         segments = -(-config.num_layers // section.segment)
         chosen = max(1, int(segments * section.recomputed_share))

@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "segments": dict(recompute="blocks", recompute_segment=3),
     "ops": dict(recompute="ops"),
     "attention": dict(recompute="ops", recompute_ops=("attention",)),
+    "long": dict(recompute="ops", recompute_ops=("attention", "attention_products")),
     "products": dict(recompute="ops", recompute_ops=("attention", "products")),
 }
 
