@@ -125,7 +125,8 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
     announce(spec)
     phases.done("data")
     device, precision, seed = spec.device, spec.precision, cfg.training.seed
-    model = parallelize(spec.model, cfg.parallel, mesh, device=device, precision=precision, seed=seed)
+    section = cfg.parallel.for_rows(spec.seq_length)
+    model = parallelize(spec.model, section, mesh, device=device, precision=precision, seed=seed)
     with checking_input():
         compiled = compiles_optimizer(cfg.parallel, model, device)
         optimizers = build_optimizers(cfg.optim, model, precision, seed, compiled=compiled)

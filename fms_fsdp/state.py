@@ -8,6 +8,7 @@ Hook          called around every step on every rank, in the order of a list; no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -115,13 +116,16 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """The objects that the loop changes and that a checkpoint holds."""
+    """The objects that the loop changes and that a checkpoint holds.
+
+    `rounding`: the context of the micro-steps of a step, in which weights may be rounded ones."""
 
     model: nn.Module
     optimizers: Optimizers
     stream: Stream
     progress: Progress
     loss_scale: LossScale | None = None
+    rounding: Callable[[int], AbstractContextManager[object]] = nullcontext
 
 
 class Hook:

@@ -95,11 +95,13 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
     known = {} if state.loss_scale is None else {"loss_scale": factor}  # fp16 cannot do without it
     loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
     beside: list[list[torch.Tensor]] = []
-    for micro_step, micro in enumerate(micro_batches(recipe, batch, state.progress.step + 1)):
-        is_last = micro_step == accum - 1
-        micro_loss, *more = _forward_backward(model, micro, factor, known, is_last, mesh, clock)
-        loss_sum += micro_loss
-        beside.append(more)
+    step = state.progress.step + 1
+    with state.rounding(step):
+        for micro_step, micro in enumerate(micro_batches(recipe, batch, step)):
+            is_last = micro_step == accum - 1
+            micro_loss, *more = _forward_backward(model, micro, factor, known, is_last, mesh, clock)
+            loss_sum += micro_loss
+            beside.append(more)
     with record_function("optimizer"):
         if state.optimizers.clip_by_themselves:
             grad_norm = clip_grad_norm(parameters, 0.0, mesh) / scale
@@ -108,7 +110,7 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
         clock.mark("clip")
         progress = state.progress
         tokens = progress.tokens_seen + _size(batch, mesh)[1]
-        rate = partial(recipe.schedule, progress.step + 1, tokens)
+        rate = partial(recipe.schedule, step, tokens)
         state.optimizers.step(rate, grad_norm, recipe.grad_clip, scale)
         state.optimizers.zero_grad()
         if state.loss_scale is not None:

@@ -136,7 +136,7 @@ def test_a_huge_number_in_a_file_is_refused_with_the_file(empty: Path, name: str
         ("--dataset_builder=a:b.c", "--dataset_builder (a:b.c) must be importable"),
         ("--attn_impl=efficient", "--attn_impl (efficient) exists on GPU only"),
         ("--attn_impl=cudnn", "--attn_impl (cudnn) exists on GPU only"),
-        ("--precision=bf17", "--precision (bf17) must be one of bf16, fp32, fp16, bf16_pure, float8"),
+        ("--precision=bf17", "--precision (bf17) must be one of bf16, fp32, fp16, bf16_pure, bf16_mixed_sr"),
         (
             "--precision=fp16 --mixed_precision=True",
             "--precision (fp16) must not contradict --mixed_precision",
@@ -159,6 +159,10 @@ def test_a_huge_number_in_a_file_is_refused_with_the_file(empty: Path, name: str
             "--param_dtype (bf16) must not be given with --precision=fp16",
         ),
         (
+            "--precision=bf16_mixed_sr --param_dtype=bf16",
+            "--param_dtype (bf16) must not be given with --precision=bf16_mixed_sr; use --precision=bf16",
+        ),
+        (
             "--grad_accum_dtype=bf16",
             "--grad_accum_dtype (bf16) needs weights in bf16; add --param_dtype=bf16",
         ),
@@ -166,6 +170,14 @@ def test_a_huge_number_in_a_file_is_refused_with_the_file(empty: Path, name: str
         ("--precision=fp16 --min_loss_scale=0", "--min_loss_scale (0) must be above 0"),
         ("--recompute=cheap", "--recompute (cheap) needs --use_torch_compile=True"),
         ("--recompute=some", "--recompute (some) must be one of"),
+        (
+            "--recompute=blocks --recompute_segment=2 --fsdp_blocks_per_group=3",
+            "--fsdp_blocks_per_group (3) must be a multiple of --recompute_segment (2); leave one flag out",
+        ),
+        (
+            "--recompute=blocks --recompute_segment=2 --model_builder=a:b",
+            "--recompute_segment (2) is unknown to",
+        ),
         ("--recompute=ops --recompute_ops=norms", "--recompute_ops (norms) must be one of"),
         (
             "--recompute=ops --fsdp_activation_checkpointing=True",
@@ -260,6 +272,7 @@ def test_a_flag_given_twice_must_say_the_same() -> None:
         "--selective_checkpointing=1/2 --fsdp_activation_checkpointing=False",
         "--selective_checkpointing=1/2 --recompute=ops",
         "--recompute_ops=attention --recompute=blocks",
+        "--recompute_segment=2 --recompute=ops",
         "--reduce_dtype=bf16 --sharding_strategy=none",
         "--loss_scale=8.0 --precision=bf16",
         "--loss_scale_window=8 --precision=fp16 --loss_scale=8",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fms_fsdp.config.flag import announced_flag
 
-PRECISIONS = ("bf16", "fp32", "fp16", "bf16_pure", "float8")
+PRECISIONS = ("bf16", "fp32", "fp16", "bf16_pure", "bf16_mixed_sr", "float8")
 NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _DTYPES = {"bfloat16": "bf16", **dict.fromkeys(("float32", "float", "32"), "fp32")}
 _ALIASES = {
@@ -14,17 +14,19 @@ _ALIASES = {
     **dict.fromkeys(("float32", "float", "32", "32-true", "fp32_full"), "fp32"),
     **dict.fromkeys(("float16", "half", "16-mixed", "fp16_mixed", "fp16-mixed"), "fp16"),
     **dict.fromkeys(("bf16-true", "bf16_sr", "bf16sr", "pure_bf16", "bf16_full"), "bf16_pure"),
+    **dict.fromkeys(("mixed_precisionSR", "mixed_precision_sr", "bf16-mixed-sr"), "bf16_mixed_sr"),
     **dict.fromkeys(("fp8", "8bit", "float8_e4m3"), "float8"),
 }
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a run; every field but the last two is a key of `NUM_BYTES`.
+    """The dtypes of a run; every field but the last three is a key of `NUM_BYTES`.
 
     `compute`: products, activations and gathered weights. `weights`: the weights that the optimizer moves.
     `gradients`: the sums over micro-steps. `reduce`: gradients between ranks. `state`: moments of AdamW.
-    `float8`: "" or how the products of blocks are scaled, "row" or "tensor".
+    `float8`: "" or how the products of blocks are scaled, "row" or "tensor". `rounded_copy`: whether the
+    weights of products are rounded by chance.
     """
 
     compute: str = "fp32"
@@ -34,6 +36,7 @@ class Precision:
     state: str = "fp32"
     stochastic_rounding: bool = True
     float8: str = ""
+    rounded_copy: bool = False
 
     @property
     def is_rounded(self) -> bool:
@@ -49,7 +52,8 @@ class Precision:
         rounding = "" if self.stochastic_rounding or not self.is_rounded else ", rounded to nearest"
         products = f"float8 products by {self.float8}, " if self.float8 else ""
         master = "fp32 master" if self.weights == "fp32" else self.weights
-        return f"{products}{self.compute} compute, {master} weights{moments}{rounding}"
+        copies = " on copies that are rounded by chance" if self.rounded_copy else ""
+        return f"{products}{self.compute} compute{copies}, {master} weights{moments}{rounding}"
 
 
 FP32, BF16 = Precision(), Precision(compute="bf16")
@@ -65,7 +69,8 @@ class PrecisionConfig:
     """
 
     precision: str | None = announced_flag(None, choices=PRECISIONS, aliases=_ALIASES,
-        help="bf16 and fp16 compute in 16 bits and keep fp32 weights, bf16_pure keeps bf16 weights, float8 "
+        help="bf16 and fp16 compute in 16 bits and keep fp32 weights, bf16_mixed_sr is bf16 whose copies of "
+        "weights are rounded by chance, bf16_pure keeps bf16 weights, float8 "
         "multiplies the matrices of blocks in 8 bits (default: bf16, or fp32 on hardware without bf16)")
     mixed_precision: bool | None = announced_flag(None, "True is --precision=bf16, False is --precision=fp32")
     param_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES, advanced=True,
@@ -116,4 +121,5 @@ class PrecisionConfig:
             state=self.optimizer_state_dtype or ("bf16" if pure else "fp32"),
             stochastic_rounding=self.stochastic_rounding,
             float8=self.float8_scaling if name == "float8" else "",
+            rounded_copy=name == "bf16_mixed_sr",
         )

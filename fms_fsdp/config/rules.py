@@ -146,6 +146,11 @@ CONTRADICTIONS: tuple[ConfigRule, ...] = (
         "must not contradict --fsdp_activation_checkpointing ({fsdp_activation_checkpointing}), which is "
         "--recompute={other}", "leave that out", "fsdp_activation_checkpointing",
         lambda c: {"other": "blocks" if c.parallel.fsdp_activation_checkpointing else "none"}),
+    Rule("fsdp_blocks_per_group", lambda c: c.parallel.blocks_per_group % c.parallel.segment == 0,
+        "must be a multiple of --recompute_segment ({recompute_segment})", "leave one flag out",
+        "recompute_segment"),
+    Rule("recompute_segment", lambda c: c.parallel.recompute_segment == 1 or not c.model.model_builder,
+        "is unknown to a model of your own", "leave one flag out", "model_builder"),
     _implied("reshard_after_forward"),
     _implied("sync_each_micro_step"),
     *map(_alone_on_one_process, ("tp_size", "cp_size", "pp_size")),
@@ -170,7 +175,8 @@ CONTRADICTIONS: tuple[ConfigRule, ...] = (
         lambda c: (c.precision.named, c.precision.optimizer_state_dtype) != ("bf16_pure", "fp32"),
         _ROUNDED, "leave the flag out, or use --precision=bf16", "precision"),
     Rule("param_dtype",
-        lambda c: c.precision.param_dtype != "bf16" or c.precision.named not in ("fp32", "fp16"),
+        lambda c: c.precision.param_dtype != "bf16"
+        or c.precision.named not in ("fp32", "fp16", "bf16_mixed_sr"),
         "must not be given with --precision={named}", "use --precision=bf16", "precision",
         lambda c: {"named": c.precision.named}),
     Rule("grad_accum_dtype",
@@ -242,7 +248,7 @@ _ONE_OUT, _NO_DUMMY = "leave out one", "leave out --use_dummy_dataset"
 
 # A sharding strategy that is not given is None here, until the machine is known.
 IDLE: tuple[ConfigRule, ...] = (
-    *_idle("selective_checkpointing", "recompute fsdp_activation_checkpointing",
+    *_idle("selective_checkpointing recompute_segment", "recompute fsdp_activation_checkpointing",
         lambda c: c.parallel.recomputes == "blocks", "--recompute=blocks"),
     *_idle("recompute_ops", "recompute fsdp_activation_checkpointing",
         lambda c: c.parallel.recomputes in ("ops", "auto"), "--recompute=ops"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
 from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
 from fms_fsdp.config.ramp import BatchIntervals
 from fms_fsdp.config.spans import parse_epochs, parse_selective_checkpointing, parse_skips
+
+_LONG_ROW = 8192  # tokens, from which on the feed-forward is computed again as a whole
 
 
 # fmt: off
@@ -97,16 +99,20 @@ class ParallelConfig:
     fsdp_activation_checkpointing: bool | None = free_flag(None, "True is --recompute=blocks, False is none")
     selective_checkpointing: str = free_flag("1", parse=parse_selective_checkpointing, advanced=True,
         help="share of the blocks that --recompute=blocks takes, evenly spaced: 1, 1/2, 0.33 or every:k")
-    recompute_ops: tuple[str, ...] = free_flag(("attention", "every_second_product"), advanced=True,
-        choices=("attention", "every_second_product", "products"), help="results that --recompute=ops keeps")
+    recompute_segment: int = free_flag(1, minimum=1, advanced=True,
+        help="number of blocks in a row that --recompute=blocks computes again as one, from one kept input")
+    recompute_ops: tuple[str, ...] = free_flag((), advanced=True,
+        choices=("attention", "every_second_product", "products"),
+        help="results that --recompute=ops keeps (default: attention,every_second_product, of which rows of "
+        "8,192 tokens and more keep no product of the feed-forward)")
     low_cpu_fsdp: bool = free_flag(True, "build the model shard by shard: no rank holds the whole model")
     use_torch_compile: bool | None = free_flag(None, "compile blocks with torch.compile (default: on GPUs)")
     reshard_after_forward: bool | None = free_flag(None, advanced=True,
         help="free gathered weights after the forward pass, not the step (default: False for zero1, zero2)")
     sync_each_micro_step: bool | None = free_flag(None, advanced=True,
         help="reduce gradients to shards in each micro-step, not once a step (default: False for zero1)")
-    fsdp_blocks_per_group: int = free_flag(1, minimum=1, advanced=True,
-        help="number of blocks in a row that are gathered and reduced together, but for the last group")
+    fsdp_blocks_per_group: int | None = free_flag(None, minimum=1, advanced=True,
+        help="number of blocks in a row that are gathered and reduced together (default: recompute_segment)")
     fsdp_prefetch: int = free_flag(0, minimum=0, advanced=True,
         help="number of groups of blocks that are gathered ahead of use, in addition to FSDP's own prefetch")
     cpu_offload: bool = free_flag(False, "hold weights, gradients, optimizer state on the CPU", advanced=True)
@@ -138,6 +144,26 @@ class ParallelConfig:
     def recomputes(self) -> str:
         """The value of `recompute`, which has a second name; `auto` until a launch is resolved."""
         return self.recompute or ("blocks" if self.fsdp_activation_checkpointing else "none")
+
+    def kept_ops(self, seq_length: int = 0) -> tuple[str, ...]:
+        """Results that blocks keep under `ops`, where rows have so many tokens. `attention_products`: every
+        second product, but of attention alone; not a value of the flag."""
+        products = "attention_products" if seq_length >= _LONG_ROW else "every_second_product"
+        return (self.recompute_ops or ("attention", products)) if self.recomputes == "ops" else ()
+
+    def for_rows(self, seq_length: int) -> ParallelConfig:
+        """The section for rows of so many tokens, to build a model by."""
+        return replace(self, recompute_ops=self.kept_ops(seq_length))
+
+    @property
+    def segment(self) -> int:
+        """Blocks that are computed again together."""
+        return self.recompute_segment if self.recomputes == "blocks" else 1
+
+    @property
+    def blocks_per_group(self) -> int:
+        """Blocks that FSDP gathers together: whole segments."""
+        return self.fsdp_blocks_per_group or self.segment
 
     @property
     def recomputed_share(self) -> Fraction:

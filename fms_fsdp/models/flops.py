@@ -100,21 +100,31 @@ def matmul_flops_per_token(config: LlamaConfig, seq_length: int) -> int:
     return flops_per_token(config, seq_length) - 6 * (rows * config.hidden_size + vectors)
 
 
-def recomputed_flops_per_token(
-    config: LlamaConfig, seq_length: int, num_blocks: int, kept: Collection[str] = ()
-) -> int:
-    """FLOPs that the backward pass repeats for one token where `num_blocks` blocks compute again all but
-    `kept` (names of `--recompute_ops`).
+def keeps_product(kept: Collection[str], place: int) -> bool:
+    """Whether a block that keeps these results (`ParallelConfig.kept_ops`) keeps that of its product at this
+    place: queries, keys, values, attention's output, and the feed-forward's two or three."""
+    second = "every_second_product" in kept or ("attention_products" in kept and place < 4)
+    return "products" in kept or (second and place % 2 == 1)
 
-    A block's recomputation stops at the input of its last product, whose result nothing in the backward pass
-    needs.
+
+def recomputed_flops_per_token(
+    config: LlamaConfig, seq_length: int, num_blocks: int, kept: Collection[str] = (), num_segments: int = 0
+) -> int:
+    """FLOPs that the backward pass repeats for one token where `num_blocks` blocks, in `num_segments` (by
+    default each alone), compute again all but `kept` (names of `--recompute_ops`).
+
+    A segment's recomputation stops at the input of its last product, whose result nothing in the backward
+    pass needs.
     """
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     q_size, kv_size = _attention_sizes(config)
     weights = num_params_by_unit(config)["block"] - _vectors(config) - hidden * ffn
     if "every_second_product" in kept:
         weights = hidden * (q_size + kv_size + ffn)  # of queries, values and the gate or up
+    elif "attention_products" in kept:
+        weights -= hidden * (q_size + kv_size)
     if "products" in kept:
         weights = 0
     attended = 0 if "attention" in kept else _attended(config, seq_length) // config.num_layers
-    return num_blocks * (2 * weights + 4 * q_size * attended)
+    inner = num_blocks - (num_segments or num_blocks)  # blocks whose last product is repeated too
+    return num_blocks * (2 * weights + 4 * q_size * attended) + 2 * inner * hidden * ffn

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fms_fsdp.extras.decoding import KeyValueCache
 
 Dropping = Callable[..., torch.Tensor]  # of x and keys_B: drops values of x by the keys of the rows
+Call = tuple[str, nn.Module, tuple[Any, ...]]  # a layer, its block, and what the block takes beside x_BSD
 Losses = tuple[torch.Tensor, ...]  # loss_sum, num_labels and, in training with a z-loss, z_sum
 
 
@@ -218,6 +219,15 @@ class Head(nn.Linear):
         return self.softcap * torch.tanh(logits_BSV / self.softcap) if self.softcap else logits_BSV
 
 
+def in_turn(x_BSD: torch.Tensor, calls: Iterable[Call]) -> torch.Tensor:
+    """x_BSD behind these blocks."""
+    traced = autograd_profiler._is_profiler_enabled  # names of blocks in traces, at no cost without one
+    for layer, block, arguments in calls:
+        with record_function(f"block {layer}") if traced else contextlib.nullcontext():
+            x_BSD = block(x_BSD, *arguments)
+    return x_BSD
+
+
 class Llama(nn.Module):
     """The model, or the part of the model that holds `layers`: the first has the embedding, the last the
     head.
@@ -238,6 +248,7 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): block(config) for layer in layers})
         self.head = Head(config) if layers.stop == config.num_layers else None
         self.mask = attention_mask
+        self.pass_blocks: Callable[[torch.Tensor, Sequence[Call]], torch.Tensor] = in_turn
         self.register_buffer("rope", rope_table(config).to(torch.get_default_device()), persistent=False)
 
     def to_empty(self, *, device: torch.types.Device, recurse: bool = True) -> Llama:
@@ -281,14 +292,14 @@ class Llama(nn.Module):
             for window in set(windows)
         }
         x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS, positions, keys_B)
-        traced = autograd_profiler._is_profiler_enabled  # names of blocks in traces, at no cost without one
         layer_keys = None if keys_B is None else load_part("dropout:layer_keys")
+        calls: list[Call] = []
         for i, (layer, block) in enumerate(self.blocks.items()):
             cache = caches[i] if caches else None
             keys = None if layer_keys is None else layer_keys(keys_B, int(layer))
-            with record_function(f"block {layer}") if traced else contextlib.nullcontext():
-                rotation = rope if rotates[int(layer)] else None
-                x_BSD = block(x_BSD, rotation, masks[windows[int(layer)]], cache, keys)
+            rotation = rope if rotates[int(layer)] else None
+            calls.append((layer, block, (rotation, masks[windows[int(layer)]], cache, keys)))
+        x_BSD = self.pass_blocks(x_BSD, calls)
         if self.head is None:
             return x_BSD
         if cached:

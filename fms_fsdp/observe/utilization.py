@@ -55,8 +55,9 @@ def find_utilization(spec: Spec) -> Utilization:
     CPU has no peak."""
     cfg, model, seq_length, section = spec.config, spec.model, spec.seq_length, spec.config.parallel
     flops, share = flops_per_token(model, seq_length), section.recomputed_share
-    recomputing = sum(select_blocks(model.num_layers, share)) if share else 0
-    kept = section.recompute_ops if section.recomputes == "ops" else ()
+    chosen = select_blocks(model.num_layers, share, section.segment) if share else []
+    segments = len({layer // section.segment for layer, one in enumerate(chosen) if one})
+    kept = section.kept_ops(seq_length)
     peak_flops = None
     if cfg.log.peak_tflops is not None:
         peak_flops = cfg.log.peak_tflops * 1e12
@@ -67,6 +68,6 @@ def find_utilization(spec: Spec) -> Utilization:
     return Utilization(
         model=flops,
         matmul=matmul_flops_per_token(model, seq_length),
-        hardware=flops + recomputed_flops_per_token(model, seq_length, recomputing, kept),
+        hardware=flops + recomputed_flops_per_token(model, seq_length, sum(chosen), kept, segments),
         peak_flops=peak_flops,
     )

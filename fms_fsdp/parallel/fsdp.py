@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import cast
 
 import torch
@@ -40,9 +41,9 @@ def apply_fsdp(model: Llama, section: ParallelConfig, mesh: Mesh, precision: Pre
         mp_policy=fsdp_policy(precision),
         offload_policy=CPUOffloadPolicy(pin_memory=pinned) if section.cpu_offload else OffloadPolicy(),
     )
-    reshard, size = not mesh.dims.keeps_weights, section.fsdp_blocks_per_group
-    blocks = list(model.blocks.values())
-    groups = [blocks[first : first + size] for first in range(0, len(blocks), size)]
+    reshard, size = not mesh.dims.keeps_weights, section.blocks_per_group
+    by_group = groupby(model.blocks, lambda layer: int(layer) // size)
+    groups = [[*map(model.blocks.__getitem__, group)] for _, group in by_group]
     for group in groups:
         shard(group, reshard_after_forward=reshard)
     if not model.config.tie_embeddings:

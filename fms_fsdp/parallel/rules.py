@@ -109,10 +109,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature("odd vocabulary", "--vocab_size=511"),
     Feature("bestfit packing", "--packing=bestfit"),
     *(Feature(f"recompute {kind}", f"--recompute={kind}") for kind in ("blocks", "ops")),
+    Feature("recompute segments", "--recompute=blocks --recompute_segment=2"),
     Feature("recompute cheap", "--recompute=cheap --use_torch_compile=True"),
     Feature("accumulation", "--grad_accum_steps=2"),
     Feature("ramp", "--rampup_batch_size=4,4,8"),
-    *(Feature(kind, f"--precision={kind}") for kind in ("bf16", "fp16", "bf16_pure", "float8")),
+    *(Feature(kind, f"--precision={kind}")
+        for kind in ("bf16", "fp16", "bf16_pure", "bf16_mixed_sr", "float8")),
     *(Feature(name, f"--optimizer={name}") for name in ("muon", "adafactor", "lamb", "sm3", "adamax")),
     *(Feature(name, f"--sharding_strategy={name}") for name in ("ddp", "hsdp", "zero1", "zero2")),
     Feature("cpu_offload", "--cpu_offload=True --sharding_strategy=fsdp"),

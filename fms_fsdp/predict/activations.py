@@ -112,6 +112,8 @@ class BlockActivations:
         if "products" in ops:
             products = self.queries + 2 * self.keys + hidden + self.branches
             products += 0 if self.compiled else hidden
+        elif "attention_products" in ops:
+            products = self.keys + hidden
         elif "every_second_product" in ops:  # of q, k, v, o, gate, up, down, as activation.py counts
             products = self.keys + hidden + (c.ffn_hidden_size if is_llama else 0)
             products += 0 if self.compiled or is_llama else hidden
@@ -121,12 +123,13 @@ class BlockActivations:
         return kept
 
     def again(self, section: ParallelConfig) -> int:
-        """What a block that recomputes holds in its backward pass beside what it has kept."""
+        """What a block, or a segment, that recomputes holds in its backward pass beside what it has kept."""
         if section.recomputes == "cheap" and self.compiled:
             return max(0, self.whole() - self.cheap())
         if section.recomputes == "ops":
-            return max(0, self.whole() - self.operations(section.recompute_ops))
-        return max(0, self.whole() - self.number * self.config.hidden_size) * (section.recomputes == "blocks")
+            return max(0, self.whole() - self.operations(section.kept_ops(self.seq_length)))
+        whole = min(section.segment, self.config.num_layers) * self.whole()
+        return max(0, whole - self.number * self.config.hidden_size) * (section.recomputes == "blocks")
 
     @property
     def temporaries(self) -> int:
@@ -150,10 +153,12 @@ def activation_bytes(
     if section.recomputes == "cheap" and compiled:
         kept = config.num_layers * block.cheap()
     elif section.recomputes == "ops":
-        kept = config.num_layers * block.operations(section.recompute_ops)
+        kept = config.num_layers * block.operations(section.kept_ops(seq_length))
     elif section.recomputes == "blocks":
-        chosen = max(1, int(config.num_layers * section.recomputed_share))
-        kept = chosen * block.number * config.hidden_size + (config.num_layers - chosen) * block.whole()
+        segments = -(-config.num_layers // section.segment)
+        chosen = max(1, int(segments * section.recomputed_share))
+        rest = max(0, config.num_layers - chosen * section.segment)
+        kept = chosen * block.number * config.hidden_size + rest * block.whole()
     return num_tokens * kept
 
 

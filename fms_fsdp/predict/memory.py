@@ -130,8 +130,8 @@ def estimate_memory(
         optimizer_bytes = _ADAMW_BYTES * whole
     weights = NUM_BYTES[precision.weights] * params // shards
     optimizer = optimizer_bytes * params // whole // shards
-    kept = (NUM_BYTES[precision.weights] + NUM_BYTES[precision.gradients]) * params
-    state = -(-(kept + optimizer_bytes * params // whole) // shards)
+    kept = NUM_BYTES[precision.weights] + NUM_BYTES[precision.gradients] + 2 * precision.rounded_copy
+    state = -(-(kept * params + optimizer_bytes * params // whole) // shards)
     need = MemoryEstimate(
         state,
         unit,
@@ -149,7 +149,7 @@ def estimate_memory(
 
 def _fsdp_units(config: LlamaConfig, section: ParallelConfig, units: Mapping[str, int]) -> dict[str, int]:
     """Parameters of what FSDP gathers at once; a tied embedding is in the root, with the final norm."""
-    group = units["block"] * min(section.fsdp_blocks_per_group, config.num_layers)
+    group = units["block"] * min(section.blocks_per_group, config.num_layers)
     if config.tie_embeddings:
         return {
             "embed": units["embed"] + units["head"],

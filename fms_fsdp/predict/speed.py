@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from fms_fsdp.config import NUM_BYTES, BatchPlan, ParallelConfig, Precision
 from fms_fsdp.config.axes import AXES, JOINED, ParallelDims
+from fms_fsdp.models.flops import keeps_product
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.predict.communication import bytes_sent
 from fms_fsdp.predict.curves import CURVES, Curves
@@ -153,11 +154,13 @@ def _computing(work: Work, curves: Curves, share: Share) -> tuple[float, float, 
     repeated = set(_repeated(work, len(matrices)))
     of_blocks = [_product(work, curves, out, inner, work.precision.float8 != "") for out, inner in matrices]
     repeats = again * sum(seconds for i, seconds in enumerate(of_blocks) if i in repeated)
+    if not work.program.repeats_all:  # blocks within a segment repeat their last product too
+        repeats += again * (1 - 1 / work.section.segment) * of_blocks[-1]
     head = bool(share.units["head"])
     of_head = _product(work, curves, -(-config.vocab_size // dims.tp), config.hidden_size, False)
     products = layers * (3 * sum(of_blocks) + repeats) + 3 * head * of_head
     attended = _attention(work, curves)
-    keeps_attention = work.section.recomputes == "ops" and "attention" in work.section.recompute_ops
+    keeps_attention = "attention" in work.section.kept_ops(work.seq_length)
     again_attended = 0.0 if keeps_attention else again * attended
     attention = (1 + _BACKWARD_OF_ATTENTION) * layers * attended + layers * again_attended
     forward, backward = _memory_bound(work, curves)
@@ -181,9 +184,9 @@ def block_matrices(config: LlamaConfig, tp: int = 1) -> list[tuple[int, int]]:
 
 def _repeated(work: Work, count: int) -> Iterator[int]:
     """The places of the products that a recomputed block repeats."""
-    ops = work.section.recompute_ops if work.section.recomputes == "ops" else ()
+    kept = work.section.kept_ops(work.seq_length)
     for place in range(count if work.program.repeats_all else count - 1):
-        if "products" not in ops and not ("every_second_product" in ops and place % 2):
+        if not keeps_product(kept, place):
             yield place
 
 

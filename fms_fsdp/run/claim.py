@@ -165,7 +165,11 @@ def _begin_state(spec: Spec, stream: Stream, model: Llama, optimizers: Optimizer
         loss_scale = load_part("loss_scale:LossScale")(spec.config.precision, spec.device)
         if saved := spec.origin.saved.loss_scale:
             loss_scale.load_state_dict(saved)
-    return TrainState(model, optimizers, stream, progress, loss_scale)
+    state = TrainState(model, optimizers, stream, progress, loss_scale)
+    if spec.precision.rounded_copy:
+        seed = spec.config.training.seed
+        state.rounding = load_part("rounded_copy:RoundedCopy")(model, seed).of_step
+    return state
 
 
 def _set_aside_own(cfg: TrainConfig, damaged: Iterable[Path]) -> None:

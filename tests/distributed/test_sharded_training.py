@@ -59,6 +59,7 @@ QUICK = {
         "fsdp sync once, groups": case(
             2, sharding_strategy="fsdp", sync_each_micro_step=False, fsdp_blocks_per_group=2, **AC
         ),
+        "fsdp segments": case(2, sharding_strategy="fsdp", recompute="blocks", recompute_segment=2),
         "ddp groups offload": case(
             2, sharding_strategy="ddp", fsdp_blocks_per_group=2, cpu_offload=True, low_cpu_fsdp=False
         ),
@@ -85,6 +86,9 @@ QUICK = {
 COMPILED = {
     "fsdp compile": case(sharding_strategy="fsdp", use_torch_compile=True),
     "fsdp compile ac accum": case(accum=2, sharding_strategy="fsdp", use_torch_compile=True, **AC),
+    "fsdp compile segments": case(
+        2, sharding_strategy="fsdp", use_torch_compile=True, recompute="blocks", recompute_segment=2
+    ),
     "ddp compile": case(sharding_strategy="ddp", use_torch_compile=True),
     "zero1 compile groups ac": case(
         2, sharding_strategy="zero1", use_torch_compile=True, fsdp_blocks_per_group=2, **AC

@@ -20,6 +20,7 @@ from torch import nn
 from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision, PrecisionConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.extras.loss_scale import LossScale
+from fms_fsdp.extras.rounded_copy import RoundedCopy
 from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import LlamaConfig
@@ -100,6 +101,8 @@ def train_case(case: Case, *, alone: bool = False) -> Trained:
     is_fp16 = case.precision.compute == "fp16"
     scale = LossScale(PrecisionConfig(loss_scale=1024.0), CPU) if is_fp16 else None
     state = TrainState(model, optimizers, nothing, Progress(0, case.steps), scale)
+    if case.precision.rounded_copy:
+        state.rounding = RoundedCopy(model, 5).of_step
     losses, norms = [], []
     for step in range(case.steps):
         first = mesh.place("dp") * rows

@@ -52,10 +52,11 @@ GROUPS = (
     Group(("qkv_bias", "layers without positions", "norms behind", "factors"), attends=True),
     Group(("norm over all heads",), attends=True),
     Group(("sinusoidal positions", "zero2", "adafactor", "recompute cheap")),
-    Group(("hsdp", "adamax")),
+    Group(("hsdp", "adamax", "recompute segments")),
     Group(("ddp", "bf16"), rel=1e-2),  # ddp is exact in test_pairs.py
     Group(("fp16",), rel=1e-2),
     Group(("bf16_pure",), rel=1e-2),
+    Group(("bf16_mixed_sr",), rel=1e-2),
     Group(("float8",), rel=2e-2),
 )  # fmt: skip
 BY_NAME = {feature.name: feature for feature in FEATURES}

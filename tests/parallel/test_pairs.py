@@ -26,6 +26,15 @@ CASES = {
         shape=WINDOWS | {"z_loss": 1e-3, "logit_softcap": 20.0, "pos_emb": "learned"},
     ),
     "tp x ddp": Case(TP | {"sharding_strategy": "ddp"}, optim=MUON, documents=True, accum=2),
+    "pp x cp by segments": Case(
+        PP | CP | {"pp_schedule": "zbv"},
+        {"recompute": "blocks", "recompute_segment": 2},
+        documents=True,
+        accum=2,
+    ),
+    "tp x fsdp by segments": Case(
+        TP, {"recompute": "blocks", "recompute_segment": 2}, shape=DROPOUT, accum=2
+    ),
     "cp x hsdp": Case(CP | HSDP | {"hsdp_shard_size": 1}, optim=MUON, documents=True, accum=2),
     "pp x hsdp": Case(
         PP | HSDP | {"hsdp_shard_size": 2, "pp_schedule": "interleaved"}, documents=True, accum=2

@@ -5,8 +5,11 @@ tests/distributed/test_sharded_training.py has the world sizes.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +46,7 @@ from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import fsdp_policy, product_in
 from fms_fsdp.predict.activations import activation_bytes
 from fms_fsdp.spec.rules import MACHINE, Hardware
+from tests.cli import ROOT, TINY, last_of_each
 
 CPU = torch.device("cpu")
 NO_MESH = Mesh(ParallelDims("none"), 0, "cpu")
@@ -79,12 +83,15 @@ def test_checkpointing_fractions_mean_what_they_say() -> None:
 
 
 OPS = [("attention", "every_second_product"), ("attention", "products"), ("attention",), ("products",)]
+OPS += [("attention", "attention_products")]
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16])
 @pytest.mark.parametrize(
     "flags",
     [dict(recompute="blocks"), dict(fsdp_activation_checkpointing=True)]
+    + [dict(recompute="blocks", recompute_segment=size) for size in (2, 5)]
+    + [dict(recompute="blocks", recompute_segment=2, selective_checkpointing="1/2")]
     + [dict(recompute="ops", recompute_ops=kept) for kept in OPS],
 )
 def test_recomputation_keeps_loss_and_gradients_to_the_last_bit(
@@ -112,6 +119,32 @@ def test_what_is_kept_is_not_computed_again(kept: tuple[str, ...]) -> None:
     expected = rows * recomputed_flops_per_token(CONFIG, 24, layers, (*kept, "attention"))
     assert repeated == expected
     assert flops() + repeated <= flops(recompute="blocks")
+
+
+def test_long_rows_keep_no_product_of_the_feed_forward_by_default(tmp_path: Path) -> None:
+    usual = ("attention", "every_second_product")
+    assert ParallelConfig(recompute="ops").kept_ops(8191) == usual
+    assert ParallelConfig(recompute="ops").kept_ops(8192) == ("attention", "attention_products")
+    assert ParallelConfig(recompute="ops", recompute_ops=usual).kept_ops(8192) == usual
+    assert ParallelConfig(recompute="blocks").kept_ops(8192) == ()
+    build_one = "import main_training, sys; main_training.parallelize = lambda _, section, *a, **b: "
+    build_one += "sys.exit(f'kept {section.recompute_ops}'); main_training.main(sys.argv[1:])"
+    for length, kept in ((64, usual), (8192, ("attention", "attention_products"))):
+        argv = last_of_each([*TINY, "--recompute=ops", f"--seq_length={length}", f"--output_dir={tmp_path}"])
+        done = subprocess.run(
+            [sys.executable, "-c", build_one, *argv], capture_output=True, text=True, cwd=ROOT
+        )
+        assert f"kept {kept}" in done.stdout + done.stderr
+
+
+def test_a_segment_repeats_all_but_its_last_product() -> None:
+    section = dict(recompute="blocks", recompute_segment=2)
+    of_step, segments = 2 * 24, [2, 1]
+    for share, chosen in (("1", segments), ("1/2", segments[1:])):
+        repeated = flops(**section, selective_checkpointing=share) - flops()
+        expected = recomputed_flops_per_token(CONFIG, 24, sum(chosen), ("attention",), len(chosen))
+        assert repeated == of_step * expected
+    assert select_blocks(7, Fraction(1, 2), 2) == [False, False, True, True, False, False, True]
 
 
 def graphs(cheap: bool) -> list[torch.fx.Graph]:

@@ -34,6 +34,7 @@ CASES = {
     ),
     "tp without sequence": Case(dict(tp_size=2, sequence_parallel=False)),
     "tp recomputing": Case(dict(tp_size=2), common=dict(recompute="blocks"), accum=2),
+    "fsdp by segments": Case({}, common=dict(recompute="blocks", recompute_segment=2), accum=2),
     "pp x tp": Case(dict(tp_size=2, pp_size=2)),
     "pp x fsdp": Case(dict(pp_size=2, pp_schedule="interleaved")),
     "cp x fsdp": Case(dict(cp_size=2)),

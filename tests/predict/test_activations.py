@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.predict.activations import activation_bytes
+from fms_fsdp.predict.activations import BlockActivations, activation_bytes
 from fms_fsdp.predict.memory import estimate_memory
 
 CPU = torch.device("cpu")
@@ -41,8 +42,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "none": {},
     "blocks": dict(recompute="blocks"),
     "half": dict(recompute="blocks", selective_checkpointing="1/2"),
+    "segments": dict(recompute="blocks", recompute_segment=3),
     "ops": dict(recompute="ops"),
     "attention": dict(recompute="ops", recompute_ops=("attention",)),
+    "long": dict(recompute="ops", recompute_ops=("attention", "attention_products")),
     "products": dict(recompute="ops", recompute_ops=("attention", "products")),
 }
 
@@ -73,9 +76,8 @@ def through_blocks(model: Llama, x: torch.Tensor) -> torch.Tensor:
     rope = model.rope[:length] if config.pos_emb == "rope" else None
     mask = model.mask(config, 0, None, slice(0, length), CPU)
     keys = row_keys(1, 1, 0, rows) if config.has_dropout else None
-    for block in model.blocks.values():
-        x = block(x, rope, mask, None, keys)
-    return x
+    calls = [(layer, block, (rope, mask, None, keys)) for layer, block in model.blocks.items()]
+    return model.pass_blocks(x, calls)
 
 
 def stream(config: LlamaConfig, precision: Precision, rows: int, length: int) -> torch.Tensor:
@@ -127,6 +129,35 @@ def test_what_eager_blocks_keep_is_predicted(shape: str, kind: str, precision: P
         config, rows * length, length, precision, section, compiled=False, device_type="cpu"
     )
     assert expected == pytest.approx(found, rel=0.03)
+
+
+def most_held(**flags: Any) -> int:
+    """The most bytes of results that live at once, in a forward and a backward pass of eight blocks."""
+    model = build(replace(SMALL, num_layers=8), FP32, **flags)
+    x = stream(SMALL, FP32, 4, 300)
+
+    class Most(Results):
+        most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            self.found = {key: found for key, found in self.found.items() if not found[0].expired()}
+            self.most = max(self.most, sum(size for _, size in self.found.values()))
+            return result
+
+    with Most() as results:
+        through_blocks(model, x).sum().backward()
+    return results.most
+
+
+def test_a_longer_segment_holds_more_blocks_in_the_backward_pass() -> None:
+    sections = [ParallelConfig(recompute="blocks", recompute_segment=size) for size in (1, 2, 4)]
+    block, tokens = BlockActivations(SMALL, 300, 4, False, "cpu"), 4 * 300
+    kept = partial(activation_bytes, replace(SMALL, num_layers=8), tokens, 300, FP32, compiled=False)
+    expected = [kept(each, device_type="cpu") + tokens * block.again(each) for each in sections]
+    found = [most_held(recompute="blocks", recompute_segment=size) for size in (1, 2, 4)]
+    for i in (0, 1):
+        assert found[i + 1] - found[i] == pytest.approx(expected[i + 1] - expected[i], rel=0.2)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])

@@ -52,12 +52,15 @@ def test_products_and_attention_are_the_flops_of_the_formulas(name: str) -> None
     assert 0 <= vectors < 0.002 * 6 * matrices
 
 
-@pytest.mark.parametrize("flags", [{"recompute": "blocks"}, {"recompute": "ops"}])
+LONG = {"recompute": "ops", "recompute_ops": ("attention", "attention_products")}
+
+
+@pytest.mark.parametrize("flags", [{"recompute": "blocks"}, {"recompute": "ops"}, LONG])
 def test_what_is_repeated_is_what_the_formula_says(flags: dict[str, Any]) -> None:
     config, tokens = VARIANTS["7b"], 2 * 4096
     plain, again = (step_time(work_of("7b", 1, **each), PERFECT) for each in ({}, flags))
     section = ParallelConfig(**flags)
-    kept = section.recompute_ops if section.recomputes == "ops" else ()
+    kept = section.kept_ops(4096)
     flops = recomputed_flops_per_token(config, 4096, config.num_layers, kept)
     norms = 4 * config.num_layers * config.hidden_size  # vectors, in no product
     causal = 0 if kept else 2 * config.hidden_size * 4096 * config.num_layers  # the half that is not seen

@@ -1,0 +1,124 @@
+"""Weights that are rounded by chance for the products of a step: no bias, the same bits again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fms_fsdp.config import BF16, ParallelConfig
+from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.extras.rounded_copy import RoundedCopy
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.predict.memory import estimate_memory
+from tests.cli import TINY, metrics, run, trained
+from tests.distributed.launch import run_ranks
+from tests.parallel.layouts import CPU, SHAPE, Case, compare, mesh_of
+
+CHANCE = replace(BF16, rounded_copy=True)
+
+
+class Some(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.matrix = nn.Parameter(torch.randn(600, 500, generator=generator))  # more than is drawn at a time
+        self.vector = nn.Parameter(torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.0, 3.38e38, -1.999999]))
+
+
+def copies(copy: RoundedCopy, model: nn.Module, step: int) -> list[torch.Tensor]:
+    with copy.of_step(step):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_the_weights_come_back_to_the_last_bit() -> None:
+    model = Some()
+    before = [parameter.detach().clone().view(torch.int32) for parameter in model.parameters()]
+    copy = RoundedCopy(model, 3)
+    for step in range(1, 6):
+        for rounded in copies(copy, model, step):
+            assert torch.equal(rounded, rounded.bfloat16().float())
+        after = [parameter.detach().view(torch.int32) for parameter in model.parameters()]
+        assert all(map(torch.equal, before, after))
+    try:
+        with copy.of_step(6):
+            raise InterruptedError
+    except InterruptedError:
+        assert torch.equal(before[0], model.matrix.detach().view(torch.int32))
+
+
+def test_copies_err_by_nothing_on_average_and_are_drawn_once_a_step() -> None:
+    model, steps = Some(), 200
+    copy, matrix = RoundedCopy(model, 3), model.matrix.detach().double()
+    found = torch.stack([copies(copy, model, step)[0] for step in range(steps)])
+    gap = torch.exp2(matrix.abs().log2().floor() - 7)  # between neighbours in bf16
+    error = (found.double().mean(0) - matrix) / gap
+    assert abs(error.mean().item()) < 1e-3 and error.abs().max() < 0.25
+    assert error.std().item() < 0.5 / steps**0.5
+    nearest = (matrix.float().bfloat16().double() - matrix) / gap
+    assert nearest.std().item() > 0.25
+    assert torch.equal(copies(copy, model, 7)[0], found[7])
+    assert torch.equal(copies(RoundedCopy(Some(), 3), model, 7)[0], matrix.float())  # of another model
+    assert not torch.equal(found[7], found[8])
+    assert not torch.equal(copies(RoundedCopy(model, 4), model, 7)[0], found[7])
+
+
+def seen_by_products(strategy: str) -> dict[str, torch.Tensor]:
+    """The whole rounded weights (collective)."""
+    section = ParallelConfig(sharding_strategy=strategy)
+    mesh = mesh_of(section)
+    model = parallelize(SHAPE, section, mesh, device=CPU, precision=CHANCE, seed=5)
+    with RoundedCopy(model, 5).of_step(3):
+        return {
+            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+            for name, p in model.named_parameters()
+        }
+
+
+def test_any_number_of_ranks_draws_the_same() -> None:
+    alone = seen_by_products("none")
+    for found in run_ranks(seen_by_products, 2, "fsdp"):
+        assert all(torch.equal(alone[name], value) for name, value in found.items())
+
+
+def test_the_memory_is_predicted() -> None:
+    model = Some()
+    lower = RoundedCopy(model, 3)._lower.values()
+    assert sum(bits.nbytes for bits in lower) == 2 * sum(p.numel() for p in model.parameters())
+    dims = ParallelDims("fsdp", 1, 4)
+    with_copy, without = (
+        estimate_memory(SHAPE, dims, ParallelConfig(), precision=each).state for each in (CHANCE, BF16)
+    )
+    assert with_copy - without == pytest.approx(2 * num_params(SHAPE) / 4, abs=1)
+
+
+def test_ranks_train_as_one_process() -> None:
+    """Over micro-steps, and where the backward pass gathers and computes again."""
+    near = dict(precision=CHANCE, accum=2, loss_abs=2e-3, norm_rel=2e-2)
+    flags = {"fsdp": {}, "ddp": dict(sharding_strategy="ddp"), "zero1": dict(sharding_strategy="zero1")}
+    cases = {
+        name: Case(each, dict(recompute="blocks"), **near)  # type: ignore[arg-type]
+        for name, each in flags.items()
+    }
+    compare(2, cases)
+
+
+def test_a_resume_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    base = (*TINY, "--checkpoint_interval=2", "--grad_accum_steps=2", "--learning_rate=0.01")
+    chance = (*base, "--precision=bf16_mixed_sr")
+    trained(*chance, "--num_steps=4", f"--output_dir={tmp_path / 'whole'}")
+    assert (
+        run(*chance, "--num_steps=4", f"--output_dir={tmp_path / 'parts'}", "--exit_step=2").returncode == 75
+    )
+    trained(*chance, "--num_steps=4", f"--output_dir={tmp_path / 'parts'}")
+    trained(*base, "--precision=bf16", "--num_steps=4", f"--output_dir={tmp_path / 'nearest'}")
+    whole, parts, nearest = (
+        {step: record["loss"] for step, record in metrics(tmp_path / name).items()}
+        for name in ("whole", "parts", "nearest")
+    )
+    assert whole == parts and len(whole) == 4
+    assert whole != nearest and abs(whole[4] - nearest[4]) < 0.05
