@@ -238,6 +238,8 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): block(config) for layer in layers})
         self.head = Head(config) if layers.stop == config.num_layers else None
         self.mask = attention_mask
+        is_learned = config.pos_emb == "relative"
+        self.distance_bias = load_part("distance_bias:DistanceBias")(config) if is_learned else None
         self.register_buffer("rope", rope_table(config).to(torch.get_default_device()), persistent=False)
 
     def to_empty(self, *, device: torch.types.Device, recurse: bool = True) -> Llama:
@@ -281,6 +283,9 @@ class Llama(nn.Module):
             for window in set(windows)
         }
         x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS, positions, keys_B)
+        if self.distance_bias is not None:
+            dtype = x_BSD.dtype
+            masks = {each: self.distance_bias(mask, seen.stop, dtype) for each, mask in masks.items()}
         traced = autograd_profiler._is_profiler_enabled  # names of blocks in traces, at no cost without one
         layer_keys = None if keys_B is None else load_part("dropout:layer_keys")
         for i, (layer, block) in enumerate(self.blocks.items()):

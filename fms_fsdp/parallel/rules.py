@@ -92,6 +92,10 @@ def _is_compiled_in_fp32(layout: Layout) -> bool:
 FEATURES: tuple[Feature, ...] = (
     *(Feature(name, f"--{name}=True") for name in _SWITCHES),
     *(Feature(f"{kind} positions", f"--pos_emb={kind}") for kind in _POSITIONS),
+    Feature("relative positions", "--pos_emb=relative",
+        {"cp": "adds biases of a whole row, which --cp_size cuts",
+         "pp": "has one table for all layers, which --pp_size gives to different ranks"},
+        "pos_emb", lambda layout: layout.model.pos_emb == "relative"),
     *(Feature(kind, f"--norm={kind}") for kind in ("layernorm", "scalenorm")),
     Feature("GELU blocks", "--activation=gelu"),
     Feature("windows", "--attn_window=24 --attn_window_pattern=LG"),
