@@ -1,6 +1,7 @@
 """The batch of a run: global_batch_size = batch_size × data-parallel size × grad_accum_steps rows.
 
-With a ramp that is the batch at its end; before it, steps have fewer micro-steps of as many rows.
+With a ramp that is the batch at its end; before it, steps have fewer micro-steps of as many rows, or, with
+--rampup_micro_batch, of fewer rows.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from fms_fsdp.config.values import joined
 @dataclass(frozen=True)
 class BatchPlan:
     """Rows of a micro-step on one rank, micro-steps of a step, and data-parallel ranks; `rampup`: start,
-    increment and samples of the ramp to it."""
+    increment and samples of the ramp to it, on which micro-steps may have fewer rows if `cuts_micro_steps`."""
 
     batch_size: int
     grad_accum_steps: int
     dp_size: int
     rampup: tuple[int, ...] = ()
+    cuts_micro_steps: bool = False
+
+    def rows_at_once(self, rows: int) -> int:
+        """The rows of a micro-step, in a step of so many rows of a rank."""
+        return max(divisors(rows, self.batch_size)) if self.cuts_micro_steps else self.batch_size
 
     @property
     def global_batch_size(self) -> int:
@@ -76,7 +82,7 @@ class WantedBatch:
 
 
 def divisors(total: int, most: int) -> list[int]:
-    """The divisors of `total` up to `most`, for messages."""
+    """The divisors of `total` up to `most`."""
     return [number for number in range(1, min(total, most) + 1) if total % number == 0]
 
 
@@ -118,6 +124,8 @@ def _facts_of_ramp(wanted: WantedBatch) -> Mapping[str, Any]:
         way = (end - multiple) // unit
         fitting = next(each for each in range(min(steps, way), 0, -1) if way % each == 0)
         remedies.append(f"write --rampup_batch_size={multiple},{way // fitting * unit},{samples}")
+    if not rest:
+        remedies.append("add --rampup_micro_batch=True")
     wrong = list(filter(lambda rows: rows % unit, range(start, end + 1, increment)))
     return {
         "rampup_batch_size": wanted.section.rampup_batch_size,
@@ -125,7 +133,7 @@ def _facts_of_ramp(wanted: WantedBatch) -> Mapping[str, Any]:
         "end": end,
         "room": max(1, end - start),
         "dp_size": dp_size,
-        "micro_step": wanted.micro_step,
+        "micro_steps": "" if wanted.section.rampup_micro_batch else f" x batch_size ({wanted.micro_step})",
         "wrong": joined(wrong[:5]) + ",…" * (len(wrong) > 5),
         "remedies": " or ".join([*remedies, "leave the flag out"]),
     }
@@ -162,8 +170,8 @@ LEADS: tuple[Rule[WantedBatch], ...] = (
     Rule("rampup_batch_size",
         lambda wanted: math.gcd(*wanted.section.rampup_batch_size[:2]) % (wanted.micro_step * wanted.dp_size)
         == 0,
-        "must have only batches that are divisible by data-parallel size ({dp_size}) x batch_size "
-        "({micro_step}), unlike {wrong}", "{remedies}", "batch_size", _facts_of_ramp),
+        "must have only batches that are divisible by data-parallel size ({dp_size}){micro_steps}, unlike "
+        "{wrong}", "{remedies}", "batch_size", _facts_of_ramp),
 )  # fmt: skip
 
 
@@ -193,7 +201,7 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
     check_rampup(section.rampup_batch_size, total)
     per_rank = total // dp_size
     if rows is None:
-        unit = BatchRamp.to(total, section.rampup_batch_size).unit
+        unit = _unit(section, total)
         rows = per_rank // accum if accum else (2 if unit % (2 * dp_size) == 0 else 1)
     return _with_ramp(section, rows, per_rank // rows, dp_size)
 
@@ -217,10 +225,15 @@ def keep_global_batch(
     per_rank = total // dp_size
     if accum is not None:
         return _with_ramp(section, per_rank // accum, accum, dp_size)
-    unit = max(1, BatchRamp.to(total, section.rampup_batch_size).unit // dp_size)
+    unit = max(1, _unit(section, total) // dp_size)
     most = min(rows or usual_rows, unit)
     fitting = next(size for size in range(most, 0, -1) if unit % size == 0)
     return _with_ramp(section, fitting, per_rank // fitting, dp_size)
+
+
+def _unit(section: TrainingConfig, total: int) -> int:
+    """The batch that micro-steps of equal rows must divide: a divisor of all batches of a ramp."""
+    return total if section.rampup_micro_batch else BatchRamp.to(total, section.rampup_batch_size).unit
 
 
 def _with_ramp(section: TrainingConfig, rows: int, accum: int, dp_size: int) -> BatchPlan:
@@ -229,5 +242,6 @@ def _with_ramp(section: TrainingConfig, rows: int, accum: int, dp_size: int) -> 
     Raises:
         UserError: one of the ramp's batches does not divide over the ranks.
     """
-    judge(LEADS, WantedBatch(section, rows * accum * dp_size, dp_size, rows), {})
-    return BatchPlan(rows, accum, dp_size, section.rampup_batch_size)
+    cuts = section.rampup_micro_batch
+    judge(LEADS, WantedBatch(section, rows * accum * dp_size, dp_size, 1 if cuts else rows), {})
+    return BatchPlan(rows, accum, dp_size, section.rampup_batch_size, cuts)

@@ -113,9 +113,7 @@ def _biased_attention(
         return explicit_attention(q_BHSK, k_BGTK, v_BGTK, bias)
     if q_BHSK.is_cuda and q_BHSK.shape[2] > 1:  # that kernel knows no groups
         k_BGTK, v_BGTK = _for_each_query_head(q_BHSK, k_BGTK, v_BGTK)
-    product = functools.partial(
-        F.scaled_dot_product_attention, enable_gqa=q_BHSK.shape[1] != k_BGTK.shape[1]
-    )
+    product = functools.partial(F.scaled_dot_product_attention, enable_gqa=q_BHSK.shape[1] != k_BGTK.shape[1])
     with _kernel("efficient" if learns else backend):
         return product(q_BHSK, k_BGTK, v_BGTK, attn_mask=bias.to(q_BHSK.dtype))
 

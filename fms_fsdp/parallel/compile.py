@@ -41,6 +41,14 @@ def apply_compile(model: Llama, *, recompute: bool) -> None:
         model.head.loss = partial(model.head.loss, compiled=True)
 
 
+def allow_shapes(number: int) -> None:
+    """Lets a block be compiled for so many shapes, as often as torch allows for one; else torch ends the run."""
+    from torch._dynamo import config
+
+    config.recompile_limit *= number
+    config.accumulated_recompile_limit *= number
+
+
 def missing_compiler(device: torch.device) -> str:
     """The compiler that compiled code for this device needs, if it is not on the PATH; else nothing."""
     variable, usual = ("CXX", "g++") if device.type == "cpu" else ("CC", "gcc")

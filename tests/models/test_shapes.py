@@ -54,7 +54,9 @@ def bucket_of(distance: int, number: int, most: int) -> int:
     exact = number // 2
     if distance < exact:
         return max(0, distance)
-    return min(number - 1, exact + int(math.log(distance / exact) / math.log(most / exact) * (number - exact)))
+    return min(
+        number - 1, exact + int(math.log(distance / exact) / math.log(most / exact) * (number - exact))
+    )
 
 
 def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> torch.Tensor:
