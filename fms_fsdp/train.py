@@ -35,7 +35,7 @@ from fms_fsdp.state import Hook, StepResult, TrainState
 class TrainStep:
     """The settings of a step, beside the state and the batch.
 
-    `rows_at_once`: the rows of a micro-step, by the rows of the step on this rank; None is always `batch_size`.
+    `rows_at_once`: the rows of a micro-step, by those of the step on this rank; None is always `batch_size`.
     `dropout_seed`: None, unless the model drops values. `vocab_size`: the limit of tokens and labels that
     `train` checks; None checks nothing.
     """

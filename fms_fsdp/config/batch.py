@@ -20,7 +20,7 @@ from fms_fsdp.config.values import joined
 @dataclass(frozen=True)
 class BatchPlan:
     """Rows of a micro-step on one rank, micro-steps of a step, and data-parallel ranks; `rampup`: start,
-    increment and samples of the ramp to it, on which micro-steps may have fewer rows if `cuts_micro_steps`."""
+    increment and samples of the ramp to it; if `cuts_micro_steps`, its micro-steps may have fewer rows."""
 
     batch_size: int
     grad_accum_steps: int
@@ -118,22 +118,20 @@ def _facts_of_ramp(wanted: WantedBatch) -> Mapping[str, Any]:
     rows, rest = divmod(math.gcd(start, increment, end), dp_size)
     if not rest:
         others = f" --grad_accum_steps={end // (rows * dp_size)}" if wanted.section.grad_accum_steps else ""
-        remedies.append(f"write --batch_size={rows}{others}")
+        remedies += [f"write --batch_size={rows}{others}", "add --rampup_micro_batch=True"]
     multiple, steps = max(1, start // unit) * unit, (end - start) // increment
     if multiple < end and steps > 0:
         way = (end - multiple) // unit
         fitting = next(each for each in range(min(steps, way), 0, -1) if way % each == 0)
         remedies.append(f"write --rampup_batch_size={multiple},{way // fitting * unit},{samples}")
-    if not rest:
-        remedies.append("add --rampup_micro_batch=True")
     wrong = list(filter(lambda rows: rows % unit, range(start, end + 1, increment)))
     return {
         "rampup_batch_size": wanted.section.rampup_batch_size,
         "start": start,
         "end": end,
         "room": max(1, end - start),
-        "dp_size": dp_size,
-        "micro_steps": "" if wanted.section.rampup_micro_batch else f" x batch_size ({wanted.micro_step})",
+        "parts": f"data-parallel size ({dp_size})"
+        + f" x batch_size ({wanted.micro_step})" * (not wanted.section.rampup_micro_batch),
         "wrong": joined(wrong[:5]) + ",…" * (len(wrong) > 5),
         "remedies": " or ".join([*remedies, "leave the flag out"]),
     }
@@ -170,8 +168,8 @@ LEADS: tuple[Rule[WantedBatch], ...] = (
     Rule("rampup_batch_size",
         lambda wanted: math.gcd(*wanted.section.rampup_batch_size[:2]) % (wanted.micro_step * wanted.dp_size)
         == 0,
-        "must have only batches that are divisible by data-parallel size ({dp_size}){micro_steps}, unlike "
-        "{wrong}", "{remedies}", "batch_size", _facts_of_ramp),
+        "must have only batches that are divisible by {parts}, unlike {wrong}", "{remedies}", "batch_size",
+        _facts_of_ramp),
 )  # fmt: skip
 
 
@@ -242,6 +240,6 @@ def _with_ramp(section: TrainingConfig, rows: int, accum: int, dp_size: int) -> 
     Raises:
         UserError: one of the ramp's batches does not divide over the ranks.
     """
-    cuts = section.rampup_micro_batch
-    judge(LEADS, WantedBatch(section, rows * accum * dp_size, dp_size, 1 if cuts else rows), {})
-    return BatchPlan(rows, accum, dp_size, section.rampup_batch_size, cuts)
+    least = 1 if section.rampup_micro_batch else rows
+    judge(LEADS, WantedBatch(section, rows * accum * dp_size, dp_size, least), {})
+    return BatchPlan(rows, accum, dp_size, section.rampup_batch_size, section.rampup_micro_batch)

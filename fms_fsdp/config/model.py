@@ -68,7 +68,7 @@ class ModelConfig:
         choices=("before", "after"), advanced=True, part="relatives")
     pos_emb: str | None = _of_variant("type of the positional encoding",
         choices=("rope", "learned", "sinusoidal", "alibi", "relative", "none"), advanced=True)
-    relative_buckets: int | None = _of_variant("number of distances that relative positions tell apart, as T5",
+    relative_buckets: int | None = _of_variant("number of distances that relative positions tell apart",
         minimum=2, maximum=65536, advanced=True, part="distance_bias")
     relative_max_distance: int | None = _of_variant("distance from which on relative positions are alike",
         minimum=2, maximum=2**30, advanced=True, part="distance_bias")

@@ -178,8 +178,8 @@ class TrainingConfig:
         help="start,increment,samples: the global batch grows from start rows by increment rows at a time, "
         "and is global_batch_size after so many samples (rows)")
     rampup_micro_batch: bool = free_flag(False,
-        help="micro-steps of a ramp have the most rows, up to batch_size, that divide the step's rows of a rank "
-        "(compiled blocks: one compilation for each number)")
+        help="micro-steps of a ramp have the most rows, up to batch_size, that divide the step's rows "
+        "(torch.compile: one compilation for each number)")
     deterministic: bool = announced_flag(False, advanced=True,
         help="use only deterministic kernels, which are slower (CPU runs always repeat bit for bit)")
     max_bad_steps: int = free_flag(10, minimum=0,

@@ -55,10 +55,10 @@ def attention(
         flex: Any = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
         out: torch.Tensor = flex(q_BHSK, k_BGTK, v_BGTK, score, block_mask=mask, enable_gqa=grouped)
         return out
-    if mask is not None and mask.ndim == 4:
-        return _biased_attention(q_BHSK, k_BGTK, v_BGTK, mask, backend)
     product = functools.partial(F.scaled_dot_product_attention, enable_gqa=grouped)
     with _kernel(backend):
+        if mask is not None and mask.ndim == 4:
+            return product(q_BHSK, k_BGTK, v_BGTK, attn_mask=mask.to(q_BHSK.dtype))
         if k_BGTK.shape[2] > q_BHSK.shape[2]:
             seen = None if q_BHSK.shape[2] == 1 else _seen_from_the_end(q_BHSK, k_BGTK)
             return product(q_BHSK, k_BGTK, v_BGTK, attn_mask=seen)
@@ -75,8 +75,6 @@ def chosen_backend(config: LlamaConfig, dtype: torch.dtype, device: torch.device
     Raises:
         UserError: there is none for it.
     """
-    if config.pos_emb == "relative":
-        return "math" if config.attn_impl == "math" else "efficient"
     size = (config.max_seq_len, config.head_dim)
     q, kv = (
         torch.empty(1, heads, *size, dtype=dtype, device=device, requires_grad=True)
@@ -103,21 +101,6 @@ def _seen_from_the_end(q_BHSK: torch.Tensor, k_BGTK: torch.Tensor) -> torch.Tens
     return every_ST.tril(num_keys - num_queries)
 
 
-def _biased_attention(
-    q_BHSK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, bias: torch.Tensor, backend: str
-) -> torch.Tensor:
-    """Attention whose scores are added to. A bias that is learned is for the one fused kernel that gives its
-    gradient; there is none for CPUs."""
-    learns = bias.requires_grad and backend == "auto"
-    if learns and not q_BHSK.is_cuda:
-        return explicit_attention(q_BHSK, k_BGTK, v_BGTK, bias)
-    if q_BHSK.is_cuda and q_BHSK.shape[2] > 1:  # that kernel knows no groups
-        k_BGTK, v_BGTK = _for_each_query_head(q_BHSK, k_BGTK, v_BGTK)
-    product = functools.partial(F.scaled_dot_product_attention, enable_gqa=q_BHSK.shape[1] != k_BGTK.shape[1])
-    with _kernel("efficient" if learns else backend):
-        return product(q_BHSK, k_BGTK, v_BGTK, attn_mask=bias.to(q_BHSK.dtype))
-
-
 def _by_document(
     product: Callable[..., torch.Tensor],
     q_BHSK: torch.Tensor,
@@ -138,12 +121,6 @@ def _by_document(
     return torch.cat(rows)
 
 
-def _for_each_query_head(q_BHSK: torch.Tensor, *of_groups: torch.Tensor) -> list[torch.Tensor]:
-    """Keys and values once for each query head."""
-    group = q_BHSK.shape[1] // of_groups[0].shape[1]
-    return [x if group == 1 else x.repeat_interleave(group, dim=1) for x in of_groups]
-
-
 def _is_short(q_BHSK: torch.Tensor) -> bool:
     """Whether explicit products beat the flash kernel: bf16 rows of up to 256 tokens on a CPU.
 
@@ -161,7 +138,8 @@ def explicit_attention(
 ) -> torch.Tensor:
     """Attention by explicit products; scores and softmax in fp32, whole (B H S S). `bias` is added to the
     scores; without one it is causal."""
-    k_BHSK, v_BHSK = _for_each_query_head(q_BHSK, k_BGSK, v_BGSK)
+    group = q_BHSK.shape[1] // k_BGSK.shape[1]
+    k_BHSK, v_BHSK = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k_BGSK, v_BGSK))
     scores_BHSS = (q_BHSK @ k_BHSK.transpose(2, 3)).float() * (1 / math.sqrt(q_BHSK.shape[3]))
     if bias is None:
         position_S = torch.arange(q_BHSK.shape[2], device=q_BHSK.device)

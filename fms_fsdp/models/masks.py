@@ -37,11 +37,9 @@ def attention_mask(
     from a cache, so that no mask is compiled. `num_keys`: the number of keys, of which the keys behind
     `positions` are hidden."""
     if not num_keys:
-        has_bias = config.pos_emb in ("alibi", "relative")
-        if not window and not has_bias and (ids_BS is None or not config.attn_dropout):
+        if not window and config.pos_emb != "alibi" and (ids_BS is None or not config.attn_dropout):
             return None if ids_BS is None else document_mask(ids_BS)
-        is_whole = cached or config.attn_dropout or config.pos_emb == "relative"
-        if device.type == "cuda" and not is_whole:
+        if device.type == "cuda" and not cached and not config.attn_dropout:
             return block_mask(ids_BS, window, positions.stop, device)
     return load_part("gpt").added_mask(config, window, ids_BS, positions, device, num_keys)
 

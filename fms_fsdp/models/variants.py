@@ -220,11 +220,10 @@ def _facts(shape: Shape) -> Mapping[str, Any]:
 def _of_positions(name: str, kind: str = "rope") -> Rule[Shape]:
     """The rule that a flag of this kind of positions is given only where the model has them."""
 
-    def holds(shape: Shape) -> bool:
+    def ok(shape: Shape) -> bool:
         return shape.config.pos_emb == kind or getattr(shape.section, name) is None
 
-    broken = f"has no effect without --pos_emb={kind}"
-    return Rule(name, holds, broken, "leave the flag out", "pos_emb", _facts)
+    return Rule(name, ok, f"has no effect without --pos_emb={kind}", "leave the flag out", "pos_emb", _facts)
 
 
 SHAPES: tuple[Rule[Shape], ...] = (
@@ -274,13 +273,10 @@ SHAPES: tuple[Rule[Shape], ...] = (
     *map(_of_positions, ("rope_theta", "rope_scaling", "rope_pct", "rope_pattern")),
     *(_of_positions(name, "relative") for name in ("relative_buckets", "relative_max_distance")),
     Rule("relative_max_distance",
-        lambda shape: shape.config.pos_emb != "relative"
-        or shape.config.relative_max_distance > shape.config.relative_buckets // 2,
-        "must be above half of --relative_buckets ({relative_buckets})", "raise it, or use fewer buckets",
-        "relative_buckets", _facts),
+        lambda shape: shape.config.relative_max_distance > shape.config.relative_buckets // 2,
+        "must be above half of --relative_buckets ({relative_buckets})", "raise it", "pos_emb", _facts),
     Rule("attn_impl",
-        lambda shape: shape.config.pos_emb != "relative"
-        or shape.config.attn_impl not in ("flash", "cudnn"),
+        lambda shape: shape.config.pos_emb != "relative" or shape.config.attn_impl not in ("flash", "cudnn"),
         "has no gradient for --pos_emb=relative", "use auto, efficient or math", "pos_emb", _facts),
 )  # fmt: skip
 

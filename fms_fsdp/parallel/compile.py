@@ -42,11 +42,9 @@ def apply_compile(model: Llama, *, recompute: bool) -> None:
 
 
 def allow_shapes(number: int) -> None:
-    """Lets a block be compiled for so many shapes, as often as torch allows for one; else torch ends the run."""
-    from torch._dynamo import config
-
-    config.recompile_limit *= number
-    config.accumulated_recompile_limit *= number
+    """Lets a block be compiled for so many shapes, each as often as torch allows; else the run ends."""
+    torch._dynamo.config.recompile_limit *= number
+    torch._dynamo.config.accumulated_recompile_limit *= number
 
 
 def missing_compiler(device: torch.device) -> str:

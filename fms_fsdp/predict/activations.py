@@ -9,8 +9,8 @@ heads, F ffn, H heads:
 
 Without the compiler an RMSNorm on a CPU is made of single operations: it also keeps its input over its size,
 and both in fp32. A fused norm, of a GPU or of the compiler, keeps its input alone.
-Two kinds of masks are left out: those added to scores without a gradient (ALiBi, windows on a CPU), and those of
-flex_attention.
+Masks are left out: those added to scores (ALiBi, windows on a CPU; memory.py adds learned ones), and those
+of flex_attention.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class BlockActivations:
     def is_explicit(self) -> bool:
         """Whether attention is products and a softmax, whose weights exist as a whole."""
         is_short = self.device_type == "cpu" and self.number == 2 and self.seq_length <= _SHORT_ROW
-        learns = self.device_type == "cpu" and self.config.pos_emb == "relative"
-        return self.config.attn_dropout > 0 or ((is_short or learns) and self.config.attn_impl == "auto")
+        is_short |= self.device_type == "cpu" and self.config.pos_emb == "relative"
+        return self.config.attn_dropout > 0 or (is_short and self.config.attn_impl == "auto")
 
     def norm(self, size: int, count: int = 1, *, fused: bool = False) -> int:
         """What a norm of `count` parts keeps beside its result, its input included."""
@@ -157,13 +157,6 @@ def activation_bytes(
         chosen = max(1, int(config.num_layers * section.recomputed_share))
         kept = chosen * block.number * config.hidden_size + (config.num_layers - chosen) * block.whole()
     return num_tokens * kept
-
-
-def bias_bytes(config: LlamaConfig, num_rows: int, seq_length: int, number: int) -> int:
-    """Learned biases of distances: what is added to the scores, for each window of layers, the gradient of
-    it, and what a layer gives to that, a row at a time. A document mask makes one for every row, left out."""
-    copies = (2 * len(set(config.windows)) + num_rows) * (config.pos_emb == "relative")
-    return copies * number * config.num_attention_heads * seq_length**2
 
 
 def loss_bytes(

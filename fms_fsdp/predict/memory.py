@@ -28,7 +28,7 @@ from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parts import load_part
-from fms_fsdp.predict.activations import BlockActivations, activation_bytes, bias_bytes, loss_bytes
+from fms_fsdp.predict.activations import BlockActivations, activation_bytes, loss_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -207,7 +207,8 @@ class _Step:
         how = dict(compiled=self.compiled, device_type=self.holds.device_type)
         a_model = (config, tokens, self.seq_length, self.precision, self.section)
         activations = activation_bytes(*a_model, **how)  # type: ignore[arg-type]
-        activations += bias_bytes(config, self.batch.batch_size, self.seq_length, self.number)
+        if config.pos_emb == "relative":
+            activations += load_part("distance_bias:bias_bytes")(config, tokens, self.seq_length, self.number)
         if dims.divides_model:
             part = load_part("shares", folder="predict")
             activations = int(part.kept_activations(config, dims, self.section, self.batch) * activations)

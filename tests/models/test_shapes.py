@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from fms_fsdp.config import BF16, ParallelConfig
-from fms_fsdp.extras.distance_bias import buckets
 from fms_fsdp.extras.decoding import KeyValueCache
+from fms_fsdp.extras.distance_bias import buckets
 from fms_fsdp.extras.generate import Sampling, generate
 from fms_fsdp.extras.gpt import ScaleNorm, alibi_slopes
 from fms_fsdp.models.llama import Llama

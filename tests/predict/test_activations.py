@@ -73,8 +73,6 @@ def through_blocks(model: Llama, x: torch.Tensor) -> torch.Tensor:
     config, (rows, length, _) = model.config, x.shape
     rope = model.rope[:length] if config.pos_emb == "rope" else None
     mask = model.mask(config, 0, None, slice(0, length), CPU)
-    if model.distance_bias is not None:
-        mask = model.distance_bias(mask, length, x.dtype)
     keys = row_keys(1, 1, 0, rows) if config.has_dropout else None
     for block in model.blocks.values():
         x = block(x, rope, mask, None, keys)

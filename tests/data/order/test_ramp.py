@@ -142,7 +142,11 @@ def test_micro_steps_divide_every_batch_of_a_ramp() -> None:
         ({"rampup_batch_size": (24, 1, 100)}, 1, "must lead from 24 rows to the global batch (24)"),
         ({"rampup_batch_size": (32, 8, 100)}, 1, "must lead from 32 rows to the global batch (24)"),
         ({"rampup_batch_size": (3, 3, 100)}, 2, "unlike 3,9,15,21; write --rampup_batch_size="),
-        ({"rampup_batch_size": (6, 6, 9), "batch_size": 4}, 1, "unlike 6,18; write --batch_size=6 or write"),
+        (
+            {"rampup_batch_size": (6, 6, 9), "batch_size": 4},
+            1,
+            "unlike 6,18; write --batch_size=6 or add --rampup_micro_batch=True or write",
+        ),
     ],
 )
 def test_a_ramp_that_does_not_divide_is_refused(flags: dict[str, Any], ranks: int, text: str) -> None:
@@ -220,5 +224,5 @@ def test_micro_steps_of_a_ramp_take_the_most_rows_that_divide_a_step() -> None:
     ):
         resolve_batch(flags, 4)
     plain = section(rampup_batch_size=(2, 2, 100), batch_size=8, global_batch_size=24)
-    with pytest.raises(ValueError, match=r"or add --rampup_micro_batch=True or leave the flag out"):
+    with pytest.raises(ValueError, match=r"or add --rampup_micro_batch=True or write"):
         resolve_batch(plain, 1)
