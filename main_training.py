@@ -52,7 +52,7 @@ from fms_fsdp.hooks import open_hooks
 from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.optimizers import build_optimizers
-from fms_fsdp.parallel.compile import compiles_optimizer
+from fms_fsdp.parallel.compile import allow_shapes, compiles_optimizer
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parts import load_part
 from fms_fsdp.run.claim import claim, look_at_suspect, record_launch, restore
@@ -127,6 +127,8 @@ def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -
     device, precision, seed = spec.device, spec.precision, cfg.training.seed
     section = cfg.parallel.for_rows(spec.seq_length)
     model = parallelize(spec.model, section, mesh, device=device, precision=precision, seed=seed)
+    if spec.batch.cuts_micro_steps:
+        allow_shapes(spec.batch.batch_size)
     with checking_input():
         compiled = compiles_optimizer(cfg.parallel, model, device)
         optimizers = build_optimizers(cfg.optim, model, precision, seed, compiled=compiled)
@@ -155,6 +157,7 @@ def recipe_of(spec: Spec, mesh: Mesh) -> TrainStep:
         cfg.data.document_mask,
         dropout_seed=cfg.training.seed if spec.model.has_dropout else None,
         vocab_size=spec.model.vocab_size,
+        rows_at_once=spec.batch.rows_at_once,
     )
 
 

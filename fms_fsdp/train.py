@@ -11,7 +11,7 @@ hook reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -35,6 +35,7 @@ from fms_fsdp.state import Hook, StepResult, TrainState
 class TrainStep:
     """The settings of a step, beside the state and the batch.
 
+    `rows_at_once`: the rows of a micro-step, by those of the step on this rank; None is always `batch_size`.
     `dropout_seed`: None, unless the model drops values. `vocab_size`: the limit of tokens and labels that
     `train` checks; None checks nothing.
     """
@@ -47,6 +48,11 @@ class TrainStep:
     document_mask: bool
     dropout_seed: int | None = None
     vocab_size: int | None = None
+    rows_at_once: Callable[[int], int] | None = None
+
+    def micro_rows(self, batch: Batch) -> int:
+        """The rows of each micro-step of the batch."""
+        return self.batch_size if self.rows_at_once is None else self.rows_at_once(len(batch.tokens_BS))
 
 
 def train(recipe: TrainStep, state: TrainState, hooks: Sequence[Hook], clock: Clock) -> None:
@@ -66,8 +72,8 @@ def train(recipe: TrainStep, state: TrainState, hooks: Sequence[Hook], clock: Cl
         with checking_input(on_one_rank=True, data_step=progress.step + 1):
             with record_function("data"):
                 progress.batch = batch = state.stream.next_batch()
-            if (rows := len(batch.tokens_BS)) % recipe.batch_size:
-                raise UserError(f"stream gave {rows} rows, and must give a multiple of {recipe.batch_size}")
+            if (rows := len(batch.tokens_BS)) % (micro_rows := recipe.micro_rows(batch)):
+                raise UserError(f"stream gave {rows} rows, and must give a multiple of {micro_rows}")
             if recipe.vocab_size is not None:  # on the host still, where nothing waits for it
                 check_batch(batch, recipe.vocab_size, progress.step + 1, recipe.mesh.place("dp") * rows)
         clock.mark("data")
@@ -85,7 +91,7 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
 
     The requests of all ranks are added up beside the number of labels, in one message.
     """
-    mesh, model, accum = recipe.mesh, state.model, len(batch.tokens_BS) // recipe.batch_size
+    mesh, model, accum = recipe.mesh, state.model, len(batch.tokens_BS) // recipe.micro_rows(batch)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")
@@ -161,5 +167,5 @@ def micro_batches(recipe: TrainStep, batch: Batch, step: int) -> Iterator[tuple[
     columns: list[Iterable[torch.Tensor | None]] = []
     for column in (batch.tokens_BS, batch.labels_BS, *mask, keys_B):
         moved = None if column is None else column.to(recipe.device, non_blocking=True)
-        columns.append(repeat(None) if moved is None else torch.split(moved, recipe.batch_size))
+        columns.append(repeat(None) if moved is None else torch.split(moved, recipe.micro_rows(batch)))
     return zip(*columns, strict=False)

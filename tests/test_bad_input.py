@@ -190,6 +190,12 @@ def test_a_huge_number_in_a_file_is_refused_with_the_file(empty: Path, name: str
         ("--export_interval=7 --checkpoint_interval=2", "--export_interval (7) must be a multiple of"),
         ("--export_interval=7 --checkpoint_interval=0", "--export_interval (7) must be a multiple of"),
         ("--export_interval=1000 --checkpoint_schedule=5", "--export_interval (1000) must be a multiple of"),
+        ("--relative_buckets=16", "--relative_buckets (16) has no effect without --pos_emb=relative"),
+        (
+            "--pos_emb=alibi --relative_max_distance=16",
+            "--relative_max_distance (16) has no effect without --pos_emb=relative",
+        ),
+        ("--export_interval=1000 --pos_emb=relative", "the model's --pos_emb (relative) must be"),
         ("--export_interval=1000 --pos_emb=alibi", "the model's --pos_emb (alibi) must be"),
         ("--gc_interval=-1", "--gc_interval (-1) must be at least 0"),
         ("--dist_backend=nccl", "--dist_backend (nccl) needs a GPU"),

@@ -454,6 +454,10 @@ def test_what_a_refused_batch_is_advised_is_not_refused_next(rampup: tuple[int, 
             if text.startswith("--rampup") != bool(rampup) or "must lead from" in text:
                 continue
             for advice in text.partition("; ")[2].split(" or "):
+                if advice == "add --rampup_micro_batch=True":
+                    given = TrainingConfig(**flags, rampup_batch_size=rampup, rampup_micro_batch=True)
+                    assert resolve_batch(given, dp_size).cuts_micro_steps
+                    continue
                 advised = re.findall(r"--(\w+)=(\d+(?:,\d+)*)", advice)
                 assert advised or "leave the flag out" in advice or "a number of ranks" in advice, text
                 read = {name: tuple(map(int, value.split(","))) for name, value in advised}

@@ -35,7 +35,7 @@ GREEDY = Sampling(temperature=0)
 PROMPTS = ([5, 6, 7, 8, 9, 10], [3], [11, 12, 13])
 
 
-@pytest.fixture(scope="module", params=["rope", "learned"])
+@pytest.fixture(scope="module", params=["rope", "learned", "relative"])
 def model(request: pytest.FixtureRequest) -> Llama:
     config = LlamaConfig(2, 32, 64, 4, 2, 61, max_seq_len=24, pos_emb=request.param, init_std=0.3)
     made = Llama(config)
@@ -102,7 +102,12 @@ def test_weights_in_the_layout_of_onednn_give_the_same_logits(
 @pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
 @pytest.mark.parametrize(
     "shape",
-    [{}, {"pos_emb": "learned", "norm": "layernorm", "bias": True}, {"pos_emb": "alibi", "attn_window": 5}],
+    [
+        {},
+        {"pos_emb": "learned", "norm": "layernorm", "bias": True},
+        {"pos_emb": "alibi", "attn_window": 5},
+        {"pos_emb": "relative", "relative_buckets": 8, "relative_max_distance": 12},
+    ],
 )
 def test_compiled_steps_give_the_same_text(shape: dict[str, Any]) -> None:
     """In fp64, as above. Block and head are compiled once for each number of rows, whatever the lengths."""

@@ -1,6 +1,7 @@
 """The batch of a run: global_batch_size = batch_size × data-parallel size × grad_accum_steps rows.
 
-With a ramp that is the batch at its end; before it, steps have fewer micro-steps of as many rows.
+With a ramp that is the batch at its end; before it, steps have fewer micro-steps of as many rows, or, with
+--rampup_micro_batch, of fewer rows.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from fms_fsdp.config.values import joined
 @dataclass(frozen=True)
 class BatchPlan:
     """Rows of a micro-step on one rank, micro-steps of a step, and data-parallel ranks; `rampup`: the ramp to
-    it (`BatchRamp.to`)."""
+    it (`BatchRamp.to`); if `cuts_micro_steps`, its micro-steps may have fewer rows."""
 
     batch_size: int
     grad_accum_steps: int
     dp_size: int
     rampup: tuple[int, ...] = ()
+    cuts_micro_steps: bool = False
+
+    def rows_at_once(self, rows: int) -> int:
+        """The rows of a micro-step, in a step of so many rows of a rank."""
+        return max(divisors(rows, self.batch_size)) if self.cuts_micro_steps else self.batch_size
 
     @property
     def global_batch_size(self) -> int:
@@ -76,7 +82,7 @@ class WantedBatch:
 
 
 def divisors(total: int, most: int) -> list[int]:
-    """The divisors of `total` up to `most`, for messages."""
+    """The divisors of `total` up to `most`."""
     return [number for number in range(1, min(total, most) + 1) if total % number == 0]
 
 
@@ -112,7 +118,7 @@ def _facts_of_ramp(wanted: WantedBatch) -> Mapping[str, Any]:
     rows, rest = divmod(math.gcd(start, increment, end), dp_size)
     if not rest:
         others = f" --grad_accum_steps={end // (rows * dp_size)}" if wanted.section.grad_accum_steps else ""
-        remedies.append(f"write --batch_size={rows}{others}")
+        remedies += [f"write --batch_size={rows}{others}", "add --rampup_micro_batch=True"]
     multiple, steps = max(1, start // unit) * unit, (end - start) // increment
     if end % unit == 0:
         remedies.append(f"add --rampup_round={unit}")
@@ -129,8 +135,8 @@ def _facts_of_ramp(wanted: WantedBatch) -> Mapping[str, Any]:
         "room": max(1, end - start),
         "rampup_round": rounding,
         "divisor": math.gcd(end, rounding),
-        "dp_size": dp_size,
-        "micro_step": wanted.micro_step,
+        "parts": f"data-parallel size ({dp_size})"
+        + f" x batch_size ({wanted.micro_step})" * (not wanted.section.rampup_micro_batch),
         "wrong": joined(wrong[:5]) + ",…" * (len(wrong) > 5),
         "remedies": " or ".join([*remedies, "leave the flag out"]),
     }
@@ -171,8 +177,8 @@ LEADS: tuple[Rule[WantedBatch], ...] = (
     Rule("rampup_batch_size",
         lambda wanted: BatchRamp.to(wanted.total, wanted.section.rampup).unit
         % (wanted.micro_step * wanted.dp_size) == 0,
-        "must have only batches that are divisible by data-parallel size ({dp_size}) x batch_size "
-        "({micro_step}), unlike {wrong}", "{remedies}", "batch_size", _facts_of_ramp),
+        "must have only batches that are divisible by {parts}, unlike {wrong}", "{remedies}", "batch_size",
+        _facts_of_ramp),
 )  # fmt: skip
 
 
@@ -202,7 +208,7 @@ def resolve_batch(section: TrainingConfig, dp_size: int) -> BatchPlan:
     check_rampup(section, total)
     per_rank = total // dp_size
     if rows is None:
-        unit = BatchRamp.to(total, section.rampup).unit
+        unit = _unit(section, total)
         rows = per_rank // accum if accum else (2 if unit % (2 * dp_size) == 0 else 1)
     return _with_ramp(section, rows, per_rank // rows, dp_size)
 
@@ -226,10 +232,15 @@ def keep_global_batch(
     per_rank = total // dp_size
     if accum is not None:
         return _with_ramp(section, per_rank // accum, accum, dp_size)
-    unit = max(1, BatchRamp.to(total, section.rampup).unit // dp_size)
+    unit = max(1, _unit(section, total) // dp_size)
     most = min(rows or usual_rows, unit)
     fitting = next(size for size in range(most, 0, -1) if unit % size == 0)
     return _with_ramp(section, fitting, per_rank // fitting, dp_size)
+
+
+def _unit(section: TrainingConfig, total: int) -> int:
+    """The batch that micro-steps of equal rows must divide: a divisor of all batches of a ramp."""
+    return total if section.rampup_micro_batch else BatchRamp.to(total, section.rampup).unit
 
 
 def _with_ramp(section: TrainingConfig, rows: int, accum: int, dp_size: int) -> BatchPlan:
@@ -238,5 +249,6 @@ def _with_ramp(section: TrainingConfig, rows: int, accum: int, dp_size: int) -> 
     Raises:
         UserError: one of the ramp's batches does not divide over the ranks.
     """
-    judge(LEADS, WantedBatch(section, rows * accum * dp_size, dp_size, rows), {})
-    return BatchPlan(rows, accum, dp_size, section.rampup)
+    least = 1 if section.rampup_micro_batch else rows
+    judge(LEADS, WantedBatch(section, rows * accum * dp_size, dp_size, least), {})
+    return BatchPlan(rows, accum, dp_size, section.rampup, section.rampup_micro_batch)

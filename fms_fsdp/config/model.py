@@ -67,7 +67,11 @@ class ModelConfig:
     norm_place: str | None = _of_variant("norms before or, as in OLMo2, after attention and feed-forward",
         choices=("before", "after"), advanced=True, part="relatives")
     pos_emb: str | None = _of_variant("type of the positional encoding",
-        choices=("rope", "learned", "sinusoidal", "alibi", "none"), advanced=True)
+        choices=("rope", "learned", "sinusoidal", "alibi", "relative", "none"), advanced=True)
+    relative_buckets: int | None = _of_variant("number of distances that relative positions tell apart",
+        minimum=2, maximum=65536, advanced=True, part="distance_bias")
+    relative_max_distance: int | None = _of_variant("distance from which on relative positions are alike",
+        minimum=2, maximum=2**30, advanced=True, part="distance_bias")
     activation: str | None = _of_variant("activation of the feed-forward block: swiglu has three matrices",
         choices=("swiglu", "gelu", "gelu_tanh", "relu2"), advanced=True)
     bias: bool | None = _of_variant("linear layers other than the head have a bias", advanced=True)

@@ -294,6 +294,8 @@ IDLE: tuple[ConfigRule, ...] = (
         lambda c: c.optim.optimizer not in _WITHOUT_EPS, "an optimizer with an epsilon"),
     *_idle("weight_decay decay_norms decay_embeddings", "optimizer",
         lambda c: c.optim.optimizer != "rprop", "an optimizer with weight decay"),
+    *_idle("rampup_micro_batch", "rampup_batch_size",
+        lambda c: c.training.rampup_batch_size, "--rampup_batch_size"),
     *_idle("init_new_tokens", "init_from_hf", lambda c: c.model.init_from_hf, "--init_from_hf"),
     *_idle("init_std residual_scaled_init", "init_from_hf",
         lambda c: not c.model.init_from_hf, "beside --init_from_hf", _ONE_OUT),

@@ -206,6 +206,9 @@ class TrainingConfig:
     rampup_round: int = announced_flag(1, minimum=1, advanced=True,
         help="each batch of the ramp is rounded down to a multiple of so many rows, so that ranks and "
         "micro-steps can share each")
+    rampup_micro_batch: bool = free_flag(False,
+        help="micro-steps of a ramp have the most rows, up to batch_size, that divide the step's rows "
+        "(torch.compile: one compilation for each number)")
     deterministic: bool = announced_flag(False, advanced=True,
         help="use only deterministic kernels, which are slower (CPU runs always repeat bit for bit)")
     teacher_path: str = announced_flag("", form="path", part="teacher",

@@ -26,7 +26,7 @@ def num_params_by_unit(config: LlamaConfig) -> dict[str, int]:
     vocab = config.padded_vocab_size * hidden
     block = 2 * hidden * (q_size + kv_size) + hidden * (inner + ffn)
     return {
-        "embed": vocab + _position_rows(config) * hidden,
+        "embed": vocab + _tables(config),
         "block": block + _vectors(config),
         "head": _norm(config, hidden) + (0 if config.tie_embeddings else vocab),
     }
@@ -51,8 +51,9 @@ def _norm(config: LlamaConfig, size: int) -> int:
     return {"rmsnorm": size, "layernorm": 2 * size, "scalenorm": 1}[config.norm]
 
 
-def _position_rows(config: LlamaConfig) -> int:
-    return config.max_seq_len if config.pos_emb == "learned" else 0
+def _tables(config: LlamaConfig) -> int:
+    learned, relative = config.max_seq_len * config.hidden_size, config.relative_buckets
+    return {"learned": learned, "relative": relative * config.num_attention_heads}.get(config.pos_emb, 0)
 
 
 def _attention_sizes(config: LlamaConfig) -> tuple[int, int]:
@@ -94,10 +95,10 @@ def flops_per_token(config: LlamaConfig, seq_length: int) -> int:
 def matmul_flops_per_token(config: LlamaConfig, seq_length: int) -> int:
     """`flops_per_token` without what multiplies no matrix: the embedding lookup, norms and biases, and the
     rows that fill up the head; a tied embedding counts once, as the head."""
-    rows = _position_rows(config) + config.padded_vocab_size - config.vocab_size
+    rows = config.padded_vocab_size - config.vocab_size
     rows += 0 if config.tie_embeddings else config.padded_vocab_size
-    vectors = config.num_layers * _vectors(config) + _norm(config, config.hidden_size)
-    return flops_per_token(config, seq_length) - 6 * (rows * config.hidden_size + vectors)
+    others = config.num_layers * _vectors(config) + _norm(config, config.hidden_size) + _tables(config)
+    return flops_per_token(config, seq_length) - 6 * (rows * config.hidden_size + others)
 
 
 def keeps_product(kept: Collection[str], place: int) -> bool:

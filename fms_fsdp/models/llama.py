@@ -88,7 +88,8 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         heads, is_alibi = config.num_attention_heads, config.pos_emb == "alibi"
         score = load_part("gpt").alibi_score(heads) if is_alibi else None
-        self.attend = partial(attention, backend=config.attn_impl, score=score)
+        attend = load_part("distance_bias:attend") if config.pos_emb == "relative" else attention
+        self.attend = partial(attend, backend=config.attn_impl, score=score)
         q_size, kv_size = heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = build_linear(config, config.hidden_size, q_size, bias=config.qkv_bias)
         self.k_proj = build_linear(config, config.hidden_size, kv_size, bias=config.qkv_bias)
@@ -247,7 +248,9 @@ class Llama(nn.Module):
         block: type[Block] = Block if config.norm_place == "before" else load_part("relatives:PostNormBlock")
         self.blocks = nn.ModuleDict({str(layer): block(config) for layer in layers})
         self.head = Head(config) if layers.stop == config.num_layers else None
-        self.mask = attention_mask
+        learned = config.pos_emb == "relative"  # biases, a matter of the mask
+        self.distance_bias = load_part("distance_bias:DistanceBias")(config) if learned else None
+        self.mask = attention_mask if self.distance_bias is None else self.distance_bias.mask
         self.pass_blocks: Callable[[torch.Tensor, Sequence[Call]], torch.Tensor] = in_turn
         self.register_buffer("rope", rope_table(config).to(torch.get_default_device()), persistent=False)
 

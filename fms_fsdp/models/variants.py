@@ -87,6 +87,8 @@ class LlamaConfig:
     attention_multiplier: float = 0.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -215,13 +217,13 @@ def _facts(shape: Shape) -> Mapping[str, Any]:
     }
 
 
-def _rotary(name: str) -> Rule[Shape]:
-    """The rule that a flag of rotary positions is given only where the model has them."""
+def _of_positions(name: str, kind: str = "rope") -> Rule[Shape]:
+    """The rule that a flag of this kind of positions is given only where the model has them."""
 
-    def holds(shape: Shape) -> bool:
-        return shape.config.pos_emb == "rope" or getattr(shape.section, name) is None
+    def ok(shape: Shape) -> bool:
+        return shape.config.pos_emb == kind or getattr(shape.section, name) is None
 
-    return Rule(name, holds, "has no effect without --pos_emb=rope", "leave the flag out", "pos_emb", _facts)
+    return Rule(name, ok, f"has no effect without --pos_emb={kind}", "leave the flag out", "pos_emb", _facts)
 
 
 SHAPES: tuple[Rule[Shape], ...] = (
@@ -268,7 +270,14 @@ SHAPES: tuple[Rule[Shape], ...] = (
         or shape.config.pos_emb not in ("learned", "sinusoidal"),
         "would multiply positions that are added to the embedding too", "use --pos_emb=rope", "pos_emb",
         _facts),
-    *map(_rotary, ("rope_theta", "rope_scaling", "rope_pct", "rope_pattern")),
+    *map(_of_positions, ("rope_theta", "rope_scaling", "rope_pct", "rope_pattern")),
+    *(_of_positions(name, "relative") for name in ("relative_buckets", "relative_max_distance")),
+    Rule("relative_max_distance",
+        lambda shape: shape.config.relative_max_distance > shape.config.relative_buckets // 2,
+        "must be above half of --relative_buckets ({relative_buckets})", "raise it", "pos_emb", _facts),
+    Rule("attn_impl",
+        lambda shape: shape.config.pos_emb != "relative" or shape.config.attn_impl not in ("flash", "cudnn"),
+        "has no gradient for --pos_emb=relative", "use auto, efficient or math", "pos_emb", _facts),
 )  # fmt: skip
 
 

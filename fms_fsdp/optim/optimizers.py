@@ -177,7 +177,7 @@ def _build_part(
         settings.pop("fused", None)  # no kernel there
     groups: dict[float, dict[str, Any]] = {}
     for key, parameter in named.items():
-        of_embedding = key.startswith("embed.")
+        of_embedding = key.startswith(("embed.", "distance_bias."))
         decays = section.decay_norms if parameter.ndim < 2 else section.decay_embeddings or not of_embedding
         decay = section.weight_decay if decays else 0.0
         groups.setdefault(decay, {"params": [], "weight_decay": decay})["params"].append(parameter)

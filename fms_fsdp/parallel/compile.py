@@ -41,6 +41,12 @@ def apply_compile(model: Llama, *, recompute: bool) -> None:
         model.head.loss = partial(model.head.loss, compiled=True)
 
 
+def allow_shapes(number: int) -> None:
+    """Lets a block be compiled for so many shapes, each as often as torch allows; else the run ends."""
+    torch._dynamo.config.recompile_limit *= number
+    torch._dynamo.config.accumulated_recompile_limit *= number
+
+
 def missing_compiler(device: torch.device) -> str:
     """The compiler that compiled code for this device needs, if it is not on the PATH; else nothing."""
     variable, usual = ("CXX", "g++") if device.type == "cpu" else ("CC", "gcc")

@@ -3,6 +3,7 @@ gradients.
 
     untied:  embed │ block 0 │ … │ block n-1 │ head (final norm, output weight, loss)  root: nothing
     tied:            block 0 │ … │ block n-1                                          root: embed, final norm
+    A table of biases of distances is in the root.
 
     fsdp, hsdp   every micro-step: gather a unit in the forward and again in the backward pass, reduce-scatter
     zero2        gather once a step; every micro-step: reduce-scatter

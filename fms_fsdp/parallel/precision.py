@@ -65,6 +65,8 @@ def apply_precision(model: Llama, precision: Precision) -> None:
     for module in model.modules():
         if type(module) in _CASTING:
             module.__class__ = _CASTING[type(module)]
+        elif hasattr(module, "bias_dtype"):
+            module.bias_dtype = dtype  # type: ignore[assignment]
     if model.embed is not None:
         model.embed.register_forward_hook(lambda module, inputs, output: output.to(dtype))
 

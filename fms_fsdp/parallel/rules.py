@@ -92,6 +92,10 @@ def _is_compiled_in_fp32(layout: Layout) -> bool:
 FEATURES: tuple[Feature, ...] = (
     *(Feature(name, f"--{name}=True") for name in _SWITCHES),
     *(Feature(f"{kind} positions", f"--pos_emb={kind}") for kind in _POSITIONS),
+    Feature("relative positions", "--pos_emb=relative",
+        {"cp": "adds biases of a whole row, which --cp_size cuts",
+         "pp": "has one table for all layers, which --pp_size gives to different ranks"},
+        "pos_emb", lambda layout: layout.model.pos_emb == "relative"),
     *(Feature(kind, f"--norm={kind}") for kind in ("layernorm", "scalenorm")),
     Feature("GELU blocks", "--activation=gelu"),
     Feature("windows", "--attn_window=24 --attn_window_pattern=LG"),
@@ -113,6 +117,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("recompute cheap", "--recompute=cheap --use_torch_compile=True"),
     Feature("accumulation", "--grad_accum_steps=2"),
     Feature("ramp", "--rampup_batch_size=4,4,8"),
+    Feature("ramp of micro-steps", "--rampup_batch_size=4,4,8 --batch_size=8 --rampup_micro_batch=True",
+        {"pp": "changes the number of micro-batches, which the schedule of --pp_size needs"},
+        "rampup_micro_batch", lambda layout: layout.batch.cuts_micro_steps),
     *(Feature(kind, f"--precision={kind}")
         for kind in ("bf16", "fp16", "bf16_pure", "bf16_mixed_sr", "float8")),
     *(Feature(name, f"--optimizer={name}") for name in ("muon", "adafactor", "lamb", "sm3", "adamax")),

@@ -53,6 +53,8 @@ def apply_tp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
     model.register_forward_pre_hook(split.choose, with_kwargs=True)
     if model.config.pos_emb == "alibi":
         model.mask = partial(_own_heads, model.mask, split)
+    if model.distance_bias is not None:
+        _hold(model.distance_bias, split, {"weight": _BY_COLUMNS})
     if model.embed is not None:
         _split_embed(model.embed, split)
     for block in model.blocks.values():

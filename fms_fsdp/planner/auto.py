@@ -83,7 +83,8 @@ def try_fsdp(cfg: TrainConfig, machine: Machine, inputs: Inputs, batch: BatchPla
 def plans(cfg: TrainConfig, model: LlamaConfig, machine: Machine, batch: BatchPlan) -> list[BatchPlan]:
     """The ways to divide the global batch of `batch` that the axes can use, the fewest rows first; `batch`
     where there is none, which is refused then."""
-    unit, per_rank = batch.ramp.unit // batch.dp_size, batch.batch_size * batch.grad_accum_steps
+    per_rank = batch.batch_size * batch.grad_accum_steps
+    unit = per_rank if batch.cuts_micro_steps else batch.ramp.unit // batch.dp_size
     found = [
         replace(batch, batch_size=rows, grad_accum_steps=per_rank // rows)
         for rows in divisors(unit, _MOST_ROWS)

@@ -78,8 +78,9 @@ def whole_run(plan: Plan, stops: Stops) -> WholeRun:
 
     @cache
     def seconds_of(rows: int) -> float:
-        micro_steps = rows // (batch.batch_size * batch.dp_size)
-        return step_time(replace(work, batch=replace(batch, grad_accum_steps=micro_steps))).total
+        at_once = batch.rows_at_once(rows // batch.dp_size)
+        own = replace(batch, batch_size=at_once, grad_accum_steps=rows // batch.dp_size // at_once)
+        return step_time(replace(work, batch=own)).total
 
     ends = [interval.step for interval in batches.intervals[1:]] + [steps]
     seconds = 0.0

@@ -9,7 +9,8 @@ heads, F ffn, H heads:
 
 Without the compiler an RMSNorm on a CPU is made of single operations: it also keeps its input over its size,
 and both in fp32. A fused norm, of a GPU or of the compiler, keeps its input alone.
-Two kinds of masks are left out: those added to scores (ALiBi, windows on a CPU), and those of flex_attention.
+Masks are left out: those added to scores (ALiBi, windows on a CPU; memory.py adds learned ones), and those
+of flex_attention.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class BlockActivations:
     def is_explicit(self) -> bool:
         """Whether attention is products and a softmax, whose weights exist as a whole."""
         is_short = self.device_type == "cpu" and self.number == 2 and self.seq_length <= _SHORT_ROW
+        is_short |= self.device_type == "cpu" and self.config.pos_emb == "relative"
         return self.config.attn_dropout > 0 or (is_short and self.config.attn_impl == "auto")
 
     def norm(self, size: int, count: int = 1, *, fused: bool = False) -> int:

@@ -207,6 +207,8 @@ class _Step:
         how = dict(compiled=self.compiled, device_type=self.holds.device_type)
         a_model = (config, tokens, self.seq_length, self.precision, self.section)
         activations = activation_bytes(*a_model, **how)  # type: ignore[arg-type]
+        if config.pos_emb == "relative":
+            activations += load_part("distance_bias:bias_bytes")(config, tokens, self.seq_length, self.number)
         if dims.divides_model:
             part = load_part("shares", folder="predict")
             activations = int(part.kept_activations(config, dims, self.section, self.batch) * activations)

@@ -42,6 +42,7 @@ def describe(spec: Spec) -> str:
         dtype = DTYPES[spec.precision.compute]
         flex = cfg.data.document_mask or any(spec.model.windows) or spec.model.pos_emb == "alibi"
         kernel = "flex" if flex else chosen_backend(spec.model, dtype, spec.device)
+        kernel = "biased" if spec.model.pos_emb == "relative" else kernel
         precision += f", {kernel} attention"
     lines = [
         f"model: {num_params(spec.model):,} parameters, feed-forward width {spec.model.ffn_hidden_size}, "

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.tools.inspect.step import InspectConfig, inspected, step_fingerprint
-from tests.cli import ROOT, metrics, run, trained
+from tests.cli import ROOT, TINY, metrics, run, trained
 from tests.data.corpora import SEP, write_corpus
 
 
@@ -55,6 +55,42 @@ def test_a_ramp_survives_a_kill_and_another_world(tmp_path: Path) -> None:
         assert step_fingerprint(data, 9) == one[9]["data_fingerprint"]
     refused = run(*base, "--num_samples=300", "--batch_size=8", f"--output_dir={tmp_path / 'other'}")
     assert refused.returncode == 2 and "write --batch_size=" in refused.stderr + refused.stdout
+
+
+def test_micro_steps_of_fewer_rows_train_as_those_of_one_row(tmp_path: Path) -> None:
+    """From 2 rows to 8 with 4 at once: 2, 4, 3 and 4, on two ranks 1, 2, 3 and 4; resumed within the ramp."""
+    base = [*TINY, "--mixed_precision=False", "--global_batch_size=8", "--rampup_batch_size=2,2,20"]
+    base += ["--num_steps=7", "--checkpoint_interval=3", "--learning_rate=1e-3"]
+    fitted = [*base, "--batch_size=4", "--rampup_micro_batch=True"]
+    trained(*base, "--batch_size=1", f"--output_dir={tmp_path}/ones")
+    for ranks in (1, 2):
+        trained(*fitted, f"--output_dir={tmp_path}/{ranks}", nproc=ranks)
+    trained(*fitted, "--exit_step=3", f"--output_dir={tmp_path}/parts", nproc=2)
+    trained(*fitted, f"--output_dir={tmp_path}/parts")
+    wanted = metrics(tmp_path / "ones")
+    assert [record["batch_rows"] for record in wanted.values()] == [2, 2, 2, 2, 4, 4, 6]
+    for folder in ("1", "2", "parts"):
+        found = metrics(tmp_path / folder)
+        assert list(found) == list(wanted)
+        for step, record in wanted.items():
+            assert found[step]["data_fingerprint"] == record["data_fingerprint"]
+            assert found[step]["loss"] == pytest.approx(record["loss"], rel=1e-5), (folder, step)
+    refused = run(*base, "--batch_size=4", f"--output_dir={tmp_path}/other")
+    assert refused.returncode == 2 and "add --rampup_micro_batch=True" in refused.stderr + refused.stdout
+
+
+def test_blocks_are_compiled_for_each_number_of_rows(tmp_path: Path) -> None:
+    """Twelve; torch stops at eight."""
+    flags = [
+        *TINY,
+        "--global_batch_size=12",
+        "--rampup_batch_size=1,1,66",
+        "--batch_size=12",
+        "--num_steps=22",
+    ]
+    flags += ["--rampup_micro_batch=True", "--use_torch_compile=True", f"--output_dir={tmp_path}"]
+    trained(*flags, backend="eager")
+    assert {record["batch_rows"] for record in metrics(tmp_path).values()} >= set(range(1, 10))
 
 
 def test_a_length_in_epochs_says_what_it_means(tmp_path: Path) -> None:

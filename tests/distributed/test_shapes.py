@@ -27,3 +27,21 @@ def test_losses_do_not_depend_on_the_number_of_ranks_and_a_resume_repeats_them(t
     assert losses(tmp_path / "1") == found[1]
     trained(*TINY, *ROWS, *SHAPE, f"--output_dir={tmp_path}/none")
     assert abs(losses(tmp_path / "none")[0] - found[1][0]) > 1e-3
+
+
+def test_biases_of_distances_train_on_two_ranks_as_on_one_and_are_saved(tmp_path: Path) -> None:
+    relative = (
+        "--pos_emb=relative",
+        "--relative_buckets=12",
+        "--relative_max_distance=40",
+        "--document_mask=True",
+    )
+    relative += ("--attn_window=30", "--attn_window_pattern=LG", "--attn_dropout=0.2", "--learning_rate=1e-2")
+    flags = (*TINY, *ROWS, *relative, "--eval_interval=3", "--eval_steps=1")
+    trained(*flags, f"--output_dir={tmp_path}/1")
+    sharded = ("--sharding_strategy=fsdp", "--recompute=blocks", "--tie_embeddings=False")
+    trained(*flags, *sharded, f"--output_dir={tmp_path}/2", nproc=2)
+    one, two = losses(tmp_path / "1"), losses(tmp_path / "2")
+    assert two == pytest.approx(one, rel=1e-5)
+    trained(*flags, "--resume_step=2", f"--output_dir={tmp_path}/1")
+    assert losses(tmp_path / "1") == one

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from fms_fsdp.config import BF16, ParallelConfig
 from fms_fsdp.extras.decoding import KeyValueCache
+from fms_fsdp.extras.distance_bias import buckets
 from fms_fsdp.extras.generate import Sampling, generate
 from fms_fsdp.extras.gpt import ScaleNorm, alibi_slopes
 from fms_fsdp.models.llama import Llama
@@ -32,6 +33,10 @@ OWN = {
     "alibi windows": replace(
         BASE, pos_emb="alibi", attn_window=5, num_attention_heads=6, head_dim=24, vocab_multiple_of=64
     ),
+    "relative": replace(BASE, pos_emb="relative", relative_max_distance=40),
+    "relative windows": replace(
+        BASE, pos_emb="relative", attn_window=9, attn_window_pattern="LG", relative_buckets=7, num_layers=2
+    ),
 }
 ALL = OWN | {"gpt2": GPT2, "neox": NEOX, "qwen3": QWEN3}
 
@@ -44,11 +49,23 @@ def published_slopes(heads: int) -> list[float]:
     return published_slopes(power) + published_slopes(2 * power)[::2][: heads - power]
 
 
+def bucket_of(distance: int, number: int, most: int) -> int:
+    """As Raffel et al. 2020 describe it."""
+    exact = number // 2
+    if distance < exact:
+        return max(0, distance)
+    return min(
+        number - 1, exact + int(math.log(distance / exact) / math.log(most / exact) * (number - exact))
+    )
+
+
 def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> torch.Tensor:
     """Logits by the formulas, with nothing of the model but its weights; without rotary positions."""
-    state, size, heads = model.state_dict(), config.head_dim, config.num_attention_heads
+    state, size, heads = dict(model.named_parameters()), config.head_dim, config.num_attention_heads
     place_S = torch.arange(tokens_BS.shape[1])
     far_SS = place_S[:, None] - place_S[None]
+    number, most = config.relative_buckets, config.relative_max_distance
+    bucket_SS = torch.tensor([[bucket_of(int(far), number, most) for far in row] for row in far_SS])
 
     def linear(name: str, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
@@ -69,6 +86,8 @@ def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> tor
         k, v = (part.repeat_interleave(heads // part.shape[1], 1) for part in (k, v))
         slopes = torch.tensor(published_slopes(heads))[:, None, None]
         scores = q @ k.mT / size**0.5 - (slopes * far_SS if config.pos_emb == "alibi" else 0)
+        if config.pos_emb == "relative":
+            scores = scores + state["distance_bias.weight"][bucket_SS].permute(2, 0, 1)
         pattern = config.attn_window_pattern
         window = config.attn_window if config.attn_window and pattern[layer % len(pattern)] == "L" else 10**6
         scores = scores.masked_fill((far_SS < 0) | (far_SS >= window), -torch.inf)
@@ -104,6 +123,36 @@ def test_the_slopes_of_alibi_are_the_published_ones_for_any_number_of_heads(head
     """Those of Press, BLOOM and MPT; 2^(-8 k / H) for any H was not."""
     found = alibi_slopes(torch.arange(heads), heads)
     torch.testing.assert_close(found, torch.tensor(published_slopes(heads)), rtol=1e-6, atol=0)
+
+
+BUCKETS = [*range(16), *[16] * 3, *[17] * 2, *[18] * 3, *[19] * 3, *[20] * 4, *[21] * 4, *[22] * 5]  # 0 to 39
+
+
+def test_the_buckets_of_distances_are_those_of_t5() -> None:
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    assert buckets(torch.arange(-2, len(BUCKETS)), 32, 128).tolist() == [0, 0, *BUCKETS]
+    assert buckets(torch.tensor([112, 113, 128, 10**6]), 32, 128).tolist() == [30, 31, 31, 31]
+    for number, most in ((32, 128), (2, 5), (7, 33), (64, 1000)):
+        distance = torch.arange(-9, 3000)
+        theirs = t5.T5Attention._relative_position_bucket(-distance, False, number, most)
+        assert torch.equal(buckets(distance, number, most), theirs)
+
+
+@pytest.mark.parametrize("attn_impl", ["auto", "math"])
+@pytest.mark.parametrize("name", ["relative", "relative windows"])
+def test_biases_of_distances_have_the_gradients_of_the_reference_in_fp64(name: str, attn_impl: str) -> None:
+    config = replace(OWN[name], attn_impl=attn_impl)
+    model = build(config).double()
+    tokens, _ = labelled(config)
+    weights = [model.distance_bias.weight, *(weight for key, weight in model.named_parameters())]
+    found = [
+        torch.autograd.grad(logits.square().sum(), weights)
+        for logits in (model(tokens), reference(config, model, tokens))
+    ]
+    sizes = (config.relative_buckets, config.relative_max_distance)
+    used = {bucket_of(distance, *sizes) for distance in range(48)}
+    assert set(found[0][0].abs().sum(1).nonzero().flatten().tolist()) == used
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", OWN)

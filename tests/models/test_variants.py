@@ -118,6 +118,14 @@ def test_formulas_equal_the_model_on_the_meta_device(config: LlamaConfig) -> Non
         assert sum(p.numel() for p in module.parameters()) == units[unit]
 
 
+def test_the_table_of_biases_counts_with_the_embedding_and_is_a_lookup() -> None:
+    plain, more = (replace(EVERY["tiny"], pos_emb=kind, relative_buckets=9) for kind in ("none", "relative"))
+    count = sum(parameter.numel() for parameter in on_meta(more).parameters())
+    assert num_params(more) == count == num_params(plain) + 9 * 4
+    assert num_params_by_unit(more)["embed"] == num_params_by_unit(plain)["embed"] + 9 * 4
+    assert matmul_flops_per_token(more, 32) == matmul_flops_per_token(plain, 32)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_flops_equal_torchs_counter(name: str) -> None:
     """The counter sees no embedding lookup, but full attention, whose scores are computed twice."""
@@ -217,6 +225,12 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
         (dict(rope_scaling="linear:x"), r"--rope_scaling \(linear:x\) must be"),
         (dict(attn_window=4, attn_window_pattern="LX"), r"--attn_window_pattern \(LX\) must be made of"),
         (dict(attn_dropout=0.1, attn_impl="flash"), r"--attn_impl \(flash\) has no dropout that repeats"),
+        (
+            dict(pos_emb="relative", relative_buckets=64, relative_max_distance=32),
+            r"--relative_max_distance \(32\) must be above half of --relative_buckets \(64\); raise it",
+        ),
+        (dict(pos_emb="relative", attn_impl="flash"), r"--attn_impl \(flash\) has no gradient for"),
+        (dict(relative_buckets=8), r"--relative_buckets \(8\) has no effect without --pos_emb=relative"),
         (dict(model_variant="gpt3_125m", vocab_size=512, rope_pct=0.5), r"--rope_pct \(0.5\) has no effect"),
     ],
 )

@@ -119,7 +119,8 @@ def test_norms_and_the_embedding_decay_where_asked() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.blocks, self.norm = (
+            self.embed, self.distance_bias, self.blocks, self.norm = (
+                nn.Embedding(3, 2),
                 nn.Embedding(3, 2),
                 nn.Linear(2, 2, bias=False),
                 nn.RMSNorm(2),
@@ -132,6 +133,7 @@ def test_norms_and_the_embedding_decay_where_asked() -> None:
         decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
         found = {name: decay[id(p)] for name, p in model.named_parameters()}
         expected = {"embed.weight": embeddings, "blocks.weight": True, "norm.weight": norms}
+        expected["distance_bias.weight"] = embeddings
         assert found == {name: 0.1 if decays else 0.0 for name, decays in expected.items()}
 
 

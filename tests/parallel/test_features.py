@@ -51,6 +51,7 @@ GROUPS = (
     Group(("none positions", "grouped queries", "zero1", "muon"), rel=1e-3, attends=True),
     Group(("qkv_bias", "layers without positions", "norms behind", "factors"), attends=True),
     Group(("norm over all heads",), attends=True),
+    Group(("relative positions", "ramp of micro-steps")),
     Group(("sinusoidal positions", "zero2", "adafactor", "recompute cheap")),
     Group(("hsdp", "adamax", "recompute segments")),
     Group(("ddp", "bf16"), rel=1e-2),  # ddp is exact in test_pairs.py

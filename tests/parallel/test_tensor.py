@@ -34,6 +34,8 @@ CAPPED = dict(z_loss=1e-2, logit_softcap=5.0)
 WAVES = dict(norm="scalenorm", pos_emb="sinusoidal", activation="relu2")
 ALIBI = dict(norm="scalenorm", pos_emb="alibi", parallel_residual=True, qk_norm=True, attn_dropout=0.1)
 
+RELATIVE = dict(pos_emb="relative", relative_buckets=8, relative_max_distance=20, num_kv_heads=1)
+
 
 def test_two_ranks_train_as_one() -> None:
     compare(
@@ -46,6 +48,7 @@ def test_two_ranks_train_as_one() -> None:
             "gpt": Case(TP2, shape=GPT | DROPS, accum=2),
             "gpt of copies": Case(COPIES, shape=GPT | dict(qk_norm=True), documents=True),
             "alibi": Case(TP2, shape=ALIBI),
+            "relative": Case(TP2, shape=RELATIVE, documents=True, accum=2),
             "ops": Case(
                 TP2, common=dict(recompute="ops", low_cpu_fsdp=False), shape=dict(ffn_hidden_size=97)
             ),
@@ -102,7 +105,7 @@ SHAPES = {
 def logits_and_losses(flags: dict[str, Any] | None = None) -> dict[str, Any]:
     """Of an evaluation, whose rows are cut, and of generated texts, whose rows are not."""
     found: dict[str, Any] = {}
-    for name, shape in {"llama": {}, "gpt": GPT, "alibi": ALIBI | CAPPED}.items():
+    for name, shape in {"llama": {}, "gpt": GPT, "alibi": ALIBI | CAPPED, "relative": RELATIVE}.items():
         model, _ = build(shape, flags=flags)
         batch = rows_of(1, model.config)
         with evaluating(model), torch.no_grad():

@@ -36,6 +36,7 @@ OPTIONS = {
     "parallel": dict(parallel_residual=True),
     "relu2": dict(activation="relu2"),
     "scalenorm": dict(norm="scalenorm"),
+    "relative": dict(pos_emb="relative"),
     "dropout": dict(dropout=0.1, attn_dropout=0.1, ffn_dropout=0.1),
 }
 KINDS: dict[str, dict[str, Any]] = {

@@ -139,6 +139,8 @@ REFUSED = {
     "--tie_embeddings=true": "--tie_embeddings (True) must be that of the checkpoint",
     "--norm=layernorm": "--norm (layernorm) must be that of the checkpoint",
     "--pos_emb=learned": "--pos_emb (learned) must be that of the checkpoint",
+    "--relative_buckets=9": "--relative_buckets (9) has no effect without --pos_emb=relative",
+    "--relative_max_distance=9": "--relative_max_distance (9) has no effect without --pos_emb=relative",
     "--activation=gelu": "--activation (gelu) must be that of the checkpoint",
     "--bias=True": "--bias (True) must be that of the checkpoint",
     "--head_dim=16": "--head_dim (16) must be that of the checkpoint",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -164,7 +165,7 @@ def test_rounded_batches_are_those_that_ranks_and_micro_steps_can_share() -> Non
         (
             {"rampup_batch_size": (6, 6, 9), "batch_size": 4},
             1,
-            "unlike 6,18; write --batch_size=6 or add --rampup_round=4 or",
+            "unlike 6,18; write --batch_size=6 or add --rampup_micro_batch=True or add --rampup_round=4 or",
         ),
     ],
 )
@@ -221,3 +222,27 @@ def test_epochs_stand_alone_and_minus_one_is_none() -> None:
     assert section(num_epochs="web/en:1.5").epochs() == ("web/en", 1.5)
     with pytest.raises(ValueError, match=r"--num_epochs \(2\) must not be given beside --num_tokens"):
         TrainConfig(training=section(num_epochs="2", num_tokens=100))
+
+
+def test_micro_steps_of_a_ramp_take_the_most_rows_that_divide_a_step() -> None:
+    flags = section(
+        rampup_batch_size=(2, 2, 100), rampup_micro_batch=True, batch_size=8, global_batch_size=24
+    )
+    for plan in (resolve_batch(flags, 1), keep_global_batch(flags, 1, total=24, usual_rows=2)):
+        assert (plan.batch_size, plan.grad_accum_steps) == (8, 3)
+        found = {rows: plan.rows_at_once(rows) for rows in range(2, 26, 2)}
+        assert found == {2: 2, 4: 4, 6: 6, 8: 8, 10: 5, 12: 6, 14: 7, 16: 8, 18: 6, 20: 5, 22: 2, 24: 8}
+    flags = replace(flags, batch_size=6)
+    two = resolve_batch(flags, 2)
+    assert [two.rows_at_once(rows // 2) for rows in (2, 8, 10, 14, 24)] == [1, 4, 5, 1, 6]
+    usual = resolve_batch(section(rampup_batch_size=(8, 8, 100), batch_size=4, global_batch_size=24), 1)
+    assert [usual.rows_at_once(rows) for rows in (8, 16, 24)] == [4, 4, 4]
+    without_rows = section(rampup_batch_size=(2, 2, 100), rampup_micro_batch=True)
+    assert keep_global_batch(without_rows, 2, total=24, usual_rows=6).batch_size == 6
+    with pytest.raises(
+        ValueError, match=r"divisible by data-parallel size \(4\), unlike 2,6,10,14,18,…; write"
+    ):
+        resolve_batch(flags, 4)
+    plain = section(rampup_batch_size=(2, 2, 100), batch_size=8, global_batch_size=24)
+    with pytest.raises(ValueError, match=r"or add --rampup_micro_batch=True or write"):
+        resolve_batch(plain, 1)
