@@ -145,6 +145,7 @@ def _read_llama(row: dict[str, str]) -> Published:
         sharding_strategy=strategy,
         hsdp_shard_size=shards if is_hsdp else None,
         recompute=kind,
+        recompute_ops=("attention", "every_second_product"),  # of rows of 8,192 tokens too
         async_tp="async" in source,
         pp_schedule="interleaved" if axes["pp_size"] > 1 else "1f1b",
         **axes,
