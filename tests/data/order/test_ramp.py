@@ -240,9 +240,9 @@ def test_micro_steps_of_a_ramp_take_the_most_rows_that_divide_a_step() -> None:
     without_rows = section(rampup_batch_size=(2, 2, 100), rampup_micro_batch=True)
     assert keep_global_batch(without_rows, 2, total=24, usual_rows=6).batch_size == 6
     with pytest.raises(
-        ValueError, match=r"divisible by data-parallel size \(4\), unlike 2,6,10,14,18,…; write"
+        ValueError, match=r"divisible by data-parallel size \(4\), unlike 2,6,10,14,18,…; add --ramp"
     ):
         resolve_batch(flags, 4)
     plain = section(rampup_batch_size=(2, 2, 100), batch_size=8, global_batch_size=24)
-    with pytest.raises(ValueError, match=r"or add --rampup_micro_batch=True or write"):
+    with pytest.raises(ValueError, match=r"or add --rampup_micro_batch=True or add --rampup_round=8 or write"):
         resolve_batch(plain, 1)
