@@ -244,5 +244,5 @@ def test_micro_steps_of_a_ramp_take_the_most_rows_that_divide_a_step() -> None:
     ):
         resolve_batch(flags, 4)
     plain = section(rampup_batch_size=(2, 2, 100), batch_size=8, global_batch_size=24)
-    with pytest.raises(ValueError, match=r"or add --rampup_micro_batch=True or add --rampup_round=8 or write"):
+    with pytest.raises(ValueError, match=r"add --rampup_micro_batch=True or add --rampup_round=8 or"):
         resolve_batch(plain, 1)
