@@ -53,7 +53,8 @@ class DistanceBias(nn.Module):
         bucket_J = buckets(distance_J, config.relative_buckets, config.relative_max_distance)
         table = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         row_HJ = F.embedding(bucket_J, table).T
-        return (seen + row_HJ.unfold(1, num_keys, 1).flip(1)).to(self.bias_dtype or self.weight.dtype)
+        bias = seen + row_HJ.unfold(1, num_keys, 1).flip(1)
+        return bias.to(self.bias_dtype or self.weight.dtype).contiguous()  # kernels want keys side by side
 
 
 def attend(

@@ -149,6 +149,8 @@ def test_biases_of_distances_have_the_gradients_of_the_reference_in_fp64(name: s
         torch.autograd.grad(logits.square().sum(), weights)
         for logits in (model(tokens), reference(config, model, tokens))
     ]
+    masks = [model.mask(config, window, None, slice(0, 48), torch.device("cpu")) for window in config.windows]
+    assert all(mask.stride(-1) == 1 for mask in masks), "the kernels of a GPU refuse others"
     sizes = (config.relative_buckets, config.relative_max_distance)
     used = {bucket_of(distance, *sizes) for distance in range(48)}
     assert set(found[0][0].abs().sum(1).nonzero().flatten().tolist()) == used
