@@ -55,8 +55,9 @@ def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[in
 
     Raises: UserError, naming the numbers of ranks that divide the batch.
     """
-    check_divides(global_batch_size, dp_size)
-    num_rows = global_batch_size // dp_size
+    num_rows, rest = divmod(global_batch_size, dp_size)
+    if rest:
+        check_divides(global_batch_size, dp_size)
     return dp_rank * num_rows, (dp_rank + 1) * num_rows
 
 

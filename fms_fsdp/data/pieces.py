@@ -48,7 +48,7 @@ class Pieces(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence[Pieces]) -> Pieces:
         """Returns all pieces of the parts."""
-        return cls(*map(np.concatenate, zip(*parts, strict=True)))
+        return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, zip(*parts, strict=True)))
 
     def take(self, which: I64) -> Pieces:
         """Returns the pieces of these numbers."""
