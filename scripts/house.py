@@ -33,7 +33,7 @@ BUDGETS = {
     "planner": 1340,
 }  # what the house is to come to
 # what breaks the rule; lower these when the house shrinks
-CEILINGS = {"core": 10741, "extras": 3277, "tools": 4720, "axes": 1168, "planner": 1325}
+CEILINGS = {"core": 10740, "extras": 3277, "tools": 4720, "axes": 1168, "planner": 1325}
 # what only a run with tp, cp or pp loads
 AXES = tuple(
     f"parallel/{name}"
