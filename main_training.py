@@ -1,15 +1,9 @@
-"""Trains a Llama: the whole flow, once.
-
-parse    flags → config                                               (fms_fsdp/flags.py)
-resolve  machine (devices, axes, batch) → process group → inputs (data, model, room) → mesh
-claim    rank 0 locks the folders and chooses the checkpoint → Spec, the one value of this launch
-build    data stream → model (meta → precision → AC → compile → FSDP → init) → optimizers → load
-train    train(step, hooks)                                           (fms_fsdp/train.py, hooks.py)
+"""Trains a Llama: `main` is the whole flow, from flags to the last checkpoint.
 
 torchrun --nproc_per_node=8 main_training.py --model_variant=7b --sharding_strategy=hsdp --data_path=DIR
 """
 
-# ruff: noqa: E402 - a mistyped flag is answered, and CPU and memory are set, before torch is imported
+# ruff: noqa: E402 - streams, CPU and memory are set up before anything else is imported
 from __future__ import annotations
 
 import atexit
@@ -17,165 +11,301 @@ import gc
 import os
 import sys
 import threading
-from pathlib import Path
+from contextlib import ExitStack
+from functools import partial
 
+from fms_fsdp.console import open_closed_streams
 from fms_fsdp.cpu_tuning import before_torch
-from fms_fsdp.errors import check_installed, checking_input
+from fms_fsdp.errors import check_installed
 
+open_closed_streams()
 check_installed()
 before_torch()
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.flags import Parsed, describe_changes, describe_flags, parse_with_origins
+from fms_fsdp.config.parse import describe_changes, describe_flags, parse
 from fms_fsdp.run.listings import print_listing
-from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
-from fms_fsdp.run.stop_signal import StopSignal
-
-
-def begin(argv: list[str]) -> tuple[Launch, StopSignal, Parsed[TrainConfig] | None]:
-    """Listens to signals and parses the flags; None where they are refused, which `launch` has printed."""
-    launch = Launch()
-    signals = StopSignal(launch)
-    with launch, checking_input():
-        print_listing(argv)
-        return launch, signals, parse_with_origins(TrainConfig, argv)
-    return launch, signals, None
-
-
-if __name__ == "__main__":
-    begun = begin(sys.argv[1:])
-    if begun[2] is None:
-        sys.exit(begun[0].exit_status)
-
-from fms_fsdp import runtime
-from fms_fsdp.hooks import open_hooks
-from fms_fsdp.mesh import Mesh
-from fms_fsdp.observe.metrics import Clock
-from fms_fsdp.optim.optimizers import build_optimizers
-from fms_fsdp.parallel.compile import allow_shapes, compiles_optimizer
-from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.parts import load_part
-from fms_fsdp.run.claim import claim, look_at_suspect, record_launch, restore
-from fms_fsdp.run.lock import unlock_folders
-from fms_fsdp.spec.data import find_inputs, with_room
-from fms_fsdp.spec.machine import find_machine
-from fms_fsdp.spec.resolve import Spec, open_stream
-from fms_fsdp.spec.words import announce, describe
-from fms_fsdp.state import TrainState
-from fms_fsdp.train import TrainStep, train
-
-gc.freeze()  # what was loaded is never looked through
-gc.enable()
+from fms_fsdp.run.status import FINISHED, RESUME_ME, RunStatus
+from fms_fsdp.run.stop import StopControl, StopSignals
 
 
 def main(argv: list[str]) -> int:
-    """One launch; returns its exit status: 0 finished, 1 failed, 2 bad input, 75 stopped early."""
-    return run(*begin(argv))
+    """Runs one launch. Exit status: 0 finished, 1 failed, 2 bad input, 75 stopped early."""
+    status = RunStatus()  # reports errors in one line, writes status.json
+    signals = StopSignals(status)
+    with ExitStack() as at_end, status:
+        # 1. Flags. torch is not imported yet: a mistyped flag is reported at once.
+        print_listing(argv)
+        parsed = parse(TrainConfig, argv)
+        cfg = parsed.config
 
+        from fms_fsdp.checkpoint.io import load_checkpoint
+        from fms_fsdp.checkpoint.manager import CheckpointManager
+        from fms_fsdp.data.validation import close_held_out, open_held_out, scan_held_out
+        from fms_fsdp.distributed import runtime
+        from fms_fsdp.distributed.mesh import Mesh, plan_dims
+        from fms_fsdp.distributed.runtime import log, run_on_rank0
+        from fms_fsdp.evaluate import Evaluator, Forward
+        from fms_fsdp.models.variants import resolve_model
+        from fms_fsdp.observe.meter import Meter
+        from fms_fsdp.observe.metrics import Clock
+        from fms_fsdp.observe.profiler import StepProfiler
+        from fms_fsdp.observe.sinks import open_sinks
+        from fms_fsdp.observe.step_data import describe_data
+        from fms_fsdp.optim.optimizers import build_optimizers
+        from fms_fsdp.parallel.compile import allow_shapes, compiles_optimizer
+        from fms_fsdp.parallel.parallelize import parallelize
+        from fms_fsdp.parallel.precision import resolve_precision
+        from fms_fsdp.run import setup, startup_log
+        from fms_fsdp.run.checks import check_machine, machine_notes
+        from fms_fsdp.run.health import NonFiniteGuard, Watchdog
+        from fms_fsdp.run.memory import MemoryBudget
+        from fms_fsdp.run.resume import check_resume, find_checkpoint
+        from fms_fsdp.run.run_dir import RunDir, check_shared
+        from fms_fsdp.train import TrainStep, train
 
-def run(launch: Launch, signals: StopSignal, parsed: Parsed[TrainConfig] | None) -> int:
-    """Trains with what `begin` returned; returns the exit status."""
-    if parsed is not None:
-        with launch:
-            pretrain(parsed, launch, signals)
-            runtime.stop()
-        unlock_folders()
-        signals.wait_for_agent()
-    return launch.exit_status
+        gc.freeze()  # exclude objects created by imports from every later collection
+        gc.enable()
+        at_end.callback(gc.unfreeze)
+        at_end.callback(gc.enable)
+        phases = startup_log.Phases()
+        phases.done("launch")
 
-
-def pretrain(parsed: Parsed[TrainConfig], launch: Launch, signals: StopSignal) -> None:
-    """Checks, claims, builds, loads and trains (collective: every rank); `launch` gets to know how it
-    ended."""
-    cfg, phases = parsed.config, runtime.Phases()
-    phases.done("launch")
-    with checking_input():
+        # 2. Machine and data. Checks that need no checkpoint.
         world = runtime.World.from_env()
         runtime.set_up_log(world)
-        machine = find_machine(parsed, world)
-    phases.done("checks")
-    runtime.start(cfg.parallel, cfg.training, world, machine.device, group=machine.dims.strategy != "none")
-    phases.done("group")
-    with checking_input():
-        inputs = find_inputs(cfg, machine)
-        machine = with_room(cfg, machine, inputs)
+        device = runtime.pick_device(world)
+        resolve_model(cfg.model, seq_length=cfg.data.seq_length)
+        dims = plan_dims(cfg.parallel, cfg.model.name, world)
+        check_machine(cfg, device, dims)
+        for note in [*parsed.notes, *machine_notes(cfg, device, dims)]:
+            log.info("note: %s", note)
+        precision = resolve_precision(cfg.precision, device)
+        setup.check_optimizer(cfg, precision)
+        phases.done("checks")
+        runtime.init_distributed(cfg.parallel, cfg.training, world, device)
+        phases.done("group")
+        # The first collective: no rank ends with an error while another one still connects.
+        budget = MemoryBudget.measure(world, device)
+        corpus = setup.find_corpus(cfg)
+        vocab_size = corpus.vocab_size if corpus is not None else None
+        model_config = resolve_model(
+            cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size
+        )
+        setup.check_components(cfg, model_config, precision, device, dims)
+        listings = run_on_rank0(
+            partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model_config.vocab_size)
+        )
+        prompts = setup.find_prompts(cfg, model_config)
+        budget = setup.add_teacher(budget, cfg, model_config, corpus, dims)
+
+        # 3. Start. Rank 0 locks the folders that exist and chooses the checkpoint; the batch, the
+        # length and the schedule follow from it, once.
+        run_dir = RunDir(cfg)
+        at_end.callback(run_dir.close)
+        if not parsed.dry_run:
+            run_on_rank0(run_dir.lock)
+        resume = find_checkpoint(cfg, world, corpus, verify=not parsed.dry_run)
+        start = resume.start
+        run, epochs = setup.plan_run(
+            cfg, device, dims, precision, model_config, corpus, resume, budget
+        )
+        changes = check_resume(run, resume)
+        stream, more = setup.open_stream(run, corpus, resume, world.rank)
+        at_end.callback(stream.close)
+        held_out = open_held_out(cfg.eval, listings, run.batch.global_batch_size)
+        at_end.callback(close_held_out, held_out)
+        cfg = run.config
+        summary = startup_log.describe(run, resume, budget, device, stream, held_out, epochs)
+        log_startup = partial(
+            startup_log.log_startup, run, resume, [*changes, *more], budget, device, corpus
+        )
+        phases.done("data")
         if parsed.dry_run:
-            load_part("dry_run", folder="planner").tell_launch(parsed, machine, inputs, launch)
-            return
-    phases.done("data")
-    mesh = Mesh(machine.dims, world.rank, machine.device.type, runtime.group_timeout(cfg.parallel))
-    mesh.gather(None)  # no rank refuses and ends while another one still connects
-    phases.done("group")
-    with checking_input():
-        spec, taken = claim(cfg, machine, inputs, mesh)
-        stream = open_stream(spec)
-    cfg = spec.config
-    launch.steps_done = lambda: spec.start
-    if spec.start == spec.num_steps:
-        launch.claim(Path(cfg.output_dir))
-        remedy = "raise --num_steps or choose another --run_name"
-        launch.end(FINISHED, f"already finished at step {spec.start}; {remedy}")
-        return runtime.log.info(launch.reason)
-    with checking_input():
-        facts = describe(spec)
-        record_launch(launch, spec, taken)
-    look_at_suspect(stream, spec, taken.suspect_step)
-    runtime.log_for_files(describe_flags(parsed))
-    runtime.log.info("%s\n%s", describe_changes(parsed), facts)
-    announce(spec)
-    phases.done("data")
-    device, precision, seed = spec.device, spec.precision, cfg.training.seed
-    section = cfg.parallel.for_rows(spec.seq_length)
-    model = parallelize(spec.model, section, mesh, device=device, precision=precision, seed=seed)
-    if spec.batch.cuts_micro_steps:
-        allow_shapes(spec.batch.batch_size)
-    with checking_input():
+            expected = startup_log.describe_prediction(run, budget, device)
+            steps = startup_log.describe_steps(run, start.step)
+            log.info("\n".join([describe_changes(parsed), summary, *expected, steps]))
+            log_startup()
+            status.end(FINISHED, "dry run: nothing was written")
+            log.info(status.reason)
+            runtime.shut_down()
+            return status.exit_status
+
+        # 4. Records. Nothing was created so far; from here on the run folder is ours.
+        attempt, failed_step = run_on_rank0(partial(run_dir.open, resume.corrupt))
+        check_shared(run_dir.folder, world)
+        if not run_dir.checkpoints.is_relative_to(run_dir.folder):
+            check_shared(run_dir.checkpoints, world)
+        status.current_step = lambda: start.step
+        if start.step == run.num_steps:
+            status.open(run_dir.folder, start.step)
+            fix = "raise --num_steps or choose another --run_name"
+            status.end(FINISHED, f"already finished at step {start.step}; {fix}")
+            log.info(status.reason)
+            runtime.shut_down()
+            return status.exit_status
+        run_on_rank0(partial(run_dir.write_config, run, attempt))
+        at_end.callback(runtime.close_log_files)
+        if world.rank == 0:
+            runtime.log_to_file(run_dir.log_file)
+            log.info("run folder %s (attempt %d)", run_dir.folder, attempt)
+        elif cfg.log.log_all_ranks:
+            runtime.log_to_file(run_dir.folder / f"log.rank{world.rank}.txt")
+        status.open(run_dir.folder, start.step)
+        setup.check_failed_step(stream, failed_step, start.step)
+        runtime.log_for_files(describe_flags(parsed))
+        log.info("%s\n%s", describe_changes(parsed), summary)
+        if world.rank == 0:
+            startup_log.warn_of_missing_labels(stream)
+        log_startup()
+        phases.done("data")
+
+        # 5. Model, optimizer, weights.
+        mesh = Mesh(run.dims, world.rank, device.type, runtime.collective_timeout(cfg.parallel))
+        phases.done("group")
+        seed, parallel = cfg.training.seed, cfg.parallel.for_rows(run.seq_length)
+        model = parallelize(
+            run.model, parallel, mesh, device=device, precision=precision, seed=seed
+        )
+        if run.batch.cuts_micro_steps:
+            allow_shapes(run.batch.batch_size)
         compiled = compiles_optimizer(cfg.parallel, model, device)
         optimizers = build_optimizers(cfg.optim, model, precision, seed, compiled=compiled)
-    phases.done("model")
-    spec, state = restore(spec, stream, model, optimizers, mesh)
-    if spec.inputs.teacher is not None:
-        with checking_input():
-            load_part("teacher").attach(spec.inputs.teacher, spec, model, mesh)
-    phases.done("load")
-    launch.steps_done = lambda: state.progress.step
-    clock = Clock(device)
-    with open_hooks(spec, taken.attempt, mesh, state, launch, signals, phases, clock) as hooks:
-        train(recipe_of(spec, mesh), state, hooks, clock)
-    tell_end(launch, state, cfg.output_dir)
+        phases.done("model")
+        if resume.hf_weights:
+            setup.load_hf_weights(resume.hf_weights, model, mesh)
+        if resume.checkpoint is not None:
+            loaded = None if resume.weights_only else optimizers
+            load_checkpoint(
+                resume.checkpoint.folder,
+                model,
+                loaded,
+                is_alone=world.size == 1,
+                verify=False,  # `find_checkpoint` has
+            )
+        run_on_rank0(partial(run_dir.rename_own, resume.superseded, "superseded"))
+        state = setup.initial_state(run, resume, model, optimizers, stream, device)
+        if budget.teacher is not None:
+            from fms_fsdp.extras.teacher import attach
 
+            attach(budget.teacher, run, device, model, mesh)
+        phases.done("load")
 
-def recipe_of(spec: Spec, mesh: Mesh) -> TrainStep:
-    """What each step needs of the launch."""
-    cfg = spec.config
-    return TrainStep(
-        mesh,
-        spec.device,
-        spec.schedule,
-        spec.batch.batch_size,
-        cfg.optim.grad_clip,
-        cfg.data.document_mask,
-        dropout_seed=cfg.training.seed if spec.model.has_dropout else None,
-        vocab_size=spec.model.vocab_size,
-        rows_at_once=spec.batch.rows_at_once,
-    )
+        # 6. Training.
+        status.current_step, status.is_training = lambda: state.step, True
+        clock, folder, root = Clock(device), run_dir.folder, run_dir.checkpoints
+        with ExitStack() as closing:  # closes in reverse; reports an error before peers notice
+            metrics = open_sinks(cfg, mesh, attempt, clock.totals)
+            closing.callback(metrics.close)
+            stacks = folder / "stacks" / f"rank{world.rank}.txt"
+            watchdog = Watchdog(cfg.parallel.collective_timeout_s, stacks, status.fail)
+            closing.callback(watchdog.close)
+            meter = Meter(
+                run, device, mesh, state, metrics, clock, phases, local_rank=world.local_rank
+            )
+            profiler = StepProfiler(cfg.profiler, folder, device, world.rank)
+            closing.callback(profiler.close)
+            stop = StopControl(
+                cfg.training, run_dir.stop_file, signals, mesh.is_main, cfg.eval.eval_interval
+            )
+            guard = NonFiniteGuard(
+                state,
+                cfg.training.max_bad_steps,
+                root,
+                f", with {cfg.keep_name}",
+                partial(describe_data, stream, mesh),
+                state.loss_scale,
+            )
+            evaluator = Evaluator(
+                cfg.eval,
+                Forward(
+                    model,
+                    run.batch.batch_size,
+                    cfg.data.document_mask,
+                    device,
+                    mesh,
+                    watchdog.alive,
+                ),
+                held_out,
+                metrics,
+                clock.mark,
+                setup.tokens_between_evaluations(cfg, corpus),
+            )
+            sampler = exporter = None
+            if prompts is not None:
+                from fms_fsdp.extras.samples import Sampler
 
+                sampler = Sampler(cfg, prompts, model, mesh, metrics, watchdog.alive, clock.mark)
+            save_s, host_bytes = startup_log.save_estimates(run, resume, budget)
+            checkpoints = CheckpointManager(
+                run,
+                root,
+                attempt,
+                state,
+                is_main=mesh.is_main,
+                settle=guard.settle,
+                alive=watchdog.alive,
+                event=metrics.event,
+                save_s=save_s,
+                host_bytes=host_bytes,
+            )
+            closing.callback(checkpoints.close)
+            if interval := cfg.checkpoint.export_interval:
+                from fms_fsdp.extras.exports import Exporter
 
-def tell_end(launch: Launch, state: TrainState, folder: str) -> None:
-    """Says how far the run got, and whether it is finished."""
-    step, stop = state.progress.step, state.progress.stop
-    if state.progress.is_done:
-        launch.end(FINISHED, f"finished {step} steps")
-    else:
-        launch.end(RESUME_ME, f"{stop}, at step {step}; start it again to go on")
-    runtime.log.info("%s: %s", launch.reason, folder)
+                exporter = Exporter(interval, root, folder / "exports", mesh)
+                closing.callback(exporter.close)
+            closing.push(lambda kind, error, trace: status.report(error) if error else None)
+            closing.enter_context(budget.explaining_out_of_memory(run))
+            closing.push(profiler.dump_at_failure)
+            recipe = TrainStep(
+                mesh,
+                device,
+                run.schedule,
+                run.batch.batch_size,
+                cfg.optim.grad_clip,
+                cfg.data.document_mask,
+                dropout_seed=seed if run.model.has_dropout else None,
+                vocab_size=run.model.vocab_size,
+                micro_batch_at=run.batch.micro_batch_at,
+                gc_interval=cfg.training.gc_interval,
+            )
+            train(
+                recipe,
+                state,
+                clock,
+                watchdog=watchdog,
+                profiler=profiler,
+                status=status,
+                stop=stop,
+                guard=guard,
+                meter=meter,
+                evaluator=evaluator,
+                sampler=sampler,
+                checkpoints=checkpoints,
+                exporter=exporter,
+            )
+
+        # 7. End.
+        if state.is_done:
+            status.end(FINISHED, f"finished {state.step} steps")
+        else:
+            reason = f"{state.stop_reason}, at step {state.step}; run the same command to resume"
+            status.end(RESUME_ME, reason)
+        log.info("%s: %s", status.reason, run_dir.folder)
+        runtime.shut_down()
+    signals.wait_for_agent()
+    return status.exit_status
 
 
 if __name__ == "__main__":
-    status = run(*begun)
-    if status in (1, 2) or any(thread.name.startswith("tracker ") for thread in threading.enumerate()):
-        # peers may hang in a collective, or a tracker in its client: clean-up would wait for them
-        os._exit(status)
-    atexit.register(os._exit, status)  # what was loaded is not taken apart: that takes half a second
+    exit_status = main(sys.argv[1:])
+    if "torch" not in sys.modules:  # a mistyped flag
+        sys.exit(exit_status)
+    trackers = [each for each in threading.enumerate() if each.name.startswith("tracker ")]
+    if exit_status in (1, 2) or trackers:
+        # Peers may hang in a collective, or a tracker in its client: clean-up would wait for them.
+        os._exit(exit_status)
+    atexit.register(os._exit, exit_status)  # tearing down all modules takes half a second
     atexit.register(sys.stdout.flush)
-    sys.exit(status)
+    sys.exit(exit_status)

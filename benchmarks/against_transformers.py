@@ -44,9 +44,9 @@ import torch
 from result_file import HELP, write_result
 
 from fms_fsdp.config import ModelConfig, ParallelConfig, Precision
-from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.cpu_tuning import keep_freed_memory, let_gpu_memory_grow, set_thread_waiting
-from fms_fsdp.mesh import Mesh
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
 from fms_fsdp.observe.metrics import memory
@@ -56,11 +56,23 @@ from fms_fsdp.parallel.parallelize import parallelize
 # shapes beside the variants: overrides of `quickstart`, rows of 512 tokens a step
 SHAPES = {
     "hidden256": (
-        dict(hidden_size=256, num_layers=8, num_attention_heads=4, num_kv_heads=2, ffn_hidden_size=704),
+        dict(
+            hidden_size=256,
+            num_layers=8,
+            num_attention_heads=4,
+            num_kv_heads=2,
+            ffn_hidden_size=704,
+        ),
         4,
     ),
     "hidden768": (
-        dict(hidden_size=768, num_layers=12, num_attention_heads=12, num_kv_heads=12, ffn_hidden_size=2048),
+        dict(
+            hidden_size=768,
+            num_layers=12,
+            num_attention_heads=12,
+            num_kv_heads=12,
+            ffn_hidden_size=2048,
+        ),
         2,
     ),
 }
@@ -129,7 +141,11 @@ def reference_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
     forward = torch.compile(model) if compiled else model
 
     def step(tokens_BS: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext():
+        with (
+            torch.autocast("cpu", torch.bfloat16)
+            if precision == "bf16"
+            else contextlib.nullcontext()
+        ):
             loss: torch.Tensor = forward(input_ids=tokens_BS, labels=tokens_BS).loss
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -168,7 +184,8 @@ def matmul_flops(config: LlamaConfig, rows: int, dtype: torch.dtype) -> float:
     flops = seconds = 0.0
     for num_in, num_out, count in counted:
         x, weight, dy = (
-            torch.randn(s, dtype=dtype) for s in ((rows, num_in), (num_out, num_in), (rows, num_out))
+            torch.randn(s, dtype=dtype)
+            for s in ((rows, num_in), (num_out, num_in), (rows, num_out))
         )
         products = ((x, weight.T), (dy, weight), (dy.T, x))
         best = float("inf")
@@ -195,7 +212,9 @@ class Contestant:
             set_thread_waiting()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, name, tuned, *setting), daemon=True)
+        self._process = context.Process(
+            target=serve, args=(theirs, name, tuned, *setting), daemon=True
+        )
         self._process.start()
         theirs.close()
         os.environ.clear()
@@ -212,7 +231,12 @@ class Contestant:
 
 
 def serve(
-    pipe: Connection, name: str, tuned: bool, config: LlamaConfig, args: argparse.Namespace, case: Case
+    pipe: Connection,
+    name: str,
+    tuned: bool,
+    config: LlamaConfig,
+    args: argparse.Namespace,
+    case: Case,
 ) -> None:
     """Answers until the pipe is closed: losses of the warm-up, tokens/s of a round, or peak GiB."""
     if tuned:
@@ -243,7 +267,10 @@ def bench_case(config: LlamaConfig, case: Case, args: argparse.Namespace) -> dic
             tuned = name == "ours" or args.tuned == "both"
             contestants[name] = Contestant(name, tuned, config, args, case)
             stack.callback(contestants[name].close)
-        result: dict[str, Any] = {"precision": precision, "mode": "compiled" if compiled else "eager"}
+        result: dict[str, Any] = {
+            "precision": precision,
+            "mode": "compiled" if compiled else "eager",
+        }
         begin = time.perf_counter()
         result["warmup_losses"] = {name: one.ask("warm up") for name, one in contestants.items()}
         result["warmup_s"] = round(time.perf_counter() - begin, 1)
@@ -258,7 +285,9 @@ def bench_case(config: LlamaConfig, case: Case, args: argparse.Namespace) -> dic
     return result | (summary(config, rounds, args) if rounds else {})
 
 
-def summary(config: LlamaConfig, rounds: list[dict[str, float]], args: argparse.Namespace) -> dict[str, Any]:
+def summary(
+    config: LlamaConfig, rounds: list[dict[str, float]], args: argparse.Namespace
+) -> dict[str, Any]:
     """Medians of the rounds, shares of the matmul rate, and the ratio of the two."""
     case: dict[str, Any] = {}
     attention = 12 * config.num_layers * config.hidden_size * args.seq_length
@@ -294,15 +323,21 @@ def peak_memory(args: argparse.Namespace, config: LlamaConfig) -> list[dict[str,
 def cases_of(args: argparse.Namespace) -> list[Case]:
     """Precision, and whether compiled, of each case."""
     modes, precisions = args.mode.split(","), args.precision.split(",")
-    return [(precision, mode == "compiled") for mode, precision in itertools.product(modes, precisions)]
+    return [
+        (precision, mode == "compiled") for mode, precision in itertools.product(modes, precisions)
+    ]
 
 
 def hardware() -> dict[str, Any]:
     """What the numbers depend on."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
-    flags = sorted({flag for flag in text.split() if flag.startswith(("avx512_bf16", "amx_", "avx2"))})
+    names = [
+        line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")
+    ]
+    flags = sorted(
+        {flag for flag in text.split() if flag.startswith(("avx512_bf16", "amx_", "avx2"))}
+    )
     return {
         "cpu": names[0] if names else platform.processor(),
         "threads": torch.get_num_threads(),
@@ -337,12 +372,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--warmup", type=int, default=3, help="optimizer steps of each contestant before the rounds"
     )
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each contestant in a round")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="optimizer steps of each contestant in a round"
+    )
     parser.add_argument("--contestants", default="ours,reference", help="or one alone")
     parser.add_argument(
-        "--tuned", default="ours", choices=("ours", "both"), help="who has our waiting and allocator"
+        "--tuned",
+        default="ours",
+        choices=("ours", "both"),
+        help="who has our waiting and allocator",
     )
-    parser.add_argument("--peak_memory_at", type=int, default=0, help="vocabulary; 0 leaves memory out")
+    parser.add_argument(
+        "--peak_memory_at", type=int, default=0, help="vocabulary; 0 leaves memory out"
+    )
     parser.add_argument("--output", type=Path, help=HELP)
     return parser.parse_args()
 
@@ -381,7 +423,9 @@ def main() -> None:
         shown = [f"ratio {case['ratio']:.2f}"] if "ratio" in case else []
         for name in args.contestants.split(","):
             rate, share = case[f"{name}_tokens_per_sec"], case[f"{name}_share_of_matmul"]
-            shown.append(f"{name} {rate:8.0f} tok/s = {share:.0%} of {case['matmul_gflops']:.0f} GFLOP/s")
+            shown.append(
+                f"{name} {rate:8.0f} tok/s = {share:.0%} of {case['matmul_gflops']:.0f} GFLOP/s"
+            )
         print(f"{precision} {case['mode']:8s}: {', '.join(shown)}", flush=True)
     if args.peak_memory_at:
         result["peak_memory"] = peak_memory(args, config)

@@ -20,9 +20,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from result_file import HELP, write_result
@@ -30,9 +30,9 @@ from result_file import HELP, write_result
 if TYPE_CHECKING:
     from torch import nn
 
-    from fms_fsdp.mesh import Mesh
+    from fms_fsdp.distributed.mesh import Mesh
     from fms_fsdp.optim.optimizers import Optimizers
-    from fms_fsdp.record import Saved
+    from fms_fsdp.state import TrainMetadata
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -75,20 +75,19 @@ def plain_read(path: Path, target: memoryview) -> None:
             start += count
 
 
-def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, Saved]:
+def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, TrainMetadata]:
     """Starts the process group, builds the model and its optimizers, and what is recorded of them
     (collective: every rank)."""
-    from fms_fsdp import runtime
     from fms_fsdp.config import TrainConfig
-    from fms_fsdp.flags import parse_with_origins
-    from fms_fsdp.mesh import Mesh
+    from fms_fsdp.config.parse import parse_flags
+    from fms_fsdp.distributed import runtime
+    from fms_fsdp.distributed.mesh import Mesh, plan_dims
+    from fms_fsdp.models.variants import resolve_model
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
-    from fms_fsdp.record import Saved
-    from fms_fsdp.spec.data import find_inputs
-    from fms_fsdp.spec.machine import find_machine
-    from fms_fsdp.spec.origin import Origin
-    from fms_fsdp.spec.resolve import resolve
+    from fms_fsdp.parallel.precision import resolve_precision
+    from fms_fsdp.run.setup import draft_run
+    from fms_fsdp.state import TrainMetadata
 
     flags = [
         f"--model_variant={variant}",
@@ -96,19 +95,17 @@ def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, 
         "--seq_length=128",
         f"--output_dir={folder / 'run'}",
     ]
-    parsed = parse_with_origins(TrainConfig, flags)
-    world = runtime.World.from_env()
-    cfg, machine = parsed.config, find_machine(parsed, world)
-    found = resolve(cfg, machine, find_inputs(cfg, machine), Origin())
-    runtime.start(parsed.config.parallel, parsed.config.training, world, found.device, group=True)
-    mesh = Mesh(found.dims, world.rank, found.device.type)
-    device, seed = found.device, parsed.config.training.seed
-    precision = found.precision
-    model = parallelize(
-        found.model, parsed.config.parallel, mesh, device=device, precision=precision, seed=seed
-    )
-    state = Saved(0, **found.saved_with)
-    return mesh, model, build_optimizers(parsed.config.optim, model, precision, seed), state
+    cfg, world = parse_flags(TrainConfig, flags), runtime.World.from_env()
+    device, seed = runtime.pick_device(world), cfg.training.seed
+    dims = plan_dims(cfg.parallel, cfg.model.name, world)
+    precision = resolve_precision(cfg.precision, device)
+    shape = resolve_model(cfg.model, seq_length=cfg.data.seq_length)
+    run = draft_run(cfg, world, device, dims, precision, shape)
+    runtime.init_distributed(cfg.parallel, cfg.training, world, device)
+    mesh = Mesh(dims, world.rank, device.type)
+    model = parallelize(shape, cfg.parallel, mesh, device=device, precision=precision, seed=seed)
+    state = TrainMetadata(0, **run.saved_with)
+    return mesh, model, build_optimizers(cfg.optim, model, precision, seed), state
 
 
 def worker(folder: Path, variant: str, rounds: int) -> None:
@@ -118,9 +115,11 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    from fms_fsdp.checkpoint.checkpointer import Checkpointer, collect_tensors, load_checkpoint
-    from fms_fsdp.checkpoint.folders import open_checkpoint
-    from fms_fsdp.runtime import World
+    from fms_fsdp.checkpoint.folders import find_checkpoint
+    from fms_fsdp.checkpoint.io import collect_tensors, load_checkpoint
+    from fms_fsdp.checkpoint.manager import CheckpointManager
+    from fms_fsdp.config import CheckpointConfig
+    from fms_fsdp.distributed.runtime import World
 
     world = World.from_env()
     mesh, model, optimizer, state = build_run(folder, variant)
@@ -131,36 +130,53 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     raw = np.ones(size, dtype=np.uint8).data
     root, mine = folder / "checkpoints", folder / f"plain{world.rank}"
     root.mkdir(exist_ok=True)
-    checkpointer = Checkpointer(root, attempt=1, in_background=True, committed=lambda step: None)
-    checkpointer.reserve(model, optimizer)  # as a run does at its start, while the first steps compile
-    checkpointer.wait()
+    section = CheckpointConfig(checkpoint_interval=1)
+    saved_with = {"config": state.config, "resolved": state.resolved}
+    run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=section), saved_with=saved_with)
+    values: dict[str, Any] = dict(
+        tokens_seen=0, samples_seen=0, val_loss=None, metrics={}, loss_scale=None
+    )
+    ends = dict(step=0, num_steps=9999, stop_reason="", is_done=False)
+    health = dict(non_finite_steps=0, last_finite_step=0)
+    stream = SimpleNamespace(state_dict=dict)
+    now: Any = SimpleNamespace(
+        model=model, optimizers=optimizer, stream=stream, **values, **ends, **health
+    )
+
+    def ignore(*_: object, **__: object) -> None: ...
+
+    manager = CheckpointManager(
+        run, root, 1, now, is_main=world.rank == 0, settle=ignore, alive=ignore, event=ignore
+    )
+    manager._collect(wait=True)  # the host copies are allocated while the first steps compile
     rows: list[dict[str, float]] = []
     for step in range(rounds + 1):  # the first one warms up: host memory, files, page tables
         row = {"copy_s": timed(lambda: [b.copy_(t) for b, t in zip(buffers, local, strict=True)])}
         if step % 2:
             row["write_s"] = timed(lambda: plain_write(mine, raw))
-        row["stall_s"] = timed(
-            partial(checkpointer.save, replace(state, step=step), model, optimizer, now=False)
-        )
-        row["save_s"] = row["stall_s"] + timed(checkpointer.wait)
+        now.step = step
+        row["stall_s"] = timed(partial(manager.save, now, wait=False))
+        row["save_s"] = row["stall_s"] + timed(partial(manager._collect, wait=True))
         if not step % 2:  # by turns: the second of the two finds less of the memory warm
             row["write_s"] = timed(lambda: plain_write(mine, raw))
         for files in (root, folder):
             if world.rank == 0:
                 drop_from_page_cache(files)
         row["read_s"] = timed(lambda: plain_read(mine, raw))
-        checkpoint = open_checkpoint(root)
+        checkpoint = find_checkpoint(root)
         assert checkpoint is not None and checkpoint.step == step
-        row["load_s"] = timed(partial(load_checkpoint, checkpoint, model, optimizer, mesh))
+        alone = world.size == 1
+        load = partial(load_checkpoint, checkpoint.folder, model, optimizer, is_alone=alone)
+        row["load_s"] = timed(load)
         dist.barrier()
         if world.rank == 0:
             print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)
             shutil.rmtree(checkpoint.folder)
         dist.barrier()
         rows.append(row)
-    checkpointer.close()
+    manager.close()
     if world.rank == 0:
-        result = summary(rows[1:], size * world.world_size) | {
+        result = summary(rows[1:], size * world.size) | {
             "first_stall_s": rows[0]["stall_s"],
             "rounds": rows,
         }
@@ -198,7 +214,9 @@ def torchrun(ranks: int, script: str, *flags: str) -> None:
         *flags,
     ]
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    result = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": threads}, text=True)
+    result = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": threads}, text=True
+    )
     assert result.returncode == 0, f"{script} ended with {result.returncode}"
 
 
@@ -229,7 +247,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument(
-        "--folder", type=Path, default=Path("/tmp/bench_checkpoint"), help="needs five checkpoints' room"
+        "--folder",
+        type=Path,
+        default=Path("/tmp/bench_checkpoint"),
+        help="needs five checkpoints' room",
     )
     parser.add_argument("--output", type=Path, help=HELP)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -242,7 +263,12 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     shutil.rmtree(flags.folder, ignore_errors=True)
     flags.folder.mkdir(parents=True)
-    argv = ["--worker", f"--folder={flags.folder}", f"--variant={flags.variant}", f"--rounds={flags.rounds}"]
+    argv = [
+        "--worker",
+        f"--folder={flags.folder}",
+        f"--variant={flags.variant}",
+        f"--rounds={flags.rounds}",
+    ]
     torchrun(flags.ranks, str(Path(__file__).resolve()), *argv)
     result = json.loads((flags.folder / "result.json").read_text())
     start = start_by_phase(flags.folder, flags.variant, flags.ranks)
@@ -260,7 +286,11 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "variant": flags.variant,
         "ranks": flags.ranks,
-        "targets": {"stall_over_copy": 1.5, "save_over_plain_write": 0.7, "load_over_plain_read": 0.5},
+        "targets": {
+            "stall_over_copy": 1.5,
+            "save_over_plain_write": 0.7,
+            "load_over_plain_read": 0.5,
+        },
         **result,
         "start_after_resume": start,
     }

@@ -1,15 +1,16 @@
 """Measures the data stream against its targets and writes one result file.
 
     python benchmarks/bench_data.py [--data=FOLDER] [--tokens=300e6] [--steps=2000] [--output=FILE]
+        [--against=CHECKOUT]
 
-It makes (once) a corpus of 300 M tokens in 500,000 lognormal documents, 3 sources, 64 files, in both layouts.
+With --against, the script of another checkout measures the same corpora, interleaved with this one. It makes (once) a corpus of 300 M tokens in 500,000 lognormal documents, 3 sources, 64 files, in both layouts.
 It reads the corpus at S = 4096, 2 rows a batch, one rank, on one thread. Every measurement is a process of
 its own, timed after its imports. The same process also measures the speed of a plain memory copy of the same
 batches. "warm" means that the files are in the page cache, "cold" that they were removed from it
 (posix_fadvise) before the process started.
 
-The reference scale (1.47 T tokens, 2.0 G documents, 100,000 files, 20 sources) has a synthetic manifest:
-every name leads to one real shard of 20,000 documents.
+The reference scale (1.47 T tokens, 2.0 G documents, 100,000 files, 20 sources) has a counts file in which
+every name stands for one real shard of 20,000 documents.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from result_file import HELP, write_result
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import empty_batch
-from fms_fsdp.data.shards.files import LocalFiles
-from fms_fsdp.data.shards.manifest import open_corpus
+from fms_fsdp.data.corpus import open_corpus
+from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.stream import TokenStream, build_stream
 
 SEQ_LENGTH, ROWS, VOCAB, SEP = 4096, 2, 50_000, 0
@@ -44,13 +45,12 @@ REFERENCE_FILES, REFERENCE_SOURCES, REFERENCE_DOCS = 100_000, 20, 20_000
 REFERENCE_BATCH = 1024
 
 TARGETS = {
-    "tokens_per_s": ">= 20e6",
-    "first_batch_s": "<= 0.2",
-    "resume_s": "<= 0.3",
+    "tokens_per_cpu_s": ">= 30e6",
+    "tokens_per_cpu_s_batch_at": ">= 42e6",
+    "first_batch_s": "<= 0.05",
     "state_bytes": "<= 4096",
     "masked_share": "< 0.001",
     "memory_mib": "<= 100",
-    "open_files": "<= 64",
 }
 
 
@@ -76,7 +76,10 @@ def write_shard(path: Path, lengths: np.ndarray, tokens: np.ndarray, layout: str
             "vocab_size": VOCAB,
             "sep_token": SEP,
         }
-        metadata = {key: str(value) for key, value in facts.items()} | {"has_eos": "false", "dtype": "uint16"}
+        metadata = {key: str(value) for key, value in facts.items()} | {
+            "has_eos": "false",
+            "dtype": "uint16",
+        }
         schema = pa.schema([pa.field("tokens", kind, nullable=False)], metadata=metadata)
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for start in range(0, len(lengths), 65_536):
@@ -110,35 +113,28 @@ def make_corpus(root: Path, num_tokens: int, num_docs: int, layout: str) -> None
         csv.writer(sink).writerows([("dataset/filename", "documents", "tokens"), *rows])
 
 
-class ReferenceFiles(LocalFiles):
-    """100,000 names of shards in 20 folders, which lead to one file, and the counts file that lists them."""
+class ReferenceFiles(Storage):
+    """100,000 names of shards in 20 folders that stand for one file, and their counts file."""
 
     def __init__(self, shard: Path, num_tokens: int) -> None:
         super().__init__(str(shard.parent))
-        self._shard, self._num_tokens = shard.name, num_tokens
-        per_source = REFERENCE_FILES // REFERENCE_SOURCES
-        self._names = [
-            f"source-{i // per_source:02d}/shard-{i % per_source:05d}.arrow" for i in range(REFERENCE_FILES)
+        self._shard, per_source = shard.name, REFERENCE_FILES // REFERENCE_SOURCES
+        self._files = Storage(str(shard.parent))
+        names = [
+            f"source-{i // per_source:02d}/shard-{i % per_source:05d}.arrow"
+            for i in range(REFERENCE_FILES)
         ]
         table = io.StringIO()
         csv.writer(table).writerows([("dataset/filename", "documents", "tokens")])
-        csv.writer(table).writerows((name, REFERENCE_DOCS, num_tokens) for name in self._names)
+        csv.writer(table).writerows((name, REFERENCE_DOCS, num_tokens) for name in names)
         self._counts = table.getvalue().encode()
+        self.sizes = dict.fromkeys(names, self.sizes[shard.name])
+        self.sizes["meta/counts.csv"] = len(self._counts)
 
-    def walk(self, folder: str) -> Iterator[str]:
-        yield from self._names
-        yield "meta/counts.csv"
-
-    def size(self, path: str) -> int:
-        return len(self._counts) if path.startswith("meta") else super().size(self._shard)
-
-    def pread(self, path: str, num_bytes: int, offset: int) -> bytes:
+    def read(self, path: str, size: int, offset: int) -> bytes:
         if path.startswith("meta"):
-            return self._counts[offset : offset + num_bytes]
-        return super().pread(self._shard, num_bytes, offset)
-
-    def clone(self) -> ReferenceFiles:
-        return self
+            return self._counts[offset : offset + size]
+        return self._files.read(self._shard, size, offset)
 
 
 # --- measurements, each in a process of its own ---
@@ -179,7 +175,7 @@ def seconds(work: Callable[[], Any]) -> float:
 def warm_up_imports() -> None:
     import pyarrow.ipc  # noqa: F401
 
-    import fms_fsdp.data.rows  # noqa: F401
+    import fms_fsdp.data.stream  # noqa: F401
 
     torch.empty(1)
 
@@ -187,7 +183,6 @@ def warm_up_imports() -> None:
 def measure_speed(root: str, steps: int, packing: str) -> dict[str, float]:
     stream = open_stream(section_of(root, packing))
     passes, cpu = [], []
-    masked = 0
     for _ in range(6):
         stream._drop_ahead()
         stream.step = 0
@@ -196,11 +191,14 @@ def measure_speed(root: str, steps: int, packing: str) -> dict[str, float]:
             batch = stream.next_batch()
         passes.append(time.perf_counter() - start)
         cpu.append(time.process_time() - cpu_start)
-    for step in range(1, steps, 4):
-        masked += int((stream.batch_at(step).labels_BS == -100).sum())
+    cpu_start, looked_at = time.process_time(), range(1, steps, 4)
+    batches = [stream.batch_at(step) for step in looked_at]
+    batch_at_s = time.process_time() - cpu_start
+    masked = sum(int((each.labels_BS == -100).sum()) for each in batches)
     target = empty_batch(ROWS, SEQ_LENGTH)
     copy_s = min(
-        seconds(lambda: [a.copy_(b) for a, b in zip(target, batch, strict=True)]) for _ in range(2000)
+        seconds(lambda: [a.copy_(b) for a, b in zip(target, batch, strict=True)])
+        for _ in range(2000)
     )
     tokens = steps * ROWS * SEQ_LENGTH
     rate = tokens / min(passes[1:])
@@ -208,8 +206,9 @@ def measure_speed(root: str, steps: int, packing: str) -> dict[str, float]:
     return {
         "tokens_per_s": rate,
         "tokens_per_cpu_s": tokens / min(cpu[1:]),
+        "tokens_per_cpu_s_batch_at": len(looked_at) * ROWS * SEQ_LENGTH / batch_at_s,
         "tokens_per_s_first_pass": tokens / passes[0],
-        "masked_share": masked / (len(range(1, steps, 4)) * ROWS * SEQ_LENGTH),
+        "masked_share": masked / (len(looked_at) * ROWS * SEQ_LENGTH),
         "memory_copy_tokens_per_s": ROWS * SEQ_LENGTH / copy_s,
         "share_of_memory_copy": rate * copy_s / (ROWS * SEQ_LENGTH),
     }
@@ -258,7 +257,12 @@ def measure_reference(root: str, steps: int, packing: str) -> dict[str, float]:
     result = {"start_up_s": time.perf_counter() - start, "manifest_mib": resident_mib() - before}
     result["tokens"] = float(sum(source.num_tokens for source in corpus.sources))
     for world in (8, 1024):
-        settings = {"seed": 1, "vocab_size": VOCAB, "global_batch_size": REFERENCE_BATCH, "dp_size": world}
+        settings = {
+            "seed": 1,
+            "vocab_size": VOCAB,
+            "global_batch_size": REFERENCE_BATCH,
+            "dp_size": world,
+        }
         start = time.perf_counter()
         stream = build_stream(section, corpus, dp_rank=world // 2, **settings)  # type: ignore[arg-type]
         stream.load_state_dict(stream.state_dict(), 200_000)
@@ -275,7 +279,7 @@ def measure_reference(root: str, steps: int, packing: str) -> dict[str, float]:
         result[f"tokens_per_s_{world}_ranks"] = tokens / (time.perf_counter() - start)
         result[f"memory_mib_{world}_ranks"] = resident_mib() - before
         stream.close()
-    plan = lambda: stream.rows.order.addresses(123_456)  # type: ignore[union-attr]  # noqa: E731
+    plan = lambda: stream.order.addresses(123_456)  # noqa: E731
     result["plan_1024_rows_s"] = min(seconds(plan) for _ in range(20))
     result["state_bytes"] = float(len(json.dumps(stream.state_dict())))
     return result
@@ -299,10 +303,22 @@ def drop_from_page_cache(root: Path) -> None:
         os.close(descriptor)
 
 
-def in_a_process(measurement: str, root: Path, steps: int, packing: str = "concat") -> dict[str, float]:
-    command = [sys.executable, __file__, f"--measure={measurement}", f"--data={root}", f"--steps={steps}"]
+def in_a_process(
+    script: Path, measurement: str, root: Path, steps: int, packing: str = "concat"
+) -> dict[str, float]:
+    command = [
+        sys.executable,
+        str(script),
+        f"--measure={measurement}",
+        f"--data={root}",
+        f"--steps={steps}",
+    ]
     output = subprocess.run(
-        [*command, f"--packing={packing}"], check=True, capture_output=True, text=True
+        [*command, f"--packing={packing}"],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(script.parent.parent)},
     ).stdout
     result: dict[str, float] = json.loads(output.splitlines()[-1])
     return result
@@ -310,7 +326,12 @@ def in_a_process(measurement: str, root: Path, steps: int, packing: str = "conca
 
 def hardware() -> dict[str, Any]:
     model = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), ""
+        (
+            line.split(":")[1].strip()
+            for line in open("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        "",
     )
     return {
         "cpu": model,
@@ -324,31 +345,42 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def run(data: Path, num_tokens: int, steps: int) -> dict[str, Any]:
+def measure_layout(script: Path, root: Path, steps: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for measurement in ("speed", "start", "resume"):
+        found |= in_a_process(script, measurement, root, steps)
+    bestfit = in_a_process(script, "speed", root, steps, "bestfit")
+    found["tokens_per_s_bestfit"] = bestfit["tokens_per_s"]
+    drop_from_page_cache(root)
+    found["first_batch_s_cold_files"] = in_a_process(script, "start", root, 1)["first_batch_s"]
+    return found
+
+
+def run(data: Path, num_tokens: int, steps: int, against: Path | None) -> dict[str, Any]:
+    scripts = {"": Path(__file__).resolve()}
+    if against is not None:
+        scripts["against"] = against.resolve() / "benchmarks" / "bench_data.py"
     result: dict[str, Any] = {"hardware": hardware(), "targets": TARGETS}
+    cases: list[tuple[str, Path, Callable[[Path, Path], dict[str, float]]]] = []
     for layout in ("lists", "documents"):
         root = data / f"{layout}-{num_tokens}"
         make_corpus(root, num_tokens, num_tokens // 600, layout)
-        warm = (
-            in_a_process("speed", root, steps)
-            | in_a_process("start", root, steps)
-            | in_a_process("resume", root, steps)
-        )
-        warm["tokens_per_s_bestfit"] = in_a_process("speed", root, steps, "bestfit")["tokens_per_s"]
-        drop_from_page_cache(root)
-        warm["first_batch_s_cold_files"] = in_a_process("start", root, 1)["first_batch_s"]
-        result[layout] = warm
-        print(layout, json.dumps(warm, indent=1), flush=True)
+        cases.append((layout, root, lambda script, root: measure_layout(script, root, steps)))
     root = data / "reference"
     if not (root / "reference.json").exists():
         rng = np.random.default_rng(1)
         lengths = document_lengths(rng, REFERENCE_DOCS, 14_680_000)
-        write_shard(
-            root / "reference.arrow", lengths, rng.integers(1, VOCAB, size=int(lengths.sum())), "lists"
-        )
+        tokens = rng.integers(1, VOCAB, size=int(lengths.sum()))
+        write_shard(root / "reference.arrow", lengths, tokens, "lists")
         (root / "reference.json").write_text(str(int(lengths.sum())))
-    result["reference_scale"] = in_a_process("reference", root, steps)
-    print("reference_scale", json.dumps(result["reference_scale"], indent=1), flush=True)
+    cases.append(
+        ("reference", root, lambda script, root: in_a_process(script, "reference", root, steps))
+    )
+    for name, root, measure in cases:
+        for version, script in scripts.items():
+            key = f"{name} {version}".strip()
+            result[key] = measure(script, root)
+            print(key, json.dumps(result[key], indent=1), flush=True)
     return result
 
 
@@ -356,9 +388,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", default="/tmp/bench_data", help="folder for the corpora, about 2 GB")
+    parser.add_argument(
+        "--data", default="/tmp/bench_data", help="folder for the corpora, about 2 GB"
+    )
     parser.add_argument("--tokens", type=float, default=300e6)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--against", type=Path, help="folder of another checkout to compare with")
     parser.add_argument("--output", type=Path, help=HELP)
     parser.add_argument("--measure", choices=MEASUREMENTS, help=argparse.SUPPRESS)
     parser.add_argument("--packing", default="concat", help=argparse.SUPPRESS)
@@ -366,8 +401,11 @@ def main() -> None:
     if flags.measure:
         print(json.dumps(MEASUREMENTS[flags.measure](flags.data, flags.steps, flags.packing)))
         return
-    result = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
-    result |= run(Path(flags.data), int(flags.tokens), flags.steps)
+    result = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+    }
+    result |= run(Path(flags.data), int(flags.tokens), flags.steps, flags.against)
     write_result(result, flags.output)
 
 

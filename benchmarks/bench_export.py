@@ -74,7 +74,9 @@ def seconds_of(work: Work, source: Path, target: Path) -> float:
 def measure(folder: Path, variant: str, rounds: int) -> dict[str, Any]:
     training, weights, run = folder / "training", folder / "weights", folder / "run"
     flags = [f"--model_variant={variant}", *TRAINING, f"--output_dir={training}"]
-    subprocess.run([sys.executable, ROOT / "main_training.py", *flags], check=True, stdout=sys.stderr)
+    subprocess.run(
+        [sys.executable, ROOT / "main_training.py", *flags], check=True, stdout=sys.stderr
+    )
     begin = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "fms_fsdp", "export", "--help"], cwd=ROOT, stdout=subprocess.DEVNULL
@@ -90,7 +92,9 @@ def measure(folder: Path, variant: str, rounds: int) -> dict[str, Any]:
         "import": (import_to, weights),
     }
     times: dict[str, list[float]] = {name: [] for name in works}
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # a new process each time
+    with multiprocessing.get_context("spawn").Pool(
+        1, maxtasksperchild=1
+    ) as pool:  # a new process each time
         for _ in range(rounds):
             for name, (work, source) in works.items():
                 times[name].append(pool.apply(seconds_of, (work, source, folder / f"new_{name}")))
@@ -109,7 +113,9 @@ def main() -> None:
     )
     parser.add_argument("--variant", default="194m")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to measure (default: the temporary folder)"
+    )
     parser.add_argument("--output", type=Path, help=HELP)
     args = parser.parse_args()
     machine = about_machine()

@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch  # noqa: E402
 
+from fms_fsdp.distributed.runtime import versions  # noqa: E402
 from fms_fsdp.extras.generate import Sampling, generate  # noqa: E402
 from fms_fsdp.extras.hf import hf_config, hf_weights  # noqa: E402
 from fms_fsdp.models.init import init_weights  # noqa: E402
 from fms_fsdp.models.llama import Llama  # noqa: E402
 from fms_fsdp.models.variants import all_variants  # noqa: E402
-from fms_fsdp.runtime import versions  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPT, BATCHES = 32, (1, 16)  # tokens before decoding; rows
@@ -53,7 +53,9 @@ def their_writer(model: Any, cache: str | None) -> Write:
         more = {} if cache is None else {"cache_implementation": cache}
         lengths = {"min_new_tokens": count, "max_new_tokens": count}
         mask = torch.ones_like(tokens)
-        return model.generate(tokens, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths, **more)
+        return model.generate(
+            tokens, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths, **more
+        )
 
     return write
 
@@ -70,8 +72,12 @@ def their_model(model: Llama) -> Any:
         auto: Any = AutoModelForCausalLM
         theirs = auto.from_config(AutoConfig.from_pretrained(folder)).eval()
     ours = model.state_dict()
-    weights = {name: each.made_of(ours.__getitem__) for name, each in hf_weights(model.config).items()}
-    assert not theirs.load_state_dict(weights, strict=False).unexpected_keys  # a tied head is missing
+    weights = {
+        name: each.made_of(ours.__getitem__) for name, each in hf_weights(model.config).items()
+    }
+    assert not theirs.load_state_dict(
+        weights, strict=False
+    ).unexpected_keys  # a tied head is missing
     return theirs
 
 
@@ -105,13 +111,17 @@ def measure(writers: dict[str, Write], options: argparse.Namespace, vocab: int) 
             seconds = timed(write, tokens, 1 + options.tokens) - timed(write, tokens, 1)
             if seconds > 0:
                 return seconds
-        sys.exit(f"error: {options.tokens} tokens take less than this machine's noise; raise --tokens")
+        sys.exit(
+            f"error: {options.tokens} tokens take less than this machine's noise; raise --tokens"
+        )
 
     for number in range(options.rounds + 1):  # the first warms up
         for name, write in writers.items():
             rates = {"prefill": options.prefill / timed(write, long, 1)}
             for tokens in short:
-                rates[f"decode_{len(tokens)}"] = len(tokens) * options.tokens / timed_decoding(write, tokens)
+                rates[f"decode_{len(tokens)}"] = (
+                    len(tokens) * options.tokens / timed_decoding(write, tokens)
+                )
             for case, rate in rates.items() if number else ():
                 found[name].setdefault(case, []).append(rate)
     return {
@@ -126,13 +136,18 @@ def three_digits(number: float) -> float:
 
 def run(variant: str, precision: str, options: argparse.Namespace) -> dict[str, Any]:
     torch._dynamo.reset()  # it compiles for so many shapes only
-    config = replace(all_variants()[variant], max_seq_len=max(options.prefill, PROMPT + options.tokens) + 2)
+    config = replace(
+        all_variants()[variant], max_seq_len=max(options.prefill, PROMPT + options.tokens) + 2
+    )
     model = Llama(config).eval()
     init_weights(model, seed=0)
     writers: dict[str, Write] = {}
     if find_spec("transformers") is not None:
         theirs = their_model(model).to(DTYPES[precision])
-        writers |= {"transformers": their_writer(theirs, None), "static": their_writer(theirs, "static")}
+        writers |= {
+            "transformers": their_writer(theirs, None),
+            "static": their_writer(theirs, "static"),
+        }
     for weight in model.parameters():
         weight.data = weight.data.to(DTYPES[precision])
     ours = {name: our_writer(model, name != "ours") for name in ("ours", "ours, compiled")}
@@ -143,7 +158,8 @@ def run(variant: str, precision: str, options: argparse.Namespace) -> dict[str, 
     share = max(rates[own]["decode_1"] for own in ours) * num_bytes / rate
     ratios = {
         case: {
-            name: three_digits(max(rates[own][case] for own in ours) / rates[name][case]) for name in writers
+            name: three_digits(max(rates[own][case] for own in ours) / rates[name][case])
+            for name in writers
         }
         for case in rates["ours"]
     }

@@ -42,10 +42,14 @@ def run_trial(flags: list[str]) -> Curve:
     fixed = [flag for flag in FIXED if flag.partition("=")[0] not in given]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "main_training.py", *fixed, *flags, f"--output_dir={folder}"]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ))
+        ended = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ)
+        )
         if ended.returncode:
             raise RuntimeError(f"{' '.join(flags)}: {ended.stderr[-2000:]}")
-        records = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()
+        ]
     return {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
 
 
@@ -65,9 +69,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, default=ROOT / "data" / "quickstart", help="prepared text")
+    parser.add_argument(
+        "--data", type=Path, default=ROOT / "data" / "quickstart", help="prepared text"
+    )
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rates", default="5e-4,1e-3,2e-3,4e-3,8e-3", help="rates of each optimizer")
+    parser.add_argument(
+        "--rates", default="5e-4,1e-3,2e-3,4e-3,8e-3", help="rates of each optimizer"
+    )
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--evaluations", type=int, default=20, help="evaluations in a run")
     parser.add_argument("--output", type=Path, help=HELP)
@@ -80,7 +88,9 @@ def main() -> None:
     curves: dict[str, list[Curve]] = {}
 
     def tried(name: str, rate: str, seed: str) -> Curve:
-        curve = run_trial([*shared, f"--optimizer={name}", f"--learning_rate={rate}", f"--seed={seed}"])
+        curve = run_trial(
+            [*shared, f"--optimizer={name}", f"--learning_rate={rate}", f"--seed={seed}"]
+        )
         trials.append({"optimizer": name, "rate": rate, "seed": seed, "validation_loss": curve})
         print(name, rate, seed, curve[max(curve)], flush=True)
         return curve
@@ -91,12 +101,19 @@ def main() -> None:
         best[name] = min(found, key=lambda rate: found[rate][max(found[rate])])
         curves[name] = [found[best[name]], *(tried(name, best[name], seed) for seed in others)]
     last = {name: [curve[max(curve)] for curve in each] for name, each in curves.items()}
-    reached = [steps_to_reach(curve, loss) for curve, loss in zip(curves["muon"], last["adamw"], strict=True)]
+    reached = [
+        steps_to_reach(curve, loss)
+        for curve, loss in zip(curves["muon"], last["adamw"], strict=True)
+    ]
     record = about_machine() | {
         "fixed": FIXED,
         "best_rate": best,
-        "last_loss": {name: {"mean": statistics.mean(each), "by_seed": each} for name, each in last.items()},
-        "share_of_steps": [None if step is None else round(step / options.steps, 3) for step in reached],
+        "last_loss": {
+            name: {"mean": statistics.mean(each), "by_seed": each} for name, each in last.items()
+        },
+        "share_of_steps": [
+            None if step is None else round(step / options.steps, 3) for step in reached
+        ],
         "trials": trials,
     }
     print({name: record[name] for name in ("best_rate", "last_loss", "share_of_steps")})

@@ -39,7 +39,9 @@ PURE = ("bf16_pure", "bf16_pure_compiled")
 
 def asked(name: str) -> tuple[OptimConfig, Precision]:
     """The flags that a contestant stands for."""
-    precision = Precision("bf16", weights="bf16", gradients="bf16", state="bf16") if name in PURE else FP32
+    precision = (
+        Precision("bf16", weights="bf16", gradients="bf16", state="bf16") if name in PURE else FP32
+    )
     return OptimConfig(optimizer="adamw" if name in (REFERENCE, *PURE) else name), precision
 
 
@@ -83,7 +85,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help=HELP)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config, found, left_out = all_variants()[options.variant], dict[str, tuple[Llama, Optimizers]](), {}
+    config, found, left_out = (
+        all_variants()[options.variant],
+        dict[str, tuple[Llama, Optimizers]](),
+        {},
+    )
     for name in [REFERENCE, *options.optimizers.split(",")]:
         model = Llama(config).to(device)
         init_weights(model, 0)
@@ -102,7 +108,9 @@ def main() -> None:
         results[name] = {
             "step_ms": round(seconds * 1000, 3),
             "times_torch_adamw": round(seconds / medians[REFERENCE], 3),
-            "bytes_a_parameter": round(state_bytes(section, config, precision) / num_params(config), 3),
+            "bytes_a_parameter": round(
+                state_bytes(section, config, precision) / num_params(config), 3
+            ),
         }
         print(name, results[name], flush=True)
     record = about_machine() | {

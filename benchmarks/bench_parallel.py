@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 if TYPE_CHECKING:
-    from fms_fsdp.mesh import Mesh
+    from fms_fsdp.distributed.mesh import Mesh
 
 LAYERS, WIDTH, FFN, HEADS, VOCAB = 1, 64, 128, 8, 512  # of the long row
 SMALL: dict[str, Any] = dict(
@@ -99,12 +99,16 @@ class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
         groups = {axis: mesh._groups[axis] for axis in names if mesh.size(axis) > 1}
         groups["shard" if mesh.size("cp") > 1 else "dp_shard"] = fsdp.get_group(fsdp.ndim - 1)
         names_of = {
-            axis: (group.group_name, group.size()) for axis, group in groups.items() if group is not None
+            axis: (group.group_name, group.size())
+            for axis, group in groups.items()
+            if group is not None
         }
         self._axes = {name: (axis, size) for axis, (name, size) in names_of.items()}
         self._functional = {name: (axis, size) for axis, (name, size) in reversed(names_of.items())}
 
-    def _count(self, axes: Mapping[Any, tuple[str, int]], name: str, nbytes: float, times: int = 1) -> None:
+    def _count(
+        self, axes: Mapping[Any, tuple[str, int]], name: str, nbytes: float, times: int = 1
+    ) -> None:
         if name in axes:
             axis, size = axes[name]
             self.sent[axis] = self.sent.get(axis, 0) + times * nbytes * (size - 1) / size
@@ -115,8 +119,15 @@ class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_part, times = MESSAGES[name]
             group_name = args[-1]
             size = self._functional.get(group_name, ("", 1))[1]
-            self._count(self._functional, group_name, args[0].nbytes * (size if is_part else 1), times)
-        elif space == "c10d" and name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "send"):
+            self._count(
+                self._functional, group_name, args[0].nbytes * (size if is_part else 1), times
+            )
+        elif space == "c10d" and name in (
+            "_allgather_base_",
+            "_reduce_scatter_base_",
+            "allreduce_",
+            "send",
+        ):
             handles = (each for each in args if isinstance(each, torch.ScriptObject))
             group = dist.ProcessGroup.unbox(next(handles))
             if name == "send":
@@ -125,54 +136,65 @@ class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif name == "allreduce_":
                 self._count(self._axes, group.group_name, args[0][0].nbytes, 2)
             else:
-                self._count(self._axes, group.group_name, args[0 if name == "_allgather_base_" else 1].nbytes)
+                self._count(
+                    self._axes,
+                    group.group_name,
+                    args[0 if name == "_allgather_base_" else 1].nbytes,
+                )
         return func(*args, **(kwargs or {}))
 
 
-def train_layout(rank: int, options: argparse.Namespace, flags: Mapping[str, Any]) -> dict[str, Any]:
+def train_layout(
+    rank: int, options: argparse.Namespace, flags: Mapping[str, Any]
+) -> dict[str, Any]:
     """What one rank finds in the layout (collective): losses, norms and seconds of the steps, memory, and the
     bytes of one more step, counted and predicted."""
-    from fms_fsdp.config import FP32, BatchPlan, ParallelConfig
-    from fms_fsdp.mesh import Mesh, resolve_dims
+    from fms_fsdp.config import FP32, ParallelConfig
+    from fms_fsdp.distributed.mesh import Mesh, plan_dims
+    from fms_fsdp.distributed.runtime import World
     from fms_fsdp.models.variants import LlamaConfig
-    from fms_fsdp.predict.memory import estimate_memory
-    from fms_fsdp.runtime import World
+    from fms_fsdp.predict.memory import Step, estimate_memory
+    from fms_fsdp.predict.meter import Shape
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     section = ParallelConfig(use_torch_compile=False, matmul_precision="highest", **flags)
-    mesh = Mesh(resolve_dims(section, "tiny", World(rank, rank, world, world)), rank, options.device)
+    mesh = Mesh(plan_dims(section, "tiny", World(rank, rank, world, world)), rank, options.device)
     device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", rank)
     config = LlamaConfig(**SMALL, vocab_size=WORDS, max_seq_len=TOKENS)
-    _train(replace(config, hidden_size=64, ffn_hidden_size=64), section, mesh, device, 1)  # loads libraries
+    _train(
+        replace(config, hidden_size=64, ffn_hidden_size=64), section, mesh, device, 1
+    )  # loads libraries
     gc.collect()
     peak = _growth(device)
     found = _train(config, section, mesh, device, options.steps)
-    batch = BatchPlan(ROWS // mesh.size("dp"), 1, mesh.size("dp"))
-    how = dict(precision=FP32, compiled=False, device_type=options.device)
-    need = estimate_memory(config, mesh.dims, section, batch=batch, seq_length=TOKENS, **how)
-    found |= {"peak_mib": peak(), "predicted_mib": need.expected / 2**20}
+    dims, rows = mesh.dims, ROWS // mesh.size("dp")
+    shape = Shape(config, section, FP32, dims, TOKENS, False, options.device)
+    need = estimate_memory(Step(shape, rows, 1), 8)
+    found |= {"peak_mib": peak(), "predicted_mib": need.total / 2**20}
     if world > 1:
         with Sent(mesh) as counted:
             found.pop("one_more")()
         found["counted"] = {axis: size for axis, size in counted.sent.items() if axis and size}
-        found["predicted"] = _predicted(config, mesh, section, batch)
+        found["predicted"] = _predicted(Step(shape, rows, 1), mesh)
     return {name: value for name, value in found.items() if name != "one_more"}
 
 
-def _train(config: Any, section: Any, mesh: Mesh, device: torch.device, steps: int) -> dict[str, Any]:
+def _train(
+    config: Any, section: Any, mesh: Mesh, device: torch.device, steps: int
+) -> dict[str, Any]:
     """Losses, norms and the median time of the steps, and a function for one more (collective)."""
     from fms_fsdp.config import FP32, OptimConfig
     from fms_fsdp.observe.metrics import Clock, Interval
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
-    from fms_fsdp.state import Progress, TrainState
+    from fms_fsdp.state import TrainState
     from fms_fsdp.train import TrainStep, train_step
 
     nothing: Any = None
     model = parallelize(config, section, mesh, device=device, precision=FP32, seed=1)
     schedule: Any = _rate
     recipe = TrainStep(mesh, device, schedule, ROWS // mesh.size("dp"), 1.0, False)
-    state = TrainState(model, build_optimizers(OptimConfig(), model), nothing, Progress(0, steps + 1))
+    state = TrainState(model, build_optimizers(OptimConfig(), model), nothing, steps + 1)
     losses, norms, seconds = list[float](), list[float](), list[float]()
     for step in range(steps):
         start = time.perf_counter()
@@ -183,7 +205,7 @@ def _train(config: Any, section: Any, mesh: Mesh, device: torch.device, steps: i
         seconds.append(time.perf_counter() - start)
         losses.append(values["loss"])
         norms.append(values["grad_norm"])
-        state.progress.count(ROWS, ROWS * TOKENS)
+        state.count(ROWS, ROWS * TOKENS)
     one_more = partial(train_step, recipe, state, _rows(steps, mesh), Clock(device))
     return {
         "losses": losses,
@@ -198,16 +220,12 @@ def _rate(step: int, tokens: int, base: float) -> float:
     return 3e-5 * step
 
 
-def _predicted(config: Any, mesh: Mesh, section: Any, batch: Any) -> dict[str, int]:
+def _predicted(step: Any, mesh: Mesh) -> dict[str, int]:
     """Bytes that this rank should send in a step, by axis."""
-    from fms_fsdp.config import FP32
-    from fms_fsdp.predict.communication import bytes_sent
-    from fms_fsdp.predict.shares import axis_bytes, share_of
+    from fms_fsdp.predict.speed import rank_cost, sent_by
 
     place = mesh.place("pp")
-    share = share_of(config, mesh.dims, section, place)
-    sent = axis_bytes(config, mesh.dims, section, FP32, batch, TOKENS, place)
-    return sent | bytes_sent(config, mesh.dims, FP32, batch.grad_accum_steps, share)
+    return dict(sent_by(step, place, rank_cost(step.shape, place, step.micro_batch)))
 
 
 def _rows(step: int, mesh: Mesh) -> Any:
@@ -239,13 +257,17 @@ def _resident_mib(field: str) -> float:
 
 def measure_layouts(options: argparse.Namespace) -> dict[str, Any]:
     """Every layout of the world, and one process, in processes of its own; prints a row as each ends."""
-    alone = on_ranks(partial(train_layout, options=options, flags={"sharding_strategy": "none"}), 1, options)
+    alone = on_ranks(
+        partial(train_layout, options=options, flags={"sharding_strategy": "none"}), 1, options
+    )
     print("| layout | step, ms | sent by a rank in a step, MiB | counted / predicted | ", end="")
     print("peak, MiB | predicted | Δ loss | Δ norm |\n|---|---|---|---|---|---|---|---|")
     found = {ALONE: _summary(alone, alone)}
     print(_row(ALONE, found[ALONE]), flush=True)
     for name, flags in LAYOUTS[options.world].items():
-        by_rank = on_ranks(partial(train_layout, options=options, flags=flags), options.world, options)
+        by_rank = on_ranks(
+            partial(train_layout, options=options, flags=flags), options.world, options
+        )
         found[name] = _summary(by_rank, alone)
         print(_row(name, found[name]), flush=True)
     pairs = list(combinations((each for name, each in found.items() if name != ALONE), 2))
@@ -255,7 +277,12 @@ def measure_layouts(options: argparse.Namespace) -> dict[str, Any]:
         if a["predicted_mib"] != b["predicted_mib"]
     ]
     print(f"pairs of layouts whose peaks are in the predicted order: {sum(alike)} of {len(alike)}")
-    model = SMALL | {"vocab_size": WORDS, "row_tokens": TOKENS, "rows": ROWS, "steps": options.steps}
+    model = SMALL | {
+        "vocab_size": WORDS,
+        "row_tokens": TOKENS,
+        "rows": ROWS,
+        "steps": options.steps,
+    }
     return {
         "world": options.world,
         "model": model,
@@ -268,14 +295,22 @@ def _summary(by_rank: list[dict[str, Any]], alone: list[dict[str, Any]]) -> dict
     """What the table shows of a layout."""
     first, wanted = by_rank[0], alone[0]
     ratios: dict[str, list[float]] = {
-        axis: [each["counted"][axis] / each["predicted"][axis] for each in by_rank if axis in each["counted"]]
+        axis: [
+            each["counted"][axis] / each["predicted"][axis]
+            for each in by_rank
+            if axis in each["counted"]
+        ]
         for axis in sorted({axis for each in by_rank for axis in each.get("counted", ())})
     }
     most = {
         kind: {axis: max(each[kind].get(axis, 0) for each in by_rank) for axis in ratios}
         for kind in ("counted", "predicted")
     }
-    missed = [each for each in by_rank if each.get("counted", {}).keys() != each.get("predicted", {}).keys()]
+    missed = [
+        each
+        for each in by_rank
+        if each.get("counted", {}).keys() != each.get("predicted", {}).keys()
+    ]
     assert not missed, missed
     return {
         "step_ms": round(statistics.median(each["step_ms"] for each in by_rank), 1),
@@ -284,8 +319,12 @@ def _summary(by_rank: list[dict[str, Any]], alone: list[dict[str, Any]]) -> dict
         "worst_ratio": {axis: round(_worst(some), 4) for axis, some in ratios.items()},
         "peak_mib": round(max(each["peak_mib"] for each in by_rank), 1),
         "predicted_mib": round(first["predicted_mib"], 1),
-        "loss_difference": max(abs(a - b) for a, b in zip(first["losses"], wanted["losses"], strict=True)),
-        "norm_difference": max(abs(a / b - 1) for a, b in zip(first["norms"], wanted["norms"], strict=True)),
+        "loss_difference": max(
+            abs(a - b) for a, b in zip(first["losses"], wanted["losses"], strict=True)
+        ),
+        "norm_difference": max(
+            abs(a / b - 1) for a, b in zip(first["norms"], wanted["norms"], strict=True)
+        ),
         "losses": first["losses"],
         "norms": first["norms"],
     }
@@ -331,14 +370,14 @@ def _of_rank(task: tuple[Callable[..., Any], int, int, str, str]) -> tuple[int, 
 def long_row(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     """The passes of one rank over its part of the row."""
     from fms_fsdp.config import FP32, ParallelConfig
-    from fms_fsdp.mesh import Mesh, resolve_dims
+    from fms_fsdp.distributed.mesh import Mesh, plan_dims
+    from fms_fsdp.distributed.runtime import World
     from fms_fsdp.models.variants import LlamaConfig
     from fms_fsdp.parallel.parallelize import parallelize
-    from fms_fsdp.runtime import World
 
     ranks = options.world
     section = ParallelConfig(cp_size=ranks, cp_method=options.method, sharding_strategy="fsdp")
-    mesh = Mesh(resolve_dims(section, "tiny", World(rank, rank, ranks, ranks)), rank, "cpu")
+    mesh = Mesh(plan_dims(section, "tiny", World(rank, rank, ranks, ranks)), rank, "cpu")
     config = LlamaConfig(LAYERS, WIDTH, FFN, HEADS, HEADS, VOCAB, max_seq_len=options.tokens)
     model = parallelize(config, section, mesh, device=torch.device("cpu"), precision=FP32, seed=1)
     tokens = torch.randint(VOCAB, (1, options.tokens), generator=torch.Generator().manual_seed(1))
@@ -366,7 +405,9 @@ def measure_long_row(options: argparse.Namespace) -> dict[str, Any]:
     for result in by_rank:
         print(result, flush=True)
     shape = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "tokens": options.tokens}
-    return {"long_row": shape | {"ranks": options.world, "method": options.method, "by_rank": by_rank}}
+    return {
+        "long_row": shape | {"ranks": options.world, "method": options.method, "by_rank": by_rank}
+    }
 
 
 def main() -> None:
@@ -380,13 +421,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=131_072, help="of the long row")
-    parser.add_argument("--method", default="ulysses", choices=("ulysses", "gather"), help="of the long row")
+    parser.add_argument(
+        "--method", default="ulysses", choices=("ulysses", "gather"), help="of the long row"
+    )
     parser.add_argument("--output", type=Path, help=HELP)
     options = parser.parse_args()
     room = torch.cuda.device_count() if options.device == "cuda" else max(LAYOUTS)
     worlds = [world for world in LAYOUTS if world <= room]
     if not worlds or (options.world or 0) > room:
-        parser.error(f"--device=cuda needs as many GPUs as ranks, 2 at least; this machine has {room}")
+        parser.error(
+            f"--device=cuda needs as many GPUs as ranks, 2 at least; this machine has {room}"
+        )
     options.world = options.world or max(worlds)
     os.environ["OMP_NUM_THREADS"] = "1"
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "fms_fsdp.train"])

@@ -39,7 +39,9 @@ CASES = {
 FIXED = "--datasets=stdlib,packages,prose --weights=2,2,1 --report_interval=1 --trackers=none"
 
 
-def run_case(options: argparse.Namespace, flags: list[str], steps: int, save: bool) -> dict[str, float]:
+def run_case(
+    options: argparse.Namespace, flags: list[str], steps: int, save: bool
+) -> dict[str, float]:
     """Trains; returns tokens/s and, where it evaluates, the loss and the bytes of the checkpoint.
 
     Raises:
@@ -50,7 +52,15 @@ def run_case(options: argparse.Namespace, flags: list[str], steps: int, save: bo
     evaluate = [f"--eval_interval={steps}", "--eval_steps=20"] if save else []
     with tempfile.TemporaryDirectory() as folder:
         places = [f"--data_path={options.data.resolve()}", f"--output_dir={folder}"]
-        command = [sys.executable, "main_training.py", *FIXED.split(), *shape, *length, *evaluate, *places]
+        command = [
+            sys.executable,
+            "main_training.py",
+            *FIXED.split(),
+            *shape,
+            *length,
+            *evaluate,
+            *places,
+        ]
         command += [*flags, *options.flags]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if ended.returncode:
@@ -61,25 +71,33 @@ def run_case(options: argparse.Namespace, flags: list[str], steps: int, save: bo
         if save:
             files = Path(folder, "checkpoints", f"step_{steps}").rglob("*.distcp")
             found["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
-            found["validation_loss"] = next(each["eval/loss"] for each in records if "eval/loss" in each)
+            found["validation_loss"] = next(
+                each["eval/loss"] for each in records if "eval/loss" in each
+            )
     return found
 
 
 def kept_bytes(flags: list[str]) -> float:
     """Bytes a parameter that a run keeps in memory: weights, gradients, moments."""
     from fms_fsdp.config import NUM_BYTES, TrainConfig
-    from fms_fsdp.flags import parse_flags
+    from fms_fsdp.config.parse import parse_flags
 
     section = parse_flags(TrainConfig, flags).precision
     precision = section.resolve(section.named or "fp32")
-    return NUM_BYTES[precision.weights] + NUM_BYTES[precision.gradients] + 2 * NUM_BYTES[precision.state]
+    return (
+        NUM_BYTES[precision.weights]
+        + NUM_BYTES[precision.gradients]
+        + 2 * NUM_BYTES[precision.state]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, default=ROOT / "data" / "quickstart", help="prepared text")
+    parser.add_argument(
+        "--data", type=Path, default=ROOT / "data" / "quickstart", help="prepared text"
+    )
     parser.add_argument("--variant", default="quickstart")
     parser.add_argument("--seq_length", type=int, default=128)
     parser.add_argument("--batch_size", type=int, default=16)
@@ -96,12 +114,16 @@ def main() -> None:
     speeds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(options.rounds):
         for name in names:
-            speeds[name].append(run_case(options, CASES[name], options.timed_steps, False)["tokens_per_sec"])
+            speeds[name].append(
+                run_case(options, CASES[name], options.timed_steps, False)["tokens_per_sec"]
+            )
     results: list[dict[str, Any]] = []
     for name in names:
         trained = run_case(options, CASES[name], options.steps, True)
         row = {"case": name, "kept_bytes_a_parameter": kept_bytes(CASES[name])} | trained
-        results.append(row | {"tokens_per_sec": statistics.median(speeds[name]), "rounds": speeds[name]})
+        results.append(
+            row | {"tokens_per_sec": statistics.median(speeds[name]), "rounds": speeds[name]}
+        )
         print(results[-1], flush=True)
     write_result(about_machine() | {"fixed": FIXED, "results": results}, options.output)
 

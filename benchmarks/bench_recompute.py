@@ -44,7 +44,12 @@ def run_case(options: argparse.Namespace, flags: list[str], rows: int) -> dict[s
     """
     with tempfile.TemporaryDirectory() as folder:
         shape = [f"--model_variant={options.variant}", f"--seq_length={options.seq_length}"]
-        usual = ["--use_dummy_dataset=True", "--report_interval=1", "--trackers=none", "--save_last=False"]
+        usual = [
+            "--use_dummy_dataset=True",
+            "--report_interval=1",
+            "--trackers=none",
+            "--save_last=False",
+        ]
         length = [f"--batch_size={rows}", f"--num_steps={options.steps}", f"--output_dir={folder}"]
         command = [sys.executable, "main_training.py", *shape, *usual, *length, *flags]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -53,7 +58,10 @@ def run_case(options: argparse.Namespace, flags: list[str], rows: int) -> dict[s
         lines = Path(folder, "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if "step_time_ms" in record]
     times = [record["step_time_ms"] for record in records[2:]]
-    return {"step_ms": statistics.median(times), "peak_gib": max(each["peak_mem_gib"] for each in records)}
+    return {
+        "step_ms": statistics.median(times),
+        "peak_gib": max(each["peak_mem_gib"] for each in records),
+    }
 
 
 def counted_bytes(options: argparse.Namespace, flags: list[str]) -> int:
@@ -61,9 +69,9 @@ def counted_bytes(options: argparse.Namespace, flags: list[str]) -> int:
     import torch
 
     from fms_fsdp.config import BF16, TrainConfig
-    from fms_fsdp.config.axes import ParallelDims
-    from fms_fsdp.flags import parse_flags
-    from fms_fsdp.mesh import Mesh
+    from fms_fsdp.config.parse import parse_flags
+    from fms_fsdp.distributed.axes import ParallelDims
+    from fms_fsdp.distributed.mesh import Mesh
     from fms_fsdp.models.variants import resolve_model
     from fms_fsdp.parallel.parallelize import parallelize
 
@@ -91,7 +99,9 @@ def main() -> None:
     parser.add_argument("--variant", default="quickstart")
     parser.add_argument("--seq_length", type=int, default=512)
     parser.add_argument("--batch_size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=8, help="of a run; those after the second are timed")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="of a run; those after the second are timed"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, help=HELP)
     options = parser.parse_args()
@@ -101,13 +111,17 @@ def main() -> None:
         for name, compiled in pairs:
             flags = [*CASES[name], f"--use_torch_compile={compiled}"]
             many = run_case(options, flags, options.batch_size)
-            found[name, compiled].append(many | {"one_row_gib": run_case(options, flags, 1)["peak_gib"]})
+            found[name, compiled].append(
+                many | {"one_row_gib": run_case(options, flags, 1)["peak_gib"]}
+            )
     results: list[dict[str, Any]] = []
     for (name, compiled), each in found.items():
         row: dict[str, Any] = {"case": name, "compiled": compiled}
         row |= {key: round(statistics.median(one[key] for one in each), 3) for key in each[0]}
         row["kept_mib_a_row"] = (
-            None if compiled or name == "ops" else round(counted_bytes(options, CASES[name]) / 2**20, 1)
+            None
+            if compiled or name == "ops"
+            else round(counted_bytes(options, CASES[name]) / 2**20, 1)
         )
         results.append(row)
         print(row, flush=True)

@@ -73,7 +73,11 @@ def cases(swept: dict[str, list[str]]) -> list[Case]:
 def settings_of(case: Case, own: dict[str, str]) -> Case:
     """The flags of a run: those of the case, and what it leaves open."""
     interval = int(case.get("report_interval", STEPS_A_REPORT))
-    usual = {"use_dummy_dataset": "True", "report_interval": str(interval), "checkpoint_interval": "0"}
+    usual = {
+        "use_dummy_dataset": "True",
+        "report_interval": str(interval),
+        "checkpoint_interval": "0",
+    }
     usual |= {"num_steps": str(interval * (int(own["rounds"]) + 1)), "save_last": "False"}
     return usual | case
 
@@ -102,9 +106,9 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
     except (OSError, ValueError):
         return {
             "case": case,
-            "problem": (done.stderr.strip().splitlines() or ["no status.json"])[-1][:300].removeprefix(
-                "error: "
-            ),
+            "problem": (done.stderr.strip().splitlines() or ["no status.json"])[-1][
+                :300
+            ].removeprefix("error: "),
         }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -146,8 +150,15 @@ def compare(case: Case) -> dict[str, Any]:
             f"--mode={'compiled' if case.get('use_torch_compile', 'false').lower() == 'true' else 'eager'}"
         ]
         if "mixed_precision" in case:
-            flags += [f"--precision={'bf16' if case['mixed_precision'].lower() == 'true' else 'fp32'}"]
-        command = [sys.executable, "benchmarks/against_transformers.py", *flags, f"--output={file.name}"]
+            flags += [
+                f"--precision={'bf16' if case['mixed_precision'].lower() == 'true' else 'fp32'}"
+            ]
+        command = [
+            sys.executable,
+            "benchmarks/against_transformers.py",
+            *flags,
+            f"--output={file.name}",
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             return {"problem": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
@@ -156,14 +167,19 @@ def compare(case: Case) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown; * marks the best of each variant and length."""
-    varied = [name for name in results[0]["case"] if len({result["case"][name] for result in results}) > 1]
+    varied = [
+        name for name in results[0]["case"] if len({result["case"][name] for result in results}) > 1
+    ]
     varied = varied or ["model_variant"]
     best: dict[tuple[str, str], float] = {}
     for result in results:
         key = (result["case"].get("model_variant", ""), result["case"].get("seq_length", ""))
         best[key] = max(best.get(key, 0.0), result.get("tokens_per_sec_per_device", 0.0))
     columns = ["tokens/s/device", "TFLOP/s/device", "MFU", "HFU", "step ms", "GiB"]
-    lines = ["| " + " | ".join([*varied, *columns]) + " |", "|" + "---|" * (len(varied) + len(columns))]
+    lines = [
+        "| " + " | ".join([*varied, *columns]) + " |",
+        "|" + "---|" * (len(varied) + len(columns)),
+    ]
     for result in results:
         cells = [result["case"].get(name, "") for name in varied]
         if "problem" in result:
@@ -176,7 +192,8 @@ def table(results: list[dict[str, Any]]) -> str:
         key = (result["case"].get("model_variant", ""), result["case"].get("seq_length", ""))
         shown = [f"{rate:,.0f}{' *' if rate == best[key] else ''}"]
         shown += [
-            f"{result[name]:.3g}" if name in result else "" for name in ("tflops_per_device", "mfu", "hfu")
+            f"{result[name]:.3g}" if name in result else ""
+            for name in ("tflops_per_device", "mfu", "hfu")
         ]
         shown += [f"{result['step_time_ms']:.0f}", f"{result['peak_mem_gib']:.2f}"]
         lines.append("| " + " | ".join([*cells, *shown]) + " |")
@@ -201,7 +218,9 @@ def main() -> None:
         if own["compare"].lower() == "true" and "problem" not in result:
             result["reference"] = compare(case)
         results.append(result)
-        told = result.get("problem") or f"{result['tokens_per_sec_per_device']:,.0f} tokens/s/device"
+        told = (
+            result.get("problem") or f"{result['tokens_per_sec_per_device']:,.0f} tokens/s/device"
+        )
         print(
             f"{' '.join(f'{name}={value}' for name, value in case.items())}: {told}",
             file=sys.stderr,

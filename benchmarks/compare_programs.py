@@ -18,8 +18,10 @@ are CPU seconds, user and system. Every measurement is a process of its own, thr
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -29,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,10 +45,14 @@ TORCH = re.compile(
     r"torch|triton|nvidia-.*|cuda-.*|filelock|typing-extensions|sympy|mpmath|networkx|jinja2|markupsafe"
     r"|fsspec|pip|setuptools"
 )
+COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 PACKAGES = {"ours": "fms-fsdp", "fms_fsdp": "", "torchtitan": "torchtitan", "litgpt": "litgpt"}
 ENTRIES = {  # the folder of the package, and the files that start training of a Llama
     "ours": ("fms_fsdp", ["main_training.py"]),
-    "torchtitan": ("torchtitan", ["torchtitan/train.py", "torchtitan/models/llama3/config_registry.py"]),
+    "torchtitan": (
+        "torchtitan",
+        ["torchtitan/train.py", "torchtitan/models/llama3/config_registry.py"],
+    ),
     "litgpt": ("litgpt", ["litgpt/pretrain.py"]),
 }
 # fms-fsdp trains on GPUs only: here only its function that takes the flags is called.
@@ -54,7 +61,13 @@ from fms_fsdp.config import train_config
 from fms_fsdp.utils.config_utils import update_config
 update_config(train_config(), learning_rat=1)
 """
-TITAN = ["{env}/bin/python", "-m", "torchtitan.train", "--module=llama3", "--config=llama3_debugmodel"]
+TITAN = [
+    "{env}/bin/python",
+    "-m",
+    "torchtitan.train",
+    "--module=llama3",
+    "--config=llama3_debugmodel",
+]
 COMMANDS = {
     "ours": ["{env}/bin/python", f"{ROOT}/main_training.py", "--model_variant=tiny", WRONG],
     "fms_fsdp": ["{env}/bin/python", "-c", TAKES_FLAGS],
@@ -87,15 +100,39 @@ def installed(name: str, env: Path) -> dict[str, Any]:
     return result
 
 
+def tokens_of_code(path: Path) -> int:
+    """Counts names, operators, numbers and strings; docstrings and comments do not count."""
+    source = path.read_text()
+    docstrings = {
+        (node.body[0].lineno, node.body[0].col_offset)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and ast.get_docstring(node, clean=False) is not None
+    }
+    return sum(
+        token.type in COUNTED and token.start not in docstrings
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+    )
+
+
 def sizes(name: str, root: Path) -> dict[str, int]:
-    """Lines of code of the package without tests and experiments, and of what starts training."""
-    house: Any = importlib.import_module("scripts.house")
+    """Counts tokens of the package, without tests and experiments, and of what starts training."""
+    layers: Any = importlib.import_module("tests.layers")
     package, entries = ENTRIES[name]
-    files = [*(root / package).rglob("*.py"), *([root / "main_training.py"] if name == "ours" else [])]
-    files = [path for path in files if not {"tests", "experiments"} & set(path.relative_to(root).parts)]
-    trains = set[Path]().union(*(house.import_closure(root / entry, root) for entry in entries))
-    lines = {"package_lines": sum(map(house.lines_of_code, files)), "package_files": len(files)}
-    return lines | {"training_lines": sum(map(house.lines_of_code, trains)), "training_files": len(trains)}
+    files = [
+        *(root / package).rglob("*.py"),
+        *([root / "main_training.py"] if name == "ours" else []),
+    ]
+    files = [
+        path for path in files if not {"tests", "experiments"} & set(path.relative_to(root).parts)
+    ]
+    trains = set[Path]().union(*(layers.import_closure(root / entry, root) for entry in entries))
+    return {
+        "package_tokens": sum(map(tokens_of_code, files)),
+        "package_files": len(files),
+        "training_tokens": sum(map(tokens_of_code, trains)),
+        "training_files": len(trains),
+    }
 
 
 def sizes_in(name: str, env: Path) -> dict[str, int]:
@@ -146,7 +183,11 @@ def theirs(data: Path, state: Path) -> tuple[Callable[[], Any], Callable[[], int
     settings |= {"file_type": "arrow", "col_name": "tokens", "eos_token": 0, "strip_tokens": ""}
     settings |= dict.fromkeys(["bos_token", "bol_token", "eol_token"]) | {"logical_shards": 1024}
     settings |= {"seed": 2023, "checkpoint_interval": 10_000, "resuming_dataset": False}
-    settings |= {"ckpt_save_path": str(state), "ckpt_load_path": str(state), "verbose_loaders": False}
+    settings |= {
+        "ckpt_save_path": str(state),
+        "ckpt_load_path": str(state),
+        "verbose_loaders": False,
+    }
     loader = module.get_data_loader(SimpleNamespace(**settings), 0, 1)
     batches = iter(loader)
 
@@ -189,13 +230,20 @@ def load(name: str, data: Path, state: Path) -> dict[str, float]:
     for _ in range(BATCHES):
         draw()
     rate = BATCHES * ROWS * SEQ_LENGTH / (time.process_time() - begin)
-    result = {"first_batch_cpu_s": first_s, "tokens_per_cpu_s": rate, "memory_mib": anonymous_mib() - before}
+    result = {
+        "first_batch_cpu_s": first_s,
+        "tokens_per_cpu_s": rate,
+        "memory_mib": anonymous_mib() - before,
+    }
     return result | {"state_bytes": float(save())}
 
 
 def loaders(name: str, env: Path, data: Path) -> dict[str, Any]:
     """Medians of the rounds; each round has a process that reads and saves, and one that resumes."""
-    settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT) if name == "ours" else ""}
+    settings = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT) if name == "ours" else "",
+    }
     rounds = []
     for _ in range(ROUNDS):
         found = dict[str, float]()
@@ -217,7 +265,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     for name in PACKAGES:
         parser.add_argument(f"--{name}", type=Path, metavar="ENV")
-    parser.add_argument("--data", type=Path, help="folder of the shards, made if missing; none: no loaders")
+    parser.add_argument(
+        "--data", type=Path, help="folder of the shards, made if missing; none: no loaders"
+    )
     parser.add_argument("--output", type=Path, required=True, help="result file")
     parser.add_argument("--load", choices=PACKAGES, help=argparse.SUPPRESS)
     parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)
@@ -231,7 +281,7 @@ def main() -> None:
         env: Path | None = getattr(flags, name)
         if env is not None:
             result[name] = {"installed": installed(name, env)}
-            result[name] |= {"lines": sizes_in(name, env)} if name in ENTRIES else {}
+            result[name] |= {"tokens": sizes_in(name, env)} if name in ENTRIES else {}
             result[name]["mistyped_flag"] = mistyped(name, env.absolute())
             print(name, json.dumps(result[name], indent=1), flush=True)
     if flags.data is not None:
@@ -242,7 +292,9 @@ def main() -> None:
         listed = counts.read_text()  # fms-fsdp wants a slash before the names
         counts.write_text(re.sub(r"^(?=[a-z]+/shard)", "/", listed, flags=re.M))
         for name in {"ours", "fms_fsdp"} & result.keys():
-            result[name]["loader"] = loaders(name, getattr(flags, name).absolute(), flags.data.absolute())
+            result[name]["loader"] = loaders(
+                name, getattr(flags, name).absolute(), flags.data.absolute()
+            )
     flags.output.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {flags.output}")
 

@@ -68,17 +68,29 @@ class Tape:
         return value
 
 
-def simulate(world_size: int, rank: int, data: Path, steps: int, folder: Path) -> dict[str, dict[str, int]]:
+def simulate(
+    world_size: int, rank: int, data: Path, steps: int, folder: Path
+) -> dict[str, dict[str, int]]:
     """Runs one rank in this process; returns its operations before the first rows ("start") and after."""
     counts: dict[str, Counter[str]] = {"start": Counter(), "steps": Counter()}
     phase = ["start"]
     count_file_operations(data, lambda name: counts[phase[0]].update([name]))
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(PER_NODE)}
-    os.environ |= {"LOCAL_RANK": str(rank % PER_NODE), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(PER_NODE),
+    }
+    os.environ |= {
+        "LOCAL_RANK": str(rank % PER_NODE),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
     import torch.distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist: Any = torch.distributed  # some of its functions, and one of ours, are replaced by counting ones
+    dist: Any = (
+        torch.distributed
+    )  # some of its functions, and one of ours, are replaced by counting ones
     begin, begin_group = dist.init_process_group, dist.new_group
     dist.init_process_group = lambda *_, **__: begin(
         "fake", store=FakeStore(), rank=rank, world_size=world_size
@@ -86,18 +98,32 @@ def simulate(world_size: int, rank: int, data: Path, steps: int, folder: Path) -
     dist.new_group = lambda *_, **__: begin_group(backend="fake")
     count_collectives(dist, Tape(folder / "tape"), lambda name: counts[phase[0]].update([name]))
     import main_training
-    from fms_fsdp.data import rows as corpus_rows
+    from fms_fsdp.data import stream as data_stream
+    from fms_fsdp.run import run_dir
 
-    rows: Any = corpus_rows.CorpusRows
-    read = rows.batch
+    # The ranks run one after another: the probe file of rank 0 is gone when the next one looks.
+    run_dir.check_shared = lambda *_: None  # type: ignore[assignment]
 
-    def first_rows(*arguments: Any) -> Any:
+    stream: Any = data_stream.TokenStream
+    read = stream.batch
+
+    def first_batch(*arguments: Any) -> Any:
         phase[0] = "steps"
         return read(*arguments)
 
-    rows.batch = first_rows
-    flags = ["--model_variant=tiny", f"--seq_length={SEQ_LENGTH}", "--batch_size=1", f"--num_steps={steps}"]
-    flags += [f"--data_path={data}", f"--sep_token={SEP}", f"--vocab_size={VOCAB}", "--trackers=none"]
+    stream.batch = first_batch
+    flags = [
+        "--model_variant=tiny",
+        f"--seq_length={SEQ_LENGTH}",
+        "--batch_size=1",
+        f"--num_steps={steps}",
+    ]
+    flags += [
+        f"--data_path={data}",
+        f"--sep_token={SEP}",
+        f"--vocab_size={VOCAB}",
+        "--trackers=none",
+    ]
     flags += [
         "--save_last=False",
         "--checkpoint_interval=0",
@@ -161,7 +187,13 @@ def count_collectives(dist: Any, tape: Tape, note: Callable[[str], None]) -> Non
 
         setattr(dist, name, counted)
 
-    for name in ("all_reduce", "broadcast", "broadcast_object_list", "all_gather_object", "barrier"):
+    for name in (
+        "all_reduce",
+        "broadcast",
+        "broadcast_object_list",
+        "all_gather_object",
+        "barrier",
+    ):
         wrap(name)
 
 
@@ -177,7 +209,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        counts = simulate(given.world_size, given.rank, given.folder / "data", given.steps, given.folder)
+        counts = simulate(
+            given.world_size, given.rank, given.folder / "data", given.steps, given.folder
+        )
         (given.folder / f"counts{given.rank}.json").write_text(json.dumps(counts))
         os._exit(0)
     ranks: dict[str, Any] = {}
@@ -202,7 +236,9 @@ def main() -> None:
             ranks[f"rank {rank}"] = json.loads((folder / f"counts{rank}.json").read_text())
     for rank_name, phases in ranks.items():
         for phase, counts in phases.items():
-            print(f"{rank_name}, {phase}: {', '.join(f'{count} x {what}' for what, count in counts.items())}")
+            print(
+                f"{rank_name}, {phase}: {', '.join(f'{count} x {what}' for what, count in counts.items())}"
+            )
     shape = {"world_size": given.world_size, "files": given.files, "steps": given.steps}
     write_result({"command": " ".join(sys.argv), **shape, "counts": ranks}, given.output)
 

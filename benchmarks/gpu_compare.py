@@ -64,7 +64,10 @@ RULES = (
     Rule("bf16", "fp32", 1e-2),
     *(Rule(name, "bf16", 3e-3) for name in FEATURES),
     Rule("fp16", "fp32", 1e-2),
-    *(Rule(name, "bf16", 1e-2) for name in ("pure", "compiled_pure", "compiled_moments", "sharded_pure")),
+    *(
+        Rule(name, "bf16", 1e-2)
+        for name in ("pure", "compiled_pure", "compiled_moments", "sharded_pure")
+    ),
     *(Rule(name, "bf16", 2e-2) for name in FLOAT8),
     Rule("documents", "documents_cpu", 1e-2),
     Rule("compiled_documents", "documents_cpu", 1e-2),
@@ -116,7 +119,9 @@ def row_of(runs: Path, rule: Rule) -> Row:
     except (OSError, ValueError, KeyError) as error:
         return Row(what, str(error)[:100], wanted, False)
     last = max(records(runs / rule.run).items())[1]
-    about = ", ".join(f"{name} {last[name]:.4g}" for name in ("grad_norm", "peak_mem_gib") if name in last)
+    about = ", ".join(
+        f"{name} {last[name]:.4g}" for name in ("grad_norm", "peak_mem_gib") if name in last
+    )
     return Row(what, f"{found:.2g}; {about}", wanted, found <= rule.bound)
 
 
@@ -141,20 +146,32 @@ def features(runs: Path) -> Iterator[Row]:
         yield Row(f"{name}: exit status", "", "as expected", (runs / f"{name}.ok").exists())
     traces = _left(runs, "traced")
     yield Row(
-        "traced: files", ", ".join(sorted(traces))[:80], "a trace", any(".trace." in name for name in traces)
+        "traced: files",
+        ", ".join(sorted(traces))[:80],
+        "a trace",
+        any(".trace." in name for name in traces),
     )
-    yield Row("traced: allocator's history", "", "a pickle", any(name.endswith(".pickle") for name in traces))
+    yield Row(
+        "traced: allocator's history",
+        "",
+        "a pickle",
+        any(name.endswith(".pickle") for name in traces),
+    )
     saves = re.findall(r"saved .*step_\d+ \(([\d.]+) s\)", _text(runs / "saved" / "log.txt"))
     slowest = max(map(float, saves), default=float("nan"))
     yield Row("saved: slowest save, s", f"{slowest:g}", "below 30", slowest < 30)
     # the first save: the steps are so short that each later one waits for the one before
     pause_s = _records(runs / "saved").get(21, {}).get("checkpoint_ms", float("nan")) / 1000
     found = pause_s / float((_text(runs / "copied.log").split() or ["nan"])[-1])
-    yield Row("saved: the loop stands still, over a copy", f"{found:.2f}", "at most 1.5", found <= 1.5)
+    yield Row(
+        "saved: the loop stands still, over a copy", f"{found:.2f}", "at most 1.5", found <= 1.5
+    )
     resumed = _difference(runs / "resumed", runs / "whole")
     yield Row("resumed after SIGTERM: losses", resumed, "the same bits", resumed == "0")
     text = _text(runs / "out_of_memory.log")
-    yield Row("out of memory: advice", text.strip()[-80:], "what would help", "what would help" in text)
+    yield Row(
+        "out of memory: advice", text.strip()[-80:], "what would help", "what would help" in text
+    )
     has_history = any(name.endswith(".pickle") for name in _left(runs, "out_of_memory"))
     yield Row("out of memory: allocator's history", "", "a pickle", has_history)
     text = _text(runs / "bad_steps.log")
@@ -171,9 +188,13 @@ def throughput(runs: Path, part: int) -> Iterator[Row]:
             for metric in (RATE, "mfu"):
                 key = path.stem.partition(".")[0], metric
                 best[key] = max(best.get(key, 0.0), result.get(metric) or 0.0)
-            case = " ".join(f"{name}={value}" for name, value in result["case"].items() if name != "trackers")
+            case = " ".join(
+                f"{name}={value}" for name, value in result["case"].items() if name != "trackers"
+            )
             mfu = f", mfu {result['mfu']:.3f}, {result['peak_mem_gib']:.1f} GiB" if rate else ""
-            yield Row(case, f"{rate:,.0f} tokens/s{mfu}" if rate else result["problem"][:80], "", rate > 0)
+            yield Row(
+                case, f"{rate:,.0f} tokens/s{mfu}" if rate else result["problem"][:80], "", rate > 0
+            )
     if part == 2:
         yield Row("traced_best: exit status", "", "as expected", (runs / "traced_best.ok").exists())
     is_small = any(runs.glob("small_*.json"))
@@ -183,7 +204,10 @@ def throughput(runs: Path, part: int) -> Iterator[Row]:
             found /= best.get((target.of, target.metric)) or float("inf")
         what = f"{target.sweep}: {target.metric}{f' over that of {target.of}' if target.of else ''}"
         yield Row(
-            what, f"{found:,.5g}" if found else "missing", f"at least {target.least:g}", found >= target.least
+            what,
+            f"{found:,.5g}" if found else "missing",
+            f"at least {target.least:g}",
+            found >= target.least,
         )
 
 
@@ -211,12 +235,16 @@ def main() -> None:
     folder, runs = Path(sys.argv[1]), Path(sys.argv[1], "runs")
     if sys.argv[2] == "needs":
         if wrong := first_wrong(runs, sys.argv[3]):
-            print(f"{wrong.what} must be {wrong.wanted}: {wrong.found}; not measured", file=sys.stderr)
+            print(
+                f"{wrong.what} must be {wrong.wanted}: {wrong.found}; not measured", file=sys.stderr
+            )
         sys.exit(1 if wrong else 0)
     part = int(sys.argv[2])
-    judge = {2: throughput, 4: lambda runs, part: features(runs), 5: throughput}.get(part, correctness)
+    judge = {2: throughput, 4: lambda runs, part: features(runs), 5: throughput}.get(
+        part, correctness
+    )
     rows = list(judge(runs, part))
-    from fms_fsdp.runtime import versions
+    from fms_fsdp.distributed.runtime import versions
 
     path = folder / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}

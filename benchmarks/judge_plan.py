@@ -1,11 +1,11 @@
-"""Judges the planner by what others published, and fits its curves on the same tables.
+"""Judges predictions by published measurements, and fits the efficiencies of predict/speed.py on them.
 
     python benchmarks/judge_plan.py FILE.tsv                        # every row: predicted and published
-    python benchmarks/judge_plan.py --leave_out FILE.tsv FILE.tsv   # each size by curves fitted on the others
-    python benchmarks/judge_plan.py --calibrate FILE.tsv FILE.tsv   # prints the numbers of predict/curves.py
+    python benchmarks/judge_plan.py --leave_out FILE.tsv FILE.tsv   # each size by a fit on the others
+    python benchmarks/judge_plan.py --calibrate FILE.tsv FILE.tsv   # prints the fitted efficiencies
     python benchmarks/judge_plan.py --plot=PLAN.png FILE.tsv        # also draws prediction by publication
 
-The curves are fitted by least squares on the logarithms of tokens/s, large errors counting less, with a prior
+The efficiencies are fitted by least squares on the logarithms of tokens/s, large errors counting less, with a prior
 for each number: what nothing published depends on keeps the value that the makers or the field report. A
 table is read by published.py, which also holds what the tables leave out.
 """
@@ -22,53 +22,57 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from published import ASSUMED, Peak, Published, peak_of, read_published
+from published import ASSUMED, DEVICES_PER_NODE, Peak, Published, peak_of, read_published
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.predict.curves import CURVES, Curves
-from fms_fsdp.predict.speed import step_time
+from fms_fsdp.predict.speed import EFFICIENCY, Efficiency, step_time
 from fms_fsdp.tools.table import table
 
-OWN = ("products", "attention", "old_attention", "eager")  # numbers of a generation; the others are shared
+OWN = ("matmul", "attention")  # values of a generation; the others are shared
 # the values before anything is fitted, and by which factor they are trusted
 PRIORS = {
-    "ampere.products": (0.8, 1.1), "ampere.attention": (0.45, 1.5), "ampere.old_attention": (0.35, 1.5),
-    "ampere.eager": (1.5, 2), "hopper.products": (0.68, 1.1), "hopper.attention": (0.35, 1.3),
-    "hopper.old_attention": (0.2, 1.5), "hopper.eager": (1.5, 2), "compiled": (1.2, 1.5), "edges": (0.7, 1.7),
-    "small_heads": (0.8, 1.3), "logits": (14, 1.5), "float8": (1.5, 1.2), "kernels": (1e-4, 2),
-    "node": (0.75, 1.15), "net": (0.7, 1.3), "hop": (5e-6, 2), "overlapped": (0.4, 1.5),
-    "exposed": (0.15, 2), "optimizer": (1.2, 1.3),
-}  # fmt: skip
+    "ampere.matmul": (0.8, 1.1),
+    "ampere.attention": (0.5, 1.5),
+    "hopper.matmul": (0.68, 1.1),
+    "hopper.attention": (0.35, 1.3),
+    "memory": (0.8, 1.1),
+    "links": (0.75, 1.1),
+    "exposed": (0.5, 1.5),
+    "fused": (0.3, 1.5),
+    "old_attention": (0.7, 1.3),
+}
 ERROR = 0.05  # the spread of a row around a good prediction
 
 
-def curves_of(values: Mapping[str, float]) -> dict[str, Curves]:
-    """The table of curves with these numbers."""
+def efficiencies(values: Mapping[str, float]) -> dict[str, Efficiency]:
+    """Returns the efficiencies of each generation of devices."""
     shared = {name: value for name, value in values.items() if "." not in name}
     return {
-        generation: Curves(**{name: values[f"{generation}.{name}"] for name in OWN}, **shared)
-        for generation in CURVES
+        generation: Efficiency(**{name: values[f"{generation}.{name}"] for name in OWN}, **shared)
+        for generation in EFFICIENCY
     }
 
 
-def tokens_per_s(row: Published, curves: Mapping[str, Curves] = CURVES) -> float:
-    """Predicted tokens/s of a device."""
-    assert row.work is not None
-    work, dims = row.work, row.work.dims
-    rows = work.batch.batch_size * work.batch.grad_accum_steps
-    sharing = dims.size("world") // dims.size("dp")
-    return rows * work.seq_length / sharing / step_time(work, curves[work.hardware.curves]).total
+def tokens_per_s(row: Published, reached: Mapping[str, Efficiency] = EFFICIENCY) -> float:
+    """Returns the predicted tokens/s per device."""
+    step, reach = row.step, reached[row.device.generation]
+    assert step is not None
+    seconds = step_time(step, row.device, DEVICES_PER_NODE, reach, row.computed)
+    return step.tokens / sum(seconds.values()) / step.shape.dims.size("world")
 
 
 def calibrate(rows: Sequence[Published]) -> dict[str, float]:
-    """The numbers of the curves that fit these rows best."""
+    """Returns the efficiencies that fit these rows best."""
     names = list(PRIORS)
     center = np.log([PRIORS[name][0] for name in names])
     trust = np.log([PRIORS[name][1] for name in names])
 
     def residuals(x: Any) -> Any:
-        curves = curves_of(dict(zip(names, np.exp(x), strict=True)))
-        errors = np.array([math.log(tokens_per_s(row, curves) / row.tokens_per_s) for row in rows]) / ERROR
+        reached = efficiencies(dict(zip(names, np.exp(x), strict=True)))
+        errors = (
+            np.array([math.log(tokens_per_s(row, reached) / row.tokens_per_s) for row in rows])
+            / ERROR
+        )
         return np.concatenate([errors / (1 + errors**2 / 4) ** 0.25, (x - center) / trust])
 
     start = np.log([_shipped(name) for name in names])
@@ -76,9 +80,9 @@ def calibrate(rows: Sequence[Published]) -> dict[str, float]:
 
 
 def _shipped(name: str) -> float:
-    """A number of the curves as they are: near every minimum."""
+    """Returns a shipped efficiency, which is near every minimum."""
     generation, _, own = name.rpartition(".")
-    value: float = getattr(CURVES[generation or "hopper"], own)
+    value: float = getattr(EFFICIENCY[generation or "hopper"], own)
     return value
 
 
@@ -87,7 +91,9 @@ def _least_squares(residuals: Callable[[Any], Any], x: Any, turns: int = 60) -> 
     size, step, damping = len(x), 1e-4, 1e-2
     current = residuals(x)
     for _ in range(turns):
-        slopes = np.stack([(residuals(x + step * unit) - current) / step for unit in np.eye(size)], 1)
+        slopes = np.stack(
+            [(residuals(x + step * unit) - current) / step for unit in np.eye(size)], 1
+        )
         while damping < 1e8:
             move = np.linalg.solve(slopes.T @ slopes + damping * np.eye(size), -slopes.T @ current)
             tried = residuals(x + np.clip(move, -0.5, 0.5))
@@ -129,30 +135,33 @@ class Judged:
 
     @property
     def fits(self) -> bool | None:
-        if self.peak is None or self.row.work is None:
+        if self.peak is None or self.row.step is None:
             return None
-        return self.peak.needed <= self.row.work.hardware.memory_bytes
+        return self.peak.needed <= self.row.device.memory_bytes
 
 
 def judge(
-    rows: Sequence[Published], curves: Mapping[str, Mapping[str, Curves]] | None = None
+    rows: Sequence[Published], by_size: Mapping[str, Mapping[str, Efficiency]] | None = None
 ) -> list[Judged]:
-    """The rows with their predictions; `curves`: a table for each model size, by default the shipped one."""
+    """Returns the rows with their predictions; `by_size`: efficiencies for each model size, by default
+    the shipped ones."""
     judged = []
     for row in rows:
-        if row.work is None:
+        if row.step is None:
             judged.append(Judged(row))
             continue
-        rate = tokens_per_s(row, curves[row.size] if curves else CURVES)
+        rate = tokens_per_s(row, by_size[row.size] if by_size else EFFICIENCY)
         judged.append(Judged(row, rate, peak_of(row)))
     return judged
 
 
-def left_out(rows: Sequence[Published]) -> dict[str, dict[str, Curves]]:
-    """For each model size the curves that are fitted on all other sizes."""
-    known = [row for row in rows if row.work is not None]
+def left_out(rows: Sequence[Published]) -> dict[str, dict[str, Efficiency]]:
+    """Returns for each model size the efficiencies that are fitted on all other sizes."""
+    known = [row for row in rows if row.step is not None]
     sizes = sorted({row.size for row in known})
-    return {size: curves_of(calibrate([row for row in known if row.size != size])) for size in sizes}
+    return {
+        size: efficiencies(calibrate([row for row in known if row.size != size])) for size in sizes
+    }
 
 
 def rows_of(judged: Sequence[Judged]) -> str:
@@ -182,11 +191,17 @@ def summary(judged: Sequence[Judged]) -> str:
     ]
     if errors:
         within = sum(error <= 0.15 for error in errors)
-        lines.insert(1, f"tokens/s: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
-        lines.insert(2, f"tokens/s: {within} of {len(errors)} rows within 15 % ({within / len(errors):.0%})")
+        lines.insert(
+            1, f"tokens/s: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}"
+        )
+        lines.insert(
+            2, f"tokens/s: {within} of {len(errors)} rows within 15 % ({within / len(errors):.0%})"
+        )
     if peaks:
         close = sum(error <= 0.1 for error in peaks)
-        lines.append(f"peak memory: {close} of {len(peaks)} within 10 %, largest error {max(peaks):.1%}")
+        lines.append(
+            f"peak memory: {close} of {len(peaks)} within 10 %, largest error {max(peaks):.1%}"
+        )
     return "\n".join(lines)
 
 
@@ -196,11 +211,16 @@ def draw(judged: Sequence[Judged], path: Path) -> None:
 
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.add_subplot()
-    known = [each for each in judged if each.tokens_per_s is not None and each.row.work is not None]
-    for name in sorted({each.row.work.hardware.name for each in known if each.row.work}):
-        own = [each for each in known if each.row.work and each.row.work.hardware.name == name]
-        axes.loglog([each.row.tokens_per_s for each in own], [each.tokens_per_s or 0 for each in own],
-            "o", markersize=4, label=name)  # fmt: skip
+    known = [each for each in judged if each.tokens_per_s is not None and each.row.step is not None]
+    for name in sorted({each.row.device.name for each in known if each.row.step}):
+        own = [each for each in known if each.row.step and each.row.device.name == name]
+        axes.loglog(
+            [each.row.tokens_per_s for each in own],
+            [each.tokens_per_s or 0 for each in own],
+            "o",
+            markersize=4,
+            label=name,
+        )
     ends = np.array(
         [min(each.row.tokens_per_s for each in known), max(each.row.tokens_per_s for each in known)]
     )
@@ -216,9 +236,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.tsv")
     parser.add_argument(
-        "--calibrate", action="store_true", help="print the numbers of the curves, fitted anew"
+        "--calibrate",
+        action="store_true",
+        help="fit the efficiencies and print them",
     )
-    parser.add_argument("--leave_out", action="store_true", help="each size by curves fitted on the others")
+    parser.add_argument("--leave_out", action="store_true", help="each size by a fit on the others")
     parser.add_argument("--plot", type=Path, help="a picture of prediction against publication")
     options = parser.parse_args(argv)
     try:
@@ -227,7 +249,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"judge_plan: error: {error}", file=sys.stderr)
         return 2
     if options.calibrate:
-        for name, value in calibrate([row for row in rows if row.work is not None]).items():
+        for name, value in calibrate([row for row in rows if row.step is not None]).items():
             print(f"{name} = {value:.3g}")
         return 0
     judged = judge(rows, left_out(rows) if options.leave_out else None)

@@ -18,16 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from result_file import HELP, about_machine, write_result
 
-from fms_fsdp.config import BatchPlan, ModelConfig
-from fms_fsdp.flags import parse_flags
-from fms_fsdp.mesh import resolve_dims
-from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.optim.optimizers import state_bytes
-from fms_fsdp.predict.communication import bytes_sent
-from fms_fsdp.predict.memory import estimate_memory
-from fms_fsdp.predict.shares import axis_bytes, share_of
-from fms_fsdp.runtime import World
-from fms_fsdp.tools.estimate import EstimateConfig
+from fms_fsdp.config import BatchPlan
+from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.predict.memory import GIB, estimate_memory, optimizer_bytes
+from fms_fsdp.predict.speed import sent
+from fms_fsdp.tools.estimate import EstimateConfig, step_of
 
 TOKENS, ROW, NODE, GPU_GIB = 4_194_304, 4096, 8, 80
 RECIPES = (
@@ -45,15 +40,27 @@ RECIPES = (
     ("70b", 64, "--tp_size=2 --pp_size=8 --sharding_strategy=fsdp --recompute=cheap"),
     ("70b", 512, "--tp_size=4 --pp_size=4 --pp_schedule=interleaved --sharding_strategy=fsdp"),
     ("70b", 4096, "--tp_size=8 --pp_size=2 --pp_schedule=interleaved --sharding_strategy=fsdp"),
-    ("llama3.1_405b", 8, "--tp_size=8 --sharding_strategy=fsdp --recompute=blocks --grad_accum_steps=128"),
-    ("llama3.1_405b", 64, "--tp_size=8 --sharding_strategy=fsdp --recompute=blocks --grad_accum_steps=128"),
+    (
+        "llama3.1_405b",
+        8,
+        "--tp_size=8 --sharding_strategy=fsdp --recompute=blocks --grad_accum_steps=128",
+    ),
+    (
+        "llama3.1_405b",
+        64,
+        "--tp_size=8 --sharding_strategy=fsdp --recompute=blocks --grad_accum_steps=128",
+    ),
     (
         "llama3.1_405b",
         64,
         "--tp_size=8 --sharding_strategy=fsdp --precision=bf16_pure --recompute=blocks --grad_accum_steps=16",
     ),
     ("llama3.1_405b", 512, "--tp_size=8 --pp_size=16 --sharding_strategy=fsdp"),
-    ("llama3.1_405b", 4096, "--tp_size=8 --pp_size=16 --pp_schedule=interleaved --sharding_strategy=fsdp"),
+    (
+        "llama3.1_405b",
+        4096,
+        "--tp_size=8 --pp_size=16 --pp_schedule=interleaved --sharding_strategy=fsdp",
+    ),
 )
 
 
@@ -71,7 +78,9 @@ class Recipe(NamedTuple):
     def row(self) -> str:
         """The row of the table."""
         over = self.gib - GPU_GIB
-        fits = f"{self.gib:.1f}" if over <= 0 else f"{self.gib:,.1f}: does not fit, by {over:,.1f} GiB"
+        fits = (
+            f"{self.gib:.1f}" if over <= 0 else f"{self.gib:,.1f}: does not fit, by {over:,.1f} GiB"
+        )
         sent = ", ".join(f"{axis} {gib:,.1f}" for axis, gib in self.sent_gib.items())
         rows = f"{self.batch.batch_size} × {self.batch.dp_size} × {self.batch.grad_accum_steps}"
         return f"| `{self.model}` | {self.gpus:,} | `{self.flags}` | {rows} | {fits} | {sent} |"
@@ -79,33 +88,16 @@ class Recipe(NamedTuple):
 
 def figures(variant: str, gpus: int, flags: str) -> Recipe:
     """The recipe with what `estimate` says of it."""
-    config = parse_flags(EstimateConfig, ["--tflops=400", *flags.split()])
-    model = resolve_model(ModelConfig(model_variant=variant), seq_length=ROW)
-    section, precision, accum = (
-        config.parallel,
-        config.resolved_precision(),
-        config.training.grad_accum_steps or 1,
-    )
-    dims = resolve_dims(section, variant, World(0, 0, gpus, NODE))
+    given = [f"--model_variant={variant}", f"--seq_length={ROW}", f"--num_devices={gpus}"]
+    config = parse_flags(EstimateConfig, ["--tflops=400", *given, *flags.split()])
+    dims, accum = config.dims(config.parallel), config.training.grad_accum_steps or 1
     rows, rest = divmod(TOKENS, ROW * dims.size("dp") * accum)
     assert rows and not rest, f"{variant} on {gpus} GPUs: the rows of a step cannot be dealt out"
     batch = BatchPlan(rows, accum, dims.size("dp"))
-    need = estimate_memory(
-        model,
-        dims,
-        section,
-        precision=precision,
-        batch=batch,
-        seq_length=ROW,
-        optimizer_bytes=state_bytes(config.optim, model, precision),
-    )
-    share, sent = None, dict[str, int]()
-    if dims.divides_model:
-        share = share_of(model, dims, section)
-        sent = axis_bytes(model, dims, section, precision, batch, ROW)
-    sent |= bytes_sent(model, dims, precision, accum, share)
-    by_axis = {axis: size / 2**30 for axis, size in sent.items()}
-    return Recipe(variant, gpus, flags, batch, need.expected / 2**30, by_axis)
+    step = step_of(config, config.parallel, batch)
+    size = optimizer_bytes(config.optim, config.resolved_model, config.resolved_precision)
+    by_axis = {axis: num_bytes / GIB for axis, num_bytes in sent(step).items()}
+    return Recipe(variant, gpus, flags, batch, estimate_memory(step, size).total / GIB, by_axis)
 
 
 def table(recipes: list[Recipe]) -> str:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.config import NUM_BYTES, BatchPlan, ParallelConfig, Precision
+from fms_fsdp.config import NUM_BYTES, ParallelConfig, Precision
+from fms_fsdp.distributed.mesh import plan_dims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
-from fms_fsdp.mesh import resolve_dims
-from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig, canonical_variant
-from fms_fsdp.predict.hardware import find_hardware
-from fms_fsdp.predict.memory import ALLOCATOR_SHARE, estimate_memory
-from fms_fsdp.predict.speed import Program, Work
-from fms_fsdp.runtime import World
+from fms_fsdp.predict.devices import Device, find_device
+from fms_fsdp.predict.memory import Step, estimate_memory, held_by
+from fms_fsdp.predict.meter import Cost, Shape, cost
+from fms_fsdp.predict.speed import slowest
 
 ASSUMED = {
     "devices of a node": "8",
@@ -34,21 +35,56 @@ ASSUMED = {
     "Llama: pipeline": "interleaved, a row at a time, if the source does not say",
     "Llama: whole logits": "in fp32, as torchtitan computes its loss; of fms-fsdp too",
     "Llama: peak memory": "what the allocator reserved: 1.23 times what is held, as in the four known rows",
-    "Llama: selective (op), eager": "the result of the last product of a block is kept too",
 }
 DEVICES_PER_NODE = 8
-RESERVED = 1.23  # times what is held at once: torch's allocator keeps what was freed, while there is room
+RESERVED = (
+    1.23  # times what is held at once: torch's allocator keeps what was freed, while there is room
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """How the program of the source computes, as far as it differs from this one on a GPU.
+
+    repeats_all   a recomputed block repeats its last matmul too, whose result nothing needs
+    fuses_float8  all matmuls of blocks are in float8, and casts are part of other kernels
+    """
+
+    old_attention: bool = False
+    repeats_all: bool = False
+    fuses_float8: bool = False
 
 
 @dataclass(frozen=True)
 class Published:
-    """A row: what ran, and what was measured. `work` is None where the row has no local batch."""
+    """A row: what ran, and what was measured. `step` is None if the row has no local batch."""
 
     name: str
     size: str
-    work: Work | None
+    step: Step | None
+    device: Device
+    program: Program
     tokens_per_s: float
     peak_gib: float | None
+
+    @cached_property
+    def computed(self) -> Cost:
+        """The cost of a micro-batch on the rank that computes longest, by the source's program."""
+        assert self.step is not None
+        shape, rows = self.step.shape, self.step.micro_batch
+        place, total = slowest(self.step)
+        held = held_by(shape, place)
+        flops, config = total.flops.copy(), shape.config
+        if self.program.old_attention:
+            flops["old attention"] = flops.pop("attention")
+        if self.program.repeats_all:
+            width = config.hidden_size * config.ffn_hidden_size
+            flops["bfloat16"] += 2 * held.recomputed * rows * shape.seq_length * width
+        if self.program.fuses_float8:
+            head = cost(shape, "head", rows).flops["bfloat16"]
+            flops["float8_e4m3fn"] = flops["bfloat16"] - head
+            flops["bfloat16"] = head
+        return replace(total, flops=flops)
 
 
 def read_published(path: Path) -> list[Published]:
@@ -61,7 +97,9 @@ def read_published(path: Path) -> list[Published]:
         rows = list(csv.DictReader(file, delimiter="\t"))
     if not rows:
         raise UserError(f"FILE ({path}) must have a header and rows; it has none")
-    read = _read_mpt if "micro_batch" in rows[0] else _read_llama if "local_batch" in rows[0] else None
+    read = (
+        _read_mpt if "micro_batch" in rows[0] else _read_llama if "local_batch" in rows[0] else None
+    )
     if read is None or "tokens_per_s_per_gpu" not in rows[0]:
         raise UserError(
             f"FILE ({path}) must have the columns of a published table; it has {', '.join(rows[0])}"
@@ -87,41 +125,53 @@ def _count(row: dict[str, str], name: str) -> int:
 
 
 def _read_mpt(row: dict[str, str]) -> Published:
-    hidden, heads, length = (_count(row, name) for name in ("hidden_size", "num_heads", "seq_length"))
+    hidden, heads, length = (
+        _count(row, name) for name in ("hidden_size", "num_heads", "seq_length")
+    )
     model = LlamaConfig(
-        _count(row, "num_layers"), hidden, 4 * hidden, heads, heads, 50368,
-        norm="layernorm", pos_emb="learned", activation="gelu", bias=True, tie_embeddings=True,
+        _count(row, "num_layers"),
+        hidden,
+        4 * hidden,
+        heads,
+        heads,
+        50368,
+        norm="layernorm",
+        pos_emb="learned",
+        activation="gelu",
+        bias=True,
+        tie_embeddings=True,
         max_seq_len=length,
-    )  # fmt: skip
+    )
     pure = row["precision"] == "bf16"
-    precision = Precision("bf16", reduce="bf16", float8="tensor" if row["precision"] == "amp_fp8" else "")
+    precision = Precision("bf16", reduce="bf16")
     if pure:
         precision = replace(precision, weights="bf16", gradients="bf16", state="bf16")
     strategy = {"FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "zero2"}[row["sharding"]]
     recompute = "blocks" if row["act_ckpt"] == "True" else "none"
     section = ParallelConfig(sharding_strategy=strategy, recompute=recompute)
     devices = _count(row, "num_gpus")
-    dims = resolve_dims(section, "", World(0, 0, devices, min(devices, DEVICES_PER_NODE)))
-    batch = BatchPlan(_count(row, "micro_batch"), _count(row, "grad_accum"), devices)
-    program = Program(compiled=False, old_attention=True, repeats_all=True)
-    hardware = find_hardware(row["gpu"])
-    work = Work(model, dims, section, precision, batch, length, hardware, DEVICES_PER_NODE, program)
-    name = f"{row['model']} x {devices} {row['gpu']}, {batch.batch_size} x {length}, {row['precision']}"
+    dims = plan_dims(section, "", World(0, 0, devices, min(devices, DEVICES_PER_NODE)))
+    rows, accum = _count(row, "micro_batch"), _count(row, "grad_accum")
+    program = Program(True, True, fuses_float8=row["precision"] == "amp_fp8")
+    shape = Shape(model, section, precision, dims, length, compiled=False)
+    step, device = Step(shape, rows, accum), find_device(row["gpu"])
+    name = f"{row['model']} x {devices} {row['gpu']}, {rows} x {length}, {row['precision']}"
     name += ", recomputed" if recompute == "blocks" else ""
-    return Published(name, row["model"], work, float(row["tokens_per_s_per_gpu"]), None)
+    return Published(
+        name, row["model"], step, device, program, float(row["tokens_per_s_per_gpu"]), None
+    )
 
 
 def _read_llama(row: dict[str, str]) -> Published:
     devices, length = _count(row, "num_gpus"), _count(row, "seq_length")
-    name = (
-        f"{row['model']} x {devices} {row['gpu']}, {row['local_batch'] or '?'} x {length}, {row['precision']}"
-    )
+    name = f"{row['model']} x {devices} {row['gpu']}, {row['local_batch'] or '?'} x {length}, {row['precision']}"
     axes: dict[str, Any] = {f"{axis}_size": int(row[axis] or 1) for axis in ("tp", "cp", "pp")}
     name += "".join(f", {axis[:2]} {size}" for axis, size in axes.items() if size > 1)
     peak = float(row["peak_mem_gib"]) if row.get("peak_mem_gib") else None
     tokens_per_s, size = float(row["tokens_per_s_per_gpu"]), row["model"]
+    device = find_device(row["gpu"])
     if not row["local_batch"]:
-        return Published(name, size, None, tokens_per_s, peak)
+        return Published(name, size, None, device, Program(), tokens_per_s, peak)
     text, source = row["act_ckpt"].lower(), row.get("source", "").lower()
     kind = (
         "ops"
@@ -150,52 +200,42 @@ def _read_llama(row: dict[str, str]) -> Published:
         pp_schedule="interleaved" if axes["pp_size"] > 1 else "1f1b",
         **axes,
     )
-    dims = resolve_dims(section, "", World(0, 0, devices, min(devices, DEVICES_PER_NODE)))
+    dims = plan_dims(section, "", World(0, 0, devices, min(devices, DEVICES_PER_NODE)))
     precision = Precision("bf16", float8="tensor" if row["precision"].startswith("float8") else "")
     if "moments" in row["precision"]:
         precision = replace(precision, weights="bf16", gradients="bf16", state="bf16")
     model = replace(VARIANTS[canonical_variant(size)], max_seq_len=length)
-    batch = BatchPlan(_count(row, "local_batch"), 1, dims.size("dp"))
-    program = Program(compiled=row["compile"] == "yes")
-    hardware = find_hardware(row["gpu"])
-    work = Work(model, dims, section, precision, batch, length, hardware, DEVICES_PER_NODE, program)
-    return Published(f"{name}, {kind}", size, work, tokens_per_s, peak)
+    shape = Shape(model, section, precision, dims, length, compiled=row["compile"] == "yes")
+    rows = _count(row, "local_batch")
+    step = Step(shape, rows, 1)
+    return Published(f"{name}, {kind}", size, step, device, Program(), tokens_per_s, peak)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of a rank of the source's program: what it holds at its fullest moment, with the fragments that
-    cannot be used, and what torch's allocator reserves for it, which is what reports state."""
+    """Bytes of a rank of the source's program: the maximum that it holds, with fragments that cannot
+    be used, and the bytes that torch's allocator reserves for it, as the reports state."""
 
     needed: int
     reserved: int
 
 
 def peak_of(row: Published) -> Peak:
-    """The predicted peak; its logits are whole.
+    """Returns the predicted peak; the source's logits are whole.
 
     torchtitan holds the fp32 softmax, the gradient at the labels and that of the logits at once; the fused
     loss of llm-foundry writes the gradient of bf16 logits in place.
     """
-    work = row.work
-    assert work is not None
-    need = estimate_memory(
-        work.model,
-        work.dims,
-        work.section,
-        precision=work.precision,
-        batch=work.batch,
-        seq_length=work.seq_length,
-        optimizer_bytes=2 * NUM_BYTES[work.precision.state] * num_params(work.model),
-        compiled=work.program.compiled,
-    )
-    kept = need.activations
-    if work.section.recomputes == "ops" and not work.program.compiled:
-        kept += work.model.num_layers * work.number * work.tokens * work.model.hidden_size // work.dims.tp
-    a_logit = 4 if work.program.repeats_all else 12
-    at_loss = kept + a_logit * work.tokens * work.model.padded_vocab_size // work.dims.tp
-    if work.batch.grad_accum_steps == 1:
-        at_loss -= need.state - need.weights - need.optimizer  # no gradients yet
-    held = need.total + max(need.beside, at_loss)
-    fragments = int(ALLOCATOR_SHARE["cuda"] * (held - need.weights - need.optimizer))
-    return Peak(held + fragments, min(int(RESERVED * held), work.hardware.memory_bytes))
+    step = row.step
+    assert step is not None
+    shape, rows = step.shape, step.micro_batch
+    optimizer = 2 * NUM_BYTES[shape.precision.state]
+    need = estimate_memory(step, optimizer)
+    a_logit = 4 if row.program.old_attention else 12
+    tokens = rows * shape.seq_length // shape.dims.cp
+    at_loss = need.activations + a_logit * tokens * shape.config.padded_vocab_size // shape.dims.tp
+    if step.accum == 1:
+        at_loss -= need.gradients  # there are none yet
+    held = need.total - need.allocator + max(0, at_loss - need.activations - need.working)
+    reserved = min(int(RESERVED * held), row.device.memory_bytes)
+    return Peak(held + need.allocator, reserved)

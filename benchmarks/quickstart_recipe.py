@@ -52,21 +52,32 @@ def run_trial(flags: list[str], data: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "main_training.py", *fixed, f"--data_path={data}", *flags]
         began = time.perf_counter()
-        ended = subprocess.run([*command, f"--output_dir={folder}"], cwd=ROOT, capture_output=True, text=True)
+        ended = subprocess.run(
+            [*command, f"--output_dir={folder}"], cwd=ROOT, capture_output=True, text=True
+        )
         seconds = time.perf_counter() - began
         if ended.returncode:
             raise RuntimeError(f"{' '.join(flags)}: {ended.stderr[-2000:]}")
-        records = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()
+        ]
     figures = next(record for record in reversed(records) if "eval/loss" in record)
     bits = {name: value for name, value in figures.items() if name.endswith("bits_per_byte")}
-    return {"flags": " ".join(flags), "tokens": figures["tokens_seen"], "seconds": round(seconds, 1), **bits}
+    return {
+        "flags": " ".join(flags),
+        "tokens": figures["tokens_seen"],
+        "seconds": round(seconds, 1),
+        **bits,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, default=ROOT / "data" / "quickstart", help="prepared text")
+    parser.add_argument(
+        "--data", type=Path, default=ROOT / "data" / "quickstart", help="prepared text"
+    )
     parser.add_argument("--output", type=Path, help=HELP)
     options, words = parser.parse_known_args()
     trials = []
@@ -74,7 +85,8 @@ def main() -> None:
         trials.append(run_trial(flags, options.data.resolve()))
         print(trials[-1], flush=True)
     write_result(
-        {"command": " ".join(["python", *sys.argv]), "fixed": FIXED, "trials": trials}, options.output
+        {"command": " ".join(["python", *sys.argv]), "fixed": FIXED, "trials": trials},
+        options.output,
     )
 
 

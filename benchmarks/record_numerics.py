@@ -20,7 +20,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FLAGS = ["--model_variant=tiny", "--use_dummy_dataset=True", "--seq_length=64", "--global_batch_size=8"]
+FLAGS = [
+    "--model_variant=tiny",
+    "--use_dummy_dataset=True",
+    "--seq_length=64",
+    "--global_batch_size=8",
+]
 FLAGS += [
     "--num_steps=20",
     "--report_interval=1",
@@ -90,13 +95,16 @@ def main() -> None:
     parser.add_argument("--shardings", default=",".join(SHARDINGS))
     given = parser.parse_args()
     found: dict[str, list[str]] = {}
-    for precision, sharding, mode in itertools.product(PRECISIONS, given.shardings.split(","), MODES):
+    for precision, sharding, mode in itertools.product(
+        PRECISIONS, given.shardings.split(","), MODES
+    ):
         ranks, flags = SHARDINGS[sharding]
         name = f"{precision}, {sharding}, {mode}"
         found[name] = record(ranks, [PRECISIONS[precision], *flags, *MODES[mode]])
         before = json.loads(given.against.read_text()) if given.against else {}
         print(
-            f"{name:36} {difference(before[name], found[name]) if name in before else 'recorded'}", flush=True
+            f"{name:36} {difference(before[name], found[name]) if name in before else 'recorded'}",
+            flush=True,
         )
         given.output.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -19,16 +19,21 @@ def about_machine() -> dict[str, Any]:
     """The command, the hardware and the versions: what figures depend on."""
     import torch
 
-    from fms_fsdp.runtime import versions
+    from fms_fsdp.distributed.runtime import versions
 
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    hardware = {"cpu": models[0] if models else platform.machine(), "cores": os.cpu_count(), "gpus": gpus}
+    hardware = {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "gpus": gpus,
+    }
     return {
         "command": " ".join(["python", *sys.argv]),
-        "hardware": hardware | {"threads": torch.get_num_threads(), "load_before": os.getloadavg()[0]},
+        "hardware": hardware
+        | {"threads": torch.get_num_threads(), "load_before": os.getloadavg()[0]},
         "versions": versions(),
     }
 

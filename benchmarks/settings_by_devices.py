@@ -18,20 +18,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from result_file import HELP, about_machine, write_result
 
-from fms_fsdp.config import BF16, TrainConfig, resolve_batch
-from fms_fsdp.flags import parse_flags
-from fms_fsdp.mesh import resolve_dims
+from fms_fsdp.config import BF16, TrainConfig
+from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.distributed.mesh import plan_dims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.optim.optimizers import state_bytes
-from fms_fsdp.runtime import World
-from fms_fsdp.spec.data import Inputs, with_room
-from fms_fsdp.spec.machine import Machine
-from fms_fsdp.spec.origin import Origin
-from fms_fsdp.spec.resolve import resolve
+from fms_fsdp.run.memory import MemoryBudget
+from fms_fsdp.run.setup import draft_run
 
 NODE, GPU_GIB = 8, 80
 MODELS, DEVICES = ("7b", "13b", "34b", "70b"), (1, 8, 64, 512)
-FLAGS = "--use_dummy_dataset=True --global_batch_size=1024 --use_torch_compile=True --recompute=auto"
+FLAGS = (
+    "--use_dummy_dataset=True --global_batch_size=1024 --use_torch_compile=True --recompute=auto"
+)
 
 
 class Setting(NamedTuple):
@@ -58,21 +57,21 @@ class Setting(NamedTuple):
 
 def setting(variant: str, devices: int) -> Setting:
     """What a launch of this model on so many devices chooses."""
-    cfg = parse_flags(TrainConfig, [f"--model_variant={variant}", "--batch_size=auto", *FLAGS.split()])
+    cfg = parse_flags(
+        TrainConfig, [f"--model_variant={variant}", "--batch_size=auto", *FLAGS.split()]
+    )
     world = World(0, 0, devices, min(devices, NODE))
-    dims = resolve_dims(cfg.parallel, variant, world)
-    batch = resolve_batch(cfg.training, dims.size("dp"))
-    machine = Machine(world, torch.device("cuda", 0), dims, batch, BF16)
+    dims = plan_dims(cfg.parallel, variant, world)
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length)
-    available = {"cuda": GPU_GIB * 2**30, "cpu": 2**62}
-    inputs = Inputs(None, model, state_bytes(cfg.optim, model, BF16), (), None, available)
-    spec = resolve(cfg, with_room(cfg, machine, inputs), inputs, Origin())
-    section, need = spec.config.parallel, spec.memory(spec.config.parallel)
+    budget = MemoryBudget(world, {"cuda": GPU_GIB * 2**30, "cpu": 2**62})
+    draft = draft_run(cfg, world, torch.device("cuda", 0), dims, BF16, model)
+    run = budget.choose(draft, None)
+    section, need = run.config.parallel, budget.need(run)
     share = section.selective_checkpointing
     part = f", {share}" if section.recomputes == "blocks" and share != "1" else ""
-    kind, plan = f"`{section.recomputes}`{part}", spec.batch
-    sizes = need.total / 2**30, need.expected / 2**30
-    strategy = f"`{spec.dims.strategy}`"
+    kind, plan = f"`{section.recomputes}`{part}", run.batch
+    sizes = budget.minimum(run).total / 2**30, need.total / 2**30
+    strategy = f"`{run.dims.strategy}`"
     return Setting(variant, devices, strategy, kind, plan.batch_size, plan.grad_accum_steps, *sizes)
 
 
@@ -91,7 +90,9 @@ def main() -> None:
     settings = [setting(model, devices) for devices in DEVICES for model in MODELS]
     print(table(settings))
     if options.output:
-        write_result(about_machine() | {"settings": [each._asdict() for each in settings]}, options.output)
+        write_result(
+            about_machine() | {"settings": [each._asdict() for each in settings]}, options.output
+        )
 
 
 if __name__ == "__main__":

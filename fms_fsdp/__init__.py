@@ -29,8 +29,7 @@ def load_model(
         UserError: no complete checkpoint is there, or a damaged one; or a folder of Hugging Face that is not
             whole, or of a model that there is not here.
     """
-    from fms_fsdp.parts import load_part
+    from fms_fsdp.tools.loading import load  # imports torch
 
-    # by name: who only reads flags does not wait for torch
-    found = load_part("loading:load", folder="tools")(path, step, device)
+    found = load(path, step, device)
     return found.model, found.tokenizer

@@ -8,46 +8,73 @@ from __future__ import annotations
 
 import difflib
 import gc
+import importlib
+import io
 import runpy
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from fms_fsdp.console import open_closed_streams
 from fms_fsdp.cpu_tuning import before_torch
 from fms_fsdp.errors import PROGRAM, UserError, check_installed, is_for_user, printing
-from fms_fsdp.parts import load_part
 
 CALLED = PROGRAM or "python -m fms_fsdp"
 # command, of one word or two → (module:function in fms_fsdp.tools, what it does); the type of the function's
 # `config` declares the flags, and the module is imported only to run the command
 COMMANDS = {
-    "train": ("", "train a model, as main_training.py does; several processes: torchrun -m main_training"),
-    "prepare": ("prepare.prepare:main", "text, source code, JSON lines, Parquet → token shards"),
-    "convert": ("prepare.convert:main", "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards"),
-    "inspect plan": ("inspect.plan:main", "tokens and epochs of each source by step N, and charts"),
+    "train": (
+        "",
+        "train a model, as main_training.py does; several processes: torchrun -m main_training",
+    ),
+    "prepare": ("prepare.command:main", "text, source code, JSON lines, Parquet → token shards"),
+    "convert": (
+        "prepare.convert:main",
+        "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards",
+    ),
     "inspect step": ("inspect.step:main", "files, documents and tokens in the rows of any step"),
-    "inspect find": ("inspect.find:main", "when a document was or will be seen"),
     "inspect verify": ("inspect.verify:main", "every shard against the counts, to the last token"),
     "trace": ("trace:main", "where the time of a profiler trace went, as a table"),
     "evaluate": ("evaluate:main", "loss, perplexity and bits per byte of a checkpoint"),
     "generate": ("generate:main", "text that a checkpoint writes after a prompt"),
     "score": ("score:main", "how often a checkpoint finds the right one of several answers"),
-    "import": ("import_weights.import_weights:main", "a folder of Hugging Face → a run with these weights"),
-    "export": ("export.export:main", "a checkpoint → a folder that Hugging Face's transformers load"),
+    "import": (
+        "import_weights.import_weights:main",
+        "a folder of Hugging Face → a run with these weights",
+    ),
+    "export": (
+        "export.export:main",
+        "a checkpoint → a folder that Hugging Face's transformers load",
+    ),
     "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
-    "ckpt verify": ("ckpt:verify_checkpoints", "every byte of the checkpoints against its checksum"),
+    "ckpt verify": (
+        "ckpt:verify_checkpoints",
+        "every byte of the checkpoints against its checksum",
+    ),
     "ckpt inspect": (
         "ckpt_inspect:main",
         "shape, norm and spread of every tensor, and how far two are apart",
     ),
-    "ckpt prune": ("ckpt:prune_checkpoints", "delete checkpoints that a rule does not keep, or show which"),
-    "estimate": ("estimate:main", "how long a training will take, what it needs, and the fastest layout"),
+    "ckpt prune": (
+        "ckpt:prune_checkpoints",
+        "delete checkpoints that a rule does not keep, or show which",
+    ),
+    "estimate": (
+        "estimate:main",
+        "how long a training will take, what it needs, and the fastest layout",
+    ),
     "report": ("report.page:main", "a page of curves and tables from run folders"),
+}
+REMOVED = {  # command -> what to use in its place
+    "inspect plan": "use --dry_run of main_training.py, which prints tokens and epochs of each source",
+    "inspect find": "use inspect step, which lists the documents of any step",
 }
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Runs one command; returns its exit status."""
+    open_closed_streams()
     check_installed()
     if argv[:1] == ["--version"]:
         from fms_fsdp.run.listings import print_listing
@@ -56,15 +83,20 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     in_group = [name for name in COMMANDS if argv and name.startswith(f"{argv[0]} ")]
     num_words = 2 if in_group else 1
     command = " ".join(argv[:num_words])
+    if command in REMOVED:
+        print(f"fms_fsdp: command {command} was removed; {REMOVED[command]}", file=sys.stderr)
+        return 2
     if command not in COMMANDS:
         return _print_commands(argv, num_words, in_group or list(COMMANDS))
     if command == "train":  # it ends the process
         sys.argv[1:] = argv[1:]
         runpy.run_module("main_training", run_name="__main__")
-    from fms_fsdp.flags import parse_flags
+    from fms_fsdp.config.parse import parse_flags
 
     before_torch()
-    run = load_part(COMMANDS[command][0], folder="tools")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be UTF-8
+    run = find_command(command)
     gc.enable()
     config_type = typing.get_type_hints(run)["config"]
     try:
@@ -83,6 +115,15 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     return 0
 
 
+def find_command(command: str) -> Callable[[Any], object]:
+    """Imports and returns the function of a command."""
+    module, _, function = COMMANDS[command][0].partition(":")
+    found: Callable[[Any], object] = getattr(
+        importlib.import_module(f"fms_fsdp.tools.{module}"), function
+    )
+    return found
+
+
 def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) -> int:
     wants_help = bool(argv) and argv[-1] in ("-h", "--help", "help")
     is_whole = len(argv) >= num_words and not wants_help
@@ -95,7 +136,10 @@ def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) 
                 print(f"  {name:<15} {COMMANDS[name][1]}")
     if is_whole:
         hint = f"did you mean {last_words[near[0]]}?" if near else f"commands: {', '.join(listed)}"
-        print(f"fms_fsdp: command ({' '.join(argv[:num_words])}) does not exist; {hint}", file=sys.stderr)
+        print(
+            f"fms_fsdp: command ({' '.join(argv[:num_words])}) does not exist; {hint}",
+            file=sys.stderr,
+        )
     return 0 if wants_help else 2
 
 

@@ -5,11 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import time
 from typing import TextIO
 
 _LOSSES = re.compile(r"(?<=\bloss )[0-9.]+|(?<=\bval )[0-9.]+")
 _COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
+
+
+def open_closed_streams() -> None:
+    """Opens /dev/null in place of a closed stdout or stderr (`>&-`), which Python makes None.
+
+    Call it before anything else opens a file, which would get the free descriptor.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
 
 
 class Console(logging.StreamHandler[TextIO]):

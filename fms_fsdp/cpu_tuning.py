@@ -29,7 +29,9 @@ def set_thread_waiting() -> None:
 
     Source: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     threads = positive_number("OMP_NUM_THREADS", cores)
     if positive_number("LOCAL_WORLD_SIZE", 1) * threads > cores:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

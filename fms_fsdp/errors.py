@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import importlib.util
 import logging
 import os
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # how the user called the commands; empty where main_training.py or another script runs
 _CALLED = os.path.basename(sys.argv[0].replace("/__main__.py", ""))
@@ -25,13 +26,15 @@ def check_installed() -> None:
     """Ends the process with one line, where a package is missing: mostly the environment is not active."""
     for name in _PACKAGES:
         if importlib.util.find_spec(name) is None:
-            remedy = "source .venv/bin/activate (bash scripts/train.sh makes it), or pip install -e ."
+            remedy = (
+                "source .venv/bin/activate (bash scripts/train.sh makes it), or pip install -e ."
+            )
             print(f"error: {sys.executable} has no package {name}; {remedy}", file=sys.stderr)
             sys.exit(2)
 
 
 class UserError(ValueError):
-    """An error that the user can correct; the text is one line: name (value) rule; remedy. The program shows
+    """An error that the user can correct; the text is one line: --flag=value constraint; fix. The program shows
     one line for a UserError and for a known I/O error (`is_for_user`). Any other error is a bug, and has a
     traceback.
 
@@ -39,7 +42,9 @@ class UserError(ValueError):
     `data_step`: the step whose data are wrong; the next attempt checks them first.
     """
 
-    def __init__(self, text: str, *, on_one_rank: bool = False, data_step: int | None = None) -> None:
+    def __init__(
+        self, text: str, *, on_one_rank: bool = False, data_step: int | None = None
+    ) -> None:
         super().__init__(" ".join(text.split()))
         self.on_one_rank, self.data_step = on_one_rank, data_step
 
@@ -61,6 +66,25 @@ class RunFailed(Exception):
     def __init__(self, text: str, *, on_one_rank: bool = False) -> None:
         super().__init__(text)
         self.on_one_rank = on_one_rank
+
+
+def import_function(name: str, flag: str) -> Any:
+    """Returns the user's function module:function, which a flag names.
+
+    Raises:
+        UserError: there is no such module or function. Errors of the module itself are not caught.
+    """
+    module, _, function = name.partition(":")
+    rule = f"{flag}={name[:200]} must be importable as module:function"
+    if not all(part.isidentifier() for part in (*module.split("."), function)):
+        raise UserError(f"{rule}; name a module on PYTHONPATH and a function in it")
+    try:
+        imported = importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{rule}; {error}") from error
+    if not callable(found := getattr(imported, function, None)):
+        raise UserError(f"{rule}; module {module} has no function {function}")
+    return found
 
 
 def is_for_user(error: BaseException) -> bool:
@@ -107,9 +131,18 @@ def printing() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def env_rank() -> int:
+    """Returns the rank of torchrun's variables; 0 if they are incomplete, so that the process reports it."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    is_number = rank.isdecimal() and size.isdecimal() and max(len(rank), len(size)) < 7
+    if not is_number or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return 0
+    return int(rank) if int(rank) < int(size) else 0
+
+
 def print_and_end(text: str) -> NoReturn:
     """Answers a question that was asked in place of work: rank 0 prints, and the process ends with 0."""
-    if os.environ.get("RANK", "0") == "0":
+    if env_rank() == 0:
         with printing():
             print(text)
     raise SystemExit(0)

@@ -23,13 +23,13 @@ from torch.profiler import record_function
 
 from fms_fsdp.config import EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL
-from fms_fsdp.data.held_out import HeldOut, close_held_out
+from fms_fsdp.data.validation import HeldOut, close_held_out
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import checking_input
-from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.parallel.fsdp import evaluating
-from fms_fsdp.runtime import log
-from fms_fsdp.state import Hook, Progress, StepResult
+from fms_fsdp.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,16 @@ def _sums(forward: Forward, source: HeldOut) -> tuple[float, ...]:
             batch = source.rows(group * size, (group + 1) * size)
         columns = batch if forward.document_mask else batch[:2]
         with record_function("evaluate"):
-            loss_sum, _ = forward.model(*(column.to(forward.device, non_blocking=True) for column in columns))
+            loss_sum, _ = forward.model(
+                *(column.to(forward.device, non_blocking=True) for column in columns)
+            )
         if group < len(sums):
             losses[group] = loss_sum
             labels = batch.labels_BS[batch.labels_BS != IGNORED_LABEL].numpy()
             sums[group, 1] = len(labels)
-            sums[group, 2] = 0 if source.token_bytes is None else int(source.token_bytes[labels].sum())
+            sums[group, 2] = (
+                0 if source.token_bytes is None else int(source.token_bytes[labels].sum())
+            )
     sums[:, 0] = mesh.sum(losses, "row").cpu()
     return tuple(map(math.fsum, mesh.sum(sums, "dp").T.tolist()))
 
@@ -93,18 +97,18 @@ def _sums(forward: Forward, source: HeldOut) -> tuple[float, ...]:
 def _means(name: str, loss_sum: float, num_labels: float, num_bytes: float) -> dict[str, float]:
     loss = loss_sum / max(1.0, num_labels)
     values = {f"{name}/loss": loss, f"{name}/ppl": math.exp(loss) if loss < 700 else math.inf}
-    return values | ({f"{name}/bits_per_byte": loss_sum / math.log(2) / num_bytes} if num_bytes else {})
+    return values | (
+        {f"{name}/bits_per_byte": loss_sum / math.log(2) / num_bytes} if num_bytes else {}
+    )
 
 
-class Evaluator(Hook):
+class Evaluator:
     """Evaluates at the steps that the flags name, and each time that `every_tokens` more tokens are read (0:
     never), and leaves the loss to the checkpoint of the step.
 
     `forward.alive` is called between groups of rows; `mark(part)` tells the clock that a part of the run
     has ended.
     """
-
-    tells = ("validation",)
 
     def __init__(
         self,
@@ -119,38 +123,31 @@ class Evaluator(Hook):
         self._section, self._forward, self._sources, self._sinks = section, forward, sources, sinks
         self._mark = mark
 
-    def before_step(self, progress: Progress) -> None:
-        """Before the first step of a launch, where `--eval_at_start` asks for it (collective: every rank)."""
-        if progress.steps_of_launch == 0:
-            self._evaluate(progress)
-
-    def after_step(self, progress: Progress, result: StepResult) -> None:
-        """Evaluates the groups that are due (collective: every rank)."""
-        self._evaluate(progress)
-
-    def _evaluate(self, progress: Progress) -> None:
-        sources = [source for source in self._sources if self._is_due(source.group, progress)]
+    def run_if_due(self, state: TrainState) -> None:
+        """Evaluates the groups that are due after the last step, or before the first one of a launch
+        (collective: every rank)."""
+        sources = [source for source in self._sources if self._is_due(source.group, state)]
         if not sources:
             return
         self._mark("device")
         begin = time.perf_counter()
         values = evaluate(self._forward, sources)
         seconds = time.perf_counter() - begin
-        self._sinks.write(progress, values | {"eval_s": seconds})
-        log.info("evaluation at step %d · %s · %.1f s", progress.step, _line(values), seconds)
+        self._sinks.write(state, values | {"eval_s": seconds})
+        log.info("evaluation at step %d · %s · %.1f s", state.step, _line(values), seconds)
         if math.isfinite(loss := values.get("eval/loss", math.nan)):
-            progress.validation = progress.step, loss
+            state.validation = state.step, loss
         self._forward.alive()
         self._mark("eval")
 
-    def _is_due(self, group: str, progress: Progress) -> bool:
-        section, step, last = self._section, progress.step, progress.is_done
+    def _is_due(self, group: str, state: TrainState) -> bool:
+        section, step, last = self._section, state.step, state.is_done
         if group == "test":
             return last
-        if step == progress.start:
+        if step == state.start:
             return section.eval_at_start
-        tokens, every = progress.tokens_seen, self._every_tokens
-        by_tokens = every > 0 and tokens // every > (tokens - progress.batch_tokens) // every
+        tokens, every = state.tokens_seen, self._every_tokens
+        by_tokens = every > 0 and tokens // every > (tokens - state.batch_tokens) // every
         by_steps = section.eval_interval > 0 and step % section.eval_interval == 0
         return by_tokens or by_steps or (last and (section.eval_interval > 0 or every > 0))
 
@@ -161,7 +158,9 @@ class Evaluator(Hook):
 
 def _line(values: dict[str, float]) -> str:
     """One line: the loss of each group over all tokens, then the loss of each source in the group."""
-    losses = {key.removesuffix("/loss"): loss for key, loss in values.items() if key.endswith("/loss")}
+    losses = {
+        key.removesuffix("/loss"): loss for key, loss in values.items() if key.endswith("/loss")
+    }
     parts = []
     for group in (name for name in losses if "/" not in name):
         bits = values.get(f"{group}/bits_per_byte")

@@ -33,7 +33,9 @@ def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
         rule = "must not lead out of the folder"
     else:
         return name
-    raise UserError(f"{told_by} names a file ({shown_name(name)}) that {rule}; correct or remove the entry")
+    raise UserError(
+        f"{told_by} names a file ({shown_name(name)}) that {rule}; correct or remove the entry"
+    )
 
 
 def has_control_character(text: str) -> bool:

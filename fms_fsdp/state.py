@@ -1,35 +1,256 @@
-"""The state of a run between two steps, and the hooks that are called around each step.
+"""What a run is: its resolved config, its state between two steps, and the metadata of a checkpoint.
 
-TrainState    model, optimizers, stream and progress: what a checkpoint holds
-Progress      belongs to the loop; one hook writes here what other hooks need
-Hook          called around every step on every rank, in the order of a list; no hook holds another
+RunConfig       config.json: the flags by section, and `resolved`, the values that follow from them
+TrainState      the objects that the loop changes, and its progress
+TrainMetadata   train_state.json of a checkpoint: the progress, and the RunConfig that wrote it
+
+Works without torch, because `ckpt list` and other tools only read metadata.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from fms_fsdp.data.batch import Batch
-from fms_fsdp.data.stream import Stream
-from fms_fsdp.optim.optimizers import Optimizers
+from fms_fsdp.config import BatchPlan, Precision, TrainConfig, as_dict, flag_table, from_dict
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.errors import UserError
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.variants import LlamaConfig, model_from_dict
+from fms_fsdp.optim.schedules import Milestones, Schedule
 
 if TYPE_CHECKING:
-    from fms_fsdp.extras.loss_scale import LossScale
+    import torch
+    from torch import nn
+
+    from fms_fsdp.data.batch import Batch
+    from fms_fsdp.data.stream import Stream
+    from fms_fsdp.optim.loss_scale import LossScale
+    from fms_fsdp.optim.optimizers import Optimizers
+
+VERSION = 1  # of both files; files without a version have this layout too
+_PATHS = {name for name, row in flag_table(TrainConfig).items() if row.form == "path"}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The flags of a launch, and the values that follow from flags, machine, data and checkpoint.
+
+    tokenizer     digest of the data's tokenizer, "" if unknown
+    versions      of packages and code that a result depends on
+    working_dir   the folder that relative paths start from
+    chosen        flags whose value was chosen by memory, and why. A chosen recomputation replaces
+                  `auto` in `config`; the chosen batch and strategy are in `batch` and `dims`,
+                  because their flags are part of the run's name
+    """
+
+    config: TrainConfig
+    world_size: int
+    device_type: str
+    dims: ParallelDims
+    batch: BatchPlan
+    model: LlamaConfig
+    precision: Precision
+    num_steps: int
+    tokenizer: str
+    milestones: Milestones
+    versions: Mapping[str, str]
+    working_dir: str
+    chosen: Mapping[str, str]
+
+    @property
+    def seq_length(self) -> int:
+        return self.config.data.seq_length
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.config.optim, self.milestones)
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """The values beyond the flags, in JSON types."""
+        return {
+            "version": VERSION,
+            "world_size": self.world_size,
+            "device": self.device_type,
+            "layout": asdict(self.dims),
+            "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
+            "model": asdict(self.model) | {"num_params": num_params(self.model)},
+            "precision": asdict(self.precision),
+            "num_steps": self.num_steps,
+            "tokenizer": self.tokenizer,
+            "schedule": asdict(self.milestones),
+            "versions": dict(self.versions),
+            "working_dir": self.working_dir,
+            "chosen": dict(self.chosen),
+        }
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The content of config.json, in JSON types; `read_run_config` reads it."""
+        return {**as_dict(self.config), "resolved": self.resolved}
+
+    @property
+    def saved_with(self) -> dict[str, Any]:
+        """The entries of `TrainMetadata` that belong to the launch."""
+        return {"config": as_dict(self.config), "resolved": self.resolved}
+
+    @cached_property
+    def located(self) -> TrainConfig:
+        """The flags, with paths that are valid in any working folder."""
+        return from_dict(located_sections(self.content))
+
+
+def read_run_config(content: Mapping[str, Any], file: object) -> RunConfig:
+    """Reads what `RunConfig.content` wrote; `file` names it in errors.
+
+    Raises:
+        UserError: a later version wrote it, or an entry is missing or invalid.
+    """
+    resolved = content.get("resolved", {})
+    if (version := resolved.get("version", VERSION)) != VERSION:
+        raise UserError(
+            f"{file} has version {version}, this program reads version {VERSION}; update it"
+        )
+    try:
+        return RunConfig(
+            config=from_dict(content),
+            world_size=resolved["world_size"],
+            device_type=resolved["device"],
+            dims=_from_fields(ParallelDims, {"strategy": "none"} | resolved.get("layout", {})),
+            batch=_from_fields(
+                BatchPlan, {"grad_accum_steps": 1, "dp_size": 1} | resolved["batch"]
+            ),
+            model=model_from_dict(resolved["model"]),
+            precision=Precision(**resolved["precision"]),
+            num_steps=resolved["num_steps"],
+            tokenizer=resolved["tokenizer"],
+            milestones=Milestones(**resolved["schedule"]),
+            versions=resolved["versions"],
+            working_dir=resolved["working_dir"],
+            chosen=resolved.get("chosen", {}),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not the config of a run: {error!r}") from None
+
+
+def _from_fields(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Builds a dataclass from the values that it has fields for; lists become tuples."""
+    given = {each.name: values[each.name] for each in fields(kind) if each.name in values}
+    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()})
+
+
+@dataclass(frozen=True)
+class TrainMetadata:
+    """What a checkpoint holds besides tensors: the progress of the run, and the launch that wrote it.
+
+    validation_loss   of this step, if it was evaluated
+    metrics           of this step by name, if it was reported or evaluated
+    data              state of the data stream
+    save_s            duration of the save in seconds
+    weights_only      only the weights may be used: they were imported
+    imported_from     the folder that the weights were imported from
+    """
+
+    step: int
+    tokens_seen: int = 0
+    rows_seen: int = 0  # sequences; the recorded name
+    validation_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    loss_scale: Mapping[str, Any] | None = None
+    non_finite_steps: int = 0  # consecutive ones at its end
+    save_s: float | None = None
+    weights_only: bool = False
+    imported_from: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    resolved: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether its weights are worth resuming from or exporting: one bad step is bad luck."""
+        return self.non_finite_steps < 2
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The content of train_state.json, in JSON types, without entries that are not set."""
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        unset = {
+            "non_finite_steps": 0,
+            "loss_scale": None,
+            "save_s": None,
+            "weights_only": False,
+            "imported_from": "",
+        }
+        return {name: value for name, value in content.items() if unset.get(name, ...) != value}
+
+    def metric(self, name: str) -> float | None:
+        """Returns the metric that ranks checkpoints; None if this step does not have it."""
+        return self.validation_loss if name == "eval/loss" else self.metrics.get(name)
+
+    @cached_property
+    def run(self) -> RunConfig:
+        """The launch that wrote the checkpoint.
+
+        Raises:
+            UserError: as `read_run_config`.
+        """
+        content = {**self.config, "resolved": self.resolved}
+        return read_run_config(content, f"the checkpoint of step {self.step}")
+
+
+def read_train_metadata(content: Mapping[str, Any]) -> TrainMetadata:
+    """Reads what `TrainMetadata.content` wrote; ignores unknown entries.
+
+    Raises:
+        UserError: it has no step.
+    """
+    if not isinstance(content, dict) or not isinstance(content.get("step"), int):
+        raise UserError("train_state.json has no step")
+    metadata: TrainMetadata = _from_fields(TrainMetadata, content)
+    return metadata
+
+
+def located_sections(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the sections of a config.json, with paths that are valid in any working folder.
+
+    Links are not resolved, because the user may move what a link names.
+    """
+    folder = content.get("resolved", {}).get("working_dir", "")
+    sections = {}
+    for name, section in content.items():
+        if name != "resolved" and isinstance(section, dict):
+            paths = _PATHS & section.keys()
+            sections[name] = section | {path: _joined(folder, section[path]) for path in paths}
+    return sections
+
+
+def _joined(folder: str, path: Any) -> Any:
+    stays = not isinstance(path, str) or not path or "://" in path or path.startswith("~")
+    return path if stays else os.path.join(folder, path)
+
+
+def working_folder() -> str:
+    """Returns the working folder as the user's shell names it, including links."""
+    shell = os.environ.get("PWD", "")
+    is_here = os.path.isabs(shell) and os.path.isdir(shell) and os.path.samefile(shell, ".")
+    return shell if is_here else os.getcwd()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step's outcome, still on the device.
+    """The outcome of one step, still on the device.
 
-    `loss_sum`, `beside_sums` (z-loss, then the teacher's KL): of this rank; `num_labels`: of all ranks;
-    `grad_norm`: before clipping, without the loss scale; `requests`: the sums over ranks of each entry of
-    their `Requests` before the step; `loss_scale`: of fp16.
+    loss_sum        of this rank's labels
+    extra_sums      of this rank: z-loss, then the distillation loss, as far as they are on
+    num_labels      of all ranks
+    grad_norm       before clipping, without the loss scale
+    requests        sums over all ranks of what they asked for before the step (`StopControl.requests`)
+    loss_scale      of fp16
     """
 
     loss_sum: torch.Tensor
@@ -37,126 +258,74 @@ class StepResult:
     grad_norm: torch.Tensor
     requests: torch.Tensor
     loss_scale: torch.Tensor | None = None
-    beside_sums: tuple[torch.Tensor, ...] = ()
-
-
-class Requests(NamedTuple):
-    """The reasons, each 0 or 1, for which a rank asks that the launch ends after the next step; or sums over
-    ranks.
-
-    `signal`: a signal came. `file`: the stop file exists. `clock`: the time is nearly over. `records`:
-    records cannot be written.
-    """
-
-    signal: int = 0
-    file: int = 0
-    clock: int = 0
-    records: int = 0
+    extra_sums: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass
-class Progress:
-    """Where a run is: `step` is the last step done, `start` the last one before this launch.
+class TrainState:
+    """The objects that the loop changes and a checkpoint holds, and the progress of the run.
 
-    rows_seen, tokens_seen    trained on by the end of `step`, over all launches of the run
-    rows_at_end               of the whole run, as the flags of this launch plan it
-    batch_rows, batch_tokens  of `step`
-
-    What hooks tell the loop and one another; `Hook.tells` names the one writer of each:
-
-    requests    what this rank asks for, sent to all ranks with the next step
-    stop        why the launch ends after the step under way; empty while it goes on
-    problem     why the records of this rank cannot be written; empty while they can
-    validation  the last step that was evaluated, and its loss
-    metrics     the finite numbers of the records of `step`, which the sinks take in
-    expected_save_s  of a step: seconds that saving may take if the launch ends with it
+    num_steps, samples_at_end   of the whole run, as this launch plans it
+    step                        optimizer steps done; `start` is the last one before this launch
+    samples_seen, tokens_seen   by the end of `step`, over all launches of the run
+    loss_scale                  of fp16
+    rounding                    context of the gradient-accumulation steps of a step, within which
+                                weights may be rounded copies
+    non_finite_steps            consecutive ones up to `step`, over all launches
+    stop_reason                 why the launch ends before the run does; "" while it goes on
     """
 
-    start: int
+    model: nn.Module
+    optimizers: Optimizers
+    stream: Stream
     num_steps: int
-    rows_seen: int = 0
+    step: int = 0
+    samples_seen: int = 0
     tokens_seen: int = 0
-    rows_at_end: int = 0
-    batch_rows: int = 0
-    batch_tokens: int = 0
-    step: int = -1
+    samples_at_end: int = 0
+    loss_scale: LossScale | None = None
+    rounding: Callable[[int], AbstractContextManager[object]] = nullcontext
+    non_finite_steps: int = 0
+    last_finite_step: int = 0  # of this launch
+    stop_reason: str = ""
+    record_error: str = ""  # why this rank cannot write its records
+    # The current step:
+    requests: tuple[int, int, int, int] = (0, 0, 0, 0)  # of this rank, see StopControl
     batch: Batch | None = None
-    requests: Requests = Requests()
-    stop: str = ""
-    problem: str = ""
-    validation: tuple[int, float] | None = None
+    batch_samples: int = 0
+    batch_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    expected_save_s: Callable[[int], float] = lambda step: 0.0
+    validation: tuple[int, float] | None = None  # the last evaluated step, and its loss
 
     def __post_init__(self) -> None:
-        self.step = self.start
-        self._before = self.rows_seen, self.tokens_seen
+        self.start = self.step
+        self._seen_before = self.samples_seen, self.tokens_seen
 
-    def count(self, rows: int, tokens: int) -> None:
-        """Takes in a step that was made of so many rows and tokens, of all ranks."""
+    def count(self, samples: int, tokens: int) -> None:
+        """Counts a step on so many samples and tokens, of all ranks."""
         self.step += 1
         self.metrics = {}
-        self.batch_rows, self.batch_tokens = rows, tokens
-        self.rows_seen += rows
+        self.batch_samples, self.batch_tokens = samples, tokens
+        self.samples_seen += samples
         self.tokens_seen += tokens
 
     @property
-    def steps_of_launch(self) -> int:
+    def steps_in_launch(self) -> int:
         return self.step - self.start
 
     @property
     def seen_in_launch(self) -> tuple[int, int]:
-        """Rows and tokens of this launch."""
-        return self.rows_seen - self._before[0], self.tokens_seen - self._before[1]
+        """The samples and tokens of this launch."""
+        samples, tokens = self._seen_before
+        return self.samples_seen - samples, self.tokens_seen - tokens
 
     @property
     def is_done(self) -> bool:
         return self.step >= self.num_steps
 
-
-@dataclass
-class TrainState:
-    """The objects that the loop changes and that a checkpoint holds.
-
-    `rounding`: the context of the micro-steps of a step, in which weights may be rounded ones."""
-
-    model: nn.Module
-    optimizers: Optimizers
-    stream: Stream
-    progress: Progress
-    loss_scale: LossScale | None = None
-    rounding: Callable[[int], AbstractContextManager[object]] = nullcontext
-
-
-class Hook:
-    """Work around each step, on every rank. `part`: the part of the run that the time of a hook counts to.
-
-    `tells`: the fields of `Progress` that this hook alone writes. `hears`: the fields that this hook reads
-    after a step, as another hook wrote those fields after the same step."""
-
-    part = "hooks"
-    tells: tuple[str, ...] = ()
-    hears: tuple[str, ...] = ()
-
-    def before_step(self, progress: Progress) -> None:
-        """Before step `progress.step + 1`."""
-
-    def after_step(self, progress: Progress, result: StepResult) -> None:
-        """After `progress.step`."""
-
-    def after_training(self, progress: Progress) -> None:
-        """After the last step of the launch, if none failed."""
-
-    def close(self) -> None:
-        """At the end, also when a step failed."""
-
-
-def check_order(hooks: Sequence[Hook]) -> None:
-    """Asserts that each field has one writer, which comes before the hooks that hear of it."""
-    told: set[str] = set()
-    for hook in hooks:
-        assert not told & set(hook.tells), (
-            f"{type(hook).__name__} tells what another hook tells: {hook.tells}"
-        )
-        assert told >= set(hook.hears), f"{type(hook).__name__} comes before the hooks that tell {hook.hears}"
-        told |= set(hook.tells)
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss after `step`, if it was evaluated."""
+        if self.validation is None or self.validation[0] != self.step:
+            return None
+        return self.validation[1]

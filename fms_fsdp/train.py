@@ -1,130 +1,201 @@
-"""The loop: batches in, optimizer steps out. Knows no flag, no file format and no backend.
+"""The training loop: what happens in a step, in the order in which it happens.
 
-    hooks │ next_batch → micro-steps (forward, backward) → clip → optimizer step │ hooks
-
-The loss of a step is the sum over all unmasked labels of the global batch divided by their number. The number
-is known before the first backward pass, so every micro-step's gradient has its final weight, however labels
-are spread over ranks and micro-steps. FSDP averages gradients over ranks; the factor of their number undoes
-that. A step whose gradient is not finite changes nothing. Nothing is read back from the device except where a
-hook reports.
+The loss of a step is the sum over all unmasked labels of the global batch, divided by their number.
+The number is known before the first backward pass, so the gradient of every micro-batch has its final
+weight, however labels are spread over ranks and micro-batches. FSDP averages gradients over ranks; a
+factor undoes that. A step whose gradient is not finite changes nothing. Nothing is read back from
+the device except on steps that are reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 
+from fms_fsdp.checkpoint.manager import CheckpointManager
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, check_batch
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import UserError, checking_input
-from fms_fsdp.mesh import Mesh
+from fms_fsdp.evaluate import Evaluator
+from fms_fsdp.observe.meter import Meter
 from fms_fsdp.observe.metrics import Clock
+from fms_fsdp.observe.profiler import StepProfiler
 from fms_fsdp.optim.schedules import Schedule
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
-from fms_fsdp.parts import load_part
-from fms_fsdp.state import Hook, StepResult, TrainState
+from fms_fsdp.run.health import NonFiniteGuard, Watchdog
+from fms_fsdp.run.status import RunStatus
+from fms_fsdp.run.stop import StopControl
+from fms_fsdp.state import StepResult, TrainState
+
+if TYPE_CHECKING:
+    from fms_fsdp.extras.exports import Exporter
+    from fms_fsdp.extras.samples import Sampler
 
 
 @dataclass(frozen=True)
 class TrainStep:
-    """The settings of a step, beside the state and the batch.
+    """The settings that are constant over the training loop.
 
-    `rows_at_once`: the rows of a micro-step, by those of the step on this rank; None is always `batch_size`.
-    `dropout_seed`: None, unless the model drops values. `vocab_size`: the limit of tokens and labels that
-    `train` checks; None checks nothing.
+    micro_batch_at   sequences of a micro-batch, given those of the step on this rank; None: batch_size
+    dropout_seed     None, unless the model has dropout
+    vocab_size       `train` checks that tokens and labels are below it; None checks nothing
+    gc_interval      steps between collections of Python's garbage; 0 lets Python choose
     """
 
     mesh: Mesh
     device: torch.device
     schedule: Schedule
-    batch_size: int  # rows of a micro-step
+    batch_size: int  # sequences of a micro-batch
     grad_clip: float
     document_mask: bool
     dropout_seed: int | None = None
     vocab_size: int | None = None
-    rows_at_once: Callable[[int], int] | None = None
+    micro_batch_at: Callable[[int], int] | None = None
+    gc_interval: int = 0
 
-    def micro_rows(self, batch: Batch) -> int:
-        """The rows of each micro-step of the batch."""
-        return self.batch_size if self.rows_at_once is None else self.rows_at_once(len(batch.tokens_BS))
+    def micro_batch_of(self, batch: Batch) -> int:
+        """Returns the number of sequences in each micro-batch of this rank's batch."""
+        if self.micro_batch_at is None:
+            return self.batch_size
+        return self.micro_batch_at(len(batch.tokens_BS))
 
 
-def train(recipe: TrainStep, state: TrainState, hooks: Sequence[Hook], clock: Clock) -> None:
-    """Trains to the last step, or until a hook stops the launch (collective: every rank).
+def train(
+    recipe: TrainStep,
+    state: TrainState,
+    clock: Clock,
+    *,
+    watchdog: Watchdog,
+    profiler: StepProfiler,
+    status: RunStatus,
+    stop: StopControl,
+    guard: NonFiniteGuard,
+    meter: Meter,
+    evaluator: Evaluator,
+    sampler: Sampler | None,
+    checkpoints: CheckpointManager,
+    exporter: Exporter | None,
+) -> None:
+    """Trains to the last step, or until `state.stop_reason` is set (collective: every rank).
 
     Raises:
-        UserError: the data could not be read; the last checkpoint stands.
+        UserError: the data cannot be read; the last checkpoint is kept.
+        RunFailed: gradients stay non-finite, or the last checkpoint or the records cannot be written.
     """
-    progress = state.progress
     clock.mark("start")
-    while not progress.is_done and not progress.stop:
-        for hook in hooks:
-            hook.before_step(progress)
-            clock.mark(hook.part)
-            if progress.stop:
-                return
-        with checking_input(on_one_rank=True, data_step=progress.step + 1):
-            with record_function("data"):
-                progress.batch = batch = state.stream.next_batch()
-            if (rows := len(batch.tokens_BS)) % (micro_rows := recipe.micro_rows(batch)):
-                raise UserError(f"stream gave {rows} rows, and must give a multiple of {micro_rows}")
-            if recipe.vocab_size is not None:  # on the host still, where nothing waits for it
-                check_batch(batch, recipe.vocab_size, progress.step + 1, recipe.mesh.place("dp") * rows)
+    profiler.step(state)
+    stop.check_start(state)
+    if not state.stop_reason:
+        evaluator.run_if_due(state)
+    if recipe.gc_interval:  # a rank that collects lets all others wait: collect on the same steps
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+    while not state.is_done and not state.stop_reason:
+        watchdog.alive()
+        stop.expect(state, clock.totals.get("eval", 0.0), checkpoints.expected_s(state.step + 1))
+        state.requests = stop.requests(state)
+        clock.mark("hooks")
+        state.batch = batch = next_batch(recipe, state)
         clock.mark("data")
         result = train_step(recipe, state, batch, clock)
-        progress.count(*_size(batch, recipe.mesh))
-        for hook in hooks:
-            hook.after_step(progress, result)
-            clock.mark(hook.part)
-    for hook in hooks:
-        hook.after_training(progress)
+        state.count(*_size(batch, recipe.mesh))
+
+        guard.check(state.step, result.grad_norm, result.num_labels)
+        clock.mark("hooks")
+        if meter.log_if_due(state, result):
+            status.save_step()
+        clock.mark("logging")
+        profiler.step(state)
+        stop.update(state, HostCopy(result.requests))  # before evaluation and save of the last step
+        clock.mark("hooks")
+        evaluator.run_if_due(state)
+        if sampler is not None:
+            sampler.run_if_due(state)
+        clock.mark("hooks")
+        if checkpoints.is_due(state):
+            clock.mark("device")  # the copy waits for the steps, which is not time of the save
+        checkpoints.save_if_due(state)
+        if exporter is not None:
+            exporter.run_if_due(state)
+        clock.mark("checkpoint")
+        if recipe.gc_interval and state.step % recipe.gc_interval == 0:
+            gc.collect()
+    guard.settle()
+    meter.finish()
+    if state.is_done:
+        checkpoints.finish(state)
+        guard.finish()
+        if exporter is not None:
+            exporter.finish()
+
+
+def next_batch(recipe: TrainStep, state: TrainState) -> Batch:
+    """Returns this rank's batch of the next step.
+
+    Raises:
+        UserError: the data cannot be read, or are not what the model can use.
+    """
+    with checking_input(on_one_rank=True, data_step=state.step + 1), record_function("data"):
+        batch = state.stream.next_batch()
+        num_sequences, micro_batch = len(batch.tokens_BS), recipe.micro_batch_of(batch)
+        if num_sequences % micro_batch:
+            raise UserError(
+                f"the stream returned {num_sequences} sequences; return a multiple of {micro_batch}"
+            )
+        if recipe.vocab_size is not None:  # while on the host, where nothing waits for the check
+            first = recipe.mesh.place("dp") * num_sequences
+            check_batch(batch, recipe.vocab_size, state.step + 1, first)
+    return batch
 
 
 def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock) -> StepResult:
-    """One optimizer step over this rank's rows of the global batch (collective: every rank).
+    """Does one optimizer step on this rank's part of the global batch (collective: every rank).
 
-    The requests of all ranks are added up beside the number of labels, in one message.
+    One all-reduce sums the number of labels and the `state.requests` of all ranks.
     """
-    mesh, model, accum = recipe.mesh, state.model, len(batch.tokens_BS) // recipe.micro_rows(batch)
+    mesh, model = recipe.mesh, state.model
+    accum = len(batch.tokens_BS) // recipe.micro_batch_of(batch)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")
-    own = torch.tensor([own_labels, *state.progress.requests])
+    own = torch.tensor([own_labels, *state.requests])
     sums = mesh.sum(own.to(recipe.device, non_blocking=True), "world")
     factor = mesh.size("loss") / sums[0].clamp(min=1) * scale
     known = {} if state.loss_scale is None else {"loss_scale": factor}  # fp16 cannot do without it
     loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
-    beside: list[list[torch.Tensor]] = []
-    step = state.progress.step + 1
+    extra: list[list[torch.Tensor]] = []
+    step = state.step + 1
     with state.rounding(step):
-        for micro_step, micro in enumerate(micro_batches(recipe, batch, step)):
-            is_last = micro_step == accum - 1
+        for index, micro in enumerate(micro_batches(recipe, batch, step)):
+            is_last = index == accum - 1
             micro_loss, *more = _forward_backward(model, micro, factor, known, is_last, mesh, clock)
             loss_sum += micro_loss
-            beside.append(more)
+            extra.append(more)
     with record_function("optimizer"):
-        if state.optimizers.clip_by_themselves:
-            grad_norm = clip_grad_norm(parameters, 0.0, mesh) / scale
-        else:
-            grad_norm = clip_grad_norm(parameters, recipe.grad_clip, mesh, scale)
+        grad_norm = clip_grad_norm(parameters, recipe.grad_clip, mesh, scale)
         clock.mark("clip")
-        progress = state.progress
-        tokens = progress.tokens_seen + _size(batch, mesh)[1]
+        tokens = state.tokens_seen + _size(batch, mesh)[1]
         rate = partial(recipe.schedule, step, tokens)
-        state.optimizers.step(rate, grad_norm, recipe.grad_clip, scale)
+        # A step without labels changes nothing, not even by weight decay: skipped as a non-finite one.
+        has_labels_norm = grad_norm.where(sums[0] > 0, torch.nan)
+        state.optimizers.step(rate, has_labels_norm)
         state.optimizers.zero_grad()
         if state.loss_scale is not None:
             state.loss_scale.update(grad_norm)
     clock.mark("optimizer")
-    made_with = None if state.loss_scale is None else state.loss_scale.before
-    beside_sums = tuple(torch.stack(each).sum() for each in zip(*beside, strict=True))
-    return StepResult(loss_sum, sums[0], grad_norm, sums[1:], made_with, beside_sums)
+    made_with = None if state.loss_scale is None else state.loss_scale.last_scale
+    extra_sums = tuple(torch.stack(each).sum() for each in zip(*extra, strict=True))
+    return StepResult(loss_sum, sums[0], grad_norm, sums[1:], made_with, extra_sums)
 
 
 def _forward_backward(
@@ -136,36 +207,46 @@ def _forward_backward(
     mesh: Mesh,
     clock: Clock,
 ) -> tuple[torch.Tensor, ...]:
-    """The passes of one micro-step, whichever layout: the summed loss, and summed losses beside it;
-    in a pipeline 0 where the last stage is not."""
+    """Runs forward and backward of one micro-batch; returns the sums of the loss and of extra losses.
+
+    In a pipeline they are 0 except on its last stage.
+    """
     if mesh.size("pp") > 1:
-        losses: tuple[torch.Tensor, ...] = cast(Any, model).forward_backward(*micro, factor=factor, **known)
+        losses: tuple[torch.Tensor, ...] = cast(Any, model).forward_backward(
+            *micro, factor=factor, **known
+        )
         clock.mark("forward_backward")
         return losses
     set_gradient_sync(model, last_micro_step=is_last, mesh=mesh)
     with record_function("forward"):
-        loss, _, *beside = model(*micro, **known)
+        loss, _, *extra = model(*micro, **known)
     clock.mark("forward")
     with record_function("backward"):
         (loss * factor).backward()
     clock.mark("backward")
-    return loss.detach(), *beside
+    return loss.detach(), *extra
 
 
 def _size(batch: Batch, mesh: Mesh) -> tuple[int, int]:
-    """Rows and tokens of the global batch, of which `batch` is this rank's part."""
+    """Returns the sequences and tokens of the global batch, of which `batch` is this rank's part."""
     return mesh.size("dp") * len(batch.tokens_BS), mesh.size("dp") * batch.tokens_BS.numel()
 
 
-def micro_batches(recipe: TrainStep, batch: Batch, step: int) -> Iterator[tuple[torch.Tensor | None, ...]]:
-    """The model's arguments for each micro-step: consecutive slices of the rank's rows, on the device."""
+def micro_batches(
+    recipe: TrainStep, batch: Batch, step: int
+) -> Iterator[tuple[torch.Tensor | None, ...]]:
+    """Yields the model's arguments for each micro-batch: consecutive slices of the batch, on the device."""
     mask = (batch.positions_BS, batch.document_ids_BS) if recipe.document_mask else (None, None)
     keys_B, num_rows = None, len(batch.tokens_BS)
     if recipe.dropout_seed is not None:
         first_row = recipe.mesh.place("dp") * num_rows
-        keys_B = load_part("dropout").row_keys(recipe.dropout_seed, step, first_row, num_rows)
+        from fms_fsdp.extras.dropout import row_keys
+
+        keys_B = row_keys(recipe.dropout_seed, step, first_row, num_rows)
     columns: list[Iterable[torch.Tensor | None]] = []
     for column in (batch.tokens_BS, batch.labels_BS, *mask, keys_B):
         moved = None if column is None else column.to(recipe.device, non_blocking=True)
-        columns.append(repeat(None) if moved is None else torch.split(moved, recipe.micro_rows(batch)))
+        columns.append(
+            repeat(None) if moved is None else torch.split(moved, recipe.micro_batch_of(batch))
+        )
     return zip(*columns, strict=False)

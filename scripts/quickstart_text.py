@@ -78,7 +78,9 @@ def prose(stdlib: Path, site: Path | None) -> Iterator[str]:
 def collect(stdlib: Path, site: Path | None, target: Path) -> None:
     """Writes each text of the prose once; if they have more than PROSE_BYTES, a sample by hash."""
     texts = {
-        hashlib.sha256(text.encode()).digest(): text for text in prose(stdlib, site) if len(text) >= MIN_BYTES
+        hashlib.sha256(text.encode()).digest(): text
+        for text in prose(stdlib, site)
+        if len(text) >= MIN_BYTES
     }
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_suffix(".tmp")
@@ -98,7 +100,11 @@ def main() -> None:
     torch = package_folder("torch")
     collect(stdlib, torch.parent if torch else None, target)
     folders = [folder for name in PACKAGES if (folder := package_folder(name))]
-    print(",".join([f"stdlib={stdlib}", *(f"packages={folder}" for folder in folders), f"prose={target}"]))
+    print(
+        ",".join(
+            [f"stdlib={stdlib}", *(f"packages={folder}" for folder in folders), f"prose={target}"]
+        )
+    )
 
 
 if __name__ == "__main__":

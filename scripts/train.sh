@@ -106,7 +106,7 @@ import sys
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.errors import UserError
-from fms_fsdp.flags import parse_flags
+from fms_fsdp.config.parse import parse_flags
 
 name, by = os.environ.get("RUN_NAME"), "--run_name"
 try:
@@ -146,9 +146,10 @@ choose_launch() {
     local nodes="${SLURM_STEP_NUM_NODES:-$MOST_NODES}" first="${MASTER_ADDR:-}"
     if [[ -n "$ELASTIC" ]]; then
         nodes="$MOST_NODES" restarts="${MAX_RESTARTS:-100}"
-        # An agent of torchrun that has been in a round does not tell newcomers of the store it shares (2.13).
-        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     fi
+    # Rank 0 of each attempt opens a store of its own. The store of torchrun's agent keeps the keys of the last
+    # attempt, and an agent that has been in a round does not tell newcomers of it (2.13).
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     gpus="$(count_gpus)"
     if ((gpus > 0)); then
         export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
@@ -349,10 +350,10 @@ print("result ", "; ".join(parts))
 PYTHON_CODE
     tell_sample
     local page="$RUN_DIR/report.html"
-    if timeout 8 "$PYTHON" -m fms_fsdp report "$RUN_DIR" >"$SCRATCH/report" 2>&1; then
+    if timeout 60 "$PYTHON" -m fms_fsdp report "$RUN_DIR" >"$SCRATCH/report" 2>&1; then
         echo "report  file://$(realpath "$page")"
     else
-        echo "it took more than 8 s" >>"$SCRATCH/report"
+        echo "it took more than 60 s" >>"$SCRATCH/report"
         say "note: the page of curves could not be made: $(head -n 1 "$SCRATCH/report")"
     fi
     part_done "page"
@@ -365,7 +366,7 @@ PYTHON_CODE
 curves  tensorboard --logdir $(printf '%q' "$RUN_DIR/tensorboard")
 longer  $(longer_command)
 yours   python -m fms_fsdp prepare --input=docs --output=data/docs --split=98,2 \\
-            --tokenizer=$DATA_DIR/tokenizer.model
+            --tokenizer=$(printf '%q' "$DATA_DIR/tokenizer.model")
         bash scripts/train.sh --data_path=data/docs --datasets=docs     (your folder in the place of docs)
 TEXT
 }

@@ -17,7 +17,16 @@ import pytest
 from tests.warm import ROOT as ROOT
 from tests.warm import launch
 
-TINY = ("--model_variant=tiny", "--use_dummy_dataset=True", "--seq_length=64", "--report_interval=1")
+CORPUS = ROOT / "tests" / "corpus.txt"  # paragraphs of prose, then some Python
+
+# as scripts/train.sh sets it: torchrun with restarts is an error without it
+STORE_PER_ATTEMPT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+TINY = (
+    "--model_variant=tiny",
+    "--use_dummy_dataset=True",
+    "--seq_length=64",
+    "--report_interval=1",
+)
 
 
 def last_of_each(argv: Iterable[str]) -> list[str]:
@@ -27,12 +36,22 @@ def last_of_each(argv: Iterable[str]) -> list[str]:
 
 def under_torchrun(num_processes: int, *options: str) -> list[str]:
     """The command of so many processes, which meet by address: the name of a machine need not resolve."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+    ]
     return [*command, f"--nproc_per_node={num_processes}", *options]
 
 
 def run(
-    *argv: str, nproc: int = 0, torchrun: tuple[str, ...] | None = None, backend: str = "", **environment: str
+    *argv: str,
+    nproc: int = 0,
+    torchrun: tuple[str, ...] | None = None,
+    backend: str = "",
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """`python main_training.py ARGV`, with `nproc` as that many ranks; one thread each.
 
@@ -46,16 +65,23 @@ def run(
     command = [sys.executable, "main_training.py"]
     if nproc:
         command = under_torchrun(nproc, *(torchrun or ()), "main_training.py")
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **STORE_PER_ATTEMPT, **environment}
     return subprocess.run(
-        [*command, *flags], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=240
+        [*command, *flags],
+        cwd=ROOT,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
 def trained(*argv: str, nproc: int = 0, backend: str = "", **environment: str) -> str:
     """The output of a run that must end with 0."""
     result = run(*argv, nproc=nproc, backend=backend, **environment)
-    assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
+    assert result.returncode == 0, (
+        f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
+    )
     return result.stdout
 
 
@@ -78,7 +104,9 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 def metrics(folder: Path) -> dict[int, dict[str, Any]]:
     """Step → the last report of that step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record for record in lines if "loss" in record and "event" not in record}
+    return {
+        record["step"]: record for record in lines if "loss" in record and "event" not in record
+    }
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -104,7 +104,9 @@ def eight_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.cli import TINY, made_once, trained
 
     flags = [*TINY, "--num_steps=8", "--checkpoint_interval=2"]
-    return made_once(tmp_path_factory, "eight-steps", lambda run: trained(*flags, f"--output_dir={run}"))
+    return made_once(
+        tmp_path_factory, "eight-steps", lambda run: trained(*flags, f"--output_dir={run}")
+    )
 
 
 @pytest.fixture(autouse=True)

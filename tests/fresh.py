@@ -15,7 +15,9 @@ from tests.cli import ROOT
 
 def copy_tracked(folder: Path) -> list[str]:
     """Copies what git tracks into the folder, as a bare clone has it; returns the names."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     names = [name for name in listed.splitlines() if (ROOT / name).is_file()]
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -31,12 +33,23 @@ def make_environment(folder: Path, *project: str) -> None:
     packages = subprocess.run(inside, capture_output=True, text=True, check=True).stdout.strip()
     Path(packages, "present.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     quiet = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", *quiet]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--python",
+        python,
+        "install",
+        *quiet,
+    ]
     subprocess.run([*pip, *project], check=True, env=outside(), timeout=300)
     for entry in entry_points(group="console_scripts"):
         if entry.name in ("torchrun", "tensorboard"):
             script = folder / "bin" / entry.name
-            call = f"import sys\nfrom {entry.module} import {entry.attr}\nsys.exit({entry.attr}())\n"
+            call = (
+                f"import sys\nfrom {entry.module} import {entry.attr}\nsys.exit({entry.attr}())\n"
+            )
             script.write_text(f"#!{python}\n{call}")
             script.chmod(0o755)
 

@@ -33,12 +33,21 @@ FAMILIES = {
     "qwen2": replace(LLAMA, qkv_bias=True),
     "smollm3": replace(LLAMA, num_layers=3, rope_pattern="RRN", tie_embeddings=True),
     "granite": replace(
-        LLAMA, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=4.0
+        LLAMA,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.5,
+        logits_scaling=4.0,
     ),
     "olmo2": replace(LLAMA, norm_place="after", qk_norm=True, qk_norm_wide=True),
     "gpt2": GPT2,
     "gpt_neox": replace(
-        GPT2, activation="gelu", pos_emb="rope", rope_pct=0.25, parallel_residual=True, tie_embeddings=False
+        GPT2,
+        activation="gelu",
+        pos_emb="rope",
+        rope_pct=0.25,
+        parallel_residual=True,
+        tie_embeddings=False,
     ),
 }
 BEGIN, END = "<|begin|>", "<|end|>"
@@ -54,11 +63,14 @@ def model_of(kind: str) -> Llama:
 def weights_of(kind: str) -> dict[str, torch.Tensor]:
     own = model_of(kind).state_dict()
     return {
-        name: made.made_of(own.__getitem__).contiguous() for name, made in hf_weights(FAMILIES[kind]).items()
+        name: made.made_of(own.__getitem__).contiguous()
+        for name, made in hf_weights(FAMILIES[kind]).items()
     }
 
 
-def write_folder(folder: Path, kind: str = "llama", *, tokenizer: bool = False, **changes: Any) -> Path:
+def write_folder(
+    folder: Path, kind: str = "llama", *, tokenizer: bool = False, **changes: Any
+) -> Path:
     """A folder of that family; `changes` of its config.json, `...` takes a field out."""
     folder.mkdir(parents=True, exist_ok=True)
     content = hf_config(FAMILIES[kind], "float32", None) | {"model_type": kind} | changes
@@ -73,7 +85,9 @@ def write_folder(folder: Path, kind: str = "llama", *, tokenizer: bool = False, 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors"
+    )
 
 
 def change_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -92,8 +106,18 @@ def template(begin: int | None = 256, end: int | None = None) -> dict[str, Any]:
 
     single = [*special(BEGIN), {"Sequence": {"id": "A", "type_id": 0}}, *special(END)]
     pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-    processor = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": known}
-    offsets = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    processor = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": pair,
+        "special_tokens": known,
+    }
+    offsets = {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": False,
+        "use_regex": True,
+    }
     return {"type": "Sequence", "processors": [offsets, processor]}
 
 
@@ -101,14 +125,21 @@ def write_tokenizer_json(folder: Path, post_processor: Any = None, **model: Any)
     """Bytes, and a few merges, as tokenizer.json; 256 begins and 257 ends a text."""
     from fms_fsdp.extras.byte_pairs import byte_characters, tokenizer_json
 
-    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    by_bytes = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": True,
+    }
     vocab = {character: number for number, character in enumerate(byte_characters())}
     vocab |= {BEGIN: 256, END: 257, "th": 258, "the": 259, "in": 260}
     kind = {"type": "BPE", "vocab": vocab, "merges": [["t", "h"], ["th", "e"], ["i", "n"]], **model}
     content = tokenizer_json(kind, {256: BEGIN, 257: END}, pre_tokenizer=by_bytes, decoder=by_bytes)
     content["post_processor"] = post_processor
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    end = {"__type": "AddedToken", "content": END} | dict.fromkeys(("lstrip", "rstrip", "normalized"), False)
+    end = {"__type": "AddedToken", "content": END} | dict.fromkeys(
+        ("lstrip", "rstrip", "normalized"), False
+    )
     said = {"bos_token": BEGIN, "eos_token": end, "add_bos_token": False}
     said |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(said))

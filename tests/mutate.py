@@ -30,7 +30,7 @@ from pathlib import Path
 
 from coverage import Coverage, CoverageData
 
-from scripts.house import imported
+from tests.layers import imported
 
 ROOT = Path(__file__).parent.parent
 HANG_S = 120
@@ -90,10 +90,14 @@ class Places(ast.NodeVisitor):
 
     def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         assert node.end_lineno is not None and node.end_col_offset is not None
-        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+        return self._offset(node.lineno, node.col_offset), self._offset(
+            node.end_lineno, node.end_col_offset
+        )
 
     def _add(self, node: ast.expr | ast.stmt, kind: str, start: int, stop: int, after: str) -> None:
-        self.found.append(Fault(self.path, node.lineno, kind, start, stop, self.text[start:stop], after))
+        self.found.append(
+            Fault(self.path, node.lineno, kind, start, stop, self.text[start:stop], after)
+        )
 
     def _between(
         self, node: ast.expr, left: ast.expr, right: ast.expr, kind: str, table: dict[str, str]
@@ -232,7 +236,14 @@ context = ${{PYTEST_CURRENT_TEST-none}}
                 [sys.executable, *tests], cwd=tree, env=os.environ | more, stdout=subprocess.DEVNULL
             )
             subprocess.run(
-                [sys.executable, "-m", "coverage", "combine", f"--rcfile={config}", f"--data-file={data}"]
+                [
+                    sys.executable,
+                    "-m",
+                    "coverage",
+                    "combine",
+                    f"--rcfile={config}",
+                    f"--data-file={data}",
+                ]
                 + [str(work / "parts")],
                 check=True,
             )
@@ -244,10 +255,14 @@ context = ${{PYTEST_CURRENT_TEST-none}}
         """Names of the tests that ran a line, without their cases; whole files if a fixture ran it."""
         files = [name for name in self._data.measured_files() if name.endswith(f"/{fault.path}")]
         contexts = {
-            context for name in files for context in self._data.contexts_by_lineno(name).get(fault.line, [])
+            context
+            for name in files
+            for context in self._data.contexts_by_lineno(name).get(fault.line, [])
         }
         found = {
-            re.sub(r"\[.*| \((?:setup|call|teardown)\)", "", part) for c in contexts for part in c.split("|")
+            re.sub(r"\[.*| \((?:setup|call|teardown)\)", "", part)
+            for c in contexts
+            for part in c.split("|")
         }
         return sorted(name for name in found if name.startswith("tests/"))
 
@@ -262,7 +277,11 @@ def copy_tree(target: Path) -> Path:
     """A copy of the working tree without what git ignores, in place of what a stopped run left."""
     shutil.rmtree(target, ignore_errors=True)
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for name in listed.stdout.splitlines():
         if (ROOT / name).is_file():
@@ -273,7 +292,13 @@ def copy_tree(target: Path) -> Path:
 
 def first_failure(tree: Path, tests: list[str], skipped: set[str], budget_s: float) -> str:
     """The first test that fails in `tree`; "hang" if one does not end; "" if all pass within the budget."""
-    command = [sys.executable, *PYTEST, "-x", *(f"--deselect={name}" for name in sorted(skipped)), *tests]
+    command = [
+        sys.executable,
+        *PYTEST,
+        "-x",
+        *(f"--deselect={name}" for name in sorted(skipped)),
+        *tests,
+    ]
     output = tree.with_suffix(".log")
     with open(output, "w") as file:
         process = subprocess.Popen(
@@ -303,18 +328,24 @@ def first_failure(tree: Path, tests: list[str], skipped: set[str], budget_s: flo
     if process.returncode in (0, 5):  # 5: no test was left
         return ""
     text = output.read_text(errors="replace")
-    names = re.findall(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::[^\n]*?)?)(?= - |$)", text, re.MULTILINE)
+    names = re.findall(
+        r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::[^\n]*?)?)(?= - |$)", text, re.MULTILINE
+    )
     return names[0] if names else f"pytest: {text[-300:]}"
 
 
-def judge(fault: Fault, clean: Path, faulty: Path, covered: Covered, sound: set[str], budget_s: float) -> str:
+def judge(
+    fault: Fault, clean: Path, faulty: Path, covered: Covered, sound: set[str], budget_s: float
+) -> str:
     """What noticed the fault within the budget, or "". `sound`: tests that pass without any fault."""
     path, broken, begin = faulty / fault.path, set[str](), time.monotonic()
     original = path.read_text()
     path.write_text(original[: fault.start] + fault.after + original[fault.stop :])
     far = distances(fault)
     own = [name for name, distance in far.items() if distance == 0]
-    tests = own + sorted(covered.tests(fault), key=lambda name: far.get(name.partition("::")[0], 99))
+    tests = own + sorted(
+        covered.tests(fault), key=lambda name: far.get(name.partition("::")[0], 99)
+    )
     try:
         while tests and (left_s := budget_s - (time.monotonic() - begin)) > 0:
             noticed = first_failure(faulty, tests, broken, left_s)
@@ -338,7 +369,9 @@ def verdicts(faults: list[Fault], log: Path, budget_s: float) -> Iterator[tuple[
     for fault in faults:
         key = json.dumps(asdict(fault))
         if key not in known:
-            trees = trees or [copy_tree(log.with_suffix(f".{name}")) for name in ("clean", "faulty")]
+            trees = trees or [
+                copy_tree(log.with_suffix(f".{name}")) for name in ("clean", "faulty")
+            ]
             known[key] = judge(fault, *trees, covered, sound, budget_s)
             with open(log, "a") as file:
                 file.write(json.dumps({"fault": asdict(fault), "noticed": known[key]}) + "\n")
@@ -354,7 +387,10 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=60, help="faults to try")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument(
-        "--work", type=Path, default=Path(tempfile.gettempdir()) / "mutants", help="copies and verdicts"
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "mutants",
+        help="copies and verdicts",
     )
     parser.add_argument(
         "--budget_s", type=float, default=300, help="seconds of tests that a fault has to survive"
@@ -366,9 +402,7 @@ def main() -> None:
     killed = 0
     for count, (fault, noticed) in enumerate(verdicts(faults, log, given.budget_s), 1):
         killed += bool(noticed)
-        change = (
-            f"{fault.before.splitlines()[0]} → {fault.after.splitlines()[0] if fault.after else 'nothing'}"
-        )
+        change = f"{fault.before.splitlines()[0]} → {fault.after.splitlines()[0] if fault.after else 'nothing'}"
         verdict = f"killed by {noticed}" if noticed else "SURVIVED"
         print(
             f"{time.strftime('%H:%M')} {count}/{len(faults)} {fault.path}:{fault.line} {fault.kind}: "

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.flags import parse_flags
-from fms_fsdp.mesh import resolve_dims
+from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.distributed.mesh import plan_dims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.parallel.rules import Layout, check_axes
-from fms_fsdp.runtime import World
+from fms_fsdp.parallel.layout import check_layout
 from tests.cli import ROOT
 
 
@@ -37,22 +37,40 @@ def test_a_sweep_survives_what_does_not_fit_and_marks_the_best(tmp_path: Path) -
     flags = "--model_variant=tiny --seq_length=64 --batch_size=9000000,2,5000000 --mixed_precision=false"
     script = f"benchmarks/bench_train.py {flags} --rounds=1 --output={tmp_path}/r.json"
     command = f"ulimit -v 12000000; exec {sys.executable} {script}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "r.json").read_text())
     fits, too_large, left_out = record["results"]
-    assert fits["case"]["batch_size"] == "2" and fits["tokens_per_sec_per_device"] > 0 and fits["reports"]
+    assert (
+        fits["case"]["batch_size"] == "2"
+        and fits["tokens_per_sec_per_device"] > 0
+        and fits["reports"]
+    )
     assert "memory" in too_large["problem"] and left_out["problem"].startswith("left out")
     assert record["versions"]["torch"] and "bench_train.py" in record["command"]
     rows = done.stdout.splitlines()
-    assert rows[0].startswith("| batch_size | tokens/s/device") and " * |" in rows[2] and "memory" in rows[3]
+    assert (
+        rows[0].startswith("| batch_size | tokens/s/device")
+        and " * |" in rows[2]
+        and "memory" in rows[3]
+    )
 
 
 @pytest.mark.slow
-def test_a_result_goes_into_the_temporary_folder_and_never_into_the_checkout(tmp_path: Path) -> None:
+def test_a_result_goes_into_the_temporary_folder_and_never_into_the_checkout(
+    tmp_path: Path,
+) -> None:
     results = ROOT / "benchmarks" / "results"
     before = {path: path.read_bytes() for path in results.iterdir()}
-    command = [sys.executable, "benchmarks/count_traffic.py", "--world_size=16", "--files=8", "--steps=2"]
+    command = [
+        sys.executable,
+        "benchmarks/count_traffic.py",
+        "--world_size=16",
+        "--files=8",
+        "--steps=2",
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -69,13 +87,18 @@ def test_a_result_goes_into_the_temporary_folder_and_never_into_the_checkout(tmp
 
 @pytest.mark.slow
 def test_optimizers_are_measured_beside_torch_s_own(tmp_path: Path) -> None:
-    script = "benchmarks/bench_optim.py --variant=tiny --rounds=1 --optimizers=adamw,muon,sm3,bf16_pure"
+    script = (
+        "benchmarks/bench_optim.py --variant=tiny --rounds=1 --optimizers=adamw,muon,sm3,bf16_pure"
+    )
     command = [sys.executable, *script.split(), f"--output={tmp_path}/r.json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "r.json").read_text())
     found = {name: result["bytes_a_parameter"] for name, result in record["results"].items()}
-    assert list(found) == ["torch_adamw", "adamw", "muon", "sm3", "bf16_pure"] and not record["left_out"]
+    assert (
+        list(found) == ["torch_adamw", "adamw", "muon", "sm3", "bf16_pure"]
+        and not record["left_out"]
+    )
     assert (found["adamw"], found["bf16_pure"]) == (8, 4)
 
 
@@ -111,7 +134,12 @@ def test_the_steps_to_a_loss_are_read_between_two_evaluations() -> None:
     from bench_loss import steps_to_reach
 
     curve = {10: 5.0, 20: 4.0, 30: 3.0}
-    assert [steps_to_reach(curve, loss) for loss in (6.0, 3.5, 3.0, 2.0)] == [10.0, 25.0, 30.0, None]
+    assert [steps_to_reach(curve, loss) for loss in (6.0, 3.5, 3.0, 2.0)] == [
+        10.0,
+        25.0,
+        30.0,
+        None,
+    ]
 
 
 def test_the_page_shows_the_recipes_of_today_and_they_are_not_refused() -> None:
@@ -123,11 +151,13 @@ def test_the_page_shows_the_recipes_of_today_and_they_are_not_refused() -> None:
     shown = page.partition("<!-- recipes -->\n")[2].partition("\n<!-- end -->")[0]
     assert shown == table(recipes), "take what `python benchmarks/parallel_recipes.py` prints"
     for recipe in recipes:
-        config = parse_flags(TrainConfig, [f"--model_variant={recipe.model}", *recipe.flags.split()])
-        dims = resolve_dims(config.parallel, recipe.model, World(0, 0, recipe.gpus, 8))
+        config = parse_flags(
+            TrainConfig, [f"--model_variant={recipe.model}", *recipe.flags.split()]
+        )
+        dims = plan_dims(config.parallel, recipe.model, World(0, 0, recipe.gpus, 8))
         model = resolve_model(config.model, seq_length=config.data.seq_length)
         precision = config.precision.resolve("bf16")
-        check_axes(Layout(config, model, dims, recipe.batch, precision, torch.device("cuda")))
+        check_layout(config, model, dims, recipe.batch, precision, torch.device("cuda"))
 
 
 def test_the_page_shows_the_settings_that_a_launch_chooses_today() -> None:
@@ -142,10 +172,17 @@ def test_the_page_shows_the_settings_that_a_launch_chooses_today() -> None:
 
 def test_every_script_of_results_takes_output() -> None:
     for path in (ROOT / "benchmarks").glob("*.py"):
-        other = {"bench_train", "result_file", "gpu_compare", "gpu_copy"}  # its own way, or no result
+        other = {
+            "bench_train",
+            "result_file",
+            "gpu_compare",
+            "gpu_copy",
+        }  # its own way, or no result
         other |= {"judge_plan", "published"}
         assert '"--output"' in path.read_text() or path.stem in other, path
-        assert '/ "results"' not in path.read_text() and "benchmarks/results" not in path.read_text(), path
+        assert (
+            '/ "results"' not in path.read_text() and "benchmarks/results" not in path.read_text()
+        ), path
 
 
 def _write(path: Path, text: str) -> None:
@@ -158,10 +195,16 @@ def test_programs_are_counted_by_their_code_their_packages_and_their_answer_to_a
 ) -> None:
     env, site = tmp_path / "env", tmp_path / "env" / "lib" / "python3.11" / "site-packages"
     _write(site / "litgpt" / "__init__.py", '"""Text."""\n\nversion = 1  # one line\n')
-    _write(site / "litgpt" / "pretrain.py", "from .model import (\n    Model,\n)\nfrom .deep import near\n")
+    _write(
+        site / "litgpt" / "pretrain.py",
+        "from .model import (\n    Model,\n)\nfrom .deep import near\n",
+    )
     _write(site / "litgpt" / "model.py", "class Model:\n    pass\n")
     _write(site / "litgpt" / "deep" / "__init__.py", "")
-    _write(site / "litgpt" / "deep" / "near.py", "from ..model import Model\nfrom ...outside import x\n")
+    _write(
+        site / "litgpt" / "deep" / "near.py",
+        "from ..model import Model\nfrom ...outside import x\n",
+    )
     _write(site / "litgpt" / "chat.py", "a = 1\nb = 2\nc = 3\n")
     _write(site / "litgpt" / "tests" / "test_model.py", "a = 1\n")
     for name in ("litgpt", "torch", "filelock", "brought"):
@@ -171,17 +214,27 @@ def test_programs_are_counted_by_their_code_their_packages_and_their_answer_to_a
     _write(env / "bin" / "litgpt", '#!/bin/sh\necho usage\necho "error: what is $3" >&2\nexit 2\n')
     (env / "bin" / "litgpt").chmod(0o755)
     command = ["benchmarks/compare_programs.py", f"--litgpt={env}", f"--output={tmp_path}/r.json"]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "r.json").read_text())
     assert record.keys() == {"date", "python", "litgpt"}
     found = record["litgpt"]
-    assert found["installed"] == {"versions": {"torch": "1.5"}, "version": "1.5", "packages": 1, "mb": 2.0}
-    assert found["lines"] == {
-        "package_lines": 12,
+    assert found["installed"] == {
+        "versions": {"torch": "1.5"},
+        "version": "1.5",
+        "packages": 1,
+        "mb": 2.0,
+    }
+    assert found["tokens"] == {
+        "package_tokens": 40,
         "package_files": 6,
-        "training_lines": 9,
+        "training_tokens": 31,
         "training_files": 5,
     }
     assert found["mistyped_flag"]["answer"] == "error: what is --learning_rat=1"
-    assert found["mistyped_flag"]["exit_status"] == 2 and len(found["mistyped_flag"]["cpu_s_rounds"]) == 3
+    assert (
+        found["mistyped_flag"]["exit_status"] == 2
+        and len(found["mistyped_flag"]["cpu_s_rounds"]) == 3
+    )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from fms_fsdp.console import Console
-from fms_fsdp.runtime import log, show_progress
+from fms_fsdp.distributed.runtime import log, show_progress
 
 ERASE = "\r\x1b[K"
 

@@ -54,9 +54,13 @@ def test_gpu_memory_grows_in_place_unless_the_user_set_the_allocator(
 
 
 @pytest.mark.parametrize("module", ["main_training", "fms_fsdp.__main__"])
-def test_every_command_sets_the_allocator_before_torch_is_there(tmp_path: Path, module: str) -> None:
+def test_every_command_sets_the_allocator_before_torch_is_there(
+    tmp_path: Path, module: str
+) -> None:
     """A torch of ours tells the setting that it finds."""
-    (tmp_path / "torch.py").write_text("import os; raise SystemExit(os.environ['PYTORCH_CUDA_ALLOC_CONF'])")
+    (tmp_path / "torch.py").write_text(
+        "import os; raise SystemExit(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
+    )
     argv = ["evaluate"] if module != "main_training" else ["--use_dummy_dataset=True"]
     environment = {name: text for name, text in os.environ.items() if "ALLOC_CONF" not in name}
     done = subprocess.run(
@@ -75,10 +79,14 @@ import gc
 searched = []
 gc.callbacks.append(lambda phase, details: searched.append(details["generation"]))
 import main_training
-print(2 in searched, gc.isenabled(), gc.get_freeze_count() > 100_000)
+status = main_training.main(["--use_dummy_dataset=True"])  # rejects WORLD_SIZE after all imports
+print(status, 2 in searched, gc.isenabled())
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["False", "True", "True"], done.stderr
+    env = os.environ | {"WORLD_SIZE": "x"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["2", "False", "True"], done.stderr
 
 
 # Prints how many pages the system had to fill while 30 blocks of 48 MiB were made and freed.

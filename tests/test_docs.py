@@ -24,7 +24,7 @@ from torch.distributed.run import get_args_parser
 from fms_fsdp.__main__ import COMMANDS
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import flag_table
-from fms_fsdp.flags import parse_flags
+from fms_fsdp.config.parse import parse_flags
 from tests.cli import ROOT
 from tests.fresh import copy_tracked, make_environment, outside
 
@@ -65,7 +65,9 @@ def inline_commands() -> Iterator[tuple[str, str]]:
     """Page and command of each `command` within sentences, tables and manifests."""
     for page in PAGES:
         for language, text in FENCED.findall(page.read_text()):
-            for command in re.findall(r"\bbash scripts/[^\"\n]+", text if language == "yaml" else ""):
+            for command in re.findall(
+                r"\bbash scripts/[^\"\n]+", text if language == "yaml" else ""
+            ):
                 yield page.stem, command
         for quoted in re.findall(r"`([^`]+)`", FENCED.sub("", page.read_text())):
             if COMMAND.match(text := " ".join(quoted.split())):
@@ -79,7 +81,9 @@ def read_by_its_parser(line: str) -> None:
         del words[0]
     if words[0] == "torchrun":
         known = get_args_parser()._option_string_actions
-        script = next((i for i, word in enumerate(words[1:], 1) if not word.startswith("-")), len(words))
+        script = next(
+            (i for i, word in enumerate(words[1:], 1) if not word.startswith("-")), len(words)
+        )
         assert all(word.partition("=")[0] in known for word in words[1:script]), line
     for i, word in enumerate(words):
         rest = words[i + 1 :]
@@ -88,9 +92,7 @@ def read_by_its_parser(line: str) -> None:
         if Path(word).name in TRAINING:
             assert (ROOT / word).is_file() or word in ("main_training", "my_training.py"), line
             flags = list(itertools.takewhile(lambda flag: flag != ">", rest))
-            flags = [
-                flag for flag in flags if flag not in ("--", "--model_variant=mine", "--rules", "--layouts")
-            ]
+            flags = [flag for flag in flags if flag not in ("--", "--model_variant=mine")]
             return _parse(TrainConfig, flags)
         if word in ("fms_fsdp", "fms-fsdp") and (i == 0 or words[i - 1] == "-m"):
             if rest[:1] == ["train"]:
@@ -158,7 +160,9 @@ def test_a_command_within_a_sentence_is_one_that_its_program_takes(page: str, co
     read_by_its_parser(command)
 
 
-@pytest.mark.parametrize("block", [block for block in blocks() if block.needs], ids=lambda block: block.place)
+@pytest.mark.parametrize(
+    "block", [block for block in blocks() if block.needs], ids=lambda block: block.place
+)
 def test_a_command_that_needs_more_than_this_machine_is_read_by_its_parser(block: Block) -> None:
     lines = [line for line in block.text.replace("\\\n", " ").splitlines() if COMMAND.match(line)]
     lines += re.findall(r"^ +ssh .*", block.text, re.MULTILINE)
@@ -208,9 +212,7 @@ def test_a_block_of_commands_works_as_printed(clone: Path, block: Block) -> None
     assert result.returncode == 0, f"{block.text}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
 
 
-NUMBERS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-)
+NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 
 
 @pytest.mark.parametrize(

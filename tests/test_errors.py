@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp import __main__ as commands
-from fms_fsdp.data.shards.ipc import MissingShardError, ShardError
-from fms_fsdp.errors import MissingInput, StorageError, UserError, checking_input
-from fms_fsdp.parts import load_part
+from fms_fsdp.data.shards import MissingShardError, ShardError
+from fms_fsdp.errors import (
+    MissingInput,
+    StorageError,
+    UserError,
+    checking_input,
+    import_function,
+)
 from tests import cli
 
 BUG = "operands could not be broadcast together"
@@ -59,12 +64,14 @@ def _run_command(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
     def fail(folder: str) -> None:
         raise error
 
-    monkeypatch.setattr("fms_fsdp.tools.ckpt._folders", fail, raising=True)
+    monkeypatch.setattr("fms_fsdp.tools.ckpt._step_folders", fail, raising=True)
     return commands.main(["ckpt", "verify", "--path=somewhere"])
 
 
 @pytest.mark.parametrize("bug", BUGS[:3], ids=repr)
-def test_a_bug_of_a_command_is_no_bad_input(bug: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_a_command_is_no_bad_input(
+    bug: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(type(bug)):
         _run_command(bug, monkeypatch)
 
@@ -98,16 +105,18 @@ def test_bad_data_of_a_users_stream_are_one_line_with_their_step(tmp_path: Path)
     assert (cli.status(run)["status"], cli.status(run)["data_step"]) == ("bad_input", 2)
 
 
-@pytest.mark.parametrize("name", ["", ":", "os:", ":getcwd", ".os:getcwd", "os.path", "os:getcwd.x", "o s:x"])
+@pytest.mark.parametrize(
+    "name", ["", ":", "os:", ":getcwd", ".os:getcwd", "os.path", "os:getcwd.x", "o s:x"]
+)
 def test_a_name_that_is_no_function_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="must be importable as module:function"):
-        load_part(name, flag="--model_builder")
+        import_function(name, "--model_builder")
 
 
 @pytest.mark.parametrize("name", ["no_such_module:build", "os:no_such_function", "os:environ"])
 def test_a_module_without_such_a_function_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match="must be importable as module:function: "):
-        load_part(name, flag="--model_builder")
+    with pytest.raises(UserError, match="must be importable as module:function; "):
+        import_function(name, "--model_builder")
 
 
 def test_what_a_users_module_raises_is_not_taken_for_a_wrong_name(
@@ -116,6 +125,6 @@ def test_what_a_users_module_raises_is_not_taken_for_a_wrong_name(
     (tmp_path / "raises_at_import.py").write_text("int('x')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="invalid literal") as raised:
-        load_part("raises_at_import:build", flag="--model_builder")
+        import_function("raises_at_import:build", "--model_builder")
     assert not isinstance(raised.value, UserError)
-    assert load_part("os:getcwd", flag="--model_builder") is os.getcwd
+    assert import_function("os:getcwd", "--model_builder") is os.getcwd

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 import fms_fsdp
 from fms_fsdp.config import DataConfig
-from fms_fsdp.data.shards.manifest import open_corpus
+from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.tools.export.export import ExportConfig
 from fms_fsdp.tools.export.export import main as export
 from fms_fsdp.tools.loading import load
-from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
+from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
 from tests.cli import metrics, run, trained
 from tests.test_evaluate import evaluations
 
@@ -41,12 +41,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, keys in (("qa", {"prompt_key": "prompt", "text_key": "response"}), ("plain", {})):
         inputs = f"{name}={folder / name}.jsonl"
         prepare(
-            PrepareConfig(inputs, str(folder / "data"), tokenizer="byte", num_workers=1, split=split, **keys)
+            PrepareConfig(
+                inputs, str(folder / "data"), tokenizer="byte", num_workers=1, split=split, **keys
+            )
         )
     return folder / "data"
 
 
-def by_hand(run_folder: Path, data: Path, step: int, seed: int, checkpoint: str) -> tuple[float, int]:
+def by_hand(
+    run_folder: Path, data: Path, step: int, seed: int, checkpoint: str
+) -> tuple[float, int]:
     """The mean loss of the responses in the rows of a step, and their number, by the weights of a checkpoint.
     A response is told by its letters alone, without masks."""
     model, _ = fms_fsdp.load_model(str(run_folder / "checkpoints" / checkpoint))
@@ -68,12 +72,18 @@ def by_hand(run_folder: Path, data: Path, step: int, seed: int, checkpoint: str)
 
 @pytest.mark.parametrize(
     ("nproc", "flags"),
-    [(0, ("--batch_size=2",)), (2, ("--batch_size=2", "--sharding_strategy=ddp")), (2, ("--cp_size=2",))],
+    [
+        (0, ("--batch_size=2",)),
+        (2, ("--batch_size=2", "--sharding_strategy=ddp")),
+        (2, ("--cp_size=2",)),
+    ],
 )
 def test_the_loss_is_that_of_the_responses_by_hand(
     corpus: Path, tmp_path: Path, nproc: int, flags: tuple[str, ...]
 ) -> None:
-    trained(*FLAGS, *STEPS, *flags, f"--data_path={corpus}", f"--output_dir={tmp_path}", nproc=nproc)
+    trained(
+        *FLAGS, *STEPS, *flags, f"--data_path={corpus}", f"--output_dir={tmp_path}", nproc=nproc
+    )
     loss, count = by_hand(tmp_path, corpus, 2, 2023, "step_1")
     assert 8 * SEQ / 4 < count < 8 * SEQ
     assert metrics(tmp_path)[2]["loss"] == pytest.approx(loss, rel=1e-6)
@@ -85,19 +95,28 @@ def test_another_choice_of_tokens_is_announced_and_changes_training_and_validati
     flags = (*FLAGS, *STEPS, "--batch_size=8", f"--data_path={corpus}", f"--output_dir={tmp_path}")
     assert run(*flags, "--exit_interval=1").returncode == 75
     told = trained(*flags, "--loss_on=all")
-    assert "from step 2 on: --loss_on response -> all" in told
+    assert "from step 2: --loss_on response -> all" in told
     responses, _ = by_hand(tmp_path, corpus, 2, 2023, "step_1")
     assert abs(metrics(tmp_path)[2]["loss"] - responses) > 1e-3
     everything = evaluations(tmp_path, attempt=2)[2]["eval/loss"]
     other = tmp_path / "other"
-    weights = ("--load_model_only=True", f"--ckpt_load_path={tmp_path}/checkpoints", "--eval_at_start=True")
+    weights = (
+        "--load_model_only=True",
+        f"--ckpt_load_path={tmp_path}/checkpoints",
+        "--eval_at_start=True",
+    )
     trained(*flags, *weights, f"--output_dir={other}")
     assert abs(evaluations(other)[0]["eval/loss"] - everything) > 1e-3
 
 
 def test_loss_on_is_refused_where_no_shard_is_read() -> None:
-    result = run("--model_variant=tiny", "--use_dummy_dataset=True", "--loss_on=all", "--num_steps=1")
-    assert result.returncode == 2 and "--loss_on (all) has no effect without token shards" in result.stderr
+    result = run(
+        "--model_variant=tiny", "--use_dummy_dataset=True", "--loss_on=all", "--num_steps=1"
+    )
+    assert (
+        result.returncode == 2
+        and "--loss_on=all has no effect with --use_dummy_dataset" in result.stderr
+    )
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
@@ -108,7 +127,9 @@ def test_an_export_adds_a_begin_token_if_and_only_if_the_training_saw_one(
 
     texts = [{"text": str(number) * 20} for number in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    source, data, run_folder, exported = (str(tmp_path / name) for name in ("a.jsonl", "data", "run", "hf"))
+    source, data, run_folder, exported = (
+        str(tmp_path / name) for name in ("a.jsonl", "data", "run", "hf")
+    )
     bos = "<|begin_of_text|>" if is_begun else ""
     prepare(PrepareConfig(source, data, tokenizer="byte", num_workers=1, bos_token=bos))
     trained(*FLAGS, "--num_steps=1", f"--data_path={data}", f"--output_dir={run_folder}")
@@ -116,6 +137,10 @@ def test_an_export_adds_a_begin_token_if_and_only_if_the_training_saw_one(
     settings = json.loads((tmp_path / "hf/tokenizer_config.json").read_text())
     assert settings["add_bos_token"] is is_begun
     before = (256,) if is_begun else ()
-    assert load(run_folder, None, "cpu").rules.before == load(exported, None, "cpu").rules.before == before
+    assert (
+        load(run_folder, None, "cpu").rules.before
+        == load(exported, None, "cpu").rules.before
+        == before
+    )
     ids = AutoTokenizer.from_pretrained(exported)("ab")["input_ids"]
     assert ids == [*before, 97, 98]

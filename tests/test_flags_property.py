@@ -15,13 +15,10 @@ import pytest
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import flag_table
+from fms_fsdp.config.parse import PRESETS
+from fms_fsdp.distributed.runtime import World, set_up_log
 from fms_fsdp.errors import UserError, checking_input
-from fms_fsdp.flags import SHIPPED, parse_with_origins
-from fms_fsdp.runtime import World, set_up_log
-from fms_fsdp.spec.data import find_inputs
-from fms_fsdp.spec.machine import find_machine
-from fms_fsdp.spec.origin import Origin
-from fms_fsdp.spec.resolve import resolve
+from tests.specs import planned
 from tests.warm import launch
 
 BASE = {
@@ -48,14 +45,76 @@ GOOD = {
     "str": ["", "none", "a", "x-y", "tiny", "1/2", "1:3", "5@20,10", "a:b", "every:2"],
 }
 BAD = [
-    "", " ", "nan", "inf", "-inf", "-1", "-0.5", "1e999999999", "-1e999999999", "1e-999999999", "1e30",
-    "1e308", "1e15", "1e9", str(2**63), str(2**64), "9" * 5000, "0x10", "1__0", "_", "٣", "1.5.2", "1e",
-    "2**64", "true", "None", "null", "[]", "[1,2]", "{}", ",", ",,", "a,,b", "../..", "..", ".", "/",
-    "/proc/x", "/dev/null/x", "a/../../b", "~", "a\nb", "\x1b[31m", "a\0b", "\udcff", "é", "\u2028",
-    "1/0", "every:0", "every:x", "5@", "@", "1:1", "3:1", "--seed=1", "=", "x" * 5000, "$(touch x)",
-    "https://[", ".a:b", "os:", ":", "tests.data.custom_stream:nothing", "1/1e999999999", "%s", "{0}",
-    "\\", "'", '"',
-]  # fmt: skip
+    "",
+    " ",
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "-0.5",
+    "1e999999999",
+    "-1e999999999",
+    "1e-999999999",
+    "1e30",
+    "1e308",
+    "1e15",
+    "1e9",
+    str(2**63),
+    str(2**64),
+    "9" * 5000,
+    "0x10",
+    "1__0",
+    "_",
+    "٣",
+    "1.5.2",
+    "1e",
+    "2**64",
+    "true",
+    "None",
+    "null",
+    "[]",
+    "[1,2]",
+    "{}",
+    ",",
+    ",,",
+    "a,,b",
+    "../..",
+    "..",
+    ".",
+    "/",
+    "/proc/x",
+    "/dev/null/x",
+    "a/../../b",
+    "~",
+    "a\nb",
+    "\x1b[31m",
+    "a\0b",
+    "\udcff",
+    "é",
+    "\u2028",
+    "1/0",
+    "every:0",
+    "every:x",
+    "5@",
+    "@",
+    "1:1",
+    "3:1",
+    "--seed=1",
+    "=",
+    "x" * 5000,
+    "$(touch x)",
+    "https://[",
+    ".a:b",
+    "os:",
+    ":",
+    "tests.data.custom_stream:nothing",
+    "1/1e999999999",
+    "%s",
+    "{0}",
+    "\\",
+    "'",
+    '"',
+]
 
 
 @dataclass
@@ -73,9 +132,7 @@ class Case:
         try:
             with checking_input():
                 world = World.from_env() if self.variables else World(0, 0, self.ranks, self.ranks)
-                parsed = parse_with_origins(TrainConfig, self.flags)
-                cfg, machine = parsed.config, find_machine(parsed, world)
-                resolve(cfg, machine, find_inputs(cfg, machine), Origin())
+                planned(self.flags, world)
         except UserError as error:  # any other error is a bug
             return str(error)
         return ""
@@ -112,17 +169,26 @@ def content_of(rng: random.Random, flags: dict[str, str], is_json: bool) -> str:
                 "[x]\na=1",
             ]
         )
-    values = {name: rng.choice([text, [text], {text: 1}, None, 1e400, True]) for name, text in flags.items()}
+    values = {
+        name: rng.choice([text, [text], {text: 1}, None, 1e400, True])
+        for name, text in flags.items()
+    }
     texts = {name: text.encode("utf-8", "replace").decode() for name, text in flags.items()}
     if is_json:
         return json.dumps(
-            values if kind < 0.4 else {FIELDS[name].section: {name: text} for name, text in texts.items()}
+            values
+            if kind < 0.4
+            else {FIELDS[name].section: {name: text} for name, text in texts.items()}
         )
-    return "\n".join(f"{name} = {json.dumps(text) if kind < 0.7 else text}" for name, text in texts.items())
+    return "\n".join(
+        f"{name} = {json.dumps(text) if kind < 0.7 else text}" for name, text in texts.items()
+    )
 
 
 def make_case(rng: random.Random, folder: Path) -> Case:
-    given = {name: value_of(rng, name) for name in rng.sample(sorted(FIELDS), rng.choice([1, 1, 2, 3]))}
+    given = {
+        name: value_of(rng, name) for name in rng.sample(sorted(FIELDS), rng.choice([1, 1, 2, 3]))
+    }
     kind = rng.random()
     if kind < 0.1:
         given = {}
@@ -130,23 +196,30 @@ def make_case(rng: random.Random, folder: Path) -> Case:
     base = [f"--{name}={value}" for name, value in BASE.items() if name not in given]
     if kind < 0.1:
         name = rng.choice(VARIABLES)
-        case.variables = {name: rng.choice([text for text in BAD + GOOD["int"] if "\0" not in text])}
+        case.variables = {
+            name: rng.choice([text for text in BAD + GOOD["int"] if "\0" not in text])
+        }
         case.flags, case.names = base, {name}
     elif kind < 0.35:
         path = folder / rng.choice(["a.json", "a.toml", "a b.toml"])
-        path.write_bytes(content_of(rng, given, path.suffix == ".json").encode("utf-8", "surrogateescape"))
+        path.write_bytes(
+            content_of(rng, given, path.suffix == ".json").encode("utf-8", "surrogateescape")
+        )
         case.flags, case.names = [*base, f"--config={path}"], case.names | {str(path)}
     else:
         mark = rng.choice(["--{}={}", "--{}={}", "-{}={}"])
         case.flags = [
             *base,
-            *(mark.format(rng.choice([name, name.replace("_", "-")]), text) for name, text in given.items()),
+            *(
+                mark.format(rng.choice([name, name.replace("_", "-")]), text)
+                for name, text in given.items()
+            ),
         ]
         if rng.random() < 0.1:
-            overlay = rng.choice([*(path.stem for path in SHIPPED.glob("*.toml")), *BAD])
+            overlay = rng.choice([*(path.stem for path in PRESETS.glob("*.toml")), *BAD])
             case.flags, case.names = (
                 [*case.flags, f"--config={overlay}"],
-                case.names | {"config", "model_variant", "num_steps"},
+                case.names | {"config", "model_variant", "num_steps", "ckpt_load_path"},
             )
     return case
 
@@ -163,7 +236,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-@pytest.mark.parametrize(("seed", "cases"), [(1, 300), pytest.param(2, 2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "cases"), [(1, 300), pytest.param(2, 2000, marks=pytest.mark.slow)]
+)
 def test_any_value_is_accepted_or_refused_in_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int, cases: int
 ) -> None:
@@ -196,7 +271,9 @@ def test_the_command_does_what_the_plan_says(folder: Path) -> None:
         case.ranks = 1
         kind = "refused" if case.plan() else "accepted"
         given = [
-            flag for flag in case.flags if flag.partition("=")[0].strip("-").replace("-", "_") in case.names
+            flag
+            for flag in case.flags
+            if flag.partition("=")[0].strip("-").replace("-", "_") in case.names
         ]
         is_small = all(len(flag.partition("=")[2]) < 3 for flag in given)
         if (
@@ -211,13 +288,17 @@ def test_the_command_does_what_the_plan_says(folder: Path) -> None:
         here = folder / f"{kind}{left[kind]}"
         here.mkdir()
         ended = launch(case.flags, cwd=here)
-        shown = f"{[flag[:100] for flag in case.flags]} -> {ended.returncode} {ended.stderr[-1000:]}"
+        shown = (
+            f"{[flag[:100] for flag in case.flags]} -> {ended.returncode} {ended.stderr[-1000:]}"
+        )
         if (
             kind == "accepted" and ended.returncode != 2
         ):  # some need a checkpoint, which the plan does not look for
             assert ended.returncode == 0 and any(here.iterdir()), shown
         else:
             assert (
-                ended.returncode == 2 and ended.stderr.count("\n") == 1 and ended.stderr.startswith("error: ")
+                ended.returncode == 2
+                and ended.stderr.count("\n") == 1
+                and ended.stderr.startswith("error: ")
             ), shown
             assert not any(here.iterdir()), shown

@@ -24,7 +24,9 @@ from gpu_compare import RULES, SMOKE, first_wrong  # noqa: E402
 def slot(*argv: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", "benchmarks/gpu_slot.sh", *map(str, argv)]
     settings = os.environ | {"PYTHON": sys.executable} | environment
-    return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300
+    )
 
 
 def compare(folder: Path, part: int) -> subprocess.CompletedProcess[str]:
@@ -58,13 +60,19 @@ def test_the_smoke_has_seven_runs_and_what_is_best_comes_before_the_rest() -> No
     assert len(commands("1", 139)) == 7 and commands("1", 139) == commands("3", 139)[:7]
     precisions = ("--precision=bf16_pure", "--precision=float8", "--optimizer_state_dtype=bf16")
     for gib in (79, 139):
-        found = [next((word for word in precisions if word in line), "") for line in commands("2", gib)]
+        found = [
+            next((word for word in precisions if word in line), "") for line in commands("2", gib)
+        ]
         assert found == ["", *precisions, "", ""], found
 
 
 def test_a_machine_whose_name_does_not_resolve_can_launch() -> None:
     """torchrun gives its workers the machine's name as their meeting point, and they wait for it for ever."""
-    files = [*ROOT.glob("scripts/*.sh"), *ROOT.glob("benchmarks/*.[ps][yh]"), *ROOT.glob("tests/**/*.py")]
+    files = [
+        *ROOT.glob("scripts/*.sh"),
+        *ROOT.glob("benchmarks/*.[ps][yh]"),
+        *ROOT.glob("tests/**/*.py"),
+    ]
     for path in set(files) - {Path(__file__), ROOT / "tests" / "scripts" / "test_scripts.py"}:
         words = re.sub('["(),]', " ", path.read_text()).split()
         places = [i for i, word in enumerate(words) if word == "--standalone"]
@@ -112,9 +120,14 @@ def test_what_is_wrong_is_not_measured_and_keeps_nothing_else_from_it(tmp_path: 
     assert all(row is not None for row in wrong.values())
     called = fake_python(tmp_path, "")
     done = slot("2", tmp_path, PYTHON=str(called), GPU_GIB="139")
-    measured = [line.split("--output=")[1].split()[0] for line in calls(tmp_path) if "bench_train" in line]
+    measured = [
+        line.split("--output=")[1].split()[0] for line in calls(tmp_path) if "bench_train" in line
+    ]
     assert [Path(name).stem for name in measured] == ["best"]
-    assert done.returncode == 1 and "compiled_float8 against bf16 must be at most 0.02: 0.2" in done.stderr
+    assert (
+        done.returncode == 1
+        and "compiled_float8 against bf16 must be at most 0.02: 0.2" in done.stderr
+    )
     made_up(tmp_path / "other", fp32_cpu=5.0, fp32=6.0, bf16=6.0, cheap=6.0)
     row = first_wrong(tmp_path / "other" / "runs", "cheap")
     assert row is not None and row.what == "fp32 against fp32_cpu"
@@ -133,7 +146,9 @@ def fake_python(folder: Path, script: str) -> Path:
 
 
 def calls(folder: Path) -> list[str]:
-    return (folder / "calls.txt").read_text().splitlines() if (folder / "calls.txt").exists() else []
+    return (
+        (folder / "calls.txt").read_text().splitlines() if (folder / "calls.txt").exists() else []
+    )
 
 
 def test_a_machine_that_is_taken_away_loses_one_case_and_a_bare_one_goes_on(tmp_path: Path) -> None:
@@ -151,14 +166,25 @@ def test_a_machine_that_is_taken_away_loses_one_case_and_a_bare_one_goes_on(tmp_
     assert ended.returncode != 0 and len(calls(tmp_path)) >= 5
     (tmp_path / "calls.txt").unlink()
     taken = out / "gpu_slot.tgz"
-    before = subprocess.run(["tar", "-tzf", taken], capture_output=True, text=True, check=True).stdout
+    before = subprocess.run(
+        ["tar", "-tzf", taken], capture_output=True, text=True, check=True
+    ).stdout
     done = {line.rpartition("/")[2] for line in before.splitlines() if line.endswith(".ok")}
     assert len(done) >= 3 and "checkpoints" not in before and "big" not in before
-    slot("1", bare, PYTHON=str(fake_python(tmp_path, leaves)), OUT=str(out), TAKE=str(taken), AT_ONCE="1")
+    slot(
+        "1",
+        bare,
+        PYTHON=str(fake_python(tmp_path, leaves)),
+        OUT=str(out),
+        TAKE=str(taken),
+        AT_ONCE="1",
+    )
     assert len(calls(tmp_path)) == 7 - len(done)
     left = (bare / "runs" / "fp32_cpu.ok").read_text().splitlines()
     assert "fp32_cpu/big.trace.json" in left and (bare / "runs/fp32_cpu/metrics.jsonl").exists()
-    packed = subprocess.run(["tar", "-tzf", taken], capture_output=True, text=True, check=True).stdout
+    packed = subprocess.run(
+        ["tar", "-tzf", taken], capture_output=True, text=True, check=True
+    ).stdout
     assert packed.count(".ok") == 7 and "results.json" in packed
 
 
@@ -173,9 +199,9 @@ def test_losses_are_compared_and_what_is_missing_or_wrong_fails(tmp_path: Path) 
     found = json.loads((tmp_path / "results.json").read_text())["part 3"]
     rows = {row["what"]: row for row in found["rows"]}
     assert result.returncode == 1 and not found["passes"] and found["versions"]["torch"]
-    assert rows["fp32 against fp32_cpu"]["passes"] and rows["fp32 against fp32_cpu"]["found"].startswith(
-        "0; grad_norm "
-    )
+    assert rows["fp32 against fp32_cpu"]["passes"] and rows["fp32 against fp32_cpu"][
+        "found"
+    ].startswith("0; grad_norm ")
     assert "other data at step 1" in rows["bf16 against fp32"]["found"]
     assert not any(row["passes"] for what, row in rows.items() if what != "fp32 against fp32_cpu")
     assert (

@@ -21,8 +21,12 @@ def test_the_examples_run(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path}
     (commands,) = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     commands = commands.replace("main_training.py", "-m main_training")
-    subprocess.run(["bash", "-ec", commands], cwd=tmp_path, env=environment, check=True, timeout=300)
-    (tmp_path / "page.py").write_text("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)))
+    subprocess.run(
+        ["bash", "-ec", commands], cwd=tmp_path, env=environment, check=True, timeout=300
+    )
+    (tmp_path / "page.py").write_text(
+        "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))
+    )
     ended = subprocess.run(
         [sys.executable, "page.py"],
         cwd=tmp_path,

@@ -33,7 +33,9 @@ def test_plain_names_are_given_back(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("folders", [False, True])
-def test_names_that_lead_out_of_the_folder_or_break_a_line_are_refused(name: object, folders: bool) -> None:
+def test_names_that_lead_out_of_the_folder_or_break_a_line_are_refused(
+    name: object, folders: bool
+) -> None:
     with pytest.raises(
         ValueError, match=r"^x.json names a file \(.*\) that must .*; correct or remove the entry$"
     ):
@@ -48,7 +50,9 @@ def test_a_bare_name_holds_no_folder_and_a_long_one_is_cut() -> None:
     assert len(str(caught.value)) < 200
 
 
-def test_pipes_devices_and_folders_are_refused_at_once_and_links_are_followed(tmp_path: Path) -> None:
+def test_pipes_devices_and_folders_are_refused_at_once_and_links_are_followed(
+    tmp_path: Path,
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"abc")
     (tmp_path / "link").symlink_to(tmp_path / "file")

@@ -12,17 +12,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision
-from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import UserError
-from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Clock, Interval
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.state import Progress, TrainState
-from fms_fsdp.train import TrainStep, train, train_step
+from fms_fsdp.state import TrainState
+from fms_fsdp.train import TrainStep, next_batch, train_step
 
 CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
 
@@ -42,33 +42,41 @@ def small(precision: Precision) -> Llama:
     return parallelize(shape, ParallelConfig(), ALONE, device=CPU, precision=precision, seed=1)
 
 
-def test_a_global_batch_without_a_label_has_no_loss_a_norm_of_zero_and_is_no_skipped_step() -> None:
+def test_step_without_labels_has_no_loss() -> None:
     model = small(FP32)
     optimizers = build_optimizers(OptimConfig(), model)
-    recipe = TrainStep(ALONE, CPU, lambda step, tokens, base: 1e-3, 1, grad_clip=1.0, document_mask=False)
+    recipe = TrainStep(
+        ALONE, CPU, lambda step, tokens, base: 1e-3, 1, grad_clip=1.0, document_mask=False
+    )
     nothing: Any = None
-    state = TrainState(model, optimizers, nothing, Progress(0, 1))
+    state = TrainState(model, optimizers, nothing, 1)
     tokens = torch.arange(16).view(2, 8)
     batch = Batch(tokens, torch.full_like(tokens, IGNORED_LABEL), None, None)
     result = train_step(recipe, state, batch, Clock(CPU))
     assert result.loss_sum.item() == 0 and result.grad_norm.item() == 0
-    assert {state["step"].item() for state in optimizers.parts[0].state.values()} == {1}
+    assert {state["step"].item() for state in optimizers.optimizers[0].state.values()} == {0}
     interval = Interval(ALONE, CPU)
     interval.add(result)
     values = interval.read(result, 0.0, 0, {})
-    assert math.isnan(values["loss"]) and math.isnan(values["loss_mean"]) and math.isnan(values["perplexity"])
+    assert (
+        math.isnan(values["loss"])
+        and math.isnan(values["loss_mean"])
+        and math.isnan(values["perplexity"])
+    )
     assert values["grad_norm_mean"] == values["skipped_steps"] == 0
 
 
 def run_on(tokens: torch.Tensor, labels: torch.Tensor) -> TrainState:
-    """Trains until `Once` has no more batches."""
+    """Trains one step on the batch of `Once`."""
     own: Any = Once(Batch(tokens, labels, None, None))
     model = small(FP32)
-    state = TrainState(model, build_optimizers(OptimConfig(), model), own, Progress(6, 7))
+    state = TrainState(model, build_optimizers(OptimConfig(), model), own, 7, step=6)
     recipe = TrainStep(
         ALONE, CPU, lambda step, tokens, base: 1e-3, 1, 1.0, document_mask=False, vocab_size=32
     )
-    train(recipe, state, [], Clock(CPU))
+    batch = next_batch(recipe, state)
+    train_step(recipe, state, batch, Clock(CPU))
+    state.count(*batch.tokens_BS.shape)
     return state
 
 
@@ -89,7 +97,7 @@ def test_masked_labels_and_those_at_both_ends_of_the_vocabulary_are_trained_on()
     tokens = torch.arange(16).view(2, 8)
     labels = tokens.clone()
     labels[0, :3] = torch.tensor([IGNORED_LABEL, 0, 31])
-    assert run_on(tokens, labels).progress.step == 7
+    assert run_on(tokens, labels).step == 7
 
 
 class Reads(TorchDispatchMode):
@@ -101,7 +109,13 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten, name = torch.ops.aten, func.overloadpacket
-        if name in (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.equal):
+        if name in (
+            aten._local_scalar_dense,
+            aten.nonzero,
+            aten.masked_select,
+            aten._unique2,
+            aten.equal,
+        ):
             self.note()
         return func(*args, **(kwargs or {}))
 
@@ -111,9 +125,17 @@ class Reads(TorchDispatchMode):
 
 
 PURE = Precision("bf16", weights="bf16", gradients="bf16", state="bf16")
-HOST = [("train.py", 'own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")')]
+HOST = [
+    (
+        "train.py",
+        'own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")',
+    )
+]
 HOST.append(("fsdp.py", 'if factor.device.type != "cpu" or factor != 1:'))  # of CPUs alone
-COUNT = ("shards.py", 'self.update(group, int(states[0]["step"]), parameters, states)')  # kept on the host
+COUNT = (
+    "sharded_optimizers.py",
+    'self.update(group, int(states[0]["step"]), params, states)',
+)  # kept on the host
 LATE = ("runtime.py", "return self._values.tolist()")  # the step before
 
 
@@ -129,8 +151,10 @@ def test_the_host_reads_nothing_of_the_step_that_runs(
     model = small(precision)
     optimizers = build_optimizers(OptimConfig(), model, precision)
     nothing: Any = None
-    recipe = TrainStep(ALONE, CPU, lambda step, tokens, base: 1e-3, 1, grad_clip=1.0, document_mask=False)
-    state, interval = TrainState(model, optimizers, nothing, Progress(0, 2)), Interval(ALONE, CPU)
+    recipe = TrainStep(
+        ALONE, CPU, lambda step, tokens, base: 1e-3, 1, grad_clip=1.0, document_mask=False
+    )
+    state, interval = TrainState(model, optimizers, nothing, 2), Interval(ALONE, CPU)
     tokens = torch.arange(16).view(2, 8)
     batch = Batch(tokens, tokens, None, None)
     train_step(recipe, state, batch, Clock(CPU))

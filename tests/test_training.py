@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -60,18 +61,30 @@ def test_a_run_leaves_everything_in_its_folder(whole: Path) -> None:
     assert records[8]["tokens_seen"] == 8 * 2 * 64
     assert records[1]["loss"] == pytest.approx(math.log(512), rel=0.05)
     config = json.loads((whole / "config.json").read_text())
-    assert config["data"]["seq_length"] == 64 and config["resolved"]["model"]["num_params"] > 100_000
+    assert (
+        config["data"]["seq_length"] == 64 and config["resolved"]["model"]["num_params"] > 100_000
+    )
 
 
 def test_the_first_report_of_a_launch_tells_no_rate_and_no_time_left(whole: Path) -> None:
     """Its only step compiles and warms up: `47 tok/s/device … 8:31:52 left` stood there."""
     lines = re.findall(r"step \d/8  loss .*", (whole / "log.txt").read_text())
-    assert [("tok/s" in line, " left" in line) for line in lines] == [(False, False)] + 7 * [(True, True)]
+    assert [("tok/s" in line, " left" in line) for line in lines] == [(False, False)] + 7 * [
+        (True, True)
+    ]
     assert metrics(whole)[1]["eta_s"] > 0  # metrics.jsonl keeps its fields
 
 
-def test_a_report_tells_the_mean_of_its_interval_and_where_the_time_went(whole: Path, tmp_path: Path) -> None:
-    argv = [*TINY[:-1], "--report_interval=4", "--checkpoint_interval=2", "--num_steps=8", "--trackers=none"]
+def test_a_report_tells_the_mean_of_its_interval_and_where_the_time_went(
+    whole: Path, tmp_path: Path
+) -> None:
+    argv = [
+        *TINY[:-1],
+        "--report_interval=4",
+        "--checkpoint_interval=2",
+        "--num_steps=8",
+        "--trackers=none",
+    ]
     output = trained(*argv, f"--output_dir={tmp_path}")
     assert "\r" not in output and "\x1b" not in output and not (tmp_path / "tensorboard").exists()
     every, some = metrics(whole), metrics(tmp_path)
@@ -84,12 +97,23 @@ def test_a_report_tells_the_mean_of_its_interval_and_where_the_time_went(whole: 
         )
         assert some[last]["grad_norm_max"] == max(record["grad_norm"] for record in between)
     record = some[8]
-    assert record["perplexity"] == pytest.approx(math.exp(record["loss"])) and record["samples_seen"] == 16
+    assert (
+        record["perplexity"] == pytest.approx(math.exp(record["loss"]))
+        and record["samples_seen"] == 16
+    )
     assert record["forward_backward_ms"] == record["forward_ms"] + record["backward_ms"] > 0
-    parts = sum(record[f"{name}_ms"] for name in ("data_wait", "forward_backward", "clip", "optimizer"))
-    assert 0.5 * record["step_time_ms"] < parts <= record["step_time_ms"] and record["checkpoint_ms"] > 0
+    parts = sum(
+        record[f"{name}_ms"] for name in ("data_wait", "forward_backward", "clip", "optimizer")
+    )
+    assert (
+        0.5 * record["step_time_ms"] < parts <= record["step_time_ms"]
+        and record["checkpoint_ms"] > 0
+    )
     (end,) = events(tmp_path, "end")
-    assert end["step"] == 8 and min(end[f"{part}_s"] for part in ("forward", "backward", "optimizer")) > 0
+    assert (
+        end["step"] == 8
+        and min(end[f"{part}_s"] for part in ("forward", "backward", "optimizer")) > 0
+    )
     assert end["logging_s"] > 0
 
 
@@ -98,14 +122,18 @@ def test_a_finished_run_says_so_and_does_nothing(whole: Path, tmp_path: Path) ->
     before = (whole / "metrics.jsonl").read_bytes()
     output = trained(*TINY, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={whole}")
     assert "already finished at step 8; raise --num_steps or choose another --run_name" in output
-    assert (whole / "metrics.jsonl").read_bytes() == before and status(whole)["status"] == "finished"
+    assert (whole / "metrics.jsonl").read_bytes() == before and status(whole)[
+        "status"
+    ] == "finished"
 
 
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
     whole: Path, tmp_path: Path, step: int
 ) -> None:
-    shutil.copytree(whole / "checkpoints" / f"step_{step}", tmp_path / "checkpoints" / f"step_{step}")
+    shutil.copytree(
+        whole / "checkpoints" / f"step_{step}", tmp_path / "checkpoints" / f"step_{step}"
+    )
     trained(*TINY, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={tmp_path}")
     kept = ("loss", "lr", "grad_norm", "tokens_seen", "data_fingerprint")
     expected = {s: {name: r[name] for name in kept} for s, r in metrics(whole).items() if s > step}
@@ -118,7 +146,10 @@ def tensors(folder: Path) -> dict[str, bytes]:
     import torch
 
     metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+    }
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
 
@@ -127,7 +158,9 @@ def test_load_path_continues_and_load_model_only_starts_afresh(whole: Path, tmp_
     load = f"--ckpt_load_path={whole / 'checkpoints' / 'step_4'}"
     trained(*TINY, "--num_steps=8", load, f"--output_dir={tmp_path / 'on'}")
     assert losses(tmp_path / "on") == losses(whole)[4:]
-    trained(*TINY, "--num_steps=2", load, "--load_model_only=True", f"--output_dir={tmp_path / 'fresh'}")
+    trained(
+        *TINY, "--num_steps=2", load, "--load_model_only=True", f"--output_dir={tmp_path / 'fresh'}"
+    )
     records = metrics(tmp_path / "fresh")
     assert list(records) == [1, 2]
     assert records[1]["data_fingerprint"] == metrics(whole)[1]["data_fingerprint"]
@@ -137,9 +170,9 @@ def test_load_path_continues_and_load_model_only_starts_afresh(whole: Path, tmp_
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--num_steps=6"], "--num_steps (6) must not lie below the newest checkpoint (step 8"),
-        (["--num_steps=9", "--num_layers=3"], "--num_layers (3) must be that of the checkpoint"),
-        (["--num_steps=9", "--vocab_size=99"], "--vocab_size (99) must be that of the checkpoint"),
+        (["--num_steps=6"], "--num_steps=6 is below the newest checkpoint (step 8"),
+        (["--num_steps=9", "--num_layers=3"], "--num_layers=3 does not match the checkpoint"),
+        (["--num_steps=9", "--vocab_size=99"], "--vocab_size=99 does not match the checkpoint"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(
@@ -149,7 +182,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     before = (whole / "status.json").read_text()
     result = run(*TINY, *argv, f"--output_dir={whole}")
     assert (whole / "status.json").read_text() == before
-    assert result.returncode == 2 and result.stderr.startswith("error: ") and message in result.stderr
+    assert (
+        result.returncode == 2 and result.stderr.startswith("error: ") and message in result.stderr
+    )
     assert result.stderr.count("\n") == 1
 
 
@@ -158,11 +193,11 @@ def test_a_smaller_batch_size_does_not_change_the_global_batch_of_a_run(tmp_path
     trained(*argv, "--num_steps=1", "--batch_size=16")
     output = trained(*argv, "--num_steps=2", "--batch_size=5")
     assert (
-        "batch: 4 rows x 1 ranks x 4 micro-steps, before 16 rows x 1 ranks x 1 micro-steps: the global batch"
+        "batch: 16 sequences x 1 ranks x 1 steps, now 4 sequences x 1 ranks x 4 steps: the global batch"
         in output
     )
     refused = run(*argv, "--num_steps=3", "--batch_size=5", "--grad_accum_steps=3")
-    assert refused.returncode == 2 and "must keep the run's global batch (16 rows)" in refused.stderr
+    assert refused.returncode == 2 and "the run's global batch=16 must equal" in refused.stderr
     trained(*argv, "--num_steps=3", "--global_batch_size=2")
     assert [record["batch_rows"] for record in metrics(tmp_path).values()] == [16, 16, 2]
 
@@ -172,25 +207,35 @@ def test_a_smaller_batch_size_does_not_change_the_global_batch_of_a_run(tmp_path
     [
         (
             ["--model_variant=70b", "--use_dummy_dataset=True"],
-            "error: --model_variant (70b, 68,976,648,192 param",
+            "error: --model_variant=70b must fit the ",
         ),
         (["--model_variant=7c", "--use_dummy_dataset=True"], "7b"),
         (["--model_variant=7b", "--sharding_strategy=hsdp"], "--data_path"),
         (["--model_variant=tiny", "--data_path=/no/such/folder"], "/no/such/folder"),
         (
             ["--model_variant=tiny", "--use_dummy_dataset=True", "--num_attention_heads=7"],
-            "num_attention_heads (7)",
+            "num_attention_heads=7",
         ),
         (
             ["--model_variant=tiny", "--use_dummy_dataset=True", "--ckpt_load_path=/none"],
-            "--ckpt_load_path (/none)",
+            "--ckpt_load_path=/none",
         ),
-        (["--model_variant=tiny", "--use_dummy_dataset=True", "--output_dir=/proc/nowhere"], "/proc/nowhere"),
-        (["--model_variant=tiny", "--dataset_builder=no.such:thing"], "--dataset_builder (no.such:thing)"),
+        (
+            ["--model_variant=tiny", "--use_dummy_dataset=True", "--output_dir=/proc/nowhere"],
+            "/proc/nowhere",
+        ),
+        (
+            ["--model_variant=tiny", "--dataset_builder=no.such:thing"],
+            "--dataset_builder=no.such:thing",
+        ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_status_2(tmp_path: Path, argv: list[str], message: str) -> None:
-    output = [] if any("--output_dir" in item for item in argv) else [f"--output_dir={tmp_path / 'run'}"]
+def test_bad_input_is_one_line_and_exit_status_2(
+    tmp_path: Path, argv: list[str], message: str
+) -> None:
+    output = (
+        [] if any("--output_dir" in item for item in argv) else [f"--output_dir={tmp_path / 'run'}"]
+    )
     result = run(*argv, "--num_steps=1", *output)
     assert result.returncode == 2, result.stderr
     lines = result.stderr.splitlines()
@@ -217,7 +262,10 @@ def test_sigterm_saves_and_asks_to_be_resumed(tmp_path: Path) -> None:
     assert stopped["status"] == "resume_me" and "SIGTERM" in stopped["reason"]
     assert (tmp_path / "checkpoints" / f"step_{stopped['step']}").is_dir()
     trained(*TINY, f"--num_steps={stopped['step'] + 2}", f"--output_dir={tmp_path}")
-    assert status(tmp_path)["status"] == "finished" and metrics(tmp_path)[stopped["step"] + 1]["attempt"] == 2
+    assert (
+        status(tmp_path)["status"] == "finished"
+        and metrics(tmp_path)[stopped["step"] + 1]["attempt"] == 2
+    )
 
 
 def test_a_stream_of_ones_own_is_trained_on_and_resumed(tmp_path: Path) -> None:
@@ -236,17 +284,30 @@ def test_a_stream_of_ones_own_is_trained_on_and_resumed(tmp_path: Path) -> None:
 
 
 def test_the_dummy_pattern_is_learned(tmp_path: Path) -> None:
-    trained(*TINY, "--num_steps=150", "--batch_size=8", "--learning_rate=5e-3", f"--output_dir={tmp_path}")
+    trained(
+        *TINY,
+        "--num_steps=150",
+        "--batch_size=8",
+        "--learning_rate=5e-3",
+        f"--output_dir={tmp_path}",
+    )
     found = losses(tmp_path)
     assert found[-1] < 0.6 * found[0], (found[0], found[-1])
 
 
 def test_a_profiled_run_writes_a_trace_that_tensorboard_and_perfetto_read(tmp_path: Path) -> None:
-    argv = ["--use_profiler=True", "--profiler_wait=1", "--profiler_warmup=1", "--profiler_active=2"]
-    trained(*TINY, "--num_steps=6", *argv, f"--output_dir={tmp_path}")
-    (trace,) = (tmp_path / "profile_traces").glob("*.pt.trace.json")
-    told = (tmp_path / "log.txt").read_text()
-    assert f"trace {trace}; its times: python -m fms_fsdp trace --path={trace}\n" in told
+    argv = [
+        "--use_profiler=True",
+        "--profiler_wait=1",
+        "--profiler_warmup=1",
+        "--profiler_active=2",
+    ]
+    folder = tmp_path / "a run"
+    trained(*TINY, "--num_steps=6", *argv, f"--output_dir={folder}")
+    (trace,) = (folder / "profile_traces").glob("*.pt.trace.json")
+    told = (folder / "log.txt").read_text()
+    command = f"python -m fms_fsdp trace --path={shlex.quote(str(trace))}"
+    assert f"trace {trace}; its times: {command}\n" in told
     assert "https://ui.perfetto.dev and chrome://tracing open it" in told
     assert trace.with_name(trace.name.replace("pt.trace.json", "summary.txt")).is_file()
     events = json.loads(trace.read_text())["traceEvents"]
@@ -256,16 +317,26 @@ def test_a_profiled_run_writes_a_trace_that_tensorboard_and_perfetto_read(tmp_pa
 
 
 def test_every_report_counts_the_zeros_of_its_own_step(tmp_path: Path) -> None:
-    trained(*TINY, "--log_num_zeros=True", "--report_interval=3", "--num_steps=6", f"--output_dir={tmp_path}")
-    assert {step: "grad_zeros" in record for step, record in metrics(tmp_path).items()} == dict.fromkeys(
-        (1, 3, 6), True
+    trained(
+        *TINY,
+        "--log_num_zeros=True",
+        "--report_interval=3",
+        "--num_steps=6",
+        f"--output_dir={tmp_path}",
     )
+    assert {
+        step: "grad_zeros" in record for step, record in metrics(tmp_path).items()
+    } == dict.fromkeys((1, 3, 6), True)
 
 
 def test_bare_lines_between_reports_have_step_and_time_alone(tmp_path: Path) -> None:
     argv = ("--report_interval=4", "--print_interval=2", "--num_steps=7", "--diagnostics=True")
     output = trained(*TINY, *argv, f"--output_dir={tmp_path}")
-    bare = [line for line in output.splitlines() if re.fullmatch(r"step \d/7 at \d\d:\d\d:\d\d", line)]
+    bare = [
+        line for line in output.splitlines() if re.fullmatch(r"step \d/7 at \d\d:\d\d:\d\d", line)
+    ]
     assert [line.split()[1] for line in bare] == ["2/7", "6/7"]  # 4 is a report
-    assert all(record["host_rss_gib"] > 0 and "shm_gib" in record for record in metrics(tmp_path).values())
+    assert all(
+        record["host_rss_gib"] > 0 and "shm_gib" in record for record in metrics(tmp_path).values()
+    )
     assert list(metrics(tmp_path)) == [1, 4, 7]

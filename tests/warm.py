@@ -36,6 +36,10 @@ multiprocessing.set_forkserver_preload(
         "pytest",
         "main_training",
         "fms_fsdp.__main__",
+        "fms_fsdp.train",
+        "fms_fsdp.parallel.parallelize",
+        "fms_fsdp.run.startup_log",
+        "fms_fsdp.tools.loading",
     ]
 )
 
@@ -68,7 +72,8 @@ def launch(
         for path in streams:
             path.write_text(stdin if path.name == "stdin" else "")
         forks = [
-            _fork(program, flags, settings, cwd, streams, backend) for settings in _environments(num_ranks)
+            _fork(program, flags, settings, cwd, streams, backend)
+            for settings in _environments(num_ranks)
         ]
         for fork in forks:
             fork.start()
@@ -141,13 +146,22 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "TORCHELASTIC_RUN_ID": "tests"}
+    size = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
     return [{**common, **address, **size, **place} for place in places]
 
 
 def _main(
-    program: str, flags: list[str], settings: dict[str, str], cwd: str, streams: list[str], backend: str
+    program: str,
+    flags: list[str],
+    settings: dict[str, str],
+    cwd: str,
+    streams: list[str],
+    backend: str,
 ) -> None:
     """In the fork: becomes a launch of the program, and ends the process as main_training.py does."""
     import torch

@@ -35,7 +35,11 @@ def main(argv: list[str]) -> None:
     """Runs the workers; raises ChildFailedError where they fail more often than `--max-restarts` allows."""
     args = parse_args(argv)
     if args.standalone:
-        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = (
+            "c10d",
+            "localhost:0",
+            str(uuid.uuid4()),
+        )
     config, _, (_, script, *flags) = config_from_args(args)
     assert script == "main_training.py", script
     config.start_method = "forkserver"

@@ -1,73 +1,96 @@
-"""Checkpoint folders: their names, what makes a folder complete, and which folder a run starts from. Works
-without torch.
+"""Checkpoint folders: names, states, and the choice of the newest one. Works without torch.
 
-    step_<N>.partial-<attempt>/   being written
-    step_<N>/                     complete: renamed once everything in it is on disk; the name is never reused
-    step_<N>.damaged-<k>/         set aside: a file is missing, cut or changed
-    step_<N>.superseded-<k>/      set aside: --resume_step went back to an earlier one
-    step_<N>.deleted/             being deleted
+    step_<N>.partial-<attempt>   being written
+    step_<N>                     complete: renamed after everything in it is on disk
+    step_<N>.damaged-<k>         renamed because it is corrupt
+    step_<N>.superseded-<k>      renamed because a launch resumed from an earlier step
+    step_<N>.deleted             being deleted
 
-A complete folder holds `files.json`: size and checksum of every other file, and a CRC-32 of that list. It is
-written last. `problems` is the one definition of complete, used by save, load and clean-up: without a deep
-look the sizes count, and the content of what is small. A file that is missing, of another size or content, or
-no regular file is damage; one that cannot be read is not: that raises OSError with its name.
+`files.json`, written last, lists size and checksum of every other file. Three things that look
+alike are kept apart: a corrupt file (missing, other size or content), a file that cannot be read
+(OSError: the storage, not the checkpoint), and a folder that vanished because the run deleted it
+(CheckpointDeleted).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
+import stat
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from fms_fsdp.errors import StorageError, UserError
-from fms_fsdp.record import Saved, read_saved
-from fms_fsdp.safe_names import open_regular, safe_name
+from fms_fsdp.errors import UserError
+from fms_fsdp.state import TrainMetadata, read_train_metadata
 
+T = TypeVar("T")
 FILES, STATE, METADATA = "files.json", "train_state.json", ".metadata"
 _PAGE = 4096
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
-_ANY = re.compile(r"step_([0-9]+)(?:\.(partial|damaged|superseded|deleted)(?:-\d+)?)?")
-_LARGEST_JSON = 256 << 20
+_LEFTOVER = re.compile(r"step_[0-9]+\.(partial|damaged|superseded|deleted)(?:-\d+)?")
+
+
+class CheckpointDeleted(UserError):
+    """A checkpoint vanished while it was read: the run that owns it deleted or renamed it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            f"{folder} was deleted by its run while it was read; read a newer checkpoint, or keep "
+            f"this one with --keep_steps={folder.name.removeprefix('step_')}"
+        )
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[type[CheckpointDeleted], tuple[Path]]:  # sent between ranks
+        return type(self), (self.folder,)
+
+
+class CorruptCheckpoint(UserError):
+    """A file of a checkpoint is not the file that was written."""
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        super().__init__(f"{folder} is corrupt: {reason}; choose another step")
+        self.folder, self.reason = folder, reason
+
+    def __reduce__(self) -> tuple[type[CorruptCheckpoint], tuple[Path, str]]:
+        return type(self), (self.folder, self.reason)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its folder and what `train_state.json` says. `passed_over`: newer ones that are
-    damaged, and why."""
+    """A complete checkpoint. `skipped`: newer ones that are corrupt, or `unhealthy`, and why."""
 
     folder: Path
-    saved: Saved
-    passed_over: dict[Path, str] = field(default_factory=dict)
+    metadata: TrainMetadata
+    skipped: Mapping[Path, str] = field(default_factory=dict)
+    unhealthy: tuple[Path, ...] = ()
 
     @property
     def step(self) -> int:
-        return self.saved.step
+        return self.metadata.step
 
 
 class Checksum:
-    """A checksum at the speed of memory: the CRC-32 of the 64-bit sums of a file's pages of 4 KiB, then of
-    the rest.
+    """A checksum at memory speed: the CRC-32 of the 64-bit sums of 4 KiB pages, then of the rest.
 
-    A changed byte or word, a lost, zeroed or misplaced page is found (with probability 1 - 2^-32); only an
-    exchange within one page that keeps its sum is not. A CRC-32 of every byte took a third of
-    the time of a save.
+    It finds changed bytes and lost, zeroed or misplaced pages; only an exchange within a page that
+    keeps the page's sum goes unnoticed. A CRC-32 of every byte took a third of the time of a save.
     """
 
     def __init__(self) -> None:
         self._crc, self._rest = 0, b""
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Takes in the next bytes of the file."""
         view = memoryview(data).cast("B")
         if self._rest:
             missing = _PAGE - len(self._rest)
@@ -76,9 +99,9 @@ class Checksum:
             if len(self._rest) < _PAGE:
                 return
             self._add_pages(memoryview(self._rest))
-        whole = len(view) // _PAGE * _PAGE
-        self._add_pages(view[:whole])
-        self._rest = bytes(view[whole:])
+        end = len(view) // _PAGE * _PAGE
+        self._add_pages(view[:end])
+        self._rest = bytes(view[end:])
 
     def _add_pages(self, pages: memoryview) -> None:
         words = np.frombuffer(pages, dtype="<u8").reshape(-1, _PAGE // 8)
@@ -89,212 +112,258 @@ class Checksum:
         return zlib.crc32(self._rest, self._crc)
 
 
-def render_files(files: dict[str, tuple[int, int]]) -> str:
-    """The text of files.json for {name: (bytes, checksum)}."""
+def format_files(files: Mapping[str, tuple[int, int]]) -> str:
+    """Returns the text of files.json for {name: (bytes, checksum)}; it ends in its own CRC-32."""
     listing = {name: [size, f"{value:08x}"] for name, (size, value) in sorted(files.items())}
     content = {"files": listing, "crc32": f"{zlib.crc32(json.dumps(listing).encode()):08x}"}
     return json.dumps(content, indent=1) + "\n"
 
 
 def read_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """{name: (bytes, checksum)} of files.json.
+    """Returns {name: (bytes, checksum)} of files.json.
 
     Raises:
-        UserError: it is missing or not, to the last byte, what was written, or names what is no bare file
-            name.
-        OSError: it cannot be read.
+        UserError: it is missing or corrupt, or names a file outside of the folder.
     """
-    text, content = _read_json(folder / FILES)
+    content, text = _read_json(folder / FILES)
     try:
-        files = {name: (int(size), int(value, 16)) for name, (size, value) in content["files"].items()}
+        files = {name: (int(size), int(crc, 16)) for name, (size, crc) in content["files"].items()}
+        is_valid = format_files(files) == text and not any("/" in name for name in files)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        files = {}
-    if render_files(files) != text:
-        raise UserError(f"{FILES} is damaged")
-    return {safe_name(name, FILES): entry for name, entry in files.items()}
+        is_valid = False
+    if not is_valid:
+        raise UserError(f"{FILES} is corrupt")
+    return files
 
 
-def file_problem(path: Path, size: int, expected: int | None) -> str:
-    """Tells the fault of a file that must have `size` bytes and, unless None, this checksum; empty if the
-    file has no fault.
+def read_metadata(folder: Path) -> TrainMetadata:
+    """Returns the content of train_state.json.
 
     Raises:
-        OSError: it cannot be read.
+        UserError: it is missing or corrupt.
     """
+    return read_train_metadata(_read_json(folder / STATE)[0])
+
+
+def _read_json(path: Path) -> tuple[Any, str]:
+    with open_file(path) as file:
+        raw = file.readall()
+    try:
+        return json.loads(raw), raw.decode()
+    except (ValueError, RecursionError):
+        raise UserError(f"{path.name} is corrupt") from None
+
+
+def open_file(path: Path) -> FileIO:
+    """Opens a file of a checkpoint; never waits for a FIFO or device.
+
+    Raises:
+        UserError: it is missing, or not a regular file. CheckpointDeleted: its folder is gone.
+        OSError: it cannot be read, which says nothing about its content.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UserError(f"{path.name} is not a regular file")
+        return FileIO(path)
+    except (FileNotFoundError, NotADirectoryError):
+        if not path.parent.exists():
+            raise CheckpointDeleted(path.parent) from None
+        raise UserError(f"{path.name} is missing") from None
+
+
+def _file_problem(path: Path, size: int, checksum: int | None) -> str:
+    """Returns why a file is corrupt, or ""; without `checksum`, by its size alone."""
     try:
         with open_file(path) as file:
-            actual = os.fstat(file.fileno()).st_size
-            if actual != size:
-                return f"{path.name} has {actual:,} bytes and must have {size:,}"
-            if expected is not None and _checksum(file) != expected:
-                return f"{path.name} is damaged: its checksum is wrong"
+            if (actual := os.fstat(file.fileno()).st_size) != size:
+                return f"{path.name} has {actual:,} bytes instead of {size:,}"
+            total, buffer = Checksum(), bytearray(4 << 20)
+            while checksum is not None and (count := file.readinto(buffer)):
+                total.update(memoryview(buffer)[:count])
+            if checksum not in (None, total.value):
+                return f"{path.name} is corrupt: its checksum is wrong"
+    except CheckpointDeleted:
+        raise
     except ValueError as error:
         return str(error)
     return ""
 
 
-def _checksum(file: FileIO) -> int:
-    total, buffer = Checksum(), bytearray(4 << 20)
-    while count := file.readinto(buffer):
-        total.update(memoryview(buffer)[:count])
-    return total.value
-
-
-def open_file(path: Path) -> FileIO:
-    """Opens a regular file for reading; never waits for a FIFO or a device. Links are followed.
+def problem(folder: Path) -> str:
+    """Returns why `folder` is not a complete checkpoint, or "": by sizes and by the small files.
 
     Raises:
-        UserError: it is missing or no regular file.
-        OSError: it cannot be read; the error names it.
+        OSError: a file cannot be read. CheckpointDeleted: the folder is gone.
     """
     try:
-        return FileIO(open_regular(path))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path.name} is missing") from None
-    except StorageError:
-        raise UserError(f"{path.name} is no regular file") from None
+        files = read_files(folder)
+        for name in (STATE, METADATA):
+            if name not in files:
+                return f"{name} is missing"
+        for name, (size, crc) in files.items():
+            if why := _file_problem(
+                folder / name, size, crc if name in (STATE, METADATA) else None
+            ):
+                return why
+        step = read_metadata(folder).step
+        return "" if folder.name == f"step_{step}" else f"{STATE} is of step {step}"
+    except CheckpointDeleted:
+        raise
+    except ValueError as error:
+        return str(error)
 
 
-def _read_json(path: Path) -> tuple[str, Any]:
-    """Text and content of a file. Raises: UserError, OSError as `open_file`; UserError: it is no JSON."""
-    with open_file(path) as file:
-        raw = file.read(_LARGEST_JSON)
+def corrupt_files(folder: Path, rank: int = 0, num_ranks: int = 1) -> list[str]:
+    """Returns the files with a wrong checksum, each with the reason.
+
+    Each rank reads the files that the ranks of its number wrote, which it will most likely load.
+    """
+
+    def is_mine(name: str) -> bool:
+        writer = re.match(r"__(\d+)_", name)
+        return int(writer[1] if writer else 0) % num_ranks == rank
+
+    mine = [item for item in sorted(read_files(folder).items()) if is_mine(item[0])]
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda item: _file_problem(folder / item[0], *item[1]), mine)
+        return list(filter(None, found))
+
+
+def checkpoint_steps(root: Path) -> list[int]:
+    """Returns the steps of the folders that are named as complete checkpoints, ascending."""
+    found = (_STEP.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
+    return sorted(int(match[1]) for match in found if match)
+
+
+def is_complete(folder: Path) -> bool:
     try:
-        text = raw.decode()
-        return text, json.loads(text)
-    except (ValueError, RecursionError):
-        raise UserError(f"{path.name} is damaged") from None
-
-
-def has_all_files(folder: Path) -> bool:
-    """Says whether the files of a folder have the names and sizes of a complete checkpoint."""
-    try:
-        files = read_files(folder).items()
-        return not any(file_problem(folder / name, size, None) for name, (size, _) in files)
-    except (OSError, ValueError):
+        return not problem(folder)
+    except (OSError, CheckpointDeleted):
         return False
 
 
-def problems(folder: Path, *, deep: bool = False) -> list[str]:
-    """Tells why `folder` is no complete checkpoint, a line each; [] for a complete one. `deep` reads every
-    byte.
-
-    Raises:
-        OSError: a file cannot be read, which is no damage.
-    """
-    small = (STATE, METADATA)
-    try:
-        files = read_files(folder)
-
-        def problem_of(name: str) -> str:
-            size, checksum = files[name]
-            return file_problem(folder / name, size, checksum if deep or name in small else None)
-
-        found = [f"{name} is missing" for name in small if name not in files]
-        with ThreadPoolExecutor(4 if deep else 1) as pool:
-            found += filter(None, pool.map(problem_of, files))
-        if not found and folder.name != f"step_{(step := read_state(folder).step)}":
-            found = [f"{STATE} is of step {step}"]
-        return found
-    except ValueError as error:
-        return [str(error)]
-
-
 def complete_steps(root: Path) -> list[int]:
-    """Steps of the complete checkpoints in `root`, ascending; [] where there is no such folder."""
-    return [step for step in named_steps(root) if not problems(root / f"step_{step}")]
+    return [step for step in checkpoint_steps(root) if is_complete(root / f"step_{step}")]
 
 
-def named_steps(root: Path) -> list[int]:
-    """Steps of the folders in `root` that are named as complete checkpoints are, ascending."""
-    if not root.is_dir():
-        return []
-    return sorted(int(match[1]) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)))
-
-
-def leftovers(root: Path) -> list[tuple[Path, str]]:
-    """Returns the folders of unfinished, damaged, superseded or half deleted checkpoints in `root`, each with
-    the word of its state."""
-    if not root.is_dir():
-        return []
-    found = []
-    for path in sorted(root.iterdir()):
-        match = _ANY.fullmatch(path.name)
-        if match and match[2]:
-            found.append((path, match[2]))
-    return found
-
-
-def open_checkpoint(path: Path, *, skip: Collection[Path] = (), step: int | None = None) -> Checkpoint | None:
-    """Returns the checkpoint at `path`, a step folder; of a root the newest sound checkpoint, or that of
-    `step`; None where there is no checkpoint.
-
-    `skip`: folders known to be damaged.
-
-    Raises:
-        UserError: there are checkpoints, but none that can be used.
-        OSError: one that would be used cannot be read.
-    """
-    if _STEP.fullmatch(path.name) and (step is not None or path.is_dir()):
-        candidates = [path]
-    else:
-        candidates = [
-            path / f"step_{found}" for found in reversed(named_steps(path)) if step in (None, found)
-        ]
-    passed_over: dict[Path, str] = {}
-    for folder in candidates:
-        wrong = ["damaged"] if folder in skip else problems(folder)
-        if not wrong:
-            return Checkpoint(folder, read_state(folder), passed_over)
-        passed_over[folder] = wrong[0]
-    if passed_over:
-        listing = "; ".join(f"{folder.name}: {reason}" for folder, reason in passed_over.items())
-        raise UserError(
-            f"checkpoints in {path} ({listing}) must be sound, and none is sound; remove the checkpoints or "
-            "choose another folder"
-        )
+def newest_healthy_step(root: Path) -> int | None:
+    """Returns the step of the newest complete checkpoint that ends in a finite step."""
+    for step in reversed(complete_steps(root)):
+        with suppress(UserError, OSError):
+            if not read_metadata(root / f"step_{step}").non_finite_steps:
+                return step
     return None
 
 
-def read_state(folder: Path) -> Saved:
-    """Returns the content of train_state.json.
+def leftovers(root: Path) -> list[tuple[Path, str]]:
+    """Returns the folders that are not complete checkpoints, each with its state."""
+    found = sorted(root.iterdir()) if root.is_dir() else []
+    matches = [(path, _LEFTOVER.fullmatch(path.name)) for path in found]
+    return [(path, match[1]) for path, match in matches if match]
+
+
+def find_checkpoint(
+    path: Path, step: int | None = None, *, corrupt: Mapping[Path, str] | None = None
+) -> Checkpoint | None:
+    """Returns the checkpoint at `path`, a step folder, or the newest usable one in `path`, a root.
+
+    Skips corrupt folders, and unless `path` or `step` names them, checkpoints that end in two or
+    more non-finite steps. One that was saved earlier in the same series of non-finite steps is
+    skipped too. `corrupt`: folders already known to be corrupt. None: there is no checkpoint.
 
     Raises:
-        UserError: it is missing, or no record of a checkpoint.
-        OSError: it cannot be read.
+        UserError: there are checkpoints, but all are skipped. OSError: one cannot be read.
     """
-    _, content = _read_json(folder / STATE)
-    return read_saved(content)
+    is_named = step is not None or bool(_STEP.fullmatch(path.name))
+    if _STEP.fullmatch(path.name) and (step is not None or path.is_dir()):
+        folders = [path]
+    else:
+        steps = reversed(checkpoint_steps(path))
+        folders = [path / f"step_{each}" for each in steps if step in (None, each)]
+    skipped, unhealthy = dict[Path, str](), list[Path]()
+    last_finite_step = math.inf  # before the series of non-finite steps of a skipped checkpoint
+    for folder in folders:
+        try:
+            if why := (corrupt or {}).get(folder) or problem(folder):
+                skipped[folder] = why
+                continue
+            metadata = read_metadata(folder)
+        except CheckpointDeleted:
+            if is_named:
+                raise
+            continue  # its run deleted it after the folders were listed, so a newer one was saved
+        is_healthy = metadata.is_healthy and metadata.step <= last_finite_step
+        if not is_healthy and not is_named:
+            skipped[folder] = describe_health(metadata)
+            unhealthy.append(folder)
+            last_finite_step = metadata.step - metadata.non_finite_steps
+            continue
+        return Checkpoint(folder, metadata, skipped, tuple(unhealthy))
+    if skipped:
+        listing = "; ".join(f"{folder.name}: {why}" for folder, why in skipped.items())
+        fix = "name one by its step, or choose another folder"
+        fix = fix if unhealthy else "choose another folder"
+        raise UserError(f"{path} has no usable checkpoint ({listing}); {fix}")
+    if folders:  # all were deleted meanwhile
+        return find_checkpoint(path, step, corrupt=corrupt)
+    return None
 
 
-def set_aside(folder: Path, word: str) -> Path:
-    """Renames a step folder to `<name>.<word>-<k>`, the first k that is free, and returns it."""
-    for count in range(1, 10_000):
-        target = folder.with_name(f"{folder.name}.{word}-{count}")
-        if not target.exists():
-            os.rename(folder, target)
-            return target
-    raise UserError(f"{folder} was set aside 10,000 times; run `python -m fms_fsdp ckpt prune`")
+def describe_health(metadata: TrainMetadata) -> str:
+    """Returns that a checkpoint ends in non-finite steps, or ""."""
+    count = metadata.non_finite_steps
+    return f"ends in {count} non-finite step{'s' * (count > 1)}" if count else ""
+
+
+def read_checkpoint(find: Callable[[], Checkpoint], use: Callable[[Checkpoint], T]) -> T:
+    """Returns `use(find())`; again if the run deletes the checkpoint in the meantime.
+
+    Raises:
+        CheckpointDeleted: it was deleted, and `find` returns no other one.
+    """
+    deleted: CheckpointDeleted | None = None
+    for _ in range(5):
+        try:
+            checkpoint = find()
+        except UserError as error:
+            raise deleted or error from None
+        try:
+            return use(checkpoint)
+        except CheckpointDeleted as error:
+            deleted = error
+        except Exception:
+            if checkpoint.folder.exists():
+                raise
+            deleted = CheckpointDeleted(checkpoint.folder)
+    assert deleted is not None
+    raise deleted
+
+
+def rename_aside(folder: Path, state: str) -> Path:
+    """Renames a step folder to `<name>.<state>-<k>`, the first free k, and returns it."""
+    k = 1
+    while (target := folder.with_name(f"{folder.name}.{state}-{k}")).exists():
+        k += 1
+    os.rename(folder, target)
+    return target
 
 
 def delete(folder: Path) -> None:
-    """Removes a checkpoint folder: renamed first, so that nothing half deleted is taken for complete."""
-    doomed = folder.with_name(folder.name.partition(".")[0] + ".deleted")
+    """Deletes a checkpoint; renames it first, so that nothing half deleted looks complete."""
+    doomed = folder.with_name(f"{folder.name.partition('.')[0]}.deleted")
     if folder != doomed:
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(folder, doomed)
     shutil.rmtree(doomed)
 
 
-def clean_up(root: Path) -> Iterable[Path]:
-    """Removes what interrupted saves and deletions left behind; yields each folder. Only the owner of `root`
-    may."""
-    for path, word in leftovers(root):
-        if word in ("partial", "deleted"):
+def clean_up(root: Path) -> Iterator[Path]:
+    """Deletes what interrupted saves and deletions left, and yields each folder. Owner only."""
+    for path, state in leftovers(root):
+        if state in ("partial", "deleted"):
             shutil.rmtree(path, ignore_errors=True)
             yield path
 
 
-def tree_bytes(folder: Path) -> int:
-    """Bytes of all files in a folder."""
+def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

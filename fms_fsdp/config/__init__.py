@@ -1,16 +1,12 @@
-"""The configuration of a run: frozen section dataclasses with one flat name space of flags.
+"""The configuration of a run: frozen section dataclasses with one flat namespace of flags.
 
-    TrainConfig ── model · data · parallel · precision · optim · training · eval · checkpoint · log · profiler
-
-`--seq_length` means `config.data.seq_length`: a name is unique over all sections. `None` means "derived":
-from the variant, the data, the world or the hardware. `TrainConfig` is judged by the table of rules
-(rules.py) when it is made. Standard library only.
+`--seq_length` is `config.data.seq_length`: a name is unique over all sections. `None` means derived
+at startup: from the variant, the data, the world or the hardware. Standard library and fire only.
 """
 
 from fms_fsdp.config.batch import BatchPlan as BatchPlan
-from fms_fsdp.config.batch import check_rampup as check_rampup
-from fms_fsdp.config.batch import keep_global_batch as keep_global_batch
-from fms_fsdp.config.batch import resolve_batch as resolve_batch
+from fms_fsdp.config.batch import plan_batch as plan_batch
+from fms_fsdp.config.data import DataConfig as DataConfig
 from fms_fsdp.config.flag import flag as flag
 from fms_fsdp.config.flag import flag_table as flag_table
 from fms_fsdp.config.model import ModelConfig as ModelConfig
@@ -19,6 +15,7 @@ from fms_fsdp.config.outputs import CheckpointConfig as CheckpointConfig
 from fms_fsdp.config.outputs import EvalConfig as EvalConfig
 from fms_fsdp.config.outputs import LogConfig as LogConfig
 from fms_fsdp.config.outputs import ProfilerConfig as ProfilerConfig
+from fms_fsdp.config.parallel import ParallelConfig as ParallelConfig
 from fms_fsdp.config.precision import BF16 as BF16
 from fms_fsdp.config.precision import FP32 as FP32
 from fms_fsdp.config.precision import NUM_BYTES as NUM_BYTES
@@ -27,6 +24,4 @@ from fms_fsdp.config.precision import PrecisionConfig as PrecisionConfig
 from fms_fsdp.config.train_config import TrainConfig as TrainConfig
 from fms_fsdp.config.train_config import as_dict as as_dict
 from fms_fsdp.config.train_config import from_dict as from_dict
-from fms_fsdp.config.training import DataConfig as DataConfig
-from fms_fsdp.config.training import ParallelConfig as ParallelConfig
 from fms_fsdp.config.training import TrainingConfig as TrainingConfig

@@ -1,55 +1,93 @@
-"""The table of flags: each flag is one row, declared as a dataclass field.
+"""Declares flags as dataclass fields, one row per flag, and converts texts to their types.
 
-    seq_length: int = announced_flag(4096, "number of tokens in a row", minimum=1)
+    seq_length: int = logged_flag(4096, min=1)
+    \"\"\"Tokens per sequence, the context length of training.\"\"\"
 
-A row holds all that is known of a flag. `--help`, docs/configuration.md, the checks of values, the default
-run name and the rules of a resume read it. The name of the declaring function is the rule of a resume.
-Standard library only.
+The row and its docstring hold everything about a flag: --help, docs/configuration.md, the checks of
+values, the default run name and the resume rules read them.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import os
+import re
+import textwrap
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
+from fms_fsdp.config.values import (
+    joined,
+    must_be_one_of,
+    parse_float,
+    parse_int,
+    shown,
+)
+from fms_fsdp.errors import UserError
+
 C = TypeVar("C")
+
+_LARGEST = {int: 10**15, float: 1e30}  # of a number whose row has no `max`
+_MAX_TEXT = 1024  # characters
+# forbidden in every text: control characters other than tabs and line ends, lone surrogates
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+_BOOLS = dict.fromkeys(("true", "1", "yes", "on"), True)
+_BOOLS |= dict.fromkeys(("false", "0", "no", "off"), False)
+_EXAMPLES = {
+    int: "an integer such as 4096, 5_000_000, 2M or 4Ki",
+    float: "a number such as 0.1 or 3e-4",
+}
+_PATTERNS = {
+    "folder name": (r"(?!\.{1,2}$)[^/]{0,200}", "must be a name of at most 200 characters, no '/'"),
+    "source name": (r"(?!/)(?!(.*/)?\.\.(/|$)).*", "must be the name of a subfolder, without '..'"),
+    "module:function": (
+        r"([^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*)?",
+        "must be module:function, which Python can import",
+    ),
+    "key=value": (r"[^=]*=.*", "must be key=value; separate several by commas"),
+}
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One row of the table.
+    """One row of the table of flags.
 
-    `resume`: what another value does to a run that goes on: "free", it trains the same; "announced", the new
-    value takes effect and is logged; "refused". `in_name`: the default run name depends on the flag.
-    `orders_data`: it decides the order of data that begin anew. `aliases`: other words for choices. `form`:
-    what a text must be: "path", "folder name" or "source name"; a "text" keeps the spaces at its ends and
-    its brackets. `words`: may stand in place of a number. `positional`: arguments without a name belong to
-    this flag. `parse`: gets the name and the text of the flag, and raises UserError for a text without a
-    meaning.
-    `part`: the module of extras/ that only a run which chooses it loads, and that the flag belongs to.
+    choices      words, separated by spaces; `aliases` are other words for them
+    words        words that may replace a number, separated by spaces
+    form         "path", "text" (kept verbatim), "text or file", or a key of `_PATTERNS`
+    parse        called with the flag's name and text; raises UserError for an invalid text
+    needs        flags without which this one has no effect: "a|b=x" is a set `a`, or `b` with value x
+    resume       effect of another value in a resumed run: "free" (none on training), "logged" (the
+                 new value is used, and logged) or "fixed" (an error)
+    in_name      the default run name depends on the flag; by default of "logged" and "fixed" ones
+    orders_data  the flag decides the order of data that starts from scratch
+    positional   arguments without a name belong to this flag
+    help         replaces the docstring
     """
 
     default: Any
-    help: str
+    help: str = ""
     choices: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    minimum: float | None = None
-    maximum: float | None = None
+    words: tuple[str, ...] = ()
+    min: float | None = None
+    max: float | None = None
     above: float | None = None
     below: float | None = None
     form: str = ""
-    resume: str = ""
+    parse: Callable[[str, str], object] | None = None
+    needs: str = ""
+    resume: str = "free"
     in_name: bool = False
     orders_data: bool = False
     advanced: bool = False
     positional: bool = False
-    parse: Callable[[str, str], object] | None = None
-    part: str = ""
     name: str = ""
     section: str = ""
     type: Any = None
@@ -68,39 +106,66 @@ class Flag:
         kind: type[int | float | bool | str] = (typing.get_args(self.type) or (self.type,))[0]
         return kind
 
+    @property
+    def needed(self) -> list[tuple[str, str]]:
+        """The flags of `needs`, each with the value that it must have, or "" for any."""
+        terms = (term.partition("=") for term in self.needs.split("|") if term)
+        return [(name, value) for name, _, value in terms]
 
-def flag(default: Any, help: str, **rules: Any) -> Any:
-    """A dataclass field that declares a flag; `rules` are fields of `Flag`."""
-    rules.setdefault("in_name", rules.get("resume") in ("announced", "refused"))
-    return dataclasses.field(default=default, metadata={"flag": Flag(default, help, **rules)})
+
+def flag(default: Any, help: str = "", **row: Any) -> Any:
+    """Declares a flag as a dataclass field; `row` holds other fields of `Flag`."""
+    for name in ("choices", "words"):
+        if isinstance(row.get(name), str):
+            row[name] = tuple(row[name].split())
+    row.setdefault("in_name", row.get("resume", "free") != "free")
+    return dataclasses.field(default=default, metadata={"flag": Flag(default, help, **row)})
 
 
-free_flag = partial(flag, resume="free")
-announced_flag = partial(flag, resume="announced")
-refused_flag = partial(flag, resume="refused")
+logged_flag, fixed_flag = partial(flag, resume="logged"), partial(flag, resume="fixed")
 
 
 def _make_table(config_type: type[Any]) -> Mapping[str, Flag]:
-    """Flat name → row, in the order of declaration; a field that is a dataclass itself is a section."""
+    """Returns flat name -> row in order of declaration; a field that is a dataclass is a section."""
     table, types = dict[str, Flag](), typing.get_type_hints(config_type)
     for field in dataclasses.fields(config_type):
-        if dataclasses.is_dataclass(types[field.name]):
-            rows = flag_table(types[field.name]).values()
+        kind = types[field.name]
+        if dataclasses.is_dataclass(kind):
+            rows = flag_table(typing.cast(type[Any], kind)).values()
             found = [dataclasses.replace(row, section=field.name) for row in rows]
         else:
-            found = [dataclasses.replace(field.metadata["flag"], name=field.name, type=types[field.name])]
+            found = [dataclasses.replace(field.metadata["flag"], name=field.name, type=kind)]
         for row in found:
             assert row.name not in table, f"flag {row.name} is declared in two sections"
             table[row.name] = row
     return table
 
 
-# made once; a class can be hashed, which mypy does not see
+# mypy does not see that a class is hashable
 flag_table: Callable[[type[Any]], Mapping[str, Flag]] = cache(_make_table)  # type: ignore[assignment]
 
 
+def help_texts(config_type: type[Any]) -> dict[str, str]:
+    """Returns flat name -> help: the docstring below the field, read from the source file."""
+    texts = dict[str, str]()
+    for kind in typing.get_type_hints(config_type).values():
+        if dataclasses.is_dataclass(kind):
+            texts |= help_texts(typing.cast(type[Any], kind))
+    for base in filter(dataclasses.is_dataclass, reversed(config_type.__mro__)):
+        declaration = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(declaration, ast.ClassDef)
+        for field, below in pairwise(declaration.body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(doc))),
+                ):
+                    texts[name] = " ".join(doc.split()).removesuffix(".")
+    return texts | {row.name: row.help for row in flag_table(config_type).values() if row.help}
+
+
 def flag_values(config: Any) -> dict[str, Any]:
-    """Flat name → value of every flag."""
+    """Returns flat name -> value of every flag."""
     values = {}
     for name, row in flag_table(type(config)).items():
         values[name] = getattr(getattr(config, row.section) if row.section else config, name)
@@ -108,18 +173,156 @@ def flag_values(config: Any) -> dict[str, Any]:
 
 
 def non_defaults(config: Any) -> dict[str, Any]:
-    """Flat name → value of every flag that is not at its default."""
+    """Returns flat name -> value of every flag that differs from its default."""
     table = flag_table(type(config))
-    return {name: value for name, value in flag_values(config).items() if value != table[name].default}
+    return {name: v for name, v in flag_values(config).items() if v != table[name].default}
 
 
 def build_config(config_type: type[C], values: Mapping[str, Any]) -> C:
-    """The config that holds `values` by flat name, and defaults otherwise."""
+    """Builds the config with `values` by flat name, and defaults otherwise."""
     table, types = flag_table(config_type), typing.get_type_hints(config_type)
     sections: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         sections.setdefault(table[name].section, {})[name] = value
     fields = sections.pop("", {})
-    for name, given in sections.items():
-        fields[name] = types[name](**given)
+    for name, own in sections.items():
+        fields[name] = types[name](**own)
     return config_type(**fields)
+
+
+def only_one(config: Any, *names: str) -> None:
+    """Raises UserError if more than one of these flags differs from its default."""
+    given = [name for name in names if name in non_defaults(config)]
+    if len(given) > 1:
+        first, second = given[:2]
+        raise UserError(
+            f"--{first} and --{second} cannot be used together; remove --{first} or --{second}"
+        )
+
+
+def unused_flags(config: Any) -> Iterator[tuple[Flag, str]]:
+    """Yields each changed flag without effect, as its row `needs` says, and an error text."""
+    values, changed = flag_values(config), non_defaults(config)
+    for name, value in changed.items():
+        row = flag_table(type(config))[name]
+        is_met = (
+            wanted in map(str, _as_tuple(values[other]))
+            if wanted
+            else other in changed and values[other]
+            for other, wanted in row.needed
+        )
+        if row.needs and not any(is_met):
+            remedy = f"remove --{name} or {_how_to_meet(row)}"
+            yield row, f"--{name}={shown(joined(value))} has no effect {unmet(row)}; {remedy}"
+
+
+def unmet(row: Flag) -> str:
+    """Returns the condition under which the flag of a row has no effect."""
+    excluded = [name for name, value in row.needed if value == "False"]
+    if excluded:
+        return f"with --{' or --'.join(excluded)}"
+    return f"without {' or '.join(_needed_texts(row))}"
+
+
+def _how_to_meet(row: Flag) -> str:
+    excluded = [name for name, value in row.needed if value == "False"]
+    return f"--{excluded[0]}" if excluded else f"set {_needed_texts(row)[0]}"
+
+
+def _needed_texts(row: Flag) -> list[str]:
+    terms = [(name, value) for name, value in row.needed if value != "None"]
+    return [f"--{name}={value}" if value else f"--{name}" for name, value in terms]
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def coerce(row: Flag, value: Any) -> Any:
+    """Converts a text, or a value from TOML or JSON, to the type of the flag.
+
+    Raises:
+        UserError: the value does not fit the type, range, choices or form.
+    """
+    word = value.lower() if isinstance(value, str) else value
+    if row.is_optional and word in ("", "none", "null", None) and word not in row.choices:
+        return None  # `none` can be a choice: --sharding_strategy=none
+    if not row.is_list:
+        return _coerce_one(row, value)
+    items = value if isinstance(value, list | tuple) else [value]
+    if isinstance(value, str):
+        text = value if row.form.startswith("text") else value.strip("[]() ")
+        items = text.split(",") if text else []
+        if any(not (item if row.form.startswith("text") else item.strip()) for item in items):
+            raise UserError(f"--{row.name}={shown(value)} must not have an empty item; write a,b")
+    return tuple(_coerce_one(row, item) for item in items)
+
+
+def _coerce_one(row: Flag, value: Any) -> Any:
+    if not isinstance(value, str | bool | int | float):
+        kinds = f"{row.kind.__name__}, not {type(value).__name__}"
+        raise UserError(f"--{row.name} must be one value of type {kinds}")
+    text = str(value) if not isinstance(value, bool) else str(value).lower()
+    text = text if row.form.startswith("text") else text.strip()
+    quoted = f"--{row.name}={shown(text)}"
+    if row.kind is bool:
+        if text.lower() not in _BOOLS:
+            raise UserError(f"{quoted} must be true or false")
+        return _BOOLS[text.lower()]
+    if text.lower() in row.words:
+        return text.lower()
+    return _coerce_text(row, text, quoted) if row.kind is str else _number(row, text, quoted)
+
+
+def _number(row: Flag, text: str, quoted: str) -> int | float:
+    number = parse_int(text) if row.kind is int else parse_float(text)
+    if number is None:
+        raise UserError(f"{quoted} must be {' or '.join([_EXAMPLES[row.kind], *row.words])}")
+    most = _LARGEST[row.kind] if row.max is None else row.max
+    for bound, is_wrong, rule in (
+        (row.min, row.min is not None and number < row.min, "at least"),
+        (row.above, row.above is not None and number <= row.above, "above"),
+        (row.below, row.below is not None and number >= row.below, "below"),
+        (most, number > most, "at most"),
+        (-most, number < -most, "at least"),
+    ):
+        if is_wrong:
+            form = "," if isinstance(bound, int) else "g"
+            raise UserError(f"{quoted} must be {rule} {bound:{form}}")
+    return number
+
+
+def _coerce_text(row: Flag, text: str, quoted: str) -> str:
+    is_verbatim = row.form.startswith("text")
+    if _CONTROLS.search(text) if is_verbatim else not text.isprintable():
+        raise UserError(f"{quoted} must not contain control characters; remove them")
+    if len(text) > _MAX_TEXT:
+        raise UserError(f"{quoted} must have at most {_MAX_TEXT} characters; shorten it")
+    if row.form and not is_verbatim and any(len(part.encode()) > 255 for part in text.split("/")):
+        raise UserError(f"{quoted} must not contain a name of more than 255 bytes; shorten it")
+    if row.choices and not (row.form == "module:function" and ":" in text):
+        text = row.aliases.get(text.lower(), text).lower()
+        if text not in row.choices:
+            raise UserError(f"{quoted} {must_be_one_of(row.choices, text, cutoff=0.4)}")
+    elif row.form in _PATTERNS and not re.fullmatch(_PATTERNS[row.form][0], text):
+        raise UserError(f"{quoted} {_PATTERNS[row.form][1]}")
+    if row.form in ("path", "text or file"):
+        text = _expand_path(text, quoted, may_be_text=row.form != "path")
+    if row.parse is not None:
+        row.parse(row.name, text)
+    return text
+
+
+def _expand_path(text: str, quoted: str, *, may_be_text: bool) -> str:
+    """Returns a path with `~` expanded; an address such as s3://… is unchanged."""
+    expanded = os.path.expanduser(text)
+    if may_be_text:
+        return expanded if os.path.isfile(expanded) else text
+    if "://" in text:
+        return text
+    variable = re.search(r"\$\w+|\$\{\w+\}", text)
+    if variable and not os.path.lexists(expanded):
+        raise UserError(
+            f"{quoted} contains {variable[0]}, which the shell has not expanded; write the path"
+        )
+    return expanded

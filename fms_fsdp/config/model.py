@@ -1,122 +1,140 @@
-"""The flags of the model: a variant, and what replaces values of the variant. One row a flag: see flag.py."""
+"""Flags of the model: a variant, and flags that replace its values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from fms_fsdp.config.flag import announced_flag, free_flag, refused_flag
-
-
-def _of_variant(help: str, **rules: Any) -> Any:
-    """A flag whose default is the value of the variant; a resume with another value is refused."""
-    return refused_flag(None, f"{help} (default: the variant's)", **rules)
+from fms_fsdp.config.flag import fixed_flag, flag, logged_flag, only_one
 
 
-# fmt: off
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model: the name of a variant, and fields that replace values of the variant.
+    """The model: a variant, and flags that replace its values.
 
     On resume, the flags together must give the model of the checkpoint.
 
-    When to change: `--list_variants` shows sizes and memory. For a size between two variants change
-    `num_layers` and `hidden_size` together. Fewer `num_kv_heads` make a model smaller and its generation
-    faster. Leave `norm_eps`, `init_std` and the advanced flags unless you repeat somebody's recipe;
-    docs/models.md says who uses which.
+    When to change: `--list_variants` shows sizes and memory. For a size between two variants,
+    change `num_layers` and `hidden_size` together. Fewer `num_kv_heads` make a model smaller and
+    generation faster. docs/models.md explains the advanced flags.
     """
 
-    model_variant: str = refused_flag("7b", "name of a variant; a wrong name lists all", form="folder name")
-    hf_config: str = refused_flag("", form="path", part="from_hf",
-        help="config.json of Hugging Face that gives the shape in place of a variant; weights are new")
-    init_from_hf: str = free_flag("", form="path", in_name=True, part="hf_folder",
-        help="folder of Hugging Face: the run has the shape of this model and begins with the weights, "
-        "which are read in place, unless the run has a checkpoint")
-    init_new_tokens: str = free_flag("refuse", choices=("refuse", "mean"), in_name=True, part="hf_folder",
-        help="first weights of tokens that init_from_hf lacks: mean is the mean row, refuse allows none")
-    num_layers: int | None = _of_variant("number of transformer blocks", minimum=1)
-    hidden_size: int | None = _of_variant("width of the residual stream", minimum=1)
-    ffn_hidden_size: int | None = refused_flag(None, minimum=1,
-        help="inner width of the feed-forward block (default: the variant's share of hidden_size)")
-    num_attention_heads: int | None = _of_variant("number of query heads, divides hidden_size", minimum=1)
-    num_kv_heads: int | None = _of_variant("number of key/value heads, divides the query heads", minimum=1)
-    head_dim: int | None = refused_flag(None, minimum=1, maximum=65536, advanced=True,
-        help="width of a head (default: hidden_size / num_attention_heads)")
-    rope_theta: float | None = _of_variant("base of the rotary frequencies", minimum=1)
-    rope_scaling: str | None = refused_flag(None, advanced=True, part="rope_scaling",
-        help="stretch of the rotary frequencies: linear:FACTOR (1 is none) or llama3:FACTOR[:1:4:8192]")
-    rope_pct: float | None = _of_variant("share of a head that is rotated", above=0, maximum=1, advanced=True)
-    norm_eps: float | None = _of_variant("epsilon inside the norms", minimum=0)
-    vocab_size: int | None = refused_flag(None, minimum=2,
-        help="number of tokens (default: the data's; the variant's if the data name none)")
-    vocab_multiple_of: int | None = _of_variant("fill up embedding and head to a multiple of so many rows",
-        minimum=1, maximum=65536, advanced=True)
-    max_seq_len: int | None = announced_flag(None, minimum=1,
-        help="positions of the model and of generated text (default: seq_length, or a larger config.json's)")
-    tie_embeddings: bool | None = _of_variant("the output head uses the weights of the embedding")
-    init_std: float | None = free_flag(None, above=0, maximum=10, in_name=True,
-        help="standard deviation of the initial weights (default: the variant's)")
-    residual_scaled_init: bool | None = free_flag(None, in_name=True, advanced=True,
-        help="projections that end a branch begin smaller by sqrt(2 num_layers) (default: true)")
-    norm: str | None = _of_variant("type of the normalization layers",
-        choices=("rmsnorm", "layernorm", "scalenorm"), advanced=True)
-    qk_norm: bool | None = _of_variant("queries and keys are normalized, each head by itself", advanced=True)
-    qk_norm_wide: bool | None = _of_variant("qk_norm norms all heads together, as OLMo2", advanced=True,
-        part="relatives")
-    norm_place: str | None = _of_variant("norms before or, as in OLMo2, after attention and feed-forward",
-        choices=("before", "after"), advanced=True, part="relatives")
-    pos_emb: str | None = _of_variant("type of the positional encoding",
-        choices=("rope", "learned", "sinusoidal", "alibi", "relative", "none"), advanced=True)
-    relative_buckets: int | None = _of_variant("number of distances that relative positions tell apart",
-        minimum=2, maximum=65536, advanced=True, part="distance_bias")
-    relative_max_distance: int | None = _of_variant("distance from which on relative positions are alike",
-        minimum=2, maximum=2**30, advanced=True, part="distance_bias")
-    activation: str | None = _of_variant("activation of the feed-forward block: swiglu has three matrices",
-        choices=("swiglu", "gelu", "gelu_tanh", "relu2"), advanced=True)
-    bias: bool | None = _of_variant("linear layers other than the head have a bias", advanced=True)
-    qkv_bias: bool | None = _of_variant("queries, keys and values have a bias, as in Qwen2", advanced=True)
-    rope_pattern: str | None = refused_flag(None, advanced=True,
-        help="which layers rotate queries and keys (R), which have no positions (N), as RRRN, repeated "
-        "(default: R)")
-    embedding_multiplier: float | None = _of_variant("factor of the embeddings, as in Granite",
-        above=0, maximum=1e6, advanced=True, part="relatives")
-    attention_multiplier: float | None = _of_variant("factor of q k^T; 0 is 1 / sqrt(head_dim)",
-        minimum=0, maximum=1e6, advanced=True)
-    residual_multiplier: float | None = _of_variant("factor of each branch before it is added, as in Granite",
-        above=0, maximum=1e6, advanced=True, part="relatives")
-    logits_scaling: float | None = _of_variant("what the logits are divided by, as in Granite",
-        above=0, maximum=1e6, advanced=True)
-    parallel_residual: bool | None = _of_variant("attention and feed-forward share an input", advanced=True)
-    attn_window: int | None = _of_variant("tokens that a token sees, with itself; 0 is the whole row",
-        minimum=0, advanced=True)
-    attn_window_pattern: str | None = refused_flag(None, advanced=True,
-        help="which layers see the window (L), which the whole row (G), as LLG, repeated (default: L)")
-    logit_softcap: float | None = _of_variant("c: logits are c tanh(logits / c); 0 is off",
-        minimum=0, maximum=1e6, advanced=True)
-    z_loss: float | None = refused_flag(None, minimum=0, maximum=1, advanced=True,
-        help="factor of log(Z)^2, which training adds to the loss of a label, such as 1e-4 (default: 0)")
-    dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout",
-        help="share of the embedding's and each branch's outputs that a step leaves out (default: 0)")
-    attn_dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout", advanced=True,
-        help="share of the attention weights, all kept in memory, that a step leaves out (default: 0)")
-    ffn_dropout: float | None = announced_flag(None, minimum=0, below=1, part="dropout", advanced=True,
-        help="share of the feed-forward block's inner values that a step leaves out (default: 0)")
-    attn_impl: str = free_flag("auto", choices=("auto", "flash", "cudnn", "efficient", "math"), advanced=True,
-        help="backend of scaled_dot_product_attention; auto lets torch choose")
-    model_builder: str = refused_flag("", advanced=True,
-        help="module:function that builds your own model from the shape (see docs/models.md)")
-    # fmt: on
+    model_variant: str = fixed_flag("7b", form="folder name")
+    """Name of the model variant; an unknown name lists all variants."""
+    hf_config: str = fixed_flag("", form="path")
+    """Hugging Face config.json that gives the shape instead of a variant; weights are random."""
+    init_from_hf: str = flag("", form="path", in_name=True)
+    """Hugging Face checkpoint that gives the shape and the initial weights; ignored once the run
+    has a checkpoint of its own."""
+    init_new_tokens: str = flag("refuse", choices="refuse mean", in_name=True, needs="init_from_hf")
+    """Initial embedding of tokens that init_from_hf lacks: mean is the mean embedding, refuse
+    raises an error."""
+    num_layers: int | None = fixed_flag(None, min=1, max=10**5)
+    """Number of transformer blocks (default: the variant's)."""
+    hidden_size: int | None = fixed_flag(None, min=1)
+    """Width of the hidden states (default: the variant's)."""
+    ffn_hidden_size: int | None = fixed_flag(None, min=1)
+    """Inner width of the feed-forward layer (default: the variant's ratio to hidden_size)."""
+    num_attention_heads: int | None = fixed_flag(None, min=1)
+    """Number of query heads; divides hidden_size (default: the variant's)."""
+    num_kv_heads: int | None = fixed_flag(None, min=1)
+    """Number of key/value heads; divides the query heads (default: the variant's)."""
+    head_dim: int | None = fixed_flag(None, min=1, max=65536, advanced=True)
+    """Width of an attention head (default: hidden_size / num_attention_heads)."""
+    rope_theta: float | None = fixed_flag(None, min=1, needs="pos_emb=rope|pos_emb=None")
+    """Base of the RoPE frequencies (default: the variant's)."""
+    rope_scaling: str | None = fixed_flag(None, advanced=True, needs="pos_emb=rope|pos_emb=None")
+    """RoPE scaling: linear:FACTOR (1 is none) or llama3:FACTOR[:1:4:8192]."""
+    rope_pct: float | None = fixed_flag(
+        None, above=0, max=1, advanced=True, needs="pos_emb=rope|pos_emb=None"
+    )
+    """Fraction of each head that RoPE rotates (default: the variant's)."""
+    norm_eps: float | None = fixed_flag(None, min=0)
+    """Epsilon of the normalization layers (default: the variant's)."""
+    vocab_size: int | None = fixed_flag(None, min=2)
+    """Number of tokens (default: the data's, or else the variant's)."""
+    vocab_multiple_of: int | None = fixed_flag(None, min=1, max=65536, advanced=True)
+    """Pad the rows of embedding and head to a multiple of this number (default: the variant's)."""
+    max_seq_len: int | None = logged_flag(None, min=1)
+    """Maximum number of positions of the model and of generated text (default: seq_length, or a
+    config.json's if larger)."""
+    tie_embeddings: bool | None = fixed_flag(None)
+    """Share the weights of the embedding with the output head (default: the variant's)."""
+    init_std: float | None = flag(None, above=0, max=10, in_name=True)
+    """Standard deviation of the initial weights (default: the variant's); no effect with
+    init_from_hf."""
+    residual_scaled_init: bool | None = flag(None, in_name=True, advanced=True)
+    """Divide the initial weights of output projections by sqrt(2 num_layers) (default: true); no
+    effect with init_from_hf."""
+    norm: str | None = fixed_flag(None, choices="rmsnorm layernorm scalenorm", advanced=True)
+    """Type of the normalization layers (default: the variant's)."""
+    qk_norm: bool | None = fixed_flag(None, advanced=True)
+    """Normalize the queries and keys of each head (default: the variant's)."""
+    qk_norm_wide: bool | None = fixed_flag(None, advanced=True)
+    """Let qk_norm normalize all heads together, as in OLMo 2 (default: the variant's)."""
+    norm_place: str | None = fixed_flag(None, choices="before after", advanced=True)
+    """Position of the norms: before attention and feed-forward, or after them (post-norm, as in
+    OLMo 2) (default: the variant's)."""
+    pos_emb: str | None = fixed_flag(
+        None, choices="rope learned sinusoidal alibi relative none", advanced=True
+    )
+    """Type of the positional encoding (default: the variant's)."""
+    relative_buckets: int | None = fixed_flag(None, min=2, max=65536, advanced=True)
+    """Number of buckets of relative positions (default: the variant's)."""
+    relative_max_distance: int | None = fixed_flag(None, min=2, max=2**30, advanced=True)
+    """Distance from which all relative positions share a bucket (default: the variant's)."""
+    activation: str | None = fixed_flag(None, choices="swiglu gelu gelu_tanh relu2", advanced=True)
+    """Activation of the feed-forward layer; swiglu has three matrices (default: the variant's)."""
+    bias: bool | None = fixed_flag(None, advanced=True)
+    """Add a bias to all linear layers except the head (default: the variant's)."""
+    qkv_bias: bool | None = fixed_flag(None, advanced=True)
+    """Add a bias to queries, keys and values, as in Qwen2 (default: the variant's)."""
+    rope_pattern: str | None = fixed_flag(None, advanced=True)
+    """Layers with RoPE (R) and without positions (N), repeated: RRRN (default: R)."""
+    embedding_multiplier: float | None = fixed_flag(None, above=0, max=1e6, advanced=True)
+    """Factor of the embeddings, as in Granite (default: the variant's)."""
+    attention_multiplier: float | None = fixed_flag(None, min=0, max=1e6, advanced=True)
+    """Factor of q k^T; 0 is 1 / sqrt(head_dim) (default: the variant's)."""
+    residual_multiplier: float | None = fixed_flag(None, above=0, max=1e6, advanced=True)
+    """Factor of each residual branch, as in Granite (default: the variant's)."""
+    logits_scaling: float | None = fixed_flag(None, above=0, max=1e6, advanced=True)
+    """Divisor of the logits, as in Granite (default: the variant's)."""
+    parallel_residual: bool | None = fixed_flag(None, advanced=True)
+    """Compute attention and feed-forward from the same input (default: the variant's)."""
+    attn_window: int | None = fixed_flag(None, min=0, advanced=True)
+    """Sliding-window attention: tokens that a token attends to, including itself; 0 is the full
+    sequence (default: the variant's)."""
+    attn_window_pattern: str | None = fixed_flag(None, advanced=True, needs="attn_window")
+    """Layers with local (L) and global (G) attention, repeated: LLG (default: L)."""
+    logit_softcap: float | None = fixed_flag(None, min=0, max=1e6, advanced=True)
+    """Logit soft-capping: logits are c tanh(logits / c); 0 is off (default: the variant's)."""
+    z_loss: float | None = fixed_flag(None, min=0, max=1, advanced=True)
+    """Factor of log(Z)^2, which is added to the training loss of each label, e.g. 1e-4 (default:
+    0)."""
+    dropout: float | None = logged_flag(None, min=0, below=1)
+    """Dropout probability of the embedding output and each residual branch (default: 0)."""
+    attn_dropout: float | None = logged_flag(None, min=0, below=1, advanced=True)
+    """Dropout probability of the attention weights, which then are all kept in memory (default:
+    0)."""
+    ffn_dropout: float | None = logged_flag(None, min=0, below=1, advanced=True)
+    """Dropout probability inside the feed-forward layer (default: 0)."""
+    attn_impl: str = flag("auto", choices="auto flash cudnn efficient math", advanced=True)
+    """Backend of scaled_dot_product_attention; auto lets torch choose."""
+    model_builder: str = fixed_flag("", advanced=True)
+    """module:function that builds your own model from the shape (see docs/models.md)."""
+
+    def __post_init__(self) -> None:
+        only_one(self, "init_from_hf", "hf_config", "model_variant")
 
     @property
     def name(self) -> str:
-        """The name of the model: the variant, or the folder that the shape comes from."""
+        """The variant, or the name of the folder that the shape comes from."""
         path = Path(self.init_from_hf or self.hf_config)
         return (path.parent.name if path.suffix == ".json" else path.name) or self.model_variant
 
     @property
     def name_and_sizes(self) -> str:
-        """The name, with the sizes that flags give in place of the sizes of the named model."""
+        """The name, with the sizes that flags set."""
         sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size")
-        given = [f"{size} {value:,}" for size in sizes if (value := getattr(self, size)) is not None]
+        given = [f"{size} {v:,}" for size in sizes if (v := getattr(self, size)) is not None]
         return " with ".join(filter(None, (self.name, ", ".join(given))))

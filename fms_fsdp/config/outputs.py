@@ -1,70 +1,85 @@
-"""The flags of what a run gives out: held-out losses, checkpoints, logs, traces. A resume may change them."""
+"""Flags of what a run writes: validation, checkpoints, logs, traces. A resume may change them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fms_fsdp.config.flag import free_flag
-from fms_fsdp.config.spans import parse_named_interval, parse_ranges
+from fms_fsdp.config.flag import flag
+from fms_fsdp.config.formats import parse_named_interval, parse_ranges
+from fms_fsdp.config.values import joined
+from fms_fsdp.errors import UserError
 
 
-# fmt: off
 @dataclass(frozen=True)
 class EvalConfig:
-    """Validation on held-out data, which changes nothing in the training.
+    """Validation on held-out data, which does not change the training.
 
-    When to change: set `eval_interval` in every run whose result matters. More `eval_steps` make the loss
-    less noisy and take longer.
+    When to change: set `eval_interval` in every run whose result matters. More `eval_steps` make
+    the loss less noisy and take longer.
     """
 
-    eval_interval: int = free_flag(0, minimum=0,
-        help="number of steps between evaluations on held-out data; the last step is evaluated too; 0 is off")
-    eval_epochs: float = free_flag(0.0, minimum=0, maximum=1e6, advanced=True,
-        help="also evaluate each time that so many passes over the data (as many tokens as all sources have) "
-        "are read; 0 is off")
-    eval_steps: int = free_flag(10, minimum=1, maximum=10**6,
-        help="global batches of each held-out source in an evaluation: always the same, at most one epoch")
-    eval_at_start: bool = free_flag(False, help="also evaluate before the first step of every launch")
-    eval_data_path: str = free_flag("", form="path",
-        help="folder of held-out token shards (default: validation/ in data_path, as `prepare --split` makes "
-        "that folder, else data_path)")
-    eval_datasets: tuple[str, ...] = free_flag((), form="source name",
-        help="held-out sources, by the names of their subfolders in eval_data_path (default: all)")
-    eval_test: bool = free_flag(False, help="evaluate test/ in data_path once, after the last step")
-    test_data_path: str = free_flag("", form="path",
-        help="folder of token shards to evaluate once, after the last step, in place of test/ in data_path")
-    test_steps: int | None = free_flag(None, minimum=1, maximum=10**6,
-        help="number of global batches of each source in the evaluation of test data (default: eval_steps)")
-    sample_interval: int = free_flag(0, minimum=0, part="samples",
-        help="number of steps between texts that the model writes, also after the last step; 0 is off; the "
-        "folder of the data must hold a tokenizer")
-    sample_prompts: tuple[str, ...] = free_flag((), form="text", part="samples",
-        help="beginnings of sampled texts, or a file with one in each line (default: a new document)")
+    eval_interval: int = flag(0, min=0)
+    """Steps between validations on held-out data; the last step is validated too; 0 is off."""
+    eval_epochs: float = flag(0.0, min=0, max=1e6, advanced=True)
+    """Epochs between validations, where an epoch is as many tokens as all sources have; 0 is
+    off."""
+    eval_steps: int = flag(
+        10,
+        min=1,
+        max=10**6,
+        needs="eval_interval|eval_epochs|eval_at_start|eval_test|test_data_path",
+    )
+    """Global batches of each held-out source per validation: always the same ones, at most one
+    epoch."""
+    eval_at_start: bool = flag(False)
+    """Also validate before the first step of each launch."""
+    eval_data_path: str = flag("", form="path", needs="eval_interval|eval_epochs|eval_at_start")
+    """Folder of held-out token shards (default: validation/ in data_path, which `prepare --split`
+    writes, or else data_path)."""
+    eval_datasets: tuple[str, ...] = flag(
+        (), form="source name", needs="eval_interval|eval_epochs|eval_at_start"
+    )
+    """Held-out sources, as names of subfolders of eval_data_path (default: all)."""
+    eval_test: bool = flag(False)
+    """Evaluate test/ in data_path once, after the last step."""
+    test_data_path: str = flag("", form="path")
+    """Folder of token shards to evaluate once, after the last step, instead of test/ in
+    data_path."""
+    test_steps: int | None = flag(None, min=1, max=10**6, needs="eval_test|test_data_path")
+    """Global batches of each source in the test evaluation (default: eval_steps)."""
+    sample_interval: int = flag(0, min=0)
+    """Steps between generated texts, also after the last step; 0 is off; requires a tokenizer in
+    the folder of the data."""
+    sample_prompts: tuple[str, ...] = flag((), form="text or file", needs="sample_interval")
+    """Prompts of generated texts, or a file with one prompt per line (default: a new document)."""
 
     @property
     def is_on(self) -> bool:
-        """Whether the run evaluates during training."""
+        """Whether the run validates during training."""
         return bool(self.eval_interval or self.eval_epochs or self.eval_at_start)
 
 
 @dataclass(frozen=True)
 class KeepConfig:
-    """Which checkpoints stay when a new one is complete; `ckpt prune` has the same flags."""
+    """Which checkpoints are kept when a new one is complete."""
 
-    keep_last_n: int = free_flag(0, minimum=0,
-        help="keep the newest N checkpoints and delete the others when a new one is complete; 0 keeps all")
-    keep_every: int = free_flag(0, minimum=0,
-        help="with keep_last_n: also keep every checkpoint whose step is a multiple of this number")
-    keep_best: int = free_flag(0, "beside keep_last_n: N checkpoints of least validation loss", minimum=0)
-    keep_best_metric: str = free_flag("eval/loss", advanced=True,
-        help="the metric of metrics.jsonl by which keep_best ranks checkpoints; a step without the metric is "
-        "not ranked")
-    keep_best_mode: str = free_flag("min", choices=("min", "max"), advanced=True,
-        help="whether the least or the greatest value of keep_best_metric is the best")
-    keep_steps: tuple[int, ...] = free_flag((), "beside keep_last_n: checkpoints of these steps", minimum=1)
-    keep_ranges: str = free_flag("", parse=parse_ranges,
-        help="beside keep_last_n: checkpoints in ranges of steps: 1-1000:100,20000- keeps the multiples of "
-        "100 up to step 1000, and all from step 20000 on")
+    keep_last_n: int = flag(0, min=0)
+    """Keep the newest N checkpoints, and delete the others when a new one is complete; 0 keeps
+    all."""
+    keep_every: int = flag(0, min=0, needs="keep_last_n")
+    """Also keep each checkpoint whose step is a multiple of this number."""
+    keep_best: int = flag(0, min=0, needs="keep_last_n")
+    """Also keep the N checkpoints with the lowest validation loss."""
+    keep_best_metric: str = flag("eval/loss", advanced=True, needs="keep_best")
+    """Metric of metrics.jsonl by which keep_best ranks checkpoints; a step without it is not
+    ranked."""
+    keep_best_mode: str = flag("min", choices="min max", advanced=True, needs="keep_best")
+    """Best value of keep_best_metric: the lowest (min) or the highest (max)."""
+    keep_steps: tuple[int, ...] = flag((), min=1, needs="keep_last_n")
+    """Also keep the checkpoints of these steps."""
+    keep_ranges: str = flag("", parse=parse_ranges, needs="keep_last_n")
+    """Also keep the checkpoints in ranges of steps: 1-1000:100,20000- keeps the multiples of 100
+    up to step 1000, and all from step 20000."""
 
     @property
     def ranks_evaluations(self) -> bool:
@@ -74,96 +89,143 @@ class KeepConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig(KeepConfig):
-    """Checkpoints: which ones a run saves and keeps, where, and from which one the run starts.
+    """Checkpoints: when they are saved, where, and which one a run starts from.
 
-    When to change: `checkpoint_interval` is the work that you can bear to lose. `keep_last_n` where the disk
-    is small, `keep_best` with validation. `ckpt_load_path` to start from another run's weights.
+    When to change: `checkpoint_interval` is the work that you can afford to lose. Set `keep_last_n`
+    on a small disk, `keep_best` with validation, `ckpt_load_path` to start from the weights of
+    another run.
     """
 
-    ckpt_save_path: str = free_flag("", form="path",
-        help="folder of checkpoints, from which a run goes on too (default: checkpoints/ in the run folder)")
-    ckpt_load_path: str = free_flag("", form="path", in_name=True,
-        help="checkpoint folder, or one step_<N> folder, to start from if ckpt_save_path holds no checkpoint")
-    resuming_dataset: bool = free_flag(True, in_name=True,
-        help="go on in the data where the run of ckpt_load_path stopped; False keeps only step and optimizer")
-    load_model_only: bool = free_flag(False, in_name=True,
-        help="load only the weights of ckpt_load_path; the run starts at step 0 with new optimizer and data")
-    resume: str = free_flag("auto", choices=("auto", "must", "never"),
-        help="auto goes on from the newest sound checkpoint, if any; must demands one; never starts afresh")
-    resume_step: int | None = free_flag(None, minimum=1,
-        help="go back to the checkpoint of this step and set later ones aside; the same command, given "
-        "again, goes on from the checkpoints that the command has made since")
-    export_interval: int = free_flag(0, minimum=0, part="exports",
-        help="number of steps between checkpoints that are exported too, to folders of Hugging Face in "
-        "exports/ of the run folder; the last step is exported too; 0 is off")
-    checkpoint_interval: int = free_flag(1000, minimum=0,
-        help="number of steps between checkpoints; the last step is saved too; 0 saves only the last step")
-    save_last: bool = free_flag(True, advanced=True, help="save the last step, unlike a benchmark")
-    checkpoint_schedule: str = free_flag("",
-        help="steps of checkpoints, not checkpoint_interval: 10@100,18@1000,1500 saves every 10 steps up to "
-        "step 100, then every 18 steps up to step 1000, then every 1500 steps")
-    async_checkpoint: bool = free_flag(True,
-        help="write checkpoints in the background; training waits only for the copy to host memory")
-    # fmt: on
+    ckpt_save_path: str = flag("", form="path")
+    """Folder of checkpoints, which the run saves and resumes from (default: checkpoints/ in the
+    run folder)."""
+    ckpt_load_path: str = flag("", form="path", in_name=True)
+    """Checkpoint folder, or one step_<N> folder, to start from if ckpt_save_path holds no
+    checkpoint."""
+    resuming_dataset: bool = flag(True, in_name=True, needs="ckpt_load_path")
+    """Resume the data where the run of ckpt_load_path stopped; False keeps only step and
+    optimizer; no effect with load_model_only."""
+    load_model_only: bool = flag(False, in_name=True)
+    """Load only the weights of ckpt_load_path; the run starts at step 0 with new optimizer and
+    data."""
+    resume: str = flag("auto", choices="auto must never")
+    """Resume from the newest valid checkpoint: auto if there is one, must requires one, never
+    starts from scratch."""
+    resume_step: int | None = flag(None, min=1)
+    """Go back to the checkpoint of this step, and rename later ones; the same command, given
+    again, resumes from the checkpoints that it has saved since."""
+    export_interval: int = flag(0, min=0)
+    """Steps between checkpoints that are also exported, to Hugging Face checkpoints in exports/ of
+    the run folder; the last step is exported too; 0 is off."""
+    checkpoint_interval: int = flag(1000, min=0)
+    """Steps between checkpoints; the last step is saved too; 0 saves only the last step; no effect
+    with checkpoint_schedule."""
+    save_last: bool = flag(True, advanced=True)
+    """Save the last step; benchmarks do not."""
+    checkpoint_schedule: str = flag("")
+    """Steps of checkpoints, instead of checkpoint_interval: 10@100,18@1000,1500 saves every 10
+    steps up to step 100, then every 18 steps up to step 1000, then every 1500 steps."""
+    async_checkpoint: bool = flag(True)
+    """Write checkpoints in the background; training waits only for the copy to host memory."""
+
+    def __post_init__(self) -> None:
+        if self.resume_step is not None and self.resume == "never":
+            raise UserError(
+                f"--resume_step={self.resume_step} and --resume=never cannot be used together; "
+                "remove --resume"
+            )
+        if self.load_model_only and not self.ckpt_load_path:
+            raise UserError(
+                "--load_model_only=True requires --ckpt_load_path; set it to the checkpoint"
+            )
+        interval = 0 if self.checkpoint_schedule else self.checkpoint_interval
+        if self.export_interval and (not interval or self.export_interval % interval):
+            scheduled = ", without --checkpoint_schedule" * bool(self.checkpoint_schedule)
+            raise UserError(
+                f"--export_interval={self.export_interval} must be a multiple of "
+                f"--checkpoint_interval={self.checkpoint_interval}{scheduled}; use "
+                f"--export_interval={interval or self.checkpoint_interval or 1000}"
+            )
 
 
-# fmt: off
 @dataclass(frozen=True)
 class LogConfig:
-    """The folder of a run, and the reports of a run.
+    """The run folder and its logs.
 
-    When to change: `run_name` for a name that you can remember. `report_interval` larger where a step
-    is short.
+    When to change: `run_name` for a name that you can remember. A larger `report_interval` if a
+    step is short.
     """
 
-    output_dir: str = free_flag("", form="path", help="the run folder (default: runs/<run_name>)")
-    run_name: str = free_flag("", form="folder name",
-        help="name of the run (default: the variant and a hash of the flags that are in the name)")
-    report_interval: int = free_flag(10, minimum=1,
-        help="number of steps between reports; the first and the last step always report")
-    print_interval: int = free_flag(0, minimum=0,
-        help="number of steps between bare lines of step and time, which wait for no device; 0 is off")
-    diagnostics: bool = free_flag(False, part="sensors",
-        help="report memory, shared memory, temperatures and clocks that the machine shows")
-    peak_tflops: float | None = free_flag(None, above=0, maximum=1e9, advanced=True,
-        help="dense TFLOP/s of one device at best, against which mfu counts (default: by the GPU's name)")
-    log_param_norm: bool = free_flag(False, help="report the norm of all parameters")
-    log_num_zeros: bool = free_flag(False, "report the number of zeros in the gradient", advanced=True)
-    log_all_ranks: bool = free_flag(False, "every rank writes log.rank<N>.txt, not only rank 0 log.txt")
-    trackers: tuple[str, ...] = free_flag(("tensorboard",),
-        choices=("none", "tensorboard", "wandb", "mlflow", "aim", "codecarbon"),
-        help="programs that also receive the metrics (docs/metrics.md); no tracker can stop a run")
-    tracker_project: str = free_flag("fms-fsdp", part="trackers",
-        help="name of the project or experiment under which trackers file the run")
-    tracker_entity: str = free_flag("", "team or account of wandb (default: the user's)", part="trackers")
-    tracker_metrics: tuple[str, ...] = free_flag((), advanced=True, parse=parse_named_interval,
-        help="names of the metrics that trackers receive, such as loss,lr,*_ms (default: all); *_ms@100 are "
-        "those of every hundredth step at most")
-    tensorboard_dir: str = free_flag("", form="path",
-        help="folder of TensorBoard's files (default: tensorboard/ in the run folder)")
-    tensorboard_queue_size: int = free_flag(1, minimum=1, maximum=10**6, advanced=True,
-        help="events in one write to TensorBoard's file; with 1 a killed run loses none; more for slow disks")
-    # fmt: on
+    output_dir: str = flag("", form="path")
+    """Run folder (default: runs/<run_name>)."""
+    run_name: str = flag("", form="folder name")
+    """Name of the run (default: the variant and a hash of the flags marked "in the name")."""
+    report_interval: int = flag(10, min=1)
+    """Steps between log lines and metrics; the first and the last step are always logged."""
+    print_interval: int = flag(0, min=0)
+    """Steps between short lines with step and time, which do not synchronize with the device; 0
+    is off."""
+    diagnostics: bool = flag(False)
+    """Log memory, shared memory, temperatures and clocks if the machine reports them."""
+    peak_tflops: float | None = flag(None, above=0, max=1e9, advanced=True)
+    """Peak dense TFLOP/s of one device, the reference of mfu (default: by the GPU's name)."""
+    log_param_norm: bool = flag(False)
+    """Log the norm of all parameters."""
+    log_num_zeros: bool = flag(False, advanced=True)
+    """Log the number of zeros in the gradient."""
+    log_all_ranks: bool = flag(False)
+    """Let each rank write log.rank<N>.txt, not only rank 0 log.txt."""
+    trackers: tuple[str, ...] = flag(
+        ("tensorboard",), choices="none tensorboard wandb mlflow aim codecarbon"
+    )
+    """Programs that also receive the metrics (docs/metrics.md); a failing tracker never stops a
+    run."""
+    tracker_project: str = flag("fms-fsdp")
+    """Name of the project or experiment under which trackers file the run."""
+    tracker_entity: str = flag("", needs="trackers=wandb")
+    """Team or account of wandb (default: the user's)."""
+    tracker_metrics: tuple[str, ...] = flag((), advanced=True, parse=parse_named_interval)
+    """Metrics that trackers receive, e.g. loss,lr,*_ms (default: all); *_ms@100 sends them at most
+    every 100 steps."""
+    tensorboard_dir: str = flag("", form="path", needs="trackers=tensorboard")
+    """Folder of TensorBoard files (default: tensorboard/ in the run folder)."""
+    tensorboard_queue_size: int = flag(
+        1, min=1, max=10**6, advanced=True, needs="trackers=tensorboard"
+    )
+    """Events per write to the TensorBoard file; with 1 a killed run loses none; set more for slow
+    disks."""
+
+    def __post_init__(self) -> None:
+        if "none" in self.trackers and len(self.trackers) > 1:
+            raise UserError(
+                f"--trackers={joined(self.trackers)} must not combine none with others; remove none"
+            )
 
 
-# fmt: off
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Traces of a few steps.
+    """Traces of a few steps; a running launch also writes one for a file PROFILE or SIGUSR2.
 
-    A running launch also writes one on demand: create the file PROFILE in the run folder, or send SIGUSR2.
-
-    When to change: a look at a few steps needs only `use_profiler`; memory and shapes make traces large.
+    When to change: set `use_profiler`; memory and shapes make traces large.
     """
 
-    use_profiler: bool = free_flag(False, help="write a profiler trace of some steps of this launch")
-    profiler_dir: str = free_flag("", "folder of traces (default: profile_traces/ of the run)", form="path")
-    profiler_ranks: tuple[int, ...] = free_flag((0,), "ranks that write traces; empty: all ranks", minimum=0)
-    profiler_wait: int = free_flag(3, "steps of this launch before the profiler warms up", minimum=0)
-    profiler_warmup: int = free_flag(2, "steps that the profiler does not record", minimum=0, advanced=True)
-    profiler_active: int = free_flag(3, minimum=1, help="number of steps that the profiler records")
-    profiler_shapes: bool = free_flag(True, advanced=True, help="record the shapes of operands")
-    profiler_stacks: bool = free_flag(False, "record Python stacks, which makes traces larger", advanced=True)
-    profiler_memory: bool = free_flag(False, advanced=True, help="record allocations")
-    memory_snapshot: bool = free_flag(False,
-        help="record the history of the GPU's memory in the profiler's steps, not only if memory runs out")
+    use_profiler: bool = flag(False)
+    """Write a profiler trace of a few steps of this launch."""
+    profiler_dir: str = flag("", form="path")
+    """Folder of traces (default: profile_traces/ in the run folder)."""
+    profiler_ranks: tuple[int, ...] = flag((0,), min=0)
+    """Ranks that write traces; empty is all ranks."""
+    profiler_wait: int = flag(3, min=0)
+    """Steps of this launch before the profiler warms up."""
+    profiler_warmup: int = flag(2, min=0, advanced=True)
+    """Steps of profiler warmup, which are not recorded."""
+    profiler_active: int = flag(3, min=1)
+    """Steps that the profiler records."""
+    profiler_shapes: bool = flag(True, advanced=True)
+    """Record the shapes of tensors."""
+    profiler_stacks: bool = flag(False, advanced=True)
+    """Record Python stacks, which makes traces larger."""
+    profiler_memory: bool = flag(False, advanced=True)
+    """Record allocations."""
+    memory_snapshot: bool = flag(False)
+    """Record the history of GPU memory during the profiled steps, not only if memory runs out."""

@@ -1,21 +1,26 @@
-"""The dtypes of a run: the flags, and the dtypes that follow from the flags on this hardware."""
+"""Flags of precision, and the dtypes that follow from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fms_fsdp.config.flag import announced_flag
+from fms_fsdp.config.flag import logged_flag
+from fms_fsdp.errors import UserError
 
 PRECISIONS = ("bf16", "fp32", "fp16", "bf16_pure", "bf16_mixed_sr", "float8")
 NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _DTYPES = {"bfloat16": "bf16", **dict.fromkeys(("float32", "float", "32"), "fp32")}
 _ALIASES = {
-    **dict.fromkeys(("bfloat16", "mixed", "bf16_mixed", "bf16-mixed", "mixed_precision"), "bf16"),
-    **dict.fromkeys(("float32", "float", "32", "32-true", "fp32_full"), "fp32"),
-    **dict.fromkeys(("float16", "half", "16-mixed", "fp16_mixed", "fp16-mixed"), "fp16"),
-    **dict.fromkeys(("bf16-true", "bf16_sr", "bf16sr", "pure_bf16", "bf16_full"), "bf16_pure"),
-    **dict.fromkeys(("mixed_precisionSR", "mixed_precision_sr", "bf16-mixed-sr"), "bf16_mixed_sr"),
-    **dict.fromkeys(("fp8", "8bit", "float8_e4m3"), "float8"),
+    alias: name
+    for name, aliases in {
+        "bf16": "bfloat16 mixed bf16_mixed bf16-mixed mixed_precision",
+        "fp32": "float32 float 32 32-true fp32_full",
+        "fp16": "float16 half 16-mixed fp16_mixed fp16-mixed",
+        "bf16_pure": "bf16-true bf16_sr bf16sr pure_bf16 bf16_full",
+        "bf16_mixed_sr": "mixed_precisionsr mixed_precision_sr bf16-mixed-sr",
+        "float8": "fp8 8bit float8_e4m3",
+    }.items()
+    for alias in aliases.split()
 }
 
 
@@ -23,10 +28,14 @@ _ALIASES = {
 class Precision:
     """The dtypes of a run; every field but the last three is a key of `NUM_BYTES`.
 
-    `compute`: products, activations and gathered weights. `weights`: the weights that the optimizer moves.
-    `gradients`: the sums over micro-steps. `reduce`: gradients between ranks. `state`: moments of AdamW.
-    `float8`: "" or how the products of blocks are scaled, "row" or "tensor". `rounded_copy`: whether the
-    weights of products are rounded by chance.
+    compute              matmuls, activations and gathered weights
+    weights              the weights that the optimizer updates
+    gradients            sums over gradient-accumulation steps
+    reduce               gradients between ranks
+    state                the moments of AdamW
+    stochastic_rounding  weights and moments in bf16 are rounded stochastically
+    float8               "", or the scaling of the matmuls of blocks: "row" or "tensor"
+    rounded_copy         matmuls use stochastically rounded copies of the weights
     """
 
     compute: str = "fp32"
@@ -40,85 +49,118 @@ class Precision:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the optimizer rounds weights or moments, as only the AdamW of extras/rounded.py can."""
+        """Whether the optimizer rounds weights or moments, which only the AdamW for bf16 can."""
         return "bf16" in (self.weights, self.state)
 
     @property
     def in_words(self) -> str:
-        """The dtypes in words, for the log."""
+        """A summary for the log."""
         if self == Precision(reduce=self.reduce):
             return "fp32"
         moments = f", {self.state} moments" if self.is_rounded else ""
         rounding = "" if self.stochastic_rounding or not self.is_rounded else ", rounded to nearest"
-        products = f"float8 products by {self.float8}, " if self.float8 else ""
-        master = "fp32 master" if self.weights == "fp32" else self.weights
-        copies = " on copies that are rounded by chance" if self.rounded_copy else ""
-        return f"{products}{self.compute} compute{copies}, {master} weights{moments}{rounding}"
+        float8 = f"float8 matmuls scaled by {self.float8}, " if self.float8 else ""
+        weights = "fp32 master" if self.weights == "fp32" else self.weights
+        copies = " on stochastically rounded copies" if self.rounded_copy else ""
+        return f"{float8}{self.compute} compute{copies}, {weights} weights{moments}{rounding}"
 
 
 FP32, BF16 = Precision(), Precision(compute="bf16")
 
 
-# fmt: off
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """In which numbers the model is kept and computed.
+    """The dtypes in which the model is stored and computed.
 
-    When to change: `precision=float8` on H100 and later, once bf16 is known to train well. `bf16_pure` where
-    memory is short. `fp16` on GPUs without bf16. docs/precision.md has what each costs.
+    When to change: `precision=float8` on H100 and later, once bf16 is known to train well.
+    `bf16_pure` if memory is short. `fp16` on GPUs without bf16. docs/precision.md explains the
+    costs.
     """
 
-    precision: str | None = announced_flag(None, choices=PRECISIONS, aliases=_ALIASES,
-        help="bf16 and fp16 compute in 16 bits and keep fp32 weights, bf16_mixed_sr is bf16 whose copies of "
-        "weights are rounded by chance, bf16_pure keeps bf16 weights, float8 "
-        "multiplies the matrices of blocks in 8 bits (default: bf16, or fp32 on hardware without bf16)")
-    mixed_precision: bool | None = announced_flag(None, "True is --precision=bf16, False is --precision=fp32")
-    param_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES, advanced=True,
-        help="dtype of the weights (default: fp32, for bf16_pure bf16)")
-    grad_accum_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES,
-        advanced=True, help="dtype of the sum of gradients over micro-steps (default: param_dtype)")
-    optimizer_state_dtype: str | None = announced_flag(None, choices=("fp32", "bf16"), aliases=_DTYPES,
-        advanced=True, help="dtype of the moments of AdamW (default: fp32, for bf16_pure bf16)")
-    reduce_dtype: str = announced_flag("fp32", choices=("fp32", "bf16"), aliases=_DTYPES, advanced=True,
-        help="dtype in which ranks add up gradients")
-    stochastic_rounding: bool = announced_flag(True, advanced=True, part="rounded",
-        help="round weights and moments in bf16 up or down by chance, so that small steps count on average")
-    float8_scaling: str = announced_flag("row", choices=("row", "tensor"), advanced=True, part="float8",
-        help="part of a matrix that shares one scale in float8")
-    loss_scale: float = announced_flag(0.0, minimum=0, maximum=2**64, advanced=True, part="loss_scale",
-        help="factor of the loss in fp16; 0 finds the factor in training")
-    loss_scale_window: int = announced_flag(1000, minimum=1, advanced=True, part="loss_scale",
-        help="number of steps without overflow after which the loss scale is doubled")
-    loss_scale_hysteresis: int = announced_flag(2, minimum=1, advanced=True, part="loss_scale",
-        help="number of overflows after which the loss scale is halved")
-    min_loss_scale: float = announced_flag(1.0, above=0, maximum=2**64, advanced=True, part="loss_scale",
-        help="an overflow at this loss scale ends the run")
-    # fmt: on
+    precision: str | None = logged_flag(None, choices=PRECISIONS, aliases=_ALIASES)
+    """Precision of training: bf16 and fp16 compute in 16 bits with fp32 weights, bf16_mixed_sr is
+    bf16 with stochastically rounded copies of the weights, bf16_pure has bf16 weights, float8
+    computes the matmuls of blocks in 8 bits (default: bf16, or fp32 on hardware without bf16)."""
+    mixed_precision: bool | None = logged_flag(None)
+    """Another name for --precision: True is bf16, False is fp32."""
+    param_dtype: str | None = logged_flag(None, choices="fp32 bf16", aliases=_DTYPES, advanced=True)
+    """Dtype of the weights (default: fp32; bf16 for bf16_pure)."""
+    grad_accum_dtype: str | None = logged_flag(
+        None, choices="fp32 bf16", aliases=_DTYPES, advanced=True
+    )
+    """Dtype of the gradients summed over gradient-accumulation steps (default: param_dtype)."""
+    optimizer_state_dtype: str | None = logged_flag(
+        None, choices="fp32 bf16", aliases=_DTYPES, advanced=True
+    )
+    """Dtype of the moments of AdamW (default: fp32; bf16 for bf16_pure)."""
+    reduce_dtype: str = logged_flag("fp32", choices="fp32 bf16", aliases=_DTYPES, advanced=True)
+    """Dtype in which ranks reduce gradients; no effect with --sharding_strategy=none."""
+    stochastic_rounding: bool = logged_flag(True, advanced=True)
+    """Round bf16 weights and moments stochastically, so that small updates count on average; no
+    effect on fp32."""
+    float8_scaling: str = logged_flag(
+        "row", choices="row tensor", advanced=True, needs="precision=float8"
+    )
+    """Part of a matrix that shares one scale in float8."""
+    loss_scale: float = logged_flag(0.0, min=0, max=2**64, advanced=True, needs="precision=fp16")
+    """Loss scale of fp16; 0 is dynamic."""
+    loss_scale_window: int = logged_flag(1000, min=1, advanced=True, needs="precision=fp16")
+    """Number of steps without overflow after which a dynamic loss scale is doubled."""
+    loss_scale_hysteresis: int = logged_flag(2, min=1, advanced=True, needs="precision=fp16")
+    """Number of overflows after which a dynamic loss scale is halved."""
+    min_loss_scale: float = logged_flag(
+        1.0, above=0, max=2**64, advanced=True, needs="precision=fp16"
+    )
+    """Minimum of a dynamic loss scale; an overflow at this scale ends the run."""
+
+    def __post_init__(self) -> None:
+        named = self.named
+        if self.alias is not None and self.precision not in (None, self.alias):
+            raise UserError(
+                f"--precision={named} and --mixed_precision={self.mixed_precision} "
+                f"(--precision={self.alias}) cannot be used together; remove --mixed_precision"
+            )
+        for name in ("param_dtype", "optimizer_state_dtype"):
+            if named == "bf16_pure" and getattr(self, name) == "fp32":
+                raise UserError(
+                    f"--{name}=fp32 is not supported with --precision=bf16_pure; remove --{name} "
+                    "or use --precision=bf16"
+                )
+        if self.param_dtype == "bf16" and named in ("fp32", "fp16", "bf16_mixed_sr"):
+            raise UserError(
+                f"--param_dtype=bf16 is not supported with --precision={named}; use "
+                "--precision=bf16"
+            )
+        if self.grad_accum_dtype == "bf16" and self.weights != "bf16":
+            raise UserError(
+                f"--grad_accum_dtype=bf16 requires bf16 weights, but they are {self.weights}; set "
+                "--param_dtype=bf16"
+            )
 
     @property
     def alias(self) -> str | None:
-        """The `precision` that `mixed_precision` names; None where `mixed_precision` is not given."""
+        """The `precision` that `mixed_precision` names, or None if it is not set."""
         return {True: "bf16", False: "fp32", None: None}[self.mixed_precision]
 
     @property
     def named(self) -> str | None:
-        """The `precision` that one of three flags names; None where the hardware decides."""
+        """The `precision` that one of three flags names; None if the hardware decides."""
         return self.precision or self.alias or ("bf16" if self.param_dtype == "bf16" else None)
 
     @property
     def weights(self) -> str:
-        """The dtype of the weights that the optimizer moves."""
+        """The dtype of the weights that the optimizer updates."""
         return self.param_dtype or ("bf16" if self.named == "bf16_pure" else "fp32")
 
     def resolve(self, name: str) -> Precision:
-        """The dtypes that the flags give where `precision` is `name`."""
-        pure = name == "bf16_pure"
+        """Returns the dtypes that the flags give if `precision` is `name`."""
+        is_pure = name == "bf16_pure"
         return Precision(
             compute=name if name in NUM_BYTES else "bf16",
             weights=self.weights,
             gradients=self.grad_accum_dtype or self.weights,
             reduce=self.reduce_dtype,
-            state=self.optimizer_state_dtype or ("bf16" if pure else "fp32"),
+            state=self.optimizer_state_dtype or ("bf16" if is_pure else "fp32"),
             stochastic_rounding=self.stochastic_rounding,
             float8=self.float8_scaling if name == "float8" else "",
             rounded_copy=name == "bf16_mixed_sr",

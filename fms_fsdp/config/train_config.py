@@ -1,4 +1,4 @@
-"""The configuration of a run with all its sections, and what follows from several of them."""
+"""The configuration of a run: frozen sections with one flat namespace of flags."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ import dataclasses
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
-from fms_fsdp.config.flag import build_config, flag_table, flag_values, non_defaults
+from fms_fsdp.config.data import DataConfig
+from fms_fsdp.config.flag import build_config, coerce, flag_table, non_defaults, only_one
 from fms_fsdp.config.model import ModelConfig
 from fms_fsdp.config.optim import OptimConfig
 from fms_fsdp.config.outputs import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
+from fms_fsdp.config.parallel import ParallelConfig
 from fms_fsdp.config.precision import PrecisionConfig
-from fms_fsdp.config.rule import judge
-from fms_fsdp.config.rules import CONTRADICTIONS
-from fms_fsdp.config.training import DataConfig, ParallelConfig, TrainingConfig
-from fms_fsdp.config.values import coerce
+from fms_fsdp.config.training import TrainingConfig
+from fms_fsdp.config.values import shown
+from fms_fsdp.errors import UserError
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All sections of a run. A function receives the section that it needs; few receive the whole."""
+    """All flags. `--seq_length` is `config.data.seq_length`; None means derived at startup.
+
+    Each section checks its own flags; checks over several sections are here. A function receives
+    the section that it needs.
+    """
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -38,21 +45,38 @@ class TrainConfig:
     profiler: ProfilerConfig = ProfilerConfig()
 
     def __post_init__(self) -> None:
-        judge(CONTRADICTIONS, self, flag_values(self))
+        only_one(self, "init_from_hf", "ckpt_load_path")
+        only_one(self, "rampup_batch_size", "dataset_builder")
+        for source in ("dataset_builder", "use_dummy_dataset"):  # which have no epochs
+            only_one(self, "eval_epochs", source)
+            if self.training.epochs() is not None:
+                only_one(self, "num_epochs", source)
+        segment, builder = self.parallel.recompute_segment, self.model.model_builder
+        if segment > 1 and builder:
+            raise UserError(
+                f"--recompute_segment={segment} is not supported with --model_builder={builder}: "
+                "your own model calls its blocks one by one; remove --recompute_segment"
+            )
+        keep, is_on = self.checkpoint, self.eval.eval_interval or self.eval.eval_epochs
+        if keep.keep_best and keep.ranks_evaluations and not is_on:
+            raise UserError(
+                f"--keep_best={keep.keep_best} requires validation losses, but evaluation is off "
+                "(--eval_interval=0); set --eval_interval, e.g. 1000"
+            )
 
     @cached_property
     def run_name(self) -> str:
-        """The given name, or `<variant>-<hash>` of the flags in the name that are not at their default."""
+        """`--run_name`, or `<variant>-<hash>` of the changed flags that name a run."""
         if self.log.run_name:
             return self.log.run_name
         table = flag_table(TrainConfig)
-        hashed = {name: value for name, value in non_defaults(self).items() if table[name].in_name}
-        digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:8]
+        named = {name: value for name, value in non_defaults(self).items() if table[name].in_name}
+        digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.model.name}-{digest}"
 
     @property
     def keep_name(self) -> str:
-        """The flag that lets this run go on where another flag changes the default run name."""
+        """The flag with which another batch size or precision continues the same run."""
         return f"--run_name={shlex.quote(self.run_name)}"
 
     @property
@@ -67,21 +91,51 @@ class TrainConfig:
 
 
 def as_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """The configuration by section, in JSON types, as `--config=FILE` reads a configuration."""
+    """Returns the flags by section in JSON types, as `--config=FILE` reads them."""
     plain: dict[str, dict[str, Any]] = json.loads(json.dumps(dataclasses.asdict(config)))
     return plain
 
 
 def from_dict(content: Mapping[str, Any]) -> TrainConfig:
-    """The configuration that `as_dict` wrote.
+    """Builds the config that `as_dict` returned, also in an earlier version of this program.
 
-    A flag that is missing has its default; an entry that is no flag is left out.
+    Missing flags have their defaults, and entries that are not flags are ignored.
 
     Raises:
-        UserError: a value does not fit its flag.
+        UserError: a value does not fit its flag, or a flag that was removed since has an effect.
     """
-    found: dict[str, Any] = {}
-    for name, row in flag_table(TrainConfig).items():
-        if name in content.get(row.section, {}):
-            found[name] = coerce(row, content[row.section][name])
-    return build_config(TrainConfig, found)
+    table, values = flag_table(TrainConfig), dict[str, Any]()
+    sections = {row.section for row in table.values()}
+    for section in sections & content.keys():
+        for name, value in content[section].items():
+            if name not in table:
+                check_removed(name, value)
+            elif table[name].section == section:
+                values[name] = coerce(table[name], value)
+    return build_config(TrainConfig, values)
+
+
+def check_removed(name: str, value: Any) -> bool:
+    """Returns whether `name` is a removed flag at its default, which has no effect.
+
+    Raises:
+        UserError: a removed flag has another value, and this program cannot do what it asked for.
+    """
+    names = other_names()
+    if name not in names["removed_defaults"]:
+        return False
+    if value != names["removed_defaults"][name]:
+        answer = by_name(names["removed"]["train"])[name]
+        raise UserError(f"--{name}={shown(str(value))} is not supported any more; {answer}")
+    return True
+
+
+@cache
+def other_names() -> dict[str, dict[str, Any]]:
+    """Returns the tables of other_names.toml: flags of other programs, and flags that were removed."""
+    return tomllib.loads((Path(__file__).parent / "other_names.toml").read_text())
+
+
+def by_name(answers: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Returns name -> answer of a table answer = [names]."""
+    return {name: answer for answer, names in answers.items() for name in names}

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fms_fsdp.config.batch import check_divides
-from fms_fsdp.data.order.permute import GOLDEN, MASK, mix64
+from fms_fsdp.data.permute import GOLDEN, MASK, mix64
 from fms_fsdp.errors import UserError
 
 IGNORED_LABEL = -100
@@ -57,7 +56,10 @@ def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[in
     """
     num_rows, rest = divmod(global_batch_size, dp_size)
     if rest:
-        check_divides(global_batch_size, dp_size)
+        raise UserError(
+            f"--global_batch_size={global_batch_size} must be divisible by {dp_size} (the "
+            f"data-parallel size); use {max(1, num_rows) * dp_size} or {(num_rows + 1) * dp_size}"
+        )
     return dp_rank * num_rows, (dp_rank + 1) * num_rows
 
 

@@ -6,20 +6,29 @@ shards: digest in their metadata ── checkpoint: digest in `resolved` ── 
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fms_fsdp.data.shards.files import Files
-from fms_fsdp.data.shards.manifest import open_root
-from fms_fsdp.data.tokenizer import KEPT_AS, ByteTokenizer, Tokenizer, load_tokenizer, parse_description
+from fms_fsdp.data.shards import Files
+from fms_fsdp.data.storage import Storage
+from fms_fsdp.data.tokenizer import (
+    KEPT_AS,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    parse_description,
+)
 from fms_fsdp.errors import UserError
 
 _DESCRIBED = "meta/tokenizer.json"
 _END_NAMED = "tokenizer_config.json"  # beside a tokenizer.json
+_SUMMARY = "meta/summary.json"
+_MAX_UNK_FRACTION = 1e-3  # of the tokens of a source
 _LARGEST_FILE = 1 << 28  # bytes of a tokenizer
 # what tokenizers cut in different ways
 _PROBES = (
@@ -75,7 +84,7 @@ def find_tokenizer(root: str) -> Tokenizer | None:
     Raises: UserError for a description that cannot be trusted.
     """
     try:
-        files = open_root(root)
+        files = Storage(root)
         data = _read_whole(files, _DESCRIBED)
     except (ValueError, OSError) as error:
         logger.debug("no tokenizer there: %s", error)
@@ -96,11 +105,35 @@ def find_tokenizer(root: str) -> Tokenizer | None:
         return None
 
 
+def unk_warning(source: str, fraction: float) -> str:
+    """Returns a warning if more than 0.1 % of the tokens of a source are `<unk>`, else an empty text."""
+    if fraction <= _MAX_UNK_FRACTION:
+        return ""
+    found = f"{fraction:.2%} of the tokens of source {source} are <unk>"
+    return (
+        f"{found}: the tokenizer lacks characters of the text; prepare it with another --tokenizer"
+    )
+
+
+def unk_warnings(files: Files, sources: Iterable[str]) -> list[str]:
+    """Returns the warnings of `unk_warning` for sources whose `prepare` counted their `<unk>` tokens."""
+    try:
+        summary = json.loads(_read_whole(files, _SUMMARY))
+        fractions = {
+            name: float(summary[name]["unk_fraction"]) for name in sources if name in summary
+        }
+    except (ValueError, OSError, KeyError, TypeError, RecursionError):
+        return []  # not written by this program
+    return [text for name, each in fractions.items() if (text := unk_warning(name, each))]
+
+
 def _read_whole(files: Files, path: str) -> bytes:
     """Returns the content of a small file. Raises: UserError, OSError."""
-    size = files.size(path)
+    if path not in files.sizes:
+        raise FileNotFoundError(f"{files.root}/{path} does not exist")
+    size = files.sizes[path]
     if size > _LARGEST_FILE:
         raise UserError(
             f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore or remove the file"
         )
-    return files.pread(path, size, 0)
+    return files.read(path, size, 0)

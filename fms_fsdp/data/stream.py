@@ -1,72 +1,85 @@
-"""The data stream: step after step, this rank's rows of the global batch, prepared ahead by one thread.
+"""The data stream: this rank's sequences of each step, prepared ahead by a thread.
 
-    build_stream -> CorpusRows | SyntheticRows (pure: step -> rows) -> TokenStream (position, prefetch, state)
+    step ── Order.addresses ──> addresses ── SourceReader.window ──> documents ── read_sequence ──> Batch
 
-Invariant: the stream's only state is the step last consumed; what the thread has prepared ahead is never part
-of it. All ranks hold the same state. Nothing here communicates: a rank computes its rows from (dp_rank,
-dp_size) and the step.
+Invariant: the global batch t is a function of (names and counts of the shards, seed, phases, t). The
+only state is the last consumed step and the phases, identical on every rank; ranks do not
+communicate.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
 
 from fms_fsdp.config import DataConfig
-from fms_fsdp.data.batch import Batch, rows_of_rank
-from fms_fsdp.data.order.order import Consumption
-from fms_fsdp.data.rows import CorpusRows
-from fms_fsdp.data.shards.manifest import Corpus
-from fms_fsdp.errors import UserError
-from fms_fsdp.parts import load_part
+from fms_fsdp.config.formats import parse_skips
+from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
+from fms_fsdp.data.corpus import Corpus, changed_shard, check_shard
+from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
+from fms_fsdp.data.order import Address, History, Order, Phase, SourceOrder, fit_logical_shards
+from fms_fsdp.data.permute import ORDER_VERSION
+from fms_fsdp.data.sequences import Columns, Lru, Segments, SourceReader
+from fms_fsdp.data.shards import Shard, ShardError, TokenError
+from fms_fsdp.errors import MissingInput, UserError
 
-if TYPE_CHECKING:
-    from fms_fsdp.extras.synthetic import SyntheticRows
+STEPS_AHEAD = 2  # that are prepared before they are requested
+SHARD_BYTES, WINDOW_BYTES = 16 << 20, 64 << 20  # of cached open shards and windows
+WEIGHTS_ONLY = (
+    "to take only the weights into a new run, set --ckpt_load_path=CHECKPOINT "
+    "--load_model_only=True and another --run_name"
+)
 
-STEPS_AHEAD = 2  # that are prepared before they are asked for
+logger = logging.getLogger(__name__)
+Consumption = dict[str, dict[str, float | int]]
 
 
 class Stream(Protocol):
-    """What the loop, the checkpoint and the reports need of the data: this rank's rows, step after step."""
+    """The data of this rank, step after step: the methods that the loop, checkpoints and reports use."""
 
     @property
     def last_step(self) -> int | None:
-        """The last step that the data allow; None: no end."""
+        """Returns the last step that the data allow; None without an end."""
 
     @property
     def num_masked_rows(self) -> int:
-        """Rows of this rank that could not be read and were masked, in this launch, up to the step last
-        consumed."""
+        """Returns how many sequences of this rank were unreadable and masked in this launch, up to
+        the last consumed step."""
 
     def next_batch(self) -> Batch:
-        """Returns the rows of the next step and counts it as consumed. Raises: UserError for bad data, at
-        its step."""
+        """Returns the sequences of the next step and counts the step as consumed.
+
+        Raises:
+            UserError: the data of the step cannot be used.
+        """
 
     def batch_at(self, step: int) -> Batch | None:
-        """Returns this rank's rows of any step >= 1, whatever has been consumed; None if the stream
+        """Returns this rank's sequences of any step >= 1, whatever was consumed; None if the stream
         cannot."""
 
     def documents(self, step: int, limit: int = 8) -> list[str]:
-        """Returns where the first `limit` pieces of the step's global batch come from, in words; [] if
-        nothing tells."""
+        """Returns file, document and token range of the first segments of the step's global batch;
+        [] if unknown."""
 
     def consumption(self) -> Consumption:
-        """Returns what each source has supplied up to the step last consumed; {} if the stream does not
-        count."""
+        """Returns what each source has supplied up to the last consumed step; {} if unknown."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what, with the step, resumes the stream: JSON values of a few KB, the same on every
-        rank."""
+        """Returns the values that, with the step, resume the stream: JSON of a few KB, identical on
+        every rank."""
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> list[str]:
-        """Continues after `step` with the flags of this run; returns what they change, a line each, to be
-        logged.
+        """Continues after `step` with the flags of this run; returns log lines on the changes.
 
-        Raises: UserError if the state is of other data.
+        Raises:
+            UserError: the state is of other data.
         """
 
     def begin_after(self, step: int) -> None:
@@ -76,34 +89,82 @@ class Stream(Protocol):
         """Ends threads and closes files."""
 
 
+@dataclass(eq=False)
 class TokenStream:
-    """The `Stream` of rows that are pure functions of the step, and of the history that a checkpoint keeps.
+    """This rank's sequences of a corpus, as a `Stream`.
 
-    `step` is the last step consumed (0 at first).
+    rampup      start, increment, samples and multiple of a ramp to the global batch
+    step        the last consumed step, 0 at first
+    last_step   the last step that --max_epochs allows, None without an end
     """
 
-    def __init__(self, rows: CorpusRows | SyntheticRows, *, dp_rank: int, dp_size: int) -> None:
-        self.rows = rows
-        self.step = 0
-        self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="data")  # starts its thread when it is used
-        self._ahead: deque[Future[Batch]] = deque()
+    section: DataConfig
+    corpus: Corpus
+    _: KW_ONLY
+    seed: int
+    vocab_size: int
+    global_batch_size: int
+    dp_rank: int
+    dp_size: int
+    rampup: tuple[int, ...] = ()
+    pin_memory: bool = False
 
-    @property
-    def last_step(self) -> int | None:
-        return self.rows.last_step
+    def __post_init__(self) -> None:
+        """Opens the stream before its first step.
+
+        Raises:
+            UserError: the batch does not divide over the ranks, or does not fit the corpus.
+        """
+        batch, sources = self.global_batch_size, self.corpus.sources
+        rows_of_rank(batch, self.dp_rank, self.dp_size)
+        if self.corpus.sep_token >= self.vocab_size:
+            raise UserError(
+                f"--sep_token={self.corpus.sep_token} must be below --vocab_size={self.vocab_size}; "
+                "correct one of them"
+            )
+        total = sum(source.num_tokens // self.section.seq_length for source in sources)
+        if total < batch:
+            raise UserError(
+                f"--global_batch_size={batch} must be at most {total}, the sequences of the corpus; "
+                "lower the batch or --seq_length, or add data"
+            )
+        quotas = slot_quotas({source.name: source.weight for source in sources})
+        self._wanted = Phase(0, batch, quotas, self.rampup)
+        self._skips = parse_skips("skip_steps", self.section.skip_steps)
+        self._shards = Lru(SHARD_BYTES, self._open_shard)
+        self._windows = Lru(WINDOW_BYTES, self._make_window)
+        self.readers: dict[str, SourceReader] = {}
+        self.open_sources(self.corpus)
+        self._masked: Counter[int] = Counter()  # sequences of this rank by step
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, "data")
+        self._ahead: deque[Future[Batch]] = deque()
+        self.begin_after(0)
+
+    def open_sources(self, corpus: Corpus) -> None:
+        """Makes sources readable; `inspect` also opens those that the flags no longer name."""
+        section = self.section
+        masks = section.document_mask, section.loss_on == "response"
+        for source in corpus.sources:
+            self.readers[source.name] = SourceReader(
+                source, corpus.storage, self._shards, corpus.sep_token, self.vocab_size, *masks
+            )
+
+    def begin_after(self, step: int) -> None:
+        """Makes step + 1 the first step of the data, none of which has been seen."""
+        self._continue(History([replace(self._wanted, after=step)]), {}, step)
 
     def next_batch(self) -> Batch:
-        """Returns the rows of step `step` + 1 and counts it as consumed; errors of the thread appear here, at
-        their step.
+        """Returns the sequences of the next step and counts the step as consumed.
 
-        Raises: ShardError naming file, document and step; UserError at the end that --max_epochs sets.
+        Raises:
+            UserError: the data of this step cannot be used, or --max_epochs ends before it.
         """
         if self.last_step is not None and self.step >= self.last_step:
             raise UserError(
-                f"max_epochs is reached after step {self.last_step} by source {self.rows.first_exhausted}; "
-                "lower --num_steps to that step, lower the source's weight or raise --max_epochs"
+                f"--max_epochs={self.section.max_epochs:g} ends with step {self.last_step} for source "
+                f"{self._exhausted}; set --num_steps={self.last_step}, lower the weight of the source, "
+                "or raise --max_epochs"
             )
         self._fill()
         batch = self._ahead[0].result()
@@ -113,44 +174,262 @@ class TokenStream:
         return batch
 
     def batch_at(self, step: int) -> Batch:
+        """Returns this rank's sequences of any step, whatever was consumed."""
         with self._lock:
-            return self.rows.batch(step, self._dp_rank, self._dp_size)
+            return self.batch(step, self.dp_rank, self.dp_size)
+
+    def batch(self, step: int, dp_rank: int, dp_size: int) -> Batch:
+        """Returns the sequences of a rank in the step's global batch.
+
+        Raises:
+            ShardError: a shard cannot be read; the text names the step.
+        """
+        size = self.order.history.phase(step).batch_at(step)
+        start, stop = rows_of_rank(size, dp_rank, dp_size)
+        batch = empty_batch(stop - start, self.section.seq_length, pin_memory=self.pin_memory)
+        columns = [tensor.numpy() for tensor in batch]
+        self._masked.pop(step, None)  # a step that is read twice counts once
+        for i, address in enumerate(self.order.addresses(step, start, stop)):
+            out = Columns(*(column[i] for column in columns))
+            try:
+                self.read(address, out)
+            except ShardError as error:
+                self._mask(error, step, address, out)
+        return batch
+
+    def read(self, address: Address, out: Columns) -> None:
+        """Writes one sequence into `out`.
+
+        Raises:
+            ShardError: a shard cannot be read.
+        """
+        name, _, epoch, window, position = address
+        self.reader(name).read_sequence(self._windows(name, epoch, window), position, out)
+
+    def segments(self, name: str, epoch: int, window: int) -> Segments:
+        """Returns the segments of a window, in the order of its sequences."""
+        order, section = self.order.sources[name], self.section
+        bestfit_to = section.seq_length if section.packing == "bestfit" else 0
+        key = order.document_key(epoch, window)
+        return self.reader(name).window(*order.ranges(epoch, window), key, bestfit_to)
+
+    def documents_of(self, address: Address) -> list[tuple[int, int, int, int]]:
+        """Returns (shard, document, start, stop) of the segments of a sequence, in order; `start`
+        and `stop` are tokens of the document."""
+        window = self.segments(address.source, address.epoch, address.window)
+        begin = address.position * self.section.seq_length
+        found, stop = [], begin + self.section.seq_length
+        for part in window[(window["end"] > begin) & (window["end"] - window["length"] < stop)]:
+            shift = int(part["start"] + part["length"] - part["end"])  # from window to document
+            first = max(begin + shift, int(part["start"]))
+            last = min(stop, int(part["end"])) + shift
+            found.append((int(part["shard"]), int(part["document"]), first, last))
+        return found
 
     def documents(self, step: int, limit: int = 8) -> list[str]:
+        """Returns file, document and token range of the first segments of the global batch; [] for
+        synthetic tokens."""
+        found: list[str] = []
         with self._lock:
-            return self.rows.documents(step, limit)
+            for address in () if self.section.use_dummy_dataset else self.order.addresses(step):
+                paths = self.reader(address.source).source.paths
+                try:
+                    for shard, document, start, stop in self.documents_of(address):
+                        found.append(f"{paths[shard]} document {document} [{start}, {stop})")
+                except ShardError:  # hidden by --on_missing=mask
+                    found.append(f"{address.source} sequence {address.n} (cannot be read)")
+                if len(found) >= limit:
+                    break
+        return found[:limit]
 
-    def consumption(self) -> Consumption:
-        return self.rows.consumption(self.step)
+    def consumption(self, step: int | None = None) -> Consumption:
+        """Returns epochs and trained tokens by source, removed sources included."""
+        step, history = self.step if step is None else step, self.order.history
+        sequences, found, size = history.consumed(step), Consumption(), self.section.seq_length
+        for name, n in sorted(history.position(step).items()):
+            epochs = n / self.order.sources[name].num_sequences
+            found[name] = {"epoch": epochs, "tokens": sequences[name] * size}
+        return found
+
+    def end_of_epochs(self, source: str, epochs: float, step: int) -> int:
+        """Returns the first step >= `step` by whose end a source (all together if "") has supplied
+        `epochs` epochs.
+
+        Raises:
+            UserError: there is no such source.
+        """
+        names = sorted(self._wanted.quotas)
+        if source not in ("", *names):
+            raise UserError(
+                f"--num_epochs={source}:{epochs:g} must name a source; use {', '.join(names)}"
+            )
+        return self._first_beyond([source] if source else names, epochs, step - 1, less=1)
+
+    def sources_without_labels(self) -> list[tuple[str, float]]:
+        """Returns the sources of which fewer than a hundredth of the tokens in four sequences are
+        labels, with that fraction: because of loss masks, or of shards that are masked."""
+        found, size = [], self.section.seq_length
+        out = Columns(*(column[0].numpy() for column in empty_batch(1, size)))
+        for name in self._wanted.quotas:
+            try:
+                is_suspect = self.reader(name).shard(0).has_masks
+            except ShardError:
+                is_suspect = True
+            if not is_suspect:
+                continue
+            total, labels = self.order.sources[name].num_sequences, 0
+            numbers = sorted({(2 * i + 1) * total // 8 for i in range(4)})
+            for n in numbers:
+                try:
+                    self.read(self.order.address(name, n), out)
+                    labels += int(np.count_nonzero(out.labels != IGNORED_LABEL))
+                except ShardError as error:
+                    if self.section.on_missing != "mask" or isinstance(error, TokenError):
+                        raise
+            if (fraction := labels / (len(numbers) * size)) < 0.01:
+                found.append((name, fraction))
+        return found
 
     @property
     def num_masked_rows(self) -> int:
-        return self.rows.num_masked_rows(self.step)
+        """Returns how many sequences of this rank were unreadable and masked, up to the last
+        consumed step."""
+        return sum(count for step, count in self._masked.items() if step <= self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.rows.state()
+        """Returns the values that, with step and shards, determine every step, as JSON."""
+        return {
+            "order_version": ORDER_VERSION,
+            "seed": self.seed,
+            "seq_length": self.section.seq_length,
+            "packing": self.section.packing,
+            "sep_token": self.corpus.sep_token,
+            "sources": dict(sorted(self._known.items())),
+            "phases": self.order.history.state(),
+        }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> list[str]:
-        self._drop_ahead()
-        changes = self.rows.load(state, step)
-        self.step = step
-        return changes
+        """Continues after `step` with the flags of this run; returns log lines on the changes.
 
-    def begin_after(self, step: int) -> None:
-        self._drop_ahead()
-        self.rows.begin_after(step)
-        self.step = step
+        Raises:
+            UserError: the state is of other data, or of another version of the data order.
+        """
+        mine, version = self.state_dict(), state.get("order_version", 1)
+        if version != ORDER_VERSION:
+            raise UserError(
+                f"the checkpoint has version {version} of the data order, but this program reads "
+                f"version {ORDER_VERSION}, so the run cannot resume; {WEIGHTS_ONLY}"
+            )
+        for name in ("seed", "seq_length", "packing", "sep_token"):
+            if state.get(name) != mine[name]:
+                raise UserError(
+                    f"--{name}={mine[name]} does not match the checkpoint ({state.get(name)}); set "
+                    f"--{name}={state.get(name)}, or {WEIGHTS_ONLY}"
+                )
+        self._check_sources(state["sources"], state["phases"][-1]["quotas"])
+        history = History([Phase(**phase) for phase in state["phases"]])
+        return self._continue(history, state["sources"], step)
 
     def close(self) -> None:
+        """Ends the thread and closes files."""
         self._drop_ahead()
         self._pool.shutdown()
-        self.rows.close()
+        self.corpus.storage.close()
 
     def __enter__(self) -> TokenStream:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+    def _continue(self, history: History, known: Mapping[str, list[Any]], step: int) -> list[str]:
+        """Applies the flags of this run after a step of a history; returns the changes.
+
+        New sources get their number of logical shards here; those of `known` keep it.
+        """
+        self._drop_ahead()
+        history, changes = history.extend(step, self._wanted, self._skips)
+        section, quotas = self.section, self._wanted.quotas
+        self._known, size = dict(known), section.seq_length
+        for source in self.corpus.sources:
+            if source.name in known:
+                shards = known[source.name][3]
+            else:
+                share, total = quotas[source.name] / NUM_SLOTS, source.num_tokens // size
+                shards = fit_logical_shards(total, share, section.logical_shards)
+            num_files, tokens, content = len(source.paths), source.num_tokens, source.fingerprint
+            self._known[source.name] = [source.digest, num_files, tokens, shards, content]
+        orders = {}
+        for name, (_, _, tokens, shards, _) in self._known.items():
+            orders[name] = SourceOrder(name, tokens, size, shards, self.seed)
+        self.order, self.step = Order(orders, history), step
+        self.last_step, self._exhausted = None, ""
+        if (limit := section.max_epochs) is not None:
+            ends = [(self._first_beyond([name], limit, step), name) for name in quotas]
+            beyond, self._exhausted = min(ends)
+            self.last_step = beyond - 1
+        return changes
+
+    def _first_beyond(self, names: list[str], epochs: float, step: int, less: int = 0) -> int:
+        """Returns the first step after `step` by whose end sources have together supplied more
+        sequences than `epochs` epochs have, minus `less`."""
+        total = sum(round(epochs * self.order.sources[name].num_sequences) for name in names)
+        return self.order.history.first_step_beyond(names, total - less, step)
+
+    def _check_sources(self, known: Mapping[str, list[Any]], last: Mapping[str, int]) -> None:
+        """Raises UserError if a source of the checkpoint has changed or is missing."""
+        for source in self.corpus.sources:
+            if source.name not in known:
+                continue
+            digest, shards, tokens, _, content = known[source.name]
+            if digest != source.digest:
+                raise UserError(
+                    f"source {source.name} has {len(source.paths)} shards with {source.num_tokens} "
+                    f"tokens, but {shards} with {tokens} in the checkpoint, or other names; restore "
+                    "its shards, make a source of new shards, or choose another --run_name"
+                )
+            if path := changed_shard(source.paths, content, source.fingerprint):
+                raise UserError(
+                    f"shard {path} has other content than in the checkpoint, with the same name and "
+                    f"counts; restore the shard, or {WEIGHTS_ONLY}"
+                )
+        lost = sorted(set(last) - {source.name for source in self.corpus.sources})
+        if lost and not self.section.datasets:
+            raise MissingInput(
+                f"source {lost[0]} of the checkpoint does not exist in {self.corpus.storage.root}; "
+                "restore it, or name the sources to continue with in --datasets"
+            )
+
+    def reader(self, name: str) -> SourceReader:
+        """Returns the reader of a source.
+
+        Raises:
+            UserError: the source is not open.
+        """
+        if name not in self.readers:
+            raise UserError(f"source {name} of this step is not open; add it to --datasets")
+        return self.readers[name]
+
+    def _open_shard(self, name: str, number: int) -> Shard:
+        reader = self.readers[name]
+        shard = reader.storage.open_shard(reader.source.paths[number], reader.source.delimiter)
+        check_shard(reader.source, number, shard, self.corpus.sep_token, self.vocab_size)
+        return shard
+
+    def _make_window(self, name: str, epoch: int, window: int) -> Segments:
+        return self.readers[name].compact(self.segments(name, epoch, window))
+
+    def _mask(self, error: ShardError, step: int, address: Address, out: Columns) -> None:
+        """Excludes a sequence that cannot be read from the loss, or raises its error with the step."""
+        where = f"{address.source} sequence {address.n}, step {step}"
+        if self.section.on_missing != "mask" or isinstance(error, TokenError):
+            raise type(error)(f"{error} [{where}]") from error
+        self._masked[step] += 1
+        logger.warning("sequence masked: %s [%s]", error, where)
+        out.tokens.fill(self.corpus.sep_token)
+        out.labels.fill(IGNORED_LABEL)
+        out.positions[:] = np.arange(len(out.positions))
+        out.document_ids.fill(0)
 
     def _fill(self) -> None:
         while len(self._ahead) < STEPS_AHEAD:
@@ -164,44 +443,21 @@ class TokenStream:
             future.cancel()
         for future in self._ahead:
             if not future.cancelled():
-                future.exception()  # waits; what it says concerns steps that are not wanted any more
+                future.exception()  # waits; the step is not wanted any more
         self._ahead.clear()
 
 
 def build_stream(
-    section: DataConfig,
-    corpus: Corpus | None,
-    *,
-    seed: int,
-    vocab_size: int,
-    global_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
-    rampup: tuple[int, ...] = (),
-    pin_memory: bool = False,
+    section: DataConfig, corpus: Corpus | None, *, seed: int, vocab_size: int, **settings: Any
 ) -> TokenStream:
-    """Returns the stream of this rank: of synthetic tokens if `corpus` is None.
+    """Returns the stream of this rank, on synthetic tokens if `corpus` is None; `settings` are those
+    of `TokenStream`.
 
-    `rampup`: start, increment and samples of a ramp to `global_batch_size`.
-
-    Raises: UserError if the batch cannot be shared out or is larger than the corpus, or for weights too
-    small.
+    Raises:
+        UserError: the batch does not divide over the ranks, or does not fit the corpus.
     """
-    rows_of_rank(global_batch_size, dp_rank, dp_size)
-    if corpus is not None and corpus.sep_token >= vocab_size:
-        raise UserError(
-            f"sep_token ({corpus.sep_token}) must be below vocab_size ({vocab_size}); correct one of the "
-            "two numbers"
-        )
-    make: Callable[..., CorpusRows | SyntheticRows] = (
-        load_part("synthetic:SyntheticRows") if corpus is None else partial(CorpusRows, corpus=corpus)
-    )
-    rows = make(
-        section,
-        seed=seed,
-        vocab_size=vocab_size,
-        global_batch_size=global_batch_size,
-        rampup=rampup,
-        pin_memory=pin_memory,
-    )
-    return TokenStream(rows, dp_rank=dp_rank, dp_size=dp_size)
+    if corpus is None:
+        from fms_fsdp.data.synthetic import synthetic_corpus
+
+        corpus = synthetic_corpus(vocab_size, seed)
+    return TokenStream(section, corpus, seed=seed, vocab_size=vocab_size, **settings)

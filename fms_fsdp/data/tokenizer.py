@@ -24,7 +24,6 @@ import numpy.typing as npt
 from fms_fsdp.atomic import write_atomically
 from fms_fsdp.config.values import shown
 from fms_fsdp.errors import MissingInput, UserError
-from fms_fsdp.parts import load_part
 from fms_fsdp.safe_names import safe_name, shown_name
 
 Tokens = npt.NDArray[Any]
@@ -58,7 +57,9 @@ def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
         content = json.loads(data)
         values = {spec.name: content[spec.name] for spec in fields(Vocabulary)}
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{told_by} is not what prepare wrote; restore or remove the file") from None
+        raise UserError(
+            f"{told_by} is not what prepare wrote; restore or remove the file"
+        ) from None
     vocabulary, kinds = Vocabulary(**values), {"size": int, "eos_id": int}
     for name, value in values.items():
         if not isinstance(value, kinds.get(name, str)) or (name == "kind" and value not in KEPT_AS):
@@ -86,6 +87,9 @@ class Tokenizer(Protocol):
     def token_id(self, token: str) -> int | None:
         """The id of the token that is named so; None where there is none."""
 
+    def unk_id(self) -> int | None:
+        """Returns the id that stands for text outside the vocabulary; None if there is none."""
+
     def save(self, folder: Path) -> None:
         """Writes `vocabulary.file_name` into the folder."""
 
@@ -109,6 +113,9 @@ class ByteTokenizer:
     def token_id(self, token: str) -> int | None:
         return {"<|begin_of_text|>": 256, "<|end_of_text|>": 257}.get(token)
 
+    def unk_id(self) -> int | None:
+        return None
+
     def save(self, folder: Path) -> None:
         """Nothing to save."""
 
@@ -128,11 +135,20 @@ class SentencePieceTokenizer:
         except (RuntimeError, UnicodeDecodeError) as error:
             text = shown(str(error))
             raise UserError(f"--tokenizer ({name}) is not a sentencepiece model: {text}") from error
-        eos = int(self._processor.piece_to_id(eos_token)) if eos_token else int(self._processor.eos_id())
+        eos = (
+            int(self._processor.piece_to_id(eos_token))
+            if eos_token
+            else int(self._processor.eos_id())
+        )
         if eos < 0 or (eos_token and self._processor.id_to_piece(eos) != eos_token):
             raise UserError(no_end_token(name, eos_token))
         self.vocabulary = Vocabulary(
-            "sentencepiece", size, eos, hashlib.sha256(model).hexdigest(), KEPT_AS["sentencepiece"], eos_token
+            "sentencepiece",
+            size,
+            eos,
+            hashlib.sha256(model).hexdigest(),
+            KEPT_AS["sentencepiece"],
+            eos_token,
         )
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
@@ -154,13 +170,19 @@ class SentencePieceTokenizer:
         number = int(self._processor.piece_to_id(token))
         return number if self._processor.id_to_piece(number) == token else None
 
+    def unk_id(self) -> int | None:
+        number = int(self._processor.unk_id())
+        return number if number >= 0 else None
+
     def save(self, folder: Path) -> None:
         write_atomically(folder / self.vocabulary.file_name, self._model, sync=True)
 
 
 def piece_bytes(piece: str) -> int:
     """UTF-8 bytes of a sentencepiece piece: a byte as <0x0A>, or text with U+2581 for a space."""
-    return 1 if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
+    return (
+        1 if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
+    )
 
 
 def no_end_token(name: str, eos_token: str) -> str:
@@ -200,8 +222,14 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
 def _open_tokenizer(path: Path, name: str, eos_token: str, digest: str) -> Tokenizer:
     """Returns the tokenizer of a file; `digest`: of that file and of the files beside it that count."""
     data = path.read_bytes()
-    is_sentencepiece = data.startswith(b"\n") and path.suffix != ".json"  # the mark of its first field
-    if not is_sentencepiece and (path.suffix == ".json" or load_part("byte_pairs").is_tiktoken(data)):
-        found: Tokenizer = load_part("hf_tokenizer:HuggingFaceTokenizer")(path, eos_token)
-        return found
+    is_sentencepiece = (
+        data.startswith(b"\n") and path.suffix != ".json"
+    )  # the mark of its first field
+    if not is_sentencepiece:
+        from fms_fsdp.extras.byte_pairs import is_tiktoken
+
+        if path.suffix == ".json" or is_tiktoken(data):
+            from fms_fsdp.extras.hf_tokenizer import HuggingFaceTokenizer
+
+            return HuggingFaceTokenizer(path, eos_token)
     return SentencePieceTokenizer(data, name, eos_token)

@@ -1,1 +1,1 @@
-"""Parts that a run has only if it chooses them; `fms_fsdp.parts` loads each by its name."""
+"""Optional components. The function that uses one imports it, so a default run imports none."""

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 from fms_fsdp.errors import UserError
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (
+    _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _O200K = (
@@ -48,10 +50,15 @@ _BY_RANKS = {
         128256,
         {128000: "<|begin_of_text|>", 128001: "<|end_of_text|>", 128009: "<|eot_id|>"},
     ),
-    151643: _Known("Qwen", _WORDS % r"\p{N}", 151646, {151643: "<|endoftext|>", 151645: "<|im_end|>"}),
+    151643: _Known(
+        "Qwen", _WORDS % r"\p{N}", 151646, {151643: "<|endoftext|>", 151645: "<|im_end|>"}
+    ),
     199998: _Known("o200k_base", _O200K, 200019, {199999: "<|endoftext|>"}),
     200000: _Known(
-        "Llama 4", _O200K, 202048, {200000: "<|begin_of_text|>", 200001: "<|end_of_text|>", 200008: "<|eot|>"}
+        "Llama 4",
+        _O200K,
+        202048,
+        {200000: "<|begin_of_text|>", 200001: "<|end_of_text|>", 200008: "<|eot|>"},
     ),
 }
 
@@ -83,10 +90,22 @@ def of_tiktoken(data: bytes, name: str) -> str:
     vocab |= zip(special.values(), special, strict=True)
     merges = list(map(list, pairs_of(vocab, special.keys())))
     model = {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True}
-    words = {"type": "Split", "pattern": {"Regex": known.words}, "behavior": "Isolated", "invert": False}
-    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    words = {
+        "type": "Split",
+        "pattern": {"Regex": known.words},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    by_bytes = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     cut = {"type": "Sequence", "pretokenizers": [words, by_bytes]}
-    return json.dumps(tokenizer_json(model, special, pre_tokenizer=cut, decoder=by_bytes), ensure_ascii=False)
+    return json.dumps(
+        tokenizer_json(model, special, pre_tokenizer=cut, decoder=by_bytes), ensure_ascii=False
+    )
 
 
 def tokenizer_json(model: dict[str, Any], special: dict[int, str], **parts: Any) -> dict[str, Any]:
@@ -98,8 +117,13 @@ def tokenizer_json(model: dict[str, Any], special: dict[int, str], **parts: Any)
     ]
     parts = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder")) | parts
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts, "model": model
-    }  # fmt: skip
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        **parts,
+        "model": model,
+    }
 
 
 def byte_characters() -> Iterator[str]:

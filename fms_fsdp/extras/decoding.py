@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fms_fsdp.distributed.dtensor import num_axes
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.sharded import is_distributed
 
 Module = TypeVar("Module", bound=nn.Module)
 _FEW = 64  # rows
@@ -41,7 +41,9 @@ class KeyValueCache:
         self.max_len, self.length = max_len, 0
         self.place: torch.Tensor | None = None
 
-    def append(self, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(
+        self, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes in new positions; returns the keys and values of all."""
         if self.place is not None:
             self._keys.index_copy_(2, self.place, k_BGSK)
@@ -67,7 +69,7 @@ class CachedReader:
         if compiled:
             max_len = min(model.config.max_seq_len, max(64, 1 << (max_len - 1).bit_length()))
         self._compiled = compiled
-        is_sharded = any(map(is_distributed, model.parameters()))
+        is_sharded = any(map(num_axes, model.parameters()))
         packs = not compiled and not is_sharded and _can_pack(model, room)
         self._twin = model if is_sharded else _twin(model, packs)
         self._first = self._twin if packs else model  # reads the prompt
@@ -91,7 +93,9 @@ class CachedReader:
         self._place.fill_(start)
         for cache in self._caches:
             cache.place = self._place
-        logits_B1V: torch.Tensor = self._twin(tokens_B1, positions_BS=self._place, caches=self._caches)
+        logits_B1V: torch.Tensor = self._twin(
+            tokens_B1, positions_BS=self._place, caches=self._caches
+        )
         for cache in self._caches:
             cache.length += 1
         return logits_B1V
@@ -132,7 +136,9 @@ class _Product:
             return product_of_few(input, weight, bias)
         if not self._packed.numel():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _USUAL_ROWS)
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, bias, "none", [], "")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            input, self._packed, bias, "none", [], ""
+        )
         return product
 
 

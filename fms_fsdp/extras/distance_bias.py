@@ -54,7 +54,9 @@ class DistanceBias(nn.Module):
         table = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         row_HJ = F.embedding(bucket_J, table).T
         bias = seen + row_HJ.unfold(1, num_keys, 1).flip(1)
-        return bias.to(self.bias_dtype or self.weight.dtype).contiguous()  # kernels want keys side by side
+        return bias.to(
+            self.bias_dtype or self.weight.dtype
+        ).contiguous()  # kernels want keys side by side
 
 
 def attend(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fms_fsdp.data.order.permute import derive_key, mix64
+from fms_fsdp.data.permute import derive_key, mix64
 
 _MASK = 0xFFFFFFFF
 
@@ -57,6 +57,8 @@ class Dropout(nn.Module):
         drawn = _mixed(keys_B ^ (self.place << 16))
         for dim, size in enumerate(x.shape[1:], 1):
             indices = self.parts[dim](size) if dim in self.parts else [range(size)]
-            index = torch.cat([torch.arange(r.start + 1, r.stop + 1, device=x.device) for r in indices])
+            index = torch.cat(
+                [torch.arange(r.start + 1, r.stop + 1, device=x.device) for r in indices]
+            )
             drawn = _mixed(drawn.unsqueeze(-1) ^ _mixed(index))
         return torch.where(drawn >= int(self.rate * 2**32), x * (1 / (1 - self.rate)), 0.0)

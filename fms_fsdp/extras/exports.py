@@ -7,21 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fms_fsdp.mesh import Mesh
-from fms_fsdp.runtime import log
-from fms_fsdp.state import Hook, Progress, StepResult
+from fms_fsdp.checkpoint.folders import describe_health, read_metadata
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import log
+from fms_fsdp.errors import UserError
+from fms_fsdp.state import TrainState
 
 _ROOT = str(Path(__file__).parents[2])  # where the package lies
 
 
-class Exporter(Hook):
+class Exporter:
     """Exports each checkpoint whose step is due, once it is complete, by `fms_fsdp export` in a process of
     its own that steps aside for the training. One at a time; a failure is a line in the log.
 
     A launch that ends before its run waits for none: what is under way is dropped, and leaves nothing.
     """
-
-    part = "checkpoint"
 
     def __init__(self, interval: int, checkpoints: Path, folder: Path, mesh: Mesh) -> None:
         self._interval, self._checkpoints, self._folder = interval, checkpoints, folder
@@ -29,16 +29,16 @@ class Exporter(Hook):
         self._due: list[int] = []
         self._running: tuple[int, subprocess.Popen[str]] | None = None
 
-    def after_step(self, progress: Progress, result: StepResult) -> None:
-        """Notes what is due, and begins an export whose checkpoint has become complete."""
-        if self._is_on and (progress.step % self._interval == 0 or progress.is_done):
-            self._due.append(progress.step)
+    def run_if_due(self, state: TrainState) -> None:
+        """Notes a due step, and begins an export whose checkpoint has become complete."""
+        if self._is_on and (state.step % self._interval == 0 or state.is_done):
+            self._due.append(state.step)
         if self._due or self._running:
             self._go_on()
 
-    def after_training(self, progress: Progress) -> None:
-        """Waits for what is due at the end of the run."""
-        while progress.is_done and (self._running or self._go_on()):
+    def finish(self) -> None:
+        """Completes the due exports at the end of the run."""
+        while self._running or self._go_on():
             assert self._running is not None
             self._running[1].wait()
             self._go_on()
@@ -61,11 +61,23 @@ class Exporter(Hook):
         ready = [step for step in self._due if (self._checkpoints / f"step_{step}").is_dir()]
         if self._running is None and ready:
             self._due.remove(ready[0])
+            folder = self._checkpoints / f"step_{ready[0]}"
+            try:
+                metadata = read_metadata(folder)
+            except UserError as error:  # e.g. deleted since
+                log.warning("step %d was not exported: %s", ready[0], error)
+                return self._go_on()
+            if not metadata.is_healthy:
+                log.warning("step %d was not exported: it %s", ready[0], describe_health(metadata))
+                return self._go_on()
             self._running = ready[0], self._begin(ready[0])
         return self._running is not None
 
     def _begin(self, step: int) -> subprocess.Popen[str]:
-        output, paths = self._folder / f"step_{step}", os.pathsep.join([_ROOT, *filter(None, sys.path)])
+        output, paths = (
+            self._folder / f"step_{step}",
+            os.pathsep.join([_ROOT, *filter(None, sys.path)]),
+        )
         command = [sys.executable, "-m", "fms_fsdp", "export", f"--path={self._checkpoints}"]
         process = subprocess.Popen(
             [*command, f"--step={step}", f"--output={output}"],
@@ -73,7 +85,8 @@ class Exporter(Hook):
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+            env=os.environ
+            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
             start_new_session=True,
         )
         os.setpriority(os.PRIO_PROCESS, process.pid, 10)

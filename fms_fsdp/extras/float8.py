@@ -35,7 +35,9 @@ _SMALLEST = 1e-30  # of what a scale stands for: a row of zeros gets a finite on
 _MULTIPLE = 16  # of sizes that the kernels of GPUs take
 
 
-def check_float8(config: LlamaConfig, precision: Precision, device: torch.device, tp: int = 1) -> None:
+def check_float8(
+    config: LlamaConfig, precision: Precision, device: torch.device, tp: int = 1
+) -> None:
     """Raises UserError for a GPU without the products of `precision`, and for matrices that they do not
     take, of which each of `tp` ranks has a part; nothing to do without float8."""
     if not precision.float8:
@@ -55,7 +57,10 @@ def check_float8(config: LlamaConfig, precision: Precision, device: torch.device
             )
     if device.type != "cuda":
         return
-    found, needed = torch.cuda.get_device_capability(device), (9, 0) if precision.float8 == "row" else (8, 9)
+    found, needed = (
+        torch.cuda.get_device_capability(device),
+        (9, 0) if precision.float8 == "row" else (8, 9),
+    )
     if found < needed:
         remedy = "--float8_scaling=tensor" if found >= (8, 9) else "--precision=bf16"
         raise UserError(
@@ -108,7 +113,9 @@ class _Float8Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dtype = _E4M3 if ctx.by_row else _E5M2
             weight_IO = weight_OI.to(x.dtype).t()
-            dx_NI = _product(grad_NO, weight_IO, dtype, ctx.by_row, fast=ctx.by_row, largest_b=largest)
+            dx_NI = _product(
+                grad_NO, weight_IO, dtype, ctx.by_row, fast=ctx.by_row, largest_b=largest
+            )
             dx = dx_NI.view(x.shape)
         if ctx.needs_input_grad[1]:
             dweight = product_in(weight_OI.dtype, grad_NO.t(), x.flatten(0, -2))
@@ -131,7 +138,10 @@ def _product(
     (seen with 2.13). `fast` lets a GPU sum with fewer bits; its kernels by row are slow without.
     """
     largest_b = _largest(b, by_row) if largest_b is None else largest_b
-    (a8, scale_a), (b8, scale_b) = _quantized(a, dtype, _largest(a, by_row)), _quantized(b, _E4M3, largest_b)
+    (a8, scale_a), (b8, scale_b) = (
+        _quantized(a, dtype, _largest(a, by_row)),
+        _quantized(b, _E4M3, largest_b),
+    )
     if by_row:
         scale_b = scale_b.t()
     if a.device.type == "cpu":

@@ -31,10 +31,14 @@ _SHAPES: dict[str, dict[str, Any]] = {
 _STRETCH = number(1, 1e6)
 # of rope_scaling and rope_parameters
 _ROPE_KINDS = {
-    "rope_type": TEXT, "factor": _STRETCH, "low_freq_factor": _STRETCH, "high_freq_factor": _STRETCH,
-    "original_max_position_embeddings": whole(1, 1 << 31), "rope_theta": THETA,
+    "rope_type": TEXT,
+    "factor": _STRETCH,
+    "low_freq_factor": _STRETCH,
+    "high_freq_factor": _STRETCH,
+    "original_max_position_embeddings": whole(1, 1 << 31),
+    "rope_theta": THETA,
     "partial_rotary_factor": SHARE,
-}  # fmt: skip
+}
 
 
 def read_shape(path: Path) -> LlamaConfig:
@@ -81,7 +85,9 @@ def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
     if kind == "granite":
         factor, head_dim = said["attention_multiplier"], shape["head_dim"]
         usual = (head_dim or shape["hidden_size"] // shape["num_attention_heads"]) ** -0.5
-        shape["attention_multiplier"] = 0.0 if math.isclose(factor, usual, rel_tol=1e-12) else float(factor)
+        shape["attention_multiplier"] = (
+            0.0 if math.isclose(factor, usual, rel_tol=1e-12) else float(factor)
+        )
     if kind == "gpt2":
         _check_gpt2(said)
     else:
@@ -123,9 +129,12 @@ def _refuse_others(kind: str, content: Mapping[str, Any]) -> None:
                 note_once(f"{name} ({value}) has no effect in a {kind}, as in transformers")
         elif name == "layer_types" and value is not None:
             if not isinstance(value, list) or any(each != "full_attention" for each in value):
-                raise UserError(f"layer_types ({quoted(value)}) must be full_attention alone in a {kind}")
+                raise UserError(
+                    f"layer_types ({quoted(value)}) must be full_attention alone in a {kind}"
+                )
         elif not any(
-            value == right and type(value) is type(right) for right in NEUTRAL.get(name, (None, False))
+            value == right and type(value) is type(right)
+            for right in NEUTRAL.get(name, (None, False))
         ):
             raise UserError(
                 f"{quoted(name)} ({quoted(value)}) must be left out; our models have no such field"
@@ -133,11 +142,15 @@ def _refuse_others(kind: str, content: Mapping[str, Any]) -> None:
 
 
 def _check_heads(shape: Mapping[str, Any]) -> None:
-    hidden, heads, kv_heads = (shape[name] for name in ("hidden_size", "num_attention_heads", "num_kv_heads"))
+    hidden, heads, kv_heads = (
+        shape[name] for name in ("hidden_size", "num_attention_heads", "num_kv_heads")
+    )
     if hidden % heads and not shape["head_dim"]:
         raise UserError(f"num_attention_heads ({heads}) must divide hidden_size ({hidden})")
     if heads % kv_heads:
-        raise UserError(f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})")
+        raise UserError(
+            f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})"
+        )
 
 
 def _biases(said: Mapping[str, Any]) -> bool:
@@ -159,10 +172,15 @@ def _window(kind: str, said: Mapping[str, Any]) -> int:
         read = "sliding_attention" if window else "full_attention"
         if types is not None and any(each != read for each in types):
             what = f"all layers have the window of {window}" if window else "no layer has a window"
-            note_once(f"layer_types has no effect in a mistral, as in its class of transformers: {what}")
+            note_once(
+                f"layer_types has no effect in a mistral, as in its class of transformers: {what}"
+            )
         return window or 0
     if kind in ("qwen2", "qwen3", "smollm3"):
-        layers, name = said["num_hidden_layers"], "use_sliding_window" if types is None else "layer_types"
+        layers, name = (
+            said["num_hidden_layers"],
+            "use_sliding_window" if types is None else "layer_types",
+        )
         if types is None:
             is_on = said["use_sliding_window"] and window is not None
             types = ["sliding_attention" if is_on else "full_attention"] * max(
@@ -180,11 +198,17 @@ def _window(kind: str, said: Mapping[str, Any]) -> int:
 
 def _rope_pattern(said: Mapping[str, Any]) -> str:
     """The shortest pattern of layers with positions (R) and without (N)."""
-    layers, marks, every = said["num_hidden_layers"], said["no_rope_layers"], said["no_rope_layer_interval"]
+    layers, marks, every = (
+        said["num_hidden_layers"],
+        said["no_rope_layers"],
+        said["no_rope_layer_interval"],
+    )
     if marks is None:
         marks = [int((layer + 1) % every != 0) for layer in range(layers)]
     if len(marks) < layers:
-        raise UserError(f"no_rope_layers ({len(marks)} layers) must name num_hidden_layers ({layers})")
+        raise UserError(
+            f"no_rope_layers ({len(marks)} layers) must name num_hidden_layers ({layers})"
+        )
     letters = "".join("R" if mark else "N" for mark in marks[:layers])
     for size in range(1, layers + 1):
         if (letters[:size] * layers)[:layers] == letters:
@@ -195,7 +219,9 @@ def _rope_pattern(said: Mapping[str, Any]) -> str:
 def _check_gpt2(said: Mapping[str, Any]) -> None:
     used, other = said["activation_function"], said["hidden_act"]
     if other is not None and GELUS[other] != GELUS[used]:
-        raise UserError(f"hidden_act ({other}) must be the same function as activation_function ({used})")
+        raise UserError(
+            f"hidden_act ({other}) must be the same function as activation_function ({used})"
+        )
     if said["embd_pdrop"] != said["resid_pdrop"]:
         one = f"--dropout has one value for both, {said['resid_pdrop']:g}"
         note_once(f"embd_pdrop ({said['embd_pdrop']:g}) is not resid_pdrop; in training {one}")
@@ -216,21 +242,29 @@ def _rope(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
             if name == "rope_type" and value not in ("default", "linear", "llama3"):
                 raise UserError(f"{table} of type {quoted(value)} must be linear or llama3")
             if found.setdefault(name, value) != value:
-                raise UserError(f"{table}.{name} ({value}) and ({found[name]}) disagree; leave one out")
+                raise UserError(
+                    f"{table}.{name} ({value}) and ({found[name]}) disagree; leave one out"
+                )
     names = ("rotary_emb_base", "rope_theta") if is_neox else ("rope_theta",)
     usual = 2_000_000.0 if kind == "smollm3" else 10_000.0
     theta = _agreed(found.get("rope_theta"), said, names, "rope_theta", usual)
     names = ("rotary_pct", "partial_rotary_factor") if is_neox else ("partial_rotary_factor",)
-    share = _agreed(found.get("partial_rotary_factor"), said, names, "rotary_pct", 0.25 if is_neox else 1.0)
+    share = _agreed(
+        found.get("partial_rotary_factor"), said, names, "rotary_pct", 0.25 if is_neox else 1.0
+    )
     if share != 1 and not is_neox:
-        raise UserError(f"partial_rotary_factor ({share}) must be left out; a {kind} rotates whole heads")
+        raise UserError(
+            f"partial_rotary_factor ({share}) must be left out; a {kind} rotates whole heads"
+        )
     scaling = _scaling(found, said["max_position_embeddings"])
     if scaling is not None and is_neox:
         raise UserError(f"rope_scaling of type {scaling.kind} must be left out of a {kind}")
     return {"rope_theta": float(theta), "rope_pct": float(share), "rope_scaling": scaling}
 
 
-def _agreed(used: Any, said: Mapping[str, Any], names: tuple[str, ...], what: str, usual: float) -> float:
+def _agreed(
+    used: Any, said: Mapping[str, Any], names: tuple[str, ...], what: str, usual: float
+) -> float:
     """Returns the value of the table of rope, else of the first of these fields, else `usual`; other fields
     must say the same."""
     first = "rope_parameters"
@@ -239,13 +273,18 @@ def _agreed(used: Any, said: Mapping[str, Any], names: tuple[str, ...], what: st
         used = said[first] if said[first] is not None else usual
     for name in names:
         if said[name] is not None and said[name] != used:
-            raise UserError(f"{name} ({said[name]}) and {first} ({what} {used}) disagree; leave one out")
+            raise UserError(
+                f"{name} ({said[name]}) and {first} ({what} {used}) disagree; leave one out"
+            )
     return float(used)
 
 
 def _scaling(found: Mapping[str, Any], positions: int) -> RopeScaling | None:
     kind = found.get("rope_type", "default")
-    needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}.get(kind, [])
+    needed = {
+        "linear": ["factor"],
+        "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
+    }.get(kind, [])
     for name in needed:
         if name not in found:
             raise UserError(f"{name} of rope_scaling is missing; type {kind} needs {name}")
@@ -264,7 +303,7 @@ def _scaling(found: Mapping[str, Any], positions: int) -> RopeScaling | None:
 def check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig) -> None:
     """Raises UserError where a run that begins with weights has another shape than the weights have."""
     table = flag_table(ModelConfig)
-    names = {spec.name for spec in fields(LlamaConfig) if table[spec.name].resume == "refused"}
+    names = {spec.name for spec in fields(LlamaConfig) if table[spec.name].resume == "fixed"}
     for name in sorted(names - {"z_loss", "vocab_multiple_of", "vocab_size"}):
         there, asked = getattr(weights, name), getattr(config, name)
         if there != asked:

@@ -25,7 +25,7 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.extras.decoding import CachedReader
 from fms_fsdp.extras.prompts import check_tokens
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.predict.room import available_memory
+from fms_fsdp.predict.devices import available_memory
 
 _LARGEST = 1e300  # a logit that is penalised
 _MANY = 16  # steps, for which another layout of the weights pays
@@ -43,7 +43,9 @@ class Sampling:
     repetition_penalty: float = 1.0
 
 
-def probabilities(logits_BV: torch.Tensor, seen_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def probabilities(
+    logits_BV: torch.Tensor, seen_BV: torch.Tensor, sampling: Sampling
+) -> torch.Tensor:
     """The distribution (B V, fp64) from which the next tokens are drawn; `seen_BV` marks the tokens of each
     row so far.
 
@@ -124,10 +126,12 @@ def generate(
         yield [token if drawn else None for token, drawn in zip(tokens, is_drawn, strict=True)]
         if stop + 1 >= max(ends):
             return
-        tokens_BS = torch.tensor([
-            [prompt[stop] if stop < len(prompt) else token]
-            for prompt, token in zip(prompts, tokens, strict=True)
-        ])  # fmt: skip
+        tokens_BS = torch.tensor(
+            [
+                [prompt[stop] if stop < len(prompt) else token]
+                for prompt, token in zip(prompts, tokens, strict=True)
+            ]
+        )
         seen_BV.scatter_(1, tokens_BS, True)
         stop += 1
 

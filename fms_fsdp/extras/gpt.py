@@ -30,7 +30,9 @@ class ScaleNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.expand(self.size).to(x.dtype)  # within, so that the product is rounded once
+        weight = self.weight.expand(self.size).to(
+            x.dtype
+        )  # within, so that the product is rounded once
         return F.rms_norm(x, self.size, weight, self.eps)
 
 
@@ -68,7 +70,10 @@ class PositionEmbed(Embed):
             self.positions = nn.Parameter(torch.zeros(config.max_seq_len, config.hidden_size))
 
     def forward(  # type: ignore[override]
-        self, tokens_BS: torch.Tensor, positions: slice | torch.Tensor, keys_B: torch.Tensor | None = None
+        self,
+        tokens_BS: torch.Tensor,
+        positions: slice | torch.Tensor,
+        keys_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x_BSD = self.look_up(tokens_BS, self.weight)
         if self.positions is not None:
@@ -81,7 +86,9 @@ class PositionEmbed(Embed):
 def waves(positions: torch.Tensor, size: int) -> torch.Tensor:
     """fp32 sines and cosines, in turns, of each position at size/2 frequencies from 1 to nearly 1/10,000:
     (… size)."""
-    freqs = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
+    freqs = 10_000.0 ** (
+        -torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
+    )
     angles = positions.unsqueeze(-1) * freqs
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
 

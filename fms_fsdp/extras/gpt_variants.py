@@ -9,7 +9,9 @@ from fms_fsdp.models.variants import LlamaConfig
 
 def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> LlamaConfig:
     """As GPT-2. Source: Radford et al. 2019."""
-    style: dict[str, Any] = dict(norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned")
+    style: dict[str, Any] = dict(
+        norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned"
+    )
     style |= dict(vocab_size=50257, vocab_multiple_of=128, tie_embeddings=True, max_seq_len=2048)
     return LlamaConfig(layers, hidden, 4 * hidden, heads, heads, **style | more)
 
@@ -19,7 +21,9 @@ def _neox(layers: int, hidden: int, heads: int, multiple: int = 128, **more: Any
 
     Source: Black et al. 2022, https://arxiv.org/abs/2204.06745.
     """
-    style: dict[str, Any] = dict(pos_emb="rope", rope_pct=0.25, parallel_residual=True, activation="gelu")
+    style: dict[str, Any] = dict(
+        pos_emb="rope", rope_pct=0.25, parallel_residual=True, activation="gelu"
+    )
     style |= dict(vocab_size=50277, vocab_multiple_of=multiple, tie_embeddings=False)
     return _gpt(layers, hidden, heads, **style | more)
 
@@ -35,7 +39,9 @@ VARIANTS: dict[str, LlamaConfig] = {
     "gpt3_6.7b": _gpt(32, 4096, 32),
     "gpt3_13b": _gpt(40, 5120, 40),  # the table's 5140 is no multiple of 40
     "gpt3_175b": _gpt(96, 12288, 96),
-    "tr1_13b": _gpt(40, 5120, 32),  # https://github.com/bigscience-workshop/bigscience, tr1-13B-base
+    "tr1_13b": _gpt(
+        40, 5120, 32
+    ),  # https://github.com/bigscience-workshop/bigscience, tr1-13B-base
     # https://github.com/EleutherAI/pythia
     "pythia_14m": _neox(6, 128, 4),
     "pythia_31m": _neox(6, 256, 8),

@@ -66,7 +66,9 @@ def _join_heads(config: LlamaConfig, weights: Sequence[torch.Tensor]) -> torch.T
     return torch.stack(heads, dim=1).flatten(0, 2)
 
 
-def _split_heads(config: LlamaConfig, whole: torch.Tensor, rows: Sequence[int]) -> Sequence[torch.Tensor]:
+def _split_heads(
+    config: LlamaConfig, whole: torch.Tensor, rows: Sequence[int]
+) -> Sequence[torch.Tensor]:
     if len(rows) == 1:
         return [whole]
     heads = whole.view(config.num_attention_heads, len(rows), -1, *whole.shape[1:])
@@ -117,7 +119,11 @@ _NEOX_INSIDE = {
     "mlp.dense_h_to_4h": "feed_forward.up_proj",
     "mlp.dense_4h_to_h": "feed_forward.down_proj",
 }
-_NEOX_OUTSIDE = {"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "head.norm", "embed_out": "head"}
+_NEOX_OUTSIDE = {
+    "gpt_neox.embed_in": "embed",
+    "gpt_neox.final_layer_norm": "head.norm",
+    "embed_out": "head",
+}
 ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}
 
 
@@ -144,46 +150,101 @@ _OLMO2_INSIDE = {name: ours for name, ours in _QWEN3_INSIDE.items() if "layernor
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 FAMILIES = (
     Family(
-        "Llama", "llama", lambda config: {"bias": (False, True)},
-        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
+        "Llama",
+        "llama",
+        lambda config: {"bias": (False, True)},
+        "model.layers",
+        _LLAMA_INSIDE,
+        _LLAMA_OUTSIDE,
+        AS_THEY_ARE,
     ),
     Family(
-        "Mistral", "mistral", lambda config: {"attn_window": (config.attn_window,)},
-        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
+        "Mistral",
+        "mistral",
+        lambda config: {"attn_window": (config.attn_window,)},
+        "model.layers",
+        _LLAMA_INSIDE,
+        _LLAMA_OUTSIDE,
+        AS_THEY_ARE,
     ),
     Family(
-        "Qwen3", "qwen3", lambda config: {"qk_norm": (True,)},
-        "model.layers", _QWEN3_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
+        "Qwen3",
+        "qwen3",
+        lambda config: {"qk_norm": (True,)},
+        "model.layers",
+        _QWEN3_INSIDE,
+        _LLAMA_OUTSIDE,
+        AS_THEY_ARE,
     ),
     Family(
-        "Qwen2", "qwen2", lambda config: {"qkv_bias": (True,)},
-        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
+        "Qwen2",
+        "qwen2",
+        lambda config: {"qkv_bias": (True,)},
+        "model.layers",
+        _LLAMA_INSIDE,
+        _LLAMA_OUTSIDE,
+        AS_THEY_ARE,
     ),
     Family(
-        "SmolLM3", "smollm3", lambda config: {"rope_pattern": (config.rope_pattern,)},
-        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
+        "SmolLM3",
+        "smollm3",
+        lambda config: {"rope_pattern": (config.rope_pattern,)},
+        "model.layers",
+        _LLAMA_INSIDE,
+        _LLAMA_OUTSIDE,
+        AS_THEY_ARE,
     ),
     Family(
-        "Granite", "granite",
-        lambda config: {"bias": (False, True)} | {name: (getattr(config, name),) for name in _FACTORS},
-        "model.layers", _LLAMA_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
+        "Granite",
+        "granite",
+        lambda config: (
+            {"bias": (False, True)} | {name: (getattr(config, name),) for name in _FACTORS}
+        ),
+        "model.layers",
+        _LLAMA_INSIDE,
+        _LLAMA_OUTSIDE,
+        AS_THEY_ARE,
     ),
     Family(
-        "Olmo2", "olmo2",
-        lambda config: {"norm_place": ("after",), "qk_norm": (True,), "qk_norm_wide": (True,),
-            "head_dim": (config.hidden_size // config.num_attention_heads,)},
-        "model.layers", _OLMO2_INSIDE, _LLAMA_OUTSIDE, AS_THEY_ARE,
+        "Olmo2",
+        "olmo2",
+        lambda config: {
+            "norm_place": ("after",),
+            "qk_norm": (True,),
+            "qk_norm_wide": (True,),
+            "head_dim": (config.hidden_size // config.num_attention_heads,),
+        },
+        "model.layers",
+        _OLMO2_INSIDE,
+        _LLAMA_OUTSIDE,
+        AS_THEY_ARE,
     ),
     Family(
-        "GPT2", "gpt2", lambda config: _plain(config) | {"pos_emb": ("learned",)},
-        "transformer.h", _GPT2_INSIDE, _GPT2_OUTSIDE, _INPUT_BY_OUTPUT,
+        "GPT2",
+        "gpt2",
+        lambda config: _plain(config) | {"pos_emb": ("learned",)},
+        "transformer.h",
+        _GPT2_INSIDE,
+        _GPT2_OUTSIDE,
+        _INPUT_BY_OUTPUT,
     ),
     Family(
-        "GPTNeoX", "gpt_neox", lambda config: _plain(config)
-        | {"rope_pct": (config.rope_pct,), "parallel_residual": (False, True), "rope_scaling": (None,)},
-        "gpt_neox.layers", _NEOX_INSIDE, _NEOX_OUTSIDE, _HEAD_BY_HEAD,
+        "GPTNeoX",
+        "gpt_neox",
+        lambda config: (
+            _plain(config)
+            | {
+                "rope_pct": (config.rope_pct,),
+                "parallel_residual": (False, True),
+                "rope_scaling": (None,),
+            }
+        ),
+        "gpt_neox.layers",
+        _NEOX_INSIDE,
+        _NEOX_OUTSIDE,
+        _HEAD_BY_HEAD,
     ),
-)  # fmt: skip
+)
 _OPTIONS = "norm pos_emb activation bias qk_norm attn_window attn_window_pattern parallel_residual rope_pct"
 _OPTIONS += " logit_softcap model_builder qkv_bias qk_norm_wide norm_place rope_pattern"
 _OPTIONS += " embedding_multiplier attention_multiplier residual_multiplier logits_scaling"
@@ -199,7 +260,9 @@ def find_family(config: LlamaConfig) -> Family:
     found, family = min(obstacles, key=lambda entry: len(entry[0]))
     if not found:
         return family
-    parts = [f"--{name} ({getattr(config, name)}) must be {wanted}" for name, wanted in found.items()]
+    parts = [
+        f"--{name} ({getattr(config, name)}) must be {wanted}" for name, wanted in found.items()
+    ]
     raise UserError(
         f"the model's {', '.join(parts)}: Hugging Face's {family.name}, the nearest class, has no other; "
         "the model cannot be exported"
@@ -240,7 +303,9 @@ def hf_weights(config: LlamaConfig) -> dict[str, HFWeight]:
                     inside[f"{family.layer}.{layer}.{their_module}.{kind}"] = weight
     first, *last = outside.items()
     in_order = [first, *inside.items(), *last]
-    return {name: each._replace(shape=each.made_of(ours.__getitem__).shape) for name, each in in_order}
+    return {
+        name: each._replace(shape=each.made_of(ours.__getitem__).shape) for name, each in in_order
+    }
 
 
 def _first_rows(config: LlamaConfig, name: str) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
@@ -248,7 +313,9 @@ def _first_rows(config: LlamaConfig, name: str) -> Callable[[Sequence[torch.Tens
     return lambda weights: weights[0][:rows]
 
 
-def hf_config(config: LlamaConfig, dtype: str, eos_id: Any, bos_id: int | None = None) -> dict[str, Any]:
+def hf_config(
+    config: LlamaConfig, dtype: str, eos_id: Any, bos_id: int | None = None
+) -> dict[str, Any]:
     """The content of config.json; its end token may be several."""
     family = find_family(config)
     head = "ForCausalLM" if family.name != "GPT2" else "LMHeadModel"
@@ -262,7 +329,9 @@ def hf_config(config: LlamaConfig, dtype: str, eos_id: Any, bos_id: int | None =
         "architectures": [family.name + head],
         "model_type": family.model_type,
         **fields,
-        **({"pad_token_id": None} if family.name in ("SmolLM3", "Olmo2") else {}),  # they have a default
+        **(
+            {"pad_token_id": None} if family.name in ("SmolLM3", "Olmo2") else {}
+        ),  # they have a default
         "bos_token_id": bos_id,  # the class's own default would be 1
         "eos_token_id": eos_id,
         "torch_dtype": dtype,
@@ -288,7 +357,9 @@ def _other_fields(config: LlamaConfig, family: Family) -> dict[str, Any]:
         "mlp_bias": config.bias,
         "embd_pdrop": config.dropout,
     }
-    fields["activation_function" if family.name == "GPT2" else "hidden_act"] = ACTIVATIONS[config.activation]
+    fields["activation_function" if family.name == "GPT2" else "hidden_act"] = ACTIVATIONS[
+        config.activation
+    ]
     fields["rope_scaling"] = None if scaling is None else rope
     fields["rope_parameters"] = {**rope, "rope_theta": config.rope_theta}
     fields["rope_theta"] = fields["rotary_emb_base"] = config.rope_theta

@@ -39,7 +39,12 @@ THETA, SHARE, DROPPED, EPS = number(1, 1e30), number(0.01, 1), number(0, 0.999),
 FACTOR = number(1e-6, 1e6)
 SILU, OFF = ("silu", "swish"), or_none(one_of(False))
 # theirs → ours; those of a pair are the same function
-GELUS = {"gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+GELUS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 GELUS |= {"gelu_python_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu2": "relu2"}
 
 _OF_ALL = {
@@ -57,15 +62,20 @@ _SIZES = {
     "num_hidden_layers": Field(LAYERS, ..., "num_layers"),
     "num_attention_heads": Field(WIDTH, ..., "num_attention_heads"),
 }
-_GROUPED = _OF_ALL | _ROTARY | _SIZES | {
-    "num_key_value_heads": Field(or_none(WIDTH), None, "num_kv_heads"),
-    "head_dim": Field(or_none(whole(1, 65536)), None, "head_dim"),
-    "hidden_act": Field(one_of(*SILU), "silu"),
-    "rms_norm_eps": Field(EPS, 1e-6, "norm_eps"),
-    "attention_dropout": Field(or_none(DROPPED), 0.0, "attn_dropout"),
-    "attention_bias": Field(or_none(FLAG), False),
-    "mlp_bias": Field(or_none(FLAG), False),
-}  # fmt: skip
+_GROUPED = (
+    _OF_ALL
+    | _ROTARY
+    | _SIZES
+    | {
+        "num_key_value_heads": Field(or_none(WIDTH), None, "num_kv_heads"),
+        "head_dim": Field(or_none(whole(1, 65536)), None, "head_dim"),
+        "hidden_act": Field(one_of(*SILU), "silu"),
+        "rms_norm_eps": Field(EPS, 1e-6, "norm_eps"),
+        "attention_dropout": Field(or_none(DROPPED), 0.0, "attn_dropout"),
+        "attention_bias": Field(or_none(FLAG), False),
+        "mlp_bias": Field(or_none(FLAG), False),
+    }
+)
 
 
 def _grouped(vocabulary: int, inner: int, positions: int, **more: Field) -> dict[str, Field]:
@@ -78,45 +88,63 @@ def _grouped(vocabulary: int, inner: int, positions: int, **more: Field) -> dict
 
 
 _QWEN = _grouped(
-    151936, 22016, 32768,
+    151936,
+    22016,
+    32768,
     num_key_value_heads=Field(or_none(WIDTH), 32, "num_kv_heads"),
-    use_sliding_window=Field(FLAG, False), sliding_window=Field(WINDOW, 4096),
-    max_window_layers=Field(whole(0, 1 << 31), 28), layer_types=Field(or_none(list_of(TEXT))),
-    attention_bias=Field(OFF), mlp_bias=Field(OFF),
-)  # fmt: skip
+    use_sliding_window=Field(FLAG, False),
+    sliding_window=Field(WINDOW, 4096),
+    max_window_layers=Field(whole(0, 1 << 31), 28),
+    layer_types=Field(or_none(list_of(TEXT))),
+    attention_bias=Field(OFF),
+    mlp_bias=Field(OFF),
+)
 TYPES: dict[str, dict[str, Field]] = {
     "llama": _grouped(32000, 11008, 2048),
     "mistral": _grouped(
-        32000, 14336, 131072,
+        32000,
+        14336,
+        131072,
         num_key_value_heads=Field(or_none(WIDTH), 8, "num_kv_heads"),
         sliding_window=Field(WINDOW, 4096),
         layer_types=Field(or_none(list_of(TEXT))),
-        attention_bias=Field(OFF), mlp_bias=Field(OFF),
+        attention_bias=Field(OFF),
+        mlp_bias=Field(OFF),
     ),
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": Field(whole(1, 65536), 128, "head_dim")},
     "smollm3": _grouped(
-        128256, 11008, 32768,
+        128256,
+        11008,
+        32768,
         num_key_value_heads=Field(or_none(WIDTH), 4, "num_kv_heads"),
         tie_word_embeddings=Field(FLAG, True, "tie_embeddings"),
-        use_sliding_window=Field(FLAG, False), sliding_window=Field(WINDOW),
+        use_sliding_window=Field(FLAG, False),
+        sliding_window=Field(WINDOW),
         layer_types=Field(or_none(list_of(TEXT))),
-        no_rope_layers=Field(or_none(list_of(whole(0, 1)))), no_rope_layer_interval=Field(LAYERS, 4),
+        no_rope_layers=Field(or_none(list_of(whole(0, 1)))),
+        no_rope_layer_interval=Field(LAYERS, 4),
         pretraining_tp=Field(or_none(whole(1, 1 << 20))),
     ),
     "granite": _grouped(
-        32000, 11008, 2048,
+        32000,
+        11008,
+        2048,
         embedding_multiplier=Field(FACTOR, 1.0, "embedding_multiplier"),
         attention_multiplier=Field(FACTOR, 1.0),
         residual_multiplier=Field(FACTOR, 1.0, "residual_multiplier"),
         logits_scaling=Field(FACTOR, 1.0, "logits_scaling"),
     ),
     "olmo2": _grouped(
-        50304, 11008, 2048,
+        50304,
+        11008,
+        2048,
         rms_norm_eps=Field(EPS, 1e-5, "norm_eps"),
-        attention_bias=Field(OFF), mlp_bias=Field(OFF),
+        attention_bias=Field(OFF),
+        mlp_bias=Field(OFF),
     ),
-    "gpt2": _OF_ALL | {
+    "gpt2": _OF_ALL
+    | {
         "tie_word_embeddings": Field(FLAG, True, "tie_embeddings"),
         "vocab_size": Field(VOCABULARY, 50257, "vocab_size"),
         "n_embd": Field(WIDTH, ..., "hidden_size", "hidden_size"),
@@ -131,7 +159,10 @@ TYPES: dict[str, dict[str, Field]] = {
         "embd_pdrop": Field(DROPPED, 0.1),
         "attn_pdrop": Field(DROPPED, 0.1, "attn_dropout"),
     },
-    "gpt_neox": _OF_ALL | _ROTARY | _SIZES | {
+    "gpt_neox": _OF_ALL
+    | _ROTARY
+    | _SIZES
+    | {
         "vocab_size": Field(VOCABULARY, 50432, "vocab_size"),
         "intermediate_size": Field(WIDTH, 24576, "ffn_hidden_size"),
         "max_position_embeddings": Field(POSITIONS, 2048, "max_seq_len"),
@@ -144,7 +175,7 @@ TYPES: dict[str, dict[str, Field]] = {
         "rotary_emb_base": Field(or_none(THETA)),
         "rotary_pct": Field(or_none(SHARE)),
     },
-}  # fmt: skip
+}
 # fields that change no result of a model: any value will do
 HARMLESS = set(
     # names, versions, classes and who made the file
@@ -171,7 +202,9 @@ HARMLESS = set(
 )
 # harmless with these values alone
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "pretraining_tp": (1, None), "scale_attn_weights": (True,), "pruned_heads": ({}, [], None),
-}  # fmt: skip
+    "pretraining_tp": (1, None),
+    "scale_attn_weights": (True,),
+    "pruned_heads": ({}, [], None),
+}
 # of other types: this type's class does not look at them, and a line says so
 NOT_READ = {"sliding_window": WINDOW, "max_window_layers": ANYTHING}

@@ -17,22 +17,29 @@ from pathlib import Path
 import torch
 
 from fms_fsdp.atomic import read_json
+from fms_fsdp.config.values import format_bytes
 from fms_fsdp.cpu_tuning import positive_number
 from fms_fsdp.data.kept_tokenizer import UsedTokenizer
 from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
+from fms_fsdp.distributed.dtensor import local_shard, shard_slices
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.extras.from_hf import read_shape
 from fms_fsdp.extras.hf import HFWeight, find_family, hf_weights
 from fms_fsdp.extras.typed_json import quoted
 from fms_fsdp.extras.weight_files import Weights, check_finite, open_weights
-from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.predict.room import available_memory
-from fms_fsdp.sharded import local_part, place_of
+from fms_fsdp.predict.devices import available_memory
 
-_IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".masked_bias")
+_IGNORED = (
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".masked_bias",
+)
 _HEADS = ("lm_head.", "embed_out.")
 _ROWS_AT_A_TIME = 4096
 
@@ -64,7 +71,9 @@ def open_folder(path: Path, name: str = "path") -> HFFolder:
         for weight, made in check_names(shape, weights).items():
             there = weights[weight]()
             if there.shape != made.shape:
-                raise UserError(f"weight {weight} must be of {tuple(made.shape)}, not {tuple(there.shape)}")
+                raise UserError(
+                    f"weight {weight} must be of {tuple(made.shape)}, not {tuple(there.shape)}"
+                )
             if not there.dtype.is_floating_point or there.is_quantized:
                 raise UserError(f"weight {weight} must be of floating point, not {there.dtype}")
         if shape.tie_embeddings:
@@ -80,7 +89,9 @@ def _with_prefix(shape: LlamaConfig, weights: Weights) -> Weights:
     family = find_family(shape)
     prefix = family.layer.partition(".")[0] + "."
     if not any(name.startswith(prefix) for name in weights):
-        weights = {name if name.startswith(_HEADS) else prefix + name: weights[name] for name in weights}
+        weights = {
+            name if name.startswith(_HEADS) else prefix + name: weights[name] for name in weights
+        }
     if family.name == "GPTNeoX" and "embed_out.weight" not in weights:
         weights = {name.replace("lm_head.", "embed_out."): read for name, read in weights.items()}
     return weights
@@ -129,9 +140,13 @@ def _check_tied(shape: LlamaConfig, weights: Weights) -> None:
 
 def _check_table(shape: LlamaConfig) -> None:
     """Raises UserError where the memory does not hold the rotary table of all positions."""
-    needed = 4 * shape.max_seq_len * 2 * shape.rotary_dim * 4  # in fp32; four of it while it is made
-    if needed > (free := available_memory(torch.device("cpu"), positive_number("LOCAL_WORLD_SIZE", 1))):
-        rule = f"needs {needed / 2**30:.1f} GiB for its rotary table, and {free / 2**30:.1f} are free"
+    needed = (
+        4 * shape.max_seq_len * 2 * shape.rotary_dim * 4
+    )  # in fp32; four of it while it is made
+    if needed > (
+        free := available_memory(torch.device("cpu"), positive_number("LOCAL_WORLD_SIZE", 1))
+    ):
+        rule = f"needs {format_bytes(needed)} for its RoPE table, and {format_bytes(free)} are free"
         raise UserError(f"max_position_embeddings ({shape.max_seq_len}) {rule}")
 
 
@@ -166,13 +181,15 @@ def fill(model: Llama, folder: HFFolder) -> None:
         targets, whole = list(map(ours.__getitem__, made.ours)), folder.weights[name]()
         is_inside = made.ours[0].startswith("blocks.")
         rows = list(map(len, targets))
-        parts: Sequence[torch.Tensor] = packing.split(folder.shape, whole, rows) if is_inside else [whole]
+        parts: Sequence[torch.Tensor] = (
+            packing.split(folder.shape, whole, rows) if is_inside else [whole]
+        )
         for target, part in zip(targets, parts, strict=True):
             _fill_rows(target, part, model.config.vocab_size, name)
 
 
 def _fill_rows(target: torch.Tensor, part: torch.Tensor, vocab_size: int, name: str) -> None:
-    local, (rows, *columns) = local_part(target), place_of(target)
+    local, (rows, *columns) = local_shard(target), shard_slices(target)
     first, known = rows.start, min(len(part), rows.stop)
     local[: max(0, known - first)] = part[(slice(first, known), *columns)]
     check_finite(name, local[: max(0, known - first)])
@@ -195,7 +212,9 @@ def hf_tokenizer(path: Path, name: str) -> UsedTokenizer:
     with suppress(UserError):
         if (found := find_hf_tokenizer(path)) is not None:
             return UsedTokenizer(name, found.vocabulary.digest, lambda: found)
-    note_once(f"no tokenizer in {path} can be read here: whether the data have the same is not checked")
+    note_once(
+        f"no tokenizer in {path} can be read here: whether the data have the same is not checked"
+    )
     return UsedTokenizer(name, "", lambda: None)
 
 

@@ -18,7 +18,15 @@ from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.extras.byte_pairs import of_tiktoken
 from fms_fsdp.extras.typed_json import TEXT, or_none, parse_table, read_table, whole
 
-_END_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+_END_NAMES = (
+    "</s>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<eos>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "[SEP]",
+)
 _LARGEST_ID = 1 << 24
 # what a folder of Hugging Face says of its texts
 TOKENIZER_FILES = tuple(
@@ -34,7 +42,9 @@ class HuggingFaceTokenizer:
     Needs the package `tokenizers`."""
 
     def __init__(self, path: Path, eos_token: str = "") -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs one process per core already
+        os.environ.setdefault(
+            "TOKENIZERS_PARALLELISM", "false"
+        )  # prepare runs one process per core already
         try:
             import tokenizers
         except ImportError:
@@ -52,7 +62,9 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
         except UserError:
             raise
-        except BaseException as error:  # the package raises bare Exceptions, and panics that are none
+        except (
+            BaseException
+        ) as error:  # the package raises bare Exceptions, and panics that are none
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise UserError(f"--tokenizer ({path}) cannot be read: {shown(str(error))}") from error
@@ -69,7 +81,9 @@ class HuggingFaceTokenizer:
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         size = 1 + whole(0, _LARGEST_ID).check(f"--tokenizer ({path}): the largest id", largest)
         digest = hashlib.sha256(self._content).hexdigest()
-        self.vocabulary = Vocabulary("huggingface", size, eos, digest, KEPT_AS["huggingface"], eos_token)
+        self.vocabulary = Vocabulary(
+            "huggingface", size, eos, digest, KEPT_AS["huggingface"], eos_token
+        )
 
     @staticmethod
     def _end_names(path: Path, eos_token: str) -> Sequence[str]:
@@ -101,6 +115,14 @@ class HuggingFaceTokenizer:
     def token_id(self, token: str) -> int | None:
         number: int | None = self._tokenizer.token_to_id(token)
         return number
+
+    def unk_id(self) -> int | None:
+        model = json.loads(self._content)["model"]
+        if model.get("type") == "Unigram":
+            number: int | None = model.get("unk_id")
+            return number
+        name = model.get("unk_token")
+        return self.token_id(name) if isinstance(name, str) else None
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / self.vocabulary.file_name, self._content, sync=True)

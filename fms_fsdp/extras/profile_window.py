@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fms_fsdp.config import ProfilerConfig
-from fms_fsdp.runtime import log
+from fms_fsdp.distributed.runtime import log
 
 _WRITTEN = (
     "trace %s; its times: python -m fms_fsdp trace --path=%s\n"
@@ -20,7 +21,9 @@ _WRITTEN = (
 class ProfileWindow:
     """The steps that are profiled, from the next one on."""
 
-    def __init__(self, section: ProfilerConfig, folder: Path, device: torch.device, rank: int) -> None:
+    def __init__(
+        self, section: ProfilerConfig, folder: Path, device: torch.device, rank: int
+    ) -> None:
         self._section, self._folder, self._device, self._rank = section, folder, device, rank
         warmup, active = section.profiler_warmup, section.profiler_active
         self._left = warmup + active
@@ -57,7 +60,7 @@ class ProfileWindow:
         by = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = window.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=70)
         path.with_name(path.name.replace("pt.trace.json", "summary.txt")).write_text(table)
-        log.info(_WRITTEN, path, path)
+        log.info(_WRITTEN, path, shlex.quote(str(path)))
 
 
 def dump_memory(folder: Path, rank: int) -> None:

@@ -29,7 +29,9 @@ def read_lines(path: Path, name: str) -> list[str]:
     try:
         lines = path.read_bytes().decode().split("\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"{name} ({path}) must be UTF-8: {error.reason} at byte {error.start}") from None
+        raise UserError(
+            f"{name} ({path}) must be UTF-8: {error.reason} at byte {error.start}"
+        ) from None
     return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
@@ -67,7 +69,9 @@ def check_tokens(ids: Iterable[Sequence[int]], vocab_size: int) -> None:
     """Raises UserError where a text has a token that a model of so many does not have."""
     if (largest := max(map(max, filter(None, ids)), default=0)) >= vocab_size:
         rule = f"has token {largest}, and the model has {vocab_size}"
-        raise UserError(f"the tokenizer of the model {rule}: tokenizer and model do not belong together")
+        raise UserError(
+            f"the tokenizer of the model {rule}: tokenizer and model do not belong together"
+        )
 
 
 def scan_prompts(section: EvalConfig, data: DataConfig, model: LlamaConfig) -> Prompts:

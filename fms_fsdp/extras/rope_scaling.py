@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fms_fsdp.config.values import exact_number
+from fms_fsdp.config.values import parse_number
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.variants import RopeScaling
 
@@ -14,9 +14,13 @@ def parse_scaling(text: str) -> RopeScaling | None:
         UserError: not such a text.
     """
     kind, *numbers = text.split(":")
-    values = [float(exact_number(number) or 0) for number in numbers]
+    values = [float(parse_number(number) or 0) for number in numbers]
     lengths = {"linear": (1,), "llama3": (1, 4)}.get(kind, ())
-    if len(values) not in lengths or min(values) < 1 or (len(values) == 4 and values[1] >= values[2]):
+    if (
+        len(values) not in lengths
+        or min(values) < 1
+        or (len(values) == 4 and values[1] >= values[2])
+    ):
         raise UserError(
             f"--rope_scaling ({text}) must be linear:FACTOR or llama3:FACTOR[:LOW:HIGH:LENGTH], of numbers "
             "from 1 on, LOW below HIGH; write the flag so"

@@ -21,7 +21,9 @@ def find_sensors(device: torch.device, sys_folder: Path = Path("/sys")) -> dict[
     """The sensors of this process, of its GPU by NVML, and of the node's CPUs: the hottest one, and the clock
     of the first core."""
     names = sys_folder.glob("class/hwmon/hwmon*/name")
-    chips = [path.with_name("temp1_input") for path in names if path.read_text().strip() in _CPU_CHIPS]
+    chips = [
+        path.with_name("temp1_input") for path in names if path.read_text().strip() in _CPU_CHIPS
+    ]
     clock = sys_folder / "devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"
     sensors: dict[str, Sensor] = {
         "shm_gib": lambda: shutil.disk_usage("/dev/shm").used / 2**30,  # noqa: S108 - it is only looked at

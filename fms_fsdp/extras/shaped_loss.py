@@ -15,7 +15,12 @@ from fms_fsdp.models.loss import Rows, Scale
 
 
 def shaped_softmax_(
-    logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: Scale = 1.0, *, z_loss: float, softcap: float
+    logits_CV: torch.Tensor,
+    index_C1: torch.Tensor,
+    scale: Scale = 1.0,
+    *,
+    z_loss: float,
+    softcap: float,
 ) -> Rows:
     """The gradient of each row at its label, its loss and, with `z_loss`, its z-loss; turns the logits into
     their gradients elsewhere, times `scale`, in place.

@@ -17,22 +17,22 @@ Source: Hinton et al. 2015, https://arxiv.org/abs/1503.02531, for T².
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
 from fms_fsdp.checkpoint.folders import Checkpoint
+from fms_fsdp.checkpoint.io import load_checkpoint
 from fms_fsdp.config import NUM_BYTES, Precision, TrainConfig
-from fms_fsdp.config.rule import Rule, judge
 from fms_fsdp.data.batch import IGNORED_LABEL
-from fms_fsdp.data.shards.manifest import Corpus
+from fms_fsdp.data.corpus import Corpus
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf_folder import hf_tokenizer, is_hf_folder, load_weights, open_folder
-from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.chunks import chunk_rows
 from fms_fsdp.models.llama import Llama, Losses
 from fms_fsdp.models.loss import Rows, Scale, empty_rows
@@ -40,23 +40,12 @@ from fms_fsdp.models.masks import compiled
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.fsdp import free_gathered
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.parts import load_part
-from fms_fsdp.predict.memory import MemoryEstimate, estimate_memory
-from fms_fsdp.runtime import log
-from fms_fsdp.spec.origin import check_tokenizer, trained_with
-from fms_fsdp.spec.resolve import Spec
+from fms_fsdp.predict.memory import Memory, Step, minimum_memory
+from fms_fsdp.run.resume import check_tokenizer, checkpoint_tokenizer
+from fms_fsdp.state import RunConfig
 
 _FLAG = "--teacher_path"
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-TEACHER_RULES: tuple[Rule[Mapping[str, Any]], ...] = (
-    Rule("teacher_path", lambda known: known["tokens"] == known["vocab_size"],
-        "has {tokens} tokens and must have the model's {vocab_size}", "choose another teacher", "vocab_size"),
-    Rule("teacher_path", lambda known: known["positions"] >= known["seq_length"],
-        "learned {positions} positions, fewer than --seq_length ({seq_length})", "lower that", "seq_length"),
-    Rule("teacher_path", lambda known: not known["builder"],
-        "reads heads that --model_builder ({builder}) may not make", "leave one flag out", "model_builder"),
-)  # fmt: skip
 
 
 def _precision_of(run: Precision) -> Precision:
@@ -72,16 +61,24 @@ class Teacher:
     shape: LlamaConfig
     checkpoint: Checkpoint | None
 
-    def added_to(self, need: MemoryEstimate, cfg: TrainConfig, run: Precision, tokens: int) -> MemoryEstimate:
-        """What a rank needs with the teacher: its share of the weights, and its largest unit beside that of
-        the model. A step of so many tokens also holds what enters the teacher's head, and a chunk of its
-        logits; what `distilled_` makes of it, where that is not compiled, is left out."""
-        own, number, size = _precision_of(run), NUM_BYTES[run.compute], self.shape.vocab_size
-        sizes = estimate_memory(self.shape, need.dims, cfg.parallel, precision=own, optimizer_bytes=0)
-        step = number * (tokens * self.shape.hidden_size + size * chunk_rows(tokens, size, need.device_type))
-        more = {"state": sizes.weights, "weights": sizes.weights, "unit": sizes.unit}
-        more |= {"loss": step, "beside": step, "on_device": step}
-        return replace(need, **{name: getattr(need, name) + extra for name, extra in more.items()})
+    def added_to(self, need: Memory, run: RunConfig) -> Memory:
+        """Returns the memory of a rank with the teacher: its weights, the weights that FSDP gathers of
+        it and, in a step, the input of its head and a chunk of its logits.
+
+        Excluded is what `distilled_` makes of the logits if it is not compiled.
+        """
+        precision, step, size = _precision_of(run.precision), Step.of(run), self.shape.vocab_size
+        shape = replace(step.shape, config=self.shape, precision=precision)
+        own = minimum_memory(replace(step, shape=shape), 0)
+        tokens = step.micro_batch * run.seq_length
+        chunk = size * chunk_rows(tokens, size, run.device_type)
+        working = NUM_BYTES[precision.compute] * (tokens * self.shape.hidden_size + chunk)
+        return replace(
+            need,
+            weights=need.weights + own.weights,
+            gathered=need.gathered + own.gathered,
+            working=need.working + working * bool(need.working),  # not in a minimum
+        )
 
 
 def find_teacher(cfg: TrainConfig, model: LlamaConfig, corpus: Corpus | None) -> Teacher:
@@ -96,33 +93,43 @@ def find_teacher(cfg: TrainConfig, model: LlamaConfig, corpus: Corpus | None) ->
     if is_hf_folder(folder):
         shape, used = open_folder(folder, _FLAG).shape, hf_tokenizer(folder, f"{_FLAG} ({path})")
     else:
-        checkpoint = load_part("trained_run", folder="tools").find_checkpoint(path, None, _FLAG)
-        shape, used = checkpoint.saved.record.model, trained_with(checkpoint)
+        from fms_fsdp.tools.trained_run import find_checkpoint
+
+        checkpoint = find_checkpoint(path, None, _FLAG)
+        shape, used = checkpoint.metadata.run.model, checkpoint_tokenizer(checkpoint)
     length = shape.max_seq_len if shape.pos_emb == "learned" else model.max_seq_len
-    builder = model.model_builder or shape.model_builder
-    known = {"teacher_path": path, "positions": length, "seq_length": cfg.data.seq_length, "builder": builder}
-    known |= {"tokens": shape.vocab_size, "vocab_size": model.vocab_size}
-    judge(TEACHER_RULES, known, known)
+    if shape.vocab_size != model.vocab_size:
+        raise UserError(
+            f"{_FLAG}={path} must have the model's vocabulary of {model.vocab_size} tokens, not "
+            f"{shape.vocab_size}; choose another teacher"
+        )
+    if length < cfg.data.seq_length:
+        raise UserError(
+            f"{_FLAG}={path} has learned {length} positions, fewer than "
+            f"--seq_length={cfg.data.seq_length}; set --seq_length={length} or less"
+        )
+    if builder := model.model_builder or shape.model_builder:
+        raise UserError(
+            f"{_FLAG} cannot be used with --model_builder={builder}, whose head it may not know; "
+            f"remove {_FLAG if model.model_builder else 'it, or choose another teacher'}"
+        )
     check_tokenizer(cfg, corpus, used, "choose a teacher of the tokenizer of the data")
     return Teacher(path, replace(shape, max_seq_len=length, attn_impl=model.attn_impl), checkpoint)
 
 
-def attach(found: Teacher, spec: Spec, model: Llama, mesh: Mesh) -> None:
+def attach(found: Teacher, run: RunConfig, device: torch.device, model: Llama, mesh: Mesh) -> None:
     """Builds the teacher, loads its weights, and lets each step of the model learn from it (collective: every
     rank).
 
     Raises:
         UserError: the weights are damaged.
     """
-    own, cfg, checkpoint = _precision_of(spec.precision), spec.config, found.checkpoint
-    teacher = parallelize(found.shape, cfg.parallel, mesh, device=spec.device, precision=own, seed=0)
-    try:
-        if checkpoint is None:
-            load_weights(Path(found.path).expanduser(), teacher, mesh, _FLAG)
-        else:
-            load_checkpoint(checkpoint, teacher, None, mesh)
-    except DamagedCheckpoint as error:
-        raise UserError(f"{_FLAG} ({found.path}) must be sound: {error}; choose another") from error
+    own, cfg, checkpoint = _precision_of(run.precision), run.config, found.checkpoint
+    teacher = parallelize(found.shape, cfg.parallel, mesh, device=device, precision=own, seed=0)
+    if checkpoint is None:
+        load_weights(Path(found.path).expanduser(), teacher, mesh, _FLAG)
+    else:
+        load_checkpoint(checkpoint.folder, teacher, None, is_alone=mesh.size("world") == 1)
     log.info("the teacher is %s", found.path if checkpoint is None else checkpoint.folder)
     teach(model, teacher, cfg.training.teacher_weight, cfg.training.teacher_temperature)
 
@@ -143,7 +150,9 @@ def teach(model: Llama, teacher: Llama, *how: float) -> None:
             with torch.no_grad():
                 entered.append(teacher(*inputs[:4]))
 
-    def loss(h_BSD: torch.Tensor, weight_VD: torch.Tensor, labels_BS: torch.Tensor, **more: Any) -> Losses:
+    def loss(
+        h_BSD: torch.Tensor, weight_VD: torch.Tensor, labels_BS: torch.Tensor, **more: Any
+    ) -> Losses:
         if entered:
             theirs_BSD, head_VD = entered.pop()
             theirs_BSD.masked_fill_((labels_BS == IGNORED_LABEL).unsqueeze(-1), 0)
@@ -155,14 +164,20 @@ def teach(model: Llama, teacher: Llama, *how: float) -> None:
     teacher.requires_grad_(False).eval()
     teacher.head.loss = lambda h_BSD, weight_VD, labels_BS, **more: (h_BSD, weight_VD)
     model.head.loss = loss
-    model.register_forward_pre_hook(listen, prepend=True)  # before FSDP gathers weights of the model
+    model.register_forward_pre_hook(
+        listen, prepend=True
+    )  # before FSDP gathers weights of the model
 
 
-def lesson(theirs_ND: torch.Tensor, head_VD: torch.Tensor, cap: float, *how: float) -> Callable[..., Rows]:
+def lesson(
+    theirs_ND: torch.Tensor, head_VD: torch.Tensor, cap: float, *how: float
+) -> Callable[..., Rows]:
     """The softmax that learns what a teacher predicts for the rows of a pass, whose loss calls it chunk by
     chunk in their order. `cap`: of the teacher's logits; `how`: w and T."""
 
-    def softmax_(logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: Scale, **shape: Any) -> Rows:
+    def softmax_(
+        logits_CV: torch.Tensor, index_C1: torch.Tensor, scale: Scale, **shape: Any
+    ) -> Rows:
         nonlocal theirs_ND
         h_CD, theirs_ND = theirs_ND[: len(logits_CV)], theirs_ND[len(logits_CV) :]
         theirs_CV = torch.mm(h_CD, head_VD.T, out=empty_rows(h_CD, len(h_CD), len(head_VD)))
@@ -176,7 +191,13 @@ def lesson(theirs_ND: torch.Tensor, head_VD: torch.Tensor, cap: float, *how: flo
 
 
 def distilled_(
-    ours: Pair, theirs: Pair, scale: Scale, weight: float, temperature: float, z_loss: float, softcap: float
+    ours: Pair,
+    theirs: Pair,
+    scale: Scale,
+    weight: float,
+    temperature: float,
+    z_loss: float,
+    softcap: float,
 ) -> Rows:
     """The gradient of each row at its label, its loss, its z-loss if there is one, and T² KL; turns our
     logits into their gradients elsewhere, times `scale`, in place. Each pair: logits_CV, and those at the

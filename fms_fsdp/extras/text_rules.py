@@ -14,13 +14,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.data.shards.counts import META
-from fms_fsdp.data.shards.manifest import SUFFIX, open_root
-from fms_fsdp.data.shards.shard import Shard
+from fms_fsdp.data.corpus import SUFFIX
+from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf_tokenizer import token_text
-from fms_fsdp.extras.typed_json import ANYTHING, FLAG, TABLE, TEXT, list_of, or_none, read_table, whole
+from fms_fsdp.extras.typed_json import (
+    ANYTHING,
+    FLAG,
+    TABLE,
+    TEXT,
+    list_of,
+    or_none,
+    read_table,
+    whole,
+)
 
 _ID = whole(-1, 1 << 31)  # -1: none
 _IDS = or_none(list_of(_ID))
@@ -54,7 +62,11 @@ def rules_of_folder(folder: Path, tokenizer: Tokenizer | None) -> TextRules:
     for name in ("bos", "eos"):
         is_added = or_none(FLAG).of(said, f"add_{name}_token") and tokenizer is not None
         token = token_text(said.get(f"{name}_token"), f"{path}: {name}_token") if is_added else ""
-        number = tokenizer.token_id(token or _USUAL[name]) if is_added and tokenizer is not None else None
+        number = (
+            tokenizer.token_id(token or _USUAL[name])
+            if is_added and tokenizer is not None
+            else None
+        )
         around.append(() if number is None else (number,))
     return TextRules(around[0], around[1], ends)
 
@@ -102,14 +114,14 @@ def begin_token(root: str, tokenizer: Tokenizer) -> int | None:
     token, or if the token has no text, such as <s>; None where there is no such token, or no shard can be
     read."""
     try:
-        files = open_root(root)
-        shards = (path for path in files.walk("") if path.endswith(SUFFIX) and f"{META}/" not in path)
+        storage = Storage(root)
+        shards = (p for p in storage.sizes if p.endswith(SUFFIX) and not p.startswith("meta/"))
         first, says = set[int](), set[str]()
         for path in islice(shards, _SAMPLED_SHARDS):
-            shard = Shard(files, path, delimiter=0)
-            first |= set(shard.edge_tokens(_SAMPLED_DOCUMENTS, is_last=False))
+            shard = storage.open_shard(path)
+            first |= set(shard.first_tokens(_SAMPLED_DOCUMENTS))
             says.add(shard.metadata.get("has_bos", ""))
-        files.close()
+        storage.close()
     except (UserError, OSError):
         return None
     found = next(iter(first)) if len(first) == 1 else -1

@@ -29,7 +29,10 @@ def _keep_id(config: TrainConfig, tracker: str, value: str) -> None:
 def scalars(record: Record) -> dict[str, float]:
     """The numbers of a record under the names that trackers show; names of a report begin with `train/`."""
     named = numbers(record).items()
-    return {name if name.startswith(("eval/", "test/")) else f"train/{name}": value for name, value in named}
+    return {
+        name if name.startswith(("eval/", "test/")) else f"train/{name}": value
+        for name, value in named
+    }
 
 
 class Wandb:
@@ -65,7 +68,9 @@ class MLflow:
     def __init__(self, config: TrainConfig) -> None:
         import mlflow
 
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow 3 asks whether files are meant
+        os.environ.setdefault(
+            "MLFLOW_ALLOW_FILE_STORE", "true"
+        )  # mlflow 3 asks whether files are meant
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             mlflow.set_tracking_uri(Path(config.output_dir, "mlruns").absolute().as_uri())
         mlflow.set_experiment(config.log.tracker_project)

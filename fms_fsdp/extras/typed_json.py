@@ -27,7 +27,9 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         return parse_table(path.read_bytes(), str(path))
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; fetch the folder again") from None
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}; fetch the folder again"
+        ) from None
 
 
 def parse_table(data: bytes, name: str) -> dict[str, Any]:
@@ -37,7 +39,9 @@ def parse_table(data: bytes, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is no JSON: {shown(str(error))}; fetch the file again") from None
     if not isinstance(content, dict):
-        raise UserError(f"{name} must hold a table, not a {type(content).__name__}; fetch the file again")
+        raise UserError(
+            f"{name} must hold a table, not a {type(content).__name__}; fetch the file again"
+        )
     return content
 
 
@@ -95,7 +99,8 @@ def list_of(kind: Kind, most: int = 1 << 20) -> Kind:
     """A list of values of a kind."""
     words = f"a list, each {kind.words}"
     return Kind(
-        words, lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.fits, value))
+        words,
+        lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.fits, value)),
     )
 
 

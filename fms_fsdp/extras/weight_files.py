@@ -19,10 +19,17 @@ from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.extras.typed_json import TABLE, TEXT, list_of, parse_table, quoted, read_table, whole
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
     "I64": torch.int64,
-}  # fmt: skip
+}
 _LARGEST_HEADER = 100 << 20  # the format's own limit
 _PLACES = list_of(whole(0, 1 << 60))
 Weights = dict[str, Callable[[], torch.Tensor]]
@@ -47,7 +54,9 @@ def open_weights(folder: Path) -> Weights:
             continue
         if absent := [file for file in files if "/" in file or not (folder / file).is_file()]:
             missing = folder / quoted(absent[0])
-            raise UserError(f"{missing} is missing: the folder is not whole; fetch the folder again")
+            raise UserError(
+                f"{missing} is missing: the folder is not whole; fetch the folder again"
+            )
         found: Weights = {}
         for file in files:
             found |= read(folder / file)
@@ -85,7 +94,9 @@ def _read_safetensors(path: Path) -> Weights:
         header.pop("__metadata__", None)
         return {name: _reader(mapped, 8 + length, name, entry) for name, entry in header.items()}
     except UserError as error:
-        raise UserError(f"{path} is no whole safetensors file: {error}; fetch the file again") from None
+        raise UserError(
+            f"{path} is no whole safetensors file: {error}; fetch the file again"
+        ) from None
 
 
 def _reader(mapped: mmap.mmap, start: int, name: str, entry: Any) -> Callable[[], torch.Tensor]:
@@ -97,13 +108,17 @@ def _reader(mapped: mmap.mmap, start: int, name: str, entry: Any) -> Callable[[]
     if not begin <= end <= len(mapped) - start:
         raise UserError("the file ends before its tensors do")
     if code not in _DTYPES:  # it may be of no use to the model
-        return partial(_refuse, f"weight {quoted(name)} is of type {quoted(code)}, which cannot be read")
+        return partial(
+            _refuse, f"weight {quoted(name)} is of type {quoted(code)}, which cannot be read"
+        )
     dtype, count = _DTYPES[code], math.prod(shape)
     if end - begin != count * dtype.itemsize:
         raise UserError("the file ends before its tensors do")
     if not count:
         return partial(torch.empty, shape, dtype=dtype)
-    return lambda: torch.frombuffer(mapped, dtype=dtype, count=count, offset=start + begin).view(shape)
+    return lambda: torch.frombuffer(mapped, dtype=dtype, count=count, offset=start + begin).view(
+        shape
+    )
 
 
 def _refuse(text: str) -> NoReturn:
@@ -117,12 +132,18 @@ def _read_bin(path: Path) -> Weights:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         entries = {str(name): value for name, value in content.items()}
     except Exception as error:  # pickle's and zip's errors are of many kinds
-        raise UserError(f"{path} holds more than weights, or is not whole: {_line(error)}") from None
+        raise UserError(
+            f"{path} holds more than weights, or is not whole: {_line(error)}"
+        ) from None
     return {name: partial(_entry, quoted(name), value) for name, value in entries.items()}
 
 
 def _entry(name: str, value: Any) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout != torch.strided
+        or value.device.type != "cpu"
+    ):
         raise UserError(f"weight {name} must be a plain tensor")
     return value
 
@@ -131,4 +152,7 @@ def _line(error: Exception) -> str:
     return quoted(str(error).partition("\n")[0].partition(". ")[0])
 
 
-_FORMS = {"model.safetensors": _read_safetensors, "pytorch_model.bin": _read_bin}  # how files are named
+_FORMS = {
+    "model.safetensors": _read_safetensors,
+    "pytorch_model.bin": _read_bin,
+}  # how files are named

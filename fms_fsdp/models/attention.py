@@ -139,7 +139,9 @@ def explicit_attention(
     """Attention by explicit products; scores and softmax in fp32, whole (B H S S). `bias` is added to the
     scores; without one it is causal."""
     group = q_BHSK.shape[1] // k_BGSK.shape[1]
-    k_BHSK, v_BHSK = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k_BGSK, v_BGSK))
+    k_BHSK, v_BHSK = (
+        x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k_BGSK, v_BGSK)
+    )
     scores_BHSS = (q_BHSK @ k_BHSK.transpose(2, 3)).float() * (1 / math.sqrt(q_BHSK.shape[3]))
     if bias is None:
         position_S = torch.arange(q_BHSK.shape[2], device=q_BHSK.device)

@@ -53,7 +53,9 @@ def _norm(config: LlamaConfig, size: int) -> int:
 
 def _tables(config: LlamaConfig) -> int:
     learned, relative = config.max_seq_len * config.hidden_size, config.relative_buckets
-    return {"learned": learned, "relative": relative * config.num_attention_heads}.get(config.pos_emb, 0)
+    return {"learned": learned, "relative": relative * config.num_attention_heads}.get(
+        config.pos_emb, 0
+    )
 
 
 def _attention_sizes(config: LlamaConfig) -> tuple[int, int]:
@@ -75,7 +77,11 @@ def _counted(config: LlamaConfig) -> dict[str, int]:
     with torch.device("meta"):
         model = build_model(config)
     units = {"embed": model.embed, "block": model.blocks["0"], "head": model.head}
-    return {key: sum(map(torch.numel, part.parameters())) for key, part in units.items() if part is not None}
+    return {
+        key: sum(map(torch.numel, part.parameters()))
+        for key, part in units.items()
+        if part is not None
+    }
 
 
 def num_params(config: LlamaConfig) -> int:
@@ -97,7 +103,9 @@ def matmul_flops_per_token(config: LlamaConfig, seq_length: int) -> int:
     rows that fill up the head; a tied embedding counts once, as the head."""
     rows = config.padded_vocab_size - config.vocab_size
     rows += 0 if config.tie_embeddings else config.padded_vocab_size
-    others = config.num_layers * _vectors(config) + _norm(config, config.hidden_size) + _tables(config)
+    others = (
+        config.num_layers * _vectors(config) + _norm(config, config.hidden_size) + _tables(config)
+    )
     return flops_per_token(config, seq_length) - 6 * (rows * config.hidden_size + others)
 
 
@@ -109,7 +117,11 @@ def keeps_product(kept: Collection[str], place: int) -> bool:
 
 
 def recomputed_flops_per_token(
-    config: LlamaConfig, seq_length: int, num_blocks: int, kept: Collection[str] = (), num_segments: int = 0
+    config: LlamaConfig,
+    seq_length: int,
+    num_blocks: int,
+    kept: Collection[str] = (),
+    num_segments: int = 0,
 ) -> int:
     """FLOPs that the backward pass repeats for one token where `num_blocks` blocks, in `num_segments` (by
     default each alone), compute again all but `kept` (names of `--recompute_ops`).

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.sharded import local_part, place_of
 
 _BLOCK_ROWS = 256
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -57,15 +57,17 @@ def init_weights(model: Llama, seed: int) -> None:
 def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
     """Normal values for the rows (and columns) this rank holds, drawn block by block on as many threads as
     torch uses."""
-    local = local_part(parameter).detach()  # no_grad does not reach the pool's threads
-    rows, columns = place_of(parameter)
+    local = local_shard(parameter).detach()  # no_grad does not reach the pool's threads
+    rows, columns = shard_slices(parameter)
     num_columns, first_row = parameter.shape[1], rows.start
 
     def fill(block: int) -> None:
         digest = hashlib.blake2b(f"{key}:{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         start = block * _BLOCK_ROWS
-        values = torch.empty(min(_BLOCK_ROWS, parameter.shape[0] - start), num_columns, device="cpu")
+        values = torch.empty(
+            min(_BLOCK_ROWS, parameter.shape[0] - start), num_columns, device="cpu"
+        )
         values.normal_(0.0, std, generator=generator)
         low, high = max(first_row, start), min(first_row + len(local), start + len(values))
         local[low - first_row : high - first_row].copy_(values[low - start : high - start, columns])

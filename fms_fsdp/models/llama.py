@@ -28,18 +28,20 @@ from torch import nn
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
+from fms_fsdp.errors import import_function
 from fms_fsdp.models.attention import attention
 from fms_fsdp.models.loss import linear_cross_entropy
 from fms_fsdp.models.masks import attention_mask
 from fms_fsdp.models.positions import rope_table, rotate
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.parts import load_part
 
 if TYPE_CHECKING:
     from fms_fsdp.extras.decoding import KeyValueCache
 
 Dropping = Callable[..., torch.Tensor]  # of x and keys_B: drops values of x by the keys of the rows
-Call = tuple[str, nn.Module, tuple[Any, ...]]  # a layer, its block, and what the block takes beside x_BSD
+Call = tuple[
+    str, nn.Module, tuple[Any, ...]
+]  # a layer, its block, and what the block takes beside x_BSD
 Losses = tuple[torch.Tensor, ...]  # loss_sum, num_labels and, in training with a z-loss, z_sum
 
 
@@ -54,8 +56,9 @@ def build_norm(config: LlamaConfig, size: int) -> nn.Module:
     """The norm the configuration names; all compute in fp32 inside."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(size, eps=config.norm_eps)
-    norm: nn.Module = load_part("gpt").NORMS[config.norm](size, eps=config.norm_eps)
-    return norm
+    from fms_fsdp.extras.gpt import NORMS
+
+    return NORMS[config.norm](size, eps=config.norm_eps)
 
 
 def build_head_norm(config: LlamaConfig, size: int) -> nn.Module:
@@ -64,16 +67,24 @@ def build_head_norm(config: LlamaConfig, size: int) -> nn.Module:
         return nn.Identity()
     if not config.qk_norm_wide:
         return build_norm(config, config.head_dim)
-    norm: nn.Module = load_part("relatives:WideNorm")(size, eps=config.norm_eps)
-    return norm
+    from fms_fsdp.extras.relatives import WideNorm
+
+    return WideNorm(size, eps=config.norm_eps)
 
 
 def build_dropout(rate: float, place: int, factor: float = 1.0) -> Dropping:
     """Dropout at this rate; at rate 0, a function that returns x. `place` tells the uses within a layer
     apart. `factor`: what x is multiplied by."""
-    dropout: Dropping = load_part("dropout:Dropout")(rate, place) if rate else _keep
-    scaled: Dropping = dropout if factor == 1 else load_part("relatives:Scaled")(factor, dropout)
-    return scaled
+    dropout: Dropping = _keep
+    if rate:
+        from fms_fsdp.extras.dropout import Dropout
+
+        dropout = Dropout(rate, place)
+    if factor == 1:
+        return dropout
+    from fms_fsdp.extras.relatives import Scaled
+
+    return Scaled(factor, dropout)
 
 
 def _keep(x: torch.Tensor, keys_B: torch.Tensor | None) -> torch.Tensor:
@@ -86,9 +97,17 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        heads, is_alibi = config.num_attention_heads, config.pos_emb == "alibi"
-        score = load_part("gpt").alibi_score(heads) if is_alibi else None
-        attend = load_part("distance_bias:attend") if config.pos_emb == "relative" else attention
+        heads = config.num_attention_heads
+        attend: Callable[..., torch.Tensor] = attention
+        score: Callable[..., torch.Tensor] | None = None
+        if config.pos_emb == "alibi":
+            from fms_fsdp.extras.gpt import alibi_score
+
+            score = alibi_score(heads)
+        elif config.pos_emb == "relative":
+            from fms_fsdp.extras import distance_bias
+
+            attend = distance_bias.attend
         self.attend = partial(attend, backend=config.attn_impl, score=score)
         q_size, kv_size = heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = build_linear(config, config.hidden_size, q_size, bias=config.qkv_bias)
@@ -98,7 +117,10 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (build_head_norm(config, size) for size in (q_size, kv_size))
         # the scores are q k^T / sqrt(K) times this
         self.q_factor = config.attention_multiplier * math.sqrt(config.head_dim) or 1.0
-        self.drops, self.dropout = config.attn_dropout > 0, build_dropout(config.attn_dropout, place=1)
+        self.drops, self.dropout = (
+            config.attn_dropout > 0,
+            build_dropout(config.attn_dropout, place=1),
+        )
 
     def forward(
         self,
@@ -149,9 +171,15 @@ class Block(nn.Module):
         self.attention_norm = build_norm(config, config.hidden_size)
         self.attention = Attention(config)
         self.ffn_norm = build_norm(config, config.hidden_size)
-        is_llama = config.activation == "swiglu"
-        self.feed_forward = (FeedForward if is_llama else load_part("gpt:PlainFeedForward"))(config)
-        self.is_parallel = config.parallel_residual  # then the feed-forward reads x, as attention does
+        feed_forward: type[nn.Module] = FeedForward
+        if config.activation != "swiglu":
+            from fms_fsdp.extras.gpt import PlainFeedForward
+
+            feed_forward = PlainFeedForward
+        self.feed_forward = feed_forward(config)
+        self.is_parallel = (
+            config.parallel_residual
+        )  # then the feed-forward reads x, as attention does
         self.attention_dropout, self.ffn_dropout = (
             build_dropout(config.dropout, place, config.residual_multiplier) for place in (3, 4)
         )
@@ -180,7 +208,10 @@ class Embed(nn.Embedding):
         self.look_up = F.embedding
 
     def forward(  # type: ignore[override]
-        self, tokens_BS: torch.Tensor, positions: slice | torch.Tensor, keys_B: torch.Tensor | None = None
+        self,
+        tokens_BS: torch.Tensor,
+        positions: slice | torch.Tensor,
+        keys_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self.dropout(self.look_up(tokens_BS, self.weight), keys_B)
 
@@ -193,7 +224,11 @@ class Head(nn.Linear):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
-        self.vocab_size, self.softcap, self.z_loss = config.vocab_size, config.logit_softcap, config.z_loss
+        self.vocab_size, self.softcap, self.z_loss = (
+            config.vocab_size,
+            config.logit_softcap,
+            config.z_loss,
+        )
         self.divisor = config.logits_scaling
         self.norm = build_norm(config, config.hidden_size)
         self.loss, self.product = linear_cross_entropy, F.linear
@@ -214,7 +249,9 @@ class Head(nn.Linear):
         if self.divisor != 1:
             x_BSD = x_BSD / self.divisor
         if labels_BS is not None:
-            how = partial(self.loss, z_loss=self.z_loss if self.training else 0.0, softcap=self.softcap)
+            how = partial(
+                self.loss, z_loss=self.z_loss if self.training else 0.0, softcap=self.softcap
+            )
             return how(x_BSD, weight_VD, labels_BS, scale=loss_scale)
         logits_BSV: torch.Tensor = self.product(x_BSD, weight_VD.to(x_BSD.dtype))
         return self.softcap * torch.tanh(logits_BSV / self.softcap) if self.softcap else logits_BSV
@@ -222,7 +259,9 @@ class Head(nn.Linear):
 
 def in_turn(x_BSD: torch.Tensor, calls: Iterable[Call]) -> torch.Tensor:
     """x_BSD behind these blocks."""
-    traced = autograd_profiler._is_profiler_enabled  # names of blocks in traces, at no cost without one
+    traced = (
+        autograd_profiler._is_profiler_enabled
+    )  # names of blocks in traces, at no cost without one
     for layer, block, arguments in calls:
         with record_function(f"block {layer}") if traced else contextlib.nullcontext():
             x_BSD = block(x_BSD, *arguments)
@@ -242,17 +281,28 @@ class Llama(nn.Module):
         super().__init__()
         layers = range(config.num_layers) if layers is None else layers
         self.config = config
-        adds_positions = config.pos_emb in ("learned", "sinusoidal")
-        embed: type[Embed] = load_part("gpt:PositionEmbed") if adds_positions else Embed
+        embed, block = Embed, Block
+        if config.pos_emb in ("learned", "sinusoidal"):
+            from fms_fsdp.extras.gpt import PositionEmbed
+
+            embed = PositionEmbed
+        if config.norm_place != "before":
+            from fms_fsdp.extras.relatives import PostNormBlock
+
+            block = PostNormBlock
         self.embed = embed(config) if layers.start == 0 else None
-        block: type[Block] = Block if config.norm_place == "before" else load_part("relatives:PostNormBlock")
         self.blocks = nn.ModuleDict({str(layer): block(config) for layer in layers})
         self.head = Head(config) if layers.stop == config.num_layers else None
-        learned = config.pos_emb == "relative"  # biases, a matter of the mask
-        self.distance_bias = load_part("distance_bias:DistanceBias")(config) if learned else None
+        self.distance_bias: Any = None
+        if config.pos_emb == "relative":  # learned biases, a matter of the mask
+            from fms_fsdp.extras.distance_bias import DistanceBias
+
+            self.distance_bias = DistanceBias(config)
         self.mask = attention_mask if self.distance_bias is None else self.distance_bias.mask
         self.pass_blocks: Callable[[torch.Tensor, Sequence[Call]], torch.Tensor] = in_turn
-        self.register_buffer("rope", rope_table(config).to(torch.get_default_device()), persistent=False)
+        self.register_buffer(
+            "rope", rope_table(config).to(torch.get_default_device()), persistent=False
+        )
 
     def to_empty(self, *, device: torch.types.Device, recurse: bool = True) -> Llama:
         """Allocates the parameters on a device; the rotary table, which no checkpoint holds, keeps its
@@ -290,16 +340,23 @@ class Llama(nn.Module):
         num_keys = caches[0].max_len if caches and caches[0].place is not None else 0
         masks = {
             window: self.mask(
-                self.config, window, document_ids_BS, seen, tokens_BS.device, cached=cached, num_keys=num_keys
+                self.config,
+                window,
+                document_ids_BS,
+                seen,
+                tokens_BS.device,
+                cached=cached,
+                num_keys=num_keys,
             )
             for window in set(windows)
         }
         x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS, positions, keys_B)
-        layer_keys = None if keys_B is None else load_part("dropout:layer_keys")
+        if keys_B is not None:
+            from fms_fsdp.extras.dropout import layer_keys
         calls: list[Call] = []
         for i, (layer, block) in enumerate(self.blocks.items()):
             cache = caches[i] if caches else None
-            keys = None if layer_keys is None else layer_keys(keys_B, int(layer))
+            keys = None if keys_B is None else layer_keys(keys_B, int(layer))
             rotation = rope if rotates[int(layer)] else None
             calls.append((layer, block, (rotation, masks[windows[int(layer)]], cache, keys)))
         x_BSD = self.pass_blocks(x_BSD, calls)
@@ -321,5 +378,5 @@ def build_model(config: LlamaConfig, layers: range | None = None) -> Llama:
     """
     if not config.model_builder:
         return Llama(config, layers)
-    model: Llama = load_part(config.model_builder, flag="--model_builder")(config)
+    model: Llama = import_function(config.model_builder, "--model_builder")(config)
     return model

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.models.chunks import SLICE_BYTES, chunk_rows, span_rows
 from fms_fsdp.models.masks import compiled
-from fms_fsdp.parts import load_part
 
 _ROW_MULTIPLE = {"cpu": 1, "cuda": 64}  # of numbers, at which a row of logits begins
 
@@ -36,7 +35,9 @@ def empty_rows(like: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tens
     return rows[:, :vocab_size]
 
 
-Rows = tuple[torch.Tensor, ...]  # of each row, fp32: gradient at its label, loss, and losses beside it
+Rows = tuple[
+    torch.Tensor, ...
+]  # of each row, fp32: gradient at its label, loss, and losses beside it
 Scale = torch.Tensor | float
 
 
@@ -106,7 +107,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             index_N = index_N - vocabulary.first
             column_N = index_N.clamp(0, vocab_size - 1)
         # alike on the ranks of all parts, which exchange sums of each chunk
-        rows = chunk_rows(num_rows, vocabulary.largest if vocabulary else vocab_size, h_ND.device.type)
+        rows = chunk_rows(
+            num_rows, vocabulary.largest if vocabulary else vocab_size, h_ND.device.type
+        )
         span = span_rows(rows, vocab_size, h_ND.device.type)
         need_h, need_weight, *_ = ctx.needs_input_grad
         dh_ND = torch.empty_like(h_ND) if need_h else None
@@ -145,7 +148,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *gradients, scale = ctx.saved_tensors
-        factor = grads[0] if scale is None else grads[0] / scale  # 1 where the loss was multiplied by `scale`
+        factor = (
+            grads[0] if scale is None else grads[0] / scale
+        )  # 1 where the loss was multiplied by `scale`
         return *(_scaled(gradient, factor) for gradient in gradients), None, None, None, None, None
 
 
@@ -201,9 +206,13 @@ def linear_cross_entropy(
     if teacher is not None:
         softmax_ = functools.partial(teacher, compiles=compiled, z_loss=z_loss, softcap=softcap)
     elif vocabulary is not None:
-        softmax_ = functools.partial(vocabulary.softmax_, compiles=compiled, z_loss=z_loss, softcap=softcap)
+        softmax_ = functools.partial(
+            vocabulary.softmax_, compiles=compiled, z_loss=z_loss, softcap=softcap
+        )
     elif z_loss or softcap:
-        softmax_ = functools.partial(load_part("shaped_loss").shaped_softmax_, z_loss=z_loss, softcap=softcap)
+        from fms_fsdp.extras.shaped_loss import shaped_softmax_
+
+        softmax_ = functools.partial(shaped_softmax_, z_loss=z_loss, softcap=softcap)
     labels_N = labels_BS.reshape(-1)
     if not torch.is_grad_enabled():
         # else the gradients would be computed all the same

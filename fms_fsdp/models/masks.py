@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.parts import load_part
 
 
 def attention_mask(
@@ -41,7 +40,9 @@ def attention_mask(
             return None if ids_BS is None else document_mask(ids_BS)
         if device.type == "cuda" and not cached and not config.attn_dropout:
             return block_mask(ids_BS, window, positions.stop, device)
-    return load_part("gpt").added_mask(config, window, ids_BS, positions, device, num_keys)
+    from fms_fsdp.extras.gpt import added_mask
+
+    return added_mask(config, window, ids_BS, positions, device, num_keys)
 
 
 def document_mask(ids_BS: torch.Tensor) -> Any:

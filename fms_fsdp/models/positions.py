@@ -19,10 +19,16 @@ def rope_table(config: LlamaConfig) -> torch.Tensor:
     the CPU, so alike on every device.
     """
     dim = config.rotary_dim
-    freqs = 1.0 / config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    freqs = 1.0 / config.rope_theta ** (
+        torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    )
     if (scaling := config.rope_scaling) is not None:
-        turns = scaling.original_max_len * freqs / (2 * torch.pi)  # full turns within the original context
-        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        turns = (
+            scaling.original_max_len * freqs / (2 * torch.pi)
+        )  # full turns within the original context
+        keep = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
         keep = keep.clamp(0, 1) if scaling.kind == "llama3" else torch.zeros_like(freqs)
         freqs = keep * freqs + (1 - keep) * freqs / scaling.factor
     angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu"), freqs)

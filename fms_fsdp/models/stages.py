@@ -52,7 +52,9 @@ def _costs_of_layers(config: LlamaConfig, seq_length: int) -> list[int]:
     """FLOPs for one token of each layer, the head with the last. A lookup in the embedding costs nothing."""
     block = 6 * num_params_by_unit(config)["block"]
     q_size = config.num_attention_heads * config.head_dim
-    costs = [block + 12 * q_size * min(window or seq_length, seq_length) for window in config.windows]
+    costs = [
+        block + 12 * q_size * min(window or seq_length, seq_length) for window in config.windows
+    ]
     costs[-1] += 6 * config.hidden_size * config.vocab_size
     return costs
 

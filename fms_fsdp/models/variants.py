@@ -9,17 +9,15 @@ the query heads. Its fields have the names of the flags.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fms_fsdp.config import ModelConfig
 from fms_fsdp.config.batch import divisors
-from fms_fsdp.config.rule import Rule, judge
-from fms_fsdp.config.values import must_be_one_of
+from fms_fsdp.config.values import joined, must_be_one_of
 from fms_fsdp.errors import UserError
-from fms_fsdp.parts import load_part
 
 
 @dataclass(frozen=True)
@@ -121,9 +119,13 @@ class LlamaConfig:
         return bool(self.dropout or self.attn_dropout or self.ffn_dropout)
 
 
-def _llama3(layers: int, hidden: int, ffn: int, heads: int, factor: float = 0, **more: Any) -> LlamaConfig:
+def _llama3(
+    layers: int, hidden: int, ffn: int, heads: int, factor: float = 0, **more: Any
+) -> LlamaConfig:
     scaling = RopeScaling(factor) if factor else None
-    return LlamaConfig(layers, hidden, ffn, heads, 8, 128256, rope_theta=5e5, rope_scaling=scaling, **more)
+    return LlamaConfig(
+        layers, hidden, ffn, heads, 8, 128256, rope_theta=5e5, rope_scaling=scaling, **more
+    )
 
 
 VARIANTS: dict[str, LlamaConfig] = {
@@ -148,16 +150,18 @@ VARIANTS: dict[str, LlamaConfig] = {
     "tiny": LlamaConfig(2, 128, 352, 4, 2, 512),
 }
 
-ALIASES: dict[str, str] = {f"llama2_{name}": name for name in ("7b", "13b", "34b", "70b", "1.4b", "194m")}
+ALIASES: dict[str, str] = {
+    f"llama2_{name}": name for name in ("7b", "13b", "34b", "70b", "1.4b", "194m")
+}
 # fms-fsdp's names with the length of a row, which is --seq_length here
 ALIASES |= {f"{name}_4k": name for name in VARIANTS if name.startswith("llama3_")}
 
 
 def all_variants() -> dict[str, LlamaConfig]:
     """Every variant by its name: the Llamas of `VARIANTS`, then GPT and its relatives."""
-    relatives: dict[str, LlamaConfig] = load_part("relatives_variants:VARIANTS")
-    others: dict[str, LlamaConfig] = load_part("gpt_variants:VARIANTS")
-    return VARIANTS | relatives | others
+    from fms_fsdp.extras import gpt_variants, relatives_variants
+
+    return VARIANTS | relatives_variants.VARIANTS | gpt_variants.VARIANTS
 
 
 def model_from_dict(content: Mapping[str, Any]) -> LlamaConfig:
@@ -190,95 +194,117 @@ def canonical_variant(name: str) -> str:
     if found in VARIANTS or found in (known := all_variants()):
         return found
     if lowered.startswith("mamba"):
-        raise UserError(f"--model_variant ({name}) is no Llama; this project trains Llamas: --list_variants")
+        raise UserError(
+            f"--model_variant ({name}) is no Llama; this project trains Llamas: --list_variants"
+        )
     raise UserError(f"--model_variant ({name}) {must_be_one_of(list(known), lowered, cutoff=0.5)}")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model with what asks for it. `derives_heads`: the head size follows from the other sizes."""
-
-    config: LlamaConfig
-    section: ModelConfig
-    seq_length: int
-    data_vocab_size: int | None
-    derives_heads: bool
+_POSITION_FLAGS = {  # --pos_emb = the flags that have an effect only with it
+    "rope": ("rope_theta", "rope_scaling", "rope_pct", "rope_pattern"),
+    "relative": ("relative_buckets", "relative_max_distance"),
+}
 
 
-def _facts(shape: Shape) -> Mapping[str, Any]:
-    """The sizes that messages on a shape name."""
-    config = shape.config
-    return vars(config) | {
-        "seq_length": shape.seq_length,
-        "data_vocab_size": shape.data_vocab_size,
-        "rotary_dim": config.rotary_dim,
-        "of_hidden": ", ".join(map(str, divisors(config.hidden_size, 1024))),
-        "of_heads": ", ".join(map(str, divisors(config.num_attention_heads, 1024))),
-    }
+def _check_sizes(
+    model: LlamaConfig, seq_length: int, data_vocab_size: int | None, *, derives_heads: bool
+) -> None:
+    """Raises UserError if sizes of the model do not fit each other, or the data.
+
+    `derives_heads`: the size of a head is hidden_size / num_attention_heads.
+    """
+    hidden, heads, head_dim = model.hidden_size, model.num_attention_heads, model.head_dim
+    if model.vocab_size < (data_vocab_size or 0):
+        raise UserError(
+            f"--vocab_size={model.vocab_size} must be at least the data's vocabulary "
+            f"({data_vocab_size}); remove it, or set --vocab_size={data_vocab_size}"
+        )
+    if model.max_seq_len < seq_length:
+        raise UserError(
+            f"--max_seq_len={model.max_seq_len} must be at least --seq_length={seq_length}; "
+            f"set --max_seq_len={seq_length}, or remove it"
+        )
+    if derives_heads and hidden % heads:
+        raise UserError(
+            f"--num_attention_heads={heads} must divide hidden_size={hidden}; use one of "
+            f"{_listed(hidden)}, or set --head_dim"
+        )
+    if heads % model.num_kv_heads:
+        raise UserError(
+            f"--num_kv_heads={model.num_kv_heads} must divide num_attention_heads={heads}; use one "
+            f"of {_listed(heads)}"
+        )
+    if model.pos_emb == "rope" and (model.rotary_dim <= 0 or model.rotary_dim % 2):
+        raise UserError(
+            f"--num_attention_heads={heads} must leave an even number of rotary dims per head of "
+            f"hidden_size={hidden}, not {model.rotary_dim} = {model.rope_pct:g} x {head_dim}; "
+            "change it, --head_dim or --rope_pct, or set --pos_emb=learned"
+        )
+    if model.pos_emb == "sinusoidal" and hidden % 2:
+        raise UserError(
+            f"--hidden_size={hidden} must be even for --pos_emb=sinusoidal; "
+            f"set --hidden_size={hidden + 1}"
+        )
 
 
-def _of_positions(name: str, kind: str = "rope") -> Rule[Shape]:
-    """The rule that a flag of this kind of positions is given only where the model has them."""
+def _check_options(model: LlamaConfig, section: ModelConfig) -> None:
+    """Raises UserError if options of the model exclude each other."""
+    pattern = model.attn_window_pattern
+    if not pattern or pattern.strip("LG"):
+        raise UserError(
+            f"--attn_window_pattern={pattern} must consist of the letters L and G; use e.g. LLG"
+        )
+    if model.attn_dropout and model.attn_impl not in ("auto", "math"):
+        raise UserError(
+            f"--attn_impl={model.attn_impl} is not supported with "
+            f"--attn_dropout={model.attn_dropout:g}: its dropout depends on the number of devices; "
+            "set --attn_impl=auto, or --attn_dropout=0"
+        )
+    if not model.rope_pattern or model.rope_pattern.strip("RN"):
+        raise UserError(
+            f"--rope_pattern={model.rope_pattern} must consist of the letters R and N; "
+            "use e.g. RRRN"
+        )
+    if model.norm_place != "before" and model.norm != "rmsnorm":
+        raise UserError(
+            f"--norm_place={model.norm_place} is not supported with --norm={model.norm}; "
+            "set --norm=rmsnorm, or --norm_place=before"
+        )
+    if model.qk_norm_wide and not (model.qk_norm and model.norm == "rmsnorm"):
+        raise UserError(
+            f"--qk_norm_wide=True requires --qk_norm and --norm=rmsnorm, but "
+            f"--qk_norm={model.qk_norm} and --norm={model.norm}; "
+            "set --qk_norm=True --norm=rmsnorm, or --qk_norm_wide=False"
+        )
+    if model.embedding_multiplier != 1 and model.pos_emb in ("learned", "sinusoidal"):
+        raise UserError(
+            f"--embedding_multiplier={model.embedding_multiplier:g} is not supported with "
+            f"--pos_emb={model.pos_emb}: positions would be multiplied too; set --pos_emb=rope, "
+            "or --embedding_multiplier=1"
+        )
+    for kind, names in _POSITION_FLAGS.items():
+        for name in names if model.pos_emb != kind else ():
+            if (value := getattr(section, name)) is not None:
+                raise UserError(
+                    f"--{name}={joined(value)} has no effect without --pos_emb={kind}; "
+                    f"remove it, or set --pos_emb={kind}"
+                )
+    distance, buckets = model.relative_max_distance, model.relative_buckets
+    if distance <= buckets // 2:
+        raise UserError(
+            f"--relative_max_distance={distance} must be above half of "
+            f"--relative_buckets={buckets}; set --relative_max_distance={2 * buckets}"
+        )
+    if model.pos_emb == "relative" and model.attn_impl in ("flash", "cudnn"):
+        raise UserError(
+            f"--attn_impl={model.attn_impl} is not supported with --pos_emb=relative: it has no "
+            "gradient for the bias; use --attn_impl=auto, efficient or math"
+        )
 
-    def ok(shape: Shape) -> bool:
-        return shape.config.pos_emb == kind or getattr(shape.section, name) is None
 
-    return Rule(name, ok, f"has no effect without --pos_emb={kind}", "leave the flag out", "pos_emb", _facts)
-
-
-SHAPES: tuple[Rule[Shape], ...] = (
-    Rule("vocab_size", lambda shape: shape.config.vocab_size >= (shape.data_vocab_size or 0),
-        "must not be below the data's vocabulary ({data_vocab_size})",
-        "leave the flag out or raise the value to {data_vocab_size}", "data_path", _facts),
-    Rule("max_seq_len", lambda shape: shape.config.max_seq_len >= shape.seq_length,
-        "must not be below --seq_length ({seq_length})", "raise or drop the flag", "seq_length", _facts),
-    Rule("num_attention_heads",
-        lambda shape: not shape.derives_heads
-        or shape.config.hidden_size % shape.config.num_attention_heads == 0,
-        "must divide hidden_size ({hidden_size})", "valid: {of_hidden}; or give --head_dim",
-        "hidden_size head_dim", _facts),
-    Rule("num_kv_heads", lambda shape: shape.config.num_attention_heads % shape.config.num_kv_heads == 0,
-        "must divide num_attention_heads ({num_attention_heads})", "valid: {of_heads}",
-        "num_attention_heads", _facts),
-    Rule("num_attention_heads",
-        lambda shape: shape.config.pos_emb != "rope"
-        or (shape.config.rotary_dim > 0 and shape.config.rotary_dim % 2 == 0),
-        "must leave an even head size of hidden_size ({hidden_size}) for rotary embeddings, not {rotary_dim} "
-        "= {rope_pct} x {head_dim}", "change the number, --head_dim or --rope_pct, or use --pos_emb=learned",
-        "hidden_size head_dim rope_pct pos_emb", _facts),
-    Rule("hidden_size",
-        lambda shape: shape.config.pos_emb != "sinusoidal" or shape.config.hidden_size % 2 == 0,
-        "must be even for --pos_emb=sinusoidal", "change the width", "pos_emb", _facts),
-    Rule("attn_window_pattern",
-        lambda shape: shape.config.attn_window_pattern and not shape.config.attn_window_pattern.strip("LG"),
-        "must be made of the letters L and G", "write the pattern as LLG", "", _facts),
-    Rule("attn_impl",
-        lambda shape: not shape.config.attn_dropout or shape.config.attn_impl in ("auto", "math"),
-        "has no dropout that repeats on any number of devices", "leave the flag out, or --attn_dropout",
-        "attn_dropout", _facts),
-    Rule("rope_pattern",
-        lambda shape: shape.config.rope_pattern and not shape.config.rope_pattern.strip("RN"),
-        "must be made of the letters R and N", "write the pattern as RRRN", "", _facts),
-    Rule("norm_place", lambda shape: shape.config.norm_place == "before" or shape.config.norm == "rmsnorm",
-        "is for --norm=rmsnorm alone", "leave one flag out", "norm", _facts),
-    Rule("qk_norm_wide",
-        lambda shape: not shape.config.qk_norm_wide
-        or (shape.config.qk_norm and shape.config.norm == "rmsnorm"),
-        "needs --qk_norm and --norm=rmsnorm", "add --qk_norm=True", "qk_norm norm", _facts),
-    Rule("embedding_multiplier",
-        lambda shape: shape.config.embedding_multiplier == 1
-        or shape.config.pos_emb not in ("learned", "sinusoidal"),
-        "would multiply positions that are added to the embedding too", "use --pos_emb=rope", "pos_emb",
-        _facts),
-    *map(_of_positions, ("rope_theta", "rope_scaling", "rope_pct", "rope_pattern")),
-    *(_of_positions(name, "relative") for name in ("relative_buckets", "relative_max_distance")),
-    Rule("relative_max_distance",
-        lambda shape: shape.config.relative_max_distance > shape.config.relative_buckets // 2,
-        "must be above half of --relative_buckets ({relative_buckets})", "raise it", "pos_emb", _facts),
-    Rule("attn_impl",
-        lambda shape: shape.config.pos_emb != "relative" or shape.config.attn_impl not in ("flash", "cudnn"),
-        "has no gradient for --pos_emb=relative", "use auto, efficient or math", "pos_emb", _facts),
-)  # fmt: skip
+def _listed(number: int) -> str:
+    """Returns the divisors of a number up to 1024, as messages list them."""
+    return ", ".join(map(str, divisors(number, 1024)))
 
 
 def resolve_model(
@@ -304,7 +330,9 @@ def resolve_model(
         share = variant.ffn_hidden_size / variant.hidden_size
         given.setdefault("ffn_hidden_size", max(1, round(share * hidden / 128)) * 128)
     if section.rope_scaling is not None:
-        given["rope_scaling"] = load_part("rope_scaling").parse_scaling(section.rope_scaling)
+        from fms_fsdp.extras.rope_scaling import parse_scaling
+
+        given["rope_scaling"] = parse_scaling(section.rope_scaling)
     least = variant.vocab_size if section.init_from_hf else 0
     config = replace(
         variant,
@@ -313,9 +341,12 @@ def resolve_model(
         max_seq_len=section.max_seq_len or max(seq_length, variant.max_seq_len if is_theirs else 0),
     )
     if section.init_from_hf:
-        load_part("from_hf").check_same(config, variant, section)
-    shape = Shape(config, section, seq_length, data_vocab_size, given.get("head_dim") == 0)
-    judge(SHAPES, shape, {})
+        from fms_fsdp.extras.from_hf import check_same
+
+        check_same(config, variant, section)
+    derives_heads = given.get("head_dim") == 0
+    _check_sizes(config, seq_length, data_vocab_size, derives_heads=derives_heads)
+    _check_options(config, section)
     return config
 
 
@@ -326,8 +357,9 @@ def _base_shape(section: ModelConfig) -> LlamaConfig:
     if not getattr(section, flag):
         name = canonical_variant(section.model_variant)
         return VARIANTS.get(name) or all_variants()[name]
-    read: Callable[[Path], LlamaConfig] = load_part("from_hf:read_shape")
+    from fms_fsdp.extras.from_hf import read_shape
+
     try:
-        return read(path if path.is_file() else path / "config.json")
+        return read_shape(path if path.is_file() else path / "config.json")
     except UserError as error:
         raise UserError(f"--{flag} ({path}) cannot be taken: {error}") from None

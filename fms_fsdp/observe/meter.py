@@ -15,81 +15,99 @@ from typing import Any
 import torch
 
 from fms_fsdp.data.batch import Batch
+from fms_fsdp.distributed.dtensor import global_norm
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import log, show_progress
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, report_line
 from fms_fsdp.observe.sensors import find_meter, read_all
 from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.observe.step_data import global_fingerprint
 from fms_fsdp.observe.utilization import find_utilization
-from fms_fsdp.parts import load_part
 from fms_fsdp.run.health import SpikeDetector
-from fms_fsdp.runtime import Phases, log, show_progress
-from fms_fsdp.sharded import global_norm
-from fms_fsdp.spec.resolve import Spec
-from fms_fsdp.state import Hook, Progress, StepResult, TrainState
+from fms_fsdp.run.startup_log import Phases
+from fms_fsdp.state import RunConfig, StepResult, TrainState
 
 
-class Meter(Hook):
+class Meter:
     """Writes a record for the first, the last and every `report_interval`-th step."""
 
-    part = "logging"
-    tells = ("problem",)
-
     def __init__(
-        self, spec: Spec, mesh: Mesh, state: TrainState, sinks: Sinks, clock: Clock, phases: Phases
+        self,
+        run: RunConfig,
+        device: torch.device,
+        mesh: Mesh,
+        state: TrainState,
+        sinks: Sinks,
+        clock: Clock,
+        phases: Phases,
+        local_rank: int = 0,
     ) -> None:
-        self._spec, self._mesh, self._state, self._sinks = spec, mesh, state, sinks
-        self._clock, self._phases, self._section = clock, phases, spec.config.log
+        self._run, self._device = run, device
+        self._mesh, self._state, self._sinks = mesh, state, sinks
+        self._clock, self._phases, self._section = clock, phases, run.config.log
         self._parameters = list(state.model.parameters())
-        self._utilization = find_utilization(spec)
-        if spec.device.type == "cuda" and self._utilization.peak_flops is None:
-            name = torch.cuda.get_device_name(spec.device)
+        self._utilization = find_utilization(run, device)
+        if device.type == "cuda" and self._utilization.peak_flops is None:
+            name = torch.cuda.get_device_name(device)
             log.info("mfu is not reported: the peak of %s is not known; give --peak_tflops", name)
-        self._spikes = SpikeDetector(spec.config.training.spike_threshold)
-        self._energy = find_meter(spec.device, spec.world.local_rank)
-        self._sensors = load_part("sensors").find_sensors(spec.device) if self._section.diagnostics else {}
-        beside = ("z_loss", "teacher_kl") if spec.model.z_loss else ("teacher_kl",)
-        self._interval = Interval(mesh, spec.device, beside)
+        self._spikes = SpikeDetector(run.config.training.spike_threshold)
+        self._energy = find_meter(device, local_rank)
+        self._sensors = {}
+        if self._section.diagnostics:
+            from fms_fsdp.extras.sensors import find_sensors
+
+            self._sensors = find_sensors(device)
+        beside = ("z_loss", "teacher_kl") if run.model.z_loss else ("teacher_kl",)
+        self._interval = Interval(mesh, device, beside)
         self._zeros: torch.Tensor | None = None
         self._paces: deque[float] = deque(maxlen=20)  # seconds a row, of the last reports
         self._reported = 0, 0  # steps and tokens of this launch, by the last report
         self._energy_j, self._began = 0.0, time.time()
         if self._section.log_num_zeros:
-            state.optimizers.before_step(lambda: self._count_zeros(state.progress))
+            first = state.optimizers.optimizers[0]
+            first.register_step_pre_hook(lambda *_: self._count_zeros(state))
 
-    def after_step(self, progress: Progress, result: StepResult) -> None:
-        """Takes in a step, and writes a record if one is due (collective: every rank)."""
-        step, every = progress.step, self._section.report_interval
+    def log_if_due(self, state: TrainState, result: StepResult) -> bool:
+        """Adds a step, and writes a record if one is due (collective); returns whether it was."""
+        step, every = state.step, self._section.report_interval
         self._interval.add(result)
-        if not self._is_due(progress, step):
-            following = min(progress.num_steps, (step // every + 1) * every)
-            show_progress(f"step {step}/{progress.num_steps} · next report at step {following}")
+        if not self._is_due(state, step):
+            following = min(state.num_steps, (step // every + 1) * every)
+            show_progress(f"step {step}/{state.num_steps} · next report at step {following}")
             if self._section.print_interval and step % self._section.print_interval == 0:
-                log.info("step %d/%d at %s", step, progress.num_steps, datetime.now().strftime("%H:%M:%S"))
-            return
-        assert progress.batch is not None
+                log.info(
+                    "step %d/%d at %s",
+                    step,
+                    state.num_steps,
+                    datetime.now().strftime("%H:%M:%S"),
+                )
+            return False
+        assert state.batch is not None
         energy_j, masked_rows = self._energy.read_j(), self._state.stream.num_masked_rows
-        values = self._interval.read(result, energy_j, masked_rows, self._alike_on_all_ranks(result))
+        values = self._interval.read(
+            result, energy_j, masked_rows, self._alike_on_all_ranks(result)
+        )
         self._clock.mark("report")
-        measured = self._record(progress, values, self._clock.read(), progress.batch)
-        record = self._sinks.write(progress, measured)
-        progress.problem = self._sinks.problem
-        validation = progress.validation[1] if progress.validation else None
-        is_first = progress.steps_of_launch == 1
-        log.info(report_line(record, progress.num_steps, validation, with_pace=not is_first))
+        measured = self._record(state, values, self._clock.read(), state.batch)
+        record = self._sinks.write(state, measured)
+        state.record_error = self._sinks.problem
+        validation = state.validation[1] if state.validation else None
+        is_first = state.steps_in_launch == 1
+        log.info(report_line(record, state.num_steps, validation, with_pace=not is_first))
         if is_first:
             self._tell_phases(step)
         self._tell_spike(step, record)
+        return True
 
-    def after_training(self, progress: Progress) -> None:
+    def finish(self) -> None:
         """Raises RunFailed if the records could not be written."""
         if self._sinks.problem:
             remedy = "make room and start the run again: the run goes on from the newest checkpoint"
             raise RunFailed(f"{self._sinks.problem}; {remedy}")
 
-    def _is_due(self, progress: Progress, step: int) -> bool:
-        always = (1, progress.start + 1, progress.num_steps)
+    def _is_due(self, state: TrainState, step: int) -> bool:
+        always = (1, state.start + 1, state.num_steps)
         return step in always or step % self._section.report_interval == 0
 
     def _alike_on_all_ranks(self, result: StepResult) -> dict[str, torch.Tensor]:
@@ -100,37 +118,37 @@ class Meter(Hook):
             extra["grad_zeros"] = self._zeros
         return extra
 
-    def _count_zeros(self, progress: Progress) -> None:
+    def _count_zeros(self, state: TrainState) -> None:
         """Counts the zeros of the gradient if the step that is being made will be reported (collective: every
         rank)."""
-        if self._is_due(progress, progress.step + 1):
+        if self._is_due(state, state.step + 1):
             self._zeros = count_zeros(self._parameters, self._mesh)
 
     def _record(
-        self, progress: Progress, values: dict[str, float], times: dict[str, float], batch: Batch
+        self, state: TrainState, values: dict[str, float], times: dict[str, float], batch: Batch
     ) -> dict[str, Any]:
-        spec, energy_j = self._spec, values.pop("energy_j")
-        done = progress.steps_of_launch, progress.seen_in_launch[1]
+        run, energy_j = self._run, values.pop("energy_j")
+        done = state.steps_in_launch, state.seen_in_launch[1]
         steps, tokens = (now - before for now, before in zip(done, self._reported, strict=True))
         self._reported = done
         rate = 1000 * tokens / steps / times["step_time_ms"]
         beside = times["eval_ms"] + times["checkpoint_ms"] + times["logging_ms"]
-        left = progress.rows_at_end - progress.rows_seen
-        pace = (times["step_time_ms"] + beside) / 1000 / progress.batch_rows
-        if progress.steps_of_launch > 1:  # the first step compiles and warms up
+        left = state.samples_at_end - state.samples_seen
+        pace = (times["step_time_ms"] + beside) / 1000 / state.batch_samples
+        if state.steps_in_launch > 1:  # the first step compiles and warms up
             self._paces.append(pace)
         now, eta_s = time.time(), left * statistics.fmean(self._paces or [pace])
         own_rate = rate / self._mesh.size("world")
         record: dict[str, Any] = {
             **values,
-            "lr": spec.schedule(progress.step, progress.tokens_seen, spec.config.optim.learning_rate),
-            "batch_rows": progress.batch_rows,
-            "batch_tokens": progress.batch_tokens,
+            "lr": run.schedule(state.step, state.tokens_seen, run.config.optim.learning_rate),
+            "batch_rows": state.batch_samples,
+            "batch_tokens": state.batch_tokens,
             "tokens_per_sec_per_device": own_rate,
             "tokens_per_sec": rate,
             **self._utilization.of(own_rate),
             **times,
-            **memory(spec.device),
+            **memory(self._device),
             **read_all(self._sensors),
             "eta_s": eta_s,
             "finish_at": datetime.fromtimestamp(now + eta_s).strftime("%Y-%m-%d %H:%M"),
@@ -148,7 +166,9 @@ class Meter(Hook):
     def _tell_phases(self, step: int) -> None:
         self._phases.done("first step")
         log.info(self._phases.text())
-        seconds = {f"{name.replace(' ', '_')}_s": spent for name, spent in self._phases.seconds.items()}
+        seconds = {
+            f"{name.replace(' ', '_')}_s": spent for name, spent in self._phases.seconds.items()
+        }
         self._sinks.event("start", step, world_size=self._mesh.size("world"), **seconds)
 
     def _tell_spike(self, step: int, record: dict[str, Any]) -> None:
@@ -160,4 +180,6 @@ class Meter(Hook):
             "pass over such data, go back with --resume_step and use --skip_steps=%d:%d",
             *(step, step, first, stop),
         )
-        self._sinks.event("spike", step, loss=record["loss"], data_fingerprint=record["data_fingerprint"])
+        self._sinks.event(
+            "spike", step, loss=record["loss"], data_fingerprint=record["data_fingerprint"]
+        )

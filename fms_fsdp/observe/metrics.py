@@ -20,14 +20,23 @@ from typing import Any
 import torch
 
 from fms_fsdp.config.values import short
-from fms_fsdp.mesh import Mesh
-from fms_fsdp.sharded import local_part, num_copies
+from fms_fsdp.distributed.dtensor import local_shard, num_copies
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.state import StepResult
 
 Record = dict[str, Any]
 _TIMED_STEPS = 64  # of an interval, the last ones, by the events of a GPU
-_BESIDE_STEPS = ("start", "eval", "checkpoint", "logging")  # parts of the run that are no part of a step
-_PASSES = ("forward", "backward", "forward_backward")  # the last of a pipeline, whose passes take turns
+_BESIDE_STEPS = (
+    "start",
+    "eval",
+    "checkpoint",
+    "logging",
+)  # parts of the run that are no part of a step
+_PASSES = (
+    "forward",
+    "backward",
+    "forward_backward",
+)  # the last of a pipeline, whose passes take turns
 _SHOWN_PARTS = ("forward", "backward", "clip", "optimizer", "eval", "checkpoint", "logging")
 
 
@@ -92,7 +101,9 @@ class Interval:
     `beside`: names of the losses beside the loss, of as many as a step has.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, beside: Sequence[str] = ("z_loss",)) -> None:
+    def __init__(
+        self, mesh: Mesh, device: torch.device, beside: Sequence[str] = ("z_loss",)
+    ) -> None:
         self._mesh, self._device, self._beside = mesh, device, beside
         self._clear()
 
@@ -113,7 +124,11 @@ class Interval:
         self._steps += 1
 
     def read(
-        self, result: StepResult, energy_j: float, masked_rows: int, extra: Mapping[str, torch.Tensor]
+        self,
+        result: StepResult,
+        energy_j: float,
+        masked_rows: int,
+        extra: Mapping[str, torch.Tensor],
     ) -> dict[str, float]:
         """The metrics of the step and of the interval by name, and starts anew (collective: every rank; waits
         for the device). The loss of no label at all is NaN.
@@ -121,9 +136,11 @@ class Interval:
         `energy_j` and `masked_rows` are summed over ranks; `extra` are scalars alike on all ranks.
         """
         mesh = self._mesh
-        losses = self._column(result.loss_sum, self._loss, *result.beside_sums)
+        losses = self._column(result.loss_sum, self._loss, *result.extra_sums)
         rows = masked_rows * mesh.counts_for("dp")
-        own = torch.tensor([energy_j, rows], dtype=torch.float64).to(self._device, non_blocking=True)
+        own = torch.tensor([energy_j, rows], dtype=torch.float64).to(
+            self._device, non_blocking=True
+        )
         sums = mesh.sum(torch.cat([losses * mesh.counts_for("losses"), own]), "world")
         gradients = result.grad_norm, self._norms, self._largest, self._skipped
         alike = self._column(result.num_labels, self._labels, *gradients, *extra.values())
@@ -158,7 +175,7 @@ def count_zeros(parameters: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     count = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for parameter in parameters:
         if parameter.grad is not None:
-            count += (local_part(parameter.grad) == 0).sum() / num_copies(parameter.grad, mesh)
+            count += (local_shard(parameter.grad) == 0).sum() / num_copies(parameter.grad, mesh)
     return mesh.sum(count, "replica").round().long()
 
 
@@ -175,14 +192,20 @@ def memory(device: torch.device) -> dict[str, float]:
         }
     try:  # getrusage would count the peak of the process that started this one, until exec
         status = Path("/proc/self/status").read_text()
-        now, peak = (int(status.partition(name)[2].split()[0]) / 2**20 for name in ("VmRSS:", "VmHWM:"))
+        now, peak = (
+            int(status.partition(name)[2].split()[0]) / 2**20 for name in ("VmRSS:", "VmHWM:")
+        )
         return {"mem_gib": now, "peak_mem_gib": peak}
     except (OSError, IndexError, ValueError):
         return {"peak_mem_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 
 def report_line(
-    record: Mapping[str, Any], num_steps: int, validation: float | None = None, *, with_pace: bool = True
+    record: Mapping[str, Any],
+    num_steps: int,
+    validation: float | None = None,
+    *,
+    with_pace: bool = True,
 ) -> str:
     """The record as one line of at most 110 characters, with the mean loss since the last one.
 

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fms_fsdp.config import ProfilerConfig
-from fms_fsdp.parts import load_part
-from fms_fsdp.runtime import process_age_s
-from fms_fsdp.state import Hook, Progress, StepResult
+from fms_fsdp.run.stop import process_age_s
+from fms_fsdp.state import TrainState
 
 if TYPE_CHECKING:
     from fms_fsdp.extras.profile_window import ProfileWindow
@@ -30,13 +29,17 @@ if TYPE_CHECKING:
 PROFILE_FILE = "PROFILE"
 
 
-class StepProfiler(Hook):
+class StepProfiler:
     """The profiler of one rank."""
 
-    def __init__(self, section: ProfilerConfig, run_folder: Path, device: torch.device, rank: int) -> None:
+    def __init__(
+        self, section: ProfilerConfig, run_folder: Path, device: torch.device, rank: int
+    ) -> None:
         self._section, self._device, self._rank = section, device, rank
         self._file = run_folder / PROFILE_FILE
-        self._folder = Path(section.profiler_dir) if section.profiler_dir else run_folder / "profile_traces"
+        self._folder = (
+            Path(section.profiler_dir) if section.profiler_dir else run_folder / "profile_traces"
+        )
         self._chosen = rank in section.profiler_ranks or not section.profiler_ranks
         self._open: ProfileWindow | None = None
         self._begin_at = section.profiler_wait if section.use_profiler and self._chosen else -1
@@ -47,17 +50,12 @@ class StepProfiler(Hook):
     def _note(self, *_: Any) -> None:
         self._signalled = True
 
-    def before_step(self, progress: Progress) -> None:
-        """Opens a window that begins with the first step of the launch."""
-        if self._begin_at == progress.steps_of_launch == 0:
-            self._begin()
-
-    def after_step(self, progress: Progress, result: StepResult) -> None:
-        """Opens, moves on or closes a window."""
+    def step(self, state: TrainState) -> None:
+        """Opens, advances or closes a window. Call it before the first step and after each step."""
         if self._open is not None:
             if self._open.is_over_after_step():
                 self.close()
-        elif progress.steps_of_launch == self._begin_at or self._asked():
+        elif state.steps_in_launch == self._begin_at or state.steps_in_launch and self._asked():
             self._begin()
 
     def close(self) -> None:
@@ -69,7 +67,9 @@ class StepProfiler(Hook):
     def dump_at_failure(self, kind: type[BaseException] | None, *_: Any) -> None:
         """When memory ran out: leaves a snapshot of the allocator, as the end of a block of `with`."""
         if kind is not None and issubclass(kind, torch.OutOfMemoryError):
-            load_part("profile_window").dump_memory(self._folder, self._rank)
+            from fms_fsdp.extras.profile_window import dump_memory
+
+            dump_memory(self._folder, self._rank)
 
     def _asked(self) -> bool:
         if self._signalled:
@@ -87,5 +87,6 @@ class StepProfiler(Hook):
         return asked
 
     def _begin(self) -> None:
-        part = load_part("profile_window")
-        self._open = part.ProfileWindow(self._section, self._folder, self._device, self._rank)
+        from fms_fsdp.extras.profile_window import ProfileWindow
+
+        self._open = ProfileWindow(self._section, self._folder, self._device, self._rank)

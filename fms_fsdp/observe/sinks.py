@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.mesh import Mesh
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.observe.metrics import Record
 from fms_fsdp.observe.trackers import Background, build_trackers, numbers
-from fms_fsdp.state import Progress
+from fms_fsdp.state import TrainState
 
 
 class MetricsFile:
@@ -57,7 +57,11 @@ class Sinks:
     """All places that records go to. `spent`: seconds by part of this launch, which `close` writes down."""
 
     def __init__(
-        self, file: MetricsFile, trackers: list[Background], attempt: int, spent: Mapping[str, float]
+        self,
+        file: MetricsFile,
+        trackers: list[Background],
+        attempt: int,
+        spent: Mapping[str, float],
     ) -> None:
         self.attempt = attempt
         self._file, self._trackers, self._spent = file, trackers, spent
@@ -68,27 +72,27 @@ class Sinks:
         """Why the file of records cannot be written; empty if it can."""
         return self._file.problem
 
-    def write(self, progress: Progress, values: Mapping[str, Any]) -> Record:
+    def write(self, state: TrainState, values: Mapping[str, Any]) -> Record:
         """Writes and returns the record of the step just done: the values and the place in the run."""
-        self._step = progress.step
-        record = self._placed(progress, values)
-        progress.metrics |= numbers(record)
+        self._step = state.step
+        record = self._placed(state, values)
+        state.metrics |= numbers(record)
         self._file.write(record)
         for tracker in self._trackers:
             tracker.write(record)
         return record
 
-    def text(self, progress: Progress, name: str, text: str) -> None:
+    def text(self, state: TrainState, name: str, text: str) -> None:
         """Hands a text of the step just done to the trackers; metrics.jsonl gets no record of the text."""
         for tracker in self._trackers:
-            tracker.write(self._placed(progress, {name: text}))
+            tracker.write(self._placed(state, {name: text}))
 
-    def _placed(self, progress: Progress, values: Mapping[str, Any]) -> Record:
+    def _placed(self, state: TrainState, values: Mapping[str, Any]) -> Record:
         return {
             "attempt": self.attempt,
-            "step": progress.step,
-            "tokens_seen": progress.tokens_seen,
-            "samples_seen": progress.rows_seen,
+            "step": state.step,
+            "tokens_seen": state.tokens_seen,
+            "samples_seen": state.samples_seen,
             "time": round(time.time(), 3),
             **values,
         }
@@ -96,7 +100,9 @@ class Sinks:
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Writes an event, which is no measurement, into metrics.jsonl."""
         now = round(time.time(), 3)
-        self._file.write({"event": name, "attempt": self.attempt, "step": step, "time": now, **fields})
+        self._file.write(
+            {"event": name, "attempt": self.attempt, "step": step, "time": now, **fields}
+        )
 
     def close(self) -> None:
         """Lets the trackers finish, and writes the seconds that this launch spent on each part."""

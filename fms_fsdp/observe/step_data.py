@@ -7,7 +7,7 @@ import torch
 
 from fms_fsdp.data.batch import Batch, fingerprint
 from fms_fsdp.data.stream import Stream
-from fms_fsdp.mesh import Mesh
+from fms_fsdp.distributed.mesh import Mesh
 
 
 def global_fingerprint(batch: Batch, mesh: Mesh) -> str:
@@ -29,4 +29,8 @@ def describe_data(stream: Stream, mesh: Mesh, step: int) -> str:
         return "The data come from a stream of your own."
     text = f"Data fingerprint {global_fingerprint(batch, mesh)}"
     documents = stream.documents(step)
-    return f"{text}; documents: {', '.join(documents)}, …" if documents else f"{text}; synthetic tokens."
+    return (
+        f"{text}; documents: {', '.join(documents)}, …"
+        if documents
+        else f"{text}; synthetic tokens."
+    )

@@ -26,11 +26,10 @@ from typing import Any, Protocol
 
 from fms_fsdp.config import TrainConfig, flag_table
 from fms_fsdp.config.flag import non_defaults
-from fms_fsdp.config.spans import parse_named_interval
-from fms_fsdp.flags import shown_value
+from fms_fsdp.config.formats import parse_named_interval
+from fms_fsdp.config.parse import shown_value
+from fms_fsdp.distributed.runtime import log
 from fms_fsdp.observe.metrics import Record
-from fms_fsdp.parts import load_part
-from fms_fsdp.runtime import log
 
 THREAD_PREFIX = "tracker "
 QUEUE_SIZE = 1000  # records
@@ -38,7 +37,17 @@ PATIENCE_S = 30.0  # at the end of a launch
 _POSITIONS = ("step", "tokens_seen", "samples_seen", "attempt", "time")
 _GROUPS = {  # of TensorBoard, by patterns of names; what matches none of them is in the group `loss`
     "eval": ("eval/*", "test/*", "eval_s"),
-    "speed": ("tokens_per_sec*", "tflops*", "*mfu*", "hfu", "eta_s", "power_w", "energy_kwh", "*_c", "*_mhz"),
+    "speed": (
+        "tokens_per_sec*",
+        "tflops*",
+        "*mfu*",
+        "hfu",
+        "eta_s",
+        "power_w",
+        "energy_kwh",
+        "*_c",
+        "*_mhz",
+    ),
     "time_ms": ("*_ms",),
     "memory": ("*_gib", "alloc_retries"),
     "data": ("epoch/*", "tokens/*", "batch_*", "masked_rows"),
@@ -58,7 +67,11 @@ def build_trackers(config: TrainConfig) -> list[Background]:
     """The chosen trackers, each in the background."""
     found = []
     for name in config.log.trackers if config.log.trackers != ("none",) else ():
-        adapter = TensorBoard if name == "tensorboard" else load_part("trackers").ADAPTERS[name]
+        adapter: Any = TensorBoard
+        if name != "tensorboard":
+            from fms_fsdp.extras.trackers import ADAPTERS
+
+            adapter = ADAPTERS[name]
         found.append(Background(name, partial(adapter, config), config.log.tracker_metrics))
     return found
 
@@ -67,7 +80,9 @@ class Background:
     """An adapter in a thread of its own; `wanted` names the metrics that the adapter gets, as
     `--tracker_metrics` does; without names it gets all."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker], wanted: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], Tracker], wanted: tuple[str, ...] = ()
+    ) -> None:
         self._name, self._make = name, make
         self._wanted = [parse_named_interval("tracker_metrics", text) for text in wanted]
         self._sent: dict[str, int] = {}  # metric → the step of its last record
@@ -102,10 +117,14 @@ class Background:
             self._thread.join(0.1)
         if self._thread.is_alive():
             log.warning(
-                "tracker %s did not end within %.0f s; the run ends without it", self._name, PATIENCE_S
+                "tracker %s did not end within %.0f s; the run ends without it",
+                self._name,
+                PATIENCE_S,
             )
         if self.dropped:
-            log.warning("tracker %s was too slow: %d records were not written", self._name, self.dropped)
+            log.warning(
+                "tracker %s was too slow: %d records were not written", self._name, self.dropped
+            )
 
     def _work(self) -> None:
         try:

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, recomputed_flops_per_token
+from fms_fsdp.models.flops import (
+    flops_per_token,
+    matmul_flops_per_token,
+    recomputed_flops_per_token,
+)
 from fms_fsdp.parallel.activation import select_blocks
-from fms_fsdp.spec.resolve import Spec
+from fms_fsdp.state import RunConfig
 
 # Dense bf16 tensor-core peak in FLOP/s, without sparsity. Sources: NVIDIA's data sheets of each product
 # (V100: fp16; GB200: of one of its two GPUs), AMD's of MI250X (one of two dies) and MI300X. The longest name
@@ -46,14 +50,16 @@ class Utilization:
         metrics = {"tflops_per_device": tokens_per_sec * self.model / 1e12}
         if self.peak_flops is not None:
             parts = {"mfu": self.model, "mfu_matmul": self.matmul, "hfu": self.hardware}
-            metrics |= {name: tokens_per_sec * flops / self.peak_flops for name, flops in parts.items()}
+            metrics |= {
+                name: tokens_per_sec * flops / self.peak_flops for name, flops in parts.items()
+            }
         return metrics
 
 
-def find_utilization(spec: Spec) -> Utilization:
+def find_utilization(run: RunConfig, device: torch.device) -> Utilization:
     """The FLOPs of a token of a run. The peak is `--peak_tflops`, else the peak of the GPU in the table; a
     CPU has no peak."""
-    cfg, model, seq_length, section = spec.config, spec.model, spec.seq_length, spec.config.parallel
+    cfg, model, seq_length, section = run.config, run.model, run.seq_length, run.config.parallel
     flops, share = flops_per_token(model, seq_length), section.recomputed_share
     chosen = select_blocks(model.num_layers, share, section.segment) if share else []
     segments = len({layer // section.segment for layer, one in enumerate(chosen) if one})
@@ -61,8 +67,8 @@ def find_utilization(spec: Spec) -> Utilization:
     peak_flops = None
     if cfg.log.peak_tflops is not None:
         peak_flops = cfg.log.peak_tflops * 1e12
-    elif spec.device.type == "cuda":
-        name = torch.cuda.get_device_name(spec.device)
+    elif device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
         known = (key for key in PEAK_BF16_FLOPS if key in name)
         peak_flops = PEAK_BF16_FLOPS.get(max(known, key=len, default=""))
     return Utilization(

@@ -1,12 +1,12 @@
-"""The optimizers of a run as one: a list, each with groups and their base rates, and one rule for bad steps.
+"""Builds the optimizer that --optimizer names, and runs its steps.
 
-A step whose gradient is not finite changes nothing: no weight, no state, no count. Optimizers with a fused
-kernel, and those that round, leave it out on the device; for every other one the host reads the verdict and
-leaves out the call.
+A step whose gradient norm is not finite changes no weight, no state and no step count. Fused optimizers
+and RoundedAdamW skip on the device; for the others the host reads the norm and skips the call.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -16,237 +16,323 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from fms_fsdp.config import FP32, NUM_BYTES, OptimConfig, Precision
-from fms_fsdp.config.values import joined
-from fms_fsdp.errors import UserError
+from fms_fsdp.config.flag import Flag, coerce
+from fms_fsdp.config.values import joined, must_be_one_of, shown
+from fms_fsdp.distributed.dtensor import local_shard
+from fms_fsdp.errors import UserError, import_function
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.optim.registry import BUILDERS, Build, load_builder, read_settings
-from fms_fsdp.parts import load_part
-from fms_fsdp.sharded import local_part
 
-_STAND_IN = 256  # rows and columns of a matrix whose state is looked at before the model is built
+Factory = Callable[..., torch.optim.Optimizer]
+TORCH_OPTIMIZERS: dict[str, Factory] = {  # exact on DTensors
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "rmsprop": torch.optim.RMSprop,
+}
+_FLAGS = {  # argument -> the flags that set it
+    "lr": ("learning_rate",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_eps",),
+    "weight_decay": ("weight_decay",),
+}
+_FIXED = {"foreach", "fused", "maximize", "capturable", "differentiable", "decoupled_weight_decay"}
+_EXAMPLE_SIZE = 256  # rows and columns of the matrices that show the size of the state
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Optimizers:
-    """Several optimizers over one model; each parameter belongs to one optimizer."""
+    """One or several torch optimizers over one model; each parameter belongs to one of them."""
 
-    def __init__(self, model: nn.Module, parts: Sequence[torch.optim.Optimizer]) -> None:
-        self._model, self.parts = model, list(parts)
-        for part in self.parts:
-            for group in part.param_groups:
-                group["base_lr"] = float(group["lr"])
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._model, self.optimizers = model, list(optimizers)
+        for group in (group for each in self.optimizers for group in each.param_groups):
+            group["base_lr"] = float(group["lr"])
 
-    @property
-    def clip_by_themselves(self) -> bool:
-        """Whether `step` clips: fused kernels of GPUs scale the gradient while they read it."""
-        return all(_skips_by_itself(part) and _device_of(part).type == "cuda" for part in self.parts)
+    def step(self, learning_rate: Callable[[float], float], grad_norm: torch.Tensor) -> None:
+        """Updates the weights, unless `grad_norm` is not finite.
 
-    def step(
-        self,
-        rate: Callable[[float], float],
-        grad_norm: torch.Tensor,
-        max_norm: float = 0.0,
-        loss_scale: torch.Tensor | float = 1.0,
-    ) -> None:
-        """One step with the rate `rate(base rate)` of each group, unless `grad_norm` is not finite.
-
-        Where the optimizers `clip_by_themselves`, gradients still hold a `loss_scale`, which `grad_norm` does
-        not, and those of a norm above `max_norm` are scaled down to it; 0 scales none.
+        Args:
+            learning_rate: maps the base learning rate of a group to its learning rate in this step.
         """
-        is_bad, scale = ~torch.isfinite(grad_norm), None
-        if self.clip_by_themselves and (max_norm > 0 or isinstance(loss_scale, torch.Tensor)):
-            clip = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else 1.0
-            scale = clip * loss_scale  # kernels divide by it
-        host_skips = not all(map(_skips_by_itself, self.parts)) and bool(is_bad.item())
-        for part in self.parts:
-            for group in part.param_groups:
+        is_bad = ~torch.isfinite(grad_norm)
+        skips_on_host = not all(map(_skips_on_device, self.optimizers)) and bool(is_bad.item())
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(rate(group["base_lr"]))
+                    group["lr"].fill_(learning_rate(group["base_lr"]))
                 else:
-                    group["lr"] = rate(group["base_lr"])
-            if _skips_by_itself(part):  # two names of torch.amp.GradScaler
-                part.found_inf = is_bad.to(_device_of(part), torch.float32)  # type: ignore[attr-defined]
-                part.grad_scale = scale  # type: ignore[attr-defined]
-                part.step()
-            elif not host_skips:
-                part.step()
+                    group["lr"] = learning_rate(group["base_lr"])
+            if _skips_on_device(
+                optimizer
+            ):  # the kernel reads the attribute that torch.amp.GradScaler sets
+                device = optimizer.param_groups[0]["params"][0].device
+                optimizer.found_inf = is_bad.to(device, torch.float32)  # type: ignore[attr-defined]
+                optimizer.step()
+            elif not skips_on_host:
+                optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drops all gradients."""
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
+        """Frees all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
-    def before_step(self, call: Callable[[], None]) -> None:
-        """Lets `call` run before each step of the first optimizer, when the gradients are whole."""
-        self.parts[0].register_step_pre_hook(lambda *_: call())
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the live state as `<parameter>.<key>` -> tensor, sharded as the parameters are."""
+        found: dict[str, Any] = get_optimizer_state_dict(
+            self._model, self.optimizers, options=_FLAT
+        )
+        return {key[6:]: found[key] for key in sorted(found) if key.startswith("state.")}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """`<parameter>.<key>` → tensor, by name, as sharded as the parameters are; the tensors in use, but
-        for quantized ones, which are stored as fp32, so that they fit any sharding."""
-        lazy = [part for part in self.parts if not part.state]
-        state = {name: as_saved(value) for name, value in self.tensors_in_use().items()}
-        for part in lazy:
-            part.state.clear()  # torch has filled it by a step without gradient; its own first step does
-        return state
+        """Returns `tensors()`, but leaves an optimizer that has not created its state without state.
 
-    def tensors_in_use(self) -> dict[str, torch.Tensor]:
-        """The state itself, by the names of `state_dict`."""
-        found: dict[str, Any] = get_optimizer_state_dict(self._model, self.parts, options=_FLAT)
-        return {key[6:]: found[key] for key in sorted(found) if key.startswith("state.")}
+        torch creates the state by a step with gradients and a learning rate of 0. Without a weight
+        decay of 0 too, coupled decay would become momentum.
+        """
+        lazy = [optimizer for optimizer in self.optimizers if not optimizer.state]
+        groups = [group for optimizer in lazy for group in optimizer.param_groups]
+        decays = [group.get("weight_decay", 0.0) for group in groups]
+        for group in groups:
+            group["weight_decay"] = 0.0
+        state = self.tensors()
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
+        for optimizer in lazy:
+            optimizer.state.clear()
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over a state of the form of `state_dict`; groups and rates stay as this launch made them."""
-        for name, value in self.tensors_in_use().items():
-            local_part(value).copy_(local_part(state[name]))
+        """Copies a state of the form of `state_dict`; groups and learning rates do not change."""
+        for name, value in self.tensors().items():
+            local_shard(value).copy_(local_shard(state[name]))
 
 
-def as_saved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a checkpoint holds for a tensor of the state: a quantized tensor becomes fp32."""
-    whole: torch.Tensor = load_part("quantized").dequantized(tensor) if _is_quantized(tensor) else tensor
-    return whole
-
-
-def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that this rank's part takes in memory."""
-    count: int = local_part(tensor).nbytes
-    if _is_quantized(tensor):
-        count = load_part("quantized").num_bytes(tensor)
-    return count
-
-
-def _is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether several plain tensors stand behind this tensor, as in torchao."""
-    return hasattr(local_part(tensor), "tensor_attrs")
-
-
-def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    device: torch.device = optimizer.param_groups[0]["params"][0].device
-    return device
-
-
-def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # torch's name for it
+def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether the optimizer reads `found_inf` on the device, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def build_optimizers(
-    section: OptimConfig,
+    config: OptimConfig,
     model: nn.Module,
     precision: Precision = FP32,
     seed: int = 0,
     *,
     compiled: bool = False,
 ) -> Optimizers:
-    """The optimizers that `--optimizer` names, with their state, so that a checkpoint can be loaded into it.
+    """Builds the optimizers with their state, so that a checkpoint can be loaded.
 
-    Muon takes the matrices of the blocks, AdamW then all others; every other optimizer takes all parameters.
-    One of the user's own may make its state at its first step. `seed` is that of rounding by chance, whose
-    step may be `compiled`.
+    Muon updates the matrices of the blocks and AdamW everything else; other optimizers update all
+    parameters. `seed` is for stochastic rounding, whose step may be `compiled`.
 
     Raises:
-        UserError: a flag does not fit the optimizer, or it needs what is not there.
+        UserError: a flag does not fit the optimizer, or its package is not installed.
     """
-    named = {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    name = section.optimizer
+    params = {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    name = config.optimizer
     if precision.is_rounded:
-        part = load_part("rounded")
-        part.check_rounding(precision, section)
-        rounded = partial(part.RoundedAdamW, names=named, precision=precision, seed=seed)
-        build = partial(rounded, decoupled=name == "adamw", compiled=compiled)
-        return Optimizers(model, [_build_part(name, section, named, build)])
+        from fms_fsdp.optim.stochastic_rounding import RoundedAdamW, check_rounding
+
+        check_rounding(precision, config)
+        rounded = partial(RoundedAdamW, names=params, precision=precision, seed=seed)
+        factory = partial(rounded, decoupled=name == "adamw", compiled=compiled)
+        return Optimizers(model, [_build(name, config, params, factory)])
     if name != "muon":
-        return Optimizers(model, [_build_part(name, section, named)])
-    hidden, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    for name, parameter in named.items():
-        part_of = hidden if parameter.ndim == 2 and name.startswith("blocks.") else others
-        part_of[name] = parameter
+        return Optimizers(model, [_build(name, config, params)])
+    is_hidden = {key: p.ndim == 2 and key.startswith("blocks.") for key, p in params.items()}
+    hidden = {key: p for key, p in params.items() if is_hidden[key]}
+    others = {key: p for key, p in params.items() if not is_hidden[key]}
     if not hidden:
-        raise UserError("--optimizer (muon) needs matrices in blocks, and the model has none; use adamw")
-    parts = [_build_part("muon", section, hidden)]
-    return Optimizers(model, parts + ([_build_part("adamw", section, others)] if others else []))
+        raise UserError("--optimizer=muon requires matrices in blocks; use --optimizer=adamw")
+    split = {"muon": hidden, "adamw": others}
+    return Optimizers(model, [_build(key, config, part) for key, part in split.items() if part])
 
 
-def _build_part(
-    name: str, section: OptimConfig, named: Mapping[str, torch.Tensor], own: Build | None = None
+def _build(
+    name: str,
+    config: OptimConfig,
+    params: Mapping[str, torch.Tensor],
+    factory: Factory | None = None,
 ) -> torch.optim.Optimizer:
-    """One optimizer over these parameters: a group of parameters that decay and a group of others."""
-    build, settings = own or load_builder(name), read_settings(name, section)
-    if own or any(parameter.is_meta for parameter in named.values()):
-        settings.pop("fused", None)  # no kernel there
+    """Builds one optimizer with a group of parameters that decay and a group of those that do not."""
+    arguments = optimizer_arguments(name, config)
+    if factory is None:
+        factory = find_factory(name)
+        if name in ("adamw", "adam"):
+            arguments["fused"] = not any(p.is_meta for p in params.values())
+        elif ":" not in name and "foreach" in inspect.signature(factory).parameters:
+            arguments["foreach"] = True  # torch's default for DTensors is a loop
     groups: dict[float, dict[str, Any]] = {}
-    for key, parameter in named.items():
-        of_embedding = key.startswith(("embed.", "distance_bias."))
-        decays = section.decay_norms if parameter.ndim < 2 else section.decay_embeddings or not of_embedding
-        decay = section.weight_decay if decays else 0.0
-        groups.setdefault(decay, {"params": [], "weight_decay": decay})["params"].append(parameter)
-    part = build(list(groups.values()), **settings)
-    if name in BUILDERS and not part.state:
-        _make_state(part, build, settings)
-    return part
+    for key, param in params.items():
+        is_embedding = key.startswith(("embed.", "distance_bias."))
+        decays = config.decay_embeddings or not is_embedding
+        decay = config.weight_decay if (config.decay_norms if param.ndim < 2 else decays) else 0.0
+        groups.setdefault(decay, {"params": [], "weight_decay": decay})["params"].append(param)
+    optimizer = factory(list(groups.values()), **arguments)
+    if ":" not in name and not optimizer.state and not arguments.get("dampening"):
+        _create_state(optimizer, factory, arguments)
+    return optimizer
 
 
-def _make_state(part: torch.optim.Optimizer, build: Build, settings: Mapping[str, Any]) -> None:
-    """Makes the state that an optimizer of torch makes at the first step: a count of steps, and zeros.
+def _create_state(
+    optimizer: torch.optim.Optimizer, factory: Factory, arguments: Mapping[str, Any]
+) -> None:
+    """Creates the state that an elementwise optimizer of torch creates in its first step.
 
-    One step of a parameter made for this purpose shows the names of the state. Optimizers of torchao would
-    compile in that step; the names of their state are known.
+    A step of one number with gradient 0 shows names and initial values. Dampened SGD is left out: its
+    first momentum is the gradient itself, undampened.
     """
-    if hasattr(part, "_new_buffer"):
-        load_part("quantized").make_state(part, settings)
-        return
     probe = nn.Parameter(torch.zeros(1))
     probe.grad = torch.zeros(1)
-    stepped = build([probe], **settings)
-    stepped.step()
-    for group in part.param_groups:
-        for parameter in group["params"]:
-            state, device = part.state[parameter], parameter.device if settings.get("fused") else None
-            for name in stepped.state[probe]:
-                state[name] = torch.zeros((), dtype=torch.float32, device=device)
-                if name != "step":
-                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    example = factory([probe], **arguments)
+    example.step()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for key, value in example.state[probe].items():
+                if key == "step":
+                    device = param.device if arguments.get("fused") else None
+                    optimizer.state[param][key] = torch.zeros(
+                        (), dtype=torch.float32, device=device
+                    )
+                else:
+                    optimizer.state[param][key] = torch.full_like(param, value.item())
+
+
+def own_optimizers() -> dict[str, Factory]:
+    """Returns the optimizers that torch lacks, or that torch cannot run on DTensors."""
+    from fms_fsdp.optim import sharded_optimizers as own
+    from fms_fsdp.optim.muon import Muon
+
+    return {
+        "muon": Muon,
+        "adafactor": own.Adafactor,
+        "lamb": own.Lamb,
+        "rprop": own.Rprop,
+        "novograd": own.NovoGrad,
+        "madgrad": own.Madgrad,
+        "sm3": own.SM3,
+    }
+
+
+def find_factory(name: str) -> Factory:
+    """Returns the factory of a name, or the function or class of `module:function`.
+
+    Raises:
+        UserError: it cannot be imported, or takes no parameters to optimize.
+    """
+    if name in TORCH_OPTIMIZERS:
+        return TORCH_OPTIMIZERS[name]
+    if ":" not in name:
+        return own_optimizers()[name]
+    factory: Factory = import_function(name, "--optimizer")
+    try:
+        takes = inspect.signature(factory).parameters
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--optimizer={shown(name)} is not a function: {error}") from None
+    if not takes:
+        raise UserError(f"--optimizer={shown(name)} must take an argument: the parameters")
+    return factory
+
+
+def optimizer_arguments(name: str, config: OptimConfig) -> dict[str, Any]:
+    """Returns the keyword arguments of an optimizer from the flags and --optimizer_kwargs.
+
+    Raises:
+        UserError: a key of --optimizer_kwargs is unknown, has a flag of its own or a value of another
+            type, or a flag is set that the optimizer does not take.
+    """
+    _, *signature = inspect.signature(find_factory(name)).parameters.values()
+    taken = {p.name: p for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    arguments: dict[str, Any] = {}
+    for key, flags in _FLAGS.items():
+        values = tuple(getattr(config, flag) for flag in flags)
+        # the eps of torch's Adafactor is two numbers, which no flag can express
+        if key in taken and (key == "betas" or not isinstance(taken[key].default, tuple)):
+            arguments[key] = values if key == "betas" else values[0]
+        elif ":" in name and values != tuple(getattr(OptimConfig(), flag) for flag in flags):
+            raise UserError(
+                f"--{flags[0]} has no effect on --optimizer={name}, which takes no {key}; remove it"
+            )
+    free = [key for key in taken if key not in _FIXED | arguments.keys()]
+    for item in config.optimizer_kwargs if name == config.optimizer else ():
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise UserError(f"--optimizer_kwargs={shown(item)} must have the form key=value")
+        if key in arguments:
+            own = " and --".join(_FLAGS.get(key, (key,)))
+            raise UserError(f"--optimizer_kwargs={shown(item)} has a flag of its own; use --{own}")
+        if key not in free and not any(p.kind is p.VAR_KEYWORD for p in signature):
+            rule = (
+                must_be_one_of(free, key, cutoff=0.0) if free else "must be removed: it takes none"
+            )
+            raise UserError(f"--optimizer_kwargs={shown(item)} of --optimizer={name} {rule}")
+        arguments[key] = _parse(text, taken[key]) if key in taken else text
+    return arguments
+
+
+def _parse(text: str, parameter: inspect.Parameter) -> Any:
+    """Returns the text as the type of the parameter; numbers of a tuple are separated by colons."""
+    if isinstance(parameter.default, tuple):
+        row = Flag((), "", name="optimizer_kwargs", type=tuple[float, ...])
+        return coerce(row, text.replace(":", ","))
+    declared = getattr(parameter.annotation, "__name__", parameter.annotation)
+    kind = {"bool": bool, "int": int, "float": float}.get(declared, type(parameter.default))
+    if kind not in (bool, int, float):
+        return text
+    return coerce(Flag(None, "", name="optimizer_kwargs", type=kind), text)
 
 
 @cache
-def state_of_stand_in(section: OptimConfig, precision: Precision = FP32) -> dict[str, torch.Tensor]:
-    """The state that the optimizers keep of a model of one matrix in a block and one outside, by name. Made
-    once in a process.
+def example_state(config: OptimConfig, precision: Precision = FP32) -> dict[str, torch.Tensor]:
+    """Returns the optimizer state of one matrix in a block and one outside, by name.
 
     Raises:
-        UserError: the flags name no optimizer that can be built, or settings that it does not take.
+        UserError: the optimizer cannot be built from the flags.
     """
     dtype = torch.bfloat16 if precision.weights == "bf16" else torch.float32
-    with torch.device("meta"):  # so that no random number is drawn
-        linear = partial(nn.Linear, _STAND_IN, _STAND_IN, bias=False, dtype=dtype)
+    with torch.device("meta"):  # draws no random numbers
+        linear = partial(nn.Linear, _EXAMPLE_SIZE, _EXAMPLE_SIZE, bias=False, dtype=dtype)
         model = nn.ModuleDict({"blocks": linear(), "embed": linear()}).to_empty(device="cpu")
     try:
-        state = build_optimizers(section, model, precision).tensors_in_use()
-        for name, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                raise TypeError(f"the state must be tensors, to be saved, and {name} is no tensor")
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        state = build_optimizers(config, model, precision).tensors()
+        if not all(isinstance(value, torch.Tensor) for value in state.values()):
+            raise TypeError("its state contains values that are not tensors and cannot be saved")
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         if isinstance(error, UserError) and str(error).startswith("--"):
             raise
-        kwargs = f" --optimizer_kwargs={joined(section.optimizer_kwargs)}" if section.optimizer_kwargs else ""
-        raise UserError(f"--optimizer={section.optimizer}{kwargs} cannot be built: {error}") from error
+        kwargs = f" --optimizer_kwargs={joined(config.optimizer_kwargs)}" * bool(
+            config.optimizer_kwargs
+        )
+        raise UserError(
+            f"--optimizer={config.optimizer}{kwargs} cannot be built: {error}"
+        ) from error
     return state
 
 
-def state_bytes(
-    section: OptimConfig, config: LlamaConfig, precision: Precision = FP32, *, saved: bool = False
-) -> int:
-    """About the bytes of the optimizers' state of the whole model: in memory, or in a checkpoint."""
-    units, total = num_params_by_unit(config), 0.0
-    counts = {"blocks": config.num_layers * units["block"], "embed": units["embed"] + units["head"]}
-    for name, value in state_of_stand_in(section, precision).items():
-        size = num_bytes(as_saved(value) if saved else value)
-        total += size / _STAND_IN**2 * counts[name.partition(".")[0]] if value.ndim else 0
+def state_bytes(config: OptimConfig, model: LlamaConfig, precision: Precision = FP32) -> int:
+    """Estimates the bytes of the full optimizer state."""
+    units, total = num_params_by_unit(model), 0.0
+    counts = {"blocks": model.num_layers * units["block"], "embed": units["embed"] + units["head"]}
+    for name, value in example_state(config, precision).items():
+        per_param = value.nbytes / _EXAMPLE_SIZE**2
+        total += per_param * counts[name.partition(".")[0]] if value.ndim else 0
     return round(total)
 
 
-def checkpoint_bytes(section: OptimConfig, config: LlamaConfig, precision: Precision) -> int:
-    """About the bytes of a checkpoint: weights and the optimizers' state."""
-    weights = NUM_BYTES[precision.weights] * num_params(config)
-    return weights + state_bytes(section, config, precision, saved=True)
+def checkpoint_bytes(config: OptimConfig, model: LlamaConfig, precision: Precision) -> int:
+    """Estimates the bytes of a checkpoint: weights and optimizer state."""
+    weights = NUM_BYTES[precision.weights] * num_params(model)
+    return weights + state_bytes(config, model, precision)

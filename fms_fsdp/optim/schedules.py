@@ -1,10 +1,10 @@
-"""Learning-rate schedules: pure functions of the place in the run and of a group's base rate; no state.
+"""Learning-rate schedules: pure functions of the position in the run; no state.
 
-    rate = base * place / warmup         before the end of the warm-up
-           base * multiplier             from there on; flat from the end of the decay on
+    lr = base * position / warmup         before the end of the warmup
+         base * multiplier                after it, constant from the end of the decay on
 
-With p from 0 at the end of the warm-up to 1 at the end of the decay, n the place since the warm-up, and m the
-least share (`--min_lr_ratio`), the multiplier of `--lr_schedule` is
+With p from 0 at the end of the warmup to 1 at the end of the decay, n the position since the warmup, and
+m the minimum (`--min_lr_ratio`), the multiplier of `--lr_schedule` is
 
     cosine       m + (1 - m) (1 + cos(pi p)) / 2     Loshchilov and Hutter, https://arxiv.org/abs/1608.03983
     linear       m + (1 - m) (1 - p)
@@ -13,7 +13,7 @@ least share (`--min_lr_ratio`), the multiplier of `--lr_schedule` is
     wsd          1, then linear in the last phase    Hu et al., https://arxiv.org/abs/2404.06395
     constant     1
     annealing    max(m, 1 - p)                       NeMo's WarmupAnnealing
-    inverse_sqrt max(m, sqrt(warmup / place))        noam too; Vaswani 2017, https://arxiv.org/abs/1706.03762
+    inverse_sqrt max(m, sqrt(warmup / position))     also noam; Vaswani 2017, https://arxiv.org/abs/1706.03762
     step         max(m, gamma^floor(n / step_size))
     exponential  max(m, gamma^(n / step_size))
 """
@@ -25,22 +25,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fms_fsdp.config import OptimConfig
-from fms_fsdp.config.spans import parse_span
+from fms_fsdp.config.formats import parse_duration
 from fms_fsdp.errors import UserError
-
-_FALLING: dict[str, Callable[[float, float], float]] = {  # of p and power, from 1 to 0
-    "cosine": lambda p, power: 0.5 * (1 + math.cos(math.pi * p)),
-    "linear": lambda p, power: 1 - p,
-    "square": lambda p, power: (1 - p) ** 2,
-    "polynomial": lambda p, power: (1 - p) ** power,
-    "wsd": lambda p, power: 1 - p,
-}
 
 
 @dataclass(frozen=True)
-class Length:
-    """The length of a run: the steps, the tokens of a row, the tokens of the whole run by the end of a
-    step."""
+class RunLength:
+    """The length of a run. `tokens_at` returns the tokens read in the run by the end of a step."""
 
     num_steps: int
     seq_length: int
@@ -48,10 +39,10 @@ class Length:
 
 
 @dataclass(frozen=True)
-class Corners:
-    """Where the schedule of a run bends, counted in steps or, with `in_tokens`, in tokens of the whole run.
+class Milestones:
+    """Positions at which the schedule changes, in steps or, with `in_tokens`, in tokens.
 
-    `decay_start` is the end of the warm-up, but for wsd.
+    `decay_start` is the end of the warmup, except for wsd.
     """
 
     in_tokens: bool
@@ -61,77 +52,96 @@ class Corners:
     step_size: int = 0
 
 
-def find_corners(section: OptimConfig, run: Length, *, in_tokens: bool = False) -> Corners:
-    """The corners that the flags name in a run of this length. A schedule counts tokens where a flag does,
-    and with `in_tokens`, for a run whose batch grows, unless a flag counts steps.
+def find_milestones(config: OptimConfig, run: RunLength, *, in_tokens: bool = False) -> Milestones:
+    """Returns the milestones of a run of this length.
+
+    They are in tokens if a flag is in samples or tokens, or with `in_tokens` (a run with a batch size
+    ramp) if no flag is in steps.
 
     Raises:
         UserError: the decay ends before it begins.
     """
-    spans = {name: parse_span(name, text) for name, text in section.spans().items()}
+    spans = {name: parse_duration(name, text) for name, text in config.durations().items()}
     units = {span.unit for span in spans.values()}
     in_tokens = bool(units & {"samples", "tokens"}) or (in_tokens and "steps" not in units)
 
-    def place(step: int) -> int:
+    def position(step: int) -> int:
         return run.tokens_at(step) if in_tokens and step > 0 else step
 
-    def size(name: str, default: int) -> int:
-        """The length of a span that begins with the run."""
-        number, unit = spans.get(name, (default, "steps"))
+    def steps(name: str) -> int:
+        number, unit = spans[name]
+        return math.ceil(number * (run.num_steps if unit == "fraction" else 1))
+
+    def length(name: str, default: int) -> int:
+        """Returns the length of a span that begins with the run."""
+        if name not in spans:
+            return position(default)
+        number, unit = spans[name]
         if unit in ("samples", "tokens"):
             return int(number) * (run.seq_length if unit == "samples" else 1)
-        return place(math.ceil(number * run.num_steps) if unit == "share" else int(number))
+        return position(steps(name))
 
-    warmup = size("warmup", min(2000, max(1, run.num_steps // 20)))
-    last_step = run.num_steps - section.constant_steps
-    end, start = place(last_step), warmup
-    if section.lr_schedule == "wsd" and "lr_decay" not in spans:
+    warmup = length("warmup", min(2000, max(1, run.num_steps // 20)))
+    last_step = run.num_steps - config.constant_steps
+    end, start = position(last_step), warmup
+    if config.lr_schedule != "wsd":
+        end = length("lr_decay", last_step)
+    elif "lr_decay" not in spans:
         start = max(warmup, end - -(-end // 10))
-    elif section.lr_schedule == "wsd":
-        number, unit = spans["lr_decay"]
-        steps = math.ceil(number * (run.num_steps if unit == "share" else 1))
-        start = end - size("lr_decay", 0) if unit in ("samples", "tokens") else place(last_step - steps)
-    elif "lr_decay" in spans:
-        end = size("lr_decay", 0)
+    elif spans["lr_decay"].unit in ("samples", "tokens"):
+        start = end - length("lr_decay", 0)
+    else:
+        start = position(last_step - steps("lr_decay"))
     if warmup > min(start, end):
-        unit, flags = "tokens" if in_tokens else "steps", "warmup warmup_steps lr_decay constant_steps"
-        values = {name: getattr(section, name) for name in flags.split()}
-        given = ", ".join(f"--{name} ({value})" for name, value in values.items() if value)
+        names = ("warmup", "warmup_steps", "lr_decay", "constant_steps")
+        given = [f"--{name}={getattr(config, name)}" for name in names if getattr(config, name)]
         raise UserError(
-            f"{given}: the warm-up must not end (at {warmup:,} {unit}) after the decay begins or ends (at "
-            f"{min(start, end):,}); shorten one span, or lengthen the run"
+            f"{', '.join(given)}: the warmup must not end (at {warmup:,} {'tokens' if in_tokens else 'steps'}) "
+            f"after the decay begins or ends (at {min(start, end):,}); shorten one, or lengthen the run"
         )
-    return Corners(in_tokens, warmup, start, end, size("lr_step_size", 0))
+    return Milestones(in_tokens, warmup, start, end, length("lr_step_size", 0))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate, once the corners are known."""
+    """The learning rate as a function of the position in the run."""
 
-    section: OptimConfig
-    corners: Corners
+    config: OptimConfig
+    milestones: Milestones
 
     def __call__(self, step: int, tokens: int, base: float) -> float:
-        """The rate of 1-based `step`, at whose end `tokens` are read, of a group with the rate `base`."""
-        corners, place = self.corners, tokens if self.corners.in_tokens else step
-        if place < corners.warmup:
-            return base * place / corners.warmup
-        return base * self._multiplier(min(place, corners.decay_end))
+        """Returns the learning rate of 1-based `step`, at whose end `tokens` are read.
 
-    def _multiplier(self, place: int) -> float:
-        section, corners, least = self.section, self.corners, self.section.least_share
-        decayed = max(0, place - corners.decay_start) / max(1, corners.decay_end - corners.decay_start)
-        decayed = decayed if place < corners.decay_end else 1.0
-        since = (place - corners.warmup) / max(1, corners.step_size)
-        match section.lr_schedule:
+        Args:
+            base: the peak learning rate of the parameter group.
+        """
+        points = self.milestones
+        position = tokens if points.in_tokens else step
+        if position < points.warmup:
+            return base * position / points.warmup
+        return base * self._multiplier(min(position, points.decay_end))
+
+    def _multiplier(self, position: int) -> float:
+        config, points, minimum = self.config, self.milestones, self.config.min_ratio
+        decay_length = max(1, points.decay_end - points.decay_start)
+        p = (
+            max(0, position - points.decay_start) / decay_length
+            if position < points.decay_end
+            else 1.0
+        )
+        n = (position - points.warmup) / max(1, points.step_size)
+        match config.lr_schedule:
             case "constant":
                 return 1.0
             case "annealing":
-                return max(least, 1 - decayed)
+                return max(minimum, 1 - p)
             case "inverse_sqrt" | "noam":
-                return max(least, math.sqrt(max(1, corners.warmup) / max(1, place)))
+                return max(minimum, math.sqrt(max(1, points.warmup) / max(1, position)))
             case "step":
-                return max(least, math.pow(section.lr_gamma, int(since)))
+                return max(minimum, math.pow(config.lr_gamma, int(n)))
             case "exponential":
-                return max(least, math.pow(section.lr_gamma, since))
-        return least + (1 - least) * _FALLING[section.lr_schedule](decayed, section.lr_power)
+                return max(minimum, math.pow(config.lr_gamma, n))
+            case "cosine":
+                return minimum + (1 - minimum) * (0.5 * (1 + math.cos(math.pi * p)))
+        power: float = {"square": 2.0, "polynomial": config.lr_power}.get(config.lr_schedule, 1)
+        return minimum + (1 - minimum) * float((1 - p) ** power)

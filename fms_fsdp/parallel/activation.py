@@ -17,8 +17,15 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fms_fsdp.config import ParallelConfig
 from fms_fsdp.models.flops import keeps_product
@@ -70,7 +77,9 @@ def apply_recomputation(model: Llama, section: ParallelConfig, *, compiled: bool
             model.blocks[layer] = checkpoint_wrapper(block, checkpoint_impl=kind, **settings)
 
 
-def _by_segments(x_BSD: torch.Tensor, calls: Sequence[Call], size: int, chosen: list[bool]) -> torch.Tensor:
+def _by_segments(
+    x_BSD: torch.Tensor, calls: Sequence[Call], size: int, chosen: list[bool]
+) -> torch.Tensor:
     """x_BSD behind the blocks, `size` of which share one recomputation; the last segment, or that of a stage
     of a pipeline, may have fewer. FSDP gathers a segment's blocks together (`blocks_per_group`): within the
     recomputation its hooks find them gathered, as its backward pass has begun."""

@@ -21,7 +21,9 @@ def compiles(section: ParallelConfig, device: torch.device) -> bool:
     return device.type == "cuda" and not missing_compiler(device)
 
 
-def compiles_optimizer(section: ParallelConfig, model: torch.nn.Module, device: torch.device) -> bool:
+def compiles_optimizer(
+    section: ParallelConfig, model: torch.nn.Module, device: torch.device
+) -> bool:
     """Whether the step of an optimizer is compiled if that optimizer can be: with the blocks, if the device
     of the weights has a compiler."""
     return compiles(section, device) and not missing_compiler(next(model.parameters()).device)
@@ -51,4 +53,8 @@ def missing_compiler(device: torch.device) -> str:
     """The compiler that compiled code for this device needs, if it is not on the PATH; else nothing."""
     variable, usual = ("CXX", "g++") if device.type == "cpu" else ("CC", "gcc")
     name = os.environ.get(variable, usual)
-    return "" if shutil.which(name) else f"{name} is not on the PATH; install a compiler, or set {variable}"
+    return (
+        ""
+        if shutil.which(name)
+        else f"{name} is not on the PATH; install a compiler, or set {variable}"
+    )

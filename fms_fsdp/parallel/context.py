@@ -31,20 +31,21 @@ import torch
 from torch import nn
 
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.config.axes import cp_method
-from fms_fsdp.mesh import Mesh
+from fms_fsdp.distributed.axes import cp_method
+from fms_fsdp.distributed.collectives import Group, collective
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.attention import explicit_attention
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.masks import compiled
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.parallel.messages import exchange
 from fms_fsdp.parallel.tiles import KeyRule, tiled_attention
-from fms_fsdp.parts import load_part
 
 _FIELDS = tuple(inspect.signature(Llama.forward).parameters)[1:]
 Ids = torch.Tensor | None
 Function = Callable[..., torch.Tensor]
-Places = Callable[[int], list[range]]  # from the size of a part to the indices of the part in the whole
+Places = Callable[
+    [int], list[range]
+]  # from the size of a part to the indices of the part in the whole
 
 
 def apply_cp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
@@ -60,7 +61,9 @@ def apply_cp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
     model.mask = partial(split.mask, model.mask)
     for block in model.blocks.values():
         attention: Any = block.attention
-        attention.attend = partial(split.attend, attention.attend, attention.attend.keywords["score"])
+        attention.attend = partial(
+            split.attend, attention.attend, attention.attend.keywords["score"]
+        )
     if config.has_dropout:
         _drop_by_place(model, split, tp if mesh.dims.sequence_parallel else 1)
 
@@ -77,7 +80,7 @@ class _Cut:
     def __init__(self, config: LlamaConfig, mesh: Mesh) -> None:
         axis = mesh.axis("cp")
         self.config, self.rank, self.size = config, axis.get_local_rank(), axis.size()
-        self.group: str = axis.get_group().group_name
+        self.group = Group(axis.get_group().group_name, axis.size())
         heads, place = config.num_attention_heads // mesh.size("tp"), mesh.place("tp")
         self.heads = range(place * heads, (place + 1) * heads)  # of this rank of tp
 
@@ -126,12 +129,19 @@ class _Cut:
             return _WholeRow(inner(config, window, ids_BS, part, device, **cached))
         return self.own_mask(partial(inner, config), window, ids_BS, part.stop, device)
 
-    def own_mask(self, inner: Callable[..., Any], window: int, ids_BS: Ids, size: int, device: Any) -> Any:
+    def own_mask(
+        self, inner: Callable[..., Any], window: int, ids_BS: Ids, size: int, device: Any
+    ) -> Any:
         """The mask where the own part of a row has this size."""
         raise NotImplementedError
 
     def attend(
-        self, inner: Function, score: Function | None, *qkv: torch.Tensor, mask: Any, drop: Function | None
+        self,
+        inner: Function,
+        score: Function | None,
+        *qkv: torch.Tensor,
+        mask: Any,
+        drop: Function | None,
     ) -> torch.Tensor:
         """Attention of this rank's queries to the whole row; the arguments are those of `attention`."""
         if isinstance(mask, _WholeRow):
@@ -158,7 +168,9 @@ class _Ulysses(_Cut):
         """One range; of the heads of a rank of tp, attention has the part at the same place."""
         return [range(self.rank * size, (self.rank + 1) * size)]
 
-    def own_mask(self, inner: Callable[..., Any], window: int, ids_BS: Ids, size: int, device: Any) -> Any:
+    def own_mask(
+        self, inner: Callable[..., Any], window: int, ids_BS: Ids, size: int, device: Any
+    ) -> Any:
         """The mask of the whole row, for the heads of this rank."""
         made = inner(window, ids_BS, slice(0, size * self.size), device)
         by_head = isinstance(made, torch.Tensor) and made.ndim == 4 and made.shape[1] > 1
@@ -179,11 +191,13 @@ class _Ulysses(_Cut):
             x_BHsK = x_BHsK if times == 1 else x_BHsK.repeat_interleave(times, 1)
             batch, _, *rest = x_BHsK.shape
             by_rank.append(x_BHsK.view(batch, self.size, -1, *rest).transpose(0, 1))
-        traded = exchange(torch.cat(by_rank, 2), "trade", self.group, self.size, 0)  # in one message
+        traded = collective("all_to_all", torch.cat(by_rank, 2), self.group)
         heads = [x.shape[2] for x in by_rank]
-        out_BHSK = inner(*torch.split(traded.movedim(0, 2).flatten(2, 3), heads, 1), mask=mask, drop=drop)
+        out_BHSK = inner(
+            *torch.split(traded.movedim(0, 2).flatten(2, 3), heads, 1), mask=mask, drop=drop
+        )
         parts = torch.stack(out_BHSK.chunk(self.size, 2))
-        return exchange(parts, "trade", self.group, self.size, 0).transpose(0, 1).flatten(1, 2)
+        return collective("all_to_all", parts, self.group).transpose(0, 1).flatten(1, 2)
 
 
 class _Gather(_Cut):
@@ -192,23 +206,31 @@ class _Gather(_Cut):
     def places(self, size: int) -> list[range]:
         """Two ranges of the same length."""
         half = size // 2
-        return [range(at * half, (at + 1) * half) for at in (self.rank, 2 * self.size - 1 - self.rank)]
+        return [
+            range(at * half, (at + 1) * half) for at in (self.rank, 2 * self.size - 1 - self.rank)
+        ]
 
-    def own_mask(self, inner: Callable[..., Any], window: int, ids_BS: Ids, size: int, device: Any) -> Any:
+    def own_mask(
+        self, inner: Callable[..., Any], window: int, ids_BS: Ids, size: int, device: Any
+    ) -> Any:
         """On a GPU blocks for flex_attention, unless weights are dropped; else a rule."""
         config, slopes_H = self.config, None
         if device.type == "cuda" and not config.attn_dropout:
             return self.block_mask(window, ids_BS, size, device)
         if config.pos_emb == "alibi":
             head_H = torch.arange(self.heads.start, self.heads.stop, device=device)
-            slopes_H = load_part("gpt").alibi_slopes(head_H, config.num_attention_heads)
+            from fms_fsdp.extras.gpt import alibi_slopes
+
+            slopes_H = alibi_slopes(head_H, config.num_attention_heads)
         return KeyRule(window, ids_BS, slopes_H)
 
     def block_mask(self, window: int, ids_BS: Ids, size: int, device: torch.device) -> Any:
         """The blocks of the own queries and all keys."""
         from torch.nn.attention.flex_attention import create_block_mask
 
-        def seen(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        def seen(
+            b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+        ) -> torch.Tensor:
             place = self.place(q, size)
             near = (place >= k) & (place - k < window) if window else place >= k
             return near if ids_BS is None else near & (ids_BS[b, place] == ids_BS[b, k])
@@ -230,15 +252,19 @@ class _Gather(_Cut):
     ) -> torch.Tensor:
         """The keys and values of all ranks come in one message."""
         q_BHsK, *own = qkv
-        parts = exchange(torch.cat(own, 1).unsqueeze(0), "gather", self.group, self.size, 0)
+        parts = collective("all_gather", torch.cat(own, 1).unsqueeze(0), self.group)
         early, late = parts.chunk(2, 3)
         k_BGSK, v_BGSK = torch.cat((*early.unbind(), *reversed(late.unbind())), 2).chunk(2, 1)
         if not isinstance(mask, KeyRule):
             return inner(q_BHsK, k_BGSK, v_BGSK, mask=mask, drop=drop)
         places = self.places(q_BHsK.shape[2])
-        if drop is not None or q_BHsK.device.type != "cpu":  # the weights of the own queries exist as a whole
+        if (
+            drop is not None or q_BHsK.device.type != "cpu"
+        ):  # the weights of the own queries exist as a whole
             bias = mask.bias(places, range(k_BGSK.shape[2]), q_BHsK.device)
-            return explicit_attention(q_BHsK, k_BGSK, v_BGSK, bias, *([] if drop is None else [drop]))
+            return explicit_attention(
+                q_BHsK, k_BGSK, v_BGSK, bias, *([] if drop is None else [drop])
+            )
         return tiled_attention(q_BHsK, k_BGSK, v_BGSK, mask, [part.start for part in places])
 
 
@@ -247,9 +273,10 @@ def _drop_by_place(model: Llama, split: _Cut, pieces: int) -> None:
 
     tp may have told before which heads a rank has, and which of the `pieces` of the own part of the row.
     """
-    dropout: type[nn.Module] = load_part("dropout:Dropout")
+    from fms_fsdp.extras.dropout import Dropout
+
     for name, module in model.named_modules():
-        if not isinstance(module, dropout):
+        if not isinstance(module, Dropout):
             continue
         parts: Any = module.parts
         if not name.endswith("attention.dropout"):

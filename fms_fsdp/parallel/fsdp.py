@@ -27,10 +27,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from fms_fsdp.config import ParallelConfig, Precision
-from fms_fsdp.mesh import Mesh
+from fms_fsdp.distributed.dtensor import global_norm, local_shards
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.precision import fsdp_policy
-from fms_fsdp.sharded import global_norm, local_parts
 
 
 def apply_fsdp(model: Llama, section: ParallelConfig, mesh: Mesh, precision: Precision) -> None:
@@ -40,7 +40,9 @@ def apply_fsdp(model: Llama, section: ParallelConfig, mesh: Mesh, precision: Pre
         fully_shard,
         mesh=mesh.fsdp_mesh,
         mp_policy=fsdp_policy(precision),
-        offload_policy=CPUOffloadPolicy(pin_memory=pinned) if section.cpu_offload else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy(pin_memory=pinned)
+        if section.cpu_offload
+        else OffloadPolicy(),
     )
     reshard, size = not mesh.dims.keeps_weights, section.blocks_per_group
     by_group = groupby(model.blocks, lambda layer: int(layer) // size)
@@ -104,7 +106,10 @@ def free_gathered(model: nn.Module) -> None:
 
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: Iterable[torch.Tensor], max_norm: float, mesh: Mesh, loss_scale: torch.Tensor | float = 1.0
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    mesh: Mesh,
+    loss_scale: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
     """The `global_norm` of the gradients before clipping; larger ones are scaled in place. `max_norm` 0 clips
     none. The gradients hold a `loss_scale`, which is taken out of gradients and norm.
@@ -114,8 +119,10 @@ def clip_grad_norm(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = global_norm(gradients, mesh) / loss_scale
     if max_norm > 0 or isinstance(loss_scale, torch.Tensor):
-        parts = local_parts(gradients)
-        clip = (max_norm / (total + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(total)
+        parts = local_shards(gradients)
+        clip = (
+            (max_norm / (total + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(total)
+        )
         factor = (clip / loss_scale).to(parts[0].device)
         if factor.device.type != "cpu" or factor != 1:
             torch._foreach_mul_(parts, factor)

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from fms_fsdp.config import ParallelConfig, Precision
-from fms_fsdp.mesh import Mesh
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama, build_model
 from fms_fsdp.models.variants import LlamaConfig
@@ -22,7 +22,6 @@ from fms_fsdp.parallel.activation import apply_recomputation
 from fms_fsdp.parallel.compile import apply_compile, compiles
 from fms_fsdp.parallel.fsdp import apply_fsdp
 from fms_fsdp.parallel.precision import apply_precision, cast_weights, sum_gradients_in_fp32
-from fms_fsdp.parts import load_part
 
 
 def parallelize(
@@ -46,13 +45,10 @@ def parallelize(
 
     if mesh.size("pp") == 1:
         return build(None)
-    # beside a Llama it runs its stages as one
-    return cast(
-        Llama,
-        load_part("pipeline", folder="parallel").build_pipeline(
-            config, section, mesh, precision, device, build
-        ),
-    )
+    from fms_fsdp.parallel.pipeline import build_pipeline
+
+    pipeline = build_pipeline(config, section, mesh, precision, device, build)
+    return cast(Llama, pipeline)  # has a Llama's methods, and runs its stages as one
 
 
 def _build_stage(
@@ -74,11 +70,17 @@ def _build_stage(
     if mesh.device_mesh is None:
         apply_precision(model, precision)
     if precision.float8:
-        load_part("float8").apply_float8(model, precision.float8)
+        from fms_fsdp.extras.float8 import apply_float8
+
+        apply_float8(model, precision.float8)
     if mesh.size("tp") > 1:
-        load_part("tensor", folder="parallel").apply_tp(model, mesh, section)
+        from fms_fsdp.parallel.tensor import apply_tp
+
+        apply_tp(model, mesh, section)
     if mesh.size("cp") > 1:
-        load_part("context", folder="parallel").apply_cp(model, mesh, section)
+        from fms_fsdp.parallel.context import apply_cp
+
+        apply_cp(model, mesh, section)
     if section.recomputes in ("ops", "blocks"):
         apply_recomputation(model, section, compiled=compiled)
     if compiled:
@@ -94,5 +96,7 @@ def _build_stage(
     if precision.gradients != precision.weights:
         sum_gradients_in_fp32(model)
     if section.debug_sync_blocks:
-        load_part("sync_blocks").sync_blocks(model, device)
+        from fms_fsdp.extras.sync_blocks import sync_blocks
+
+        sync_blocks(model, device)
     return model

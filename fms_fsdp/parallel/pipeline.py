@@ -34,7 +34,7 @@ from torch.profiler import record_function
 
 from fms_fsdp.config import ParallelConfig, Precision
 from fms_fsdp.data.batch import IGNORED_LABEL
-from fms_fsdp.mesh import Mesh
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.stages import layers_of_stages, stages_of_rank
 from fms_fsdp.models.variants import LlamaConfig
@@ -65,7 +65,9 @@ def build_pipeline(
     size, virtual = mesh.size("pp"), mesh.dims.virtual_stages
     layers = layers_of_stages(config, config.max_seq_len, size * virtual)
     own = stages_of_rank(mesh.place("pp"), size, virtual, section.pp_schedule)
-    return Pipeline(config, section, mesh, precision, device, {stage: build(layers[stage]) for stage in own})
+    return Pipeline(
+        config, section, mesh, precision, device, {stage: build(layers[stage]) for stage in own}
+    )
 
 
 class Pipeline(nn.Module):
@@ -88,13 +90,17 @@ class Pipeline(nn.Module):
         self._dtype, self._group = DTYPES[precision.compute], mesh.axis("pp").get_group()
         self._stages, self._num_stages = dict(stages), mesh.size("pp") * mesh.dims.virtual_stages
         self._schedules: dict[torch.Size, Any] = {}
-        self._pending: list[tuple[dist.Work, torch.Tensor]] = []  # what is on its way to another rank
+        self._pending: list[
+            tuple[dist.Work, torch.Tensor]
+        ] = []  # what is on its way to another rank
         self._factor = torch.ones((), device=device)
-        self._losses: list[tuple[torch.Tensor, ...]] = []  # of the micro-batches, where the last stage is
+        self._losses: list[
+            tuple[torch.Tensor, ...]
+        ] = []  # of the micro-batches, where the last stage is
         self.embed = stages[0].embed if 0 in stages else None
-        self.blocks = nn.ModuleDict({
-            name: block for stage in stages.values() for name, block in stage.blocks.items()
-        })  # fmt: skip
+        self.blocks = nn.ModuleDict(
+            {name: block for stage in stages.values() for name, block in stage.blocks.items()}
+        )
         self.head = stages[self._last].head if self._last in stages else None
         self.rope = next(iter(stages.values())).rope
         self._rank_of = {
@@ -102,7 +108,9 @@ class Pipeline(nn.Module):
             for rank in range(mesh.size("pp"))
             for stage in stages_of_rank(rank, mesh.size("pp"), len(stages), section.pp_schedule)
         }
-        mesh.sum(torch.zeros(1, device=device), "pp")  # NCCL connects all ranks of a group at their first sum
+        mesh.sum(
+            torch.zeros(1, device=device), "pp"
+        )  # NCCL connects all ranks of a group at their first sum
 
     @property
     def _last(self) -> int:
@@ -172,8 +180,15 @@ class Pipeline(nn.Module):
                 tokens = torch.empty(rows, shape[1], dtype=torch.int64)
                 size = rows, length, self.config.hidden_size
                 between = torch.empty(size, dtype=self._dtype, requires_grad=True)
-                loss, num_labels = torch.empty((), requires_grad=True), torch.empty((), dtype=torch.int64)
-            losses = (loss, num_labels, torch.empty_like(loss)) if self.config.z_loss else (loss, num_labels)
+                loss, num_labels = (
+                    torch.empty((), requires_grad=True),
+                    torch.empty((), dtype=torch.int64),
+                )
+            losses = (
+                (loss, num_labels, torch.empty_like(loss))
+                if self.config.z_loss
+                else (loss, num_labels)
+            )
             made = [
                 _Stage(
                     stage,
@@ -239,7 +254,10 @@ class Pipeline(nn.Module):
         """What stage `number` takes in: from another rank, or the output of the stage before it."""
         if number - 1 in self._stages:
             return output
-        header, source = torch.empty(4, dtype=torch.int64, device=self._device), self._rank_of[number - 1]
+        header, source = (
+            torch.empty(4, dtype=torch.int64, device=self._device),
+            self._rank_of[number - 1],
+        )
         dist.recv(header, source, self._group)
         kind, *shape = header.tolist()
         x_BSD = torch.empty(shape, dtype=_KINDS[kind], device=self._device)

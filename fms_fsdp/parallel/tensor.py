@@ -35,19 +35,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.mesh import Mesh
-from fms_fsdp.models.llama import Attention, Block, Embed, Head, Llama
+from fms_fsdp.distributed.collectives import Group, all_gather, collective
+from fms_fsdp.distributed.dtensor import differentiable_shard, distribute, num_axes
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.models.llama import Attention, Block, Embed, FeedForward, Head, Llama
 from fms_fsdp.models.loss import VocabularyPart, linear_cross_entropy
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.compile import compiles
-from fms_fsdp.parallel.messages import exchange, send
 from fms_fsdp.parallel.vocabulary import split_softmax_
-from fms_fsdp.sharded import divided, num_axes, part_for_products
 
 
 def apply_tp(model: Llama, mesh: Mesh, section: ParallelConfig) -> None:
     """Splits the model, or a stage of the model, over the ranks of `tp`, in place, before FSDP. The heads and
-    the vocabulary can be split so, as parallel/rules.py has checked."""
+    the vocabulary can be split so, as parallel/layout.py has checked."""
     tp = mesh.axis("tp")
     split = _TensorSplit(model.config, tp, mesh.dims.sequence_parallel)
     model.register_forward_pre_hook(split.choose, with_kwargs=True)
@@ -85,7 +85,7 @@ class _TensorSplit:
         self.config, self.mesh, self.sequence_parallel = config, tp, sequence_parallel
         self.rank, self.size = tp.get_local_rank(), tp.size()
         self.group = tp.get_group()
-        self.group_name: str = self.group.group_name
+        self.ranks = Group(self.group.group_name, self.size)
         self.is_cut = sequence_parallel
         self.num_heads = config.num_attention_heads // self.size
         # the gradient of what all ranks have: summands, where ranks see different tokens
@@ -97,13 +97,13 @@ class _TensorSplit:
 
     def whole(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """In front of matrices: all of the sequence. The gradients of all ranks are added up."""
-        message = "gather" if self.is_cut else "copy"
-        return exchange(x_BSD, message, self.group_name, self.size, 1)
+        kind = "all_gather" if self.is_cut else "copy"
+        return collective(kind, x_BSD, self.ranks, 1)
 
     def added_up(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Behind matrices: the sum over ranks, of which this rank keeps the own part."""
-        message = "scatter" if self.is_cut else "sum"
-        return exchange(x_BSD, message, self.group_name, self.size, 1)
+        kind = "reduce_scatter" if self.is_cut else "all_reduce"
+        return collective(kind, x_BSD, self.ranks, 1)
 
     def own_places(self, size: int, whole: int = 0) -> list[range]:
         """Where the own part, of this size, is along a dim: of equal parts, or of a `whole` of this size.
@@ -133,13 +133,15 @@ _BY_ROWS, _BY_COLUMNS = _Held(0), _Held(1)
 
 def _hold(module: nn.Module, split: _TensorSplit, plan: Mapping[str, _Held]) -> None:
     """Makes the parameters of the module itself DTensors, and lets its code read local parts."""
-    held = {name: plan[name] for name, parameter in module._parameters.items() if parameter is not None}
+    held = {
+        name: plan[name] for name, parameter in module._parameters.items() if parameter is not None
+    }
     if not held:
         return
     for name, how in held.items():
         parameter = module._parameters[name]
         assert parameter is not None
-        placed = divided(parameter.detach(), split.mesh, how.dim)
+        placed = distribute(parameter.detach(), split.mesh, how.dim)
         module._parameters[name] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
     kind: Any = type(module)
     module.__class__ = _with_local_parts(kind, tuple(held.items()))
@@ -161,14 +163,14 @@ def _local_part(name: str, held: _Held) -> property:
             return parameter  # type: ignore[no-any-return]
         if held.is_apart:
             return None
-        local = part_for_products(parameter, adds_up=held.adds_up)
+        local = differentiable_shard(parameter, is_partial=held.adds_up)
         return local if held.rows is None else local.narrow(0, *held.rows)
 
     return property(read)
 
 
 def _split_block(block: Block, split: _TensorSplit) -> None:
-    attention, feed_forward = block.attention, block.feed_forward
+    attention, feed_forward = block.attention, cast(FeedForward, block.feed_forward)
     for norm in (block.attention_norm, block.ffn_norm):
         _hold(norm, split, {"weight": split.shared, "bias": split.shared})
     _split_attention(attention, split)
@@ -214,7 +216,7 @@ def _split_by_columns(linear: nn.Linear, split: _TensorSplit) -> None:
         sum_BSD, parameter = split.added_up(summand_BSD), module._parameters["bias"]
         if parameter is None:
             return sum_BSD
-        bias_D = part_for_products(parameter, adds_up=bias.adds_up)
+        bias_D = differentiable_shard(parameter, is_partial=bias.adds_up)
         return sum_BSD + bias_D.to(sum_BSD.dtype)
 
     linear.register_forward_hook(add_up)
@@ -292,5 +294,5 @@ def _whole_logits(
     """The logits of all tokens of the vocabulary, which every rank gets; without gradients."""
     assert not torch.is_grad_enabled()
     own_BSV = F.pad(F.linear(x_BSD, weight_VD), (0, largest - len(weight_VD)))
-    all_BSV = send(own_BSV, "gather", split.group_name, split.size, dim=2)
+    all_BSV = all_gather(own_BSV, split.ranks, 2)
     return all_BSV[..., : split.config.vocab_size]

@@ -24,7 +24,9 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _BIAS_BYTES = 32 << 20  # of a tile, in fp32
 _MOST_QUERIES = 512  # of a tile with a bias: more would look at more keys in vain
-Result = tuple[torch.Tensor, torch.Tensor]  # of attention to some keys, and the log-sum-exp of the scores
+Result = tuple[
+    torch.Tensor, torch.Tensor
+]  # of attention to some keys, and the log-sum-exp of the scores
 
 
 class KeyRule(NamedTuple):
@@ -41,11 +43,16 @@ class KeyRule(NamedTuple):
 
     def bias(self, queries: Sequence[range], keys: range, device: torch.device) -> torch.Tensor:
         """fp32 (B|1, H|1, R, T), minus infinity where nothing is seen."""
-        query_R = torch.cat([torch.arange(part.start, part.stop, device=device) for part in queries])
+        query_R = torch.cat(
+            [torch.arange(part.start, part.stop, device=device) for part in queries]
+        )
         distance_RT = query_R.unsqueeze(1) - torch.arange(keys.start, keys.stop, device=device)
         seen = ((distance_RT >= 0) & (distance_RT < (self.window or keys.stop)))[None, None]
         if self.ids_BS is not None:
-            own_BR1, all_B1T = self.ids_BS[:, query_R, None], self.ids_BS[:, None, keys.start : keys.stop]
+            own_BR1, all_B1T = (
+                self.ids_BS[:, query_R, None],
+                self.ids_BS[:, None, keys.start : keys.stop],
+            )
             seen = seen & (own_BR1 == all_B1T).unsqueeze(1)
         bias = torch.zeros(1, 1, 1, 1, device=device)
         if self.slopes_H is not None:
@@ -71,7 +78,9 @@ class KeyRule(NamedTuple):
         first = max(query - self.window + 1, 0) if self.window else 0
         if self.ids_BS is None or torch.compiler.is_compiling():  # else new code for every batch
             return first
-        return max(first, int((self.ids_BS == self.ids_BS[:, query : query + 1]).int().argmax(1).min()))
+        return max(
+            first, int((self.ids_BS == self.ids_BS[:, query : query + 1]).int().argmax(1).min())
+        )
 
 
 class _Tiled(torch.autograd.Function):
@@ -92,7 +101,8 @@ class _Tiled(torch.autograd.Function):
         rule = KeyRule(window, ids_BS, slopes_H)
         for own, parts in _tiles(rule, starts, q_BHsK):
             results = [
-                _FORWARD(q_BHsK[:, :, own], k_BGSK[:, :, at], v_BGSK[:, :, at], **how) for at, how in parts
+                _FORWARD(q_BHsK[:, :, own], k_BGSK[:, :, at], v_BGSK[:, :, at], **how)
+                for at, how in parts
             ]
             done.append(results[0] if len(results) == 1 else _merged(*results))
         out_BHsK, lse_BHs = (torch.cat(column, 2) for column in zip(*done, strict=True))
@@ -119,7 +129,11 @@ _tiled: Callable[..., torch.Tensor] = _Tiled.apply
 
 
 def tiled_attention(
-    q_BHsK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, rule: KeyRule, starts: Sequence[int]
+    q_BHsK: torch.Tensor,
+    k_BGSK: torch.Tensor,
+    v_BGSK: torch.Tensor,
+    rule: KeyRule,
+    starts: Sequence[int],
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(K)) v of the keys that the rule names: (B H s K). The queries are chunks of equal
     size that begin at `starts` in the row."""
@@ -136,7 +150,10 @@ def _tiles(
         for queries, tiles in rule.tiles(range(start, start + size)):
             parts = []
             for keys in tiles:
-                how: dict[str, Any] = {"dropout_p": 0.0, "is_causal": rule.is_plain and keys == queries}
+                how: dict[str, Any] = {
+                    "dropout_p": 0.0,
+                    "is_causal": rule.is_plain and keys == queries,
+                }
                 if not rule.is_plain:
                     how["attn_mask"] = rule.bias([queries], keys, q_BHsK.device).to(q_BHsK.dtype)
                 parts.append((slice(keys.start, keys.stop), how))

@@ -1,302 +1,207 @@
-"""The time of a step by part, on a device that need not be there: counts of FLOPs and bytes over what the
-device reaches of its data sheet (curves.py). Arithmetic alone.
+"""The time of a step: measured costs divided by the speed that a device reaches.
 
-    products     2·T·m·n / (peak·share)  +  what their reads and writes are not hidden
-    attention    4·T·H·K·keys / (peak·share), causal; backward 2.5 times that
-    memory       norms, activations, rotations, sums, logits: bytes / bandwidth
-    kernels      waiting for the host, a layer and pass
-    optimizer    weights and moments, read and written once; gradients, read twice
-    exposed      messages that computation does not hide, by axis
-    bubble       ranks of a pipeline that wait for their first and last micro-batches
+    matmuls        FLOPs / (peak x efficiency) + bytes / memory bandwidth
+    attention      FLOPs of the keys that a token sees / (peak x efficiency)
+    memory         bytes of all other operations / memory bandwidth; fewer if compiled
+    optimizer      weights and moments read and written, gradients read twice / memory bandwidth
+    communication  bytes / link; of FSDP's the fraction that computation does not hide
+    bubble         micro-batches that a rank of the pipeline waits for
 
-T tokens of a micro-batch on a rank, m × n a matrix, H K the width of the query heads.
-Source: Williams et al. 2009, "Roofline" (products and memory); Dao 2023, https://arxiv.org/abs/2307.08691
-(attention); Narayanan et al. 2021, https://arxiv.org/abs/2104.04473 (pipelines).
+The efficiencies are fitted on published runs by `benchmarks/judge_plan.py --calibrate`.
+Source: Williams et al. 2009, "Roofline"; Narayanan et al. 2021, https://arxiv.org/abs/2104.04473
+(bubble).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from fms_fsdp.config import NUM_BYTES, BatchPlan, ParallelConfig, Precision
-from fms_fsdp.config.axes import AXES, JOINED, ParallelDims
-from fms_fsdp.models.flops import keeps_product
-from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.predict.communication import bytes_sent
-from fms_fsdp.predict.curves import CURVES, Curves
-from fms_fsdp.predict.hardware import DeviceKind
-from fms_fsdp.predict.shares import Share, axis_bytes, share_of
-
-_LOADER_TOKENS_PER_S = 13e6  # of one rank: half of what benchmarks/results/data.json has measured
-_BACKWARD_OF_ATTENTION = 2.5  # times the forward pass: five products for two
+from fms_fsdp.config import NUM_BYTES
+from fms_fsdp.config.values import plain
+from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
+from fms_fsdp.predict.devices import Device
+from fms_fsdp.predict.memory import GIB, Step, held_by
+from fms_fsdp.predict.meter import Cost, Shape, cost, units
 
 
-@dataclass(frozen=True)
-class Program:
-    """How a program computes, as far as its speed depends on it; the default is this project on a GPU.
+class Efficiency(NamedTuple):
+    """Fractions of the data sheet that programs reach.
 
-    `repeats_all`: a recomputed block repeats its last product too, whose result nobody needs.
+    matmul, attention  of the peak
+    memory             of the bandwidth of the device's memory
+    links              of the bandwidth of links
+    exposed            of FSDP's communication that computation does not hide
+    fused              of the bytes of element-wise operations that remain if they are compiled
+    old_attention      of `attention`, by the first flash kernels (2022), which older programs use
+    float8             of the rate that matmuls in bf16 suggest; scaling costs the rest; not fitted
     """
 
-    compiled: bool = True
-    old_attention: bool = False
-    repeats_all: bool = False
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is to be computed, how it is divided, and on which devices."""
-
-    model: LlamaConfig
-    dims: ParallelDims
-    section: ParallelConfig
-    precision: Precision
-    batch: BatchPlan
-    seq_length: int
-    hardware: DeviceKind
-    devices_per_node: int = 8
-    program: Program = Program()
-
-    @property
-    def curves(self) -> Curves:
-        return CURVES[self.hardware.curves]
-
-    @property
-    def micro_batch(self) -> int:
-        """Rows that pass through a rank at a time."""
-        return self.section.pp_micro_batch_size if self.dims.pp > 1 else self.batch.batch_size
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Of a step, on a rank."""
-        return self.batch.grad_accum_steps * max(1, self.batch.batch_size // self.micro_batch)
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch on a rank."""
-        return self.micro_batch * self.seq_length // self.dims.cp
-
-    @property
-    def number(self) -> int:
-        """Bytes of a number in products."""
-        return NUM_BYTES[self.precision.compute]
-
-    @property
-    def bandwidth(self) -> float:
-        return 1e9 * self.hardware.memory_gb_s
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step by part; `repeated`: of what recomputation adds, which the first four hold."""
-
-    products: float
+    matmul: float
     attention: float
-    memory: float
-    kernels: float
-    optimizer: float
-    exposed: Mapping[str, float]
-    bubble: float
-    data: float
-    repeated: float
-
-    @property
-    def computing(self) -> float:
-        return self.products + self.attention + self.memory + self.kernels
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """All parts by name; those of messages by axis."""
-        names = ("products", "attention", "memory", "kernels", "optimizer", "bubble", "data")
-        return {name: getattr(self, name) for name in names} | {
-            f"messages of {axis}": seconds for axis, seconds in self.exposed.items()
-        }
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
+    memory: float = 0.808
+    links: float = 0.776
+    exposed: float = 0.589
+    fused: float = 0.237
+    old_attention: float = 0.572
+    float8: float = 0.85
 
 
-def step_time(work: Work, curves: Curves | None = None) -> StepTime:
-    """The time of a step on the rank that computes longest."""
-    reached, dims = curves or work.curves, work.dims
-    shares = [share_of(work.model, dims, work.section, place) for place in {0, dims.pp - 1}]
-    parts = max((_computing(work, reached, share) for share in shares), key=lambda each: sum(each[:4]))
-    count = work.num_micro_batches
-    products, attention, memory, kernels, repeated = (count * each for each in parts)
-    computing = products + attention + memory + kernels
-    held = share_of(work.model, dims, work.section)
-    sent = messages(work, reached, held)
-    exposed = dict(_exposed(work, reached, sent, computing))
-    tokens = work.batch.batch_size * work.batch.grad_accum_steps * work.seq_length
-    optimizer = _optimizer(work, reached, held)
-    busy = computing + optimizer + sum(exposed.values())
-    return StepTime(
-        products=products,
-        attention=attention,
-        memory=memory,
-        kernels=kernels,
-        optimizer=optimizer,
-        exposed=exposed,
-        bubble=_bubble(work) * computing / count,
-        data=max(0.0, tokens / _LOADER_TOKENS_PER_S - busy),
-        repeated=repeated,
+EFFICIENCY = {"ampere": Efficiency(0.813, 0.561), "hopper": Efficiency(0.65, 0.309)}
+_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float8_e4m3fn": "float8",
+    "float8_e5m2": "float8",
+}
+
+
+def rank_cost(shape: Shape, place: int, rows: int) -> Cost:
+    """Returns the cost of a micro-batch on the rank at this place of the pipeline."""
+    held, total = held_by(shape, place), Cost()
+    counts = {
+        "embed": held.embed,
+        "block": held.plain,
+        "recomputed": held.recomputed,
+        "head": held.head,
+    }
+    for part, count in counts.items():
+        if count:
+            total = total.plus(cost(shape, part, rows), count)
+    return total
+
+
+def slowest(step: Step) -> tuple[int, Cost]:
+    """Returns the place in the pipeline that computes longest, and the cost of a micro-batch there."""
+    places = {0, step.shape.dims.pp - 1}
+    costs = {place: rank_cost(step.shape, place, step.micro_batch) for place in places}
+    return max(costs.items(), key=lambda each: sum(each[1].flops.values()))
+
+
+def step_time(
+    step: Step,
+    device: Device,
+    devices_per_node: int,
+    reached: Efficiency | None = None,
+    computed: Cost | None = None,
+) -> dict[str, float]:
+    """Returns the seconds of a step by part, on the rank that computes longest; `computed`: the cost
+    of a micro-batch there by another program."""
+    reached = reached or EFFICIENCY[device.generation]
+    shape, dims, count = step.shape, step.shape.dims, step.num_micro_batches
+    place, own = slowest(step)
+    computed = computed or own
+    bandwidth = 1e9 * device.memory_gb_s * reached.memory
+    times = {
+        name: count * seconds for name, seconds in _computing(shape, device, reached, computed)
+    }
+    busy, precision = sum(times.values()), shape.precision
+    num_bytes = 2 * NUM_BYTES[precision.weights] + 2 * NUM_BYTES[precision.gradients]
+    num_bytes += 4 * NUM_BYTES[precision.state]
+    num_params = held_by(shape, place).params(shape)
+    times["optimizer"] = num_bytes * num_params / dims.size("shard") / bandwidth
+    for axis, size in sent_by(step, place, computed).items():
+        seconds = size / _link(dims, axis, device, devices_per_node) / reached.links
+        if axis not in ("tp", "cp", "pp"):
+            once = axis == "dp_replicate" or not dims.sync_each_micro_step
+            window = busy * 2 / 3 / step.accum if once else busy  # the last backward pass
+            seconds = max(reached.exposed * seconds, seconds - window)
+        times[f"{axis} communication"] = seconds
+    # The split backward passes of zbv fill most of the bubble.
+    idle = (dims.pp - 1) / (4 if shape.section.pp_schedule == "zbv" else dims.virtual_stages)
+    times["bubble"] = step.accum * idle * busy / count
+    return {name: seconds for name, seconds in times.items() if seconds}
+
+
+def _computing(
+    shape: Shape, device: Device, reached: Efficiency, total: Cost
+) -> list[tuple[str, float]]:
+    """Returns the seconds of a micro-batch."""
+    bandwidth = 1e9 * device.memory_gb_s * reached.memory
+    matmuls = total.moved["matmul"] / bandwidth
+    for dtype, flops in total.flops.items():
+        if dtype in _DTYPES:
+            name = _DTYPES[dtype]
+            gain = reached.float8 if name == "float8" else 1
+            matmuls += flops / (device.peak(name) * device.clock * reached.matmul * gain)
+    rate = device.peak(shape.precision.compute) * device.clock * reached.attention
+    attention = total.flops["attention"] * _seen(shape) + total.flops["old attention"] * (
+        _seen(shape) / reached.old_attention
     )
+    fused = reached.fused if shape.compiled else 1
+    return [
+        ("matmuls", matmuls),
+        ("attention", attention / rate),
+        ("memory", total.moved["other"] * fused / bandwidth),
+    ]
 
 
-def _computing(work: Work, curves: Curves, share: Share) -> tuple[float, float, float, float, float]:
-    """Seconds of a micro-batch on a rank with this share: products, attention, what memory bounds, kernels;
-    and of these what is repeated."""
-    config, dims, layers = work.model, work.dims, share.layers
-    again = float(work.section.recomputed_share) if work.section.recomputes in ("blocks", "ops") else 0.0
-    matrices = block_matrices(config, dims.tp)
-    repeated = set(_repeated(work, len(matrices)))
-    of_blocks = [_product(work, curves, out, inner, work.precision.float8 != "") for out, inner in matrices]
-    repeats = again * sum(seconds for i, seconds in enumerate(of_blocks) if i in repeated)
-    if not work.program.repeats_all:  # blocks within a segment repeat their last product too
-        repeats += again * (1 - 1 / work.section.segment) * of_blocks[-1]
-    head = bool(share.units["head"])
-    of_head = _product(work, curves, -(-config.vocab_size // dims.tp), config.hidden_size, False)
-    products = layers * (3 * sum(of_blocks) + repeats) + 3 * head * of_head
-    attended = _attention(work, curves)
-    keeps_attention = "attention" in work.section.kept_ops(work.seq_length)
-    again_attended = 0.0 if keeps_attention else again * attended
-    attention = (1 + _BACKWARD_OF_ATTENTION) * layers * attended + layers * again_attended
-    forward, backward = _memory_bound(work, curves)
-    again_bound = 0.5 if work.section.recomputes == "cheap" else again  # half of it was kept
-    logits = head * curves.logits * work.tokens * config.vocab_size / dims.tp / work.bandwidth
-    memory = layers * (forward * (1 + again_bound) + backward) + logits
-    kernels = layers * curves.kernels * (3 + again)
-    extra = layers * (repeats + again_attended + again_bound * forward + again * curves.kernels)
-    return products, attention, memory, kernels, extra
+def _seen(shape: Shape) -> float:
+    """Returns the fraction of all pairs of tokens that attention computes: causal, in windows.
+
+    The counter of FLOPs takes all pairs.
+    """
+    length = shape.seq_length
+    reach = [min(window or length, length) for window in shape.config.windows]
+    return sum(width - width * width / (2 * length) for width in reach) / len(reach) / length
 
 
-def block_matrices(config: LlamaConfig, tp: int = 1) -> list[tuple[int, int]]:
-    """Outputs and inputs of the matrices of a block on a rank of tp: queries, keys, values, attention's
-    output, and the feed-forward's two or three."""
-    hidden, ffn = config.hidden_size, -(-config.ffn_hidden_size // tp)
-    queries = config.num_attention_heads * config.head_dim // tp
-    keys = max(config.head_dim, config.num_kv_heads * config.head_dim // tp)
-    up = [(ffn, hidden)] * (2 if config.activation == "swiglu" else 1)
-    return [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries), *up, (hidden, ffn)]
+def sent(step: Step) -> Counter[str]:
+    """Returns the bytes that a rank sends in a step, by axis: for each, the maximum over the
+    pipeline."""
+    found = Counter[str]()
+    for place in range(step.shape.dims.pp):
+        found |= sent_by(step, place, rank_cost(step.shape, place, step.micro_batch))
+    return found
 
 
-def _repeated(work: Work, count: int) -> Iterator[int]:
-    """The places of the products that a recomputed block repeats."""
-    kept = work.section.kept_ops(work.seq_length)
-    for place in range(count if work.program.repeats_all else count - 1):
-        if not keeps_product(kept, place):
-            yield place
+def sent_by(step: Step, place: int, computed: Cost) -> Counter[str]:
+    """Returns the bytes that the rank at this place of the pipeline sends in a step, by axis.
+
+    An algorithm sends at least these: all-gather and reduce-scatter over s ranks (s - 1) / s of the
+    unsharded tensor, all-reduce twice that.
+    Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+    shape, dims, precision = step.shape, step.shape.dims, step.shape.precision
+    held, shards, replicas = held_by(shape, place), dims.size("shard"), dims.dp_replicate
+    params, blocks = held.params(shape), held.blocks * units(shape)["block"]
+    compute, reduce = NUM_BYTES[precision.compute], NUM_BYTES[precision.reduce]
+    # FSDP gathers and reduces once per schedule of a pipeline, and every schedule is a micro-step.
+    times = step.accum if dims.sync_each_micro_step or dims.pp > 1 else 1
+    gathered = params if dims.keeps_weights else params + blocks  # blocks again, in backward
+    gathered *= step.accum if not dims.keeps_weights or dims.pp > 1 else 1
+    total = Counter({axis: step.num_micro_batches * size for axis, size in computed.sent.items()})
+    name = "shard" if dims.cp > 1 else "dp_shard"
+    total[name] = (compute * gathered + reduce * params * times) * (shards - 1) // shards
+    repeats = step.accum if dims.pp > 1 else 1
+    total["dp_replicate"] = 2 * reduce * params * repeats // shards * (replicas - 1) // replicas
+    if dims.tp > 1:
+        total["tp"] += int(compute * computed.summands * times * 2 * (dims.tp - 1) / dims.tp)
+    if dims.pp > 1:
+        last = dims.pp * dims.virtual_stages - 1
+        forward = [each for each in held.stages if each < last and each + 1 not in held.stages]
+        backward = [each for each in held.stages if each > 0 and each - 1 not in held.stages]
+        hidden = step.accum * step.rows * shape.seq_length // dims.cp * shape.config.hidden_size
+        hidden //= dims.tp if dims.sequence_parallel else 1
+        total["pp"] = compute * hidden * (len(forward) + len(backward))
+    return Counter({axis: int(size) for axis, size in total.items() if size})
 
 
-def _product(work: Work, curves: Curves, outputs: int, inputs: int, float8: bool) -> float:
-    """Seconds of a product of all tokens with one matrix, in one direction."""
-    peak = work.hardware.peak(work.precision.compute) * work.hardware.clock * curves.products
-    flops = 2 * work.tokens * outputs * inputs
-    moved = work.number * (work.tokens * (outputs + inputs) + outputs * inputs)
-    return flops / (peak * (curves.float8 if float8 else 1)) + curves.edges * moved / work.bandwidth
+def sent_summary(sizes: Mapping[str, int]) -> str:
+    """Returns the line at the start of a run; "" if nothing is sent."""
+    parts = ", ".join(f"{axis} {plain(size / GIB)}" for axis, size in sizes.items())
+    return f"GiB sent by a rank per step: {parts}" if parts else ""
 
 
-def _attention(work: Work, curves: Curves) -> float:
-    """Seconds of the forward pass in a layer, of the mean of the windows; each token sees the keys before."""
-    config, length = work.model, work.seq_length
-    reach = [min(window or length, length) for window in config.windows]
-    keys = sum(width - width * width / (2 * length) for width in reach) / len(reach)
-    flops = 4 * work.tokens * keys * config.num_attention_heads * config.head_dim / work.dims.tp
-    rate = curves.old_attention if work.program.old_attention else curves.attention
-    rate *= curves.small_heads if config.head_dim <= 64 else 1
-    return flops / (work.hardware.peak(work.precision.compute) * work.hardware.clock * rate)
-
-
-def _memory_bound(work: Work, curves: Curves) -> tuple[float, float]:
-    """Seconds of a layer in the forward and in the backward pass, by the values that are read and written for
-    each token. The compiler reads each value once for all that is done with it."""
-    config, dims = work.model, work.dims
-    hidden = config.hidden_size / (dims.tp if dims.sequence_parallel else 1)
-    heads = (config.num_attention_heads + config.num_kv_heads) * config.head_dim / dims.tp
-    ffn, branches = config.ffn_hidden_size / dims.tp, 2 if config.activation == "swiglu" else 1
-    rotated = heads if config.pos_emb == "rope" else 0.0
-    if work.program.compiled:
-        forward = 8 * hidden + (1 + branches) * ffn + 2 * rotated
-        backward = 12 * hidden + (2 + 2 * branches) * ffn + 2 * rotated
-    else:
-        norm = 6 if config.norm == "rmsnorm" else 2  # eager: many kernels, or one
-        forward = (2 * norm + 6) * hidden + (5 if branches == 2 else 2) * ffn + 6 * rotated
-        backward = (3 * norm + 6) * hidden + (9 if branches == 2 else 3) * ffn + 6 * rotated
-    backward += config.bias * (2 * hidden + heads + config.num_kv_heads * config.head_dim / dims.tp + ffn)
-    a_value = work.number * work.tokens / work.bandwidth
-    factor = curves.compiled if work.program.compiled else curves.eager
-    return factor * a_value * forward, factor * a_value * backward
-
-
-def _optimizer(work: Work, curves: Curves, share: Share) -> float:
-    """Seconds of AdamW's step and of the norm: weights and moments are read and written, gradients read
-    twice."""
-    precision = work.precision
-    a_parameter = 2 * NUM_BYTES[precision.weights] + 2 * NUM_BYTES[precision.gradients]
-    a_parameter += 4 * NUM_BYTES[precision.state]
-    return curves.optimizer * a_parameter * share.params / work.dims.size("shard") / work.bandwidth
-
-
-def _bubble(work: Work) -> float:
-    """Micro-batches' worth of time that a rank waits in a step."""
-    dims, micro_steps = work.dims, work.batch.grad_accum_steps
-    if work.section.pp_schedule == "zbv":  # its split backward passes fill most of it
-        return micro_steps * (dims.pp - 1) / 4
-    return micro_steps * (dims.pp - 1) / dims.virtual_stages
-
-
-@dataclass(frozen=True)
-class Message:
-    """What a rank sends over an axis in a step: bytes, whether they leave the node, and seconds."""
-
-    num_bytes: int
-    leaves_node: bool
-    seconds: float
-
-
-def messages(work: Work, curves: Curves, share: Share) -> dict[str, Message]:
-    """What the rank with this share sends in a step, by axis, as if nothing was hidden."""
-    dims = work.dims
-    sent = bytes_sent(work.model, dims, work.precision, work.batch.grad_accum_steps, share)
-    args = (work.model, dims, work.section, work.precision, work.batch, work.seq_length)
-    if dims.divides_model:
-        sent |= axis_bytes(*args)
-    return {axis: _message(work, curves, axis, size, share) for axis, size in sent.items()}
-
-
-def _message(work: Work, curves: Curves, axis: str, size: int, share: Share) -> Message:
-    """A ring passes through each node once, with as many links as it has ranks there."""
-    hardware, dims = work.hardware, work.dims
-    count, innermost = dims.size(axis), JOINED.get(axis, (axis,))[-1]
-    stride = 1
+def _link(dims: ParallelDims, axis: str, device: Device, devices_per_node: int) -> float:
+    """Returns the bytes/s of a ring over the axis: in a node, or by one link per rank there."""
+    innermost, stride = JOINED.get(axis, (axis,))[-1], 1
     for inner in AXES[AXES.index(innermost) + 1 :]:
         stride *= dims.size(inner)
-    together = min(count, max(1, work.devices_per_node // stride))  # ranks of a group in one node
-    nodes = -(-count // together)
-    seconds = size / (1e9 * hardware.node_gb_s * curves.node) if together > 1 else 0.0
-    if nodes > 1:
-        between = size / (1e9 * hardware.net_gb_s * curves.net * together)
-        passes = 1 if axis == "dp_replicate" else 3 * work.batch.grad_accum_steps
-        hops = passes * share.layers * nodes * curves.hop if axis != "pp" else 0.0
-        seconds = max(seconds, between + hops)
-    return Message(size, nodes > 1, seconds)
-
-
-def _exposed(
-    work: Work, curves: Curves, sent: Mapping[str, Message], computing: float
-) -> Iterator[tuple[str, float]]:
-    """What computation does not hide of the messages of each axis. Those of tp and cp stand between two
-    computations; the rest goes on beside them."""
-    accum = work.batch.grad_accum_steps
-    for axis, message in sent.items():
-        window = computing
-        if axis in ("tp", "cp"):
-            hides = axis == "tp" and work.section.async_tp and work.program.compiled
-            yield axis, message.seconds * (curves.overlapped if hides else 1)
-            continue
-        elif axis == "dp_replicate" or not work.dims.sync_each_micro_step:
-            window = computing / accum * 2 / 3  # the last backward pass
-        hidden = min((1 - curves.exposed) * message.seconds, window)
-        yield axis, message.seconds - hidden
+    together = min(dims.size(axis), max(1, devices_per_node // stride))
+    within, between = 1e9 * device.node_gb_s, 1e9 * device.net_gb_s * together
+    if together == dims.size(axis):
+        return within
+    return min(within, between) if together > 1 else between

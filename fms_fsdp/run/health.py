@@ -1,10 +1,4 @@
-"""Watches a run from step to step: gradients that are not finite, loss spikes, and steps that never end.
-
-A step whose gradient is not finite changes nothing: the optimizer skips it on the device (see train.py).
-`BadSteps` counts such steps and ends the run when there are too many in a row, or in fp16 when the loss
-scale can be halved no more; `SpikeDetector` only logs; `Watchdog` ends a process that hangs, with its stacks
-on record.
-"""
+"""Guards a run: gradients that are not finite, loss spikes, and steps that never end."""
 
 from __future__ import annotations
 
@@ -13,100 +7,112 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from fms_fsdp.checkpoint.folders import newest_healthy_step
+from fms_fsdp.distributed.runtime import HostCopy, log, rank_log
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.runtime import HostCopy, log, own_log
-from fms_fsdp.state import Hook, Progress, StepResult
 
 if TYPE_CHECKING:
-    from fms_fsdp.extras.loss_scale import LossScale
+    from fms_fsdp.optim.loss_scale import LossScale
+    from fms_fsdp.state import TrainState
 
 
-class TooManyBadSteps(RunFailed):
-    """The gradient was not finite for more steps in a row than allowed, or at the lowest loss scale; the last
-    checkpoint stands."""
+class NonFiniteGuard:
+    """Counts consecutive steps whose gradient was not finite; at `limit` (0: never) ends the run.
 
-
-@dataclass
-class BadSteps(Hook):
-    """Counts skipped steps. `describe(step)` names that step's data; it is called on every rank, for bad
-    steps only. Steps that a dynamic `loss_scale` has skipped do not count: it is lowered until none is.
-
-    On a GPU the norm of a step is read while the next step runs, so that the host never waits for the newest
-    work of the device.
+    The optimizer skips such a step on the device, and a step without labels. The count is
+    `state.non_finite_steps`, which starts with the checkpoint's, so restarts do not hide it; steps
+    that a dynamic loss scale skipped do not count. On a GPU a step is read while the next one runs, so that the host does not wait.
+    `describe(step)` names the data of a step. `advice` follows the failure.
     """
 
-    limit: int
-    describe: Callable[[int], str]
-    keep_name: str
-    loss_scale: LossScale | None = None
-    in_a_row: int = 0
-    total: int = 0
-    _pending: tuple[int, HostCopy] | None = None
+    def __init__(
+        self,
+        state: TrainState,
+        limit: int,
+        checkpoints: Path,
+        advice: str = "",
+        describe: Callable[[int], str] = lambda step: "",
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.state, self.limit, self.checkpoints, self.advice = state, limit, checkpoints, advice
+        self.describe, self.loss_scale = describe, loss_scale
+        self._pending: tuple[int, HostCopy] | None = None
 
-    def after_step(self, progress: Progress, result: StepResult) -> None:
-        """Notes the gradient norm of the step, the same on every rank (collective).
+    def check(self, step: int, grad_norm: torch.Tensor, num_labels: torch.Tensor) -> None:
+        """Takes a step's gradient norm and labels, which are equal on all ranks.
 
         Raises:
-            TooManyBadSteps: `limit` steps in a row were skipped, or the loss scale can be halved no more.
+            RunFailed: `limit` consecutive steps were not finite, or the loss scale is minimal.
         """
-        outcome, scale = [result.grad_norm], self.loss_scale
+        values, scale = [grad_norm, num_labels.to(grad_norm)], self.loss_scale
         if scale is not None and scale.is_dynamic:
-            outcome += [scale.before, scale.scale, scale.is_stuck]
-        before, self._pending = self._pending, (progress.step, HostCopy(torch.stack(outcome)))
-        if result.grad_norm.device.type != "cuda":
-            before, self._pending = self._pending, None
-        if before is not None:
-            self._count(before[0], before[1].read())
+            values += [scale.last_scale, scale.scale, scale.is_stuck]
+        copy = HostCopy(torch.stack(values))
+        self.settle()
+        self._pending = step, copy
+        if not grad_norm.is_cuda:
+            self.settle()
 
-    def after_training(self, progress: Progress) -> None:
-        """Counts the last step, whose norm has not been read yet."""
+    def settle(self) -> None:
+        """Completes the counts in `state`, up to the last step."""
         if self._pending is not None:
-            (step, outcome), self._pending = self._pending, None
-            self._count(step, outcome.read())
+            (step, copy), self._pending = self._pending, None
+            self._count(step, *copy.read())
 
-    def _count(self, step: int, outcome: Sequence[float]) -> None:
-        grad_norm, *scales = outcome
-        if math.isfinite(grad_norm):
-            self.in_a_row = 0
-            return
-        if scales:
-            return self._tell_overflow(step, *scales)
-        self.in_a_row += 1
-        self.total += 1
-        text = (
-            f"step {step}: the gradient norm is {grad_norm}; the step changed nothing ({self.in_a_row} in a "
-            f"row, --max_bad_steps {self.limit}). {self.describe(step)}"
-        )
-        log.warning(text)
-        if self.limit and self.in_a_row >= self.limit:
-            advice = "Look at the data, pass over it with --skip_steps, or lower --learning_rate"
-            raise TooManyBadSteps(f"{text} {advice} with {self.keep_name}")
+    def finish(self) -> None:
+        """Raises RunFailed at the end of a run whose last two or more steps were not finite."""
+        self.settle()
+        if (count := self.state.non_finite_steps) > 1:
+            raise RunFailed(
+                f"the last {count} steps were not finite, so the last checkpoint is useless; "
+                f"{self._advice()}"
+            )
 
-    def _tell_overflow(self, step: int, before: float, now: float, is_stuck: float) -> None:
-        text = f"step {step}: the gradient overflows fp16; the step changed nothing, the loss scale was"
-        if not is_stuck:
-            return log.info("%s %g and is %g", text, before, now)
-        raise TooManyBadSteps(
-            f"{text} {before:g}, the lowest (--min_loss_scale). {self.describe(step)} Use --precision=bf16 "
-            "or fp32, pass over the data with --skip_steps, or lower --learning_rate with "
-            f"{self.keep_name}"
+    def _count(self, step: int, norm: float, num_labels: float, *scales: float) -> None:
+        data = self.describe(step) if not num_labels or not math.isfinite(norm) else ""
+        if not num_labels:
+            log.warning("step %d has no labels; it changed nothing. %s", step, data)
+        elif math.isfinite(norm):
+            self.state.non_finite_steps, self.state.last_finite_step = 0, step
+        elif scales:
+            before, now, is_stuck = scales
+            text = f"step {step}: the gradient overflows fp16; skipped, loss scale {before:g}"
+            if is_stuck:
+                raise RunFailed(
+                    f"{text} is --min_loss_scale. {data} Set --precision=bf16 or fp32; {self._advice()}"
+                )
+            log.info("%s -> %g", text, now)
+        else:
+            self.state.non_finite_steps += 1
+            count = self.state.non_finite_steps
+            text = (
+                f"step {step}: gradient norm {norm}; skipped ({count} in a row, "
+                f"--max_bad_steps={self.limit}). {data}"
+            )
+            log.warning(text)
+            if self.limit and count >= self.limit:
+                raise RunFailed(f"{text} {self._advice()}")
+
+    def _advice(self) -> str:
+        step = newest_healthy_step(self.checkpoints)
+        start = "start again" if step is None else f"resume from step {step} (--resume_step={step})"
+        return (
+            f"{start} with a lower --learning_rate, or skip the data with --skip_steps{self.advice}"
         )
 
 
 @dataclass
 class SpikeDetector:
-    """Compares each reported loss with the recent ones: a spike lies `threshold` of their deviations above
-    their mean.
+    """Finds losses that are `threshold` (0: off) standard deviations above the recent mean.
 
-    Mean and deviation are exponential averages over about 50 reports, and do not take in the spikes
-    themselves.
+    Mean and deviation are exponential averages over about 50 reports without the spikes.
     """
 
     threshold: float
@@ -115,7 +121,7 @@ class SpikeDetector:
     _count: int = 0
 
     def is_spike(self, loss: float) -> bool:
-        """Whether `loss` is a spike; also adds it to the averages. Never true before the 20th report."""
+        """Returns whether `loss` is a spike, and adds it to the averages. Never before report 20."""
         if not math.isfinite(loss):
             return False
         deviation = max(math.sqrt(self._variance), 0.005 * abs(self._mean))
@@ -129,48 +135,43 @@ class SpikeDetector:
         return False
 
 
-class Watchdog(Hook):
-    """A thread that ends this process with status 1 when nobody said `alive()` for `timeout_s`. The thread
-    first writes the stacks of all threads to `folder`.
+class Watchdog:
+    """Ends this process with status 1, with stacks on record, after `timeout_s` without `alive()`.
 
     The timeout of collectives is not enough: a rank may hang outside of a collective.
     """
 
-    def __init__(self, timeout_s: float, folder: Path, rank: int, on_hang: Callable[[str], None]) -> None:
-        self._timeout_s, self._path, self._on_hang = timeout_s, folder / f"rank{rank}.txt", on_hang
-        self._heard = time.monotonic()
-        self._ended = threading.Event()
+    def __init__(self, timeout_s: float, path: Path, on_hang: Callable[[str], None]) -> None:
+        self._timeout_s, self._path, self._on_hang = timeout_s, path, on_hang
+        self._alive_at, self._closed = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def before_step(self, progress: Progress) -> None:
-        """A step that begins shows that this rank is alive."""
-        self.alive()
-
-    def alive(self) -> None:
-        """Says that this rank is alive."""
-        self._heard = time.monotonic()
+    def alive(self, extra_s: float = 0.0) -> None:
+        """Restarts the countdown, and adds `extra_s`, e.g. for a save on another rank."""
+        self._alive_at = time.monotonic() + extra_s
 
     def close(self) -> None:
-        """Ends the thread."""
-        self._ended.set()
+        self._closed.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        pause_s = min(1.0, self._timeout_s / 10)
-        while not self._ended.wait(pause_s):
-            silent = time.monotonic() - self._heard
-            if silent > self._timeout_s:
+        pause_s, before = min(1.0, self._timeout_s / 10), time.monotonic()
+        while not self._closed.wait(pause_s):
+            now = time.monotonic()
+            # A suspended process (SIGSTOP, Ctrl-Z) wakes up late: that time does not count.
+            if (lost_s := now - before - pause_s) > pause_s:
+                self._alive_at += lost_s
+            before = now
+            if (silent_s := now - self._alive_at) > self._timeout_s:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._path, "a") as file:
-                    file.write(f"\nno step for {silent:.0f} s, and no save that moves\n")
-                    file.flush()
                     faulthandler.dump_traceback(file)
-                why = f"no step for {silent:.0f} s, and no save that moves (--collective_timeout_s)"
-                reason = f"{why}; stacks of all threads: {self._path}"
-                own_log.error(reason)
+                reason = (
+                    f"no step for {silent_s:.0f} s (--collective_timeout_s={self._timeout_s:g}); "
+                    f"stacks of all threads: {self._path}"
+                )
+                rank_log.error(reason)
                 self._on_hang(reason)
-                # torchrun ends the others as soon as one ends: they record their stacks
-                # first
-                time.sleep(3 * pause_s)
+                time.sleep(3 * pause_s)  # torchrun kills the other ranks: let them write first
                 os._exit(1)

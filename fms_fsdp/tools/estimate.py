@@ -1,25 +1,30 @@
-"""`python -m fms_fsdp estimate`: how long a training will take, before the machine is asked for; what a rank
-holds and sends; the learning rate over the run. With the name of a device (`--device=h100_80gb`) all of it is
-predicted by the planner; with a rate that is known, the days are a range:
+"""`python -m fms_fsdp estimate`: what a training needs and how long it takes, before there is a machine.
 
-    compute = FLOPs per token × tokens / (devices × achieved FLOP/s)
-    FLOPs per token: 6·N + 12·L·D·S, up to 4/3 of it where blocks are recomputed
+With a device (`--device=h100_80gb`), memory, communication and time are predicted from its data sheet.
+With the rate of a device (`--tflops`, `--tokens_per_sec_per_device`), the days are a range:
 
-The forward pass multiplies and adds each of N parameters once a token (2·N), the backward pass twice that
-(4·N), recomputation the forward pass again (2·N): 6 to 8 FLOPs a parameter and token. Source: Narayanan et
-al. 2021, https://arxiv.org/abs/2104.04473, equations 3 and 4.
+    compute = FLOPs per token x tokens / (devices x achieved FLOP/s)
+    FLOPs per token: 6 N + 12 L D S, up to 4/3 of it if blocks are recomputed
+
+The forward pass multiplies and adds each of N parameters once per token (2 N), the backward pass twice
+that, and recomputation the forward pass again. Source: Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, equations 3 and 4.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
-import time
+import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
+import torch
+
+from fms_fsdp.checkpoint.retention import parse_schedule
 from fms_fsdp.config import (
     CheckpointConfig,
     DataConfig,
@@ -33,58 +38,92 @@ from fms_fsdp.config import (
     TrainConfig,
     TrainingConfig,
     flag,
-    resolve_batch,
 )
-from fms_fsdp.config.axes import ParallelDims
-from fms_fsdp.config.batch import check_rampup
-from fms_fsdp.config.flag import free_flag
+from fms_fsdp.config.batch import BatchPlan, check_ramp, divisors, last_step, plan_batch
+from fms_fsdp.config.flag import non_defaults, unused_flags
 from fms_fsdp.config.precision import Precision
-from fms_fsdp.config.ramp import BatchIntervals, BatchRamp
+from fms_fsdp.config.values import typed
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.mesh import plan_dims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.flops import flops_per_token, num_params
 from fms_fsdp.models.variants import LlamaConfig, resolve_model
-from fms_fsdp.planner.days import Estimate, Stops, with_stops
+from fms_fsdp.optim.schedules import RunLength, Schedule, find_milestones
+from fms_fsdp.parallel.layout import check_layout
+from fms_fsdp.predict.devices import Device, find_device
+from fms_fsdp.predict.memory import (
+    GIB,
+    Memory,
+    Step,
+    estimate_memory,
+    first_fit,
+    kinds,
+    optimizer_bytes,
+)
+from fms_fsdp.predict.meter import Shape
+from fms_fsdp.predict.speed import sent, sent_summary, step_time
+from fms_fsdp.run.checks import check_device
+from fms_fsdp.run.startup_log import describe_axes, describe_ramp
+from fms_fsdp.tools.plot_schedule import show_schedule
 from fms_fsdp.tools.table import table
 
-_USUAL_TOKENS = 10**12  # of a run whose length is not given
+GPU = torch.device("cuda", 0)
+MARGIN = 0.95  # of a device's memory: the prediction has errors, and fragments grow with time
+_USUAL_TOKENS = 10**12  # of a run without a length
+_MOST_ROWS = 4096  # sequences of a micro-batch
+_DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
 class PlannedEvaluations(EvalConfig):
-    """The validations of a run that is planned: there are some, unlike in a training's default."""
+    """The validations of a planned run, which has some, unlike a training by default."""
 
-    eval_interval: int = free_flag(1000, "steps between validations; 0 is off", minimum=0)
+    eval_interval: int = flag(1000, "steps between validations; 0 is off", min=0)
 
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """What to train, on which devices, and what interrupts the run. One of three rates must be given, if not
-    the schedule alone is drawn. Beside its own flags it takes every flag of a training.
+    """What to train, on which devices, and what interrupts the run.
+
+    A device or one of two rates must be set, unless only the schedule is drawn. All flags of a
+    training are flags too.
     """
 
-    parameters: int | None = flag(None, "number, in place of a variant; attention is left out", minimum=1)
-    num_devices: tuple[int, ...] = flag(
-        (8,), "number of devices, or several: 8,64,512", minimum=1, maximum=2**20
+    parameters: int | None = flag(
+        None, "number of parameters instead of a variant; without attention", min=1
     )
-    devices_per_node: int = flag(8, "number of devices of a node", minimum=1, maximum=2**20)
-    tflops: float | None = flag(None, "achieved TFLOP/s of a device, recomputation counted", minimum=1e-9)
-    device: str | None = flag(
-        None, "a device of hardware.toml, whose speed is predicted; cpu: measure this CPU"
+    num_devices: int = flag(8, "number of devices", min=1, max=2**20)
+    devices_per_node: int = flag(8, "number of devices of a node", min=1, max=2**20)
+    tflops: float | None = flag(
+        None, "achieved TFLOP/s of a device, recomputation included", min=1e-9
     )
+    device: str | None = flag(None, "device of predict/devices.toml, whose speed is predicted")
     hardware: str = flag(
-        "", "FILE.toml with devices of your own (fms_fsdp/predict/hardware.toml)", form="path"
+        "",
+        "FILE.toml with devices of your own, such as fms_fsdp/predict/devices.toml",
+        form="path",
+        needs="device",
     )
-    tokens_per_sec_per_device: float | None = flag(None, "measured tokens/s of a device", minimum=1e-9)
-    batch_tokens: int = flag(4_194_304, "tokens of a step, where no flag gives its rows", minimum=1)
-    save_s: float = flag(10.0, "seconds for which the loop waits in a save", minimum=0)
-    eval_s: float = flag(60.0, "seconds of a validation", minimum=0)
-    restarts_a_week: float = flag(2.0, "launches that end early; each loses half a save interval", minimum=0)
-    restart_s: float = flag(600.0, "seconds from the end of a launch to the next step", minimum=0)
-    search: bool = flag(False, "find the fastest layouts that fit; what other flags say of the layout stays")
-    json: bool = flag(False, "print the prediction as one JSON object, for several num_devices a list")
-    plot: bool = flag(False, "draw memory and time as bars, one for each num_devices, or layout of a search")
+    tokens_per_sec_per_device: float | None = flag(None, "measured tokens/s of a device", min=1e-9)
+    batch_tokens: int = flag(4_194_304, "tokens of a step, unless flags set its batch", min=1)
+    save_s: float = flag(10.0, "seconds that the loop waits in a save", min=0)
+    eval_s: float = flag(60.0, "seconds of a validation", min=0)
+    restarts_a_week: float = flag(
+        2.0, "launches that end early per week; each loses half a save interval", min=0
+    )
+    restart_s: float = flag(600.0, "seconds from the end of a launch to the next step", min=0)
+    search: bool = flag(
+        False, "find the fastest layouts that fit; layout flags that are set stay", needs="device"
+    )
+    json: bool = flag(False, "print the prediction as JSON, a search as a list", needs="device")
     plot_schedule: bool = flag(False, "draw the learning rate and the batch over the run")
-    output: str = flag("", "FILE.html: a page for plot or plot_schedule, in place of the terminal")
+    output: str = flag(
+        "",
+        "FILE.html for plot_schedule, instead of the terminal",
+        form="path",
+        needs="plot_schedule",
+    )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -97,54 +136,30 @@ class EstimateConfig:
     profiler: ProfilerConfig = ProfilerConfig()
 
     def __post_init__(self) -> None:
-        if self.output and not (self.plot_schedule or self.plot):
-            raise UserError(
-                f"--output ({self.output}) has no effect without --plot_schedule=True or --plot=True"
-            )
         rates = ("tflops", "tokens_per_sec_per_device", "device")
         given = [f"--{name}" for name in rates if getattr(self, name) is not None]
-        if len(given) > 1 or not (given or self.plot_schedule):
-            needed = "--tflops, --tokens_per_sec_per_device or --device=NAME"
-            raise UserError(f"one of {needed} must be given; given: {' '.join(given) or 'none'}")
-        self._check_own_flags()
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} cannot be used together; remove {given[0]}")
+        if not (given or self.plot_schedule):
+            raise UserError(
+                "estimate requires a device or its rate; set --device, e.g. h100_80gb, --tflops or "
+                "--tokens_per_sec_per_device"
+            )
         if self.training.epochs() is not None:
-            raise UserError(f"--num_epochs ({self.training.num_epochs}) needs the data; give --num_tokens")
+            raise UserError(
+                f"--num_epochs={typed(self.training.num_epochs)} requires data; set --num_tokens"
+            )
+        if self.device is None and "auto" in (self.parallel.recompute, self.training.batch_size):
+            raise UserError(
+                "auto requires the memory of a device; set --device, or --recompute and --batch_size"
+            )
+        if self.device is not None and self.parameters is not None:
+            raise UserError("--parameters is not supported with --device; set --model_variant")
+        if self.json and self.plot_schedule:
+            raise UserError("--json and --plot_schedule cannot be used together; remove --json")
         assert self.as_training  # its contradictions
-        if not self.is_predicted:
-            check_rampup(self.training, self.step_tokens // self.row_tokens)
-
-    def _check_own_flags(self) -> None:
-        """Raises UserError for own flags that contradict one another or have no effect."""
-        if not self.num_devices:
-            raise UserError("--num_devices () must be a number of devices; write --num_devices=64")
-        sizes = ",".join(map(str, self.num_devices))
-        if not self.is_predicted:
-            if "auto" in (self.parallel.recompute, self.training.batch_size):
-                raise UserError(
-                    "auto is chosen by the memory of a device; add --device=NAME, or give a value"
-                )
-            for name in ("search", "json", "plot", "hardware"):
-                if value := getattr(self, name):
-                    raise UserError(
-                        f"--{name} ({value}) needs a prediction; add --device=NAME, such as h100_80gb"
-                    )
-            if len(self.num_devices) > 1:
-                raise UserError(
-                    f"--num_devices ({sizes}) must be one number without a prediction; add --device=NAME"
-                )
-        elif self.parameters is not None:
-            raise UserError(f"--parameters ({self.parameters}) has no shape to predict; give --model_variant")
-        if self.search and len(self.num_devices) > 1:
-            raise UserError(f"--num_devices ({sizes}) must be one number for --search; leave the others out")
-        if drawn := [name for name in ("plot", "json") if getattr(self, name)]:
-            other = "plot_schedule" if self.plot_schedule else "json" if len(drawn) == 2 else ""
-            if other:
-                raise UserError(f"--{drawn[0]} (True) must not be given beside --{other}; leave one flag out")
-
-    @property
-    def is_predicted(self) -> bool:
-        """Whether the speed is predicted, of a device that need not be there."""
-        return self.device not in (None, "cpu")
+        if self.device is None and self.training.rampup_batch_size:
+            check_ramp(self.batches)
 
     @cached_property
     def as_training(self) -> TrainConfig:
@@ -153,61 +168,67 @@ class EstimateConfig:
         Raises:
             UserError: they contradict one another.
         """
-        length = self.training
-        if length.batch_size == "auto":  # as without the flag: the planner takes the rows that fit
-            length = replace(length, batch_size=None)
-        if length.num_steps is None and length.num_samples is None and length.num_tokens is None:
-            length = replace(length, num_tokens=_USUAL_TOKENS)
-        parts = self.model, self.data, self.parallel, self.precision, self.optim, length
+        training = self.training
+        if training.batch_size == "auto":  # as without the flag: the largest that fits
+            training = replace(training, batch_size=None)
+        if (
+            training.num_steps is None
+            and training.num_samples is None
+            and training.num_tokens is None
+        ):
+            training = replace(training, num_tokens=_USUAL_TOKENS)
+        parts = self.model, self.data, self.parallel, self.precision, self.optim, training
         return TrainConfig(*parts, self.eval, self.checkpoint, self.log, self.profiler)
 
-    @property
-    def stops(self) -> Stops:
-        return Stops(self.save_s, self.eval_s, self.restarts_a_week, self.restart_s)
-
-    @property
-    def row_tokens(self) -> int:
-        """What a batch is counted in: a ramp in rows, another one in tokens."""
-        return self.data.seq_length if self.training.rampup_batch_size else 1
+    @cached_property
+    def resolved_model(self) -> LlamaConfig:
+        return resolve_model(self.model, seq_length=self.data.seq_length)
 
     @cached_property
-    def dims(self) -> ParallelDims:
-        """The axes of so many devices, in nodes that they fill."""
-        from fms_fsdp.mesh import resolve_dims
-        from fms_fsdp.runtime import World
-
-        world = self.num_devices[0]
-        in_node = math.gcd(world, self.devices_per_node)
-        return resolve_dims(self.parallel, self.model.name, World(0, 0, world, in_node))
-
-    @property
-    def step_tokens(self) -> int:
-        """The tokens of a step, at the end of a ramp."""
-        training, rows = self.as_training.training, self.training.global_batch_size
-        if rows is None and training.batch_size and training.grad_accum_steps:
-            rows = int(training.batch_size) * training.grad_accum_steps * self.dims.size("dp")
-        return self.batch_tokens if rows is None else rows * self.data.seq_length
-
-    @cached_property
-    def rate_tflops(self) -> float | None:
-        """Achieved TFLOP/s of a device, given or measured."""
-        return _cpu_flops(self.resolved_precision().compute) / 1e12 if self.device == "cpu" else self.tflops
-
     def resolved_precision(self) -> Precision:
-        """What the flags name; bf16 where they name none."""
+        """The precision of the flags; bf16 without one."""
         return self.precision.resolve(self.precision.named or "bf16")
 
     @cached_property
-    def batches(self) -> BatchIntervals:
-        ramp = BatchRamp.to(self.step_tokens // self.row_tokens, self.training.rampup)
-        return BatchIntervals(ramp)
+    def world(self) -> World:
+        """The devices in nodes.
+
+        Raises:
+            UserError: the last node would not be full.
+        """
+        number, node = self.num_devices, min(self.num_devices, self.devices_per_node)
+        if rest := number % node:
+            raise UserError(
+                f"--num_devices={number} must be divisible by --devices_per_node={node}; "
+                f"use {number - rest} or {number - rest + node}"
+            )
+        return World(0, 0, number, node)
+
+    def dims(self, section: ParallelConfig) -> ParallelDims:
+        return plan_dims(section, self.model.name, self.world)
+
+    @property
+    def row_tokens(self) -> int:
+        """The unit of a batch: sequences with a ramp, otherwise tokens."""
+        return self.data.seq_length if self.training.rampup_batch_size else 1
+
+    @cached_property
+    def batches(self) -> BatchPlan:
+        """The batch of each step, as if on one rank."""
+        training = self.as_training.training
+        rows = training.global_batch_size
+        if rows is None and training.batch_size and training.grad_accum_steps:
+            ranks = self.dims(self.parallel).size("dp")
+            rows = int(training.batch_size) * training.grad_accum_steps * ranks
+        tokens = self.batch_tokens if rows is None else rows * self.data.seq_length
+        return BatchPlan(tokens // self.row_tokens, 1, 1, self.training.rampup, True)
 
     @property
     def num_tokens(self) -> int:
         """The tokens of the run."""
         length = self.as_training.training
         if length.num_steps is not None:
-            return self.row_tokens * self.batches.rows_of(length.num_steps)
+            return self.row_tokens * self.batches.samples_in(length.num_steps)
         return length.num_tokens or (length.num_samples or 0) * self.data.seq_length
 
     @property
@@ -217,156 +238,458 @@ class EstimateConfig:
 
     @property
     def idle_tokens(self) -> int:
-        """What the devices could compute that have no row in the small batches of a ramp."""
+        """The tokens that devices without a sequence could compute in the small batches of a ramp."""
         last, idle = self.num_steps, 0
-        for interval, following in pairwise(self.batches.intervals):
-            steps = min(following.step, last) - min(interval.step, last)
-            idle += steps * max(0, self.num_devices[0] - interval.batch)
+        for phase, following in pairwise(self.batches.phases()):
+            steps = min(following.step, last) - min(phase.step, last)
+            idle += steps * max(0, self.num_devices - phase.batch)
         return self.row_tokens * idle
 
 
-def estimate(config: EstimateConfig) -> Estimate:
-    """The days of each part. A measured rate holds its recomputation: it gives both ends of the range."""
-    if config.tokens_per_sec_per_device is not None:
-        rate, most = config.tokens_per_sec_per_device, 1.0
-    else:
-        assert config.rate_tflops is not None
-        rate, most = config.rate_tflops * 1e12 / _flops_per_token(config), 4 / 3
-    plain_s = (config.num_tokens + config.idle_tokens) / (config.num_devices[0] * rate)
-    return with_stops(config.as_training, config.stops, config.num_steps, plain_s, most * plain_s)
+@dataclass(frozen=True)
+class Days:
+    """The days of a run by cause; `computing` with recomputation, `shortest` without."""
+
+    shortest: float
+    computing: float
+    saves: float
+    validations: float
+    restarts: float
+
+    @property
+    def total(self) -> float:
+        return self.computing + self.saves + self.validations + self.restarts
 
 
-def _flops_per_token(config: EstimateConfig) -> int:
-    if config.parameters is not None:
-        return 6 * config.parameters
-    return flops_per_token(_model(config), config.data.seq_length)
-
-
-def _model(config: EstimateConfig) -> LlamaConfig:
-    return resolve_model(config.model, seq_length=config.data.seq_length)
-
-
-def _sharding(config: EstimateConfig) -> str:
-    """What a launch says of the same flags; without a number of micro-steps there is one."""
-    from fms_fsdp.optim.optimizers import state_bytes
-    from fms_fsdp.planner.choice import with_global_batch
-    from fms_fsdp.predict.memory import estimate_memory
-    from fms_fsdp.spec.words import describe_sharding
-
-    model, precision, length = _model(config), config.resolved_precision(), config.data.seq_length
-    section, dims, training = config.parallel, config.dims, config.training
-    if training.batch_size is None and training.grad_accum_steps is None:
-        training = replace(training, grad_accum_steps=1)
-    training = with_global_batch(training, dims.size("dp"), config.batch_tokens // length)
-    batch = resolve_batch(replace(training, rampup_batch_size=()), dims.size("dp"))
-    need = estimate_memory(
-        model,
-        dims,
-        section,
-        precision=precision,
-        batch=batch,
-        seq_length=length,
-        optimizer_bytes=state_bytes(config.optim, model, precision),
+def days(config: EstimateConfig, steps: int, shortest_s: float, longest_s: float) -> Days:
+    """Returns the days of steps that take between these seconds in total. A launch that ends early
+    loses half of the time between two saves."""
+    section, every = config.checkpoint, config.eval.eval_interval
+    saves = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval).count(1, steps)
+    between: float = section.checkpoint_interval or steps
+    if section.checkpoint_schedule:
+        between = steps / max(1, saves)
+    lost_s = config.restart_s + min(between, steps) / 2 * longest_s / steps
+    return Days(
+        shortest_s / _DAY_S,
+        longest_s / _DAY_S,
+        saves * config.save_s / _DAY_S,
+        (steps // every if every else 0) * config.eval_s / _DAY_S,
+        config.restarts_a_week * longest_s / (7 * _DAY_S) * lost_s / _DAY_S,
     )
-    return describe_sharding(model, need, precision, batch, section, length)
 
 
-def _predict(config: EstimateConfig) -> None:
-    """Prints what is predicted, and draws it where that is asked for."""
-    from fms_fsdp.planner.answers import Asked, answer, answer_search
-    from fms_fsdp.planner.bars import bars_of, in_characters, in_svg
-    from fms_fsdp.predict.hardware import find_hardware
+def days_by_rate(config: EstimateConfig) -> Days:
+    """Returns the days at a measured rate, which includes recomputation, or at achieved TFLOP/s."""
+    rate, most = config.tokens_per_sec_per_device, 1.0
+    if rate is None:
+        assert config.tflops is not None
+        length, count = config.data.seq_length, config.parameters
+        flops = 6 * count if count else flops_per_token(config.resolved_model, length)
+        rate, most = config.tflops * 1e12 / flops, 4 / 3
+    seconds = (config.num_tokens + config.idle_tokens) / (config.num_devices * rate)
+    return days(config, config.num_steps, seconds, most * seconds)
 
-    assert config.device is not None
-    hardware = find_hardware(config.device, config.hardware)
-    rows = max(1, config.batch_tokens // config.data.seq_length)
-    question = Asked(config.as_training, hardware, config.devices_per_node, rows, config.stops)
-    found = (
-        answer_search(question, config.num_devices[0])
-        if config.search
-        else answer(question, config.num_devices)
-    )
-    if config.json:
-        print(json.dumps(found.as_json()))
-        return
-    parts = list(found.parts())
-    bars = bars_of(found.rows) if config.plot and found.rows else []
-    if not config.output:
-        for each in bars:
-            parts += ["", *in_characters(each)]
-    for part in parts:
-        print(part if isinstance(part, str) else table(part.head, part.rows, part.text_columns))
-    if bars and config.output:
-        from fms_fsdp.tools.report.page import fill_page, write_page
-        from fms_fsdp.tools.report.svg import text
 
-        title = text(f"{config.model.name} on {hardware.name}")
-        charts = "".join(map(in_svg, bars))
-        write_page(
-            Path(config.output), fill_page(title, f'<h1>{title}</h1><div class="charts">{charts}</div>')
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its batch, and what it needs of a device. `is_fitted`: the micro-batch is the
+    largest that fits."""
+
+    config: EstimateConfig
+    section: ParallelConfig
+    batch: BatchPlan
+    step: Step
+    device: Device
+    memory: Memory
+    is_fitted: bool = False
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.device.memory_bytes
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        return step_time(self.step, self.device, self.config.devices_per_node)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The throughput per device."""
+        return self.step.tokens / sum(self.seconds.values()) / self.config.num_devices
+
+    @property
+    def mfu(self) -> float:
+        flops = flops_per_token(self.config.resolved_model, self.config.data.seq_length)
+        return self.tokens_per_s * flops / self.device.peak("bf16")
+
+    @property
+    def num_steps(self) -> int:
+        return last_step(self.config.as_training.training, self.batch, self.config.data.seq_length)
+
+    @cached_property
+    def days(self) -> Days:
+        """The days of the run; a smaller batch of a ramp has fewer micro-steps."""
+
+        @cache
+        def seconds_of(rows: int) -> float:
+            micro = self.batch.micro_batch_at(rows // self.batch.dp_size)
+            step = replace(self.step, rows=micro, accum=rows // self.batch.dp_size // micro)
+            return sum(step_time(step, self.device, self.config.devices_per_node).values())
+
+        steps, phases = self.num_steps, self.batch.phases()
+        ends = [*(phase.step for phase in phases[1:]), steps]
+        seconds = sum(
+            max(0, min(end, steps) - phase.step) * seconds_of(phase.batch)
+            for phase, end in zip(phases, ends, strict=True)
         )
+        return days(self.config, steps, seconds, seconds)
+
+    @property
+    def flags(self) -> str:
+        """The layout and the batch as one types them."""
+        section, batch = self.section, self.batch
+        found = {name: value for name, value in non_defaults(section).items() if name in _SEARCHED}
+        found |= {
+            "batch_size": batch.batch_size,
+            "grad_accum_steps": batch.grad_accum_steps,
+            "global_batch_size": batch.global_batch_size,
+        }
+        return shlex.join(f"--{name}={typed(value)}" for name, value in found.items())
 
 
-def _cpu_flops(compute: str, size: int = 1024, seconds: float = 0.15) -> float:
-    """The best rate of square matrix products on this process's CPU threads, in FLOP/s. It looks `seconds`,
-    and five times at least: a neighbour that holds a core for a moment must not make the rate look low. Where
-    one takes longer than `seconds`, as in fp16 on most CPUs, it is all."""
-    import torch
+def step_of(config: EstimateConfig, section: ParallelConfig, batch: BatchPlan) -> Step:
+    """Returns the step of a layout; blocks are compiled unless a flag says otherwise."""
+    compiled = section.use_torch_compile is not False
+    model, precision, length = (
+        config.resolved_model,
+        config.resolved_precision,
+        config.data.seq_length,
+    )
+    shape = Shape(model, section, precision, config.dims(section), length, compiled)
+    return Step(shape, batch.batch_size, batch.grad_accum_steps)
 
-    from fms_fsdp.parallel.precision import DTYPES
 
-    a, b = (torch.randn(size, size).to(DTYPES[compute]) for _ in range(2))
-    rates, until = list[float](), time.perf_counter() + seconds
-    while (begin := time.perf_counter()) < until or len(rates) < 5:
-        torch.mm(a, b)
-        rates.append(2 * size**3 / (time.perf_counter() - begin))
-        if time.perf_counter() - begin > seconds:
-            break
-    return max(rates)
+def with_global_batch(config: EstimateConfig, dp_size: int) -> TrainingConfig:
+    """Returns the training section with a global batch: by its flags, else --batch_tokens rounded
+    down to what the ranks and the flag that is set divide."""
+    training = config.as_training.training
+    rows, accum = int(training.batch_size or 0), training.grad_accum_steps
+    if training.global_batch_size is not None:
+        return training
+    unit = (rows or 1) * (accum or 1) * dp_size
+    most = max(1, config.batch_tokens // config.data.seq_length)
+    return replace(
+        training, global_batch_size=unit if rows and accum else max(1, most // unit) * unit
+    )
+
+
+def make_plan(config: EstimateConfig, section: ParallelConfig, training: TrainingConfig) -> Plan:
+    """Returns the plan of this layout and batch.
+
+    Raises:
+        UserError: a launch would be rejected for its flags, its axes or its batch.
+    """
+    assert config.device is not None
+    section = replace(section, use_torch_compile=section.use_torch_compile is not False)
+    device, dims = find_device(config.device, config.hardware), config.dims(section)
+    model, precision = config.resolved_model, config.resolved_precision
+    device.peak("float8" if precision.float8 else precision.compute)
+    cfg = replace(config.as_training, parallel=section, training=training)
+    check_device(cfg, GPU, dims)
+    batch = plan_batch(training, dims.size("dp"))
+    if dims.divides_model:
+        check_layout(cfg, model, dims, batch, precision, GPU)
+    step = step_of(config, section, batch)
+    size = optimizer_bytes(config.optim, model, precision)
+    memory = estimate_memory(step, size).by_device("cuda", offload=section.cpu_offload)["cuda"]
+    return Plan(config, section, batch, step, device, memory)
+
+
+def choose_rows(config: EstimateConfig, section: ParallelConfig) -> Plan:
+    """Returns the plan with the batch of the flags, else with the largest micro-batch that fits.
+
+    Raises:
+        UserError: no batch is possible.
+    """
+    dims = config.dims(section)
+    training = with_global_batch(config, dims.size("dp"))
+    per_rank, rest = divmod(training.global_batch_size or 0, dims.size("dp"))
+    if rest or training.batch_size or training.grad_accum_steps or dims.pp > 1:
+        if not rest and dims.pp > 1 and not (training.batch_size or training.grad_accum_steps):
+            # Each micro-step fills and empties the pipeline, so there is one.
+            training = replace(training, batch_size=per_rank, grad_accum_steps=1)
+        return make_plan(config, section, training)
+    error, plan = UserError(""), None
+    for rows in reversed(divisors(per_rank, _MOST_ROWS)):
+        own = replace(training, batch_size=rows, grad_accum_steps=per_rank // rows)
+        try:
+            plan = make_plan(config, section, own)
+        except UserError as found:
+            error = found
+            continue
+        if plan.memory.total <= MARGIN * plan.device.memory_bytes:
+            return replace(plan, is_fitted=True)
+    if plan is None:
+        raise error
+    return plan
+
+
+def choose_plan(config: EstimateConfig) -> Plan:
+    """Returns the plan of the flags; with --recompute=auto the first that fits, else the last.
+
+    Raises:
+        UserError: as `make_plan`.
+    """
+    section = config.parallel
+    if section.recompute != "auto":
+        return choose_rows(config, section)
+    compiled = section.use_torch_compile is not False
+    plans = (choose_rows(config, each) for each in kinds(section, compiled=compiled))
+    return first_fit(plans, lambda plan: plan.fits)
+
+
+_SEARCHED = (
+    *("sharding_strategy", "hsdp_shard_size", "tp_size", "cp_size", "pp_size", "pp_schedule"),
+    *("async_tp", "recompute", "selective_checkpointing"),
+)
+
+
+def search(config: EstimateConfig, count: int = 5) -> list[Plan]:
+    """Returns the fastest layouts that fit, one per layout; flags that are set stay.
+
+    Raises:
+        UserError: the flags are rejected with any layout.
+    """
+    device = find_device(config.device or "", config.hardware)
+    precision = config.resolved_precision
+    device.peak("float8" if precision.float8 else precision.compute)
+    unit = max(divisors(config.num_devices, max(1, config.batch_tokens // config.data.seq_length)))
+    wanted = with_global_batch(config, unit)
+    config = replace(
+        config, training=replace(config.training, global_batch_size=wanted.global_batch_size)
+    )
+    unused = {row.name for row, _ in unused_flags(config.as_training)}
+    best = dict[tuple[object, ...], Plan]()
+    for section in _layouts(config):
+        try:
+            plan = choose_rows(config, section)
+        except UserError:
+            continue
+        cfg = replace(config.as_training, parallel=plan.section)
+        if plan.memory.total > MARGIN * device.memory_bytes:
+            continue
+        if {row.name for row, _ in unused_flags(cfg)} - unused - {"selective_checkpointing"}:
+            continue
+        key = tuple(getattr(plan.section, name) for name in _SEARCHED[:5])
+        if key not in best or plan.tokens_per_s > best[key].tokens_per_s:
+            best[key] = plan
+    if not best:
+        choose_plan(config)  # may raise the error of every layout
+    return sorted(best.values(), key=lambda plan: -plan.tokens_per_s)[:count]
+
+
+def _layouts(config: EstimateConfig) -> Iterator[ParallelConfig]:
+    """Yields layouts that keep the flags that are set: tp and cp in a node, shard groups of one, two
+    or four nodes, and every recomputation."""
+    given, world = config.parallel, config.world
+    set_flags = {
+        name: value
+        for name, value in non_defaults(given).items()
+        if name in _SEARCHED and value != "auto"
+    }
+    compiled = given.use_torch_compile is not False
+    recomputing = [
+        {"recompute": each.recompute, "selective_checkpointing": each.selective_checkpointing}
+        for each in kinds(ParallelConfig(), compiled=compiled)
+        if each.selective_checkpointing in ("1", "1/2")
+    ]
+    in_node = divisors(world.local_size, 8)
+    for tp, cp, pp in itertools.product(in_node, in_node, (1, 2, 4, 8, 16)):
+        ranks, rest = divmod(world.size, tp * cp * pp)
+        if rest or tp * cp > world.local_size:
+            continue
+        axes: dict[str, Any] = {"tp_size": tp, "cp_size": cp, "pp_size": pp}
+        axes["async_tp"] = tp > 1 and compiled
+        axes["pp_schedule"] = (
+            "interleaved" if pp > 1 and given.pp_schedule == "1f1b" else given.pp_schedule
+        )
+        groups: list[dict[str, Any]] = [{"sharding_strategy": "fsdp", "hsdp_shard_size": None}]
+        if pp == 1:
+            groups += [
+                groups[0] | {"sharding_strategy": each} for each in ("zero2", "zero1", "ddp")
+            ]
+        node = world.local_size // (tp * cp)
+        sizes = {given.hsdp_shard_size or 0, *(node * number for number in (1, 2, 4))}
+        groups += [
+            {"sharding_strategy": "hsdp", "hsdp_shard_size": size}
+            for size in sorted(sizes)
+            if 1 < size < ranks and ranks % size == 0
+        ]
+        if world.size == 1:
+            groups = [
+                {"sharding_strategy": given.sharding_strategy or "none", "hsdp_shard_size": None}
+            ]
+        for group, recompute in itertools.product(groups, recomputing):
+            tried = axes | group | recompute
+            if all(tried[name] == value for name, value in set_flags.items()):
+                yield replace(given, **tried)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Returns all values of a plan; sizes in bytes, times in seconds."""
+    config, batch, shape = plan.config, plan.batch, plan.step.shape
+    return {
+        "flags": plan.flags,
+        "model": config.model.name,
+        "parameters": num_params(shape.config),
+        "device": plan.device.name,
+        "num_devices": config.num_devices,
+        "layout": vars(shape.dims),
+        "precision": vars(shape.precision),
+        "batch_size": batch.batch_size,
+        "dp_size": batch.dp_size,
+        "grad_accum_steps": batch.grad_accum_steps,
+        "global_batch_size": batch.global_batch_size,
+        "tokens_per_step": plan.step.tokens,
+        "memory": vars(plan.memory),
+        "needed": plan.memory.total,
+        "available": plan.device.memory_bytes,
+        "fits": plan.fits,
+        "sent": dict(sent(plan.step)),
+        "time": plan.seconds,
+        "step_s": sum(plan.seconds.values()),
+        "tokens_per_s_per_device": plan.tokens_per_s,
+        "mfu": plan.mfu,
+        "steps": plan.num_steps,
+        "days": vars(plan.days) | {"total": plan.days.total},
+        "kwh": _kwh(plan),
+    }
+
+
+def _kwh(plan: Plan) -> float:
+    """Returns the energy of the devices alone."""
+    return plan.device.watts * plan.config.num_devices * plan.days.total * 24 / 1000
+
+
+def describe(plan: Plan) -> Iterator[str]:
+    """Yields all that is known of a plan, as lines and tables."""
+    config, batch, shape, memory = plan.config, plan.batch, plan.step.shape, plan.memory
+    yield f"{config.model.name}: {num_params(shape.config):,} parameters"
+    yield (
+        f"{config.num_devices:,} x {plan.device.name} in nodes of {config.world.local_size}, "
+        f"{shape.dims.strategy}: {describe_axes(shape.dims)}; {shape.precision.in_words}"
+    )
+    fitted = "; this micro-batch is the largest that fits" if plan.is_fitted else ""
+    yield (
+        f"batch: {batch.batch_size} sequences x {batch.dp_size} ranks x {batch.grad_accum_steps} "
+        f"accumulation steps = {batch.global_batch_size:,} sequences = {plan.step.tokens:,} tokens "
+        f"per step{fitted}"
+    )
+    if batch.rampup:
+        yield describe_ramp(batch)
+    rows = [(name, f"{size / GIB:.2f}") for name, size in vars(memory).items() if size]
+    verdict = f"{'fits' if plan.fits else 'does not fit'} in {plan.device.memory_gib:g}"
+    total = f"{memory.total / GIB:.2f}"
+    yield "\n" + table(("memory per rank", "GiB"), [*rows, (f"total, {verdict}", total)]) + "\n"
+    if text := sent_summary(sent(plan.step)):
+        yield text + "\n"
+    step_s = sum(plan.seconds.values())
+    parts = {**plan.seconds, "total": step_s}
+    times = [(name, f"{each:.3f}", f"{each / step_s:.1%}") for name, each in parts.items()]
+    yield table(("time of a step", "s", "fraction"), times) + "\n"
+    everywhere = plan.tokens_per_s * config.num_devices
+    yield (
+        f"{plan.tokens_per_s:,.0f} tokens/s per device, {everywhere:,.0f} in total, MFU {plan.mfu:.1%}"
+    )
+    yield _days_table(plan.days) + "\n"
+    yield (
+        f"{plan.num_steps:,} steps: {plan.days.total:,.2f} days, {_kwh(plan):,.0f} kWh of the devices "
+        "alone"
+    )
+
+
+def _days_table(found: Days) -> str:
+    names = ("computing", "saves", "validations", "restarts", "total")
+    return table(("the run", "days"), [(name, f"{getattr(found, name):,.2f}") for name in names])
+
+
+def describe_search(config: EstimateConfig, plans: list[Plan]) -> str:
+    """Returns a table of the plans, or the reason why there is none."""
+    where = f"{config.model.name} on {config.num_devices:,} x {config.device}"
+    if not plans:
+        return (
+            f"{where}: no layout fits {MARGIN:.0%} of the memory; try "
+            f"--num_devices={2 * config.num_devices}"
+        )
+    head = ("GiB per rank", "tokens/s per device", "MFU", "days", "flags")
+    rows = [
+        (
+            f"{plan.memory.total / GIB:.1f}",
+            f"{plan.tokens_per_s:,.0f}",
+            f"{plan.mfu:.1%}",
+            f"{plan.days.total:,.2f}",
+            plan.flags,
+        )
+        for plan in plans
+    ]
+    first = f"{where}, {plans[0].batch.global_batch_size:,} sequences per step: the fastest layouts"
+    return f"{first}\n{table(head, rows, text_columns=(4,))}"
 
 
 def main(config: EstimateConfig) -> None:
-    """The command `estimate`.
+    """Runs the command `estimate`.
 
     Raises:
         UserError: the flags contradict one another.
-        OSError: the page of `plot_schedule` cannot be written.
+        OSError: the page of the schedule cannot be written.
     """
     if config.plot_schedule:
-        from fms_fsdp.optim.schedules import Length, Schedule, find_corners
-        from fms_fsdp.tools.plot_schedule import show_schedule
+        batches, unit = config.batches, config.row_tokens
+        seq_length = config.data.seq_length
+        run = RunLength(config.num_steps, seq_length, lambda step: batches.samples_in(step) * unit)
+        in_tokens = bool(config.training.rampup_batch_size)
+        milestones = find_milestones(config.optim, run, in_tokens=in_tokens)
+        show_schedule(Schedule(config.optim, milestones), run, config.output)
+    if config.device is not None:
+        plans = search(config) if config.search else [choose_plan(config)]
+        if config.json:
+            print(json.dumps(list(map(as_json, plans)) if config.search else as_json(plans[0])))
+        else:
+            print(
+                describe_search(config, plans) if config.search else "\n".join(describe(plans[0]))
+            )
+    elif config.tflops is not None or config.tokens_per_sec_per_device is not None:
+        print("\n".join(_describe_rate(config)))
 
-        batches, a_row = config.batches, config.row_tokens
-        run = Length(config.num_steps, config.data.seq_length, lambda step: batches.rows_of(step) * a_row)
-        corners = find_corners(config.optim, run, in_tokens=bool(config.training.rampup_batch_size))
-        show_schedule(Schedule(config.optim, corners), run, config.output)
-    if config.is_predicted:
-        _predict(config)
-    elif config.rate_tflops is not None or config.tokens_per_sec_per_device is not None:
-        _print_by_rate(config)
 
-
-def _print_by_rate(config: EstimateConfig) -> None:
-    """Prints the range of days at the rate that is given or measured."""
-    found = estimate(config)
-    sharding = _sharding(config) if config.parameters is None else ""
-    model = f"{config.parameters or num_params(_model(config)):,} parameters"
-    model = model if config.parameters is not None else f"{config.model.name} ({model})"
-    if config.rate_tflops is not None:
-        rate = f"{config.rate_tflops:g} TFLOP/s"
-        compute = {"nothing recomputed": found.plain_days, "every block recomputed": found.recomputing_days}
-    else:
-        rate, compute = f"{config.tokens_per_sec_per_device:,g} tokens/s", {"as measured": found.plain_days}
-    work = f"{config.num_tokens:,} tokens, {config.num_devices[0]} devices at {rate} each"
-    print(f"{model}, {work}: {config.num_steps:,} steps")
-    if sharding:
-        print(sharding)
+def _describe_rate(config: EstimateConfig) -> Iterator[str]:
+    """Yields the range of days at the rate of a device."""
+    found, count = days_by_rate(config), config.parameters
+    model = (
+        f"{count:,} parameters"
+        if count
+        else (f"{config.model.name} ({num_params(config.resolved_model):,} parameters)")
+    )
+    rate = (
+        f"{config.tokens_per_sec_per_device:,g} tokens/s"
+        if config.tokens_per_sec_per_device
+        else f"{config.tflops:g} TFLOP/s"
+    )
+    work = f"{config.num_tokens:,} tokens, {config.num_devices} devices at {rate} each"
+    yield f"{model}, {work}: {config.num_steps:,} steps"
+    if not count:
+        training = config.as_training.training
+        if training.batch_size is None and training.grad_accum_steps is None:
+            config = replace(config, training=replace(config.training, grad_accum_steps=1))
+        dp_size = config.dims(config.parallel).size("dp")
+        training = replace(with_global_batch(config, dp_size), rampup_batch_size=())
+        step = step_of(config, config.parallel, plan_batch(training, dp_size))
+        size = optimizer_bytes(config.optim, config.resolved_model, config.resolved_precision)
+        yield from filter(None, [estimate_memory(step, size).summary, sent_summary(sent(step))])
     if config.training.rampup_batch_size:
-        from fms_fsdp.spec.words import describe_ramp
-
-        print(describe_ramp(config.batches))
-    rows = [(f"compute, {what}", f"{days:.2f}") for what, days in compute.items()]
-    rows += [("saves", f"{found.save_days:.2f}"), ("validations", f"{found.eval_days:.2f}")]
-    rows.append((f"{config.restarts_a_week:g} restarts a week", f"{found.restart_days:.2f}"))
-    print(table(("", "days"), rows))
-    print(f"between {found.plain_days:.2f} days, if nothing stops the run, and {found.worst_days:.2f} days")
+        yield describe_ramp(config.batches)
+    yield _days_table(found)
+    yield (
+        f"between {found.shortest:.2f} days, if nothing is recomputed or stops the run, and "
+        f"{found.total:.2f} days"
+    )

@@ -16,27 +16,42 @@ from fms_fsdp.extras.generate import Sampling, generate, text_after
 from fms_fsdp.extras.prompts import encode_prompts, read_lines
 from fms_fsdp.parallel.compile import missing_compiler
 from fms_fsdp.tools.loading import TextModel, load
+from fms_fsdp.tools.trained_run import is_rank0
 
 
 @dataclass(frozen=True)
 class GenerateConfig:
     """Which checkpoint writes, after which prompts, and how its tokens are drawn."""
 
-    path: str = flag("", "a run folder, checkpoints (of several, the newest) or a folder of Hugging Face")
-    step: int | None = flag(None, "the checkpoint of this step", minimum=1)
+    path: str = flag(
+        "",
+        "a run folder, checkpoints (of several, the newest) or a folder of Hugging Face",
+        form="path",
+    )
+    step: int | None = flag(None, "the checkpoint of this step", min=1)
     prompt: str = flag("", "the text to go on with; without one a new document begins", form="text")
-    prompts: str = flag("", "a file with a prompt in each line, in place of --prompt")
-    interactive: bool = flag(False, "read prompts from the terminal or a pipe, a line each, and answer each")
-    num_samples: int = flag(1, "number of texts for each prompt", minimum=1)
-    max_new_tokens: int = flag(200, "most tokens of a text; a full context ends a text too", minimum=1)
-    temperature: float = flag(0.8, "below 1 likely tokens get likelier; 0 takes the likeliest one", minimum=0)
-    top_k: int = flag(0, "draw from the k likeliest tokens only; 0 is off", minimum=0)
-    top_p: float = flag(1.0, "draw from the likeliest tokens that make up this share", above=0, maximum=1)
-    min_p: float = flag(0.0, "leave out tokens below this share of the likeliest one", minimum=0, below=1)
-    repetition_penalty: float = flag(1.0, "above 1 the tokens of the text so far get less likely", above=0)
+    prompts: str = flag("", "a file with a prompt in each line, in place of --prompt", form="path")
+    interactive: bool = flag(
+        False, "read prompts from the terminal or a pipe, a line each, and answer each"
+    )
+    num_samples: int = flag(1, "number of texts for each prompt", min=1)
+    max_new_tokens: int = flag(200, "most tokens of a text; a full context ends a text too", min=1)
+    temperature: float = flag(
+        0.8, "below 1 likely tokens get likelier; 0 takes the likeliest one", min=0
+    )
+    top_k: int = flag(0, "draw from the k likeliest tokens only; 0 is off", min=0)
+    top_p: float = flag(
+        1.0, "draw from the likeliest tokens that make up this share", above=0, max=1
+    )
+    min_p: float = flag(
+        0.0, "leave out tokens below this share of the likeliest one", min=0, below=1
+    )
+    repetition_penalty: float = flag(
+        1.0, "above 1 the tokens of the text so far get less likely", above=0
+    )
     stop: tuple[str, ...] = flag((), "words before which a text ends", form="text")
-    seed: int = flag(0, "seed of the draws; the same seed gives the same text", minimum=0)
-    batch_size: int = flag(16, "number of texts that are written at a time", minimum=1)
+    seed: int = flag(0, "seed of the draws; the same seed gives the same text", min=0)
+    batch_size: int = flag(16, "number of texts that are written at a time", min=1)
     dtype: str = flag("fp32", "type of weights and computation", choices=("fp32", "bf16"))
     use_torch_compile: bool = flag(False, "compile a step of decoding, for one long text at a time")
     json: bool = flag(False, "print one JSON object for each text")
@@ -54,11 +69,15 @@ def main(config: GenerateConfig) -> None:
     Raises:
         UserError: no checkpoint or no tokenizer is there, or a prompt does not fit the context.
     """
+    if not is_rank0():  # under torchrun one process writes
+        return None
     prompts = [config.prompt]
     if config.prompts:
         prompts = read_lines(Path(config.prompts).expanduser(), "--prompts")
     if config.use_torch_compile and (missing := missing_compiler(_device())):
-        raise UserError(f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out")
+        raise UserError(
+            f"--use_torch_compile (True) needs a compiler: {missing}, or leave the flag out"
+        )
     found = load_with_tokenizer(config.path, config.step)
     if config.dtype == "bf16":
         for weight in found.model.parameters():  # the rotary table stays fp32
@@ -86,7 +105,9 @@ def load_with_tokenizer(path: str, step: int | None) -> TextModel:
     found = load(path, step, _device())
     if found.tokenizer is None:
         rule = "has no tokenizer beside the data of its training, or in a folder of Hugging Face"
-        raise UserError(f"--path ({path}) {rule}; put the tokenizer back, or use load_model in Python")
+        raise UserError(
+            f"--path ({path}) {rule}; put the tokenizer back, or use load_model in Python"
+        )
     return found
 
 
@@ -106,7 +127,9 @@ def _write(config: GenerateConfig, found: TextModel, prompts: Sequence[str]) -> 
             texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
         for number, (prompt, text) in enumerate(zip(batch, texts, strict=True), first + 1):
             shown = json.dumps({"prompt": prompt, "text": text}) if config.json else prompt + text
-            print(shown if config.json else f"--- {number} of {len(wanted)} ---\n{shown}", flush=True)
+            print(
+                shown if config.json else f"--- {number} of {len(wanted)} ---\n{shown}", flush=True
+            )
 
 
 def _pieces(
@@ -120,7 +143,11 @@ def _pieces(
     sampling = Sampling(
         config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty
     )
-    drawn, given, is_done = [list[int]() for _ in prompts], [0] * len(prompts), [False] * len(prompts)
+    drawn, given, is_done = (
+        [list[int]() for _ in prompts],
+        [0] * len(prompts),
+        [False] * len(prompts),
+    )
     hold = max(map(len, config.stop), default=1) - 1  # characters that may begin a stop text
     steps = generate(
         model,

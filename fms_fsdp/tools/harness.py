@@ -33,7 +33,9 @@ from fms_fsdp.tools.loading import rules_of_checkpoint
 from fms_fsdp.tools.trained_run import recorded_tokenizer
 
 if find_spec("lm_eval") is None:
-    raise UserError("--tasks needs the package lm-eval, which is not installed; pip install lm-eval")
+    raise UserError(
+        "--tasks needs the package lm-eval, which is not installed; pip install lm-eval"
+    )
 
 from lm_eval import simple_evaluate, utils
 from lm_eval.api.model import TemplateLM
@@ -50,7 +52,9 @@ def find_tasks(tasks: Sequence[str], folder: str) -> TaskManager:
         UserError: one of `tasks` is none of them.
     """
     paths = [folder] if folder else None
-    manager = TaskManager(include_path=paths, include_defaults=False)  # all that there are take seconds
+    manager = TaskManager(
+        include_path=paths, include_defaults=False
+    )  # all that there are take seconds
     if not all(manager.match_tasks([task]) for task in tasks):
         manager = TaskManager(include_path=paths)
     for task in tasks:
@@ -78,11 +82,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """What stands before a text without a context."""
         return self._rules.before[0] if self._rules.before else self.eot_token_id
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         ids = encode_texts(self._tokenizer, [string])[0]
         return ids if add_special_tokens is False else [*self._rules.before, *ids]
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         """The log-likelihood of whole texts, in windows of the context that do not overlap."""
         windows, owners = list[Any](), list[int]()
         for number, (text,) in enumerate(request.args for request in requests):
@@ -101,7 +109,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Of each request (texts, ids of the context, ids of what follows) what follows (collective: every
         rank)."""
         mesh, size = self._forward.mesh, self._forward.batch_size
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
+        order = sorted(
+            range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2])
+        )
         found = dict[int, Scored]()
         for first in range(0, len(order), size * mesh.size("world")):
             begin = first + size * mesh.place("world")
@@ -116,7 +126,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """The scores of rows on this rank; without a row the model makes its pass, which other ranks need."""
         texts = [[*context, *following][-(self.max_length + 1) :] for context, following in pairs]
         check_tokens(texts, self._model.config.vocab_size)
-        tokens_BS = torch.zeros(max(1, len(texts)), max((len(text) - 1 for text in texts), default=1)).long()
+        tokens_BS = torch.zeros(
+            max(1, len(texts)), max((len(text) - 1 for text in texts), default=1)
+        ).long()
         for row, text in enumerate(texts):
             tokens_BS[row, : len(text) - 1] = torch.tensor(text[:-1])
         logits_BSV = cast(torch.Tensor, self._model(tokens_BS.to(self._forward.device)))
@@ -155,7 +167,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         if (room := self.max_length - most) < 1:
             rule = f"asks for {most} tokens behind a text, and the context of the model is {self.max_length}"
             raise UserError(f"--tasks: a task {rule}; leave the task out")
-        prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts]
+        prompts = [
+            self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts
+        ]
         draws = bool(rules.get("do_sample")) and float(rules.get("temperature", 1.0)) > 0
         sampling = Sampling(
             float(rules.get("temperature", 1.0)) if draws else 0.0,
@@ -164,7 +178,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         )
         ends = (self.eot_token_id, *self._rules.ends)
         drawn, texts = [list[int]() for _ in prompts], [""] * len(prompts)
-        for tokens in generate(self._model, prompts, sampling, max_new_tokens=most, end_tokens=ends):
+        for tokens in generate(
+            self._model, prompts, sampling, max_new_tokens=most, end_tokens=ends
+        ):
             for row, token in enumerate(tokens):
                 if token is not None and not _has_end(texts[row], until):
                     drawn[row].append(token)
@@ -199,7 +215,11 @@ def find_measure(config: EvaluateConfig, checkpoint: Checkpoint) -> Measure:
 
     def measure(forward: Forward) -> tuple[dict[str, Any], str]:
         model = HarnessModel(forward, tokenizer, rules)
-        how: dict[str, Any] = {"num_fewshot": config.num_fewshot, "limit": config.limit, "log_samples": False}
+        how: dict[str, Any] = {
+            "num_fewshot": config.num_fewshot,
+            "limit": config.limit,
+            "log_samples": False,
+        }
         with evaluating(forward.model), torch.compiler.set_stance("force_eager"):
             found = simple_evaluate(model=model, tasks=tasks, task_manager=manager, **how)
         # the harness gives nothing on ranks but the first of a node

@@ -7,17 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from fms_fsdp.checkpoint.checkpointer import DamagedCheckpoint, load_checkpoint
-from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
+from fms_fsdp.checkpoint.io import load_checkpoint
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf_folder import fill, find_hf_tokenizer, is_hf_folder, open_folder
 from fms_fsdp.extras.text_rules import TextRules, begin_token, rules_of_folder
-from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.llama import Llama, build_model
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.spec.origin import data_of
+from fms_fsdp.run.resume import checkpoint_data
 from fms_fsdp.tools.trained_run import find_checkpoint, kept_originals, recorded_tokenizer
 
 
@@ -41,12 +39,13 @@ def load(path: str, step: int | None, device: str | torch.device) -> TextModel:
         model = _empty(found.shape, device)
         fill(model, found)
         return TextModel(model.eval(), tokenizer, rules)
-    checkpoint = find_checkpoint(path, step)
-    model = _empty(checkpoint.saved.record.model, device)
-    try:
-        load_checkpoint(checkpoint, model, None, Mesh(ParallelDims("none"), 0, torch.device(device).type))
-    except DamagedCheckpoint as error:
-        raise UserError(str(error)) from error
+
+    def load_model(checkpoint: Checkpoint) -> tuple[Checkpoint, Llama]:
+        model = _empty(checkpoint.metadata.run.model, device)
+        load_checkpoint(checkpoint.folder, model, None, is_alone=True)
+        return checkpoint, model
+
+    checkpoint, model = read_checkpoint(lambda: find_checkpoint(path, step), load_model)
     tokenizer = recorded_tokenizer(checkpoint)
     return TextModel(model.eval(), tokenizer, rules_of_checkpoint(checkpoint, tokenizer))
 
@@ -55,7 +54,7 @@ def rules_of_checkpoint(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> 
     """What stands around the texts that a checkpoint was trained on, or of the folder that it came from."""
     if (originals := kept_originals(checkpoint)) is not None:
         return rules_of_folder(originals, tokenizer)
-    begin = begin_token(data_of(checkpoint), tokenizer) if tokenizer is not None else None
+    begin = begin_token(checkpoint_data(checkpoint), tokenizer) if tokenizer is not None else None
     return TextRules(() if begin is None else (begin,))
 
 

@@ -35,9 +35,17 @@ from fms_fsdp.tools.table import show_progress
 class ScoreConfig:
     """Which checkpoint answers which questions."""
 
-    path: str = flag("", "a run folder, checkpoints (of several, the newest) or a folder of Hugging Face")
-    step: int | None = flag(None, "the checkpoint of this step", minimum=1)
-    questions: str = flag("", "a file of JSON lines: prompt, choices, answer (a place in choices, from 0)")
+    path: str = flag(
+        "",
+        "a run folder, checkpoints (of several, the newest) or a folder of Hugging Face",
+        form="path",
+    )
+    step: int | None = flag(None, "the checkpoint of this step", min=1)
+    questions: str = flag(
+        "",
+        "a file of JSON lines: prompt, choices, answer (a place in choices, from 0)",
+        form="path",
+    )
     json: bool = flag(False, "print one JSON object")
 
     def __post_init__(self) -> None:
@@ -81,7 +89,12 @@ def main(config: ScoreConfig) -> None:
     show_progress("")
     count = len(questions)
     chance = sum(1 / len(question.choices) for question in questions) / count
-    found = {"questions": count, "acc": right / count, "acc_norm": right_by_length / count, "chance": chance}
+    found = {
+        "questions": count,
+        "acc": right / count,
+        "acc_norm": right_by_length / count,
+        "chance": chance,
+    }
     for name in ("acc", "acc_norm"):  # of a share of `count` independent answers
         found[f"{name}_stderr"] = math.sqrt(found[name] * (1 - found[name]) / count)
     if config.json:
@@ -108,9 +121,13 @@ def read_question(line: str, place: str) -> Question:
         content = json.loads(line)
         prompt, choices, answer = content["prompt"], content["choices"], content["answer"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(f"--questions ({place}) must have prompt, choices and answer: {error}") from None
+        raise UserError(
+            f"--questions ({place}) must have prompt, choices and answer: {error}"
+        ) from None
     if not isinstance(prompt, str) or not list_of(TEXT).fits(choices) or "" in choices:
-        raise UserError(f"--questions ({place}) must have texts as prompt and choices, none of these empty")
+        raise UserError(
+            f"--questions ({place}) must have texts as prompt and choices, none of these empty"
+        )
     if len(choices) < 2 or not whole(0, len(choices) - 1).fits(answer):
         rule = f"must have two choices at least and an answer in 0 to {max(1, len(choices) - 1)}"
         raise UserError(f"--questions ({place}) {rule}, not {quoted(answer)}")
@@ -118,7 +135,9 @@ def read_question(line: str, place: str) -> Question:
 
 
 @torch.no_grad()
-def score(model: Llama, tokenizer: Tokenizer, question: Question, before: Sequence[int] = ()) -> torch.Tensor:
+def score(
+    model: Llama, tokenizer: Tokenizer, question: Question, before: Sequence[int] = ()
+) -> torch.Tensor:
     """The logarithm of each choice's probability behind the prompt, fp32, one a choice. `before`: ids that
     stand before every text.
 
@@ -137,7 +156,9 @@ def score(model: Llama, tokenizer: Tokenizer, question: Question, before: Sequen
         first, texts = 1, [[tokenizer.vocabulary.eos_id, *text] for text in texts]
     context, longest = model.config.max_seq_len, max(map(len, texts))
     if longest > context:
-        raise UserError(f"has {longest} tokens; the context of the model is {context}: shorten the question")
+        raise UserError(
+            f"has {longest} tokens; the context of the model is {context}: shorten the question"
+        )
     tokens_BS = torch.zeros(len(texts), longest, dtype=torch.int64)
     labels_BS = torch.full_like(tokens_BS, IGNORED_LABEL)
     for row, text in enumerate(texts):
@@ -148,6 +169,9 @@ def score(model: Llama, tokenizer: Tokenizer, question: Question, before: Sequen
     if not bool(logits_BSV.isfinite().all()):
         raise UserError("gives logits that are not finite: the weights of the model are damaged")
     losses_BS = F.cross_entropy(
-        logits_BSV.float().cpu().transpose(1, 2), labels_BS, ignore_index=IGNORED_LABEL, reduction="none"
+        logits_BSV.float().cpu().transpose(1, 2),
+        labels_BS,
+        ignore_index=IGNORED_LABEL,
+        reduction="none",
     )
     return -losses_BS.sum(1)

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Collection[int] = (0,)) -> str:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Collection[int] = (0,)
+) -> str:
     """The head and the rows in aligned columns: `text_columns` to the left, all others to the right."""
     lines = [head, *rows]
     columns = list[list[str]]()

@@ -37,7 +37,11 @@ Spans = npt.NDArray[np.float64]  # rows of [begin, end) in microseconds
 class TraceConfig:
     """A trace of --use_profiler."""
 
-    path: str = flag("", "a trace file (.json or .json.gz), or a folder, of which the newest trace is read")
+    path: str = flag(
+        "",
+        "a trace file (.json or .json.gz), or a folder, of which the newest trace is read",
+        form="path",
+    )
 
 
 def main(config: TraceConfig) -> None:
@@ -46,7 +50,9 @@ def main(config: TraceConfig) -> None:
     if path.is_dir():
         found = sorted(path.rglob("*.pt.trace.json*"), key=lambda file: file.stat().st_mtime)
         if not found:
-            raise UserError(f"--path ({config.path}) must hold a trace (*.pt.trace.json); found none there")
+            raise UserError(
+                f"--path ({config.path}) must hold a trace (*.pt.trace.json); found none there"
+            )
         path = found[-1]
     if not path.is_file():
         rule = "must be a trace file; a run writes its traces into profile_traces/"
@@ -64,7 +70,9 @@ def summarize(path: Path) -> str:
     ranges = events["user_annotation"]
     steps = spans(event for event in ranges if event["name"].startswith("ProfilerStep"))
     if not len(steps):
-        raise UserError(f"--path ({path}) must be a trace of whole steps (ProfilerStep#N), and has no step")
+        raise UserError(
+            f"--path ({path}) must be a trace of whole steps (ProfilerStep#N), and has no step"
+        )
     kernels = events["kernel"] + events["gpu_memcpy"] + events["gpu_memset"]
     work = kernels or events["cpu_op"]
     begin, end = steps[:, 0].min(), steps[:, 1].max()
@@ -97,7 +105,11 @@ def _read_events(path: Path) -> dict[str, list[Event]]:
 
 
 def _computes(event: Event) -> bool:
-    return str(event["name"]).startswith(_COMPUTE) if event["cat"] == "cpu_op" else not _communicates(event)
+    return (
+        str(event["name"]).startswith(_COMPUTE)
+        if event["cat"] == "cpu_op"
+        else not _communicates(event)
+    )
 
 
 def _communicates(event: Event) -> bool:

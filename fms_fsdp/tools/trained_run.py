@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fms_fsdp.checkpoint.folders import Checkpoint, open_checkpoint
+from fms_fsdp.checkpoint import folders
+from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer
 from fms_fsdp.data.tokenizer import Tokenizer
-from fms_fsdp.errors import UserError
-from fms_fsdp.spec.origin import trained_with
+from fms_fsdp.errors import UserError, env_rank
+from fms_fsdp.run.resume import checkpoint_tokenizer
 
 ORIGINALS = Path("tokenizer") / "original"  # within a run folder that was imported
 
@@ -21,7 +22,7 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
     """
     folder = Path(path).expanduser()
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = open_checkpoint(root, step=step) if path else None
+    found = folders.find_checkpoint(root, step) if path else None
     if found is None:
         which = "" if step is None else f" of step {step}"
         rule = f"must hold a complete checkpoint{which}; see `python -m fms_fsdp ckpt list`"
@@ -29,10 +30,15 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
     return found
 
 
+def is_rank0() -> bool:
+    """Returns whether this is the only process of a command, or the first that torchrun started."""
+    return env_rank() == 0
+
+
 def kept_originals(checkpoint: Checkpoint) -> Path | None:
     """The files of text that an import kept as they were, of a checkpoint that was not trained since."""
     folder = checkpoint.folder.parent.parent / ORIGINALS
-    is_untrained = checkpoint.step == 0 and bool(checkpoint.saved.imported_from)
+    is_untrained = checkpoint.step == 0 and bool(checkpoint.metadata.imported_from)
     return folder if is_untrained and folder.is_dir() else None
 
 
@@ -41,7 +47,7 @@ def recorded_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
 
     Raises: UserError if there is another one by now.
     """
-    used = trained_with(checkpoint)
+    used = checkpoint_tokenizer(checkpoint)
     found = used.find()
     if found is not None:
         now = UsedTokenizer("the folder of its data", found.vocabulary.digest, lambda: found)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import pickle
+import re
 import shutil
 import time
-from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fms_fsdp.__main__ import main as command
-from fms_fsdp.checkpoint.checkpointer import (
-    Checkpointer,
-    DamagedCheckpoint,
-    SaveFailed,
-    collect_tensors,
-    load_checkpoint,
-)
 from fms_fsdp.checkpoint.folders import (
     FILES,
     METADATA,
@@ -34,21 +27,24 @@ from fms_fsdp.checkpoint.folders import (
     Checksum,
     clean_up,
     complete_steps,
+    corrupt_files,
     delete,
+    find_checkpoint,
     leftovers,
-    open_checkpoint,
-    problems,
+    problem,
     read_files,
 )
-from fms_fsdp.checkpoint.host_memory import host_copies, pack_slabs
-from fms_fsdp.config import OptimConfig, TrainConfig
-from fms_fsdp.config.axes import ParallelDims
-from fms_fsdp.mesh import Mesh
+from fms_fsdp.checkpoint.io import SaveFailed, collect_tensors, load_checkpoint, write_checkpoint
+from fms_fsdp.checkpoint.manager import CheckpointManager, host_copies
+from fms_fsdp.config import CheckpointConfig, OptimConfig, TrainConfig
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
-from fms_fsdp.record import Saved
+from fms_fsdp.state import TrainMetadata
 from tests.checkpoint.signing import sign
 from tests.distributed.launch import run_ranks
 from tests.specs import resolved
@@ -62,8 +58,8 @@ ALONE = Mesh(ParallelDims("none"), 0, "cpu")
 RECORD = resolved(TrainConfig(), model=shape()).saved_with
 
 
-def state_of(step: int) -> Saved:
-    return Saved(step, tokens_seen=96, **RECORD)
+def state_of(step: int) -> TrainMetadata:
+    return TrainMetadata(step, tokens_seen=96, **RECORD)
 
 
 def made(seed: int, width: int = 8) -> tuple[nn.Module, Optimizers]:
@@ -82,28 +78,51 @@ def values(model: nn.Module, optimizer: Optimizers) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in [*model.parameters(), *states]]
 
 
-def saved(root: Path, *steps: int, in_background: bool = False, width: int = 8) -> list[torch.Tensor]:
+def saved(
+    root: Path, *steps: int, in_background: bool = False, width: int = 8
+) -> list[torch.Tensor]:
     """Checkpoints of a model of seed 0 for `steps`; what was in it."""
     root.mkdir(exist_ok=True)
     model, optimizer = made(0, width)
-    checkpointer = Checkpointer(root, attempt=1, in_background=in_background, committed=lambda step: None)
+    manager, state = manager_of(root, model, optimizer, in_background=in_background)
     for step in steps:
-        checkpointer.save(state_of(step), model, optimizer, now=False)
-    checkpointer.close()
+        state.step = step
+        manager.save(state, wait=False)
+    manager.close()
     return values(model, optimizer)
+
+
+def manager_of(
+    root: Path, model: nn.Module, optimizers: Optimizers, *, in_background: bool, **more: Any
+) -> tuple[CheckpointManager, Any]:
+    """The checkpoints of a launch that starts at step 0, and its state, which tests change."""
+    flags = {name: more.pop(name) for name in list(more) if name.startswith("keep_")}
+    section = CheckpointConfig(checkpoint_interval=1, async_checkpoint=in_background, **flags)
+    run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=section), saved_with=RECORD)
+    stream = SimpleNamespace(state_dict=dict)
+    seen: dict[str, Any] = dict(
+        tokens_seen=96, samples_seen=0, val_loss=None, metrics={}, loss_scale=None
+    )
+    health = dict(non_finite_steps=0, last_finite_step=0)
+    ends = dict(step=0, num_steps=100, stop_reason="", is_done=False)
+    state: Any = SimpleNamespace(
+        model=model, optimizers=optimizers, stream=stream, **seen, **ends, **health
+    )
+    known: Any = {"is_main": not dist.is_initialized() or dist.get_rank() == 0} | more
+    for name in ("event", "settle", "alive"):
+        known.setdefault(name, lambda *_, **__: None)
+    return CheckpointManager(run, root, 1, state, **known), state
 
 
 def test_what_was_loaded_is_saved_in_the_same_bytes(tmp_path: Path) -> None:
     """Also of optimizers whose groups are not in the order of the parameters."""
     saved(tmp_path / "first", 3)
     model, optimizers = made(1)
-    checkpoint = open_checkpoint(tmp_path / "first")
-    assert checkpoint is not None
-    load_checkpoint(checkpoint, model, optimizers, ALONE)
-    again = Checkpointer(tmp_path / "again", attempt=1, in_background=False, committed=lambda step: None)
-    again.save(state_of(3), model, optimizers, now=True)
-    again.close()
-    files = [(tmp_path / name / "step_3" / "__0_0.distcp").read_bytes() for name in ("first", "again")]
+    load_checkpoint(tmp_path / "first" / "step_3", model, optimizers, is_alone=True)
+    write_checkpoint(collect_tensors(model, optimizers), tmp_path / "again", state_of(3))
+    files = [
+        (tmp_path / name / "step_3" / "__0_0.distcp").read_bytes() for name in ("first", "again")
+    ]
     assert files[0] == files[1]
 
 
@@ -111,45 +130,41 @@ def test_what_was_loaded_is_saved_in_the_same_bytes(tmp_path: Path) -> None:
 def test_what_was_saved_is_loaded_to_the_last_bit(tmp_path: Path, in_background: bool) -> None:
     before = saved(tmp_path, 3, in_background=in_background)
     model, optimizer = made(1)
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint is not None and checkpoint.step == 3 and checkpoint.saved.tokens_seen == 96
-    load_checkpoint(checkpoint, model, optimizer, ALONE)
+    checkpoint = find_checkpoint(tmp_path)
+    assert checkpoint is not None and checkpoint.step == 3 and checkpoint.metadata.tokens_seen == 96
+    load_checkpoint(checkpoint.folder, model, optimizer, is_alone=True)
     assert all(torch.equal(a, b) for a, b in zip(before, values(model, optimizer), strict=True))
     weights_only, fresh = made(2)
     moments = values(nn.Identity(), fresh)
-    load_checkpoint(checkpoint, weights_only, None, ALONE)
+    load_checkpoint(checkpoint.folder, weights_only, None, is_alone=True)
     assert torch.equal(before[0], next(weights_only.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(moments, values(nn.Identity(), fresh), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(moments, values(nn.Identity(), fresh), strict=True)
+    )
 
 
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     """What changes after `save` returns is not what is saved; the commit is told once it is on disk."""
     model, optimizer = made(0, width=256)
     before = values(model, optimizer)
-    told: list[tuple[int, list[int]]] = []
-    checkpointer = Checkpointer(
-        tmp_path,
-        attempt=1,
-        in_background=True,
-        committed=lambda step: told.append((step, complete_steps(tmp_path))),
-    )
-    for step in (1, 2):  # the second reuses the first one's host memory
-        checkpointer.save(state_of(step), model, optimizer, now=False)
+    manager, state = manager_of(tmp_path, model, optimizer, in_background=True)
+    for state.step in (1, 2):  # the second reuses the first one's host memory
+        manager.save(state, wait=False)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-    checkpointer.close()
-    assert told == [(1, [1]), (2, [1, 2])]
-    first, second = (open_checkpoint(tmp_path, step=step) for step in (1, 2))
-    assert first is not None and second is not None
+    manager.close()
+    first, second = tmp_path / "step_1", tmp_path / "step_2"
     again, other = made(1, width=256)
-    load_checkpoint(first, again, other, ALONE)
+    load_checkpoint(first, again, other, is_alone=True)
     assert all(torch.equal(a, b) for a, b in zip(before, values(again, other), strict=True))
-    load_checkpoint(second, again, other, ALONE)
+    load_checkpoint(second, again, other, is_alone=True)
     assert all(not parameter.any() for parameter in again.parameters())
 
 
-def test_a_background_save_never_waits_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_background_save_never_waits_for_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a GPU that is faked: its stream counts who waits for it."""
     waits: list[str] = []
 
@@ -162,41 +177,25 @@ def test_a_background_save_never_waits_for_the_gpu(tmp_path: Path, monkeypatch: 
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: waits.append(f"set_device {device}"))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: waits.append(f"set_device {device}")
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     saved(tmp_path, 3, in_background=True, width=64)
     assert waits == ["set_device 5"]  # its thread belongs to this rank's GPU, not to the first
-    assert not problems(tmp_path / "step_3", deep=True)
-
-
-def pinned_bytes(sizes: Iterable[int]) -> int:
-    """What torch's allocator of pinned memory takes: each request rounded up to a power of two."""
-    return sum(1 << (size - 1).bit_length() for size in sizes)
-
-
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_pinned_copies_of_8b_take_little_more_than_its_tensors(ranks: int) -> None:
-    """A request for each tensor would take 99 GiB instead of 89.7."""
-    with torch.device("meta"):
-        weights = collect_tensors(Llama(VARIANTS["llama3_8b"]), None)
-    sizes = {
-        f"{part} {name}": -(-weight.nbytes // ranks) for name, weight in weights.items() for part in "wmv"
-    }
-    places, slabs = pack_slabs(sizes)
-    total = sum(sizes.values())
-    assert pinned_bytes(sizes.values()) > 1.1 * total and pinned_bytes(slabs) < 1.04 * total
-    assert len(slabs) < 60
-    for i, slab in enumerate(slabs):  # one behind the other, none over another
-        parts = sorted((first, first + sizes[name]) for name, (at, first) in places.items() if at == i)
-        assert parts[0][0] == 0 and parts[-1][1] <= slab
-        assert all(0 <= b[0] - a[1] < 64 for a, b in itertools.pairwise(parts))
+    assert not problem(tmp_path / "step_3") and not corrupt_files(tmp_path / "step_3")
 
 
 def test_a_copy_has_a_storage_of_its_own_size() -> None:
     """DCP would copy it once more before it writes it."""
-    kinds = [torch.ones(3, dtype=torch.bfloat16), torch.ones(()), torch.ones(0, 4), torch.ones(5, 7).long()]
+    kinds = [
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(()),
+        torch.ones(0, 4),
+        torch.ones(5, 7).long(),
+    ]
     copies = host_copies({str(i): tensor for i, tensor in enumerate(kinds)}, 2**20)
     for tensor, copy in zip(kinds, copies.values(), strict=True):
         assert (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype) and not copy.any()
@@ -205,34 +204,32 @@ def test_a_copy_has_a_storage_of_its_own_size() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kinds, copies.values(), strict=True))
 
 
-@pytest.mark.parametrize("reserved", [False, True])
-@pytest.mark.parametrize("why", ["GiB are needed, 0.0 are free", "CUDA error"])
+@pytest.mark.parametrize("why", ["are needed, 0.0 MiB are free", "CUDA error"])
 def test_without_memory_for_the_copies_the_loop_waits_for_each_save(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     why: str,
-    reserved: bool,
 ) -> None:
     def cannot_pin(*_: object) -> None:
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
 
     if why == "CUDA error":
-        monkeypatch.setattr("fms_fsdp.checkpoint.checkpointer.host_copies", cannot_pin)
+        monkeypatch.setattr("fms_fsdp.checkpoint.manager.host_copies", cannot_pin)
     monkeypatch.setattr(logging.getLogger("fms_fsdp"), "propagate", True)
     model, optimizer = made(0)
-    checkpointer = Checkpointer(
-        tmp_path, attempt=1, in_background=True, committed=lambda step: None, host_bytes=100
-    )
-    if reserved:
-        checkpointer.reserve(model, optimizer)
-    for step in (1, 2):
-        checkpointer.save(state_of(step), model, optimizer, now=False)
-        assert complete_steps(tmp_path)[-1] == step
-    checkpointer.close()
+    manager, state = manager_of(tmp_path, model, optimizer, in_background=True, host_bytes=100)
+    for state.step in (1, 2):
+        manager.save(state, wait=False)
+        assert complete_steps(tmp_path)[-1] == state.step
+    manager.close()
     # another test may have given the logger a second way to the root
     (line,) = {record.getMessage() for record in caplog.records if record.name == "fms_fsdp.rank"}
-    assert line.startswith("no host memory for background saves (") and why in line and "\n" not in line
+    assert (
+        line.startswith("no host memory for background saves (")
+        and why in line
+        and "\n" not in line
+    )
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "lengthen", "remove"])
@@ -251,21 +248,27 @@ def test_damage_to_any_file_is_noticed(tmp_path: Path, damage: str) -> None:
             if damage == "flip":
                 content[len(content) // 2] ^= 4
             path.write_bytes(
-                content[:-3] if damage == "cut" else content + b"x" if damage == "lengthen" else content
+                content[:-3]
+                if damage == "cut"
+                else content + b"x"
+                if damage == "lengthen"
+                else content
             )
-        wrong = problems(folder, deep=True)
-        assert wrong and (name in wrong[0] or name == FILES), (name, wrong)
+        wrong = problem(folder) or corrupt_files(folder)[0]
+        assert wrong and (name in wrong or name == FILES), (name, wrong)
         shutil.copytree(tmp_path / "step_1", tmp_path / "case" / "step_1")
-        found = open_checkpoint(tmp_path / "case")
+        found = find_checkpoint(tmp_path / "case")
         assert found is not None
         if found.step == 2:  # only a look at every byte tells
             assert damage == "flip" and name == "__0_0.distcp"
-            with pytest.raises(DamagedCheckpoint, match="__0_0.distcp is damaged: its checksum is wrong"):
-                load_checkpoint(found, *made(1), ALONE)
-            found = open_checkpoint(tmp_path / "case", skip=[folder])
-        assert found is not None and found.step == 1 and folder in found.passed_over
+            found = find_checkpoint(tmp_path / "case", corrupt={folder: wrong})
+        assert found is not None and found.step == 1 and folder in found.skipped
         assert command(["ckpt", "verify", f"--path={tmp_path / 'case'}"]) == 2
         shutil.rmtree(tmp_path / "case")
+
+
+def is_bad(folder: Path) -> bool:
+    return bool(problem(folder) or corrupt_files(folder))
 
 
 def test_every_byte_counts(tmp_path: Path) -> None:
@@ -275,10 +278,12 @@ def test_every_byte_counts(tmp_path: Path) -> None:
     for name in [*read_files(folder), FILES]:
         content = (folder / name).read_bytes()
         for place in range(0, len(content), max(1, len(content) // 200)):
-            (folder / name).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-            assert problems(folder, deep=True), (name, place)
+            (folder / name).write_bytes(
+                content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+            )
+            assert is_bad(folder), (name, place)
         (folder / name).write_bytes(content)
-    assert not problems(folder, deep=True)
+    assert not is_bad(folder)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 4095, 4096, 4097, 100_000])
@@ -294,7 +299,9 @@ def test_the_checksum_does_not_depend_on_how_a_file_is_written(size: int) -> Non
     assert len(values) == 1
     for place in rng.integers(0, max(1, size), 20 if size else 0).tolist():
         changed = Checksum()
-        changed.update(data[:place] + bytes([data[place] ^ (1 << int(rng.integers(8)))]) + data[place + 1 :])
+        changed.update(
+            data[:place] + bytes([data[place] ^ (1 << int(rng.integers(8)))]) + data[place + 1 :]
+        )
         assert changed.value not in values
 
 
@@ -315,14 +322,16 @@ def test_only_complete_folders_count(tmp_path: Path) -> None:
     (tmp_path / "step_12").mkdir()
     (tmp_path / "step_13").write_text("a file")
     assert complete_steps(tmp_path) == [2, 9, 10] and complete_steps(tmp_path / "nowhere") == []
-    newest = open_checkpoint(tmp_path)
-    assert newest is not None and newest.step == 10 and (tmp_path / "step_12") in newest.passed_over
-    one = open_checkpoint(tmp_path / "step_2")
+    newest = find_checkpoint(tmp_path)
+    assert newest is not None and newest.step == 10 and (tmp_path / "step_12") in newest.skipped
+    one = find_checkpoint(tmp_path / "step_2")
     assert one is not None and one.step == 2
-    assert open_checkpoint(tmp_path / "nowhere") is None and open_checkpoint(tmp_path, step=3) is None
+    assert find_checkpoint(tmp_path / "nowhere") is None and find_checkpoint(tmp_path, 3) is None
     with pytest.raises(ValueError, match="step_12: files.json is missing"):
-        open_checkpoint(tmp_path / "step_12")
-    assert list(clean_up(tmp_path)) == [tmp_path / "step_11.partial-1"] and leftovers(tmp_path) == []
+        find_checkpoint(tmp_path / "step_12")
+    assert (
+        list(clean_up(tmp_path)) == [tmp_path / "step_11.partial-1"] and leftovers(tmp_path) == []
+    )
 
 
 def test_a_damaged_folder_of_the_same_step_is_set_aside(tmp_path: Path) -> None:
@@ -352,32 +361,41 @@ class Bomb:
         return os.system, ("touch exploded",)
 
 
-def test_loading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_runs_nothing_that_a_file_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even with right checksums: whoever can write the files can write those too."""
     monkeypatch.chdir(tmp_path)
     saved(tmp_path, 1)
     folder = tmp_path / "step_1"
     (folder / METADATA).write_bytes(pickle.dumps(Bomb()))
     sign(folder)
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint is not None
-    with pytest.raises(BaseException, match="asks for posix.system|UnpicklingError"):
-        load_checkpoint(checkpoint, *made(0), ALONE)
+    assert not problem(folder)
+    with pytest.raises(UserError, match="posix.system is not allowed"):
+        load_checkpoint(folder, *made(0), is_alone=True)
     assert not (tmp_path / "exploded").exists()
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_fails_the_save_and_leaves_the_last_one(small_disk: Path, in_background: bool) -> None:
+def test_a_full_disk_fails_the_save_and_leaves_the_last_one(
+    small_disk: Path, in_background: bool
+) -> None:
     model, optimizer = made(0, width=158)  # 2.2 MB a checkpoint
-    checkpointer = Checkpointer(
-        small_disk, attempt=1, in_background=in_background, committed=lambda step: None
+    told = list[str]()
+    manager, state = manager_of(
+        small_disk,
+        model,
+        optimizer,
+        in_background=in_background,
+        event=lambda *_, reason: told.append(reason),
     )
-    checkpointer.save(state_of(1), model, optimizer, now=True)
-    with pytest.raises(SaveFailed, match="are needed and .* are free"):
-        checkpointer.save(state_of(2), model, optimizer, now=False)
-        checkpointer.wait()
-    checkpointer.close()
-    assert complete_steps(small_disk) == [1] and not problems(small_disk / "step_1", deep=True)
+    state.step = 1
+    manager.save(state, wait=True)
+    state.step = 2
+    manager.save(state, wait=False)
+    manager.close()
+    assert len(told) == 1 and re.search("are needed and .* are free", told[0])
+    assert complete_steps(small_disk) == [1] and not is_bad(small_disk / "step_1")
 
 
 def test_a_disk_that_fills_up_while_writing_fails_the_save(
@@ -385,16 +403,16 @@ def test_a_disk_that_fills_up_while_writing_fails_the_save(
 ) -> None:
     """Someone else's file takes the room between the look at the disk and the write."""
     model, optimizer = made(0, width=158)
-    checkpointer = Checkpointer(small_disk, attempt=1, in_background=False, committed=lambda step: None)
-    checkpointer.save(state_of(1), model, optimizer, now=True)
+    tensors = collect_tensors(model, optimizer)
+    write_checkpoint(tensors, small_disk, state_of(1))
     roomy = shutil.disk_usage(small_disk)._replace(free=2**40)
-    monkeypatch.setattr("fms_fsdp.checkpoint.storage.shutil.disk_usage", lambda path: roomy)
+    monkeypatch.setattr("fms_fsdp.checkpoint.io.shutil.disk_usage", lambda path: roomy)
     with pytest.raises(SaveFailed, match="No space left on device|unexpected pos|write"):
-        checkpointer.save(state_of(2), model, optimizer, now=True)
-    assert complete_steps(small_disk) == [1] and not problems(small_disk / "step_1", deep=True)
+        write_checkpoint(tensors, small_disk, state_of(2))
+    assert complete_steps(small_disk) == [1] and not is_bad(small_disk / "step_1")
     shutil.rmtree(small_disk / "step_2.partial-1")
     delete(small_disk / "step_1")
-    checkpointer.save(state_of(3), model, optimizer, now=True)
+    write_checkpoint(tensors, small_disk, state_of(3))
     assert complete_steps(small_disk) == [3]
 
 
@@ -403,9 +421,10 @@ def late_save(root: str, late_rank: int) -> list[str]:
     if dist.get_rank() == late_rank:
         time.sleep(1)
     model, optimizer = made(0)
-    checkpointer = Checkpointer(Path(root), attempt=1, in_background=True, committed=lambda step: None)
-    checkpointer.save(state_of(3), model, optimizer, now=False)
-    checkpointer.close()
+    manager, state = manager_of(Path(root), model, optimizer, in_background=True)
+    state.step = 3
+    manager.save(state, wait=False)
+    manager.close()
     dist.barrier()
     return sorted(path.name for path in (Path(root) / "step_3").iterdir())
 
@@ -415,10 +434,12 @@ def test_ranks_may_reach_a_save_in_any_order(tmp_path: Path, late_rank: int) -> 
     """A rank makes the folder before rank 0 does: rank 0 neither fails nor removes its files."""
     names = run_ranks(late_save, 2, str(tmp_path), late_rank)
     assert names[0] == names[1] and METADATA in names[0] and STATE in names[0]
-    assert not problems(tmp_path / "step_3", deep=True)
+    assert not problem(tmp_path / "step_3") and not corrupt_files(tmp_path / "step_3")
 
 
-def test_list_and_prune_say_what_they_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_and_prune_say_what_they_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = tmp_path / "run" / "checkpoints"
     root.mkdir(parents=True)
     saved(root, 1, 2, 3, 4)
@@ -430,18 +451,13 @@ def test_list_and_prune_say_what_they_would_do(tmp_path: Path, capsys: pytest.Ca
     assert head.split() == ["checkpoint", "GiB", "tokens", "validation", "loss", "state"]
     assert [line.split()[0] for line in listed] == ["step_1", "step_2", "step_3", "step_4"]
     assert listed[0].split()[2] == "96" and listed[0].endswith("complete") and STATE in listed[2]
-    assert command(["ckpt", "prune", path, "--keep_last_n=1"]) == 0
+    assert command(["ckpt", "prune", path, "--after=1"]) == 0
     assert "would delete" in capsys.readouterr().out and len(list(root.iterdir())) == 4
-    assert command(["ckpt", "prune", path, "--keep_last_n=1", "--keep_steps=1", "--yes"]) == 0
-    assert sorted(folder.name for folder in root.glob("step_*")) == [
-        "step_1",
-        "step_2",
-        "step_3",
-        "step_4",
-    ]  # damaged ones do not count as kept, and go only when told
     assert command(["ckpt", "prune", path, "--leftovers", "--yes"]) == 0
     assert sorted(folder.name for folder in root.glob("step_*")) == ["step_1", "step_2"]
     assert command(["ckpt", "prune", path, "--after=1", "--yes"]) == 0
     assert [folder.name for folder in root.glob("step_*")] == ["step_1"]
-    assert command(["ckpt", "verify", path]) == 0 and "sound: 4 files" in capsys.readouterr().out
+    assert command(["ckpt", "prune", path, "--keep_last_n=1", "--yes"]) == 2
+    assert "keep_last_n is not a flag; it was removed: a run deletes" in capsys.readouterr().err
+    assert command(["ckpt", "verify", path]) == 0 and "valid: 4 files" in capsys.readouterr().out
     assert command(["ckpt", "list", f"--path={tmp_path / 'nowhere'}"]) == 2

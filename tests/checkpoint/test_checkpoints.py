@@ -5,28 +5,22 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from fms_fsdp.checkpoint.checkpointer import Checkpointer
-from fms_fsdp.checkpoint.checkpoints import Checkpoints, to_delete
-from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, problems
-from fms_fsdp.checkpoint.retention import KeepPolicy
-from fms_fsdp.config import BatchPlan, CheckpointConfig, TrainConfig
-from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps
+from fms_fsdp.checkpoint.retention import parse_schedule
+from fms_fsdp.config import BatchPlan, TrainConfig
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.record import Saved
-from fms_fsdp.runtime import World
-from fms_fsdp.spec.origin import Origin
-from fms_fsdp.spec.words import plan_saves
-from fms_fsdp.state import Progress, TrainState
-from tests.checkpoint.test_checkpointer import ALONE, made, saved, shape
+from fms_fsdp.run.resume import ResumePoint
+from fms_fsdp.run.startup_log import save_estimates
+from fms_fsdp.state import TrainMetadata
+from tests.checkpoint.test_checkpointer import is_bad, made, manager_of, saved, shape
 from tests.cli import TINY, run, status, trained
-from tests.specs import resolved
+from tests.specs import budget, resolved
 
 
 def flip(path: Path, place: int) -> None:
@@ -40,15 +34,26 @@ def test_a_checkpoint_that_was_passed_over_counts_for_nothing(tmp_path: Path) ->
     """Step 30 is damaged in a way that sizes do not tell; the launch went on from 20, and wrote 25."""
     saved(tmp_path, 10, 20, 25, 30)
     flip(tmp_path / "step_30" / "__0_0.distcp", 3000)
-    assert complete_steps(tmp_path) == [10, 20, 25, 30] and problems(tmp_path / "step_30", deep=True)
-    assert to_delete(tmp_path, KeepPolicy(last=1), 20, {25}) == [10, 20]
-    assert to_delete(tmp_path, KeepPolicy(last=2), 20, {25}) == [10]
+    assert complete_steps(tmp_path) == [10, 20, 25, 30] and is_bad(tmp_path / "step_30")
+    assert left_of(tmp_path, 2) == [20, 25, 30] and left_of(tmp_path, 1) == [25, 30]
+
+
+def test_corrupt_checkpoints_take_no_place_and_stay(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 25)
     with open(tmp_path / "step_20" / "__0_0.distcp", "ab") as file:
-        file.write(b"x")  # sizes tell: what is damaged keeps its place to nobody, and stays
-    assert to_delete(tmp_path, KeepPolicy(last=2), 20, {25}) == []
-    assert to_delete(tmp_path, KeepPolicy(last=1), 20, {25}) == [10]
+        file.write(b"x")
+    assert left_of(tmp_path, 2) == [10, 25] and (tmp_path / "step_20").is_dir()
     (tmp_path / "step_25" / "__0_0.distcp").unlink()
-    assert to_delete(tmp_path, KeepPolicy(last=1), 20, {25}) == []
+    assert left_of(tmp_path, 1) == [10] and (tmp_path / "step_20").is_dir()
+
+
+def left_of(root: Path, last: int) -> list[int]:
+    """The complete checkpoints after a launch that started at step 20 and wrote 25 deletes old ones."""
+    manager, state = manager_of(root, *made(0), in_background=False, keep_last_n=last)
+    manager.start, manager._written = 20, {25}
+    manager._delete_old()
+    manager.close()
+    return complete_steps(root)
 
 
 @pytest.mark.slow
@@ -59,14 +64,20 @@ def test_retention_never_leaves_a_damaged_checkpoint_alone(tmp_path: Path) -> No
     flip(root / "step_6" / "__0_0.distcp", 100_000)
     assert run(*argv, "--num_steps=9", "--keep_last_n=1", "--exit_step=5").returncode == 75
     assert (
-        not problems(root / "step_5", deep=True)
+        not is_bad(root / "step_5")
         and not (root / "step_2").exists()
-        and not (root / "step_4").exists()
+        and (root / "step_4").exists()  # until the next launch confirms step 5
     )
 
 
 def test_a_checkpoint_records_the_validation_loss_of_its_own_step_or_none(tmp_path: Path) -> None:
-    argv = [*TINY, "--eval_interval=3", "--eval_steps=1", "--checkpoint_schedule=3@3,2", "--trackers=none"]
+    argv = [
+        *TINY,
+        "--eval_interval=3",
+        "--eval_steps=1",
+        "--checkpoint_schedule=3@3,2",
+        "--trackers=none",
+    ]
     trained(*argv, "--num_steps=8", "--eval_at_start=True", f"--output_dir={tmp_path}")
     states = [
         json.loads((tmp_path / "checkpoints" / f"step_{step}" / "train_state.json").read_text())
@@ -83,9 +94,12 @@ def test_a_checkpoint_records_the_validation_loss_of_its_own_step_or_none(tmp_pa
     assert [state["validation_loss"] for state in states] == [found[1], None, None, found[3]]
 
 
-def test_the_best_by_any_metric_and_ranges_stay_and_sizes_are_said_at_the_start(tmp_path: Path) -> None:
+def test_the_best_by_any_metric_and_ranges_stay_and_sizes_are_said_at_the_start(
+    tmp_path: Path,
+) -> None:
     keep = "--keep_last_n=1 --keep_best=1 --keep_best_metric=grad_norm --keep_best_mode=max --keep_ranges=1-2"
     argv = [*TINY, "--num_steps=7", "--checkpoint_interval=1", "--trackers=none", *keep.split()]
+    argv.append("--seed=4")  # the largest gradient is neither in the ranges nor the last
     text = trained(*argv, f"--output_dir={tmp_path}")
     root, norms = tmp_path / "checkpoints", dict[int, float]()
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
@@ -95,7 +109,8 @@ def test_the_best_by_any_metric_and_ranges_stay_and_sizes_are_said_at_the_start(
     assert best not in (1, 2, 7) and complete_steps(root) == sorted({1, 2, best, 7})
     gib = sum(path.stat().st_size for path in (root / "step_7").iterdir()) / 2**30
     said = re.search(
-        r"checkpoints: (\S+) GiB each; 7 are to be written, at most 4 stay, which take (\S+) GiB", text
+        r"checkpoints: (\S+) GiB each; 7 will be written, at most 4 are kept, which need (\S+) GiB",
+        text,
     )
     assert said and float(said[1]) == pytest.approx(gib, rel=0.1)
     assert float(said[2]) == pytest.approx(4 * float(said[1]), rel=0.01)
@@ -104,71 +119,44 @@ def test_the_best_by_any_metric_and_ranges_stay_and_sizes_are_said_at_the_start(
 def test_a_metric_that_no_step_has_is_said(tmp_path: Path) -> None:
     keep = "--keep_last_n=1 --keep_best=1 --keep_best_metric=grad_morn".split()
     text = trained(*TINY, "--num_steps=1", "--trackers=none", *keep, f"--output_dir={tmp_path}")
-    assert "step 1 has no --keep_best_metric (grad_morn), so its checkpoint is not ranked" in text
+    assert "step 1 has no --keep_best_metric=grad_morn, so it is not ranked" in text
 
 
-def test_a_full_disk_under_the_run_folder_saves_where_there_is_room(tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_under_the_run_folder_saves_where_there_is_room(
+    tmp_path: Path, small_disk: Path
+) -> None:
     """No file of the run can be written: the run says so in one line and fails; nothing is lost."""
     argv = [*TINY, "--num_steps=100000", "--checkpoint_interval=0", f"--ckpt_save_path={tmp_path}"]
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 48 * 1024))
     result = run(*argv, f"--output_dir={small_disk / 'run'}")
-    assert result.returncode == 1 and "Traceback" not in result.stdout + result.stderr, result.stderr
+    assert result.returncode == 1 and "Traceback" not in result.stdout + result.stderr, (
+        result.stderr
+    )
     (line,) = result.stderr.splitlines()
     assert line.startswith(
         f"failed: {small_disk}/run/metrics.jsonl cannot be written: No space left on device; make"
     )
     ended = status(small_disk / "run")
     assert ended["status"] == "failed" and "metrics.jsonl" in ended["reason"]
-    assert complete_steps(tmp_path) == [ended["step"]] and not problems(
-        tmp_path / f"step_{ended['step']}", deep=True
+    assert complete_steps(tmp_path) == [ended["step"]] and not is_bad(
+        tmp_path / f"step_{ended['step']}"
     )
-
-
-def keeper_of(
-    root: Path, known: float | None, mark: Callable[[str], None], **flags: Any
-) -> tuple[Checkpoints, TrainState]:
-    """The hook of a launch on 8 ranks that went on from step 4; a save took `known` seconds before."""
-    section = CheckpointConfig(ckpt_save_path=str(root), checkpoint_interval=5, **flags)
-    cfg, config = TrainConfig(checkpoint=section), shape()
-    world, dims, batch = World(0, 0, 8, 2), ParallelDims("fsdp", dp_shard=8), BatchPlan(1, 1, 8)
-    before = resolved(cfg, model=config, dims=dims, batch=batch, world=world)
-    saved = Saved(4, tokens_seen=4, rows_seen=4, save_s=known, **before.saved_with)
-    origin = Origin(Checkpoint(root / "step_4", saved), True)
-    spec = resolved(cfg, model=config, dims=dims, batch=batch, world=world, origin=origin)
-    model, optimizers = made(0)
-    stream: Any = SimpleNamespace(state_dict=dict)
-    state = TrainState(model, optimizers, stream, Progress(4, 10, 4, 4))
-    nothing: Any = SimpleNamespace()
-    return Checkpoints(section, plan_saves(spec, 1), state, ALONE, lambda: None, nothing, mark), state
 
 
 @pytest.mark.parametrize("known", [25.0, None])
 def test_the_time_of_a_save_is_known_before_the_first_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: float | None
+    tmp_path: Path, known: float | None
 ) -> None:
-    """From the checkpoint of the start, or from a measured write. Two saves can run at once."""
-    monkeypatch.setattr(
-        "fms_fsdp.checkpoint.checkpoints.estimate_save_s", lambda root, num_bytes: num_bytes / 1e6
-    )
-    keeper, state = keeper_of(tmp_path, known, lambda part: None)
-    keeper.close()  # the host memory is there
-    one = 25.0 if known else 12 * num_params(shape()) / 4 / 1e6  # the two ranks of a node write a quarter
-    expected = [state.progress.expected_save_s(step) for step in (4, 5, 6)]
-    assert expected == pytest.approx([one, 2 * one, one])
-
-
-@pytest.mark.parametrize("in_background", [True, False])
-def test_the_clock_learns_of_the_steps_that_a_save_waits_for_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
-) -> None:
-    told: list[str] = []
-    save = Checkpointer.save
-    monkeypatch.setattr(
-        Checkpointer, "save", lambda *args, **rest: (told.append("save"), save(*args, **rest))
-    )
-    keeper, state = keeper_of(tmp_path, 1.0, told.append, async_checkpoint=in_background)
-    state.progress.count(4, 4)
-    result: Any = None
-    keeper.after_step(state.progress, result)
-    keeper.close()
-    assert told == ["device", "save"] and complete_steps(tmp_path) == [5]
+    """From the checkpoint of the start, or guessed from its size. Two saves can run at once."""
+    cfg, config = TrainConfig(), shape()
+    world, dims, batch = World(0, 0, 8, 2), ParallelDims("fsdp", dp_shard=8), BatchPlan(1, 1, 8)
+    before = resolved(cfg, model=config, dims=dims, batch=batch, world_size=8)
+    start = TrainMetadata(4, tokens_seen=4, rows_seen=4, save_s=known, **before.saved_with)
+    resume = ResumePoint(Checkpoint(tmp_path / "step_4", start))
+    one = (
+        25.0 if known else 12 * num_params(shape()) / 4 / 2e8
+    )  # a node's two ranks write a quarter
+    save_s, _ = save_estimates(before, resume, budget(world))
+    manager, _ = manager_of(tmp_path, *made(0), in_background=False, save_s=save_s)
+    manager.schedule = parse_schedule("", 5)
+    assert [manager.expected_s(step) for step in (4, 5, 6)] == pytest.approx([one, 2 * one, one])

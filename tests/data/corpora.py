@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from fms_fsdp.config import DataConfig
-from fms_fsdp.data.order.permute import mix64, mix64_int
-from fms_fsdp.data.shards.manifest import Corpus, open_corpus
+from fms_fsdp.data.corpus import Corpus, open_corpus
+from fms_fsdp.data.permute import mix64, mix64_int
 from fms_fsdp.data.stream import TokenStream, build_stream
 
 SEP = 3
@@ -29,7 +29,11 @@ class Files:
     _cache: dict[str, np.ndarray] = field(default_factory=dict)
 
     def section(self, **changes: Any) -> DataConfig:
-        settings: dict[str, Any] = {"data_path": str(self.root), "sep_token": SEP, "logical_shards": 8}
+        settings: dict[str, Any] = {
+            "data_path": str(self.root),
+            "sep_token": SEP,
+            "logical_shards": 8,
+        }
         return DataConfig(**{**settings, **changes})
 
     def corpus(self, **changes: Any) -> Corpus:
@@ -70,7 +74,9 @@ def random_documents(rng: np.random.Generator, num_tokens: int, mean: float = 40
     total = 0
     while total < num_tokens:
         kind = rng.random()
-        length = 0 if kind < 0.03 else 1 if kind < 0.06 else int(rng.lognormal(np.log(mean), 1.0)) + 1
+        length = (
+            0 if kind < 0.03 else 1 if kind < 0.06 else int(rng.lognormal(np.log(mean), 1.0)) + 1
+        )
         length = int(min(length, max(1, num_tokens - total)))
         documents.append(rng.integers(SEP + 1, VOCAB, size=length))
         total += length
@@ -97,12 +103,15 @@ def write_lists(
         "sep_token": str(SEP),
     }
     schema = pa.schema(
-        [pa.field("tokens", kind, nullable=False)], metadata={**facts, "has_eos": "false", **metadata}
+        [pa.field("tokens", kind, nullable=False)],
+        metadata={**facts, "has_eos": "false", **metadata},
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for start in range(0, len(documents), chunk):
-            rows = pa.array([document.tolist() for document in documents[start : start + chunk]], type=kind)
+            rows = pa.array(
+                [document.tolist() for document in documents[start : start + chunk]], type=kind
+            )
             writer.write_batch(pa.record_batch([rows], schema=schema))
 
 
@@ -113,7 +122,10 @@ def write_scalars(
     schema = pa.schema([pa.field("tokens", getattr(pa, dtype)())])
     path.parent.mkdir(parents=True, exist_ok=True)
     options = pa.ipc.IpcWriteOptions(compression=compression)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=options) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        pa.ipc.new_file(sink, schema, options=options) as writer,
+    ):
         for document in documents:
             writer.write_batch(
                 pa.record_batch([pa.array(document, type=schema.field(0).type)], schema=schema)
@@ -160,13 +172,17 @@ def write_corpus(
         files.documents[source] = []
         for i, num_tokens in enumerate(shards):
             plain = (
-                fixed_documents(len(rows), num_tokens) if fixed else random_documents(rng, num_tokens, mean)
+                fixed_documents(len(rows), num_tokens)
+                if fixed
+                else random_documents(rng, num_tokens, mean)
             )
             seen = [with_separator(document) for document in plain]
             on_disk = seen if stored else plain
             path = root / source / f"shard-{i:05d}.arrow"
             if layout == "lists":
-                write_lists(path, on_disk, dtype=("uint16", "uint32")[i % 2], has_eos=str(stored).lower())
+                write_lists(
+                    path, on_disk, dtype=("uint16", "uint32")[i % 2], has_eos=str(stored).lower()
+                )
             else:
                 write_scalars(path, on_disk)
             files.documents[source].append(seen)

@@ -52,4 +52,6 @@ def build(
     stride: str = "1",
 ) -> Counting:
     rows = global_batch_size // dp_size
-    return Counting(section.seq_length, vocab_size, range(dp_rank * rows, (dp_rank + 1) * rows), int(stride))
+    return Counting(
+        section.seq_length, vocab_size, range(dp_rank * rows, (dp_rank + 1) * rows), int(stride)
+    )

@@ -10,19 +10,19 @@ import pytest
 
 from fms_fsdp.data.tokenizer import load_tokenizer
 from fms_fsdp.extras.byte_pairs import byte_characters, of_tiktoken
+from tests.cli import CORPUS
 
-ROOT = Path(__file__).resolve().parents[2]
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    return CORPUS.read_text().split("\n\n")
 
 
 @pytest.fixture(scope="module")
 def pieces(texts: list[str]) -> list[bytes]:
-    """As many as r50k_base has: those of a BPE trained on our pages, then joins of earlier ones."""
+    """As many as r50k_base has: those of a BPE trained on the corpus, then joins of earlier ones."""
     tokenizers = pytest.importorskip("tokenizers")
     raw = tokenizers.ByteLevelBPETokenizer()
     raw.train_from_iterator(texts, vocab_size=4000, show_progress=False)
@@ -52,7 +52,9 @@ def test_ids_are_those_of_tiktoken(tmp_path: Path, texts: list[str], pieces: lis
     strings = [text[at : at + 200] for text in texts for at in range(0, len(text), 150)]
     for _ in range(3000):
         ranges = [(32, 127), (0, 32), (160, 12288), (0x4E00, 0x9000), (0x1F300, 0x1F700)]
-        strings.append("".join(chr(draw.randrange(*draw.choice(ranges))) for _ in range(draw.randrange(40))))
+        strings.append(
+            "".join(chr(draw.randrange(*draw.choice(ranges))) for _ in range(draw.randrange(40)))
+        )
     ids = [row.tolist() for row in ours.encode(strings)]
     assert ids == theirs.encode_ordinary_batch(strings)
     assert [ours.decode(row) for row in ids] == strings
@@ -63,7 +65,9 @@ def test_ids_are_those_of_tiktoken(tmp_path: Path, texts: list[str], pieces: lis
     assert load_tokenizer(str(tmp_path / "tokenizer.json")).vocabulary == ours.vocabulary
 
 
-def test_a_piece_of_text_is_no_end_where_a_special_token_is_one(tmp_path: Path, pieces: list[bytes]) -> None:
+def test_a_piece_of_text_is_no_end_where_a_special_token_is_one(
+    tmp_path: Path, pieces: list[bytes]
+) -> None:
     """Qwen's vocabulary has </s> as a piece of code."""
     file = tmp_path / "own.tiktoken"
     file.write_bytes(written([*pieces[:-1], b"</s>"]))
@@ -79,5 +83,7 @@ def test_damaged_and_unknown_files_are_refused(pieces: list[bytes]) -> None:
         whole.replace(b" 50255\n", b" 90000\n"),
         whole + b"no line of it\n",
     ):
-        with pytest.raises(ValueError, match=r"--tokenizer \(x\) has .*r50k_base.*as tokenizer.json"):
+        with pytest.raises(
+            ValueError, match=r"--tokenizer \(x\) has .*r50k_base.*as tokenizer.json"
+        ):
             of_tiktoken(data, "x")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fms_fsdp.config import DataConfig
+from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.stream import Stream
-from fms_fsdp.extras.custom import load_builder
 
 SETTINGS: dict[str, Any] = {
     "seed": 1,

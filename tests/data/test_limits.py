@@ -11,7 +11,7 @@ from tests.data.corpora import Files, write_corpus
 
 MEASURE = """
 import resource, sys
-from fms_fsdp.data.shards.manifest import open_corpus
+from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.config import DataConfig
 import pyarrow.ipc
@@ -41,7 +41,9 @@ def growth(files: Files, steps: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("layout", ["lists", "scalars"])
-def test_memory_and_open_files_stay_bounded_with_few_descriptors_allowed(tmp_path: Path, layout: str) -> None:
+def test_memory_and_open_files_stay_bounded_with_few_descriptors_allowed(
+    tmp_path: Path, layout: str
+) -> None:
     files = write_corpus(tmp_path, {"web": [2500] * 300}, layout=layout)
     mebibytes, open_files = growth(files, 200)
     assert mebibytes < 40

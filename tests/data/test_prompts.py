@@ -16,9 +16,8 @@ import torch
 from fms_fsdp.__main__ import main
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.batch import IGNORED_LABEL
-from fms_fsdp.data.rows import CorpusRows
-from fms_fsdp.data.shards.manifest import open_corpus
-from fms_fsdp.data.stream import build_stream
+from fms_fsdp.data.corpus import open_corpus
+from fms_fsdp.data.stream import TokenStream, build_stream
 from tests.cli import TINY, metrics, run, trained
 
 SEP = 257  # of the byte tokenizer
@@ -36,20 +35,30 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[t
     records = [json.dumps({"prompt": prompt, "text": text}) for prompt, text in pairs]
     (folder / "pairs.jsonl").write_text("\n".join(records))
     (folder / "plain.jsonl").write_text("\n".join(json.dumps({"text": p + t}) for p, t in pairs))
-    (folder / "other.jsonl").write_text("\n".join(json.dumps({"text": f"page {i} " * 9}) for i in range(99)))
+    (folder / "other.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"page {i} " * 9}) for i in range(99))
+    )
     for name, flags in {"pairs": ["--prompt_key=prompt"], "plain": []}.items():
         source = f"--input=docs={folder}/{name}.jsonl"
         assert main(["prepare", source, f"--output={folder}/{name}", *COMMON, *flags]) == 0
         assert (
-            main(["prepare", f"--input=web={folder}/other.jsonl", f"--output={folder}/{name}", *COMMON]) == 0
+            main(
+                [
+                    "prepare",
+                    f"--input=web={folder}/other.jsonl",
+                    f"--output={folder}/{name}",
+                    *COMMON,
+                ]
+            )
+            == 0
         )
     return folder / "pairs", folder / "plain", pairs
 
 
-def rows_of(root: Path, section: DataConfig) -> CorpusRows:
+def open_stream(root: Path, section: DataConfig) -> TokenStream:
     section = replace(section, data_path=str(root))
-    opened = open_corpus(section)
-    return CorpusRows(section, opened, seed=5, vocab_size=258, global_batch_size=3, pin_memory=False)
+    sizes: dict[str, Any] = {"global_batch_size": 3, "dp_rank": 0, "dp_size": 1}
+    return TokenStream(section, open_corpus(section), seed=5, vocab_size=258, **sizes)
 
 
 @pytest.mark.parametrize("document_mask", [False, True])
@@ -59,10 +68,12 @@ def test_labels_are_those_of_plain_documents_but_for_prompts(
     corpus: Any, packing: str, seq_length: int, document_mask: bool
 ) -> None:
     marked_root, plain_root, pairs = corpus
-    section = DataConfig(datasets=("docs",), seq_length=seq_length, packing=packing, logical_shards=4)
+    section = DataConfig(
+        datasets=("docs",), seq_length=seq_length, packing=packing, logical_shards=4
+    )
     section = replace(section, document_mask=document_mask)
-    marked, plain = rows_of(marked_root, section), rows_of(plain_root, section)
-    everything = rows_of(marked_root, replace(section, loss_on="all"))
+    marked, plain = open_stream(marked_root, section), open_stream(plain_root, section)
+    everything = open_stream(marked_root, replace(section, loss_on="all"))
     hidden = 0
     for step in range(1, 12):
         with_marks, without = marked.batch(step, 0, 1), plain.batch(step, 0, 1)
@@ -71,14 +82,16 @@ def test_labels_are_those_of_plain_documents_but_for_prompts(
         assert torch.equal(everything.batch(step, 0, 1).labels_BS, without.labels_BS)
         for row, address in enumerate(marked.order.addresses(step)):
             expected = without.labels_BS[row].tolist()
-            place, pieces = 0, list(marked.pieces_of(address).ranges())
+            place = 0
             paths = marked.reader("docs").source.paths
-            for file, document, start, stop in pieces:
+            for file, document, start, stop in marked.documents_of(address):
                 first = sum(int(marked.reader("docs").source.docs[i]) for i in range(file))
                 prompt, text = pairs[first + document]
                 assert paths[file].startswith("docs/")
                 for token in range(start, stop):
-                    is_end = token == len(prompt) + len(text)  # the separator: a prompt follows, or nothing
+                    is_end = token == len(prompt) + len(
+                        text
+                    )  # the separator: a prompt follows, or nothing
                     if is_end or token + 1 < len(prompt):
                         expected[place] = IGNORED_LABEL
                     place += 1
@@ -88,8 +101,15 @@ def test_labels_are_those_of_plain_documents_but_for_prompts(
 
 
 def test_ranks_and_a_resume_see_the_same_rows_of_a_mixture(corpus: Any) -> None:
-    section = DataConfig(data_path=str(corpus[0]), datasets=("docs", "web"), weights=(3, 1), seq_length=64)
-    how: dict[str, Any] = {"seed": 5, "vocab_size": 258, "global_batch_size": 4, "pin_memory": False}
+    section = DataConfig(
+        data_path=str(corpus[0]), datasets=("docs", "web"), weights=(3, 1), seq_length=64
+    )
+    how: dict[str, Any] = {
+        "seed": 5,
+        "vocab_size": 258,
+        "global_batch_size": 4,
+        "pin_memory": False,
+    }
     whole = build_stream(section, corpus=open_corpus(section), **how, dp_rank=0, dp_size=1)
     batches = [whole.next_batch() for _ in range(6)]
     state = None
@@ -116,8 +136,16 @@ def test_plain_shards_are_as_before_and_marked_ones_say_so(corpus: Any) -> None:
     assert main(["inspect", "verify", f"--data_path={corpus[0]}"]) == 0
 
 
-def test_a_training_counts_responses_alone_on_any_number_of_ranks(corpus: Any, tmp_path: Path) -> None:
-    flags = [*TINY, "--use_dummy_dataset=False", "--seq_length=64", "--num_steps=3", "--precision=fp32"]
+def test_a_training_counts_responses_alone_on_any_number_of_ranks(
+    corpus: Any, tmp_path: Path
+) -> None:
+    flags = [
+        *TINY,
+        "--use_dummy_dataset=False",
+        "--seq_length=64",
+        "--num_steps=3",
+        "--precision=fp32",
+    ]
     flags += ["--global_batch_size=4", "--trackers=none", "--datasets=docs"]
     found = {}
     for name, root, more in (
@@ -131,17 +159,21 @@ def test_a_training_counts_responses_alone_on_any_number_of_ranks(corpus: Any, t
         found[name] = metrics(tmp_path / name)
     for step in (1, 2, 3):
         assert found["two"][step]["loss"] == pytest.approx(found["one"][step]["loss"], rel=1e-5)
-        assert found["all"][step]["loss"] == found["plain"][step]["loss"] != found["one"][step]["loss"]
+        assert (
+            found["all"][step]["loss"] == found["plain"][step]["loss"] != found["one"][step]["loss"]
+        )
         assert found["two"][step]["data_fingerprint"] == found["one"][step]["data_fingerprint"]
 
 
-def test_a_changed_loss_is_announced_on_a_resume_and_a_wrong_one_refused(corpus: Any, tmp_path: Path) -> None:
+def test_a_changed_loss_is_announced_on_a_resume_and_a_wrong_one_refused(
+    corpus: Any, tmp_path: Path
+) -> None:
     flags = [*TINY, "--use_dummy_dataset=False", "--seq_length=64", f"--data_path={corpus[0]}"]
     flags += ["--datasets=docs", "--trackers=none", f"--output_dir={tmp_path}"]
     trained(*flags, "--num_steps=1")
     assert "loss_on" in trained(*flags, "--num_steps=2", "--loss_on=all")
     refused = run(*flags, "--loss_on=prompt")
-    assert refused.returncode == 2 and "--loss_on (prompt) must be one of" in refused.stderr
+    assert refused.returncode == 2 and "--loss_on=prompt must be one of" in refused.stderr
 
 
 def test_records_without_a_prompt_are_counted_as_malformed(tmp_path: Path, capsys: Any) -> None:
@@ -152,12 +184,21 @@ def test_records_without_a_prompt_are_counted_as_malformed(tmp_path: Path, capsy
         {"prompt": "a", "text": ""},
     ]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, records)))
-    flags = [f"--input={tmp_path}/some.jsonl", f"--output={tmp_path}/out", "--prompt_key=prompt", *COMMON]
+    flags = [
+        f"--input={tmp_path}/some.jsonl",
+        f"--output={tmp_path}/out",
+        "--prompt_key=prompt",
+        *COMMON,
+    ]
     assert main(["prepare", *flags]) == 0
     out = capsys.readouterr().out
-    for text in ("key 'prompt' is missing or empty", "key 'prompt' is not a string", "key 'text' is empty"):
+    for text in (
+        "key 'prompt' is missing or empty",
+        "key 'prompt' is not a string",
+        "key 'text' is empty",
+    ):
         assert text in out
     (tmp_path / "page.txt").write_text("only text")
     flags[0] = f"--input={tmp_path}/page.txt"
     assert main(["prepare", *flags]) == 2
-    assert "--prompt_key (prompt) is a key of records" in capsys.readouterr().err
+    assert "--prompt_key=prompt requires records" in capsys.readouterr().err

@@ -38,7 +38,10 @@ def _worker(
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
     )
     tell_coverage()
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
@@ -52,7 +55,9 @@ def _worker(
         dist.barrier()
         gc.collect()
         dist.destroy_process_group()
-    os._exit(0 if result[0] == "ok" else 1)  # a clean exit of gloo's threads is not what is tested here
+    os._exit(
+        0 if result[0] == "ok" else 1
+    )  # a clean exit of gloo's threads is not what is tested here
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

@@ -6,12 +6,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import FP32, DataConfig, EvalConfig, ParallelConfig
-from fms_fsdp.data.held_out import open_held_out, scan_held_out
+from fms_fsdp.data.validation import open_held_out, scan_held_out
+from fms_fsdp.distributed.mesh import Mesh, plan_dims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.evaluate import Forward, evaluate
-from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.runtime import World
 from tests.distributed.launch import run_ranks
 
 
@@ -19,15 +19,20 @@ def evaluated() -> tuple[list[str], bool, float]:
     """Names of parameters that are whole after an evaluation, the mode the model is left in, and the loss."""
     import torch.distributed as dist
 
-    section, cpu = ParallelConfig(sharding_strategy="fsdp", reshard_after_forward=False), torch.device("cpu")
-    mesh = Mesh(resolve_dims(section, "", World(0, 0, 2, 2)), dist.get_rank(), "cpu")
+    section, cpu = (
+        ParallelConfig(sharding_strategy="fsdp", reshard_after_forward=False),
+        torch.device("cpu"),
+    )
+    mesh = Mesh(plan_dims(section, "", World(0, 0, 2, 2)), dist.get_rank(), "cpu")
     config = LlamaConfig(2, 32, 32, 2, 1, 64, max_seq_len=16)
     model = parallelize(config, section, mesh, device=cpu, precision=FP32, seed=1)
     data = DataConfig(use_dummy_dataset=True, seq_length=16)
     flags = EvalConfig(eval_interval=1, eval_steps=5)
     sources = open_held_out(flags, scan_held_out(flags, data, None, vocab_size=64), 1)
     values = evaluate(Forward(model, 2, False, cpu, mesh), sources)
-    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    whole = [
+        name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
+    ]
     return whole, model.training, values["eval/loss"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.run.lock import lock_folder
+from fms_fsdp.run.run_dir import lock_folder
 from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained, under_torchrun
 from tests.data.corpora import SEP, write_corpus, write_lists
 from tests.distributed.test_recovery import ENVIRONMENT, TORCHRUN, wait_for, workers
@@ -18,7 +18,11 @@ LAUNCH = under_torchrun(2, "main_training.py")
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def count_lines(file: Path) -> int:
@@ -26,25 +30,37 @@ def count_lines(file: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_launch_that_begins_while_another_ends_goes_on_where_that_one_ended(tmp_path: Path) -> None:
+def test_a_launch_that_begins_while_another_ends_goes_on_where_that_one_ended(
+    tmp_path: Path,
+) -> None:
     """All its ranks start from the last checkpoint of the other launch."""
-    argv = [*TINY, "--checkpoint_interval=5", "--min_lr_ratio=1", "--warmup_steps=1", "--trackers=none"]
+    argv = [
+        *TINY,
+        "--checkpoint_interval=5",
+        "--min_lr_ratio=1",
+        "--warmup_steps=1",
+        "--trackers=none",
+    ]
     first, other = (
         [*LAUNCH, *argv, f"--output_dir={tmp_path / 'run'}", f"--num_steps={n}"] for n in (300, 400)
     )
     process = subprocess.Popen(first, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
-    assert wait_for(lambda: count_lines(tmp_path / "run" / "metrics.jsonl") > 150, 90)
-    result = subprocess.run(other, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    assert wait_for(lambda: count_lines(tmp_path / "run" / "metrics.jsonl") > 270, 180)
+    result = subprocess.run(
+        other, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+    )
     assert process.wait(60) == 0 and result.returncode == 0, result.stdout + result.stderr
     trained(*argv, "--num_steps=400", f"--output_dir={tmp_path / 'calm'}", nproc=2)
-    assert "resumed from step 300" in result.stdout
+    assert "resuming from step 300" in result.stdout
     assert losses(tmp_path / "run") == losses(tmp_path / "calm")
     assert not list((tmp_path / "run" / "checkpoints").glob("*.*-*"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["flag", "lock"])
-def test_a_refused_launch_through_train_sh_leaves_the_folder_to_the_byte(tmp_path: Path, fault: str) -> None:
+def test_a_refused_launch_through_train_sh_leaves_the_folder_to_the_byte(
+    tmp_path: Path, fault: str
+) -> None:
     folder = tmp_path / "run"
     trained(*TINY, "--num_steps=1", f"--output_dir={folder}")
     (folder / "console.txt").write_text("of the running launch\n")
@@ -61,9 +77,11 @@ def test_a_refused_launch_through_train_sh_leaves_the_folder_to_the_byte(tmp_pat
         lock.close()
     before = content(folder)
     command = ["bash", "scripts/train.sh", *flags]
-    result = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=120
+    )
     lock.close()
-    words = "--num_layers (3) must be that" if fault == "flag" else "must have one writer, and process"
+    words = "--num_layers=3 does not match" if fault == "flag" else "is in use by process"
     assert result.returncode == 2 and words in result.stderr + result.stdout
     after = content(folder)
     assert {**after, ".lock": b"", "checkpoints/.lock": b""} == {
@@ -103,7 +121,13 @@ def test_one_of_two_torchruns_is_killed_and_all_ranks_stop(tmp_path: Path) -> No
         "--rdzv_backend=c10d",
         "--rdzv_endpoint=localhost:29643",
     ]
-    launch += ["--rdzv_id=half", "main_training.py", *TINY, "--num_steps=100000", f"--output_dir={tmp_path}"]
+    launch += [
+        "--rdzv_id=half",
+        "main_training.py",
+        *TINY,
+        "--num_steps=100000",
+        f"--output_dir={tmp_path}",
+    ]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     start = partial(subprocess.Popen, launch, cwd=ROOT, env=ENVIRONMENT, **silent)
     agents = [start() for _ in range(2)]
@@ -122,7 +146,10 @@ def test_one_of_two_torchruns_is_killed_and_all_ranks_stop(tmp_path: Path) -> No
 
 
 def test_the_rank_that_runs_out_of_memory_tells_what_would_help(tmp_path: Path) -> None:
-    stream = ["--dataset_builder=tests.distributed.failing_stream:build", "--data_kwargs=rank=1,step=3"]
+    stream = [
+        "--dataset_builder=tests.distributed.failing_stream:build",
+        "--data_kwargs=rank=1,step=3",
+    ]
     argv = ["--model_variant=tiny", "--seq_length=64", "--num_steps=9", f"--output_dir={tmp_path}"]
     result = run(*argv, *stream, nproc=2, torchrun=())
     assert result.returncode == 1
@@ -135,25 +162,40 @@ def test_the_rank_that_runs_out_of_memory_tells_what_would_help(tmp_path: Path) 
 def test_rows_masked_on_any_rank_are_counted_and_told(tmp_path: Path) -> None:
     data = tmp_path / "data"
     write_corpus(data, {"web": [400] * 12})
-    argv = [*TINY, f"--data_path={data}", "--on_missing=mask", "--num_steps=12", "--global_batch_size=4"]
-    argv = [flag for flag in argv if "dummy" not in flag] + ["--vocab_size=5000", f"--sep_token={SEP}"]
+    argv = [
+        *TINY,
+        f"--data_path={data}",
+        "--on_missing=mask",
+        "--num_steps=12",
+        "--global_batch_size=4",
+    ]
+    argv = [flag for flag in argv if "dummy" not in flag] + [
+        "--vocab_size=5000",
+        f"--sep_token={SEP}",
+    ]
     (data / "web" / "shard-00003.arrow").unlink()
     one, two = (
         run(*argv, f"--output_dir={tmp_path / str(nproc)}", nproc=nproc, MKL_NUM_THREADS="1")
         for nproc in (0, 2)
     )
     assert one.returncode == two.returncode == 0, two.stderr
-    counts = [[record["masked_rows"] for record in metrics(tmp_path / name).values()] for name in ("0", "2")]
+    counts = [
+        [record["masked_rows"] for record in metrics(tmp_path / name).values()]
+        for name in ("0", "2")
+    ]
     assert counts[0] == counts[1] and counts[0][-1] > 0
     assert f"  {counts[1][-1]} rows masked  " in two.stdout
-    assert "[rank 1] row masked: " in two.stdout
+    assert "[rank 1] sequence masked: " in two.stdout
 
 
 def test_wrong_tokens_end_every_attempt_at_once_and_are_told_once(tmp_path: Path) -> None:
     """The first attempt trains up to them; a further one finds them before it builds the model."""
     data = tmp_path / "data"
     files = write_corpus(data, {"web": [200] * 40})
-    argv = [flag for flag in TINY if "dummy" not in flag] + [f"--data_path={data}", "--batch_size=2"]
+    argv = [flag for flag in TINY if "dummy" not in flag] + [
+        f"--data_path={data}",
+        "--batch_size=2",
+    ]
     argv += ["--num_steps=25", "--vocab_size=5000", f"--sep_token={SEP}", "--checkpoint_interval=2"]
     documents = [
         document[:-1] for document in files.documents["web"][5]
@@ -162,8 +204,8 @@ def test_wrong_tokens_end_every_attempt_at_once_and_are_told_once(tmp_path: Path
     write_lists(data / "web" / "shard-00005.arrow", documents)
     result = run(*argv, f"--output_dir={tmp_path / 'run'}", nproc=2, torchrun=("--max-restarts=2",))
     assert result.returncode == 1
-    assert (result.stdout + result.stderr).count("holds token 6000") == 1, result.stderr
+    assert (result.stdout + result.stderr).count("has token 6000") == 1, result.stderr
     ended = status(tmp_path / "run")
-    assert ended["status"] == "bad_input" and "holds token 6000" in ended["reason"]
+    assert ended["status"] == "bad_input" and "has token 6000" in ended["reason"]
     assert ended["data_step"] > ended["step"]
     assert len(events(tmp_path / "run", "start")) == 1  # the further attempts made no step

@@ -42,12 +42,16 @@ def test_two_ranks_train_as_one_and_a_resume_repeats_it(tmp_path: Path, name: st
         trained(*flags, "--grad_accum_steps=2", "--resume_step=3", f"--output_dir={tmp_path}/1")
         assert losses(tmp_path / "1")[-3:] == one[-3:]
     items = FileSystemReader(tmp_path / "1/checkpoints/step_6").read_metadata().state_dict_metadata
-    matrices = {key: value for key, value in items.items() if "q_proj" in key and ".step" not in key}
+    matrices = {
+        key: value for key, value in items.items() if "q_proj" in key and ".step" not in key
+    }
     sizes = [value.properties.dtype.itemsize for value in matrices.values()]
     in_memory, saved = KEPT[name]
     assert sum(sizes) == saved * len(sizes) / 3, matrices
-    memory = next(line for line in log_of(tmp_path / "1").splitlines() if line.startswith("GiB a rank:"))
-    parts = dict(part.rsplit(" ", 1) for part in memory.partition("a rank: ")[2].split(", "))
+    memory = next(
+        line for line in log_of(tmp_path / "1").splitlines() if line.startswith("GiB per rank:")
+    )
+    parts = dict(part.rsplit(" ", 1) for part in memory.partition("per rank: ")[2].split(", "))
     apart = ("gathered", "activations")
     kept = sum(float(size) for part, size in parts.items() if part not in apart) * 2**30
     n = sum(parameter.numel() for parameter in load_model(str(tmp_path / "1"))[0].parameters())
@@ -67,9 +71,14 @@ def test_a_run_goes_on_in_another_precision_and_says_so(tmp_path: Path) -> None:
 
 def test_a_precision_has_the_names_that_others_give_it() -> None:
     from fms_fsdp.config import TrainConfig
-    from fms_fsdp.flags import parse_flags
+    from fms_fsdp.config.parse import parse_flags
 
-    for text, name in {"bfloat16": "bf16", "Mixed": "bf16", "float32": "fp32", "half": "fp16"}.items():
+    for text, name in {
+        "bfloat16": "bf16",
+        "Mixed": "bf16",
+        "float32": "fp32",
+        "half": "fp16",
+    }.items():
         assert parse_flags(TrainConfig, [f"--precision={text}"]).precision.named == name
     assert parse_flags(TrainConfig, ["--mixed_precision=False"]).precision.named == "fp32"
     assert parse_flags(TrainConfig, ["--param_dtype=bf16"]).precision.named == "bf16"

@@ -15,11 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.checkpoint.folders import complete_steps, problems, read_files
-from tests.cli import ROOT, TINY, losses, made_once, metrics, status, trained, under_torchrun
+from fms_fsdp.checkpoint.folders import complete_steps, corrupt_files, problem, read_files
+from tests.cli import (
+    ROOT,
+    STORE_PER_ATTEMPT,
+    TINY,
+    losses,
+    made_once,
+    metrics,
+    status,
+    trained,
+    under_torchrun,
+)
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"} | STORE_PER_ATTEMPT
 
 
 def children(process: int, *options: str) -> list[int]:
@@ -42,7 +52,9 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, pause_s: float = 0
     return True
 
 
-def kill_at(moment: str, process: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> bool:
+def kill_at(
+    moment: str, process: subprocess.Popen[bytes], folder: Path, rng: random.Random
+) -> bool:
     """Kills one of two workers with -9 in a step, a save or its commit; False if the run ended before."""
     file = folder / "metrics.jsonl"
 
@@ -74,7 +86,12 @@ def test_a_run_killed_twenty_times_equals_the_undisturbed_one(tmp_path: Path) ->
     flags = [*TINY, "--num_steps=600", "--checkpoint_interval=4", "--keep_last_n=3"]
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
     trained(*flags, f"--output_dir={calm}", nproc=2)
-    launch = [sys.executable, "-m", "tests.warm_torchrun", *under_torchrun(2, "--max-restarts=60")[3:]]
+    launch = [
+        sys.executable,
+        "-m",
+        "tests.warm_torchrun",
+        *under_torchrun(2, "--max-restarts=60")[3:],
+    ]
     with open(tmp_path / "output.txt", "w") as output:
         process = subprocess.Popen(
             [*launch, "main_training.py", *flags, f"--output_dir={disturbed}"],
@@ -85,7 +102,9 @@ def test_a_run_killed_twenty_times_equals_the_undisturbed_one(tmp_path: Path) ->
         )
         rng, killed = random.Random(0), 0
         try:
-            while killed < 21 and kill_at(("step", "save", "commit")[killed % 3], process, disturbed, rng):
+            while killed < 21 and kill_at(
+                ("step", "save", "commit")[killed % 3], process, disturbed, rng
+            ):
                 killed += 1
             process.wait(timeout=200)
         finally:
@@ -98,14 +117,39 @@ def test_a_run_killed_twenty_times_equals_the_undisturbed_one(tmp_path: Path) ->
             record[name] for _, record in sorted(metrics(calm).items())
         ], name
     last = [read_files(folder / "checkpoints" / "step_600") for folder in (calm, disturbed)]
-    tensors = [{name: entry for name, entry in files.items() if name.endswith(".distcp")} for files in last]
-    assert tensors[0] == tensors[1] and len(tensors[0]) == 2  # bytes and checksums of the tensors' files
-    assert all(not problems(disturbed / "checkpoints" / f"step_{step}", deep=True) for step in (596, 600))
+    tensors = [
+        {name: entry for name, entry in files.items() if name.endswith(".distcp")} for files in last
+    ]
+    assert (
+        tensors[0] == tensors[1] and len(tensors[0]) == 2
+    )  # bytes and checksums of the tensors' files
+    for step in (596, 600):
+        folder = disturbed / "checkpoints" / f"step_{step}"
+        assert not problem(folder) and not corrupt_files(folder)
+
+
+@pytest.mark.slow
+def test_rank_killed_five_times_trains_to_the_end(tmp_path: Path) -> None:
+    """Plain torchrun: neither its agent nor its workers are forks."""
+    run = tmp_path / "run"
+    flags = [*TINY, "--num_steps=400", "--checkpoint_interval=4", f"--output_dir={run}"]
+    command = under_torchrun(2, "--max-restarts=5", "main_training.py", *flags)
+    with open(tmp_path / "output.txt", "w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output)
+        try:
+            rng = random.Random(0)
+            killed = sum(kill_at("step", process, run, rng) for _ in range(5))
+            process.wait(timeout=200)
+        finally:
+            process.kill()
+    text = (tmp_path / "output.txt").read_text()
+    assert (killed, process.returncode) == (5, 0), text[-3000:]
+    assert status(run)["status"] == "finished" and sorted(metrics(run)) == list(range(1, 401))
 
 
 @pytest.mark.slow
 def test_workers_on_two_nodes_meet_again_after_one_is_killed(tmp_path: Path) -> None:
-    """Two agents count restarts differently: the one whose workers were well may not count at all."""
+    """Two agents count restarts differently: an agent whose workers were well may not count at all."""
     flags = [*TINY, "--num_steps=60", "--checkpoint_interval=5", f"--output_dir={tmp_path / 'run'}"]
     agents = []
     with open(tmp_path / "output.txt", "w") as output:
@@ -117,13 +161,24 @@ def test_workers_on_two_nodes_meet_again_after_one_is_killed(tmp_path: Path) -> 
                 "--max-restarts=3",
                 "--rdzv_backend=c10d",
             ]
-            launch += ["--rdzv_endpoint=localhost:29641", "--rdzv_id=two", "main_training.py", *flags]
-            agents.append(subprocess.Popen(launch, cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output))
+            launch += [
+                "--rdzv_endpoint=localhost:29641",
+                "--rdzv_id=two",
+                "main_training.py",
+                *flags,
+            ]
+            agents.append(
+                subprocess.Popen(launch, cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output)
+            )
         try:
             for agent in agents:  # first a worker of one node, then of the other
-                size = (tmp_path / "run" / "metrics.jsonl").stat().st_size if agent is agents[1] else 0
+                size = (
+                    (tmp_path / "run" / "metrics.jsonl").stat().st_size if agent is agents[1] else 0
+                )
                 file = tmp_path / "run" / "metrics.jsonl"
-                assert wait_for(lambda file=file, size=size: file.exists() and file.stat().st_size > size, 60)
+                assert wait_for(
+                    lambda file=file, size=size: file.exists() and file.stat().st_size > size, 120
+                )
                 for worker in workers(agent.pid):
                     os.kill(worker, signal.SIGKILL)
             codes = [agent.wait(timeout=120) for agent in agents]
@@ -131,16 +186,18 @@ def test_workers_on_two_nodes_meet_again_after_one_is_killed(tmp_path: Path) -> 
             for agent in agents:
                 agent.kill()
     assert codes == [0, 0], (tmp_path / "output.txt").read_text()[-3000:]
-    assert status(tmp_path / "run")["status"] == "finished" and sorted(metrics(tmp_path / "run")) == list(
-        range(1, 61)
-    )
+    assert status(tmp_path / "run")["status"] == "finished" and sorted(
+        metrics(tmp_path / "run")
+    ) == list(range(1, 61))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps on four ranks, saved, then four more."""
     flags = [*TINY, "--num_steps=8", "--checkpoint_interval=4", "--batch_size=2"]
-    return made_once(tmp_path_factory, "four", lambda run: trained(*flags, f"--output_dir={run}", nproc=4))
+    return made_once(
+        tmp_path_factory, "four", lambda run: trained(*flags, f"--output_dir={run}", nproc=4)
+    )
 
 
 @pytest.mark.slow
@@ -176,11 +233,16 @@ def test_a_save_slower_than_the_grace_period_leaves_the_last_one(tmp_path: Path)
     script = tmp_path / "slow.py"
     script.write_text(
         "import os, sys, time\nsys.path.insert(0, os.getcwd())\nimport main_training\nfrom "
-        "fms_fsdp.checkpoint import storage\nfinish = storage.CheckpointWriter.finish\ndef slow(self, "
+        "fms_fsdp.checkpoint import io\nfinish = io._Writer.finish\ndef slow(self, "
         "metadata, results):\n    time.sleep(6)\n    finish(self, metadata, "
-        "results)\nstorage.CheckpointWriter.finish = slow\nos._exit(main_training.main(sys.argv[1:]))\n"
+        "results)\nio._Writer.finish = slow\nos._exit(main_training.main(sys.argv[1:]))\n"
     )
-    flags = [*TINY, "--num_steps=100000", "--checkpoint_interval=0", f"--output_dir={tmp_path / 'run'}"]
+    flags = [
+        *TINY,
+        "--num_steps=100000",
+        "--checkpoint_interval=0",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
     trained(*TINY, "--num_steps=2", f"--output_dir={tmp_path / 'run'}", nproc=2)
     for grace_s, saved in ((2, False), (60, True)):
         process = subprocess.Popen(
@@ -235,5 +297,11 @@ def test_a_run_folder_that_nodes_do_not_share_is_refused(tmp_path: Path) -> None
         )
     outputs = [agent.communicate(timeout=120)[0] for agent in agents]
     assert all(agent.returncode for agent in agents)
-    assert sum(text.count("must be shared by all nodes, and 1 of them do not see") for text in outputs) == 1
+    assert (
+        sum(
+            text.count("must be shared by all nodes, but 1 of 2 ranks do not see it")
+            for text in outputs
+        )
+        == 1
+    )
     assert not any((tmp_path / node / "run" / "metrics.jsonl").exists() for node in ("a", "b"))

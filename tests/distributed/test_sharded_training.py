@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision
-from fms_fsdp.mesh import Mesh, resolve_dims
+from fms_fsdp.distributed.mesh import Mesh, plan_dims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.runtime import World
 from tests.distributed.launch import run_ranks
 
 ROWS, SEQ, STEPS = 12, 16, 20
@@ -61,14 +61,22 @@ QUICK = {
         ),
         "fsdp segments": case(2, sharding_strategy="fsdp", recompute="blocks", recompute_segment=2),
         "ddp groups offload": case(
-            2, sharding_strategy="ddp", fsdp_blocks_per_group=2, cpu_offload=True, low_cpu_fsdp=False
+            2,
+            sharding_strategy="ddp",
+            fsdp_blocks_per_group=2,
+            cpu_offload=True,
+            low_cpu_fsdp=False,
         ),
     },
     4: {
         "fsdp zero2": case(sharding_strategy="fsdp", reshard_after_forward=False),
         "zero1 tied groups": case(3, True, sharding_strategy="zero1", fsdp_blocks_per_group=2),
         "hsdp sync once": case(
-            3, sharding_strategy="hsdp", hsdp_shard_size=2, sync_each_micro_step=False, fsdp_prefetch=1
+            3,
+            sharding_strategy="hsdp",
+            hsdp_shard_size=2,
+            sync_each_micro_step=False,
+            fsdp_prefetch=1,
         ),
         "hsdp keeps, groups, offload": case(
             3,
@@ -107,7 +115,9 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
     result = []
     for _ in range(STEPS):
-        tokens = torch.randint(0, 20, (ROWS, SEQ), generator=generator)  # few of the ids: something to learn
+        tokens = torch.randint(
+            0, 20, (ROWS, SEQ), generator=generator
+        )  # few of the ids: something to learn
         labels = tokens.roll(-1, 1)
         labels[0, 3:] = -100
         labels[torch.rand(ROWS, SEQ, generator=generator) < 0.1] = -100
@@ -128,7 +138,7 @@ def train(one: Case, rank: int, world_size: int) -> tuple[str, list[float], list
     import torch.distributed as dist
 
     section = one.section
-    dims = resolve_dims(section, "tiny", World(0, 0, world_size, world_size))
+    dims = plan_dims(section, "tiny", World(0, 0, world_size, world_size))
     mesh = Mesh(dims, rank, "cpu")
     model = parallelize(
         config(one.tied), section, mesh, device=torch.device("cpu"), precision=one.precision, seed=5
@@ -143,7 +153,9 @@ def train(one: Case, rank: int, world_size: int) -> tuple[str, list[float], list
     for tokens, labels in batches():
         mine = slice(rank * rows, (rank + 1) * rows)
         num_labels = (labels != -100).sum()
-        micros = list(zip(tokens[mine].chunk(one.accum), labels[mine].chunk(one.accum), strict=True))
+        micros = list(
+            zip(tokens[mine].chunk(one.accum), labels[mine].chunk(one.accum), strict=True)
+        )
         total = torch.zeros(())
         for i, (micro_tokens, micro_labels) in enumerate(micros):
             set_gradient_sync(model, i == len(micros) - 1, mesh)
@@ -205,7 +217,7 @@ def init_digest(cases: dict[str, Case]) -> dict[str, str]:
     digests = {}
     for name, one in cases.items():
         world = dist.get_world_size()
-        dims = resolve_dims(one.section, "tiny", World(0, 0, world, world))
+        dims = plan_dims(one.section, "tiny", World(0, 0, world, world))
         cpu = torch.device("cpu")
         model = parallelize(
             config(one.tied),

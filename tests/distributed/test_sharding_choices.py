@@ -18,17 +18,18 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fms_fsdp.config import BF16, FP32, BatchPlan, ParallelConfig, Precision
-from fms_fsdp.config.axes import ParallelDims
-from fms_fsdp.mesh import Mesh, resolve_dims
+from fms_fsdp.config import BF16, FP32, NUM_BYTES, ParallelConfig, Precision
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.mesh import Mesh, plan_dims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.fsdp import set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.predict.communication import bytes_sent
-from fms_fsdp.predict.memory import estimate_memory
-from fms_fsdp.runtime import World
+from fms_fsdp.predict.memory import Step, minimum_memory
+from fms_fsdp.predict.meter import Shape
+from fms_fsdp.predict.speed import sent
 from tests.distributed.launch import run_ranks
 
 SEQ, ACCUM = 8, 3
@@ -39,7 +40,11 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], LlamaConfig, Precision]]] = {
         "fsdp": (dict(sharding_strategy="fsdp"), CONFIG, FP32),
         "fsdp tied bf16": (dict(sharding_strategy="fsdp"), TIED, BF16),
         "fsdp groups": (dict(sharding_strategy="fsdp", fsdp_blocks_per_group=2), CONFIG, FP32),
-        "fsdp once bf16": (dict(sharding_strategy="fsdp", sync_each_micro_step=False), CONFIG, BF16),
+        "fsdp once bf16": (
+            dict(sharding_strategy="fsdp", sync_each_micro_step=False),
+            CONFIG,
+            BF16,
+        ),
         "zero1": (dict(sharding_strategy="zero1"), CONFIG, FP32),
         "zero1 bf16": (dict(sharding_strategy="zero1"), CONFIG, replace(BF16, reduce="bf16")),
         "zero1 tied": (dict(sharding_strategy="zero1"), TIED, FP32),
@@ -101,7 +106,7 @@ def build(flags: dict[str, Any], config: LlamaConfig, precision: Precision) -> t
     import torch.distributed as dist
 
     section, world = ParallelConfig(**flags), dist.get_world_size()
-    dims = resolve_dims(section, "tiny", World(0, 0, world, world))
+    dims = plan_dims(section, "tiny", World(0, 0, world, world))
     mesh, cpu = Mesh(dims, dist.get_rank(), "cpu"), torch.device("cpu")
     return parallelize(config, section, mesh, device=cpu, precision=precision, seed=5), mesh
 
@@ -121,7 +126,9 @@ def measured(flags: dict[str, Any], config: LlamaConfig, precision: Precision) -
             tokens = rows(mesh.place("dp"), micro_step)
             model(tokens, tokens)[0].backward()
             held = held or live_bytes() - before
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "a weight stays whole"
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), (
+        "a weight stays whole"
+    )
     return counted.sent | {"held": held}
 
 
@@ -141,11 +148,17 @@ def gradients(
 def sums_of_two() -> dict[str, bool]:
     """Whether the mean gradient of two ranks with two micro-steps has the bits of one process's sums."""
     nobody = Mesh(ParallelDims("none"), 0, "cpu")
-    alone = parallelize(CONFIG, ParallelConfig(), nobody, device=torch.device("cpu"), precision=FP32, seed=5)
+    alone = parallelize(
+        CONFIG, ParallelConfig(), nobody, device=torch.device("cpu"), precision=FP32, seed=5
+    )
     by_rank = [gradients(alone, nobody, [rank], [0, 1]) for rank in (0, 1)]
-    by_step = [[gradients(alone, nobody, [rank], [micro_step]) for rank in (0, 1)] for micro_step in (0, 1)]
+    by_step = [
+        [gradients(alone, nobody, [rank], [micro_step]) for rank in (0, 1)] for micro_step in (0, 1)
+    ]
     once = [(first + second) / 2 for first, second in zip(*by_rank, strict=True)]
-    means = [[(first + second) / 2 for first, second in zip(*pair, strict=True)] for pair in by_step]
+    means = [
+        [(first + second) / 2 for first, second in zip(*pair, strict=True)] for pair in by_step
+    ]
     each = [first + second for first, second in zip(*means, strict=True)]
     same = {}
     for strategy, expected in (("zero1", once), ("zero2", each), ("fsdp", each), ("ddp", once)):
@@ -157,7 +170,9 @@ def sums_of_two() -> dict[str, bool]:
 
 
 def on_rank(world: int) -> tuple[dict[str, dict[str, int]], dict[str, bool]]:
-    return {name: measured(*case) for name, case in CASES[world].items()}, sums_of_two() if world == 2 else {}
+    return {
+        name: measured(*case) for name, case in CASES[world].items()
+    }, sums_of_two() if world == 2 else {}
 
 
 @functools.cache
@@ -176,13 +191,14 @@ def results(world: int) -> list[tuple[dict[str, dict[str, int]], dict[str, bool]
 def test_bytes_sent_and_held_are_those_predicted(world: int, name: str) -> None:
     flags, config, precision = CASES[world][name]
     section, n = ParallelConfig(**flags), num_params(config)
-    dims = resolve_dims(section, "tiny", World(0, 0, world, world))
-    sent = bytes_sent(config, dims, precision, ACCUM)
-    estimate = estimate_memory(config, dims, section, precision=precision, batch=BatchPlan(1, ACCUM, world))
-    kept = estimate.unit if dims.keeps_weights else 0
+    dims = plan_dims(section, "tiny", World(0, 0, world, world))
+    step = Step(Shape(config, section, precision, dims, SEQ, False, "cpu"), 1, ACCUM)
+    need, size = minimum_memory(step, 8), NUM_BYTES[precision.gradients]
+    kept = need.gathered if dims.keeps_weights else 0
+    unsharded = need.gradients - size * n // dims.dp_shard
     for found in (measures[name] for measures, _ in results(world)):
-        assert {axis: size for axis, size in found.items() if size and axis != "held"} == sent
-        assert found["held"] == pytest.approx(kept + 4 * n // dims.dp_shard + estimate.gradients, abs=100)
+        assert {axis: size for axis, size in found.items() if size and axis != "held"} == sent(step)
+        assert found["held"] == pytest.approx(kept + 4 * n // dims.dp_shard + unsharded, abs=100)
 
 
 def test_reducing_gradients_once_gives_the_bits_of_sums_of_two() -> None:

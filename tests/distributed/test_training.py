@@ -11,7 +11,13 @@ import pytest
 
 from tests.cli import TINY, losses, made_once, metrics, run, trained
 
-FP32 = (*TINY, "--mixed_precision=False", "--global_batch_size=8", "--num_steps=6", "--checkpoint_interval=3")
+FP32 = (
+    *TINY,
+    "--mixed_precision=False",
+    "--global_batch_size=8",
+    "--num_steps=6",
+    "--checkpoint_interval=3",
+)
 WATCHED = ("--log_param_norm=True", "--log_num_zeros=True", "--log_all_ranks=True")
 
 
@@ -30,7 +36,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(2, ["--sharding_strategy=zero2", "--batch_size=2"], marks=pytest.mark.slow),
         pytest.param(2, ["--sharding_strategy=ddp", "--batch_size=4"], marks=pytest.mark.slow),
         pytest.param(
-            4, ["--sharding_strategy=hsdp", "--hsdp_shard_size=2", "--batch_size=1"], marks=pytest.mark.slow
+            4,
+            ["--sharding_strategy=hsdp", "--hsdp_shard_size=2", "--batch_size=1"],
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -44,7 +52,9 @@ def test_losses_and_data_are_those_of_one_process(
         for name in ("grad_norm", "grad_norm_max", "param_norm"):
             assert metrics(tmp_path)[step][name] == pytest.approx(record[name], rel=1e-4)
         assert metrics(tmp_path)[step]["grad_zeros"] == record["grad_zeros"] > 0
-    assert "run folder" not in (tmp_path / f"log.rank{nproc - 1}.txt").read_text()  # rank 0 tells that
+    assert (
+        "run folder" not in (tmp_path / f"log.rank{nproc - 1}.txt").read_text()
+    )  # rank 0 tells that
 
 
 @pytest.mark.slow
@@ -75,7 +85,10 @@ def test_a_resume_on_two_ranks_is_exact_to_the_last_bit(tmp_path: Path) -> None:
 def test_bad_input_under_torchrun_is_printed_once_and_not_again_by_restarts() -> None:
     result = run("--model_varient=7b", nproc=2, torchrun=("--max-restarts=1",))
     assert result.returncode != 0
-    assert result.stderr.count("error: --model_varient is not a flag; did you mean --model_variant?") == 1
+    assert (
+        result.stderr.count("error: --model_varient is not a flag; did you mean --model_variant?")
+        == 1
+    )
 
 
 def test_bad_input_found_by_all_ranks_is_told_once(tmp_path: Path) -> None:

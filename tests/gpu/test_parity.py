@@ -25,7 +25,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs of part 3."""
     folder = tmp_path_factory.mktemp("slot")
     environment = with_gpu() | {"PYTHON": sys.executable, "OMP_NUM_THREADS": str(os.cpu_count())}
-    subprocess.run(["bash", "benchmarks/gpu_slot.sh", "3", folder], cwd=ROOT, env=environment, timeout=900)
+    subprocess.run(
+        ["bash", "benchmarks/gpu_slot.sh", "3", folder], cwd=ROOT, env=environment, timeout=900
+    )
     return folder / "runs"
 
 

@@ -31,7 +31,9 @@ def test_the_parameters_of_a_users_model_are_counted() -> None:
     config = replace(VARIANTS["tiny"], model_builder=f"{__name__}:Wide")
     assert isinstance(build_model(config), Wide)
     assert num_params(config) == num_params(VARIANTS["tiny"]) + 2 * 20
-    with pytest.raises(ValueError, match=r"--model_builder \(tests.models.test_builder:Wide\) must be empty"):
+    with pytest.raises(
+        ValueError, match=r"--model_builder \(tests.models.test_builder:Wide\) must be empty"
+    ):
         find_family(config)
 
 
@@ -53,7 +55,9 @@ def test_the_example_of_the_page_trains_and_loads_and_another_model_is_refused(
     assert type(feed).__name__ == "GatedReLU" and isinstance(feed, FeedForward)
     refused = run(*flags, "--num_steps=3", PYTHONPATH=path)
     assert refused.returncode == 2
-    assert "--model_builder () must be that of the checkpoint" in refused.stderr
-    missing = run(*TINY, "--num_steps=1", "--model_builder=nowhere:f", f"--output_dir={tmp_path / 'no'}")
+    assert "--model_builder= does not match the checkpoint" in refused.stderr
+    missing = run(
+        *TINY, "--num_steps=1", "--model_builder=nowhere:f", f"--output_dir={tmp_path / 'no'}"
+    )
     assert missing.returncode == 2 and "must be importable as module:function" in missing.stderr
     assert missing.stderr.count("\n") == 1 and not (tmp_path / "no").exists()

@@ -14,7 +14,9 @@ from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.activation import apply_recomputation
 from tests.models.test_families import build, labelled
 
-CONFIG = LlamaConfig(2, 64, 96, 4, 2, 97, max_seq_len=48, dropout=0.1, attn_dropout=0.2, ffn_dropout=0.3)
+CONFIG = LlamaConfig(
+    2, 64, 96, 4, 2, 97, max_seq_len=48, dropout=0.1, attn_dropout=0.2, ffn_dropout=0.3
+)
 
 
 def masks(rate: float, keys_B: torch.Tensor, *shape: int, place: int = 1) -> torch.Tensor:
@@ -28,7 +30,11 @@ def test_the_rate_is_within_five_sigma_overall_and_along_every_dim(
 ) -> None:
     kept = masks(rate, row_keys(1, 2, 0, 16), *shape) > 0
     for dim in (None, *range(kept.ndim)):
-        shares = kept.double().mean() if dim is None else kept.double().movedim(dim, 0).flatten(1).mean(1)
+        shares = (
+            kept.double().mean()
+            if dim is None
+            else kept.double().movedim(dim, 0).flatten(1).mean(1)
+        )
         n = kept.numel() // (1 if dim is None else kept.shape[dim])
         sigma = (rate * (1 - rate) / n) ** 0.5
         assert ((shares - (1 - rate)).abs() < 5 * sigma).all(), dim
@@ -60,12 +66,16 @@ def test_a_row_has_its_mask_whoever_holds_it() -> None:
     whole = row_keys(3, 9, 0, 12)
     for size in (1, 2, 3, 4):
         rows = 12 // size
-        assert torch.equal(torch.cat([row_keys(3, 9, rank * rows, rows) for rank in range(size)]), whole)
+        assert torch.equal(
+            torch.cat([row_keys(3, 9, rank * rows, rows) for rank in range(size)]), whole
+        )
     parts = torch.cat([masks(0.3, keys, 5, 7) for keys in whole.split(5)])
     assert torch.equal(parts, masks(0.3, whole, 5, 7))
 
 
-def gradients(config: LlamaConfig, how: str = "", rows: slice = slice(None)) -> tuple[torch.Tensor, ...]:
+def gradients(
+    config: LlamaConfig, how: str = "", rows: slice = slice(None)
+) -> tuple[torch.Tensor, ...]:
     model = build(config)
     if "recompute" in how:
         apply_recomputation(model, ParallelConfig(recompute="blocks"), compiled="compile" in how)
@@ -75,7 +85,9 @@ def gradients(config: LlamaConfig, how: str = "", rows: slice = slice(None)) -> 
     tokens, labels = labelled(config)
     for step in range(2 if "compile" in how else 1):
         model.zero_grad()
-        keys_B = row_keys(1, 4 - step, 0, 2)  # step 4, then 3: other keys are no reason to compile anew
+        keys_B = row_keys(
+            1, 4 - step, 0, 2
+        )  # step 4, then 3: other keys are no reason to compile anew
         loss_sum, _ = model(tokens[rows], labels[rows], keys_B=keys_B[rows])
         loss_sum.backward()
     return loss_sum.detach(), *(parameter.grad for parameter in model.parameters())
@@ -134,4 +146,6 @@ def test_documents_stay_apart_under_dropout_of_attention() -> None:
     changed = tokens.clone()
     changed[:, :20] = (changed[:, :20] + 1) % 97
     after = model(changed, document_ids_BS=ids, keys_B=keys_B)
-    assert torch.equal(before[:, 20:], after[:, 20:]) and not torch.equal(before[:, :20], after[:, :20])
+    assert torch.equal(before[:, 20:], after[:, 20:]) and not torch.equal(
+        before[:, :20], after[:, :20]
+    )

@@ -29,7 +29,10 @@ OLMO2 = replace(BASE, norm_place="after", qk_norm=True, qk_norm_wide=True)
 SHAPES = {
     "Llama, biases, wide heads": (replace(BASE, bias=True, head_dim=24, num_kv_heads=2), "Llama"),
     "Llama, linear rope": (replace(BASE, rope_scaling=RopeScaling(4.0, kind="linear")), "Llama"),
-    "Llama, llama3 rope": (replace(BASE, rope_scaling=RopeScaling(8.0, original_max_len=16)), "Llama"),
+    "Llama, llama3 rope": (
+        replace(BASE, rope_scaling=RopeScaling(8.0, original_max_len=16)),
+        "Llama",
+    ),
     "GPT-2": (replace(GPT2, tie_embeddings=True), "GPT2"),
     "GPT-2, untied, relu2": (replace(GPT2, activation="relu2"), "GPT2"),
     "NeoX": (NEOX, "GPTNeoX"),
@@ -39,7 +42,10 @@ SHAPES = {
     "Qwen2": (QWEN2, "Qwen2"),
     "Qwen2, tied, wide heads": (replace(QWEN2, tie_embeddings=True, head_dim=24), "Qwen2"),
     "Granite": (GRANITE, "Granite"),
-    "Granite, biases, usual attention": (replace(GRANITE, bias=True, attention_multiplier=0.0), "Granite"),
+    "Granite, biases, usual attention": (
+        replace(GRANITE, bias=True, attention_multiplier=0.0),
+        "Granite",
+    ),
     "SmolLM3": (replace(BASE, num_layers=5, num_kv_heads=2, rope_pattern="RRN"), "SmolLM3"),
     "OLMo2": (replace(OLMO2, num_kv_heads=2), "Olmo2"),
     "OLMo2, every head its own": (OLMO2, "Olmo2"),
@@ -54,12 +60,16 @@ def build(config: LlamaConfig) -> Llama:
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.mul_(5.0).add_(noise, alpha=0.1) if parameter.ndim > 1 else parameter.add_(0.1 * noise)
+            parameter.mul_(5.0).add_(noise, alpha=0.1) if parameter.ndim > 1 else parameter.add_(
+                0.1 * noise
+            )
     return model
 
 
 def labelled(config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(0, config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(0)
+    )
     labels = tokens.roll(-1, 1)
     labels[:, -1] = -100
     return tokens, labels
@@ -102,16 +112,24 @@ def test_logits_and_gradients_equal_transformers(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (replace(BASE, norm="scalenorm"), r"the model's --norm \(scalenorm\) must be rmsnorm: .* Llama"),
+        (
+            replace(BASE, norm="scalenorm"),
+            r"the model's --norm \(scalenorm\) must be rmsnorm: .* Llama",
+        ),
         (replace(BASE, pos_emb="alibi"), r"--pos_emb \(alibi\) must be rope"),
         (replace(GPT2, pos_emb="sinusoidal"), r"--pos_emb \(sinusoidal\) must be learned: .* GPT2"),
         (replace(NEOX, num_kv_heads=2), r"--num_kv_heads \(2\) must be 4: .* GPTNeoX"),
         (replace(QWEN3, attn_window=4), r"--qk_norm \(True\) must be False: .* Mistral"),
         (replace(BASE, logit_softcap=30.0), r"--logit_softcap \(30.0\) must be 0.0"),
-        (replace(BASE, attn_window=4, attn_window_pattern="LG"), r"--attn_window_pattern \(LG\) must be L"),
+        (
+            replace(BASE, attn_window=4, attn_window_pattern="LG"),
+            r"--attn_window_pattern \(LG\) must be L",
+        ),
     ],
 )
-def test_a_shape_that_no_class_holds_is_refused_in_one_line(config: LlamaConfig, message: str) -> None:
+def test_a_shape_that_no_class_holds_is_refused_in_one_line(
+    config: LlamaConfig, message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as error:
         find_family(config)
     assert "\n" not in str(error.value)

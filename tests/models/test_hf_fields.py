@@ -17,11 +17,19 @@ from fms_fsdp.extras.hf_fields import TYPES
 from tests.hf_folders import FAMILIES, write_folder
 
 HARMLESS: dict[str, Any] = {
-    "is_llama_config": True, "_attn_implementation_autoset": True, "predict_special_tokens": True,
-    "pruned_heads": {}, "auto_map": {"AutoConfig": "x.Y"}, "num_logits_to_keep": 1,
-    "unsloth_version": "2025.1", "max_length": 20, "num_beams": 4, "_name_or_path": "a",
-    "chunk_size_feed_forward": 0, "is_encoder_decoder": False,
-}  # fmt: skip
+    "is_llama_config": True,
+    "_attn_implementation_autoset": True,
+    "predict_special_tokens": True,
+    "pruned_heads": {},
+    "auto_map": {"AutoConfig": "x.Y"},
+    "num_logits_to_keep": 1,
+    "unsloth_version": "2025.1",
+    "max_length": 20,
+    "num_beams": 4,
+    "_name_or_path": "a",
+    "chunk_size_feed_forward": 0,
+    "is_encoder_decoder": False,
+}
 
 
 def content_of(kind: str, **changes: Any) -> dict[str, Any]:
@@ -79,13 +87,19 @@ def test_harmless_fields_are_passed_over_in_every_type(kind: str) -> None:
     ],
 )
 def test_a_field_means_what_it_means_to_the_class_of_its_type(
-    kind: str, changes: dict[str, Any], note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    changes: dict[str, Any],
+    note: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     note_once.cache_clear()
     folder = write_folder(tmp_path / "hf", kind, **changes)
     assert difference(folder) <= 1e-5
     told = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ") and "_" in line
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("note: ") and "_" in line
     ]
     assert any(note in line for line in told) if note else not told
 
@@ -93,7 +107,11 @@ def test_a_field_means_what_it_means_to_the_class_of_its_type(
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
-        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, r"use_sliding_window \(True\)"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "max_window_layers": 1},
+            r"use_sliding_window \(True\)",
+        ),
         (
             "qwen3",
             {"layer_types": ["full_attention", "sliding_attention"]},
@@ -131,14 +149,22 @@ def test_a_field_means_what_it_means_to_the_class_of_its_type(
             {"rope_parameters": {"rope_theta": 0}},
             r"rope_parameters.rope_theta \(0\) must be a number",
         ),
-        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor of rope_scaling is missing"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear"}},
+            "factor of rope_scaling is missing",
+        ),
         (
             "llama",
             {"rope_parameters": ..., "rope_scaling": {"factor": "2"}},
             r"rope_scaling.factor \(2\) must be",
         ),
         ("llama", {"hidden_act": "gelu"}, r"hidden_act \(gelu\)"),
-        ("llama", {"num_attention_heads": 5, "head_dim": ...}, r"num_attention_heads \(5\) must divide"),
+        (
+            "llama",
+            {"num_attention_heads": 5, "head_dim": ...},
+            r"num_attention_heads \(5\) must divide",
+        ),
         ("llama", {"num_key_value_heads": 3}, r"num_key_value_heads \(3\) must divide"),
         ("llama", {"head_dim": 7}, r"head_dim \(7\) must leave an even part"),
     ],
@@ -162,7 +188,10 @@ def test_every_field_of_a_type_has_a_type(kind: str) -> None:
                 assert value is None, (name, value)
 
 
-TAKEN_OFF = {("qwen2", "sliding_window"), ("qwen3", "sliding_window")}  # where use_sliding_window is off
+TAKEN_OFF = {
+    ("qwen2", "sliding_window"),
+    ("qwen3", "sliding_window"),
+}  # where use_sliding_window is off
 
 
 def test_usual_values_are_those_of_transformers() -> None:

@@ -25,7 +25,9 @@ def test_meta_and_eager_weights_are_bit_equal_at_any_thread_count() -> None:
         init_weights(meta, 11)
     finally:
         torch.set_num_threads(threads)
-    for (name, one), (_, other) in zip(eager.named_parameters(), meta.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(
+        eager.named_parameters(), meta.named_parameters(), strict=True
+    ):
         assert torch.equal(one, other), name
     assert torch.equal(eager.rope, meta.rope)
 
@@ -56,10 +58,15 @@ def test_seed_name_and_row_block_each_change_the_values() -> None:
 
 
 def test_weights_do_not_depend_on_the_number_of_layers_or_the_position_table() -> None:
-    model, short = Llama(CONFIG), Llama(LlamaConfig(1, 128, 352, 4, 2, 1000, init_std=0.03, max_seq_len=8))
+    model, short = (
+        Llama(CONFIG),
+        Llama(LlamaConfig(1, 128, 352, 4, 2, 1000, init_std=0.03, max_seq_len=8)),
+    )
     init_weights(model, 1)
     init_weights(short, 1)
-    assert torch.equal(model.blocks["0"].attention.q_proj.weight, short.blocks["0"].attention.q_proj.weight)
+    assert torch.equal(
+        model.blocks["0"].attention.q_proj.weight, short.blocks["0"].attention.q_proj.weight
+    )
     assert torch.equal(model.head.weight, short.head.weight)
 
 

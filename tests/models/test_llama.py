@@ -30,8 +30,12 @@ SHAPES = {
     "gqa": replace(BASE, num_kv_heads=2, rope_theta=5e5),
     "mqa tied": replace(BASE, num_kv_heads=1, tie_embeddings=True),
     "tied": replace(BASE, tie_embeddings=True, norm_eps=1e-6),
-    "rope scaled": replace(BASE, rope_scaling=RopeScaling(32.0, original_max_len=16), rope_theta=500.0),
-    "rope scaled gqa tied": replace(BASE, num_kv_heads=2, rope_scaling=RopeScaling(8.0), tie_embeddings=True),
+    "rope scaled": replace(
+        BASE, rope_scaling=RopeScaling(32.0, original_max_len=16), rope_theta=500.0
+    ),
+    "rope scaled gqa tied": replace(
+        BASE, num_kv_heads=2, rope_scaling=RopeScaling(8.0), tie_embeddings=True
+    ),
 }
 
 
@@ -125,11 +129,14 @@ def test_logits_and_gradients_equal_transformers(name: str) -> None:
     gradients = dict(theirs.named_parameters())
     for own_name, parameter in ours.named_parameters():
         theirs_gradient = gradients[reference_name(own_name)].grad
-        torch.testing.assert_close(parameter.grad, theirs_gradient, rtol=1e-5, atol=1e-5, msg=own_name)
+        torch.testing.assert_close(
+            parameter.grad, theirs_gradient, rtol=1e-5, atol=1e-5, msg=own_name
+        )
 
 
 @pytest.mark.parametrize(
-    "config", [BASE, replace(BASE, num_kv_heads=2), replace(BASE, pos_emb="learned", norm="layernorm")]
+    "config",
+    [BASE, replace(BASE, num_kv_heads=2), replace(BASE, pos_emb="learned", norm="layernorm")],
 )
 def test_masked_documents_equal_separate_documents(config: LlamaConfig) -> None:
     model = build(config)
@@ -142,7 +149,8 @@ def test_masked_documents_equal_separate_documents(config: LlamaConfig) -> None:
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
     loss_together, _ = model(tokens, labels, positions, ids)
     loss_apart = sum(
-        model(*parts)[0] for parts in zip(tokens.split(lengths, 1), labels.split(lengths, 1), strict=True)
+        model(*parts)[0]
+        for parts in zip(tokens.split(lengths, 1), labels.split(lengths, 1), strict=True)
     )
     torch.testing.assert_close(loss_together, loss_apart, rtol=1e-5, atol=0)
     assert not torch.allclose(together, model(tokens), atol=1e-3)  # the mask does something
@@ -175,7 +183,9 @@ def test_a_compiled_block_takes_the_blocks_of_other_documents_without_new_code(
     no warning of ours, and the outputs and gradients of attention by document."""
     from torch.nn.attention import flex_attention
 
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # no backward pass on CPUs
+    monkeypatch.setattr(
+        flex_attention, "_validate_device", lambda *_: None
+    )  # no backward pass on CPUs
     traced = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
     for module in (attention_module, masks_module):
         monkeypatch.setattr(module, "compiled", functools.cache(traced))
@@ -193,14 +203,19 @@ def test_a_compiled_block_takes_the_blocks_of_other_documents_without_new_code(
             ids = (torch.arange(128) // size).to(torch.int32).expand(2, -1).contiguous()
             outputs = []
             eager = attention_mask(config, window, ids, slice(0, 128), ids.device)
-            for block, mask in ((plain, eager), (compiled, block_mask(ids, window, 128, ids.device))):
+            for block, mask in (
+                (plain, eager),
+                (compiled, block_mask(ids, window, 128, ids.device)),
+            ):
                 block.zero_grad()
                 out = block(x_BSD, rope, mask)
                 out.square().sum().backward()
                 outputs.append([out, *(parameter.grad for parameter in block.parameters())])
             torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert not any("lru_cache" in str(line.message) or "_compile" in str(line.message) for line in told)
+    assert not any(
+        "lru_cache" in str(line.message) or "_compile" in str(line.message) for line in told
+    )
 
 
 def test_default_positions_and_one_document_change_nothing() -> None:
@@ -250,7 +265,9 @@ def test_attention_backends_agree(attn_impl: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("impl", "chosen"), [("auto", "flash"), ("flash", "flash"), ("math", "math")])
+@pytest.mark.parametrize(
+    ("impl", "chosen"), [("auto", "flash"), ("flash", "flash"), ("math", "math")]
+)
 def test_the_kernel_of_attention_that_torch_takes_is_known(impl: str, chosen: str) -> None:
     config = LlamaConfig(1, 64, 96, 4, 2, 120, max_seq_len=24, attn_impl=impl)
     assert chosen_backend(config, torch.float32, torch.device("cpu")) == chosen
@@ -259,7 +276,8 @@ def test_the_kernel_of_attention_that_torch_takes_is_known(impl: str, chosen: st
 def test_a_kernel_that_cannot_take_the_shape_is_refused_in_one_line() -> None:
     config = LlamaConfig(1, 64, 96, 4, 2, 120, max_seq_len=24, attn_impl="cudnn")
     with pytest.raises(
-        ValueError, match=r"--attn_impl \(cudnn\) cannot attend in torch.float32 with heads of 16 on"
+        ValueError,
+        match=r"--attn_impl \(cudnn\) cannot attend in torch.float32 with heads of 16 on",
     ):
         chosen_backend(config, torch.float32, torch.device("cpu"))
 
@@ -293,7 +311,10 @@ def test_short_attention_is_attention(groups: int) -> None:
     for mine, true in zip(outcome(explicit_attention, torch.float32), exact, strict=True):
         torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
     rounded = zip(
-        outcome(explicit_attention, torch.bfloat16), outcome(fused, torch.bfloat16), exact, strict=True
+        outcome(explicit_attention, torch.bfloat16),
+        outcome(fused, torch.bfloat16),
+        exact,
+        strict=True,
     )
     for mine, theirs, true in rounded:
         assert (mine - true).norm() < 1.5 * (theirs - true).norm() + 1e-3
@@ -349,6 +370,10 @@ def test_bf16_keeps_no_copy_of_the_weights_for_the_backward_pass() -> None:
     ):
         model(tokens, labels)
     copies = [
-        t for t in kept if t.dtype == torch.bfloat16 and tuple(t.shape) in {(64, 64), (176, 64), (64, 176)}
+        t
+        for t in kept
+        if t.dtype == torch.bfloat16 and tuple(t.shape) in {(64, 64), (176, 64), (64, 176)}
     ]
-    assert copies == [] and any(tensor.dtype == torch.float32 and tensor.ndim == 2 for tensor in kept)
+    assert copies == [] and any(
+        tensor.dtype == torch.float32 and tensor.ndim == 2 for tensor in kept
+    )

@@ -26,7 +26,9 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     return h_BSD, weight_VD, labels_BS
 
 
-@pytest.fixture(params=["one chunk", "uneven chunks", "spans of one chunk", "spans of two chunks", "padded"])
+@pytest.fixture(
+    params=["one chunk", "uneven chunks", "spans of one chunk", "spans of two chunks", "padded"]
+)
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """201 rows: at once, in chunks of 101, in spans of a few rows of the weight, with rows as on a GPU."""
     chunk = 1 << 30 if request.param == "one chunk" else 64 * 501 * 4
@@ -65,7 +67,9 @@ def test_bf16_loss_is_as_exact_as_its_logits() -> None:
     ours = h.grad, weight.grad
     h.grad = weight.grad = None
     logits = (h @ weight.to(torch.bfloat16).T).float()
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    expected = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
     expected.backward()
     torch.testing.assert_close(loss_sum, expected, rtol=1e-6, atol=0)
     assert ours[0].dtype == torch.bfloat16 and ours[1].dtype == torch.float32
@@ -206,10 +210,14 @@ def test_rows_of_logits_begin_where_fast_products_can_read_them(
     strides: list[int] = []
 
     class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             found = func(*args, **(kwargs or {}))
             if func.overloadpacket is torch.ops.aten.mm:
-                logits = (tensor for tensor in (*args, found) if sorted(tensor.shape) == [201, vocab_size])
+                logits = (
+                    tensor for tensor in (*args, found) if sorted(tensor.shape) == [201, vocab_size]
+                )
                 strides.extend(max(tensor.stride()) for tensor in logits)
             return found
 

@@ -29,13 +29,25 @@ OWN = {
     "sinusoidal": replace(BASE, pos_emb="sinusoidal", activation="relu2"),
     "alibi": replace(BASE, pos_emb="alibi", bias=True, activation="gelu"),
     "none": replace(BASE, pos_emb="none", parallel_residual=True),
-    "windows": replace(BASE, attn_window=5, attn_window_pattern="LLG", logit_softcap=3.0, pos_emb="none"),
+    "windows": replace(
+        BASE, attn_window=5, attn_window_pattern="LLG", logit_softcap=3.0, pos_emb="none"
+    ),
     "alibi windows": replace(
-        BASE, pos_emb="alibi", attn_window=5, num_attention_heads=6, head_dim=24, vocab_multiple_of=64
+        BASE,
+        pos_emb="alibi",
+        attn_window=5,
+        num_attention_heads=6,
+        head_dim=24,
+        vocab_multiple_of=64,
     ),
     "relative": replace(BASE, pos_emb="relative", relative_max_distance=40),
     "relative windows": replace(
-        BASE, pos_emb="relative", attn_window=9, attn_window_pattern="LG", relative_buckets=7, num_layers=2
+        BASE,
+        pos_emb="relative",
+        attn_window=9,
+        attn_window_pattern="LG",
+        relative_buckets=7,
+        num_layers=2,
     ),
 }
 ALL = OWN | {"gpt2": GPT2, "neox": NEOX, "qwen3": QWEN3}
@@ -55,7 +67,8 @@ def bucket_of(distance: int, number: int, most: int) -> int:
     if distance < exact:
         return max(0, distance)
     return min(
-        number - 1, exact + int(math.log(distance / exact) / math.log(most / exact) * (number - exact))
+        number - 1,
+        exact + int(math.log(distance / exact) / math.log(most / exact) * (number - exact)),
     )
 
 
@@ -79,7 +92,8 @@ def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> tor
     def attend(layer: int, x: torch.Tensor) -> torch.Tensor:
         name = f"blocks.{layer}.attention"
         q, k, v = (
-            linear(f"{name}.{part}_proj", x).unflatten(-1, (-1, size)).transpose(1, 2) for part in "qkv"
+            linear(f"{name}.{part}_proj", x).unflatten(-1, (-1, size)).transpose(1, 2)
+            for part in "qkv"
         )
         if config.qk_norm:
             q, k = norm(f"{name}.q_norm", q), norm(f"{name}.k_norm", k)
@@ -89,7 +103,11 @@ def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> tor
         if config.pos_emb == "relative":
             scores = scores + state["distance_bias.weight"][bucket_SS].permute(2, 0, 1)
         pattern = config.attn_window_pattern
-        window = config.attn_window if config.attn_window and pattern[layer % len(pattern)] == "L" else 10**6
+        window = (
+            config.attn_window
+            if config.attn_window and pattern[layer % len(pattern)] == "L"
+            else 10**6
+        )
         scores = scores.masked_fill((far_SS < 0) | (far_SS >= window), -torch.inf)
         return linear(f"{name}.o_proj", (scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
@@ -105,14 +123,19 @@ def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> tor
     x = state["embed.weight"][tokens_BS]
     if config.pos_emb == "sinusoidal":
         waves = [
-            [(torch.sin, torch.cos)[d % 2](torch.tensor(p / 10000 ** ((d - d % 2) / 64))) for d in range(64)]
+            [
+                (torch.sin, torch.cos)[d % 2](torch.tensor(p / 10000 ** ((d - d % 2) / 64)))
+                for d in range(64)
+            ]
             for p in range(tokens_BS.shape[1])
         ]
         x = x + torch.tensor(waves)
     for layer in range(config.num_layers):
         before = norm(f"blocks.{layer}.attention_norm", x)
         after = x + attend(layer, before)
-        x = after + feed(layer, norm(f"blocks.{layer}.ffn_norm", x if config.parallel_residual else after))
+        x = after + feed(
+            layer, norm(f"blocks.{layer}.ffn_norm", x if config.parallel_residual else after)
+        )
     logits = linear("head", norm("head.norm", x))[..., : config.vocab_size]
     cap = config.logit_softcap
     return cap * torch.tanh(logits / cap) if cap else logits
@@ -125,7 +148,16 @@ def test_the_slopes_of_alibi_are_the_published_ones_for_any_number_of_heads(head
     torch.testing.assert_close(found, torch.tensor(published_slopes(heads)), rtol=1e-6, atol=0)
 
 
-BUCKETS = [*range(16), *[16] * 3, *[17] * 2, *[18] * 3, *[19] * 3, *[20] * 4, *[21] * 4, *[22] * 5]  # 0 to 39
+BUCKETS = [
+    *range(16),
+    *[16] * 3,
+    *[17] * 2,
+    *[18] * 3,
+    *[19] * 3,
+    *[20] * 4,
+    *[21] * 4,
+    *[22] * 5,
+]  # 0 to 39
 
 
 def test_the_buckets_of_distances_are_those_of_t5() -> None:
@@ -140,7 +172,9 @@ def test_the_buckets_of_distances_are_those_of_t5() -> None:
 
 @pytest.mark.parametrize("attn_impl", ["auto", "math"])
 @pytest.mark.parametrize("name", ["relative", "relative windows"])
-def test_biases_of_distances_have_the_gradients_of_the_reference_in_fp64(name: str, attn_impl: str) -> None:
+def test_biases_of_distances_have_the_gradients_of_the_reference_in_fp64(
+    name: str, attn_impl: str
+) -> None:
     config = replace(OWN[name], attn_impl=attn_impl)
     model = build(config).double()
     tokens, _ = labelled(config)
@@ -149,7 +183,10 @@ def test_biases_of_distances_have_the_gradients_of_the_reference_in_fp64(name: s
         torch.autograd.grad(logits.square().sum(), weights)
         for logits in (model(tokens), reference(config, model, tokens))
     ]
-    masks = [model.mask(config, window, None, slice(0, 48), torch.device("cpu")) for window in config.windows]
+    masks = [
+        model.mask(config, window, None, slice(0, 48), torch.device("cpu"))
+        for window in config.windows
+    ]
     assert all(mask.stride(-1) == 1 for mask in masks), "the kernels of a GPU refuse others"
     sizes = (config.relative_buckets, config.relative_max_distance)
     used = {bucket_of(distance, *sizes) for distance in range(48)}
@@ -161,7 +198,9 @@ def test_biases_of_distances_have_the_gradients_of_the_reference_in_fp64(name: s
 def test_logits_equal_the_reference(name: str) -> None:
     model = build(OWN[name])
     tokens, _ = labelled(OWN[name])
-    torch.testing.assert_close(model(tokens), reference(OWN[name], model, tokens), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model(tokens), reference(OWN[name], model, tokens), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -188,7 +227,9 @@ def test_text_with_a_cache_is_that_without_one(name: str) -> None:
             parts.append(model(part, caches=caches))
     last = [19, 22, *range(23, 48)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole[:, last], rtol=1e-4, atol=1e-4)
-    (drawn,) = zip(*generate(model, [[1, 2, 3]], Sampling(), max_new_tokens=40, seed=1), strict=True)
+    (drawn,) = zip(
+        *generate(model, [[1, 2, 3]], Sampling(), max_new_tokens=40, seed=1), strict=True
+    )
     assert max(token for token in drawn if token is not None) < model.config.vocab_size
 
 
@@ -200,7 +241,9 @@ def test_recomputing_compiled_blocks_give_the_same_gradients_and_bf16_close_ones
         if how.get("bf16"):
             apply_precision(model, BF16)
         if how.get("recompute"):
-            apply_recomputation(model, ParallelConfig(recompute="blocks"), compiled=bool(how.get("compile")))
+            apply_recomputation(
+                model, ParallelConfig(recompute="blocks"), compiled=bool(how.get("compile"))
+            )
         if how.get("compile"):
             for block in model.blocks.values():
                 block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
@@ -229,7 +272,9 @@ def test_the_shaped_loss_is_that_of_autograd(z_loss: float, softcap: float, comp
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     expected_z = z_loss * (logits.logsumexp(-1).square() * (labels != -100)).sum()
-    torch.testing.assert_close([loss, *of_z], [expected, expected_z][: 1 + len(of_z)], rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        [loss, *of_z], [expected, expected_z][: 1 + len(of_z)], rtol=1e-5, atol=0
+    )
     assert count == 350 and len(of_z) == (z_loss > 0)
     wanted = torch.autograd.grad(expected + expected_z, (h, weight))
     torch.testing.assert_close(torch.autograd.grad(loss, (h, weight)), wanted, rtol=1e-4, atol=1e-4)
@@ -247,7 +292,9 @@ def test_the_z_loss_is_a_figure_of_its_own_for_training_only_and_compiled_heads_
     found = [model.head(x_BSD, batch[1], None) for model in (plain, other)]
     found.append(other.eval().head(x_BSD, batch[1], None))
     assert [len(each) for each in found] == [2, 3, 2]
-    torch.testing.assert_close([each[0] for each in found[1:]], [found[0][0]] * 2, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        [each[0] for each in found[1:]], [found[0][0]] * 2, rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

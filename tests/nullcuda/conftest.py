@@ -69,7 +69,12 @@ def device(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Device:
         }
         command = ["bash", str(_folder() / "run.sh"), *map(str, argv)]
         return subprocess.run(
-            command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=timeout
+            command,
+            cwd=ROOT,
+            env=os.environ | settings,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
 
     return run

@@ -16,7 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-if "variant" in sys.argv[1]:  # the program's own setting; the device has no room for segments of many groups
+if (
+    "variant" in sys.argv[1]
+):  # the program's own setting; the device has no room for segments of many groups
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch  # noqa: E402
@@ -25,15 +27,15 @@ import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401 - registe
 
 from fms_fsdp.config import OptimConfig, ParallelConfig, PrecisionConfig  # noqa: E402
 from fms_fsdp.data.batch import Batch  # noqa: E402
-from fms_fsdp.extras.loss_scale import LossScale  # noqa: E402
-from fms_fsdp.mesh import Mesh, resolve_dims  # noqa: E402
+from fms_fsdp.distributed.mesh import Mesh, plan_dims  # noqa: E402
+from fms_fsdp.distributed.runtime import World  # noqa: E402
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig  # noqa: E402
 from fms_fsdp.observe.metrics import Clock  # noqa: E402
+from fms_fsdp.optim.loss_scale import LossScale  # noqa: E402
 from fms_fsdp.optim.optimizers import build_optimizers  # noqa: E402
 from fms_fsdp.parallel.compile import compiles_optimizer  # noqa: E402
 from fms_fsdp.parallel.parallelize import parallelize  # noqa: E402
-from fms_fsdp.runtime import World  # noqa: E402
-from fms_fsdp.state import Progress, TrainState  # noqa: E402
+from fms_fsdp.state import TrainState  # noqa: E402
 from fms_fsdp.train import TrainStep, train_step  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -56,12 +58,16 @@ def summary(counts: dict[str, tuple[int, float]]) -> dict[str, Any]:
     def number(*words: str) -> int:
         return sum(count for name, (count, _) in counts.items() if name.startswith(words))
 
-    messages = {name: row for name, row in counts.items() if name.startswith("NCCL") and "tiny" not in name}
+    messages = {
+        name: row for name, row in counts.items() if name.startswith("NCCL") and "tiny" not in name
+    }
     return {
         "launches": number("K ", "T ", "GEMM "),
         "products": sum(size for name, (_, size) in counts.items() if name.startswith("GEMM ")),
         "waits": {
-            name: count for name, (count, _) in counts.items() if name.startswith(("SYNC", "MEMCPY B"))
+            name: count
+            for name, (count, _) in counts.items()
+            if name.startswith(("SYNC", "MEMCPY B"))
         },
         "messages": messages,
         "unimplemented": number("UNIMPLEMENTED"),
@@ -77,17 +83,21 @@ def steps(case: dict[str, Any]) -> dict[str, Any]:
     config, rows = VARIANTS.get(case.get("variant", ""), SMALL), case.get("rows", 2)
     length = case.get("seq_length", config.max_seq_len)
     size = case["world"]
-    dims = resolve_dims(section, "", World(0, 0, size, min(size, 8)))
+    dims = plan_dims(section, "", World(0, 0, size, min(size, 8)))
     if dims.strategy != "none":
-        dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=size)
+        dist.init_process_group(
+            "cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=size
+        )
     mesh = Mesh(dims, 0, "cuda")
     model = parallelize(config, section, mesh, device=DEVICE, precision=numbers, seed=1)
     compiled = compiles_optimizer(section, model, DEVICE)
     optimizers = build_optimizers(OptimConfig(), model, numbers, 1, compiled=compiled)
-    recipe = TrainStep(mesh, DEVICE, lambda step, tokens, base: 1e-3, rows, 1.0, document_mask=False)
+    recipe = TrainStep(
+        mesh, DEVICE, lambda step, tokens, base: 1e-3, rows, 1.0, document_mask=False
+    )
     scale = LossScale(PrecisionConfig(), DEVICE) if numbers.compute == "fp16" else None
     nothing: Any = None
-    state = TrainState(model, optimizers, nothing, Progress(0, 9), scale)
+    state = TrainState(model, optimizers, nothing, 9, loss_scale=scale)
     tokens = torch.randint(config.vocab_size, (rows, length + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, None)
     clock, kept = Clock(DEVICE), list[int]()

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from fms_fsdp.config import ParallelConfig, PrecisionConfig
-from fms_fsdp.mesh import resolve_dims
+from fms_fsdp.distributed.mesh import plan_dims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.models.flops import flops_per_token, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig
-from fms_fsdp.predict.activations import activation_bytes
-from fms_fsdp.predict.communication import bytes_sent
-from fms_fsdp.runtime import World
+from fms_fsdp.predict.memory import Step
+from fms_fsdp.predict.meter import Shape, cost
+from fms_fsdp.predict.speed import sent as sent_in_step
 from tests.cli import ROOT
 from tests.nullcuda.conftest import Device, found
 
@@ -43,7 +44,9 @@ LAYOUTS = [
 ]
 
 
-def case(strategy: str, world: int, recompute: str, precision: dict[str, Any], **more: Any) -> dict[str, Any]:
+def case(
+    strategy: str, world: int, recompute: str, precision: dict[str, Any], **more: Any
+) -> dict[str, Any]:
     flags: dict[str, Any] = {"sharding_strategy": strategy, "recompute": recompute}
     flags |= {"hsdp_shard_size": 2} if strategy == "hsdp" else {}
     return {"flags": flags, "precision": precision, "world": world, **more}
@@ -65,8 +68,10 @@ def sent(config: LlamaConfig, row: dict[str, Any]) -> dict[str, int]:
 def predicted(config: LlamaConfig, row: dict[str, Any]) -> dict[str, int]:
     world, section = row["world"], ParallelConfig(**row["flags"])
     precision = PrecisionConfig(**row["precision"])
-    dims = resolve_dims(section, "", World(0, 0, world, min(world, 8)))
-    return bytes_sent(config, dims, precision.resolve(precision.named or "bf16"), 1)
+    dims = plan_dims(section, "", World(0, 0, world, min(world, 8)))
+    numbers = precision.resolve(precision.named or "bf16")
+    shape = Shape(config, section, numbers, dims, config.max_seq_len)
+    return dict(sent_in_step(Step(shape, 1, 1)))
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -117,7 +122,10 @@ def test_a_step_of_8b_sends_keeps_and_multiplies_what_estimate_says(
     assert sent(EIGHT, row) == pytest.approx(predicted(EIGHT, row), rel=1e-4)
     section, flags = ParallelConfig(recompute=recompute), PrecisionConfig(**precision)
     numbers = flags.resolve(flags.named or "bf16")
-    kept = activation_bytes(EIGHT, rows * length, length, numbers, section)
+    dims = plan_dims(section, "", World(0, 0, world, min(world, 8)))
+    part = "recomputed" if recompute != "none" else "block"
+    shape = Shape(EIGHT, section, numbers, dims, length)
+    kept = EIGHT.num_layers * cost(shape, part, rows).kept
     assert row["kept"] == pytest.approx(kept, rel=0.02)
     if (
         recompute == "cheap"
@@ -142,7 +150,9 @@ AXES: list[tuple[int, dict[str, Any]]] = [
 
 def test_every_axis_takes_compiled_steps_and_waits_for_nothing(device: Device) -> None:
     cases = [
-        dict(flags={"sharding_strategy": "fsdp", **flags}, precision=PRECISIONS["bf16"], world=world)
+        dict(
+            flags={"sharding_strategy": "fsdp", **flags}, precision=PRECISIONS["bf16"], world=world
+        )
         for world, flags in AXES
     ]
     for row in found(device(STEPS, json.dumps(cases), timeout=1200)):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fms_fsdp.config import BatchPlan, LogConfig, TrainConfig
-from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.data.batch import empty_batch
-from fms_fsdp.mesh import Mesh
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.flops import flops_per_token
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS
@@ -21,8 +21,8 @@ from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.observe.sinks import MetricsFile, Sinks
 from fms_fsdp.observe.utilization import find_utilization
 from fms_fsdp.optim.optimizers import build_optimizers
-from fms_fsdp.runtime import Phases, World
-from fms_fsdp.state import Progress, TrainState
+from fms_fsdp.run.startup_log import Phases
+from fms_fsdp.state import TrainState
 from tests.specs import resolved
 
 TIMES = {"step_time_ms": 500.0, "eval_ms": 0.0, "checkpoint_ms": 0.0, "logging_ms": 0.0}
@@ -44,12 +44,16 @@ TIMES = {"step_time_ms": 500.0, "eval_ms": 0.0, "checkpoint_ms": 0.0, "logging_m
     ],
 )
 def test_the_peak_is_the_flag_s_or_that_of_a_known_gpu_and_a_cpu_has_none(
-    device: str, peak_tflops: float | None, name: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    peak_tflops: float | None,
+    name: str,
+    expected: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A CPU's was measured, and gave an mfu of 451 %."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    spec = resolved(TrainConfig(log=LogConfig(peak_tflops=peak_tflops)), device=device)
-    assert find_utilization(spec).peak_flops == expected
+    run = resolved(TrainConfig(log=LogConfig(peak_tflops=peak_tflops)), device=device)
+    assert find_utilization(run, torch.device(device)).peak_flops == expected
 
 
 @pytest.mark.parametrize(
@@ -60,26 +64,28 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
 ) -> None:
     """Eight ranks train 8 x 3 rows of 4,096 tokens in half a second, on devices of 1 PFLOP/s."""
     config, cpu = VARIANTS["tiny"], torch.device("cpu")
-    world, batch = World(0, 0, 8, 8), BatchPlan(3, 1, dims.size("dp"))
-    cfg = TrainConfig(log=LogConfig(output_dir=str(tmp_path), trackers=("none",), peak_tflops=1000.0))
-    spec = resolved(cfg, model=config, dims=dims, batch=batch, world=world)
+    batch = BatchPlan(3, 1, dims.size("dp"))
+    cfg = TrainConfig(
+        log=LogConfig(output_dir=str(tmp_path), trackers=("none",), peak_tflops=1000.0)
+    )
+    run = resolved(cfg, model=config, dims=dims, batch=batch, world_size=8)
     model = Llama(config)
-    progress = Progress(0, 10, rows_at_end=10 * 24)
-    for _ in range(5):
-        progress.count(24, 24 * 4096)
     stream: Any = SimpleNamespace(consumption=dict)
-    state = TrainState(model, build_optimizers(cfg.optim, model), stream, progress)
+    state = TrainState(model, build_optimizers(cfg.optim, model), stream, 10)
+    state.samples_at_end = 10 * 24
+    for _ in range(5):
+        state.count(24, 24 * 4096)
     mesh, clock = Mesh(dims, 0, "cpu"), Clock(cpu)
     monkeypatch.setattr(mesh, "sum", lambda tensor, axis: tensor)  # there is one process
     sinks = Sinks(MetricsFile(tmp_path / "metrics.jsonl"), [], 1, {})
-    meter = Meter(spec, mesh, state, sinks, clock, Phases())
+    meter = Meter(run, cpu, mesh, state, sinks, clock, Phases())
     batch = empty_batch(3, 4096)
-    record = meter._record(progress, {"energy_j": 0.0}, TIMES, batch)
+    record = meter._record(state, {"energy_j": 0.0}, TIMES, batch)
     assert record["tokens_per_sec"] == pytest.approx(24 * 4096 / 0.5)
     assert record["tokens_per_sec_per_device"] == pytest.approx(3 * 4096 / 0.5)
     flops = flops_per_token(config, 4096)
     assert record["mfu"] == pytest.approx(3 * 4096 / 0.5 * flops / 1e15)
     assert record["tflops_per_device"] == pytest.approx(1000 * record["mfu"])
-    assert progress.tokens_seen == 5 * 24 * 4096 and record["eta_s"] == pytest.approx(2.5)
-    assert progress.rows_seen == 5 * 24
+    assert state.tokens_seen == 5 * 24 * 4096 and record["eta_s"] == pytest.approx(2.5)
+    assert state.samples_seen == 5 * 24
     sinks.close()

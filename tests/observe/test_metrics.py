@@ -14,14 +14,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.dtensor import global_norm
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.extras.sensors import find_sensors
-from fms_fsdp.mesh import Mesh
 from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, report_line
 from fms_fsdp.observe.sensors import EnergyMeter, find_meter, read_all
 from fms_fsdp.observe.sinks import MetricsFile
 from fms_fsdp.observe.utilization import Utilization
-from fms_fsdp.sharded import global_norm
 from fms_fsdp.state import StepResult
 
 CPU = torch.device("cpu")
@@ -46,7 +46,9 @@ RECORD = {
 
 
 def step(loss_sum: float, num_labels: int, grad_norm: float) -> StepResult:
-    loss, labels, norm, requests = (torch.tensor(each) for each in (loss_sum, num_labels, grad_norm, [0]))
+    loss, labels, norm, requests = (
+        torch.tensor(each) for each in (loss_sum, num_labels, grad_norm, [0])
+    )
     return StepResult(loss, labels, norm, requests)
 
 
@@ -88,7 +90,12 @@ def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
 
 
 def test_an_interval_is_the_mean_over_labels_and_steps_without_skipped_ones() -> None:
-    steps = [step(30.0, 10, 1.0), step(8.0, 4, 5.0), step(math.nan, 10, math.nan), step(7.0, 7, math.inf)]
+    steps = [
+        step(30.0, 10, 1.0),
+        step(8.0, 4, 5.0),
+        step(math.nan, 10, math.nan),
+        step(7.0, 7, math.inf),
+    ]
     steps.append(step(12.0, 6, 3.0))
     interval = Interval(ALONE, CPU)
     for taken in steps:
@@ -136,7 +143,9 @@ def test_utilization_is_achieved_over_peak_and_absent_where_the_peak_is_unknown(
     known = Utilization(model=6_000_000, matmul=5_000_000, hardware=8_000_000, peak_flops=1e12)
     expected = {"tflops_per_device": 0.06, "mfu": 0.06, "mfu_matmul": 0.05, "hfu": 0.08}
     assert known.of(10_000.0) == pytest.approx(expected)
-    assert Utilization(6_000_000, 5_000_000, 8_000_000, None).of(10_000.0) == {"tflops_per_device": 0.06}
+    assert Utilization(6_000_000, 5_000_000, 8_000_000, None).of(10_000.0) == {
+        "tflops_per_device": 0.06
+    }
 
 
 def test_the_clock_splits_time_into_parts_and_starts_anew() -> None:
@@ -150,10 +159,16 @@ def test_the_clock_splits_time_into_parts_and_starts_anew() -> None:
             clock.mark(part)
     passed_ms = 1000 * (time.perf_counter() - begin)
     times = clock.read()  # of two steps
-    assert times["data_wait_ms"] >= 20 and times["forward_backward_ms"] >= 40 and times["optimizer_ms"] >= 10
+    assert (
+        times["data_wait_ms"] >= 20
+        and times["forward_backward_ms"] >= 40
+        and times["optimizer_ms"] >= 10
+    )
     assert times["forward_ms"] >= 15 and times["backward_ms"] >= 25 and times["clip_ms"] >= 5
     assert times["eval_ms"] >= 20 and times["checkpoint_ms"] >= 15 and times["logging_ms"] == 0
-    parts = sum(times[f"{name}_ms"] for name in ("data_wait", "forward_backward", "clip", "optimizer"))
+    parts = sum(
+        times[f"{name}_ms"] for name in ("data_wait", "forward_backward", "clip", "optimizer")
+    )
     assert times["step_time_ms"] == pytest.approx(parts)
     assert 2 * (times["step_time_ms"] + times["eval_ms"] + times["checkpoint_ms"]) == pytest.approx(
         passed_ms, rel=0.05
@@ -175,7 +190,14 @@ def test_what_a_gpu_has_still_to_do_before_a_save_is_time_of_the_steps(
 
 def test_the_report_line_reads_like_a_sentence() -> None:
     line = report_line(RECORD, num_steps=100)
-    for part in ("step  20/100", "loss 2.6000", "41k tokens", "1,234 tok/s", "mfu 25 %", "0:00:40 left"):
+    for part in (
+        "step  20/100",
+        "loss 2.6000",
+        "41k tokens",
+        "1,234 tok/s",
+        "mfu 25 %",
+        "0:00:40 left",
+    ):
         assert part in line, line
     assert "mfu" not in report_line(
         {key: value for key, value in RECORD.items() if key != "mfu"}, num_steps=100
@@ -187,7 +209,12 @@ def test_the_report_line_reads_like_a_sentence() -> None:
     [
         {},
         {"masked_rows": 123_456, "loss_mean": 12.3456},
-        {"step": 10**7, "tokens_seen": 15 * 10**12, "tokens_per_sec_per_device": 1_234_567.8, "eta_s": 1e8},
+        {
+            "step": 10**7,
+            "tokens_seen": 15 * 10**12,
+            "tokens_per_sec_per_device": 1_234_567.8,
+            "eta_s": 1e8,
+        },
     ],
 )
 def test_the_report_line_fits_a_terminal_and_keeps_what_matters(more: dict[str, float]) -> None:
@@ -199,7 +226,11 @@ def test_the_report_line_fits_a_terminal_and_keeps_what_matters(more: dict[str, 
 
 
 def test_the_packages_of_a_cpu_are_metered_and_their_counters_wrap_around(tmp_path: Path) -> None:
-    for name, energy in (("intel-rapl:0", 5_000_000), ("intel-rapl:1", 9_000_000), ("intel-rapl:0:0", 1)):
+    for name, energy in (
+        ("intel-rapl:0", 5_000_000),
+        ("intel-rapl:1", 9_000_000),
+        ("intel-rapl:0:0", 1),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "energy_uj").write_text(f"{energy}\n")
         (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
@@ -220,7 +251,9 @@ def test_a_counter_that_fails_is_left_out() -> None:
 
 def machine(folder: Path) -> Path:
     """The folder /sys of a machine with two CPUs, of which one is hotter, and a disk that is hotter still."""
-    for number, (name, heat) in enumerate((("coretemp", 41000), ("nvme", 70000), ("coretemp", 55500))):
+    for number, (name, heat) in enumerate(
+        (("coretemp", 41000), ("nvme", 70000), ("coretemp", 55500))
+    ):
         chip = folder / f"class/hwmon/hwmon{number}"
         chip.mkdir(parents=True)
         (chip / "name").write_text(f"{name}\n")
@@ -235,7 +268,9 @@ def test_the_sensors_of_a_machine_are_read_by_name_within_a_millisecond(tmp_path
     sensors = find_sensors(CPU, machine(tmp_path))
     found = read_all(sensors)
     assert (found["cpu_temperature_c"], found["cpu_clock_mhz"]) == (55.5, 2400.0)
-    assert found["shm_gib"] >= 0 and found["host_rss_gib"] == pytest.approx(memory(CPU)["mem_gib"], rel=0.1)
+    assert found["shm_gib"] >= 0 and found["host_rss_gib"] == pytest.approx(
+        memory(CPU)["mem_gib"], rel=0.1
+    )
     assert min(timeit.repeat(lambda: read_all(sensors), number=1, repeat=50)) < 1e-3
 
 
@@ -253,11 +288,15 @@ def test_a_gpu_is_read_by_nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         NVML_CLOCK_MEM=2,
         nvmlDeviceGetTemperature=lambda handle, which: asked["degrees", which],
         nvmlDeviceGetClockInfo=lambda handle, which: asked["hertz", which],
-        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(joules) if handle == "GPU-a1" else None,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: (
+            next(joules) if handle == "GPU-a1" else None
+        ),
     )
     joules = iter([5000, 7500])
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a1"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a1")
+    )
     gpu = torch.device("cuda", 0)
     found = read_all(find_sensors(gpu, tmp_path))
     names = ("gpu_temperature_c", "gpu_clock_mhz", "gpu_memory_clock_mhz")

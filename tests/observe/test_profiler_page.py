@@ -26,7 +26,12 @@ def get(port: int, page: str) -> Any:
 
 @pytest.mark.slow
 def test_tensorboard_shows_the_trace(tmp_path: Path) -> None:
-    argv = ["--use_profiler=True", "--profiler_wait=1", "--profiler_warmup=1", "--profiler_active=2"]
+    argv = [
+        "--use_profiler=True",
+        "--profiler_wait=1",
+        "--profiler_warmup=1",
+        "--profiler_active=2",
+    ]
     trained(*TINY, "--num_steps=6", *argv, f"--output_dir={tmp_path}")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -72,7 +72,9 @@ class Hanging(Recorder):
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("fms_fsdp"), "propagate", True)
     caplog.set_level(logging.INFO, "fms_fsdp")
     return caplog
@@ -84,7 +86,9 @@ def test_records_arrive_in_order_in_the_trackers_own_thread() -> None:
     for step in range(50):
         background.write({"step": step})
     background.close()
-    assert [record["step"] for record in kept.records] == list(range(50)) and kept.closed_in == "tracker kept"
+    assert [record["step"] for record in kept.records] == list(
+        range(50)
+    ) and kept.closed_in == "tracker kept"
 
 
 def test_a_tracker_gets_the_metrics_it_is_named() -> None:
@@ -103,17 +107,22 @@ def test_a_tracker_gets_each_metric_at_most_as_often_as_said() -> None:
         background.write({"step": step, "loss": 1.0, "data_ms": 2.0})
         background.write({"step": step, "save_ms": 3.0} if step > 6 else {"step": step})
     background.close()
-    steps = {name: [r["step"] for r in kept.records if name in r] for name in ("loss", "data_ms", "save_ms")}
+    steps = {
+        name: [r["step"] for r in kept.records if name in r]
+        for name in ("loss", "data_ms", "save_ms")
+    }
     assert steps == {"loss": [1, 6, 11, 12, 25], "data_ms": [1, 11, 25], "save_ms": [11, 25]}
 
 
 @pytest.mark.parametrize("text", ["*_ms@", "*_ms@0", "@5", "a@b"])
 def test_a_metric_with_a_wrong_interval_is_refused(text: str) -> None:
     result = run(*TINY, f"--tracker_metrics=loss,{text}")
-    assert result.returncode == 2 and f"--tracker_metrics ({text}) must be NAMES or" in result.stderr
+    assert result.returncode == 2 and f"--tracker_metrics={text} must be NAMES or" in result.stderr
 
 
-def test_a_tracker_that_raises_is_told_once_and_switched_off(logged: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_raises_is_told_once_and_switched_off(
+    logged: pytest.LogCaptureFixture,
+) -> None:
     raising = Raising()
     background = Background("broken", lambda: raising)
     for _ in range(3):
@@ -184,8 +193,16 @@ def validation(step: int, loss: float) -> Record:
     return {**place, "eval/web/loss": loss, "eval/loss": loss, "eval_s": 0.5}
 
 
-def test_tensorboard_gets_every_number_in_its_group_and_over_tokens_and_samples(tmp_path: Path) -> None:
-    memory = {"mem_gib": 1.0, "shm_gib": 0.5, "epoch/web": 0.25, "mfu": 0.5, "gpu_clock_mhz": 1980.0}
+def test_tensorboard_gets_every_number_in_its_group_and_over_tokens_and_samples(
+    tmp_path: Path,
+) -> None:
+    memory = {
+        "mem_gib": 1.0,
+        "shm_gib": 0.5,
+        "epoch/web": 0.25,
+        "mfu": 0.5,
+        "gpu_clock_mhz": 1980.0,
+    }
     tested = {"step": 20, "tokens_seen": 40960, "samples_seen": 640, "test/web/loss": 3.5}
     events = board(
         tmp_path, RECORD | memory, validation(20, 3.0), tested, tensorboard_dir=str(tmp_path / "b")
@@ -193,13 +210,17 @@ def test_tensorboard_gets_every_number_in_its_group_and_over_tokens_and_samples(
     names = {"loss/loss", "loss/lr", "time_ms/step_time_ms", "memory/mem_gib", "memory/shm_gib"}
     names |= {"data/epoch/web", "speed/mfu", "speed/gpu_clock_mhz", "eval/eval_s", "eval/best_loss"}
     names |= {"eval/web/loss", "eval/loss", "eval/test/web/loss"}
-    written = "loss lr step_time_ms mem_gib shm_gib epoch/web mfu gpu_clock_mhz eval_s eval/best_loss"
+    written = (
+        "loss lr step_time_ms mem_gib shm_gib epoch/web mfu gpu_clock_mhz eval_s eval/best_loss"
+    )
     all_names = {*written.split(), "eval/web/loss", "eval/loss", "test/web/loss"}
     copies = {f"versus_{place}/{name}" for place in ("tokens", "samples") for name in all_names}
     assert set(events.Tags()["scalars"]) == names | copies
     assert max(names) < min(copies), "the copies stand last"
     assert points(events, "versus_samples/mfu") == [(640, 0.5)]
-    assert points(events, "eval/web/loss") == [(20, 3.0)] and points(events, "loss/loss") == [(20, 2.5)]
+    assert points(events, "eval/web/loss") == [(20, 3.0)] and points(events, "loss/loss") == [
+        (20, 2.5)
+    ]
     assert points(events, "versus_tokens/loss") == [(40960, 2.5)]
 
 
@@ -226,7 +247,9 @@ def test_every_name_of_a_report_has_its_group(tmp_path: Path) -> None:
 
 
 def test_events_wait_for_the_queue_to_fill(tmp_path: Path) -> None:
-    section = LogConfig(trackers=("tensorboard",), tensorboard_queue_size=8, output_dir=str(tmp_path))
+    section = LogConfig(
+        trackers=("tensorboard",), tensorboard_queue_size=8, output_dir=str(tmp_path)
+    )
     tracker = trackers.TensorBoard(TrainConfig(log=section))
     tracker.write(RECORD)  # the version, text, two of hparams, two of this record: six
     (file,) = (tmp_path / "tensorboard").iterdir()
@@ -235,19 +258,41 @@ def test_events_wait_for_the_queue_to_fill(tmp_path: Path) -> None:
     after = file.stat().st_size
     tracker.close()
     assert (
-        before < after and points(EventAccumulator(str(file.parent)).Reload(), "loss/loss") == [(20, 2.5)] * 2
+        before < after
+        and points(EventAccumulator(str(file.parent)).Reload(), "loss/loss") == [(20, 2.5)] * 2
     )
 
 
-def test_the_best_validation_loss_is_that_of_the_run_and_not_of_steps_made_again(tmp_path: Path) -> None:
+def test_the_best_validation_loss_is_that_of_the_run_and_not_of_steps_made_again(
+    tmp_path: Path,
+) -> None:
     """Step 30 of the first launch lies ahead of the second one, which begins at step 10."""
-    first = [validation(10, 3.0), validation(20, 2.0), validation(30, 1.0), validation(40, math.nan)]
+    first = [
+        validation(10, 3.0),
+        validation(20, 2.0),
+        validation(30, 1.0),
+        validation(40, math.nan),
+    ]
     board(tmp_path, *first)
     lines = [json.dumps(record).replace("NaN", "null") + "\n" for record in [RECORD, *first]]
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"eval/loss": 0.1, "st')
     events = board(tmp_path, validation(20, 2.5), validation(40, 4.0))
     best = [(10, 3.0), (20, 2.0), (30, 1.0), (20, 2.5), (40, 1.0)]
     assert points(events, "eval/best_loss") == best
+
+
+@pytest.mark.xfail(strict=True, reason='mended by "Light, 5"')
+def test_tensorboard_curves_never_go_back(tmp_path: Path) -> None:
+    """A run that went back to a checkpoint was a zigzag: steps 10, 20, 30, 40, 30 of one curve."""
+    argv = [*TINY, "--checkpoint_interval=2", f"--output_dir={tmp_path}"]
+    trained(*argv, "--num_steps=6")
+    trained(*argv, "--num_steps=6", "--resume_step=4")
+    files = (tmp_path / "tensorboard").rglob("events.out.tfevents.*")
+    for folder in {file.parent for file in files}:
+        events = EventAccumulator(str(folder)).Reload()
+        for name in events.Tags()["scalars"]:
+            steps = [event.step for event in events.Scalars(name)]
+            assert len(steps) == 6 and sorted(set(steps)) == steps, name
 
 
 def test_the_flags_are_a_text_and_hparams_written_once(tmp_path: Path) -> None:
@@ -259,30 +304,44 @@ def test_the_flags_are_a_text_and_hparams_written_once(tmp_path: Path) -> None:
         assert len(list((tmp_path / name / "tensorboard").iterdir())) == 2
         (shown,) = events.Tensors("config/text_summary")
         text = shown.tensor_proto.string_val[0].decode()
-        assert "| learning_rate | `0.002` | `0.0003` |" in text and "| datasets | `empty` | `empty` |" in text
+        assert (
+            "| learning_rate | `0.002` | `0.0003` |" in text
+            and "| datasets | `empty` | `empty` |" in text
+        )
         assert text.count("\n") == 1 + len(flag_table(TrainConfig))
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    found = TBContext(logdir=str(tmp_path), data_provider=MultiplexerDataProvider(multiplexer, str(tmp_path)))
+    found = TBContext(
+        logdir=str(tmp_path), data_provider=MultiplexerDataProvider(multiplexer, str(tmp_path))
+    )
     backend, ask = Context(found), ListSessionGroupsRequest(allowed_statuses=range(5), slice_size=9)
     experiment = backend.experiment_from_metadata(
         *(RequestContext(), "", True), backend.hparams_metadata(RequestContext(), ""), []
     )
     assert experiment.hparam_infos[0].name == "learning_rate"
-    assert {"num_steps", "seq_length", "model_variant"} <= {info.name for info in experiment.hparam_infos}
+    assert {"num_steps", "seq_length", "model_variant"} <= {
+        info.name for info in experiment.hparam_infos
+    }
     ask.col_params.extend(ColParams(metric=info.name) for info in experiment.metric_infos)
     answer = Handler(RequestContext(), backend, "", ask).run()
-    assert [group.hparams["learning_rate"].number_value for group in answer.session_groups] == [0.002] * 2
+    assert [group.hparams["learning_rate"].number_value for group in answer.session_groups] == [
+        0.002
+    ] * 2
     values = [
-        {metric.name.tag: metric.value for metric in group.metric_values} for group in answer.session_groups
+        {metric.name.tag: metric.value for metric in group.metric_values}
+        for group in answer.session_groups
     ]
-    shown = [{"eval/loss": last, "eval/best_loss": last - 1, "loss/loss_mean": 2.75} for last in (4.0, 3.0)]
+    shown = [
+        {"eval/loss": last, "eval/best_loss": last - 1, "loss/loss_mean": 2.75}
+        for last in (4.0, 3.0)
+    ]
     assert sorted(values, key=lambda value: -value["eval/loss"]) == shown
 
 
 def test_none_means_none() -> None:
     assert build_trackers(TrainConfig(log=LogConfig(trackers=("none",)))) == []
     with pytest.raises(
-        ValueError, match=r"--trackers \(none,wandb\) must not name others beside none; leave one out"
+        ValueError,
+        match=r"--trackers=none,wandb must not combine none with others; remove none",
     ):
         TrainConfig(log=LogConfig(trackers=("none", "wandb")))
 
@@ -294,7 +353,8 @@ def test_a_tracker_that_is_not_installed_ends_the_launch_with_one_line(tmp_path:
         result = run(*TINY, "--trackers=aim", f"--output_dir={tmp_path}")
         assert result.returncode == 2
         assert (
-            "--trackers (aim) needs the package aim, which is not installed; pip install aim" in result.stderr
+            "--trackers=aim requires the package aim, which is not installed; run: pip install aim"
+            in result.stderr
         )
     else:
         pytest.skip("aim is installed")
@@ -316,7 +376,9 @@ def test_wandb_and_mlflow_keep_one_run_over_two_launches(tmp_path: Path) -> None
     assert [result.returncode for result in results] == [75, 0], outputs
     assert not any("switched off" in output or "ends without it" in output for output in outputs)
     kept = (tmp_path / "wandb.id").read_text()
-    assert [folder.name.rpartition("-")[2] for folder in sorted(tmp_path.glob("wandb/offline-run-*"))] == [
+    assert [
+        folder.name.rpartition("-")[2] for folder in sorted(tmp_path.glob("wandb/offline-run-*"))
+    ] == [
         kept,
         kept,
     ]
@@ -324,7 +386,9 @@ def test_wandb_and_mlflow_keep_one_run_over_two_launches(tmp_path: Path) -> None
         tmp_path.glob(f"mlruns/*/{(tmp_path / 'mlflow.id').read_text()}/metrics/train/loss")
     ).read_text()
     told = {int(line.split()[2]): float(line.split()[1]) for line in history.splitlines()}
-    assert told == {step: pytest.approx(record["loss"]) for step, record in metrics(tmp_path).items()}
+    assert told == {
+        step: pytest.approx(record["loss"]) for step, record in metrics(tmp_path).items()
+    }
 
 
 @pytest.mark.slow
@@ -332,7 +396,11 @@ def test_a_run_outlives_a_tracker_that_cannot_log_in(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     argv = [*TINY, "--trackers=wandb,tensorboard", "--num_steps=3", f"--output_dir={tmp_path}"]
     output = trained(
-        *argv, WANDB_MODE="online", WANDB_API_KEY="", WANDB_CONFIG_DIR=str(tmp_path), HOME=str(tmp_path)
+        *argv,
+        WANDB_MODE="online",
+        WANDB_API_KEY="",
+        WANDB_CONFIG_DIR=str(tmp_path),
+        HOME=str(tmp_path),
     )
     assert output.count("tracker wandb is switched off") == 1 and len(metrics(tmp_path)) == 3
 

@@ -13,23 +13,25 @@ import pytest
 import torch
 
 from fms_fsdp.config import OptimConfig, ParallelConfig, Precision, PrecisionConfig
-from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.data.batch import Batch
-from fms_fsdp.extras.loss_scale import LossScale
-from fms_fsdp.mesh import Mesh, resolve_dims
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.dtensor import local_shards
+from fms_fsdp.distributed.mesh import Mesh, plan_dims
+from fms_fsdp.distributed.runtime import World
+from fms_fsdp.errors import RunFailed
 from fms_fsdp.models import loss as loss_module
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Clock
+from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.run.health import BadSteps, TooManyBadSteps
-from fms_fsdp.runtime import World
-from fms_fsdp.sharded import local_parts
-from fms_fsdp.state import Progress, StepResult, TrainState
+from fms_fsdp.run.health import NonFiniteGuard
+from fms_fsdp.state import StepResult, TrainState
 from fms_fsdp.train import TrainStep, train_step
 from tests.cli import TINY, metrics, run, trained
 from tests.distributed.launch import run_ranks
+from tests.states import bare_state
 
 CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
 FP32, FP16 = Precision(), Precision(compute="fp16")
@@ -81,10 +83,14 @@ def expected(norms: str, window: int, hysteresis: int, floor: float) -> list[tup
 def test_the_rule_is_that_of_plain_python_over_random_overflows() -> None:
     draw = random.Random(1)
     stuck = 0
-    for window, hysteresis, floor in itertools.product((1, 2, 5), (1, 2, 4), (0.25, 1.0, 3000.0, 2.0**17)):
+    for window, hysteresis, floor in itertools.product(
+        (1, 2, 5), (1, 2, 4), (0.25, 1.0, 3000.0, 2.0**17)
+    ):
         norms = "".join(draw.choices("x.", (draw.random(), 0.5), k=120))
         scale = new_scale(0, window, hysteresis, floor)
-        for norm, (value, is_stuck) in zip(norms, expected(norms, window, hysteresis, floor), strict=True):
+        for norm, (value, is_stuck) in zip(
+            norms, expected(norms, window, hysteresis, floor), strict=True
+        ):
             scale.update(torch.tensor(draw.choice((math.inf, math.nan)) if norm == "x" else 1.0))
             assert (scale.scale.item(), scale.is_stuck.item()) == (value, is_stuck)
             stuck += is_stuck
@@ -116,16 +122,20 @@ def test_a_scale_goes_on_from_its_state_but_stays_above_the_floor() -> None:
     assert high.state_dict() == {"scale": 256.0, "steps": 0, "left": 2}
 
 
-def state_of(precision: Precision, mesh: Mesh = ALONE, scale: LossScale | None = None) -> TrainState:
+def state_of(
+    precision: Precision, mesh: Mesh = ALONE, scale: LossScale | None = None
+) -> TrainState:
     section = ParallelConfig(sharding_strategy=mesh.dims.strategy)
     model = parallelize(CONFIG, section, mesh, device=CPU, precision=precision, seed=1)
     stream: Any = None
-    return TrainState(model, build_optimizers(OptimConfig(), model), stream, Progress(0, 9), scale)
+    return TrainState(model, build_optimizers(OptimConfig(), model), stream, 9, loss_scale=scale)
 
 
 def make(state: TrainState, mesh: Mesh = ALONE, grad_clip: float = 1.0) -> StepResult:
     """One step of two micro-steps."""
-    recipe = TrainStep(mesh, CPU, lambda step, tokens, base: 1e-2, 2, grad_clip, document_mask=False)
+    recipe = TrainStep(
+        mesh, CPU, lambda step, tokens, base: 1e-2, 2, grad_clip, document_mask=False
+    )
     tokens = (torch.arange(4 * 16) ** 2 % 119).view(4, 16)
     return train_step(recipe, state, Batch(tokens, tokens.roll(-1, 1), None, None), Clock(CPU))
 
@@ -171,17 +181,23 @@ def test_the_gradient_in_fp16_is_that_of_fp32_if_the_scale_keeps_it_from_zero() 
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_a_step_in_fp16_hands_its_scale_to_the_loss(z_loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_in_fp16_hands_its_scale_to_the_loss(
+    z_loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So the head's gradient is formed at the scale, and nothing is left to multiply it by afterwards."""
     factors: list[float] = []
     scaled = loss_module._scaled
-    monkeypatch.setattr(loss_module, "_scaled", lambda g, by: (factors.append(by.item()), scaled(g, by))[1])
+    monkeypatch.setattr(
+        loss_module, "_scaled", lambda g, by: (factors.append(by.item()), scaled(g, by))[1]
+    )
     state = state_of(FP16, scale=loss_scale(first=2.0**10))
     assert isinstance(state.model, Llama) and state.model.head is not None
     state.model.head.z_loss = z_loss
     result = make(state)
-    assert factors == [1.0] * 4 and result.grad_norm.isfinite()  # of h and of the weight, of two micro-steps
-    assert len(result.beside_sums) == (z_loss > 0)
+    assert (
+        factors == [1.0] * 4 and result.grad_norm.isfinite()
+    )  # of h and of the weight, of two micro-steps
+    assert len(result.extra_sums) == (z_loss > 0)
 
 
 def test_an_overflow_leaves_weights_and_state_untouched_and_halves_the_scale() -> None:
@@ -199,15 +215,19 @@ def test_an_overflow_leaves_weights_and_state_untouched_and_halves_the_scale() -
 
 def step_where_one_rank_overflows() -> tuple[bool, bool, float]:
     section = ParallelConfig(sharding_strategy="fsdp")
-    dims = resolve_dims(section, "", World(0, 0, 2, 2))
+    dims = plan_dims(section, "", World(0, 0, 2, 2))
     mesh = Mesh(dims, torch.distributed.get_rank(), "cpu")
     state = state_of(FP16, mesh, loss_scale(first=64, hysteresis=1))
     assert make(state, mesh).grad_norm.isfinite()
-    before = [shard.clone() for shard in local_parts(numbers(state))]
+    before = [shard.clone() for shard in local_shards(numbers(state))]
     if mesh.is_main:
-        state.model.blocks["1"].register_forward_hook(lambda module, inputs, output: output * 6e4 * 6e4)
+        state.model.blocks["1"].register_forward_hook(
+            lambda module, inputs, output: output * 6e4 * 6e4
+        )
     bad = make(state, mesh)
-    same = all(torch.equal(*pair) for pair in zip(before, local_parts(numbers(state)), strict=True))
+    same = all(
+        torch.equal(*pair) for pair in zip(before, local_shards(numbers(state)), strict=True)
+    )
     assert state.loss_scale is not None
     return bool(bad.grad_norm.isfinite()), same, state.loss_scale.scale.item()
 
@@ -216,36 +236,36 @@ def test_where_one_rank_overflows_all_skip_the_step() -> None:
     assert run_ranks(step_where_one_rank_overflows, 2) == [(False, True, 32.0)] * 2
 
 
-def watched(scale: LossScale, norms: str, limit: int = 2) -> BadSteps:
-    """Steps of these norms, with `scale` and its watch."""
-    watch = BadSteps(limit, lambda step: f"data of step {step}.", "--run_name=this", scale)
+def guarded(scale: LossScale, norms: str, limit: int = 2) -> int:
+    """Returns the consecutive non-finite steps after steps of these norms, "x" for a NaN."""
+    state, folder = bare_state(0, 9), Path("nowhere")
+    guard = NonFiniteGuard(
+        state, limit, folder, "--run_name=this", lambda step: f"data of step {step}.", scale
+    )
     for step, norm in enumerate(norms, start=1):
         grad_norm = torch.tensor(math.nan if norm == "x" else 1.0)
         scale.update(grad_norm)
-        watch.after_step(Progress(step, 9), StepResult(grad_norm, grad_norm, grad_norm, grad_norm))
-    return watch
+        guard.check(step, grad_norm, torch.tensor(8))
+    return state.non_finite_steps
 
 
 def test_overflows_are_told_in_one_line_and_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "fms_fsdp")
-    assert watched(loss_scale(first=64), "xxx.").total == 0
+    assert guarded(loss_scale(first=64), "xxx") == 0
     lines = [record.getMessage() for record in caplog.records]
-    assert [line.rpartition("scale ")[2] for line in lines] == [
-        "was 64 and is 64",
-        "was 64 and is 32",
-        "was 32 and is 16",
-    ]
+    scales = [line.rpartition("scale ")[2] for line in lines]
+    assert scales == ["64 -> 64", "64 -> 32", "32 -> 16"]
     assert lines[0].startswith("step 1: ")
 
 
 def test_an_overflow_at_the_lowest_scale_ends_the_run_and_a_fixed_one_is_counted() -> None:
     with pytest.raises(
-        TooManyBadSteps, match=r"step 3: .* was 32, .*data of step 3\. .*--precision=bf16 .*this$"
+        RunFailed, match=r"step 3: .* 32 is --min_loss.*data of step 3\. .*--precision=bf16.*this$"
     ):
-        watched(loss_scale(first=64, floor=32.0), "xxxx")
-    assert watched(loss_scale(64.0), "x.x.x", limit=2).total == 3
-    with pytest.raises(TooManyBadSteps, match="2 in a row"):
-        watched(loss_scale(64.0), "xx")
+        guarded(loss_scale(first=64, floor=32.0), "xxxx")
+    assert guarded(loss_scale(64.0), "x.x.x", limit=2) == 1
+    with pytest.raises(RunFailed, match="2 in a row"):
+        guarded(loss_scale(64.0), "xx")
 
 
 FP16_RUN = (*TINY, "--precision=fp16", "--batch_size=2", "--loss_scale_window=4", "--num_steps=12")
@@ -261,7 +281,9 @@ def test_a_run_reports_its_scale_and_a_resumed_one_goes_on_with_it(tmp_path: Pat
         2.0**18
     ] * 4
     for key in ("loss", "loss_scale", "grad_norm", "skipped_steps"):
-        assert [record[key] for record in whole.values()] == [record[key] for record in halves.values()]
+        assert [record[key] for record in whole.values()] == [
+            record[key] for record in halves.values()
+        ]
     assert max(record["grad_norm"] for record in whole.values()) < 50
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from fms_fsdp.config import BF16, ParallelConfig
-from fms_fsdp.config.axes import ParallelDims
-from fms_fsdp.extras.rounded_copy import RoundedCopy
+from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.models.flops import num_params
+from fms_fsdp.optim.stochastic_rounding import RoundedWeights
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.predict.memory import estimate_memory
+from fms_fsdp.predict.memory import Step, minimum_memory
+from fms_fsdp.predict.meter import Shape
 from tests.cli import TINY, metrics, run, trained
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import CPU, SHAPE, Case, compare, mesh_of
@@ -26,26 +27,30 @@ class Some(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        self.matrix = nn.Parameter(torch.randn(600, 500, generator=generator))  # more than is drawn at a time
-        self.vector = nn.Parameter(torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.0, 3.38e38, -1.999999]))
+        self.matrix = nn.Parameter(
+            torch.randn(600, 500, generator=generator)
+        )  # more than is drawn at a time
+        self.vector = nn.Parameter(
+            torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.0, 3.38e38, -1.999999])
+        )
 
 
-def copies(copy: RoundedCopy, model: nn.Module, step: int) -> list[torch.Tensor]:
-    with copy.of_step(step):
+def copies(copy: RoundedWeights, model: nn.Module, step: int) -> list[torch.Tensor]:
+    with copy.rounded(step):
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def test_the_weights_come_back_to_the_last_bit() -> None:
     model = Some()
     before = [parameter.detach().clone().view(torch.int32) for parameter in model.parameters()]
-    copy = RoundedCopy(model, 3)
+    copy = RoundedWeights(model, 3)
     for step in range(1, 6):
         for rounded in copies(copy, model, step):
             assert torch.equal(rounded, rounded.bfloat16().float())
         after = [parameter.detach().view(torch.int32) for parameter in model.parameters()]
         assert all(map(torch.equal, before, after))
     try:
-        with copy.of_step(6):
+        with copy.rounded(6):
             raise InterruptedError
     except InterruptedError:
         assert torch.equal(before[0], model.matrix.detach().view(torch.int32))
@@ -53,7 +58,7 @@ def test_the_weights_come_back_to_the_last_bit() -> None:
 
 def test_copies_err_by_nothing_on_average_and_are_drawn_once_a_step() -> None:
     model, steps = Some(), 200
-    copy, matrix = RoundedCopy(model, 3), model.matrix.detach().double()
+    copy, matrix = RoundedWeights(model, 3), model.matrix.detach().double()
     found = torch.stack([copies(copy, model, step)[0] for step in range(steps)])
     gap = torch.exp2(matrix.abs().log2().floor() - 7)  # between neighbours in bf16
     error = (found.double().mean(0) - matrix) / gap
@@ -62,9 +67,11 @@ def test_copies_err_by_nothing_on_average_and_are_drawn_once_a_step() -> None:
     nearest = (matrix.float().bfloat16().double() - matrix) / gap
     assert nearest.std().item() > 0.25
     assert torch.equal(copies(copy, model, 7)[0], found[7])
-    assert torch.equal(copies(RoundedCopy(Some(), 3), model, 7)[0], matrix.float())  # of another model
+    assert torch.equal(
+        copies(RoundedWeights(Some(), 3), model, 7)[0], matrix.float()
+    )  # of another model
     assert not torch.equal(found[7], found[8])
-    assert not torch.equal(copies(RoundedCopy(model, 4), model, 7)[0], found[7])
+    assert not torch.equal(copies(RoundedWeights(model, 4), model, 7)[0], found[7])
 
 
 def seen_by_products(strategy: str) -> dict[str, torch.Tensor]:
@@ -72,7 +79,7 @@ def seen_by_products(strategy: str) -> dict[str, torch.Tensor]:
     section = ParallelConfig(sharding_strategy=strategy)
     mesh = mesh_of(section)
     model = parallelize(SHAPE, section, mesh, device=CPU, precision=CHANCE, seed=5)
-    with RoundedCopy(model, 5).of_step(3):
+    with RoundedWeights(model, 5).rounded(3):
         return {
             name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
             for name, p in model.named_parameters()
@@ -87,19 +94,24 @@ def test_any_number_of_ranks_draws_the_same() -> None:
 
 def test_the_memory_is_predicted() -> None:
     model = Some()
-    lower = RoundedCopy(model, 3)._lower.values()
+    lower = [bits for _, _, bits in RoundedWeights(model, 3)._weights]
     assert sum(bits.nbytes for bits in lower) == 2 * sum(p.numel() for p in model.parameters())
     dims = ParallelDims("fsdp", 1, 4)
-    with_copy, without = (
-        estimate_memory(SHAPE, dims, ParallelConfig(), precision=each).state for each in (CHANCE, BF16)
+    shapes = (
+        Shape(SHAPE, ParallelConfig(), each, dims, SHAPE.max_seq_len) for each in (CHANCE, BF16)
     )
+    with_copy, without = (minimum_memory(Step(shape, 1, 1), 8).state for shape in shapes)
     assert with_copy - without == pytest.approx(2 * num_params(SHAPE) / 4, abs=1)
 
 
 def test_ranks_train_as_one_process() -> None:
     """Over micro-steps, and where the backward pass gathers and computes again."""
     near = dict(precision=CHANCE, accum=2, loss_abs=2e-3, norm_rel=2e-2)
-    flags = {"fsdp": {}, "ddp": dict(sharding_strategy="ddp"), "zero1": dict(sharding_strategy="zero1")}
+    flags = {
+        "fsdp": {},
+        "ddp": dict(sharding_strategy="ddp"),
+        "zero1": dict(sharding_strategy="zero1"),
+    }
     cases = {
         name: Case(each, dict(recompute="blocks"), **near)  # type: ignore[arg-type]
         for name, each in flags.items()
@@ -112,7 +124,10 @@ def test_a_resume_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     chance = (*base, "--precision=bf16_mixed_sr")
     trained(*chance, "--num_steps=4", f"--output_dir={tmp_path / 'whole'}")
     assert (
-        run(*chance, "--num_steps=4", f"--output_dir={tmp_path / 'parts'}", "--exit_step=2").returncode == 75
+        run(
+            *chance, "--num_steps=4", f"--output_dir={tmp_path / 'parts'}", "--exit_step=2"
+        ).returncode
+        == 75
     )
     trained(*chance, "--num_steps=4", f"--output_dir={tmp_path / 'parts'}")
     trained(*base, "--precision=bf16", "--num_steps=4", f"--output_dir={tmp_path / 'nearest'}")

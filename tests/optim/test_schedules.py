@@ -1,4 +1,4 @@
-"""Learning-rate schedules as arithmetic: their corners in every unit, and what lies between."""
+"""Learning-rate schedules as arithmetic: their milestones in every unit, and what lies between."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from fms_fsdp.config import OptimConfig, TrainConfig
-from fms_fsdp.config.spans import parse_span
+from fms_fsdp.config.formats import parse_duration
+from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.errors import UserError
-from fms_fsdp.flags import parse_flags
-from fms_fsdp.optim.schedules import Corners, Length, Schedule, find_corners
+from fms_fsdp.optim.schedules import Milestones, RunLength, Schedule, find_milestones
 
-RUN = Length(num_steps=110, seq_length=8, tokens_at=lambda step: 40 * step)
+RUN = RunLength(num_steps=110, seq_length=8, tokens_at=lambda step: 40 * step)
 
 
-def schedule(run: Length = RUN, **flags: Any) -> Schedule:
+def schedule(run: RunLength = RUN, **flags: Any) -> Schedule:
     section = OptimConfig(**{"learning_rate": 2.0, "warmup": "10"} | flags)
-    return Schedule(section, find_corners(section, run))
+    return Schedule(section, find_milestones(section, run))
 
 
 def rate(made: Schedule, step: int) -> float:
@@ -27,21 +27,23 @@ def rate(made: Schedule, step: int) -> float:
 
 
 def test_a_schedule_of_a_growing_batch_counts_tokens_unless_a_flag_counts_steps() -> None:
-    ramp = Length(10, 8, lambda step: 4 * step * (step + 1))
-    cases: tuple[tuple[dict[str, Any], Corners], ...] = (
-        ({"warmup": "0.2"}, Corners(True, 24, 24, 440)),
-        ({"warmup": "2"}, Corners(False, 2, 2, 10)),
-        ({"warmup": "3samples"}, Corners(True, 24, 24, 440)),
+    ramp = RunLength(10, 8, lambda step: 4 * step * (step + 1))
+    cases: tuple[tuple[dict[str, Any], Milestones], ...] = (
+        ({"warmup": "0.2"}, Milestones(True, 24, 24, 440)),
+        ({"warmup": "2"}, Milestones(False, 2, 2, 10)),
+        ({"warmup": "3samples"}, Milestones(True, 24, 24, 440)),
     )
     for flags, expected in cases:
-        assert find_corners(OptimConfig(**flags), ramp, in_tokens=True) == expected
-    assert find_corners(OptimConfig(), ramp, in_tokens=True).in_tokens
-    assert not find_corners(OptimConfig(), ramp).in_tokens
+        assert find_milestones(OptimConfig(**flags), ramp, in_tokens=True) == expected
+    assert find_milestones(OptimConfig(), ramp, in_tokens=True).in_tokens
+    assert not find_milestones(OptimConfig(), ramp).in_tokens
 
 
 def test_linear_warmup_then_half_cosine_then_flat() -> None:
     cosine = schedule()
-    assert [rate(cosine, step) for step in (1, 10, 110, 10_000)] == pytest.approx([0.2, 2.0, 0.2, 0.2])
+    assert [rate(cosine, step) for step in (1, 10, 110, 10_000)] == pytest.approx(
+        [0.2, 2.0, 0.2, 0.2]
+    )
     assert rate(cosine, 60) == pytest.approx(2.0 * 0.55)
     assert rate(cosine, 35) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4))))
 
@@ -61,12 +63,17 @@ def test_the_cosine_is_to_the_last_bit_what_it_was_before_there_were_others() ->
         warmup, step = draw.randint(0, steps), draw.randint(1, steps + 3)
         base, least = draw.random() * 1e-2, draw.choice([0.0, 0.1, 1.0, draw.random()])
         section = OptimConfig(learning_rate=base, min_lr_ratio=least, warmup_steps=warmup)
-        for run in (Length(steps, 1, lambda step: step), Length(steps, 64, lambda step: step * 4096)):
-            made = Schedule(section, find_corners(section, run))
+        for run in (
+            RunLength(steps, 1, lambda step: step),
+            RunLength(steps, 64, lambda step: step * 4096),
+        ):
+            made = Schedule(section, find_milestones(section, run))
             found = made(step, run.tokens_at(step), base)
             assert found == before(step, base, warmup, steps, least)
-        in_tokens = OptimConfig(learning_rate=base, min_lr_ratio=least, warmup=f"{warmup * 4096}tokens")
-        made = Schedule(in_tokens, find_corners(in_tokens, run))
+        in_tokens = OptimConfig(
+            learning_rate=base, min_lr_ratio=least, warmup=f"{warmup * 4096}tokens"
+        )
+        made = Schedule(in_tokens, find_milestones(in_tokens, run))
         assert made(step, step * 4096, base) == found  # quotients of equal ratios are the same bits
 
 
@@ -83,15 +90,24 @@ def test_the_cosine_is_to_the_last_bit_what_it_was_before_there_were_others() ->
         (dict(lr_schedule="inverse_sqrt"), {10: 2.0, 40: 1.0, 90: 2 / 3}),
         (dict(lr_schedule="noam"), {10: 2.0, 40: 1.0}),
         (dict(lr_schedule="annealing"), {60: 1.0, 105: 0.2, 110: 0.2}),
-        (dict(lr_schedule="step", lr_step_size="30", lr_gamma=0.5, min_lr=0.0), {39: 2.0, 40: 1.0, 70: 0.5}),
-        (dict(lr_schedule="exponential", lr_step_size="25", lr_gamma=0.25), {35: 0.5, 22: 2 * 0.25**0.48}),
+        (
+            dict(lr_schedule="step", lr_step_size="30", lr_gamma=0.5, min_lr=0.0),
+            {39: 2.0, 40: 1.0, 70: 0.5},
+        ),
+        (
+            dict(lr_schedule="exponential", lr_step_size="25", lr_gamma=0.25),
+            {35: 0.5, 22: 2 * 0.25**0.48},
+        ),
         (dict(constant_steps=50), {35: 1.1, 60: 0.2, 110: 0.2}),
         (dict(lr_decay="60"), {35: 1.1, 60: 0.2, 110: 0.2}),
         (dict(lr_decay="0.5"), {55: 0.2}),
         (dict(min_lr=0.5), {110: 0.5}),
         (dict(warmup="0.1"), {10: 2.0 * 10 / 11, 11: 2.0}),
         (dict(warmup="50samples"), {5: 1.0, 10: 2.0}),
-        (dict(warmup="400tokens", lr_decay="2400tokens"), {5: 1.0, 10: 2.0, 35: 1.1, 60: 0.2, 110: 0.2}),
+        (
+            dict(warmup="400tokens", lr_decay="2400tokens"),
+            {5: 1.0, 10: 2.0, 35: 1.1, 60: 0.2, 110: 0.2},
+        ),
         (dict(warmup="400tokens", lr_decay="60"), {35: 1.1, 60: 0.2}),
         (dict(warmup="0"), {1: 2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 110)))}),
     ],
@@ -101,54 +117,64 @@ def test_schedules_at_their_corners(flags: dict[str, Any], at: dict[int, float])
     assert {step: rate(made, step) for step in at} == pytest.approx(at)
 
 
-@pytest.mark.parametrize("name", sorted({"cosine", "linear", "wsd", "inverse_sqrt", "square", "annealing"}))
+@pytest.mark.parametrize(
+    "name", sorted({"cosine", "linear", "wsd", "inverse_sqrt", "square", "annealing"})
+)
 @pytest.mark.parametrize("steps", [1, 2, 5, 300])
-def test_a_rate_never_rises_after_the_warm_up_and_is_never_below_the_least(name: str, steps: int) -> None:
-    made = schedule(Length(steps, 8, RUN.tokens_at), lr_schedule=name, warmup=None)
+def test_a_rate_never_rises_after_the_warm_up_and_is_never_below_the_least(
+    name: str, steps: int
+) -> None:
+    made = schedule(RunLength(steps, 8, RUN.tokens_at), lr_schedule=name, warmup=None)
     rates = [rate(made, step) for step in range(1, steps + 9)]
     top = rates.index(max(rates))
-    assert all(a >= b >= 0.2 * (1 - 1e-12) for a, b in zip(rates[top:], rates[top + 1 :], strict=False))
+    assert all(
+        a >= b >= 0.2 * (1 - 1e-12) for a, b in zip(rates[top:], rates[top + 1 :], strict=False)
+    )
     assert 0 < min(rates) and max(rates) <= 2.0
 
 
 def test_default_warmup_is_5_percent_and_at_most_2000() -> None:
-    corners = [
-        schedule(Length(steps, 1, lambda step: step), warmup=None).corners for steps in (1000, 10**6, 3)
+    milestones = [
+        schedule(RunLength(steps, 1, lambda step: step), warmup=None).milestones
+        for steps in (1000, 10**6, 3)
     ]
-    assert [found.warmup for found in corners] == [50, 2000, 1]
+    assert [found.warmup for found in milestones] == [50, 2000, 1]
 
 
 def test_tokens_count_where_the_batch_changes() -> None:
-    """A run of 10 tokens a step reads 40 a step from step 50 on; its corners are in tokens."""
-    made = Schedule(OptimConfig(warmup="1000tokens"), Corners(True, 1000, 1000, 4000))
+    """A run of 10 tokens a step reads 40 a step from step 50 on; its milestones are in tokens."""
+    made = Schedule(OptimConfig(warmup="1000tokens"), Milestones(True, 1000, 1000, 4000))
     assert made(50, 500, 2.0) == 1.0 and made(51, 540, 2.0) == pytest.approx(1.08)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (dict(warmup="200"), r"--warmup \(200\): .* end \(at 200 steps\) after .* \(at 110\)"),
-        (dict(lr_decay="5"), r"--warmup \(10\), --lr_decay \(5\): .* \(at 10 steps\) .* \(at 5\)"),
-        (dict(lr_schedule="wsd", lr_decay="0.95"), r"--lr_decay \(0.95\): .* \(at 5\)"),
-        (dict(constant_steps=105), r"--constant_steps \(105\): .* \(at 5\)"),
+        (dict(warmup="200"), r"--warmup=200: .* end \(at 200 steps\) after .* \(at 110\)"),
+        (dict(lr_decay="5"), r"--warmup=10, --lr_decay=5: .* \(at 10 steps\) .* \(at 5\)"),
+        (dict(lr_schedule="wsd", lr_decay="0.95"), r"--lr_decay=0.95: .* \(at 5\)"),
+        (dict(constant_steps=105), r"--constant_steps=105: .* \(at 5\)"),
         (dict(warmup="9000tokens"), r"\(at 9,000 tokens\) .* \(at 4,400\)"),
-        (dict(warmup="soon"), r"--warmup \(soon\) must be a span"),
-        (dict(warmup="1.5"), r"--warmup \(1.5\) must be a span"),
-        (dict(warmup="-3"), r"--warmup \(-3\) must be a span"),
-        (dict(warmup="1_000_000_000_000_001"), r"must be a span"),
+        (dict(warmup="soon"), r"--warmup=soon must be a duration"),
+        (dict(warmup="1.5"), r"--warmup=1.5 must be a duration"),
+        (dict(warmup="-3"), r"--warmup=-3 must be a duration"),
+        (dict(warmup="1_000_000_000_000_001"), r"must be a duration"),
         (dict(lr_decay="0.0"), r"\(at 10 steps\) .* \(at 0\)"),
         (dict(lr_decay="1.0tokens"), r"\(at 400 tokens\) .* \(at 1\)"),
-        (dict(warmup="1e99tokens"), "must be a span"),
-        (dict(warmup="5", warmup_steps=5), "must not be given beside --warmup_steps"),
-        (dict(min_lr=3.0), r"--min_lr \(3\) must not exceed --learning_rate \(2\)"),
-        (dict(min_lr=1.0, min_lr_ratio=0.2), "nor be given beside --min_lr_ratio"),
-        (dict(lr_schedule="step"), r"--lr_schedule \(step\) needs --lr_step_size"),
+        (dict(warmup="1e99tokens"), "must be a duration"),
+        (dict(warmup="5", warmup_steps=5), "--warmup and --warmup_steps cannot be used together"),
+        (dict(min_lr=3.0), r"--min_lr=3 must be at most --learning_rate=2"),
+        (dict(min_lr=1.0, min_lr_ratio=0.2), "--min_lr and --min_lr_ratio cannot be used together"),
+        (dict(lr_schedule="step"), r"--lr_schedule=step requires --lr_step_size"),
     ],
 )
 def test_flags_that_fit_no_run_are_one_line(flags: dict[str, Any], words: str) -> None:
-    argv = [f"--{name}={value}" for name, value in ({"learning_rate": 2.0, "warmup": "10"} | flags).items()]
+    argv = [
+        f"--{name}={value}"
+        for name, value in ({"learning_rate": 2.0, "warmup": "10"} | flags).items()
+    ]
     with pytest.raises(UserError, match=words) as refused:
-        find_corners(parse_flags(TrainConfig, argv).optim, RUN)
+        find_milestones(parse_flags(TrainConfig, argv).optim, RUN)
     assert "\n" not in str(refused.value)
 
 
@@ -165,5 +191,5 @@ def test_flags_that_fit_no_run_are_one_line(flags: dict[str, Any], words: str) -
     ],
 )
 def test_spans(text: str, number: int, unit: str) -> None:
-    assert parse_span("warmup", text) == (number, unit)
-    assert parse_span("warmup", "0.25") == (0.25, "share")
+    assert parse_duration("warmup", text) == (number, unit)
+    assert parse_duration("warmup", "0.25") == (0.25, "fraction")

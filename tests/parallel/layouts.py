@@ -19,17 +19,17 @@ from torch import nn
 
 from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision, PrecisionConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
-from fms_fsdp.extras.loss_scale import LossScale
-from fms_fsdp.extras.rounded_copy import RoundedCopy
-from fms_fsdp.mesh import Mesh, resolve_dims
+from fms_fsdp.distributed.dtensor import local_shard, shard_slices
+from fms_fsdp.distributed.mesh import Mesh, plan_dims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Clock, Interval
+from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import build_optimizers
+from fms_fsdp.optim.stochastic_rounding import RoundedWeights
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.runtime import World
-from fms_fsdp.sharded import local_part, place_of
-from fms_fsdp.state import Progress, TrainState
+from fms_fsdp.state import TrainState
 from fms_fsdp.train import TrainStep, train_step
 from tests.distributed.launch import run_ranks
 
@@ -73,14 +73,20 @@ def rows_of(step: int, config: LlamaConfig) -> Batch:
     for row in range(ROWS):
         for cut in {3 + row % 4, 7, 12 - row % 3}:
             ids[row, cut:] += 1
-    positions = torch.stack([torch.cat([torch.arange(n) for n in part.unique_consecutive(
-        return_counts=True)[1].tolist()]) for part in ids]).int()  # fmt: skip
+    positions = torch.stack(
+        [
+            torch.cat(
+                [torch.arange(n) for n in part.unique_consecutive(return_counts=True)[1].tolist()]
+            )
+            for part in ids
+        ]
+    ).int()
     return Batch(tokens, labels, positions, ids)
 
 
 def mesh_of(section: ParallelConfig) -> Mesh:
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    return Mesh(resolve_dims(section, "tiny", World(rank, rank, size, size)), rank, "cpu")
+    return Mesh(plan_dims(section, "tiny", World(rank, rank, size, size)), rank, "cpu")
 
 
 def train_case(case: Case, *, alone: bool = False) -> Trained:
@@ -94,21 +100,26 @@ def train_case(case: Case, *, alone: bool = False) -> Trained:
     optimizers = build_optimizers(optim, model, case.precision, 5)
     rows = ROWS // mesh.size("dp")
     recipe = TrainStep(
-        mesh, CPU, lambda step, tokens, base: 1e-3, rows // case.accum, 1.0, case.documents,
+        mesh,
+        CPU,
+        lambda step, tokens, base: 1e-3,
+        rows // case.accum,
+        1.0,
+        case.documents,
         dropout_seed=7 if config.has_dropout else None,
-    )  # fmt: skip
+    )
     nothing: Any = None
     is_fp16 = case.precision.compute == "fp16"
     scale = LossScale(PrecisionConfig(loss_scale=1024.0), CPU) if is_fp16 else None
-    state = TrainState(model, optimizers, nothing, Progress(0, case.steps), scale)
+    state = TrainState(model, optimizers, nothing, case.steps, loss_scale=scale)
     if case.precision.rounded_copy:
-        state.rounding = RoundedCopy(model, 5).of_step
+        state.rounding = RoundedWeights(model, 5).rounded
     losses, norms = [], []
     for step in range(case.steps):
         first = mesh.place("dp") * rows
         batch = Batch(*(column[first : first + rows] for column in rows_of(step, config)))
         result = train_step(recipe, state, batch, Clock(CPU))
-        state.progress.count(ROWS, ROWS * SEQ)
+        state.count(ROWS, ROWS * SEQ)
         interval = Interval(mesh, CPU)
         interval.add(result)
         values = interval.read(result, 0.0, 0, {})
@@ -120,14 +131,16 @@ def train_case(case: Case, *, alone: bool = False) -> Trained:
 def digests_of(model: nn.Module, mesh: Mesh) -> dict[str, str]:
     """A digest of every parameter of the whole model, whose parts all ranks bring together (collective)."""
     parts = [
-        (clean_name(name), tuple(p.shape), place_of(p), local_part(p).detach().float().clone())
+        (clean_name(name), tuple(p.shape), shard_slices(p), local_shard(p).detach().float().clone())
         for name, p in model.named_parameters()
     ]
     whole: dict[str, torch.Tensor] = {}
     for some in mesh.gather(parts):
         for name, shape, place, part in some:
             whole.setdefault(name, torch.full(shape, math.nan))[place] = part
-    return {name: hashlib.sha256(whole[name].numpy().tobytes()).hexdigest() for name in sorted(whole)}
+    return {
+        name: hashlib.sha256(whole[name].numpy().tobytes()).hexdigest() for name in sorted(whole)
+    }
 
 
 def train_all(cases: Mapping[str, Case]) -> dict[str, Trained | str]:

@@ -28,8 +28,16 @@ LAYOUTS: list[tuple[int, list[str]]] = [
 
 def kill_behind(step: int, flags: list[str], nproc: int, folder: Path) -> None:
     """Starts the run and kills a worker with -9 as soon as the checkpoint of the step is there."""
-    launch = [sys.executable, "-m", "tests.warm_torchrun", *under_torchrun(nproc)[3:], "main_training.py"]
-    with subprocess.Popen([*launch, *flags], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as process:
+    launch = [
+        sys.executable,
+        "-m",
+        "tests.warm_torchrun",
+        *under_torchrun(nproc)[3:],
+        "main_training.py",
+    ]
+    with subprocess.Popen(
+        [*launch, *flags], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    ) as process:
         assert wait_for((folder / "checkpoints" / f"step_{step}").is_dir, 120)
         for victim in workers(process.pid)[:1]:
             subprocess.run(["kill", "-9", str(victim)], check=True)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fms_fsdp.config import BF16, FP32, ParallelConfig
-from fms_fsdp.config.axes import cp_method, row_multiple
+from fms_fsdp.distributed.axes import cp_method, row_multiple
 from fms_fsdp.extras.dropout import row_keys
 from fms_fsdp.extras.generate import Sampling, generate
 from fms_fsdp.extras.gpt import added_mask, alibi_score
@@ -52,7 +52,9 @@ def inputs(groups: int) -> list[torch.Tensor]:
     return [torch.randn(2, number, SEQ, 8, generator=generator) for number in heads]
 
 
-def whole_attention(groups: int, kind: dict[str, Any], keys_B: torch.Tensor | None) -> list[torch.Tensor]:
+def whole_attention(
+    groups: int, kind: dict[str, Any], keys_B: torch.Tensor | None
+) -> list[torch.Tensor]:
     """The result and its gradients, by explicit products in fp64 without any split."""
     shape = {name: value for name, value in kind.items() if name != "ids"}
     config = replace(SHAPE, max_seq_len=SEQ, **shape)
@@ -76,11 +78,18 @@ def errors_of_attention(method: str) -> dict[str, float]:
             split: Any = model.mask.func.__self__  # type: ignore[attr-defined]
             parts = split.places(SEQ // size)
             own = partial(
-                lambda x, parts: torch.cat([x[:, :, r.start : r.stop] for r in parts], 2), parts=parts
+                lambda x, parts: torch.cat([x[:, :, r.start : r.stop] for r in parts], 2),
+                parts=parts,
             )
             window = model.config.windows[0]
             mask = model.mask(
-                model.config, window, kind.get("ids"), slice(0, SEQ // size), CPU, cached=False, num_keys=0
+                model.config,
+                window,
+                kind.get("ids"),
+                slice(0, SEQ // size),
+                CPU,
+                cached=False,
+                num_keys=0,
             )
             keys_B = row_keys(3, 1, 0, 2) if "attn_dropout" in kind else None
             drop = None if keys_B is None else partial(own_attention.dropout, keys_B=keys_B)
@@ -118,8 +127,10 @@ def test_flex_attention_of_gathered_keys_is_that_of_whole_rows(
         own = SEQ // size
         mask = split.block_mask(kind.get("attn_window", 0), kind.get("ids"), own, CPU)
         score = split.own_score(alibi_score(HEADS), own) if "pos_emb" in kind else None
-        cut = [torch.cat([x[:, :, part.start : part.stop] for part in split.places(own)], 2) for x in
-               (qkv[0], wanted[0])]  # fmt: skip
+        cut = [
+            torch.cat([x[:, :, part.start : part.stop] for part in split.places(own)], 2)
+            for x in (qkv[0], wanted[0])
+        ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is not compiled
             out = attention(cut[0], *qkv[1:], mask=mask, score=score)
@@ -171,7 +182,9 @@ def both(**case: Any) -> dict[str, Case]:
 FEATURES: dict[str, dict[str, Any]] = {
     "documents, recomputed": dict(documents=True, common=dict(recompute="blocks")),
     "learned positions, one key head, operations recomputed": dict(
-        common=dict(recompute="ops"), accum=2, shape=dict(pos_emb="learned", num_kv_heads=1, qk_norm=True)
+        common=dict(recompute="ops"),
+        accum=2,
+        shape=dict(pos_emb="learned", num_kv_heads=1, qk_norm=True),
     ),
     "alibi, documents, dropout": dict(
         documents=True, shape=dict(pos_emb="alibi", dropout=0.1, attn_dropout=0.2, ffn_dropout=0.1)
@@ -179,13 +192,21 @@ FEATURES: dict[str, dict[str, Any]] = {
     "windows, waves, z-loss": dict(
         shape=dict(pos_emb="sinusoidal", attn_window=5, attn_window_pattern="LG", z_loss=1e-3)
     ),
-    "bf16, tied": dict(precision=BF16, shape=dict(tie_embeddings=True), loss_abs=5e-3, norm_rel=1e-2),
+    "bf16, tied": dict(
+        precision=BF16, shape=dict(tie_embeddings=True), loss_abs=5e-3, norm_rel=1e-2
+    ),
 }
 
 
 def test_two_ranks_train_as_one_process() -> None:
-    compare(2, {f"{name}: {method}": case for name, what in FEATURES.items()
-                for method, case in both(**what).items()})  # fmt: skip
+    compare(
+        2,
+        {
+            f"{name}: {method}": case
+            for name, what in FEATURES.items()
+            for method, case in both(**what).items()
+        },
+    )
 
 
 def test_four_ranks_train_as_one_process() -> None:
@@ -194,8 +215,14 @@ def test_four_ranks_train_as_one_process() -> None:
         "cp 2 x fsdp 2": dict(sharding_strategy="fsdp"),
         "cp 2 x ddp 2": dict(sharding_strategy="ddp"),
     }
-    compare(4, {f"{name}: {method}": case for name, flags in layouts.items()
-                for method, case in both(flags=flags, documents=True).items()})  # fmt: skip
+    compare(
+        4,
+        {
+            f"{name}: {method}": case
+            for name, flags in layouts.items()
+            for method, case in both(flags=flags, documents=True).items()
+        },
+    )
 
 
 def train_compiled(cases: Mapping[str, Case], backend: str) -> dict[str, Any]:
@@ -211,7 +238,8 @@ def train_compiled(cases: Mapping[str, Case], backend: str) -> dict[str, Any]:
 def check_compiled(backend: str) -> None:
     what = both(documents=True, common=dict(recompute="blocks"))
     cases = {
-        name: replace(case, flags={**case.flags, "use_torch_compile": True}) for name, case in what.items()
+        name: replace(case, flags={**case.flags, "use_torch_compile": True})
+        for name, case in what.items()
     }
     for found in run_ranks(train_compiled, 2, cases, backend):
         for name, case in cases.items():
@@ -237,7 +265,9 @@ def read(method: str) -> tuple[float, list[list[int | None]]]:
     model = parallelize(config, section, mesh, device=CPU, precision=FP32, seed=5)
     with torch.no_grad():
         loss_sum, _ = model(*rows_of(0, config))
-    tokens = generate(model, [[1, 2, 3], [4, 5, 6, 7, 8]], Sampling(temperature=0), max_new_tokens=6)
+    tokens = generate(
+        model, [[1, 2, 3], [4, 5, 6, 7, 8]], Sampling(temperature=0), max_new_tokens=6
+    )
     return float(mesh.sum(loss_sum, "row")), list(tokens)
 
 
@@ -252,9 +282,14 @@ def test_evaluation_and_generation_are_those_of_one_process() -> None:
 def test_the_method_follows_from_the_heads() -> None:
     assert cp_method("auto", 8, 2, 4) == "ulysses"
     assert cp_method("auto", 8, 4, 4) == cp_method("gather", 8, 1, 2) == "gather"
-    assert [row_multiple(method, 2, 4, sp) for method in ("ulysses", "gather") for sp in (False, True)] == [
-        4, 8, 8, 8,
-    ]  # fmt: skip
+    assert [
+        row_multiple(method, 2, 4, sp) for method in ("ulysses", "gather") for sp in (False, True)
+    ] == [
+        4,
+        8,
+        8,
+        8,
+    ]
 
 
 def test_parts_of_parts_are_found_in_order() -> None:

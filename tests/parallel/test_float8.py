@@ -11,22 +11,25 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fms_fsdp.config import OptimConfig, ParallelConfig
-from fms_fsdp.config.axes import ParallelDims
 from fms_fsdp.config.precision import Precision
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.mesh import Mesh, plan_dims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.extras.float8 import _Float8Product, _product, check_float8
-from fms_fsdp.mesh import Mesh, resolve_dims
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.runtime import World
 from tests.distributed.launch import run_ranks
 
 CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
 CONFIG = LlamaConfig(2, 64, 96, 4, 2, 120, max_seq_len=32, bias=True)
 BF16 = Precision(compute="bf16")
-E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)  # bits of the fraction, lowest exponent, largest number
+E4M3, E5M2 = (
+    (3, -6, 448.0),
+    (2, -14, 57344.0),
+)  # bits of the fraction, lowest exponent, largest number
 
 
 def rounded(x: torch.Tensor, form: tuple[int, int, float]) -> torch.Tensor:
@@ -69,7 +72,9 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
-def test_product_and_gradients_are_those_of_exactly_rounded_operands(scaling: str, kept: torch.dtype) -> None:
+def test_product_and_gradients_are_those_of_exactly_rounded_operands(
+    scaling: str, kept: torch.dtype
+) -> None:
     x, weight, grad = operands(kept)
     x_NI, grad_NO, weight_OI = x.flatten(0, 1), grad.flatten(0, 1), weight.bfloat16()
     of_row, of_column, of_grad = (1, 0, E4M3) if scaling == "row" else (None, None, E5M2)
@@ -91,7 +96,11 @@ def test_product_and_gradients_are_those_of_exactly_rounded_operands(scaling: st
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-25, 1e16, 3e38])
 def test_zeros_and_numbers_of_any_size_give_finite_products(scaling: str, size: float) -> None:
-    x, weight, grad = torch.randn(5, 32).clamp(-1, 1), torch.randn(16, 32) / 64, torch.randn(5, 16) / 64
+    x, weight, grad = (
+        torch.randn(5, 32).clamp(-1, 1),
+        torch.randn(16, 32) / 64,
+        torch.randn(5, 16) / 64,
+    )
     results = multiply((x * size).bfloat16(), weight, grad.bfloat16(), scaling)
     assert all(result.isfinite().all() for result in results)
     if 1e-29 < size < 1e20:
@@ -102,17 +111,25 @@ def test_zeros_and_numbers_of_any_size_give_finite_products(scaling: str, size: 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_stays_so(scaling: str, bad: float) -> None:
-    x, weight, grad = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((4, 16), (16, 16), (4, 16)))
+    x, weight, grad = (
+        torch.ones(shape, dtype=torch.bfloat16) for shape in ((4, 16), (16, 16), (4, 16))
+    )
     grad[2, 3] = bad
     assert not multiply(x, weight, grad, scaling)[1][2].isfinite().any()
 
 
-@pytest.mark.filterwarnings("ignore")  # torch 2.13's own compiler warns of deprecated calls it makes
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch 2.13's own compiler warns of deprecated calls it makes
 @pytest.mark.parametrize("scaling", ["row", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_compiled_products_are_those_of_eager_ones(scaling: str) -> None:
-    compiled = torch.compile(lambda *given: _Float8Product.apply(*given), fullgraph=True, dynamic=False)
+    compiled = torch.compile(
+        lambda *given: _Float8Product.apply(*given), fullgraph=True, dynamic=False
+    )
     eager = multiply(*operands(torch.bfloat16), scaling)
-    for one, other in zip(multiply(*operands(torch.bfloat16), scaling, compiled), eager, strict=True):
+    for one, other in zip(
+        multiply(*operands(torch.bfloat16), scaling, compiled), eager, strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=2**-8, atol=1e-5 * other.norm().item())
 
 
@@ -122,7 +139,9 @@ def test_the_scale_of_a_whole_weight_is_found_once(scaling: str, times: int) -> 
     found = []
 
     class Reductions(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             found.append(func is torch.ops.aten.amax.default)
             return func(*args, **(kwargs or {}))
 
@@ -135,7 +154,8 @@ def test_the_scale_of_a_whole_weight_is_found_once(scaling: str, times: int) -> 
 def test_kernels_of_gpus_take_what_they_are_given(by_row: bool) -> None:
     """By torch's own rules of shapes, strides and dtypes, which need no GPU."""
     a, b, b_IO = (
-        torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((21, 64), (48, 64), (64, 48))
+        torch.empty(size, dtype=torch.bfloat16, device="meta")
+        for size in ((21, 64), (48, 64), (64, 48))
     )
     for right in (b, b_IO.t()):
         y = _product(a, right, torch.float8_e4m3fn, by_row, fast=True)
@@ -147,7 +167,7 @@ def test_kernels_of_gpus_take_what_they_are_given(by_row: bool) -> None:
 def losses(nproc: int, precision: Precision) -> list[float]:
     """Of 20 steps on 4 rows, the same for any number of ranks."""
     section = ParallelConfig(sharding_strategy="fsdp" if nproc > 1 else "none")
-    dims = resolve_dims(section, "", World(0, 0, nproc, nproc))
+    dims = plan_dims(section, "", World(0, 0, nproc, nproc))
     rank = torch.distributed.get_rank() if nproc > 1 else 0
     mesh = Mesh(dims, rank, "cpu")
     model = parallelize(CONFIG, section, mesh, device=CPU, precision=precision, seed=1)
@@ -191,7 +211,9 @@ def step(scaling: str, **flags: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("flags", [dict(recompute="ops"), dict(recompute="blocks")])
-def test_recomputation_keeps_loss_and_gradients_to_the_last_bit(flags: dict[str, Any], scaling: str) -> None:
+def test_recomputation_keeps_loss_and_gradients_to_the_last_bit(
+    flags: dict[str, Any], scaling: str
+) -> None:
     for one, other in zip(step(scaling, **flags), step(scaling), strict=True):
         assert torch.equal(one, other)
 
@@ -206,9 +228,15 @@ def test_blocks_are_compiled_whole() -> None:
 
 def test_neither_embedding_nor_head_is_in_float8() -> None:
     model = build(replace(BF16, float8="row"))
-    swapped = {name.split(".")[0] for name, module in model.named_modules() if hasattr(module, "by_row")}
+    swapped = {
+        name.split(".")[0] for name, module in model.named_modules() if hasattr(module, "by_row")
+    }
     linear = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
-    assert swapped == {"blocks"} and all(hasattr(module, "by_row") for module in linear) and len(linear) == 14
+    assert (
+        swapped == {"blocks"}
+        and all(hasattr(module, "by_row") for module in linear)
+        and len(linear) == 14
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,19 @@ DROPOUT = {"dropout": 0.1, "attn_dropout": 0.1, "ffn_dropout": 0.1}
 WINDOWS = {"attn_window": 5, "attn_window_pattern": "LG"}
 MUON = {"optimizer": "muon"}
 CASES = {
-    "tp x cp by ulysses": Case(TP | CP, {"recompute": "blocks"}, shape={"num_kv_heads": 2}, documents=True),
+    "tp x cp by ulysses": Case(
+        TP | CP, {"recompute": "blocks"}, shape={"num_kv_heads": 2}, documents=True
+    ),
     "tp x cp by gather": Case(TP | CP | GATHER, shape=DROPOUT, documents=True, accum=2),
     "tp of copies x cp": Case(
-        TP | CP | COPIES | GATHER, shape={"num_kv_heads": 1, "tie_embeddings": True, "pos_emb": "learned"}
+        TP | CP | COPIES | GATHER,
+        shape={"num_kv_heads": 1, "tie_embeddings": True, "pos_emb": "learned"},
     ),
     "pp x tp by 1f1b": Case(PP | TP, {"recompute": "ops"}, shape=DROPOUT, documents=True, accum=2),
     "pp x tp of copies": Case(PP | TP | COPIES | {"pp_schedule": "gpipe"}, optim=MUON),
-    "pp x cp by zbv": Case(PP | CP | {"pp_schedule": "zbv"}, shape=DROPOUT, documents=True, accum=2),
+    "pp x cp by zbv": Case(
+        PP | CP | {"pp_schedule": "zbv"}, shape=DROPOUT, documents=True, accum=2
+    ),
     "pp x cp by gather": Case(
         PP | CP | GATHER | {"pp_schedule": "interleaved"},
         {"recompute": "blocks"},

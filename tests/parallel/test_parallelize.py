@@ -30,12 +30,10 @@ from fms_fsdp.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from fms_fsdp.config.axes import ParallelDims
-from fms_fsdp.config.flag import flag_values
-from fms_fsdp.config.rule import judge
-from fms_fsdp.config.spans import parse_selective_checkpointing
+from fms_fsdp.config.formats import parse_block_fraction
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import UserError
-from fms_fsdp.mesh import Mesh
 from fms_fsdp.models.flops import recomputed_flops_per_token
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import LlamaConfig
@@ -44,8 +42,8 @@ from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import fsdp_policy, product_in
-from fms_fsdp.predict.activations import activation_bytes
-from fms_fsdp.spec.rules import MACHINE, Hardware
+from fms_fsdp.predict.meter import Shape, cost
+from fms_fsdp.run.checks import check_machine
 from tests.cli import ROOT, TINY, last_of_each
 
 CPU = torch.device("cpu")
@@ -62,13 +60,15 @@ def step(model: Llama, length: int = 24) -> tuple[torch.Tensor, list[torch.Tenso
     tokens = (torch.arange(2 * length) * 7 % 120).view(2, length)
     loss_sum, _ = model(tokens, tokens.roll(-1, 1))
     loss_sum.backward()
-    return loss_sum, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return loss_sum, [
+        parameter.grad for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 @pytest.mark.parametrize("num_blocks", [1, 5, 6, 32, 80])
 @pytest.mark.parametrize("text", ["1", "1/2", "0.33", "2/3", "every:4", "1/7", "0.9"])
 def test_checkpointed_blocks_are_evenly_spaced(num_blocks: int, text: str) -> None:
-    share = parse_selective_checkpointing("selective_checkpointing", text)
+    share = parse_block_fraction("selective_checkpointing", text)
     chosen = select_blocks(num_blocks, share)
     assert sum(chosen) == max(1, int(num_blocks * share))
     places = [i for i, one in enumerate(chosen) if one]
@@ -82,7 +82,12 @@ def test_checkpointing_fractions_mean_what_they_say() -> None:
     assert select_blocks(6, Fraction(1, 3)) == [False, False, True] * 2
 
 
-OPS = [("attention", "every_second_product"), ("attention", "products"), ("attention",), ("products",)]
+OPS = [
+    ("attention", "every_second_product"),
+    ("attention", "products"),
+    ("attention",),
+    ("products",),
+]
 OPS += [("attention", "attention_products")]
 
 
@@ -127,10 +132,15 @@ def test_long_rows_keep_no_product_of_the_feed_forward_by_default(tmp_path: Path
     assert ParallelConfig(recompute="ops").kept_ops(8192) == ("attention", "attention_products")
     assert ParallelConfig(recompute="ops", recompute_ops=usual).kept_ops(8192) == usual
     assert ParallelConfig(recompute="blocks").kept_ops(8192) == ()
-    build_one = "import main_training, sys; main_training.parallelize = lambda _, section, *a, **b: "
+    build_one = (
+        "import main_training, sys; import fms_fsdp.parallel.parallelize as module; "
+        "module.parallelize = lambda _, section, *a, **b: "
+    )
     build_one += "sys.exit(f'kept {section.recompute_ops}'); main_training.main(sys.argv[1:])"
     for length, kept in ((64, usual), (8192, ("attention", "attention_products"))):
-        argv = last_of_each([*TINY, "--recompute=ops", f"--seq_length={length}", f"--output_dir={tmp_path}"])
+        argv = last_of_each(
+            [*TINY, "--recompute=ops", f"--seq_length={length}", f"--output_dir={tmp_path}"]
+        )
         done = subprocess.run(
             [sys.executable, "-c", build_one, *argv], capture_output=True, text=True, cwd=ROOT
         )
@@ -169,7 +179,9 @@ def graphs(cheap: bool) -> list[torch.fx.Graph]:
 @pytest.mark.filterwarnings("ignore")
 def test_cheap_recomputation_keeps_less_and_repeats_no_product() -> None:
     def products(some: list[torch.fx.Graph]) -> int:
-        names = [str(node.target) for graph in some for node in graph.nodes if node.op == "call_function"]
+        names = [
+            str(node.target) for graph in some for node in graph.nodes if node.op == "call_function"
+        ]
         return sum("mm" in name or "dot_product" in name for name in names)
 
     usual, cheap = graphs(False), graphs(True)
@@ -202,7 +214,9 @@ def saved_bytes(model: Llama) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(torch.zeros(2, 24, dtype=torch.long), torch.zeros(2, 24, dtype=torch.long))
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    own = {
+        tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]
+    }
     return sum(size for place, size in sizes.items() if place not in own)
 
 
@@ -226,7 +240,9 @@ def test_a_compiled_block_that_recomputes_keeps_its_input_alone(precision: Preci
     assert saved_bytes(model) == saved_bytes(eager)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch 2.13's own compiler warns of deprecated calls it makes
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch 2.13's own compiler warns of deprecated calls it makes
 @pytest.mark.parametrize("precision", [FP32, pytest.param(BF16, marks=pytest.mark.slow)])
 def test_blocks_share_one_compilation_beside_that_of_the_loss_and_agree_with_eager(
     precision: Precision,
@@ -241,11 +257,14 @@ def test_blocks_share_one_compilation_beside_that_of_the_loss_and_agree_with_eag
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     tolerance = dict(rtol=3e-2, atol=3e-1) if precision == BF16 else dict(rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(compiled_loss, loss, rtol=2e-3 if precision == BF16 else 1e-6, atol=0)
+    torch.testing.assert_close(
+        compiled_loss, loss, rtol=2e-3 if precision == BF16 else 1e-6, atol=0
+    )
     torch.testing.assert_close(compiled, gradients, **tolerance)
     assert model.head is not None
     gradient = model.head.weight.numel() * 4  # of the loss, made in the forward pass
-    expected = activation_bytes(CONFIG, 48, 24, precision, ParallelConfig(), device_type="cpu")
+    shape = Shape(CONFIG, ParallelConfig(), precision, ParallelDims("none"), 24, device_type="cpu")
+    expected = CONFIG.num_layers * cost(shape, "block", 2).kept
     number, hidden = NUM_BYTES[precision.compute], CONFIG.hidden_size
     final_norm = 8 * hidden + 4 + number * hidden  # of a token, with what the loss keeps for it
     assert saved_bytes(model) - gradient == pytest.approx(expected + 48 * final_norm, rel=0.05)
@@ -276,14 +295,16 @@ def test_master_weights_stay_fp32_and_inputs_are_not_cast() -> None:
 
 def judge_machine(section: ParallelConfig, device: torch.device, precision: str = "fp32") -> None:
     config = TrainConfig(parallel=section, precision=PrecisionConfig(precision=precision))
-    judge(MACHINE, Hardware(config, device, ParallelDims("none")), flag_values(config))
+    check_machine(config, device, ParallelDims("none"))
 
 
 def test_compile_without_a_compiler_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     asked = ParallelConfig(use_torch_compile=True)
-    with pytest.raises(ValueError, match=r"--use_torch_compile \(True\) needs a compiler: g\+\+ is not on"):
+    with pytest.raises(
+        ValueError, match=r"--use_torch_compile=True requires a compiler: g\+\+ is not on"
+    ):
         judge_machine(asked, CPU)
     gpu = torch.device("cuda")
     with pytest.raises(ValueError, match="gcc is not on the PATH"):
@@ -298,10 +319,8 @@ def test_a_gpu_without_bf16_is_refused_with_what_it_can_compute(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
     section, gpu = ParallelConfig(use_torch_compile=False), torch.device("cuda")
-    rule = (
-        rf"^--precision \({precision}\) needs bf16, which Tesla V100 lacks; add --precision=fp16 or .*fp32 --"
-    )
-    with pytest.raises(UserError, match=f"{rule}run_name="):
+    rule = f"^--precision={precision} requires bf16, which Tesla V100 does not support; use .*fp32"
+    with pytest.raises(UserError, match=f"{rule}, with --run_name="):
         judge_machine(section, gpu, precision)
     judge_machine(section, gpu, "fp16")
     judge_machine(section, CPU, precision)
@@ -313,15 +332,17 @@ def test_blocks_are_compiled_by_default_on_gpus_only() -> None:
 
 
 def test_what_the_compiler_recomputes_needs_the_compiler() -> None:
-    with pytest.raises(ValueError, match=r"--recompute \(cheap\) needs --use_torch_compile=True"):
+    with pytest.raises(
+        ValueError, match="--recompute=cheap requires compiled blocks; set --use_torch_compile=True"
+    ):
         judge_machine(ParallelConfig(recompute="cheap"), CPU)
     judge_machine(ParallelConfig(recompute="cheap"), torch.device("cuda"))
 
 
 def test_an_attention_backend_the_device_lacks_is_refused() -> None:
     config = TrainConfig(model=ModelConfig(attn_impl="efficient"))
-    with pytest.raises(UserError, match=r"--attn_impl \(efficient\) .* auto, flash, math"):
-        judge(MACHINE, Hardware(config, CPU, ParallelDims("none")), flag_values(config))
+    with pytest.raises(UserError, match="--attn_impl=efficient requires a GPU"):
+        check_machine(config, CPU, ParallelDims("none"))
 
 
 @pytest.mark.parametrize(("device", "casts"), [("cuda", 0), ("cpu", 1)])
@@ -364,6 +385,5 @@ def test_each_block_waits_for_the_device_in_both_passes(
 def test_compiled_blocks_cannot_wait() -> None:
     parallel = ParallelConfig(debug_sync_blocks=True, use_torch_compile=True)
     config = TrainConfig(parallel=parallel)
-    known = Hardware(config, torch.device("cpu"), ParallelDims("none"))
-    with pytest.raises(UserError, match=r"--debug_sync_blocks \(True\) waits behind blocks"):
-        judge(MACHINE, known, flag_values(config))
+    with pytest.raises(UserError, match="--debug_sync_blocks waits between blocks"):
+        check_machine(config, torch.device("cpu"), ParallelDims("none"))

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.extras.generate import Sampling, generate
-from fms_fsdp.mesh import Mesh
 from fms_fsdp.models import chunks
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
@@ -28,11 +28,15 @@ from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import CPU, SHAPE, VOCAB, Case, compare, mesh_of, rows_of, train_case
 
 TP2, COPIES = {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": False}
-GPT = dict(norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned", tie_embeddings=True)
+GPT = dict(
+    norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned", tie_embeddings=True
+)
 DROPS = dict(dropout=0.1, attn_dropout=0.1, ffn_dropout=0.1)
 CAPPED = dict(z_loss=1e-2, logit_softcap=5.0)
 WAVES = dict(norm="scalenorm", pos_emb="sinusoidal", activation="relu2")
-ALIBI = dict(norm="scalenorm", pos_emb="alibi", parallel_residual=True, qk_norm=True, attn_dropout=0.1)
+ALIBI = dict(
+    norm="scalenorm", pos_emb="alibi", parallel_residual=True, qk_norm=True, attn_dropout=0.1
+)
 
 RELATIVE = dict(pos_emb="relative", relative_buckets=8, relative_max_distance=20, num_kv_heads=1)
 
@@ -44,13 +48,17 @@ def test_two_ranks_train_as_one() -> None:
             "llama": Case(
                 TP2, common=dict(recompute="blocks", selective_checkpointing="1/2"), documents=True
             ),
-            "copies": Case(COPIES, shape=dict(vocab_multiple_of=16, num_kv_heads=1) | WAVES | DROPS),
+            "copies": Case(
+                COPIES, shape=dict(vocab_multiple_of=16, num_kv_heads=1) | WAVES | DROPS
+            ),
             "gpt": Case(TP2, shape=GPT | DROPS, accum=2),
             "gpt of copies": Case(COPIES, shape=GPT | dict(qk_norm=True), documents=True),
             "alibi": Case(TP2, shape=ALIBI),
             "relative": Case(TP2, shape=RELATIVE, documents=True, accum=2),
             "ops": Case(
-                TP2, common=dict(recompute="ops", low_cpu_fsdp=False), shape=dict(ffn_hidden_size=97)
+                TP2,
+                common=dict(recompute="ops", low_cpu_fsdp=False),
+                shape=dict(ffn_hidden_size=97),
             ),
         },
     )
@@ -64,7 +72,9 @@ def test_four_ranks_train_as_one() -> None:
             "four": Case(tp4, shape=dict(num_kv_heads=2, qk_norm=True)),
             "fsdp": Case(TP2, common=dict(recompute="blocks"), accum=2),
             "hsdp": Case(COPIES | {"sharding_strategy": "hsdp", "hsdp_shard_size": 1}, shape=GPT),
-            "zero1": Case(TP2 | {"sharding_strategy": "zero1"}, shape=GPT | dict(qk_norm=True), accum=2),
+            "zero1": Case(
+                TP2 | {"sharding_strategy": "zero1"}, shape=GPT | dict(qk_norm=True), accum=2
+            ),
         },
     )
 
@@ -78,7 +88,9 @@ def build(
     return parallelize(config, section, mesh, device=CPU, precision=precision, seed=5), mesh
 
 
-def gradients(shape: dict[str, Any], flags: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
+def gradients(
+    shape: dict[str, Any], flags: dict[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
     """The whole gradient of each parameter. Norm weights differ from one, biases from zero."""
     model, _ = build(shape, flags=flags)
     with torch.no_grad():
@@ -105,14 +117,21 @@ SHAPES = {
 def logits_and_losses(flags: dict[str, Any] | None = None) -> dict[str, Any]:
     """Of an evaluation, whose rows are cut, and of generated texts, whose rows are not."""
     found: dict[str, Any] = {}
-    for name, shape in {"llama": {}, "gpt": GPT, "alibi": ALIBI | CAPPED, "relative": RELATIVE}.items():
+    for name, shape in {
+        "llama": {},
+        "gpt": GPT,
+        "alibi": ALIBI | CAPPED,
+        "relative": RELATIVE,
+    }.items():
         model, _ = build(shape, flags=flags)
         batch = rows_of(1, model.config)
         with evaluating(model), torch.no_grad():
             found[f"{name} loss"] = model(batch.tokens_BS, batch.labels_BS)[0]
             found[f"{name} logits"] = model(batch.tokens_BS)
             texts = generate(model, [[1, 2, 3], [7, 8, 9, 10, 11]], Sampling(0), max_new_tokens=6)
-            found[f"{name} texts"] = torch.tensor([[-1 if x is None else x for x in row] for row in texts])
+            found[f"{name} texts"] = torch.tensor(
+                [[-1 if x is None else x for x in row] for row in texts]
+            )
     return found
 
 
@@ -171,7 +190,9 @@ def loss_and_gradients(
 
 
 def on_two_ranks() -> dict[str, Any]:
-    found: dict[str, Any] = {name: loss_and_gradients(split=True, **how) for name, how in LOSSES.items()}
+    found: dict[str, Any] = {
+        name: loss_and_gradients(split=True, **how) for name, how in LOSSES.items()
+    }
     for name, shape in SHAPES.items():
         for flags in (TP2, COPIES):
             found[f"{name} {flags}"] = gradients(shape, flags)
@@ -221,7 +242,9 @@ def test_the_gradient_of_every_parameter_is_that_of_one_process(
             difference, size = (found[parameter] - grad).norm(), grad.norm()
             assert difference < 1e-5 * size + 1e-7 * total, (parameter, difference, size)
             # of a bias of all keys alike, which a softmax does not see, the gradient is rounding alone
-            assert size > 1e-4 * total or parameter.endswith(("k_norm.bias", "k_proj.bias")), parameter
+            assert size > 1e-4 * total or parameter.endswith(("k_norm.bias", "k_proj.bias")), (
+                parameter
+            )
 
 
 @pytest.mark.parametrize("flags", [TP2, COPIES])
@@ -236,7 +259,9 @@ def test_evaluations_and_texts_are_those_of_one_process(
 
 def test_float8_multiplies_local_parts(of_two_ranks: list[dict[str, Any]]) -> None:
     for i, case in enumerate(FLOAT8.values()):
-        alone, in_bf16 = (train_case(one, alone=True) for one in (case, replace(case, precision=BF16)))
+        alone, in_bf16 = (
+            train_case(one, alone=True) for one in (case, replace(case, precision=BF16))
+        )
         for found in (some["float8"][i] for some in of_two_ranks):
             assert found.weights == alone.weights and found.losses != in_bf16.losses
             assert found.losses == pytest.approx(alone.losses, rel=1e-3)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from fms_fsdp.config import BatchPlan, OptimConfig, ParallelConfig
+from fms_fsdp.config import BF16, BatchPlan, OptimConfig, ParallelConfig
 from fms_fsdp.data.batch import Batch
+from fms_fsdp.distributed.mesh import plan_dims
+from fms_fsdp.distributed.runtime import World
+from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.predict.communication import bytes_sent
-from fms_fsdp.predict.shares import axis_bytes, share_of
-from fms_fsdp.state import Progress, TrainState
+from fms_fsdp.predict.memory import Step
+from fms_fsdp.predict.meter import Shape
+from fms_fsdp.predict.speed import rank_cost, sent, sent_by, sent_summary
+from fms_fsdp.state import TrainState
 from fms_fsdp.train import TrainStep, train_step
 from tests.cli import ROOT
 from tests.distributed.launch import run_ranks
@@ -43,6 +49,13 @@ CASES = {
 }
 
 
+ACCUMULATING = {  # FSDP gathers and reduces in every schedule of a pipeline
+    "pp x fsdp": Case(dict(pp_size=2, sharding_strategy="fsdp"), accum=2),
+    "pp x hsdp": Case(dict(pp_size=2, sharding_strategy="hsdp", hsdp_shard_size=1), accum=2),
+    "pp x ddp": Case(dict(pp_size=2, sharding_strategy="ddp"), accum=2),
+}
+
+
 def measured(case: Case) -> tuple[dict[str, float], dict[str, int]]:
     """Bytes that this rank sent in a step by axis, and those that were predicted (collective)."""
     section = ParallelConfig(**{**case.common, **case.flags})
@@ -52,25 +65,53 @@ def measured(case: Case) -> tuple[dict[str, float], dict[str, int]]:
     batch = BatchPlan(rows // case.accum, case.accum, mesh.size("dp"))
     recipe = TrainStep(mesh, CPU, lambda step, tokens, base: 1e-3, batch.batch_size, 1.0, False)
     nothing: Any = None
-    state = TrainState(model, build_optimizers(OptimConfig(), model), nothing, Progress(0, 2))
+    state = TrainState(model, build_optimizers(OptimConfig(), model), nothing, 2)
     first = mesh.place("dp") * rows
-    columns = Batch(*(column[first : first + rows].repeat(1, SEQ // 16) for column in rows_of(0, config)))
+    columns = Batch(
+        *(column[first : first + rows].repeat(1, SEQ // 16) for column in rows_of(0, config))
+    )
     train_step(recipe, state, columns, Clock(CPU))
     with Sent(mesh) as counted:
         train_step(recipe, state, columns, Clock(CPU))
-    dims, place = mesh.dims, mesh.place("pp")
-    predicted = axis_bytes(config, dims, section, case.precision, batch, SEQ, place)
-    share = share_of(config, dims, section, place)
-    return counted.sent, predicted | bytes_sent(config, dims, case.precision, case.accum, share)
+    shape = Shape(config, section, case.precision, mesh.dims, SEQ, False, "cpu")
+    step, place = Step(shape, batch.batch_size, case.accum), mesh.place("pp")
+    predicted = sent_by(step, place, rank_cost(shape, place, step.micro_batch))
+    return counted.sent, dict(predicted)
 
 
-def all_measured() -> dict[str, tuple[dict[str, float], dict[str, int]]]:
-    return {name: measured(case) for name, case in CASES.items()}
+def all_measured(
+    cases: Mapping[str, Case],
+) -> dict[str, tuple[dict[str, float], dict[str, int]]]:
+    return {name: measured(case) for name, case in cases.items()}
+
+
+def compare_bytes(cases: Mapping[str, Case]) -> None:
+    """Asserts that the ranks of every case send the bytes that are predicted."""
+    for found in run_ranks(all_measured, 4, dict(cases)):
+        for name, (counted, predicted) in found.items():
+            counted = {axis: size for axis, size in counted.items() if axis and size}
+            assert counted.keys() == predicted.keys(), (name, counted, predicted)
+            assert counted == pytest.approx(predicted, rel=0.02), name
 
 
 def test_bytes_of_every_axis_are_those_predicted() -> None:
-    for found in run_ranks(all_measured, 4):
-        for name, (sent, predicted) in found.items():
-            counted = {axis: size for axis, size in sent.items() if axis and size}
-            assert counted.keys() == predicted.keys(), (name, counted, predicted)
-            assert counted == pytest.approx(predicted, rel=0.02), name
+    compare_bytes(CASES)
+
+
+@pytest.mark.parametrize("name", ACCUMULATING)
+def test_pipeline_accumulation_bytes_match_the_prediction(name: str) -> None:
+    """The gathers and reductions of one schedule were counted for all schedules of a step."""
+    compare_bytes({name: ACCUMULATING[name]})
+
+
+def test_printed_pipeline_bytes_are_the_maximum() -> None:
+    """The first stage sends only forward."""
+    section, seq = ParallelConfig(tp_size=2, pp_size=8, sharding_strategy="fsdp"), 4096
+    dims = plan_dims(section, "70b", World(0, 0, 64, 8))
+    step = Step(Shape(VARIANTS["70b"], section, BF16, dims, seq), 256, 1)
+    printed = re.search(r"pp ([\d.]+)", sent_summary(sent(step)))
+    ranks = (
+        sent_by(step, place, rank_cost(step.shape, place, step.micro_batch))["pp"]
+        for place in range(dims.pp)
+    )
+    assert printed is not None and float(printed[1]) == pytest.approx(max(ranks) / 2**30, rel=0.01)

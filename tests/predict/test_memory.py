@@ -1,179 +1,138 @@
-"""The memory estimate and the refusal built on it."""
+"""The memory estimate: by hand, and its laws."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from fms_fsdp.config import BF16, BatchPlan, ParallelConfig
-from fms_fsdp.config.axes import ParallelDims
-from fms_fsdp.mesh import resolve_dims
+from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision, TrainConfig
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.mesh import plan_dims
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.models.flops import num_params, num_params_by_unit
-from fms_fsdp.models.variants import VARIANTS
-from fms_fsdp.predict import room
-from fms_fsdp.predict.memory import estimate_memory
-from fms_fsdp.predict.room import available_memory, check_memory
-from fms_fsdp.runtime import World
-
-CPU, PLAIN = torch.device("cpu"), ParallelConfig()
+from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.predict.memory import GIB, Step, estimate_memory, first_fit, kinds, minimum_memory
+from fms_fsdp.predict.meter import Shape
+from tests.specs import budget, resolved
 
 
-def test_estimate_is_state_over_shards_plus_the_largest_unit() -> None:
+def step(
+    model: str | LlamaConfig = "7b",
+    dims: ParallelDims | None = None,
+    *,
+    devices: int = 8,
+    rows: int = 1,
+    accum: int = 1,
+    precision: Precision = BF16,
+    **flags: Any,
+) -> Step:
+    """Returns a step on GPUs in nodes of 8, of sequences of 4096 tokens."""
+    section = ParallelConfig(**flags)
+    dims = dims or plan_dims(section, "", World(0, 0, devices, min(8, devices)))
+    config = VARIANTS[model] if isinstance(model, str) else model
+    return Step(Shape(config, section, precision, dims, 4096), rows, accum)
+
+
+def without_sequences(step: Step) -> int:
+    need = minimum_memory(step, 8)
+    return need.total - need.sequences
+
+
+def test_minimum_is_sharded_state_and_the_largest_unit() -> None:
     config = VARIANTS["7b"]
-    n, block = num_params(config), num_params_by_unit(config)["block"]
-    assert estimate_memory(config, ParallelDims("fsdp", 1, 8), PLAIN).total == 16 * n // 8 + 4 * block
-    assert (
-        estimate_memory(config, ParallelDims("hsdp", 2, 4), PLAIN, precision=BF16).total
-        == 16 * n // 4 + 2 * block
-    )
-    assert estimate_memory(config, ParallelDims("none", 1, 1), PLAIN).total == 16 * n
-    assert estimate_memory(config, ParallelDims("none", 1, 1), PLAIN, precision=BF16).total == (
-        16 * n + 2 * num_params_by_unit(config)["embed"]
-    )
-    tied = VARIANTS["llama3.2_1b"]
-    assert estimate_memory(tied, ParallelDims("fsdp", 1, 2), PLAIN).unit == 4 * (
-        128256 * 2048 + 2048
-    )  # embedding and final norm
-    assert estimate_memory(config, ParallelDims("ddp", 8, 1), PLAIN, precision=BF16).unit == 2 * block
-    grouped = ParallelConfig(fsdp_blocks_per_group=3)
-    assert estimate_memory(config, ParallelDims("fsdp", 1, 8), grouped).unit == 3 * 4 * block
+    n, units = num_params(config), num_params_by_unit(config)
+    block = units["block"]
+    for dims, precision, expected in (
+        (ParallelDims("fsdp", 1, 8), FP32, 16 * n // 8 + 4 * block),
+        (ParallelDims("hsdp", 2, 4), BF16, 16 * n // 4 + 2 * block),
+        (ParallelDims("none"), FP32, 16 * n),
+        (ParallelDims("none"), BF16, 16 * n + 2 * units["embed"]),
+    ):
+        assert without_sequences(step("7b", dims, precision=precision)) == expected
+    tied = minimum_memory(step("llama3.2_1b", ParallelDims("fsdp", 1, 2), precision=FP32), 8)
+    assert tied.gathered >= 4 * 128256 * 2048
+    grouped = step("7b", ParallelDims("fsdp", 1, 8), fsdp_blocks_per_group=3)
+    assert minimum_memory(grouped, 8).gathered == 3 * 2 * block
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
-def test_whole_weights_and_gradients_count_where_a_strategy_keeps_them(dtype: str, size: int) -> None:
-    config, section = VARIANTS["7b"], ParallelConfig(sharding_strategy="zero1")
-    n, dims = num_params(config), resolve_dims(section, "7b", World(0, 0, 8, 8))
-    for accum, whole in ((1, 0), (4, size * n - 4 * n // 8)):
-        batch = BatchPlan(1, accum, 8)
-        estimate = estimate_memory(config, dims, section, precision=replace(BF16, reduce=dtype), batch=batch)
-        assert (estimate.unit, estimate.gradients) == (2 * n, whole)
-        assert estimate.total == 2 * n + 16 * n // 8 + whole + estimate.rows
+def test_zero1_keeps_unsharded_weights_and_gradients(dtype: str, size: int) -> None:
+    n, precision = num_params(VARIANTS["7b"]), replace(BF16, reduce=dtype)
+    for accum, gradients in ((1, 4 * n // 8), (4, size * n)):
+        found = step(precision=precision, accum=accum, sharding_strategy="zero1")
+        need = minimum_memory(found, 8)
+        assert (need.gathered, need.gradients) == (2 * n, gradients)
 
 
-def test_a_block_takes_in_the_part_of_a_row_or_batch_that_the_axes_leave() -> None:
-    """A pipeline was refused for the rows of a whole step, of which one micro-batch passes at a time."""
+def test_axes_divide_the_input_of_a_block() -> None:
     config, rows = VARIANTS["70b"], 64
-    stream = 2 * config.hidden_size * 4096
+    hidden = 2 * config.hidden_size * 4096
 
-    def taken_in(**flags: int) -> int:
-        section = ParallelConfig(**flags)  # type: ignore[arg-type]
-        batch, dims = BatchPlan(rows, 1, 1), resolve_dims(section, "70b", World(0, 0, 16, 8))
-        need = estimate_memory(config, dims, section, precision=BF16, batch=batch, seq_length=4096)
-        return need.rows - 8 * config.rotary_dim * config.max_seq_len - 32 * rows * 4096
+    def taken_in(**flags: Any) -> int:
+        need = minimum_memory(step("70b", devices=16, rows=rows, **flags), 8)
+        return need.sequences - 8 * config.rotary_dim * config.max_seq_len - 32 * rows * 4096
 
-    assert taken_in() == rows * stream
-    assert taken_in(tp_size=8, cp_size=2) == rows * stream // 16
-    assert taken_in(pp_size=4, pp_micro_batch_size=2) == 2 * stream
-    assert taken_in(pp_size=4, tp_size=2, sequence_parallel=False) == stream
+    assert taken_in() == rows * hidden
+    assert taken_in(tp_size=8, cp_size=2) == rows * hidden // 16
+    assert taken_in(pp_size=4, pp_micro_batch_size=2) == 2 * hidden
+    assert taken_in(pp_size=4, tp_size=2, sequence_parallel=False) == hidden
 
 
-def test_what_is_offloaded_must_fit_the_host_and_the_rest_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, section = torch.device("cuda", 0), ParallelConfig(cpu_offload=True)
-    estimate = estimate_memory(VARIANTS["7b"], ParallelDims("fsdp", 1, 2), section)
-    parts = estimate.by_holder(gpu, section)
-    assert [part.total for part in parts.values()] == [estimate.state, estimate.unit]
-    assert list(parts) == [CPU, gpu] and estimate.by_holder(CPU, section) == {CPU: estimate}
-    assert estimate.by_holder(gpu, ParallelConfig()) == {gpu: estimate}
-    fake_gpu(monkeypatch, 1)
-    kept = estimate_memory(VARIANTS["7b"], ParallelDims("zero2", 1, 2, reshard_after_forward=False), section)
-    with pytest.raises(
-        ValueError, match=r"25.1 GiB per rank, 0.0 of .*; gather one block at a time \(--shard"
-    ):
-        check_memory(kept.by_holder(gpu, section)[gpu], gpu, 1, "7b")
-
-
-def test_a_model_that_cannot_fit_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_free_ram", lambda: 64 * 2**30)
-    monkeypatch.setattr(room, "_cgroup_limit", lambda: 32 * 2**30)
-    with pytest.raises(
-        ValueError,
-        match=r"--model_variant \(70b, 68,976,648,192 parameters a rank: 1027.8 GiB per rank, .*\) must fit "
-        r"the 16.0 GiB .* at least 65 ",
-    ) as error:
-        check_memory(estimate_memory(VARIANTS["70b"], ParallelDims("none", 1, 1), PLAIN), CPU, 2, "70b")
-    assert "\n" not in str(error.value)
-    check_memory(
-        estimate_memory(replace(VARIANTS["7b"], num_layers=1), ParallelDims("none", 1, 1), PLAIN),
-        CPU,
-        2,
-        "7b",
-    )
-    check_memory(estimate_memory(VARIANTS["7b"], ParallelDims("fsdp", 1, 16), PLAIN), CPU, 2, "7b")
+def test_offloaded_state_is_in_host_memory() -> None:
+    need = estimate_memory(step(), 8, saves=100)
+    parts = need.by_device("cuda", offload=True)
+    assert parts["cpu"].total == need.state + 100
+    assert parts["cuda"].total == need.total - need.state - 100
+    assert need.by_device("cpu", offload=True) == {"cpu": need}
+    assert need.by_device("cuda", offload=False)["cuda"].total == need.total - 100
 
 
 @pytest.mark.parametrize(
-    "files, limit",
+    "flags",
     [
-        (
-            {
-                "/proc/self/cgroup": "0::/a/b\n",
-                "/sys/fs/cgroup/a/memory.max": "500\n",
-                "/sys/fs/cgroup/a/b/memory.max": "max\n",
-            },
-            500,
-        ),
-        (
-            {
-                "/proc/self/cgroup": "5:cpu:/x\n4:memory:/x\n",
-                "/sys/fs/cgroup/memory/x/memory.limit_in_bytes": "700\n",
-            },
-            700,
-        ),
-        ({"/sys/fs/cgroup/memory.max": "300\n"}, 300),
-        ({}, None),
+        dict(tp_size=8),
+        dict(cp_size=8),
+        dict(pp_size=8),
+        dict(pp_size=4, tp_size=2, pp_schedule="interleaved"),
+        dict(pp_size=2, cp_size=2, tp_size=2, pp_schedule="zbv"),
     ],
 )
-def test_control_group_limits_of_both_versions(
-    files: dict[str, str], limit: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room, "_read", lambda path: files.get(str(path), ""))
-    assert room._cgroup_limit() == limit
+def test_axes_need_less_than_one_device(flags: dict[str, Any]) -> None:
+    alone, divided = (
+        estimate_memory(each, 8) for each in (step(devices=1, rows=8), step(rows=8, **flags))
+    )
+    assert divided.state <= alone.state / 5 and divided.total < alone.total / 2
 
 
-def test_this_machines_memory_is_shared_among_its_ranks() -> None:
-    whole = available_memory(CPU, 1)
-    assert 2**28 < whole < 2**46
-    assert available_memory(CPU, 4) == pytest.approx(whole / 4, rel=0.2)
+def test_recomputation_needs_less_and_less() -> None:
+    found = step(rows=4)
+    sizes = [
+        estimate_memory(replace(found, shape=replace(found.shape, section=section)), 8).total
+        for section in kinds(found.shape.section, compiled=True)
+    ]
+    assert sizes[0] > sizes[1] > sizes[-1] == min(sizes)
+    more = [estimate_memory(step(rows=rows), 8).total for rows in (1, 2, 4, 8)]
+    assert more == sorted(more) and first_fit([3, 2, 1], lambda rows: rows < 3) == 2
+    assert first_fit([3, 2, 1], lambda rows: False) == 1
 
 
-def fake_gpu(monkeypatch: pytest.MonkeyPatch, gib: float) -> SimpleNamespace:
-    """A GPU of which another program may use some; all in GiB, to be changed."""
-    faked = SimpleNamespace(total=gib, others=0.0, reserved=0.0)
-
-    def mem_get_info(device: torch.device) -> tuple[int, int]:
-        return int((faked.total - faked.others - faked.reserved) * 2**30), int(faked.total * 2**30)
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(faked.reserved * 2**30))
-    return faked
-
-
-def test_a_gpu_offers_all_its_memory_and_a_model_that_fills_it_is_not_refused(
+def test_model_that_cannot_fit_is_rejected_with_both_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """8B in fp32 on one GPU of 139.8 GiB: 16 bytes a parameter and one weight in bf16, no copy of all."""
-    faked = fake_gpu(monkeypatch, 143_771 / 2**10)
-    gpu, dims = torch.device("cuda", 0), ParallelDims("none")
-    assert available_memory(gpu, 8) == 143_771 * 2**20
-    check_memory(estimate_memory(VARIANTS["llama3_8b"], dims, PLAIN, precision=BF16), gpu, 1, "llama3_8b")
-    faked.total = 80
-    check_memory(estimate_memory(VARIANTS["llama3.2_3b"], dims, PLAIN, precision=BF16), gpu, 1, "3b")
-    with pytest.raises(ValueError, match=r"must fit the 80.0 GiB"):
-        check_memory(estimate_memory(VARIANTS["llama3_8b"], dims, PLAIN, precision=BF16), gpu, 1, "8b")
-
-
-def test_what_other_programs_hold_of_a_gpu_is_not_there_and_what_this_one_holds_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    faked, gpu = fake_gpu(monkeypatch, 80), torch.device("cuda", 0)
-    faked.reserved = 10
-    need = estimate_memory(VARIANTS["llama3.2_3b"], ParallelDims("none"), PLAIN, precision=BF16)
-    check_memory(need, gpu, 1, "3b")
-    faked.others = 49
-    assert available_memory(gpu, 1) == 31 * 2**30
-    words = r"must fit the 31.0 GiB of memory available to it, beside 49.0 GiB in use by other programs; "
-    with pytest.raises(ValueError, match=words):
-        check_memory(need, gpu, 1, "3b")
+    cfg = TrainConfig()
+    run = resolved(cfg, model=VARIANTS["70b"])
+    text = (
+        r"must fit the 16.0 GiB .*, but its 68,976,648,192 parameters require 1,02\d.\d GiB .* "
+        r"at least 6\d "
+    )
+    with pytest.raises(ValueError, match=text) as error:
+        budget(cpu=16 * GIB).check(run)
+    assert "\n" not in str(error.value)
+    budget(cpu=2000 * GIB).check(run)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *args: (31 * GIB, 80 * GIB))
+    run = resolved(cfg, model=VARIANTS["llama3_8b"], device="cuda", precision=BF16)
+    with pytest.raises(ValueError, match=r"31.0 GiB .* \(other programs use 49.0 GiB\), "):
+        budget(cuda=31 * GIB, cpu=2**60).check(run)

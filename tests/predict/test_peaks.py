@@ -58,12 +58,20 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt": dict(config=GPT, rows=56, length=512),
     "half of the blocks": dict(config=SLIM | dict(num_layers=16), rows=36, length=512, flags=HALF),
     "operations": dict(
-        config=SLIM | dict(num_layers=16), rows=44, length=512, flags=dict(recompute="ops"), precision="fp32"
+        config=SLIM | dict(num_layers=16),
+        rows=44,
+        length=512,
+        flags=dict(recompute="ops"),
+        precision="fp32",
     ),
     "micro-steps": dict(config=WIDE, rows=1, length=64, accum=2),
-    "blocks": dict(config=WIDE | dict(num_layers=10), rows=2, length=128, flags=dict(recompute="blocks")),
+    "blocks": dict(
+        config=WIDE | dict(num_layers=10), rows=2, length=128, flags=dict(recompute="blocks")
+    ),
     "fsdp": dict(config=WIDE | dict(num_layers=12), rows=1, length=64, world=2, flags=FSDP),
-    "zero1 in bf16": dict(config=WIDE, rows=1, length=64, accum=2, precision="bf16", world=2, flags=ZERO1),
+    "zero1 in bf16": dict(
+        config=WIDE, rows=1, length=64, accum=2, precision="bf16", world=2, flags=ZERO1
+    ),
 }
 
 
@@ -75,10 +83,15 @@ def test_the_peak_of_training_is_predicted(name: str, tmp_path: Path) -> None:
     argv = [sys.executable, __file__, json.dumps(case)]
     root = str(Path(__file__).parents[2])
     own = dict(
-        WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), OMP_NUM_THREADS=str(2 // world), PYTHONPATH=root
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        OMP_NUM_THREADS=str(2 // world),
+        PYTHONPATH=root,
     )
     ranks = [
-        subprocess.Popen(argv, env=os.environ | own | dict(RANK=str(rank)), stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            argv, env=os.environ | own | dict(RANK=str(rank)), stdout=subprocess.PIPE, text=True
+        )
         for rank in range(world)
     ]
     texts = [rank.communicate()[0] for rank in ranks]
@@ -87,7 +100,9 @@ def test_the_peak_of_training_is_predicted(name: str, tmp_path: Path) -> None:
     print(f"{name}: predicted {expected / 2**20:.0f} MiB, measured {grown / 2**20:.0f}")
     assert grown > 2**31
     assert expected == pytest.approx(grown, rel=0.15)
-    assert not expected <= 0.8 * grown and expected <= 1.2 * grown  # what would not fit, and what would
+    assert (
+        not expected <= 0.8 * grown and expected <= 1.2 * grown
+    )  # what would not fit, and what would
 
 
 def train(case: dict[str, Any]) -> tuple[int, int]:
@@ -95,16 +110,17 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
     import torch
     import torch.distributed as dist
 
-    from fms_fsdp.config import BatchPlan, OptimConfig, ParallelConfig, PrecisionConfig
+    from fms_fsdp.config import OptimConfig, ParallelConfig, PrecisionConfig
     from fms_fsdp.data.batch import Batch
-    from fms_fsdp.mesh import Mesh, resolve_dims
+    from fms_fsdp.distributed.mesh import Mesh, plan_dims
+    from fms_fsdp.distributed.runtime import World
     from fms_fsdp.models.variants import LlamaConfig
     from fms_fsdp.observe.metrics import Clock
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
-    from fms_fsdp.predict.memory import estimate_memory
-    from fms_fsdp.runtime import World
-    from fms_fsdp.state import Progress, TrainState
+    from fms_fsdp.predict.memory import Step, estimate_memory
+    from fms_fsdp.predict.meter import Shape
+    from fms_fsdp.state import TrainState
     from fms_fsdp.train import TrainStep, train_step
 
     rank, world, cpu = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device("cpu")
@@ -115,12 +131,12 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
     precision = PrecisionConfig(precision=case.get("precision", "fp32")).resolve(
         case.get("precision", "fp32")
     )
-    mesh = Mesh(resolve_dims(section, "tiny", World(rank, rank, world, world)), rank, "cpu")
+    mesh = Mesh(plan_dims(section, "tiny", World(rank, rank, world, world)), rank, "cpu")
     nothing: Any = None
 
     def steps(config: LlamaConfig, rows: int, length: int, accum: int) -> None:
         model = parallelize(config, section, mesh, device=cpu, precision=precision, seed=1)
-        state = TrainState(model, build_optimizers(OptimConfig(), model, precision), nothing, Progress(0, 3))
+        state = TrainState(model, build_optimizers(OptimConfig(), model, precision), nothing, 3)
         rate: Any = lambda step, tokens, base: 1e-4  # noqa: E731
         recipe = TrainStep(mesh, cpu, rate, rows, 1.0, False)
         for _ in range(2):
@@ -128,7 +144,7 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
             positions = torch.arange(length, dtype=torch.int32).expand(rows * accum, length)
             batch = Batch(tokens, tokens.roll(-1, 1), positions, torch.zeros_like(positions))
             train_step(recipe, state, batch, Clock(cpu))
-            state.progress.count(1, 1)
+            state.count(1, 1)
 
     config, rows, length, accum = (
         LlamaConfig(**case["config"]),
@@ -136,24 +152,23 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
         case["length"],
         case.get("accum", 1),
     )
-    tiny = dict(num_layers=2, hidden_size=64, ffn_hidden_size=64, vocab_size=128, head_dim=16, max_seq_len=64)
+    tiny = dict(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=64,
+        vocab_size=128,
+        head_dim=16,
+        max_seq_len=64,
+    )
     steps(replace(config, **tiny), 1, 64, 1)  # type: ignore[arg-type]
     gc.collect()
     before = resident_bytes("VmRSS")
     steps(config, rows, length, accum)
-    need = estimate_memory(
-        config,
-        mesh.dims,
-        section,
-        precision=precision,
-        batch=BatchPlan(rows, accum, mesh.size("dp")),
-        seq_length=length,
-        compiled=False,
-        device_type="cpu",
-    )
+    shape = Shape(config, section, precision, mesh.dims, length, compiled=False, device_type="cpu")
+    need = estimate_memory(Step(shape, rows, accum), 8)
     if world > 1:
         dist.destroy_process_group()
-    return resident_bytes("VmHWM") - before, need.expected
+    return resident_bytes("VmHWM") - before, need.total
 
 
 def resident_bytes(field: str) -> int:

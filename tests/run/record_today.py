@@ -2,8 +2,8 @@
 
     python -m tests.run.record_today
 
-A later version must go on with this run, with the losses that this version had, and must give these names. So
-record anew only when a change of the format, of a name or of numerics is meant, and say why in the commit.
+A later version must resume this run with the losses that this version had, and must give these names. Record
+again only for a deliberate change of the format or of numerics, and give the reason in the commit.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import flag_table
-from fms_fsdp.data.order.permute import mix64_int
-from fms_fsdp.flags import parse_flags
+from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.data.permute import mix64_int
 from tests.cli import ROOT, losses, trained
 from tests.cli import run as run_program
 from tests.data.corpora import write_counts, write_lists
@@ -37,8 +38,12 @@ LENGTH = ("--batch_size=4", "--num_steps=6", "--report_interval=1", "--checkpoin
 OPTIM = ("--learning_rate=1e-2", "--optimizer=muon")
 # what a flag needs beside it on a command line, where test_run_name.BESIDE does not say so
 NEEDS = {
-    **dict.fromkeys(("eval_data_path", "eval_datasets", "eval_steps", "test_steps"), "--eval_interval=5"),
-    **dict.fromkeys(("loss_scale", "loss_scale_window", "loss_scale_hysteresis"), "--precision=fp16"),
+    **dict.fromkeys(
+        ("eval_data_path", "eval_datasets", "eval_steps", "test_steps"), "--eval_interval=5"
+    ),
+    **dict.fromkeys(
+        ("loss_scale", "loss_scale_window", "loss_scale_hysteresis"), "--precision=fp16"
+    ),
     "min_loss_scale": "--precision=fp16",
     "float8_scaling": "--precision=float8",
     "stochastic_rounding": "--precision=bf16_pure",
@@ -82,7 +87,9 @@ def _run_names() -> dict[str, str]:
     """Flags → the default name of their run, for all that the program takes."""
     names = {}
     for line in command_lines():
-        with suppress(ValueError, SystemExit):  # the program refuses it, or the quotes of a page are cut
+        with suppress(
+            ValueError, SystemExit
+        ):  # the program refuses it, or the quotes of a page are cut
             names[line] = name_of(line)
     return names
 
@@ -99,7 +106,9 @@ def _write_data(root: Path) -> None:
     ):
         documents = []
         for i in range(24):
-            drawn = [mix64_int(number * 1_000_003 + i * 1_009 + place) for place in range(i * 5 % 61)]
+            drawn = [
+                mix64_int(number * 1_000_003 + i * 1_009 + place) for place in range(i * 5 % 61)
+            ]
             documents.append(np.array([each % 60 + 4 for each in drawn], dtype=np.int64))
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         write_lists(root / name, documents, vocab_size="64")
@@ -107,17 +116,23 @@ def _write_data(root: Path) -> None:
     write_counts(root, counts)
 
 
-def main() -> None:
+def main(keeps_names: bool = True) -> None:
+    """Records the run, and with `keeps_names=False` also the names of runs."""
     with tempfile.TemporaryDirectory() as folder:
         data, run, kept = Path(folder, "data"), Path(folder, "run"), Path(folder, "kept")
         _write_data(data)
         assert run_program(*flags(data, run), "--exit_step=3").returncode == 75
         shutil.copytree(data, kept / "data")
-        shutil.copytree(run, kept / "run", ignore=shutil.ignore_patterns(".lock", "tensorboard", "log.txt"))
+        shutil.copytree(
+            run, kept / "run", ignore=shutil.ignore_patterns(".lock", "tensorboard", "log.txt")
+        )
         trained(*flags(data, run))
         (kept / "losses.json").write_text(json.dumps(losses(run)))
+        with ZipFile(TODAY) as archive:  # names stay, or a run would start again at step 0
+            names = json.loads(archive.read("run_names.json")) if keeps_names else {}
         os.chdir(data)
-        (kept / "run_names.json").write_text(json.dumps(_run_names(), indent=1, sort_keys=True))
+        names = names or _run_names()
+        (kept / "run_names.json").write_text(json.dumps(names, indent=1, sort_keys=True))
         shutil.make_archive(str(TODAY.with_suffix("")), "zip", kept)
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from fms_fsdp.run.health import SpikeDetector, Watchdog
-from fms_fsdp.runtime import HostCopy
+from fms_fsdp.distributed.runtime import HostCopy
+from fms_fsdp.errors import RunFailed
+from fms_fsdp.run.health import NonFiniteGuard, SpikeDetector, Watchdog
+from tests.states import bare_state
 
 
 def test_a_spike_stands_out_of_the_recent_losses_and_does_not_widen_them() -> None:
@@ -19,27 +27,35 @@ def test_a_spike_stands_out_of_the_recent_losses_and_does_not_widen_them() -> No
     detector = SpikeDetector(6.0)
     assert not any(detector.is_spike(3 + noise.gauss(0, 0.1)) for _ in range(40))
     assert [detector.is_spike(loss) for loss in (3.3, 5.0, 5.0, float("nan"), 3.1)] == [
-        False, True, True, False, False,
-    ]  # fmt: skip
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(("reports", "found"), [(19, False), (20, True)])
 def test_the_first_reports_are_no_spikes(reports: int, found: bool) -> None:
     detector = SpikeDetector(6.0)
     assert not any(detector.is_spike(3.0) for _ in range(reports))
-    assert detector.is_spike(3.2) is found, "losses that are alike: half a hundredth of the mean counts"
+    assert detector.is_spike(3.2) is found, (
+        "losses that are alike: half a hundredth of the mean counts"
+    )
     assert not SpikeDetector(0.0, _mean=3.0, _count=50).is_spike(100.0), "0 is off"
 
 
 def test_a_watchdog_that_is_closed_has_ended(tmp_path: Path) -> None:
     heard = list[str]()
-    watchdog = Watchdog(100.0, tmp_path, 0, heard.append)
+    watchdog = Watchdog(100.0, tmp_path / "rank0.txt", heard.append)
     assert watchdog._thread.is_alive()
     watchdog.close()
     assert not watchdog._thread.is_alive() and not heard
 
 
-def test_numbers_of_a_gpu_are_read_after_the_work_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_a_gpu_are_read_after_the_work_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The order of the calls, on a machine that may have no GPU."""
     calls, numbers = list[str](), torch.tensor([1.0, 2.0])
     event = SimpleNamespace(
@@ -58,3 +74,53 @@ def test_numbers_of_a_gpu_are_read_after_the_work_before_them(monkeypatch: pytes
     assert calls == ["copy", "record"]
     assert copied.read() == [1.0, 2.0] and calls[2:] == ["synchronize", "read"]
     assert HostCopy(numbers).read() == [1.0, 2.0]
+
+
+def test_non_finite_steps_are_counted_across_launches(tmp_path: Path) -> None:
+    state = bare_state(3, 9, non_finite_steps=3)
+    guard, labels = NonFiniteGuard(state, 5, tmp_path), torch.tensor(8)
+    guard.check(4, torch.tensor(torch.nan), labels)
+    assert state.non_finite_steps == 4 and state.last_finite_step == 0
+    with pytest.raises(RunFailed, match=r"step 5: gradient norm inf; skipped \(5 in a row"):
+        guard.check(5, torch.tensor(torch.inf), labels)
+    guard.check(6, torch.tensor(1.0), labels)
+    assert state.non_finite_steps == 0 and state.last_finite_step == 6
+    guard.check(7, torch.tensor(torch.nan), labels)
+    guard.finish()
+    guard.check(8, torch.tensor(torch.nan), labels)
+    with pytest.raises(RunFailed, match="the last 2 steps were not finite.*start again"):
+        guard.finish()
+
+
+def test_steps_without_labels_are_named_and_do_not_count(tmp_path: Path, caplog: Any) -> None:
+    state = bare_state(2, 9)
+    guard = NonFiniteGuard(state, 1, tmp_path, describe=lambda step: f"data of {step}")
+    logging.getLogger("fms_fsdp").propagate = True
+    guard.check(3, torch.tensor(0.0), torch.tensor(0))
+    assert state.non_finite_steps == state.last_finite_step == 0
+    assert "step 3 has no labels; it changed nothing. data of 3" in caplog.text
+
+
+def test_suspended_process_is_not_declared_hung(tmp_path: Path) -> None:
+    """In a process of its own, which stops for three times the timeout, and then hangs."""
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom fms_fsdp.run.health import Watchdog\n"
+        "w = Watchdog(1.5, Path(sys.argv[1]), lambda reason: print('hang', flush=True))\n"
+        "print('ready', flush=True)\n"
+        "for _ in range(30):\n    w.alive(); time.sleep(0.1)\n"
+        "print('slept', flush=True)\ntime.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "stacks" / "rank0.txt")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines = process.stdout
+    assert lines.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(4.5)
+    os.kill(process.pid, signal.SIGCONT)
+    assert lines.read() == "slept\nhang\n" and process.wait() == 1
+    lines.close()
+    assert '"<string>", line 9' in (tmp_path / "stacks" / "rank0.txt").read_text()

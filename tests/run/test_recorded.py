@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, as_dict, from_dict
-from fms_fsdp.record import located_sections, working_folder
+from fms_fsdp.state import located_sections, working_folder
 from fms_fsdp.tools.inspect.step import InspectConfig, inspected, step_fingerprint
-from fms_fsdp.tools.prepare.prepare import PrepareConfig, prepare
+from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
 from fms_fsdp.tools.report.history import differences
 from tests.cli import metrics
 from tests.warm import command, launch
@@ -25,13 +25,14 @@ from tests.warm import command, launch
         ("../tokens", "/home/me/../tokens"),
         ("/abs/tokens", "/abs/tokens"),
         ("s3://bucket/tokens?region=x", "s3://bucket/tokens?region=x"),
-        ("~/tokens", "~/tokens"),
         ("", ""),
     ],
 )
 def test_relative_paths_are_joined_to_the_runs_working_folder(typed: str, joined: str) -> None:
     config = as_dict(
-        TrainConfig(data=DataConfig(data_path=typed), checkpoint=CheckpointConfig(ckpt_load_path=typed))
+        TrainConfig(
+            data=DataConfig(data_path=typed), checkpoint=CheckpointConfig(ckpt_load_path=typed)
+        )
     )
     for start, expected in (("/home/me", joined), ("", typed)):
         cfg = from_dict(located_sections({**config, "resolved": {"working_dir": start}}))
@@ -58,7 +59,12 @@ def test_a_run_on_a_relative_data_path_is_inspected_and_evaluated_from_another_f
     place.mkdir()
     other.mkdir()
     inputs = f"code={sysconfig.get_path('stdlib')}/json"
-    options = {"include": ("*.py",), "num_workers": 1, "text_separator": r"\n\n", "split": (80.0, 20.0)}
+    options = {
+        "include": ("*.py",),
+        "num_workers": 1,
+        "text_separator": r"\n\n",
+        "split": (80.0, 20.0),
+    }
     output = str(place / "tokens")
     prepare(PrepareConfig(inputs, output, tokenizer="byte", **options))  # type: ignore[arg-type]
     shape = ("--model_variant=tiny", "--seq_length=32", "--global_batch_size=2", "--num_steps=1")
@@ -69,7 +75,9 @@ def test_a_run_on_a_relative_data_path_is_inspected_and_evaluated_from_another_f
     with inspected(InspectConfig(run=str(place / "run"))) as data:
         assert data.run.step == 1
         assert step_fingerprint(data, 1) == metrics(place / "run")[1]["data_fingerprint"]
-    evaluated = command("evaluate", "--path=../place/kept", "--eval_steps=1", "--json=True", cwd=other)
+    evaluated = command(
+        "evaluate", "--path=../place/kept", "--eval_steps=1", "--json=True", cwd=other
+    )
     assert evaluated.returncode == 0, evaluated.stderr
     told = json.loads(evaluated.stdout)
     assert told["step"] == 1 and told["eval/loss"] > 0
@@ -79,4 +87,7 @@ def test_a_report_compares_the_paths_that_were_meant() -> None:
     config = as_dict(TrainConfig(data=DataConfig(data_path="tokens")))
     runs = {name: {**config, "resolved": {"working_dir": f"/{name}"}} for name in ("a", "b")}
     assert differences(runs) == [("data_path", '"/a/tokens"', '"/b/tokens"')]
-    assert differences({name: {**config, "resolved": {"working_dir": "/a"}} for name in ("a", "b")}) == []
+    assert (
+        differences({name: {**config, "resolved": {"working_dir": "/a"}} for name in ("a", "b")})
+        == []
+    )

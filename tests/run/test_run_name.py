@@ -10,7 +10,7 @@ import pytest
 
 from fms_fsdp.config import CheckpointConfig, TrainConfig
 from fms_fsdp.config.flag import flag_table
-from fms_fsdp.flags import parse_flags
+from fms_fsdp.config.parse import parse_flags
 from tests.cli import run, trained
 from tests.data.corpora import write_corpus
 
@@ -24,7 +24,14 @@ IN_THE_NAME_THOUGH_FREE = {
     "init_from_hf",
     "init_new_tokens",
 }
-OUT_THOUGH_ANNOUNCED = {"num_steps", "num_tokens", "num_samples", "num_epochs", "skip_steps", "lr_decay"}
+OUT_THOUGH_ANNOUNCED = {
+    "num_steps",
+    "num_tokens",
+    "num_samples",
+    "num_epochs",
+    "skip_steps",
+    "lr_decay",
+}
 # values that fit where the one made from the default would not; and what a flag needs beside it
 VALUES: dict[str, Any] = {
     "selective_checkpointing": "1/2",
@@ -48,7 +55,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "weights": {"datasets": ("a",)},
     "load_model_only": {"ckpt_load_path": "x"},
     "attn_window_pattern": {"attn_window": 4},
-    **{name: {"keep_last_n": 1} for name in ("keep_every", "keep_best", "keep_steps", "keep_ranges")},
+    **{
+        name: {"keep_last_n": 1}
+        for name in ("keep_every", "keep_best", "keep_steps", "keep_ranges")
+    },
     "keep_best": {"keep_last_n": 1, "eval_interval": 1},
     "data_kwargs": {"dataset_builder": "a:b"},
     "rampup_round": {"rampup_batch_size": (1, 1, 9)},
@@ -97,10 +107,15 @@ def test_the_table_says_of_each_flag_whether_it_names_another_run(
             assert (changed.run_name != configured(**beside).run_name) == spec.in_name, name
 
 
-def test_a_flag_at_its_default_names_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_at_its_default_names_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And so a flag that a later version adds does not."""
     monkeypatch.chdir(tmp_path)
-    assert parse("--model_variant=tiny", "--seed=2023", "--learning_rate=3e-4").run_name == "tiny-e1f05e7a"
+    assert (
+        parse("--model_variant=tiny", "--seed=2023", "--learning_rate=3e-4").run_name
+        == "tiny-e1f05e7a"
+    )
 
 
 def test_advice_that_names_another_run_names_this_one_too() -> None:
@@ -112,11 +127,19 @@ def test_advice_that_names_another_run_names_this_one_too() -> None:
 def test_a_finished_run_of_other_data_is_refused_and_not_called_finished(tmp_path: Path) -> None:
     for seed, name in enumerate(("a", "b")):
         write_corpus(tmp_path / name, {"web": [4000, 4000]}, seed=seed)
-    flags = ["--model_variant=tiny", "--seq_length=64", "--vocab_size=5000", "--sep_token=3", "--num_steps=1"]
+    flags = [
+        "--model_variant=tiny",
+        "--seq_length=64",
+        "--vocab_size=5000",
+        "--sep_token=3",
+        "--num_steps=1",
+    ]
     flags.append(f"--output_dir={tmp_path / 'run'}")
     trained(*flags, f"--data_path={tmp_path / 'a'}")
     (tmp_path / "a").rename(tmp_path / "moved")
     other = run(*flags, f"--data_path={tmp_path / 'b'}")
-    assert other.returncode == 2 and "source (web) has changed" in other.stderr, other.stdout + other.stderr
-    assert other.stderr.strip().endswith("for other data choose another --run_name")
+    assert other.returncode == 2 and "in the checkpoint" in other.stderr, (
+        other.stdout + other.stderr
+    )
+    assert other.stderr.strip().endswith("or choose another --run_name")
     assert "already finished" in trained(*flags, f"--data_path={tmp_path / 'moved'}")

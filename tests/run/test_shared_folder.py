@@ -7,32 +7,33 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fms_fsdp.config.axes import ParallelDims
-from fms_fsdp.mesh import Mesh
-from fms_fsdp.run import claim
-from fms_fsdp.runtime import World
+from fms_fsdp.distributed.runtime import World
+from fms_fsdp.run.run_dir import check_shared
 from tests.distributed.launch import run_ranks
 
 
-def refusal(folders: list[str], nodes: int) -> str:
-    """What two ranks on so many nodes, each with its folder, are told; "" if nothing."""
-    claim._SHOWN_WITHIN_S = 1.0
+def error_of(folders: list[str], num_nodes: int) -> str:
+    """Returns the error that a rank of two, each with its folder, raises; "" if none."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    world = World(rank, rank if nodes == 1 else 0, world_size, world_size // nodes)
+    world = World(rank, rank if num_nodes == 1 else 0, world_size, world_size // num_nodes)
     try:
-        claim._check_shared(Path(folders[rank]), world, Mesh(ParallelDims("fsdp", 1, 2), rank, "cpu"))
+        check_shared(Path(folders[rank]), world, timeout_s=1.0)
     except ValueError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(("nodes", "shared"), [(2, True), (2, False), (1, False)])
-def test_nodes_that_do_not_see_one_folder_are_told_alike(nodes: int, shared: bool, tmp_path: Path) -> None:
+def test_nodes_without_a_shared_folder_are_rejected(
+    nodes: int, shared: bool, tmp_path: Path
+) -> None:
     folders = [tmp_path / "0", tmp_path / ("0" if shared else "1")]
     for folder in set(folders):
         folder.mkdir()
-    told = run_ranks(refusal, 2, [str(folder) for folder in folders], nodes)
+    errors = run_ranks(error_of, 2, [str(folder) for folder in folders], nodes)
     if shared or nodes == 1:
-        assert told == ["", ""]
+        assert errors == ["", ""]
     else:
-        assert all("must be shared by all nodes, and 1 of them do not see" in text for text in told)
+        assert all(
+            "must be shared by all nodes, but 1 of 2 ranks do not see" in text for text in errors
+        )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.errors import RunFailed, UserError, checking_input
-from fms_fsdp.run.status import FINISHED, RESUME_ME, Launch
+from fms_fsdp.run.status import FINISHED, RESUME_ME, RunStatus
 
 
 def status(folder: Path) -> dict[str, object]:
@@ -17,10 +17,10 @@ def status(folder: Path) -> dict[str, object]:
 
 
 def test_finished(tmp_path: Path) -> None:
-    with Launch() as launch:
-        launch.claim(tmp_path)
+    with RunStatus() as launch:
+        launch.open(tmp_path, 0)
         assert status(tmp_path)["status"] == "running"
-        launch.steps_done = lambda: 7
+        launch.current_step = lambda: 7
         launch.end(FINISHED, "done")
     assert launch.exit_status == 0
     worlds = {"worlds": [[0, 1]]}  # one rank from the first step on
@@ -32,7 +32,7 @@ def test_a_launch_without_a_claim_writes_nothing_but_its_outcome(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LAUNCH_OUTCOME", str(tmp_path / "outcome.json"))
-    with Launch():
+    with RunStatus():
         raise UserError("--x (1) must be 2")
     assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
     content = json.loads((tmp_path / "outcome.json").read_text())
@@ -42,36 +42,44 @@ def test_a_launch_without_a_claim_writes_nothing_but_its_outcome(
         "reason": "--x (1) must be 2",
         "attempt": 0,
         "claimed": False,
+        "worlds": [],
     }
 
 
-def test_the_first_failure_of_a_launch_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Launch()
-    first.claim(tmp_path)
+def test_the_first_failure_of_a_launch_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunStatus()
+    first.open(tmp_path, 0)
     monkeypatch.setenv("RANK", "1")
-    with Launch() as other:
-        other.claim(tmp_path)
+    with RunStatus() as other:
+        other.open(tmp_path, 0)
         raise RunFailed("out of memory", on_one_rank=True)
-    first.tell(RuntimeError("connection closed by peer"))
+    first.report(RuntimeError("connection closed by peer"))
     worlds = {"worlds": [[0, 1]]}
     assert status(tmp_path) == {"status": "failed", "step": 0, "reason": "out of memory"} | worlds
-    assert first.has_failed()
+    assert first.peer_failed()
 
 
 def test_a_close_that_fails_does_not_hide_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Launch() as launch:
-        launch.claim(tmp_path)
-        launch.tell(UserError("--x (1) must be 2"))
+    with RunStatus() as launch:
+        launch.open(tmp_path, 0)
+        launch.report(UserError("--x (1) must be 2"))
         raise OSError("the file is gone")
     assert launch.exit_status == 2 and status(tmp_path)["reason"] == "--x (1) must be 2"
-    assert capsys.readouterr().err == "error: --x (1) must be 2\n[rank 0] then OSError: the file is gone\n"
+    assert (
+        capsys.readouterr().err
+        == "error: --x (1) must be 2\n[rank 0] then OSError: the file is gone\n"
+    )
 
 
-def test_stopped_early_is_75_but_0_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Launch() as launch:
-        launch.claim(tmp_path)
+def test_stopped_early_is_75_but_0_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunStatus() as launch:
+        launch.open(tmp_path, 0)
         launch.outcome = RESUME_ME
     assert launch.exit_status == 75
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
@@ -79,8 +87,8 @@ def test_stopped_early_is_75_but_0_under_torchrun(tmp_path: Path, monkeypatch: p
 
 
 def test_bad_input_is_one_line_and_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Launch() as launch:
-        launch.claim(tmp_path)
+    with RunStatus() as launch:
+        launch.open(tmp_path, 0)
         with checking_input():
             raise UserError("--x (1) must\n be 2")
     assert launch.exit_status == 2
@@ -88,46 +96,40 @@ def test_bad_input_is_one_line_and_2(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert status(tmp_path)["status"] == "bad_input"
 
 
-def test_a_bug_of_ours_keeps_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Launch() as launch:
-        launch.claim(tmp_path)
+def test_a_bug_of_ours_keeps_its_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunStatus() as launch:
+        launch.open(tmp_path, 0)
         raise KeyError("lost")
     assert launch.exit_status == 1
     assert "Traceback" in capsys.readouterr().err and status(tmp_path)["status"] == "failed"
+
+
+def test_empty_first_line_is_no_reason(tmp_path: Path) -> None:
+    with RunStatus() as launch:
+        launch.open(tmp_path, 0)
+        raise RuntimeError("\n  stage 1 failed\n") from ValueError("the cause")
+    assert status(tmp_path)["reason"] != "RuntimeError: "
+    assert "stage 1 failed" in launch.reason or "the cause" in launch.reason
 
 
 def test_an_unwritable_folder_is_the_users_to_mend(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    with Launch() as launch, checking_input():
+    with RunStatus() as launch, checking_input():
         (tmp_path / "file" / "run").mkdir()
     assert launch.exit_status == 2 and "error:" in capsys.readouterr().err
-
-
-def test_a_restart_repeats_bad_input_only_if_it_is_news(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def launch(text: str) -> str:
-        with Launch():
-            raise UserError(text)
-        return capsys.readouterr().err
-
-    for attempt, (text, told) in enumerate([("first", True), ("first", False), ("second", True)]):
-        monkeypatch.setenv(
-            "TORCHELASTIC_ERROR_FILE", str(tmp_path / f"attempt_{attempt}" / "0" / "error.json")
-        )
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        assert launch(text) == (f"error: {text}\n" if told else "")
 
 
 def test_a_rank_that_alone_meets_bad_data_speaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Launch().claim(tmp_path)
+    RunStatus().open(tmp_path, 0)
     monkeypatch.setenv("RANK", "3")
-    with Launch() as launch:
-        launch.claim(tmp_path)
+    with RunStatus() as launch:
+        launch.open(tmp_path, 0)
         raise UserError("shard x is truncated", on_one_rank=True)
     assert capsys.readouterr().err == "error: shard x is truncated\n"
     assert status(tmp_path)["status"] == "bad_input"

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 
 import fms_fsdp
 from fms_fsdp.config import BF16, TrainConfig, TrainingConfig
-from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.extras.teacher import Teacher, find_teacher, lesson, teach
 from fms_fsdp.models import loss as loss_module
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.llama import Llama, build_model
 from fms_fsdp.models.loss import linear_cross_entropy
 from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.predict.memory import estimate_memory
 from tests.cli import TINY, metrics, run, trained
 from tests.hf_folders import write_folder
+from tests.specs import budget, resolved
 
 SHAPE = LlamaConfig(
     num_layers=2,
@@ -46,14 +46,22 @@ def learned(folder: Path) -> list[tuple[float, ...]]:
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of another shape: wider, with one head for both ends."""
     folder = tmp_path_factory.mktemp("teacher")
-    trained(*FLAGS, "--num_steps=3", "--hidden_size=192", "--tie_embeddings=True", f"--output_dir={folder}")
+    trained(
+        *FLAGS,
+        "--num_steps=3",
+        "--hidden_size=192",
+        "--tie_embeddings=True",
+        f"--output_dir={folder}",
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, teacher: Path) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    trained(*FLAGS, *LEARNS, f"--teacher_path={teacher}", "--eval_interval=4", f"--output_dir={folder}")
+    trained(
+        *FLAGS, *LEARNS, f"--teacher_path={teacher}", "--eval_interval=4", f"--output_dir={folder}"
+    )
     return folder
 
 
@@ -99,7 +107,9 @@ def test_loss_and_gradients_are_those_of_plain_torch(
     of_z = shape.get("z_loss", 0.0) * logits.logsumexp(-1).square()[labels.flatten() != -100].sum()
     assert count == (labels != -100).sum() and len(z) == ("z_loss" in shape)
     expected = [entropy, *([of_z] if z else []), divergence]
-    torch.testing.assert_close([loss, *z, kl], [value.float() for value in expected], rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        [loss, *z, kl], [value.float() for value in expected], rtol=1e-5, atol=0
+    )
     goal = (1 - weight) * entropy + weight * divergence + of_z
     wanted = torch.autograd.grad(goal, (h, head))
     torch.testing.assert_close(torch.autograd.grad(loss, (h, head)), wanted, rtol=1e-4, atol=1e-4)
@@ -107,7 +117,11 @@ def test_loss_and_gradients_are_those_of_plain_torch(
 
 def test_fp16_forms_the_gradient_at_the_scale_of_the_loss() -> None:
     torch.manual_seed(0)
-    theirs, their_head, labels = torch.randn(64, 16), torch.randn(99, 16), torch.randint(0, 99, (1, 64))
+    theirs, their_head, labels = (
+        torch.randn(64, 16),
+        torch.randn(99, 16),
+        torch.randint(0, 99, (1, 64)),
+    )
     found = []
     for scale in (None, torch.tensor(64.0)):
         h, head = torch.ones(1, 64, 8, requires_grad=True), torch.ones(99, 8, requires_grad=True)
@@ -120,7 +134,10 @@ def test_fp16_forms_the_gradient_at_the_scale_of_the_loss() -> None:
 
 def test_a_model_does_not_hold_its_teacher_and_evaluates_without_it() -> None:
     torch.manual_seed(0)
-    model, other = build_model(SHAPE), build_model(replace(SHAPE, hidden_size=48, logit_softcap=4.0))
+    model, other = (
+        build_model(SHAPE),
+        build_model(replace(SHAPE, hidden_size=48, logit_softcap=4.0)),
+    )
     names = [name for name, _ in model.named_parameters()]
     tokens = torch.randint(0, 61, (2, 48))
     labels = tokens.masked_fill(tokens < 9, -100)
@@ -137,12 +154,15 @@ def test_a_model_does_not_hold_its_teacher_and_evaluates_without_it() -> None:
     loss.backward()
     with torch.no_grad():
         ours, theirs = (
-            F.log_softmax(each(tokens, None, *documents), -1) for each in (model.eval(), restored(other))
+            F.log_softmax(each(tokens, None, *documents), -1)
+            for each in (model.eval(), restored(other))
         )
     expected = F.kl_div(ours, theirs, reduction="none", log_target=True)[labels != -100].sum()
     torch.testing.assert_close(kl, expected, rtol=1e-4, atol=0)
     assert kl > 0 and all(parameter.grad is not None for parameter in model.parameters())
-    assert all(parameter.grad is None and not parameter.requires_grad for parameter in other.parameters())
+    assert all(
+        parameter.grad is None and not parameter.requires_grad for parameter in other.parameters()
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -164,7 +184,9 @@ def test_a_model_has_nothing_to_learn_from_itself(tmp_path: Path, precision: str
     ],
     ids=["fsdp", "zero2", "ddp"],
 )
-def test_ranks_learn_as_one_process(teacher: Path, alone: Path, tmp_path: Path, more: list[str]) -> None:
+def test_ranks_learn_as_one_process(
+    teacher: Path, alone: Path, tmp_path: Path, more: list[str]
+) -> None:
     flags = [*FLAGS, *LEARNS, f"--teacher_path={teacher}", "--eval_interval=4", *more]
     trained(*flags, f"--output_dir={tmp_path}", nproc=2, backend="aot_eager")
     for one, other in zip(learned(alone), learned(tmp_path), strict=True):
@@ -176,7 +198,7 @@ def test_a_resume_is_exact_and_the_checkpoint_needs_no_teacher(
 ) -> None:
     flags = [*FLAGS, *LEARNS, f"--teacher_path={teacher}", f"--output_dir={tmp_path}"]
     assert run(*flags, "--exit_step=2").returncode == 75
-    assert "resumed from step 2" in trained(*flags)
+    assert "resuming from step 2" in trained(*flags)
     assert learned(tmp_path) == learned(alone)
     assert fms_fsdp.load_model(str(tmp_path))[0].config.hidden_size == 128
     without = [flag for flag in flags if not flag.startswith("--teacher")]
@@ -186,8 +208,18 @@ def test_a_resume_is_exact_and_the_checkpoint_needs_no_teacher(
 
 def test_a_folder_of_hugging_face_teaches_too(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "llama")
-    flags = [*TINY[1:], "--seq_length=32", "--num_steps=1", "--precision=fp32", "--global_batch_size=4"]
-    flags += [f"--init_from_hf={source}", f"--teacher_path={source}", f"--output_dir={tmp_path / 'run'}"]
+    flags = [
+        *TINY[1:],
+        "--seq_length=32",
+        "--num_steps=1",
+        "--precision=fp32",
+        "--global_batch_size=4",
+    ]
+    flags += [
+        f"--init_from_hf={source}",
+        f"--teacher_path={source}",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
     for nproc in (0, 2):
         trained(*flags, f"--output_dir={tmp_path / str(nproc)}", nproc=nproc)
         ((_, kl, _),) = learned(tmp_path / str(nproc))
@@ -196,9 +228,18 @@ def test_a_folder_of_hugging_face_teaches_too(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused_before_any_work(teacher: Path, tmp_path: Path) -> None:
     for flags, text in (
-        (["--vocab_size=600"], f"--teacher_path ({teacher}) has 512 tokens and must have the model's 600"),
-        ([f"--teacher_path={tmp_path}/none"], f"--teacher_path ({tmp_path}/none) must hold a complete"),
-        (["--teacher_path=", "--teacher_weight=0.2"], "--teacher_weight (0.2) has no effect without"),
+        (
+            ["--vocab_size=600"],
+            f"--teacher_path={teacher} must have the model's vocabulary of 600 tokens, not 512",
+        ),
+        (
+            [f"--teacher_path={tmp_path}/none"],
+            f"--teacher_path ({tmp_path}/none) must hold a complete",
+        ),
+        (
+            ["--teacher_path=", "--teacher_weight=0.2"],
+            "--teacher_weight=0.2 has no effect without",
+        ),
         (["--teacher_weight=0"], "--teacher_weight"),
         (["--tp_size=2"], "--teacher_path"),
     ):
@@ -217,8 +258,11 @@ def test_learned_positions_and_models_of_users_are_refused(
     monkeypatch.setattr(part, "is_hf_folder", lambda _: True)
     monkeypatch.setattr(part, "hf_tokenizer", lambda *_: None)
     for shape, text in (
-        (replace(SHAPE, pos_emb="learned", max_seq_len=64), r"learned 64 positions, fewer than --seq_le"),
-        (replace(SHAPE, model_builder="a:b"), r"--model_builder \(a:b\) may not make"),
+        (
+            replace(SHAPE, pos_emb="learned", max_seq_len=64),
+            r"learned 64 positions, fewer than --seq_length=",
+        ),
+        (replace(SHAPE, model_builder="a:b"), r"cannot be used with --model_builder=a:b"),
     ):
         folder: Any = type("Folder", (), {"shape": shape})
         monkeypatch.setattr(part, "open_folder", lambda *_, folder=folder: folder)
@@ -226,10 +270,17 @@ def test_learned_positions_and_models_of_users_are_refused(
             find_teacher(cfg, replace(SHAPE, max_seq_len=4096), None)
 
 
-def test_the_memory_of_a_rank_counts_the_teacher() -> None:
-    cfg, dims = TrainConfig(), ParallelDims("fsdp", dp_shard=4)
-    need = estimate_memory(SHAPE, dims, cfg.parallel, precision=BF16)
+def test_memory_of_a_rank_counts_the_teacher() -> None:
+    run = resolved(
+        TrainConfig(), model=SHAPE, dims=ParallelDims("fsdp", dp_shard=4), precision=BF16
+    )
     shape = replace(SHAPE, hidden_size=64, num_layers=5)
-    found = Teacher("", shape, None).added_to(need, cfg, BF16, 96)
-    assert found.state - need.state == 2 * num_params(shape) // 4
-    assert found.unit > need.unit and found.beside - need.beside >= 2 * 96 * (64 + 61)
+    memory = budget()
+    taught = replace(memory, teacher=Teacher("", shape, None))
+    for alone, both in (
+        (memory.minimum(run), taught.minimum(run)),
+        (memory.need(run), taught.need(run)),
+    ):
+        assert both.weights - alone.weights == 2 * num_params(shape) // 4
+        assert both.gathered > alone.gathered
+    assert taught.need(run).working - memory.need(run).working >= 2 * run.seq_length * (64 + 61)

@@ -22,12 +22,14 @@ def test_a_recorded_run_goes_on_with_the_losses_it_had(today: Path) -> None:
     """Recorded with torch 2.13 on x86-64. Another build can round differently, so it compares to 1e-5."""
     run = today / "run"
     shown = trained(*flags(today / "data", run))
-    assert "resumed from step 3" in shown
+    assert "resuming from step 3" in shown
     assert losses(run) == pytest.approx(json.loads((today / "losses.json").read_text()), rel=1e-5)
     assert status(run)["status"] == "finished" and status(run)["step"] == 6
 
 
-def test_default_names_of_runs_are_those_on_record(today: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_names_of_runs_are_those_on_record(
+    today: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a run would begin again at step 0, in another folder."""
     monkeypatch.chdir(today)
     recorded = json.loads((today / "run_names.json").read_text())

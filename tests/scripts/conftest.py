@@ -16,16 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """
 import json, os, signal, sys, time
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.flags import parse_flags
-from fms_fsdp.run.status import Launch
+from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.run.status import RunStatus
 from pathlib import Path
 folder = Path(parse_flags(TrainConfig, sys.argv[1:]).output_dir)
 folder.mkdir(parents=True, exist_ok=True)
-launch = Launch()
-launch.claim(folder)
+launch = RunStatus()
+launch.open(folder, 0)
 Path("called.json").write_text(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
 def end(status, code):
-    launch.steps_done = lambda: 3
+    launch.current_step = lambda: 3
     launch.end(status, os.environ.get("REASON", "as told"))
     launch.__exit__(None, None, None)
     sys.exit(code)

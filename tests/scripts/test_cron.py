@@ -52,10 +52,14 @@ def cron(
     return ended, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_a_job_submits_the_next_one_with_its_own_limits_and_the_same_command(tmp_path: Path) -> None:
+def test_a_job_submits_the_next_one_with_its_own_limits_and_the_same_command(
+    tmp_path: Path,
+) -> None:
     ended, calls = cron(tmp_path, "30", "bash", "-c", "echo copied; false")
     assert ended.returncode == 0 and ended.stdout == "copied\n", ended.stderr
-    assert calls == [f"{AGAIN} --begin=now+30minutes scripts/cron.slurm 30 bash -c echo copied; false"]
+    assert calls == [
+        f"{AGAIN} --begin=now+30minutes scripts/cron.slurm 30 bash -c echo copied; false"
+    ]
 
 
 def test_the_chain_ends_when_the_command_says_finished(tmp_path: Path) -> None:

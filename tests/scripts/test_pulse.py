@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.run.lock import lock_folder
+from fms_fsdp.run.run_dir import lock_folder
 from tests.cli import ROOT
 
 
@@ -71,7 +71,9 @@ def test_without_slurm_the_lock_tells_who_lives(folder: Path) -> None:
         assert pulse(folder, "--stalled-after-min", "40")[0] == 0
     tell(folder, "finished")
     assert pulse(folder) == (0, "FINISHED step 20")
-    assert [line.split()[4] for line in (folder / "console.txt").read_text().splitlines()] == ["run"] * 5
+    assert [line.split()[4] for line in (folder / "console.txt").read_text().splitlines()] == [
+        "run"
+    ] * 5
 
 
 @pytest.mark.parametrize(
@@ -80,15 +82,31 @@ def test_without_slurm_the_lock_tells_who_lives(folder: Path) -> None:
         ("RUNNING None", 0, 1, 0, "TRAINING step 20, last sign 1 min ago"),
         ("RUNNING None", 0, 99, 1, "STALLED step 20, last sign 99 min ago"),
         ("SIGNALING None", 0, 99, 1, "STALLED step 20, last sign 99 min ago"),
-        ("PENDING JobArrayTaskLimit\nRUNNING None", 0, 1, 0, "TRAINING step 20, last sign 1 min ago"),
+        (
+            "PENDING JobArrayTaskLimit\nRUNNING None",
+            0,
+            1,
+            0,
+            "TRAINING step 20, last sign 1 min ago",
+        ),
         ("PENDING Resources", 0, 99, 0, "WAITING job 123: PENDING Resources"),
         ("", 0, 1, 3, "GONE job 123 is not in the queue; status running: told so"),
-        ("slurm_load_jobs error: Invalid job id specified", 1, 1, 3,
-            "GONE job 123 is not in the queue; status running: told so"),
-        ("slurm_load_jobs error: Unable to contact slurm controller", 1, 1, 4,
-            "UNKNOWN slurm_load_jobs error: Unable to contact slurm controller"),
+        (
+            "slurm_load_jobs error: Invalid job id specified",
+            1,
+            1,
+            3,
+            "GONE job 123 is not in the queue; status running: told so",
+        ),
+        (
+            "slurm_load_jobs error: Unable to contact slurm controller",
+            1,
+            1,
+            4,
+            "UNKNOWN slurm_load_jobs error: Unable to contact slurm controller",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_the_queue_says(
     folder: Path, answer: str, exit_status: int, minutes: int, code: int, line: str
 ) -> None:
@@ -104,10 +122,15 @@ def test_a_job_that_only_begins_is_not_stalled(folder: Path) -> None:
     """A requeued run loads for a while: the old reports say nothing yet."""
     age(folder, 99)
     (folder / "slurm_job").write_text("123\n")
-    assert pulse(folder, path=squeue(folder, "RUNNING None")) == (0, "TRAINING step 20, last sign 0 min ago")
+    assert pulse(folder, path=squeue(folder, "RUNNING None")) == (
+        0,
+        "TRAINING step 20, last sign 0 min ago",
+    )
     bare = folder.parent / "bare"
     bare.mkdir()
-    assert pulse(bare, "--job", "123", path=squeue(folder, "RUNNING None"))[1].startswith("TRAINING step 0, ")
+    assert pulse(bare, "--job", "123", path=squeue(folder, "RUNNING None"))[1].startswith(
+        "TRAINING step 0, "
+    )
 
 
 def test_the_alert_gets_the_line(folder: Path) -> None:
@@ -122,14 +145,19 @@ def test_the_alert_gets_the_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("reason", "shown"),
     [
-        ("out of memory, try --batch_size=1, or less", "out of memory, try --batch_size=1, or less"),
+        (
+            "out of memory, try --batch_size=1, or less",
+            "out of memory, try --batch_size=1, or less",
+        ),
         ('shard "a, b" {bad}', 'shard "a, b" {bad}'),
         ("C:\\new \\ end", "C:\\new \\ end"),
         ("one\ntwo\x1b[31m", "onetwo[31m"),
     ],
 )
 def test_a_reason_is_told_to_its_end(folder: Path, reason: str, shown: str) -> None:
-    (folder / "status.json").write_text(json.dumps({"status": "failed", "step": 20, "reason": reason}) + "\n")
+    (folder / "status.json").write_text(
+        json.dumps({"status": "failed", "step": 20, "reason": reason}) + "\n"
+    )
     assert pulse(folder) == (3, f"GONE no process writes there; status failed: {shown}")
 
 

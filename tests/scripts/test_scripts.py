@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.tools.prepare.input_files import find_files
+from fms_fsdp.tools.prepare.inputs import find_files
 from tests.cli import TINY, status
 from tests.scripts.conftest import ROOT, environment, wait_for
 
@@ -47,15 +47,22 @@ def test_defaults_then_the_users_flags(repo: Path) -> None:
     ended = train(repo, "--num-steps=50", "--run_name=mine", SEQ_LENGTH="128")
     assert ended.returncode == 0, ended.stderr
     argv = called(repo)["argv"]
-    assert argv[0] == "--model_variant=quickstart" and argv[-2:] == ["--num-steps=50", "--run_name=mine"]
+    assert argv[0] == "--model_variant=quickstart" and argv[-2:] == [
+        "--num-steps=50",
+        "--run_name=mine",
+    ]
     assert (
-        "--seq_length=128" in argv and "--data_path=data/quickstart" in argv and "--num_steps=700" not in argv
+        "--seq_length=128" in argv
+        and "--data_path=data/quickstart" in argv
+        and "--num_steps=700" not in argv
     )
     console = (repo / "runs/mine/console.txt").read_text()
     for word in ("said on stdout", "said on stderr"):
         assert word in console and word in ended.stdout
     assert "tensorboard --logdir runs/mine/tensorboard" in ended.stdout
-    assert "note: the page of curves could not be made" in ended.stderr  # the stand-in reports nothing
+    assert (
+        "note: the page of curves could not be made" in ended.stderr
+    )  # the stand-in reports nothing
     assert "expandable_segments" not in str(called(repo)["env"].get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
@@ -67,18 +74,34 @@ def test_defaults_then_the_users_flags(repo: Path) -> None:
             ["--data_path", "--datasets", "--weights"],
             ["--model_variant", "--num_steps"],
         ),
-        (["--data-path", "elsewhere"], ["--datasets", "--weights"], ["--seq_length", "--data-path"]),
+        (
+            ["--data-path", "elsewhere"],
+            ["--datasets", "--weights"],
+            ["--seq_length", "--data-path"],
+        ),
         (["--config=my.toml"], ["--data_path", "--num_steps", "--model_variant"], ["--config"]),
         (
             ["--data_path=elsewhere", "--model_variant", "7b"],
-            ["--seq_length", "--learning_rate", "--num_steps", "--batch_size", "--checkpoint_interval"],
+            [
+                "--seq_length",
+                "--learning_rate",
+                "--num_steps",
+                "--batch_size",
+                "--checkpoint_interval",
+            ],
             ["--data_path", "--model_variant"],
         ),
         (["--data_path=elsewhere", "--init-from-hf=hf"], ["--model_variant", "--seq_length"], []),
-        (["--data_path=elsewhere", "--model_variant=quickstart"], [], ["--seq_length", "--num_steps"]),
+        (
+            ["--data_path=elsewhere", "--model_variant=quickstart"],
+            [],
+            ["--seq_length", "--num_steps"],
+        ),
     ],
 )
-def test_data_of_the_users_own(repo: Path, flags: list[str], missing: list[str], present: list[str]) -> None:
+def test_data_of_the_users_own(
+    repo: Path, flags: list[str], missing: list[str], present: list[str]
+) -> None:
     (repo / "my.toml").write_text("num_steps = 7\n")
     shutil.rmtree(repo / "data")
     ended = train(repo, *flags)
@@ -108,12 +131,16 @@ def test_another_model_on_own_data_gets_no_default_of_the_quickstart(repo: Path)
         (["--data_path=other"], ""),
     ],
 )
-def test_own_data_with_a_held_out_part_is_validated(repo: Path, flags: list[str], interval: str) -> None:
+def test_own_data_with_a_held_out_part_is_validated(
+    repo: Path, flags: list[str], interval: str
+) -> None:
     for folder in ("own/validation/web", "other/web"):
         (repo / folder).mkdir(parents=True)
     ended = train(repo, *flags)
     assert ended.returncode == 0, ended.stderr
-    assert [word for word in called(repo)["argv"] if "eval" in word] == ([interval] if interval else [])
+    assert [word for word in called(repo)["argv"] if "eval" in word] == (
+        [interval] if interval else []
+    )
     assert "--split=98,2" in ended.stdout
 
 
@@ -125,7 +152,9 @@ def test_own_data_with_a_held_out_part_is_validated(repo: Path, flags: list[str]
         ("--global_batch_size=4", "--batch_size"),
     ],
 )
-def test_a_default_that_contradicts_the_users_flag_is_dropped(repo: Path, flag: str, dropped: str) -> None:
+def test_a_default_that_contradicts_the_users_flag_is_dropped(
+    repo: Path, flag: str, dropped: str
+) -> None:
     assert train(repo, flag).returncode == 0
     argv = called(repo)["argv"]
     assert flag in argv and dropped not in [argument.split("=")[0] for argument in argv]
@@ -155,9 +184,15 @@ def test_a_flag_of_the_users_in_any_spelling_is_given_once(
     assert ended.returncode == 0, ended.stderr
     argv = [str(word) for word in called(repo)["argv"]]
     assert argv[-len(given) - ("output" not in dropped) :][: len(given)] == given
-    names = [word.lstrip("-").replace("-", "_").partition("=")[0] for word in argv if word.startswith("-")]
+    names = [
+        word.lstrip("-").replace("-", "_").partition("=")[0]
+        for word in argv
+        if word.startswith("-")
+    ]
     assert len(set(names)) == len(names)
-    assert (dropped[2:] in names) == (given[0].lstrip("-").replace("-", "_").startswith(dropped[2:]))
+    assert (dropped[2:] in names) == (
+        given[0].lstrip("-").replace("-", "_").startswith(dropped[2:])
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +207,9 @@ def test_a_flag_of_the_users_in_any_spelling_is_given_once(
         (["--use_dummy_dataset=True"], []),
     ],
 )
-def test_the_run_itself_writes_the_text_of_the_end(repo: Path, flags: list[str], sampled: list[str]) -> None:
+def test_the_run_itself_writes_the_text_of_the_end(
+    repo: Path, flags: list[str], sampled: list[str]
+) -> None:
     """With the model in memory: what loads it again takes longer than a slow machine's user waits."""
     for folder in ("data/quickstart", "own", "without"):
         (repo / folder).mkdir(parents=True, exist_ok=True)
@@ -184,7 +221,10 @@ def test_the_run_itself_writes_the_text_of_the_end(repo: Path, flags: list[str],
     ended = train(repo, *flags, "--run_name=mine")
     assert ended.returncode == 0, ended.stderr
     assert [word for word in called(repo)["argv"] if "sample" in word] == sampled
-    assert "sample  def main(x):\n            return x\n" in ended.stdout and "early" not in ended.stdout
+    assert (
+        "sample  def main(x):\n            return x\n" in ended.stdout
+        and "early" not in ended.stdout
+    )
     assert re.search(r"^time    ((\w+ \d+ s, )*\w+ \d+ s: )?\d+ s in all$", ended.stdout, re.M)
 
 
@@ -206,7 +246,10 @@ def test_the_quickstart_is_compiled_where_the_machine_can(repo: Path, tmp_path: 
         ({"CXX": str(compiler)}, ["--use_dummy_dataset=True"], []),
     ):
         assert train(repo, *flags, **changes).returncode == 0
-        assert [word for word in called(repo)["argv"] if "compile" in word] == compiled, (changes, flags)
+        assert [word for word in called(repo)["argv"] if "compile" in word] == compiled, (
+            changes,
+            flags,
+        )
 
 
 def test_the_hint_for_a_longer_run_names_its_length_once(repo: Path) -> None:
@@ -235,7 +278,9 @@ def test_a_number_of_the_environment_is_checked_before_any_arithmetic(
         and "must be a whole number from" in ended.stderr
     )
     assert (
-        not (repo / "ran").exists() and not (repo / "called.json").exists() and not (repo / "runs").exists()
+        not (repo / "ran").exists()
+        and not (repo / "called.json").exists()
+        and not (repo / "runs").exists()
     )
 
 
@@ -243,7 +288,7 @@ def test_a_number_of_the_environment_is_checked_before_any_arithmetic(
 def test_a_run_name_of_the_environment_is_a_bare_name(repo: Path, name: str) -> None:
     ended = train(repo, RUN_NAME=name)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and ended.stderr.startswith(
-        "error: RUN_NAME ("
+        "error: RUN_NAME="
     )
     assert (
         not (repo / "called.json").exists()
@@ -254,7 +299,9 @@ def test_a_run_name_of_the_environment_is_a_bare_name(repo: Path, name: str) -> 
 
 def test_zero_processes_are_refused_and_zeros_in_front_are_not_octal(repo: Path) -> None:
     ended = train(repo, NPROC_PER_NODE="0")
-    assert ended.returncode == 2 and "NPROC_PER_NODE (0) must be a whole number from 1" in ended.stderr
+    assert (
+        ended.returncode == 2 and "NPROC_PER_NODE (0) must be a whole number from 1" in ended.stderr
+    )
     assert train(repo, NPROC_PER_NODE="01", MAX_RESTARTS="00").returncode == 0
 
 
@@ -288,7 +335,9 @@ def test_a_mistyped_flag_ends_before_any_work(repo: Path) -> None:
     assert ended.returncode == 2
     assert ended.stderr.strip() == "error: --num_step is not a flag; did you mean --num_steps?"
     assert (
-        not (repo / "data").exists() and not (repo / "runs").exists() and not (repo / "called.json").exists()
+        not (repo / "data").exists()
+        and not (repo / "runs").exists()
+        and not (repo / "called.json").exists()
     )
 
 
@@ -335,7 +384,8 @@ def fake_programs(repo: Path) -> Path:
     python = folder / "python"
     python.write_text(
         '#!/bin/bash\nif [[ "$*" == *torch.distributed.run* ]]; then'
-        f' printf "%s\\n" "$@" >>"{repo}/torchrun.txt"; exit 0; fi\n'
+        f' printf "%s\\n" "$@" >>"{repo}/torchrun.txt";'
+        f' printf "%s" "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" >"{repo}/store.txt"; exit 0; fi\n'
         f'exec "{sys.executable}" "$@"\n'
     )
     scontrol = folder / "scontrol"
@@ -353,6 +403,7 @@ def test_several_processes_go_through_torchrun(repo: Path) -> None:
     words = (repo / "torchrun.txt").read_text().split("\n")
     assert words[:4] == ["-m", "torch.distributed.run", "--nproc_per_node=4", "--max_restarts=0"]
     assert words[5:8] == ["--standalone", "--local-addr=127.0.0.1", "main_training.py"]
+    assert (repo / "store.txt").read_text() == "1"
     assert (
         train(repo, PYTHON=str(fake / "python"), MAX_RESTARTS="2").returncode == 0
     )  # one process that shall restart
@@ -386,7 +437,9 @@ def test_nodes_without_a_scheduler_are_named_by_variables(repo: Path) -> None:
     ended = train(repo, **nodes, MASTER_ADDR="first", MASTER_PORT="1234")
     assert ended.returncode == 0, ended.stderr
     words = (repo / "torchrun.txt").read_text().split("\n")
-    assert "--nnodes=2" in words and "--rdzv_endpoint=first:1234" in words and "--rdzv_id=run" in words
+    assert (
+        "--nnodes=2" in words and "--rdzv_endpoint=first:1234" in words and "--rdzv_id=run" in words
+    )
     assert "--rdzv_conf=is_host=1,read_timeout=600" in words
 
 
@@ -403,7 +456,8 @@ def test_a_name_from_the_environment_is_the_weakest(repo: Path) -> None:
         assert not (repo / "called.json").exists()
     assert train(repo, RUN_NAME="job-7").returncode == 0
     assert (
-        called(repo)["argv"][-1] == "--output_dir=runs/job-7" and (repo / "runs/job-7/status.json").exists()
+        called(repo)["argv"][-1] == "--output_dir=runs/job-7"
+        and (repo / "runs/job-7/status.json").exists()
     )
 
 
@@ -490,7 +544,7 @@ def test_two_nodes_without_a_scheduler_train(tmp_path: Path) -> None:
     nodes[1].send_signal(signal.SIGUSR1)
     outputs = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [75, 75], outputs
-    assert "world: 2 x cpu" in "".join(outputs) and "stopped by" in status(folder)["reason"]
+    assert "devices: 2 x cpu" in "".join(outputs) and "stopped by" in status(folder)["reason"]
     assert (folder / "checkpoints" / f"step_{status(folder)['step']}").is_dir()
 
 
@@ -501,7 +555,14 @@ def test_the_quickstart_leaves_machine_made_tables_out() -> None:
     stdlib = sysconfig.get_paths()["stdlib"]
     kept = {file.name: file.size for file in find_files(stdlib, ("*.py",), skipped)}
     assert {"argparse.py", "json/decoder.py"} <= kept.keys() and sum(kept.values()) > 5e6
-    tables = ("_sysconfigdata", "pydoc_data/", "encodings/", "stringprep", "re/_casefix", "html/entities")
+    tables = (
+        "_sysconfigdata",
+        "pydoc_data/",
+        "encodings/",
+        "stringprep",
+        "re/_casefix",
+        "html/entities",
+    )
     assert not [name for name in kept if name.startswith(tables)]
 
 
@@ -518,7 +579,11 @@ def test_quickstart_text_is_the_same_each_time(tmp_path: Path) -> None:
         made.append((ended.stdout.replace(str(target), "PROSE"), target.read_bytes()))
     assert made[0] == made[1]
     inputs, prose = made[0]
-    assert inputs.startswith("stdlib=") and "packages=" in inputs and inputs.strip().endswith("prose=PROSE")
+    assert (
+        inputs.startswith("stdlib=")
+        and "packages=" in inputs
+        and inputs.strip().endswith("prose=PROSE")
+    )
     assert 4_000_000 < len(prose) < 9_000_000
     assert all("text" in json.loads(line) for line in prose.splitlines()[:50])
 
@@ -546,7 +611,9 @@ def test_scripts_are_sound(script: str) -> None:
         "shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     )
     assert shellcheck, "shellcheck comes with the extra dev"
-    ended = subprocess.run([shellcheck, "-x", path], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [shellcheck, "-x", path], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 0, ended.stdout
 
 
@@ -557,7 +624,9 @@ def test_constraints_pin_what_pyproject_names() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     pins = dict(
-        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
     )
     normal = {re.sub(r"[-_.]+", "-", name).lower() for name in pins}
     for requirement in named:

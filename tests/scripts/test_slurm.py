@@ -59,18 +59,32 @@ class Job:
 
     def __init__(self, *sbatch: str, nproc: int) -> None:
         settings = {"PYTHON": sys.executable, "NPROC_PER_NODE": str(nproc), "OMP_NUM_THREADS": "1"}
-        command = ["sbatch", "--parsable", "--nodes=2", "--time=10", *sbatch, "scripts/train.slurm", *FLAGS]
+        command = [
+            "sbatch",
+            "--parsable",
+            "--nodes=2",
+            "--time=10",
+            *sbatch,
+            "scripts/train.slurm",
+            *FLAGS,
+        ]
         ended = subprocess.run(
             command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60
         )
         assert ended.returncode == 0, ended.stderr
         self.number = ended.stdout.strip()
-        self.folder, self.output = ROOT / "runs" / f"job-{self.number}", ROOT / f"slurm-{self.number}.out"
+        self.folder, self.output = (
+            ROOT / "runs" / f"job-{self.number}",
+            ROOT / f"slurm-{self.number}.out",
+        )
 
     def states(self) -> str:
         """The states of its jobs in the queue, "" once there are none."""
         ended = subprocess.run(
-            ["squeue", "-h", "-j", self.number, "-o", "%T"], capture_output=True, text=True, timeout=60
+            ["squeue", "-h", "-j", self.number, "-o", "%T"],
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         return " ".join(ended.stdout.split())
 
@@ -84,7 +98,9 @@ class Job:
             time.sleep(0.5)
 
     def has_reached(self, step: int) -> bool:
-        return (self.folder / "metrics.jsonl").exists() and max(metrics(self.folder), default=0) >= step
+        return (self.folder / "metrics.jsonl").exists() and max(
+            metrics(self.folder), default=0
+        ) >= step
 
     def is_over(self) -> bool:
         return not self.states()
@@ -101,7 +117,9 @@ def submit() -> Iterator[Callable[..., Job]]:
 
     yield start
     for job in jobs:
-        subprocess.run(["scancel", "--signal=KILL", "--full", job.number], capture_output=True, timeout=60)
+        subprocess.run(
+            ["scancel", "--signal=KILL", "--full", job.number], capture_output=True, timeout=60
+        )
         subprocess.run(["scancel", job.number], capture_output=True, timeout=60)
         job.wait(job.is_over)
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -110,7 +128,11 @@ def submit() -> Iterator[Callable[..., Job]]:
 
 def pulse(job: Job) -> tuple[int, str]:
     ended = subprocess.run(
-        ["bash", "scripts/pulse.sh", job.folder], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ["bash", "scripts/pulse.sh", job.folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     return ended.returncode, ended.stdout.partition(f"{job.folder} ")[2]
 
@@ -133,12 +155,16 @@ def test_a_time_limit_is_a_checkpoint_and_a_requeue(
     job.wait(job.is_over, timeout_s=600)
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]
     assert losses(job.folder) == undisturbed
-    assert max(record["attempt"] for record in metrics(job.folder).values()) >= 2  # on a busy machine more
+    assert (
+        max(record["attempt"] for record in metrics(job.folder).values()) >= 2
+    )  # on a busy machine more
     output = job.output.read_text()
     assert (
-        "requeued, to go on" in output and "resumed from step" in output and "the run is finished" in output
+        "requeued, to go on" in output
+        and "resuming from step" in output
+        and "the run is finished" in output
     )
-    assert "resumed from step" in (job.folder / "console.txt").read_text()
+    assert "resuming from step" in (job.folder / "console.txt").read_text()
     assert pulse(job) == (0, "FINISHED step 50\n")
 
 
@@ -167,7 +193,9 @@ def test_a_lost_node_is_a_requeue(submit: Callable[..., Job], undisturbed: list[
         job.wait(lambda: job.states() == "PENDING")
     finally:  # it may have come back by itself, which this command then complains about
         subprocess.run(
-            ["scontrol", "update", f"nodename={lost}", "state=resume"], capture_output=True, timeout=60
+            ["scontrol", "update", f"nodename={lost}", "state=resume"],
+            capture_output=True,
+            timeout=60,
         )
     job.wait(job.is_over)
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]
@@ -175,7 +203,9 @@ def test_a_lost_node_is_a_requeue(submit: Callable[..., Job], undisturbed: list[
     assert max(record["attempt"] for record in metrics(job.folder).values()) == 2
 
 
-def test_an_array_goes_on_and_ends_with_the_run(submit: Callable[..., Job], undisturbed: list[float]) -> None:
+def test_an_array_goes_on_and_ends_with_the_run(
+    submit: Callable[..., Job], undisturbed: list[float]
+) -> None:
     """The first task is warned as by `--signal=B:USR1`, the second finishes, the third is not needed."""
     job = submit("--array=1-3%1")
     job.wait(lambda: job.has_reached(3))

@@ -22,7 +22,12 @@ def on_terminal(*argv: object, env: dict[str, str]) -> tuple[int, str]:
     """Exit status of a command and all that its terminal was sent."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [str(word) for word in argv], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
+        [str(word) for word in argv],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=env,
+        start_new_session=True,
     )
     os.close(slave)
     shown = b""
@@ -39,9 +44,17 @@ def on_terminal(*argv: object, env: dict[str, str]) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_train_sh_shows_live_progress_and_ends_with_the_results(tmp_path: Path, processes: str) -> None:
+def test_train_sh_shows_live_progress_and_ends_with_the_results(
+    tmp_path: Path, processes: str
+) -> None:
     folder = tmp_path / "run"
-    flags = (*DUMMY, "--batch_size=8", "--num_steps=120", "--report_interval=60", f"--output_dir={folder}")
+    flags = (
+        *DUMMY,
+        "--batch_size=8",
+        "--num_steps=120",
+        "--report_interval=60",
+        f"--output_dir={folder}",
+    )
     env = environment(NO_COLOR="", NPROC_PER_NODE=processes, OMP_NUM_THREADS="1")
     evaluation = ("--eval_interval=120", "--eval_steps=1")
     code, shown = on_terminal("bash", ROOT / "scripts/train.sh", *flags, *evaluation, env=env)
@@ -50,10 +63,14 @@ def test_train_sh_shows_live_progress_and_ends_with_the_results(tmp_path: Path, 
     assert re.search(r"loss \x1b\[1;36m\d", shown)
     console = (folder / "console.txt").read_text()
     assert "next report" not in console and "\x1b" not in console
-    assert re.search(r"^step +60/120  loss", console, re.MULTILINE) and "finished 120 steps" in console
+    assert (
+        re.search(r"^step +60/120  loss", console, re.MULTILINE) and "finished 120 steps" in console
+    )
     plain = COLOR.sub("", shown)
     (result,) = re.findall(r"^result +(.*)$", plain, re.MULTILINE)
-    assert re.fullmatch(r"loss \d\.\d{4}, the mean since the last report; validation loss \d\.\d{4}", result)
+    assert re.fullmatch(
+        r"loss \d\.\d{4}, the mean since the last report; validation loss \d\.\d{4}", result
+    )
     before, _, after = plain.partition("report  file://")
     page = Path(after.splitlines()[0])
     assert page == folder / "report.html" and "</html>" in page.read_text()

@@ -28,7 +28,12 @@ def submit(repo: Path) -> Callable[..., subprocess.Popen[str]]:
     """Starts train.slurm as SLURM does: a copy of it, elsewhere. What it asks of SLURM is in asked.txt."""
     fake = repo / "fake"
     fake.mkdir()
-    for name, text in {"srun": SRUN, "scontrol": "", "scancel": "", "squeue": "echo 4000000000"}.items():
+    for name, text in {
+        "srun": SRUN,
+        "scontrol": "",
+        "scancel": "",
+        "squeue": "echo 4000000000",
+    }.items():
         note = f'#!/bin/bash\necho "{name} $*" >>"{repo}/asked.txt"\n{text}\n'
         (fake / name).write_text(text if name == "srun" else note)
         (fake / name).chmod(0o755)
@@ -36,7 +41,11 @@ def submit(repo: Path) -> Callable[..., subprocess.Popen[str]]:
     copy.write_text((repo / "scripts/train.slurm").read_text())
 
     def start(*flags: str, **settings: str) -> subprocess.Popen[str]:
-        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_SUBMIT_DIR": str(repo / "scripts")}
+        job = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node1",
+            "SLURM_SUBMIT_DIR": str(repo / "scripts"),
+        }
         env = environment(**{**job, "MAX_RESTARTS": "0", **settings})
         return subprocess.Popen(
             ["bash", copy, *flags],
@@ -52,10 +61,16 @@ def submit(repo: Path) -> Callable[..., subprocess.Popen[str]]:
 
 def asked(repo: Path) -> list[str]:
     """What was asked of SLURM, except when the job ends."""
-    return [line for line in (repo / "asked.txt").read_text().splitlines() if not line.startswith("squeue")]
+    return [
+        line
+        for line in (repo / "asked.txt").read_text().splitlines()
+        if not line.startswith("squeue")
+    ]
 
 
-@pytest.mark.parametrize(("plan", "status"), [("finished:0", 0), ("resume_me:0", 75), ("failed:1", 137)])
+@pytest.mark.parametrize(
+    ("plan", "status"), [("finished:0", 0), ("resume_me:0", 75), ("failed:1", 137)]
+)
 def test_a_job_on_any_number_of_nodes_outlives_one_of_them(
     repo: Path, submit: Callable[..., subprocess.Popen[str]], plan: str, status: int
 ) -> None:
@@ -64,7 +79,9 @@ def test_a_job_on_any_number_of_nodes_outlives_one_of_them(
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RDZV_CONF": "last_call_timeout=1"}
-    job = submit("--num_steps=3", PLAN=plan, NNODES="1:3", LOCAL_ADDR="127.0.0.1", SRUN_STATUS="137", **there)
+    job = submit(
+        "--num_steps=3", PLAN=plan, NNODES="1:3", LOCAL_ADDR="127.0.0.1", SRUN_STATUS="137", **there
+    )
     output = job.communicate(timeout=60)[0]
     assert job.returncode == status, output
     options = (repo / "fake/srun.txt").read_text().split()
@@ -112,7 +129,8 @@ def test_a_job_at_its_exit_step_is_not_requeued(
 ) -> None:
     for _ in range(2):  # the second one makes no step
         job = submit(
-            PLAN="resume_me:75", REASON="--exit_step (3) is reached, at step 3; start it again to go on"
+            PLAN="resume_me:75",
+            REASON="--exit_step (3) is reached, at step 3; run the same command to resume",
         )
         output, _ = job.communicate(timeout=60)
         assert job.returncode == 75 and "stopped at --exit_step" in output, output
@@ -138,7 +156,10 @@ def test_a_stop_does_not_reach_the_launch_of_another_job(
 def test_a_job_that_made_no_step_ends_the_chain(
     repo: Path, submit: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    for status, words in ((75, "requeued"), (1, "error: this job finished no step; give it more --time")):
+    for status, words in (
+        (75, "requeued"),
+        (1, "error: this job finished no step; give it more --time"),
+    ):
         job = submit(PLAN="resume_me:75")
         output, _ = job.communicate(timeout=60)
         assert job.returncode == status and words in output, output
@@ -149,7 +170,10 @@ def test_a_job_that_made_no_step_ends_the_chain(
     ("number", "requests"), [(signal.SIGUSR1, ["scontrol requeue 7"]), (signal.SIGTERM, [])]
 )
 def test_a_signal_makes_the_stop_file(
-    repo: Path, submit: Callable[..., subprocess.Popen[str]], number: signal.Signals, requests: list[str]
+    repo: Path,
+    submit: Callable[..., subprocess.Popen[str]],
+    number: signal.Signals,
+    requests: list[str],
 ) -> None:
     """USR1 and TERM both have the run save; only the warning of the time limit lets the job go on."""
     job = submit(PLAN="stop_file")
@@ -189,7 +213,9 @@ def test_outside_of_slurm_it_says_so(repo: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"step": null}', '{"step": 01}', '{"step": "x[$(touch ran)]"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"step": null}', '{"step": 01}', '{"step": "x[$(touch ran)]"}']
+)
 def test_a_damaged_status_stops_no_chain(
     repo: Path, submit: Callable[..., subprocess.Popen[str]], text: str
 ) -> None:
@@ -200,7 +226,9 @@ def test_a_damaged_status_stops_no_chain(
     assert job.returncode == 75 and "requeued, to go on from step 3" in output, output
 
 
-def test_bad_input_ends_before_any_work(repo: Path, submit: Callable[..., subprocess.Popen[str]]) -> None:
+def test_bad_input_ends_before_any_work(
+    repo: Path, submit: Callable[..., subprocess.Popen[str]]
+) -> None:
     job = submit("--num_step=5")
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 2 and "--num_step is not a flag; did you mean --num_steps?" in output

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import logging.handlers
+import queue
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,8 +29,8 @@ from fms_fsdp.models.variants import LlamaConfig, all_variants
 from fms_fsdp.tools.export.safetensors import split_by_size
 from fms_fsdp.tools.export.tokenizer_check import find_differences
 from fms_fsdp.tools.export.tokenizers import _post_processor, write_tokenizer
-from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
-from tests.cli import ROOT, TINY, trained
+from fms_fsdp.tools.prepare.command import train_sentencepiece
+from tests.cli import CORPUS, ROOT, TINY, trained
 from tests.warm import COMMANDS, command, running
 
 SMALL = (
@@ -73,7 +77,9 @@ def differing_logits(run: str, folder: Path) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         theirs = AutoModelForCausalLM.from_pretrained(folder)
-    tokens = torch.randint(0, ours.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, ours.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         return float((theirs.float()(tokens).logits - ours(tokens)).abs().max())
 
@@ -126,19 +132,25 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
         return error
 
     (tmp_path / "taken").mkdir()
-    assert "must not exist; choose another" in refused(f"--path={run}", f"--output={tmp_path}/taken")
+    assert "must not exist; choose another" in refused(
+        f"--path={run}", f"--output={tmp_path}/taken"
+    )
     assert "--output is missing" in refused(f"--path={run}")
-    assert "must hold a complete checkpoint" in refused(f"--path={tmp_path}", f"--output={tmp_path}/hf")
-    assert "--dtype (fp8) must be one of" in refused(
+    assert "must hold a complete checkpoint" in refused(
+        f"--path={tmp_path}", f"--output={tmp_path}/hf"
+    )
+    assert "--dtype=fp8 must be one of" in refused(
         f"--path={run}", f"--output={tmp_path}/hf", "--dtype=fp8"
     )
     learned = make(tmp_path / "learned", "--pos_emb=learned")
-    assert "--pos_emb (learned) must be rope" in refused(f"--path={learned}", f"--output={tmp_path}/hf")
+    assert "--pos_emb (learned) must be rope" in refused(
+        f"--path={learned}", f"--output={tmp_path}/hf"
+    )
     (file,) = (tmp_path / "run/checkpoints/step_2").glob("*.distcp")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert "is damaged: " in refused(f"--path={run}", f"--output={tmp_path}/hf")
+    assert "is corrupt: " in refused(f"--path={run}", f"--output={tmp_path}/hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["learned", "run", "taken"]
 
 
@@ -152,12 +164,16 @@ def test_a_killed_export_leaves_no_folder_and_the_next_one_is_whole(tmp_path: Pa
             time.sleep(0.002)
     assert process.exitcode == -signal.SIGKILL and not (tmp_path / "hf").exists()
     assert command(*argv).returncode == 0
-    assert not (tmp_path / ".hf.partial").exists() and differing_logits(run, tmp_path / "hf") <= 3e-2
+    assert (
+        not (tmp_path / ".hf.partial").exists() and differing_logits(run, tmp_path / "hf") <= 3e-2
+    )
 
 
 @pytest.mark.slow
 def test_memory_is_that_of_two_of_the_largest_weight(tmp_path: Path) -> None:
-    run = make(tmp_path / "run", "--vocab_size=400000", "--num_layers=1")  # 102 MB each: embedding and head
+    run = make(
+        tmp_path / "run", "--vocab_size=400000", "--num_layers=1"
+    )  # 102 MB each: embedding and head
     code = (
         "import resource, sys\nfrom fms_fsdp.tools.export.export import *\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\nbefore = peak()\n"
@@ -165,7 +181,10 @@ def test_memory_is_that_of_two_of_the_largest_weight(tmp_path: Path) -> None:
     )
     # by way of a shell, which forks: a process started by this one would begin with the peak of pytest
     done = subprocess.run(
-        ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, code], cwd=ROOT, capture_output=True, text=True
+        ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert float(done.stdout.splitlines()[-1]) < 2 * 98 + 200, done.stdout + done.stderr
 
@@ -179,7 +198,9 @@ def test_the_configuration_has_both_spellings_and_every_weight_a_name() -> None:
         assert content["architectures"][0].startswith(find_family(config).name)
         if config.pos_emb != "rope":
             continue
-        assert content["rope_parameters"]["rope_theta"] == content["rope_theta"] == config.rope_theta, name
+        assert (
+            content["rope_parameters"]["rope_theta"] == content["rope_theta"] == config.rope_theta
+        ), name
         assert (content["rope_scaling"] is None) == (config.rope_scaling is None)
     for tied in (False, True):
         config = LlamaConfig(2, 64, 96, 4, 2, 120, tie_embeddings=tied)
@@ -189,18 +210,25 @@ def test_the_configuration_has_both_spellings_and_every_weight_a_name() -> None:
 
 
 def test_weights_are_spread_over_files_in_their_order() -> None:
-    assert split_by_size({"a": 3, "b": 3, "c": 9, "d": 1, "e": 1}, 6) == [["a", "b"], ["c"], ["d", "e"]]
+    assert split_by_size({"a": 3, "b": 3, "c": 9, "d": 1, "e": 1}, 6) == [
+        ["a", "b"],
+        ["c"],
+        ["d", "e"],
+    ]
     assert split_by_size({"a": 3}, 1) == [["a"]] and split_by_size({}, 1) == []
 
 
 def texts() -> list[str]:
-    page = (ROOT / "docs/data.md").read_text() + (ROOT / "fms_fsdp/flags.py").read_text()
+    page = CORPUS.read_text()
     draw, ranges = random.Random(1), ((1, 127), (128, 0x2FFF), (0x4E00, 0x9FFF), (0x1F300, 0x1F6FF))
     wild = [
         "".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(draw.randint(1, 30)))
         for _ in range(4000)
     ]
-    cut = [page[at : at + draw.randint(1, 200)] for at in (draw.randrange(len(page)) for _ in range(6000))]
+    cut = [
+        page[at : at + draw.randint(1, 200)]
+        for at in (draw.randrange(len(page)) for _ in range(6000))
+    ]
     return [
         *cut,
         *wild,
@@ -232,14 +260,16 @@ def test_the_fast_tokenizer_agrees_id_for_id(kind: str, tmp_path: Path) -> None:
 
     model = tmp_path / "tokenizer.model"
     if kind != "byte":
-        corpus = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+        corpus = CORPUS.read_text().split("\n\n")
         model.write_bytes(train_sentencepiece(iter(corpus), 900, kind))
     ours = load_tokenizer("byte" if kind == "byte" else str(model))
     folder = tmp_path / "hf"
     folder.mkdir()
     assert write_tokenizer(ours, folder, 4096)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    assert settings["add_bos_token"] is settings["add_eos_token"] is False  # without them llama.cpp adds
+    assert (
+        settings["add_bos_token"] is settings["add_eos_token"] is False
+    )  # without them llama.cpp adds
     assert kind == "byte" or settings["add_prefix_space"] is False
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     notes = find_differences(ours, folder)
@@ -250,14 +280,33 @@ def test_the_fast_tokenizer_agrees_id_for_id(kind: str, tmp_path: Path) -> None:
     assert len(strings) > 10_000
     for text, tokens in zip(strings, ours.encode(strings), strict=True):
         found, ids = theirs(text)["input_ids"], tokens.tolist()
-        assert found == ids or (kind == "unigram" and are_equally_likely(model, found, ids)), repr(text)
+        assert found == ids or (kind == "unigram" and are_equally_likely(model, found, ids)), repr(
+            text
+        )
         assert theirs.decode(found) == ours.decode(ids), repr(text)
+
+
+def test_tokenizer_comparison_logs_no_warning(tmp_path: Path) -> None:
+    """transformers warned that a text was longer than the context of the exported model."""
+    from transformers.utils import logging as transformers_logging
+
+    ours, level = load_tokenizer("byte"), transformers_logging.get_verbosity()
+    assert write_tokenizer(ours, tmp_path, 16)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    logger, records = logging.getLogger("transformers"), queue.SimpleQueue[Any]()
+    handler = logging.handlers.QueueHandler(records)
+    logger.addHandler(handler)
+    try:
+        assert find_differences(ours, tmp_path) == []
+    finally:
+        logger.removeHandler(handler)
+    assert records.empty() and transformers_logging.get_verbosity() == level
 
 
 def sentencepiece_model(path: Path, **settings: Any) -> None:
     import sentencepiece
 
-    lines = [line for page in sorted((ROOT / "docs").glob("*.md")) for line in page.read_text().splitlines()]
+    lines = CORPUS.read_text().splitlines()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(filter(None, lines)),
         model_prefix=str(path.with_suffix("")),
@@ -282,7 +331,9 @@ def test_a_tokenizer_that_changes_its_text_first(kind: str, rule: str, tmp_path:
     wrong = []
     for text, ids in zip(strings := texts(), ours.encode(strings), strict=True):
         found = theirs.encode(text, add_special_tokens=False).ids
-        is_spelled = any(end in text for end in ("<s>", "</s>", "<unk>"))  # they are taken for the tokens
+        is_spelled = any(
+            end in text for end in ("<s>", "</s>", "<unk>")
+        )  # they are taken for the tokens
         if not is_spelled and sorted(found) != sorted(ids.tolist()):
             wrong.append(text)
     # what Hugging Face's normalisation drops: marks that stand behind a letter that is spelled out
@@ -306,31 +357,49 @@ def test_a_tokenizer_json_with_other_ids_is_told_with_a_string(tmp_path: Path) -
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (note,) = find_differences(ours, tmp_path)
-    assert note.startswith("tokenizer.json gives other ids than training for") and "such as '" in note
+    assert (
+        note.startswith("tokenizer.json gives other ids than training for") and "such as '" in note
+    )
 
 
 def test_a_run_exports_its_own_checkpoints(tmp_path: Path) -> None:
-    flags = ("--num_kv_heads=2", "--checkpoint_interval=2", "--export_interval=4", "--keep_last_n=1")
-    run = make(tmp_path / "run", *flags, "--num_steps=5", nproc=2)
-    exports = tmp_path / "run" / "exports"
+    flags = (
+        "--num_kv_heads=2",
+        "--checkpoint_interval=2",
+        "--export_interval=4",
+        "--keep_last_n=1",
+    )
+    folder = tmp_path / "a run"
+    run = make(folder, *flags, "--num_steps=5", nproc=2)
+    exports = folder / "exports"
     assert sorted(path.name for path in exports.iterdir()) in (["step_4", "step_5"], ["step_5"])
     assert export(f"--path={run}", f"--output={tmp_path / 'by_hand'}") == 0
     for path in (tmp_path / "by_hand").iterdir():
         assert (exports / "step_5" / path.name).read_bytes() == path.read_bytes(), path
-    log = (tmp_path / "run" / "log.txt").read_text()
+    card = (exports / "step_5" / "README.md").read_text()
+    copied = shlex.split(card.rpartition("```text\n")[2].partition("```")[0])
+    assert f"--output_dir={folder}" in copied and "--num_kv_heads=2" in copied
+    log = (folder / "log.txt").read_text()
     assert f"exported {exports}/step_5" in log
     (exports / "step_6").mkdir()  # where the next one belongs
-    make(tmp_path / "run", *flags, "--num_steps=6")
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert re.search(r"step 6 was not exported: export: error: --output \(.*step_6\) must not exist", log)
+    make(folder, *flags, "--num_steps=6")
+    log = (folder / "log.txt").read_text()
+    assert re.search(
+        r"step 6 was not exported: export: error: --output \(.*step_6\) must not exist", log
+    )
 
 
 def test_of_what_follows_a_tokenizer_only_the_offsets_of_byte_pieces_stay() -> None:
-    pieces, own = {"type": "ByteLevel", "trim_offsets": True}, {"type": "TemplateProcessing", "single": []}
+    pieces, own = (
+        {"type": "ByteLevel", "trim_offsets": True},
+        {"type": "TemplateProcessing", "single": []},
+    )
     assert _post_processor(None, None, None) is None
     assert _post_processor(pieces, None, None) == pieces
     assert _post_processor(own, None, None) is None
     assert _post_processor({"type": "Sequence", "processors": [own, pieces]}, None, None) == pieces
     begun = _post_processor(pieces, 7, "<s>")
     assert begun is not None and begun["processors"][0] == pieces
-    assert begun["processors"][1]["special_tokens"] == {"<s>": {"id": "<s>", "ids": [7], "tokens": ["<s>"]}}
+    assert begun["processors"][1]["special_tokens"] == {
+        "<s>": {"id": "<s>", "ids": [7], "tokens": ["<s>"]}
+    }

@@ -28,7 +28,9 @@ def test_greedy_text_is_that_of_transformers(
     theirs.save_pretrained(tmp_path)
     ours, _ = fms_fsdp.load_model(str(tmp_path))
     draw = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(0, 300, (5 + row,), generator=draw).tolist() for row in range(NUM_PROMPTS)]
+    prompts = [
+        torch.randint(0, 300, (5 + row,), generator=draw).tolist() for row in range(NUM_PROMPTS)
+    ]
     columns = list(generate(ours, prompts, Sampling(temperature=0), max_new_tokens=NEW_TOKENS))
     ties = 0
     for row, prompt in enumerate(prompts):

@@ -47,15 +47,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("harness")
     text = "".join(f"The colour of number {i} is grey, or red.\n\n" for i in range(800))
     (folder / "text.txt").write_text(text)
-    prepared = ["--train_tokenizer", "--vocab_size=300", "--tokenizer_sample_mb=1", "--num_workers=1"]
-    assert main(["prepare", f"--input={folder}/text.txt", f"--output={folder}/data", *prepared]) == 0
+    prepared = [
+        "--train_tokenizer",
+        "--vocab_size=300",
+        "--tokenizer_sample_mb=1",
+        "--num_workers=1",
+    ]
+    assert (
+        main(["prepare", f"--input={folder}/text.txt", f"--output={folder}/data", *prepared]) == 0
+    )
     flags = (*TINY, "--use_dummy_dataset=False", f"--data_path={folder}/data", "--precision=fp32")
-    trained(*flags, "--num_steps=6", "--batch_size=4", "--trackers=none", f"--output_dir={folder}/run")
+    trained(
+        *flags, "--num_steps=6", "--batch_size=4", "--trackers=none", f"--output_dir={folder}/run"
+    )
     assert main(["export", f"--path={folder}/run", f"--output={folder}/hf", "--dtype=fp32"]) == 0
     questions = []
     for number in range(5):
         choices = [" grey", " red and much longer than the others", " blue"]
-        text, page = f"The colour of number {number} is", "Some words of a page. " * (4 * number + 1)
+        text, page = (
+            f"The colour of number {number} is",
+            "Some words of a page. " * (4 * number + 1),
+        )
         questions.append({"text": text, "choices": choices, "answer": number % 3, "page": page})
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
     data = f"{{data_files: {{test: {folder}/questions.jsonl}}, cache_dir: {folder}/cache}}"
@@ -67,7 +79,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(folder: Path, *flags: str, nproc: int = 0) -> dict[str, Any]:
-    command = [*under_torchrun(nproc, "-m", "fms_fsdp")] if nproc else [sys.executable, "-m", "fms_fsdp"]
+    command = (
+        [*under_torchrun(nproc, "-m", "fms_fsdp")] if nproc else [sys.executable, "-m", "fms_fsdp"]
+    )
     command += ["evaluate", f"--path={folder}/run", f"--task_path={folder}/tasks", "--json", *flags]
     ended = subprocess.run(
         command, cwd=ROOT, env=os.environ | SETTINGS, capture_output=True, text=True, timeout=240
@@ -93,14 +107,16 @@ def test_every_answer_is_that_of_the_harness_on_the_exported_folder(
 ) -> None:
     from lm_eval.models.huggingface import HFLM
 
-    from fms_fsdp.config.axes import ParallelDims
+    from fms_fsdp.distributed.axes import ParallelDims
+    from fms_fsdp.distributed.mesh import Mesh
     from fms_fsdp.evaluate import Forward
-    from fms_fsdp.mesh import Mesh
     from fms_fsdp.tools.harness import HarnessModel
     from fms_fsdp.tools.loading import load
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    theirs = answers(HFLM(pretrained=f"{folder}/hf", device="cpu", batch_size=3, dtype="float32"), folder)
+    theirs = answers(
+        HFLM(pretrained=f"{folder}/hf", device="cpu", batch_size=3, dtype="float32"), folder
+    )
     found, cpu = load(f"{folder}/run", None, "cpu"), torch.device("cpu")
     assert found.tokenizer is not None
     forward = Forward(found.model, 2, False, cpu, Mesh(ParallelDims("none"), 0, "cpu"))

@@ -46,7 +46,9 @@ def ids_of_transformers(folder: Path) -> list[list[int]]:
 def test_what_a_tokenizer_adds_is_read_as_transformers_do(name: str, tmp_path: Path) -> None:
     processor, rules = ADDED[name]
     write_tokenizer_json(tmp_path, processor)
-    change_json(tmp_path / "tokenizer_config.json", lambda said: said | {"add_bos_token": name != "both"})
+    change_json(
+        tmp_path / "tokenizer_config.json", lambda said: said | {"add_bos_token": name != "both"}
+    )
     tokenizer = load_tokenizer(str(tmp_path))
     assert rules_of_folder(tmp_path, tokenizer) == rules
     ours = [[*rules.before, *row.tolist(), *rules.after] for row in tokenizer.encode(TEXTS)]
@@ -76,7 +78,7 @@ def test_an_exported_tokenizer_gives_the_ids_of_training(
 
 @pytest.mark.parametrize("kind", ["byte", "bpe", "unigram"])
 def test_a_begin_token_goes_out_with_every_kind(kind: str, tmp_path: Path) -> None:
-    from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
+    from fms_fsdp.tools.prepare.command import train_sentencepiece
 
     if kind != "byte":
         model = train_sentencepiece(iter(["the thing in a line " * 40] * 9), 270, kind)
@@ -85,15 +87,21 @@ def test_a_begin_token_goes_out_with_every_kind(kind: str, tmp_path: Path) -> No
     begin = 256 if kind == "byte" else ours.token_id("<s>")
     (tmp_path / "out").mkdir()
     assert begin is not None and write_tokenizer(ours, tmp_path / "out", 64, begin)
-    assert ids_of_transformers(tmp_path / "out") == [[begin, *row.tolist()] for row in ours.encode(TEXTS)]
+    assert ids_of_transformers(tmp_path / "out") == [
+        [begin, *row.tolist()] for row in ours.encode(TEXTS)
+    ]
 
 
-def test_the_check_of_an_export_tells_of_an_added_token_and_of_runs_of_spaces(tmp_path: Path) -> None:
+def test_the_check_of_an_export_tells_of_an_added_token_and_of_runs_of_spaces(
+    tmp_path: Path,
+) -> None:
     write_tokenizer_json(tmp_path, template())
     ours = load_tokenizer(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (note,) = find_differences(ours, tmp_path)
-    assert note.startswith("tokenizer.json gives other ids than training for 10,000 of 10,000 texts")
+    assert note.startswith(
+        "tokenizer.json gives other ids than training for 10,000 of 10,000 texts"
+    )
     write_tokenizer_json(tmp_path)
     squeeze = {"type": "Replace", "pattern": {"String": "   "}, "content": "  "}
     change_json(tmp_path / "tokenizer.json", lambda said: said | {"normalizer": squeeze})
@@ -108,7 +116,14 @@ def test_documents_that_begin_with_a_token_make_it_the_run_s(tmp_path: Path) -> 
         folder = tmp_path / name
         _write_ids(folder / "in.parquet", rows)
         assert (
-            main(["convert", f"--input={folder}/in.parquet", f"--output={folder}/out", "--tokenizer=byte"])
+            main(
+                [
+                    "convert",
+                    f"--input={folder}/in.parquet",
+                    f"--output={folder}/out",
+                    "--tokenizer=byte",
+                ]
+            )
             == 0
         )
         assert begin_token(str(folder / "out"), tokenizer) == (256 if first else None)
@@ -134,7 +149,9 @@ def test_an_untrained_import_goes_out_with_its_own_files_and_ends_as_the_folder_
     note_once.cache_clear()
     assert main(["import", f"--path={folder}", f"--output={tmp_path}/run"]) == 0
     assert "drops merges by chance (dropout 0.5), which is switched off" in capsys.readouterr().err
-    assert main(["export", f"--path={tmp_path}/run", f"--output={tmp_path}/out", "--dtype=fp32"]) == 0
+    assert (
+        main(["export", f"--path={tmp_path}/run", f"--output={tmp_path}/out", "--dtype=fp32"]) == 0
+    )
     assert capsys.readouterr().err == ""
     for path in folder.iterdir():
         if path.name not in ("config.json", "model.safetensors"):

@@ -30,10 +30,40 @@ from tests.hf_folders import FAMILIES, template, weights_of, write_folder, write
 CASES = int(os.environ.get("HOSTILE_CASES", "100"))
 DEEP: Any = json.loads("[" * 900 + "]" * 900)
 VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, -64, 2.5, 1e-320, 1e300, float("nan"), float("inf"), 10**9, 10**18, 2**63,
-    10**400, "", "false", "x", "64", "\ud800", "\x1b[2J", "../x", [], [1], [-64, 64], ["a", None], {},
-    {"a": 1}, {"rope_type": "linear"}, {"type": "llama3", "factor": 8}, {"content": 3}, DEEP,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    -64,
+    2.5,
+    1e-320,
+    1e300,
+    float("nan"),
+    float("inf"),
+    10**9,
+    10**18,
+    2**63,
+    10**400,
+    "",
+    "false",
+    "x",
+    "64",
+    "\ud800",
+    "\x1b[2J",
+    "../x",
+    [],
+    [1],
+    [-64, 64],
+    ["a", None],
+    {},
+    {"a": 1},
+    {"rope_type": "linear"},
+    {"type": "llama3", "factor": 8},
+    {"content": 3},
+    DEEP,
+]
 NAMES = "rope_scaling rope_theta sliding_window layer_types head_dim rms_norm_eps eos_token_id"
 NAMES += " tie_word_embeddings num_key_value_heads rope_parameters hidden_act quantization_config"
 NAMES += " add_bos_token model_type \ud800"
@@ -93,7 +123,9 @@ def changed_bytes(draw: random.Random, data: bytes) -> bytes:
     at = draw.randrange(len(data))
     if draw.random() < 0.3:
         return data[:at]
-    return data[:at] + bytes(draw.randrange(256) for _ in range(draw.randint(1, 8))) + data[at + 1 :]
+    return (
+        data[:at] + bytes(draw.randrange(256) for _ in range(draw.randint(1, 8))) + data[at + 1 :]
+    )
 
 
 def changed_safetensors(draw: random.Random, data: bytes) -> bytes:
@@ -104,7 +136,9 @@ def changed_safetensors(draw: random.Random, data: bytes) -> bytes:
     else:
         body = bytearray(body)
         at = draw.randrange(len(body) // 4) * 4
-        body[at : at + 4] = struct.pack("<f", draw.choice((float("nan"), float("inf"), 3e38, -1e-44)))
+        body[at : at + 4] = struct.pack(
+            "<f", draw.choice((float("nan"), float("inf"), 3e38, -1e-44))
+        )
     return struct.pack("<Q", len(header)) + header + bytes(body)
 
 
@@ -113,12 +147,22 @@ def changed_bin(draw: random.Random, data: bytes) -> bytes:
     name = draw.choice(list(weights))
     weight = weights[name]
     makers: list[Callable[[], Any]] = [
-        lambda: weight.to(torch.complex64), lambda: weight.to_sparse(), lambda: 3, lambda: "x", lambda: None,
-        lambda: weight.long(), lambda: weight.double() * 1e300, lambda: weight.to("meta"), lambda: weight[:1],
-        lambda: weight.to(torch.float8_e4m3fn), lambda: weight.T, lambda: {"a": weight},
-        lambda: torch.nn.Parameter(weight), lambda: torch.tensor(1.0),
+        lambda: weight.to(torch.complex64),
+        lambda: weight.to_sparse(),
+        lambda: 3,
+        lambda: "x",
+        lambda: None,
+        lambda: weight.long(),
+        lambda: weight.double() * 1e300,
+        lambda: weight.to("meta"),
+        lambda: weight[:1],
+        lambda: weight.to(torch.float8_e4m3fn),
+        lambda: weight.T,
+        lambda: {"a": weight},
+        lambda: torch.nn.Parameter(weight),
+        lambda: torch.tensor(1.0),
         lambda: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
-    ]  # fmt: skip
+    ]
     if draw.random() < 0.8:
         weights[name] = draw.choice(makers)()
     else:
@@ -129,7 +173,7 @@ def changed_bin(draw: random.Random, data: bytes) -> bytes:
 
 
 def sentencepiece_model() -> bytes:
-    from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
+    from fms_fsdp.tools.prepare.command import train_sentencepiece
 
     lines = ["the thing in a line of words and more words " * 40] * 9
     return train_sentencepiece(iter(lines), 275, "unigram")
@@ -186,10 +230,18 @@ def use(folder: Path, draw: random.Random) -> str:
         if tokenizer is None:
             return "no tokenizer"
         prompts = encode_prompts(tokenizer, ["the in", ""], model.config, rules)
-        sampling = Sampling(draw.choice(TEMPERATURES), repetition_penalty=draw.choice((1.0, 1e-320, 2.0)))
-        drawn = list(generate(model, prompts.ids, sampling, max_new_tokens=3, end_tokens=prompts.ends))
+        sampling = Sampling(
+            draw.choice(TEMPERATURES), repetition_penalty=draw.choice((1.0, 1e-320, 2.0))
+        )
+        drawn = list(
+            generate(model, prompts.ids, sampling, max_new_tokens=3, end_tokens=prompts.ends)
+        )
         text_after(tokenizer, prompts.ids[0], [token for (token, _) in drawn if token is not None])
-        asked = {"prompt": draw.choice(("the ", "", "\ud800")), "choices": [" in", "the"], "answer": 0}
+        asked = {
+            "prompt": draw.choice(("the ", "", "\ud800")),
+            "choices": [" in", "the"],
+            "answer": 0,
+        }
         score(model, tokenizer, read_question(json.dumps(asked), "q:1"), rules.before)
     except (UserError, OSError) as error:
         assert is_for_user(error), repr(error)
@@ -212,7 +264,9 @@ def test_a_damaged_sentencepiece_model_is_read_or_refused_in_one_line() -> None:
             assert "\n" not in str(error)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of quantized and sparse tensors that the test makes
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch's, of quantized and sparse tensors that the test makes
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_hostile_folder_is_read_or_refused_in_one_line(kind: str, tmp_path: Path) -> None:
     sound = files_of(kind, tmp_path / "sound")

@@ -14,9 +14,7 @@ import torch.distributed.checkpoint as dcp
 from fms_fsdp import load_model
 from fms_fsdp.__main__ import main
 
-SHAPE = (
-    "--num_layers=2 --hidden_size=64 --ffn_hidden_size=160 --num_attention_heads=4 --num_kv_heads=2".split()
-)
+SHAPE = "--num_layers=2 --hidden_size=64 --ffn_hidden_size=160 --num_attention_heads=4 --num_kv_heads=2".split()
 SHAPE.append("--rope_theta=500")
 ROWS = {"query": 64, "key": 32, "value": 32, "wg": 160, "w1": 160, "dense": 64, "w2": 64}
 FUSED = {"qkv_fused": ("query", "key", "value"), "wg1_fused": ("wg", "w1")}
@@ -31,7 +29,9 @@ def made(name: str, *shape: int) -> torch.Tensor:
     """The weight of that name, of ibm-fms 1.13.1."""
     for fused, parts in FUSED.items():
         if fused in name:
-            return torch.cat([made(name.replace(fused, part), ROWS[part], shape[1]) for part in parts])
+            return torch.cat(
+                [made(name.replace(fused, part), ROWS[part], shape[1]) for part in parts]
+            )
     wave = torch.arange(math.prod(shape), dtype=torch.float64)
     wave = torch.sin(wave * wave * 0.37 + zlib.crc32(name.encode()) % 1000)
     return (1 + 0.1 * wave if len(shape) == 1 else 0.1 * wave).float().view(shape)
@@ -45,7 +45,9 @@ def weights(fused: bool) -> dict[str, torch.Tensor]:
         for norm in ("ln", "ff_ln"):
             found[f"{start}.{norm}.weight"] = made(f"{start}.{norm}.weight", 64)
         for part in (*names, "dense", "w2"):
-            place = "ff_sub_layer" if part[0] == "w" else "attn" if part == "dense" else "attn.in_proj"
+            place = (
+                "ff_sub_layer" if part[0] == "w" else "attn" if part == "dense" else "attn.in_proj"
+            )
             name, inner = f"{start}.{place}.{part}.weight", 160 if part == "w2" else 64
             found[name] = made(name, ROWS.get(part, 0), inner)
     found["base_model.dec_norm.weight"] = made("base_model.dec_norm.weight", 64)
@@ -71,7 +73,10 @@ def save(folder: Path, form: str) -> Path:
         torch.save({"model_state": state, "step": 3, "tokens_seen": 7}, folder / "step_3_ckp.pth")
         return folder / "step_3_ckp.pth"
     for step in (9, 10):  # the newest is not the last by name
-        optimizer = {"state": {"exp_avg": torch.ones(4), "step": 1.0}, "param_groups": [{"lr": 0.1}]}
+        optimizer = {
+            "state": {"exp_avg": torch.ones(4), "step": 1.0},
+            "param_groups": [{"lr": 0.1}],
+        }
         changed = {name: value + (step == 9) for name, value in state.items()}
         place = folder / "checkpoints" / f"step_{step}_ckp"
         dcp.save({"model_state": changed, "optimizer_state": optimizer}, checkpoint_id=place)

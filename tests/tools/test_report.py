@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -21,20 +23,29 @@ from matplotlib.image import imread
 from fms_fsdp.__main__ import main
 from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.config.values import short
+from fms_fsdp.models.flops import num_params
 from fms_fsdp.optim.optimizers import state_bytes
-from fms_fsdp.predict.memory import estimate_memory
+from fms_fsdp.predict.memory import Step, estimate_memory
 from fms_fsdp.tools.report import page as page_module
 from fms_fsdp.tools.report.facts import cards
 from fms_fsdp.tools.report.history import differences, read_run
+from fms_fsdp.tools.report.page import read_runs, render_page, write_page
 from fms_fsdp.tools.report.panels import build_panels
 from fms_fsdp.tools.report.svg import Axis
 from tests.specs import resolved
 
 BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    "",
 )
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on PATH")
-CHARTS = "loss_by_step loss_by_tokens lr grad_norm throughput utilization memory time mixture".split()
+CHARTS = (
+    "loss_by_step loss_by_tokens lr grad_norm throughput utilization memory time mixture".split()
+)
 TEMPLATE = Path(page_module.__file__).with_name("page.html").read_text()
 
 
@@ -76,7 +87,9 @@ def validation(attempt: int, step: int, loss: float) -> dict[str, Any]:
     }
 
 
-def make_run(folder: Path, lines: list[dict[str, Any]], learning_rates: tuple[float, ...] = (0.1,)) -> Path:
+def make_run(
+    folder: Path, lines: list[dict[str, Any]], learning_rates: tuple[float, ...] = (0.1,)
+) -> Path:
     """A run folder with those lines, and a configuration of each launch."""
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -88,10 +101,14 @@ def make_run(folder: Path, lines: list[dict[str, Any]], learning_rates: tuple[fl
         "versions": {"torch": "2.13.0", "commit": "abc"},
     }
     for number, rate in enumerate(learning_rates, 1):
-        content = json.dumps({"optim": {"learning_rate": rate, "grad_clip": 1.0}, "resolved": resolved})
+        content = json.dumps(
+            {"optim": {"learning_rate": rate, "grad_clip": 1.0}, "resolved": resolved}
+        )
         for name in (f"config.{number}.json", "config.json"):
             (folder / name).write_text(content)
-    (folder / "status.json").write_text('{"status": "finished", "step": 60, "reason": "finished <60> steps"}')
+    (folder / "status.json").write_text(
+        '{"status": "finished", "step": 60, "reason": "finished <60> steps"}'
+    )
     return folder
 
 
@@ -100,8 +117,22 @@ def restarted(tmp_path: Path) -> Path:
     """Launch 1 reports every tenth step up to 50, launch 2 goes back to 25 and changes the learning rate."""
     first = [report(1, step, 5 - step / 100) for step in range(10, 51, 10)]
     second = [report(2, step, 4 - step / 100) for step in range(26, 61)]
-    start = {"event": "start", "attempt": 2, "step": 26, "time": 2026.0, "launch_s": 3.5, "load_s": 1.5}
-    lines = [*first, validation(1, 20, 4.9), validation(1, 40, 4.7), *second, start, validation(2, 60, 3.5)]
+    start = {
+        "event": "start",
+        "attempt": 2,
+        "step": 26,
+        "time": 2026.0,
+        "launch_s": 3.5,
+        "load_s": 1.5,
+    }
+    lines = [
+        *first,
+        validation(1, 20, 4.9),
+        validation(1, 40, 4.7),
+        *second,
+        start,
+        validation(2, 60, 3.5),
+    ]
     return make_run(tmp_path / "restarted", lines, (0.1, 0.2))
 
 
@@ -126,7 +157,9 @@ def test_a_loss_that_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
     assert run.numbers("loss") == pytest.approx([3.1, 3.2, 3.5, 3.6])
     assert main(["report", str(tmp_path / "run")]) == 0
     path, values = drawn(tmp_path / "run" / "report.html", "loss_by_step", "loss = loss_mean")
-    assert path.count("M") == 2 and path.count("L") == 2 and values == {1: 3.1, 2: 3.2, 5: 3.5, 6: 3.6}
+    assert (
+        path.count("M") == 2 and path.count("L") == 2 and values == {1: 3.1, 2: 3.2, 5: 3.5, 6: 3.6}
+    )
 
 
 def drawn(page: Path, chart: str, label: str) -> tuple[str, dict[float, float]]:
@@ -152,7 +185,8 @@ def test_a_line_still_being_written_is_left_out_and_a_broken_one_is_named(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "line", ['{"step": 2, "loss": 1.0}', '{"step": 1e999, "loss": 1}', "[2]", "null", '{"step": "x"}']
+    "line",
+    ['{"step": 2, "loss": 1.0}', '{"step": 1e999, "loss": 1}', "[2]", "null", '{"step": "x"}'],
 )
 def test_a_record_without_its_fields_is_named(tmp_path: Path, line: str) -> None:
     folder = make_run(tmp_path / "run", [report(1, 1, 3.0)])
@@ -189,14 +223,21 @@ def test_a_page_is_made_of_any_name_and_of_sparse_records(
 def test_a_page_of_very_many_reports_stays_small_and_keeps_the_extremes(tmp_path: Path) -> None:
     steps = range(1, 60_001)
     lines = [
-        {"step": step, "tokens_seen": 8 * step, "loss": 3 + math.sin(step), "loss_mean": 3 - step / 1e5}
+        {
+            "step": step,
+            "tokens_seen": 8 * step,
+            "loss": 3 + math.sin(step),
+            "loss_mean": 3 - step / 1e5,
+        }
         for step in steps
     ]
     lines[1234]["loss"], lines[45_678]["loss"], lines[45_700]["loss"] = 9.5, 0.25, None
     assert main(["report", str(make_run(tmp_path / "run", lines))]) == 0
     page = tmp_path / "run" / "report.html"
     path, values = drawn(page, "loss_by_step", "loss")
-    assert values[1235] == 9.5 == max(values.values()) and values[45_679] == 0.25 == min(values.values())
+    assert values[1235] == 9.5 == max(values.values()) and values[45_679] == 0.25 == min(
+        values.values()
+    )
     assert path.count("M") == 2 and len(values) < 2100 and page.stat().st_size < 1_000_000
     _, means = drawn(page, "loss_by_step", "loss_mean")
     edge = sorted(means)[1]
@@ -213,7 +254,14 @@ def test_the_shares_of_the_sources_add_up_to_one(restarted: Path) -> None:
 
 @pytest.mark.parametrize(
     "value, words",
-    [(0, "0"), (0.0005, "5e-4"), (-0.25, "-0.25"), (0.3 - 1e-17, "0.3"), (12_500, "12.5k"), (7e12, "7T")],
+    [
+        (0, "0"),
+        (0.0005, "5e-4"),
+        (-0.25, "-0.25"),
+        (0.3 - 1e-17, "0.3"),
+        (12_500, "12.5k"),
+        (7e12, "7T"),
+    ],
 )
 def test_numbers_on_axes_are_short(value: float, words: str) -> None:
     assert short(value) == words
@@ -272,7 +320,9 @@ def test_differences_are_the_flags_that_are_not_the_same_in_all() -> None:
     assert differences(configs) == [("learning_rate", "0.1", "0.2"), ("new", "–", "true")]
 
 
-def test_the_page_of_one_run_has_its_charts_tables_and_nothing_from_elsewhere(restarted: Path) -> None:
+def test_the_page_of_one_run_has_its_charts_tables_and_nothing_from_elsewhere(
+    restarted: Path,
+) -> None:
     (restarted / "samples.txt").write_text("Once <upon> a time")
     assert main(["report", str(restarted)]) == 0
     page = (restarted / "report.html").read_text()
@@ -302,7 +352,9 @@ def test_the_page_of_one_run_has_its_charts_tables_and_nothing_from_elsewhere(re
         assert text in page, text
     assert "<60>" not in page and ">restart</li>" in page
     began = [
-        row for row in re.findall(r"<tr><td>(.*?)</td></tr>", page) if "0:00:3" in row or "0:00:4" in row
+        row
+        for row in re.findall(r"<tr><td>(.*?)</td></tr>", page)
+        if "0:00:3" in row or "0:00:4" in row
     ]
     assert [row.split("</td><td>")[0] for row in began] == ["1", "2"] and "1970-01-01" in began[1]
     assert began[1].endswith("<td>26</td><td>60")
@@ -313,13 +365,44 @@ def test_the_page_of_one_run_has_its_charts_tables_and_nothing_from_elsewhere(re
 def test_names_of_runs_and_sources_may_hold_any_sign(tmp_path: Path) -> None:
     name = "<b>&\"x'$title $content"
     line = {**report(1, 1, 3.0), f"tokens/{name}": 3}
-    folder = make_run(tmp_path / name.replace("/", ""), [line, {"step": 1, f"eval/{name}/loss": 3.0}])
+    folder = make_run(
+        tmp_path / name.replace("/", ""), [line, {"step": 1, f"eval/{name}/loss": 3.0}]
+    )
     assert main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text()
     assert "<b>&" not in page and page.count("&lt;b&gt;&amp;&quot;x&#x27;$title $content") > 5
 
 
-def test_several_runs_open_with_what_differs_and_share_their_charts(tmp_path: Path, restarted: Path) -> None:
+def test_name_outside_utf8_is_drawn(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    folder = make_run(tmp_path / "run", [{**report(1, 1, 3.0), "tokens/\udce9": 3}])
+    odd = folder.rename(tmp_path / os.fsdecode(b"caf\xe9"))
+    write_page(odd / "report.html", render_page(read_runs([str(odd)])))
+    assert "caf\\udce9" in (odd / "report.html").read_text(encoding="utf-8")
+
+
+def test_older_page_outlives_a_failed_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "report.html"
+    page.write_text("older")
+    with pytest.raises(UnicodeEncodeError):
+        write_page(page, "\ud800")
+    assert page.read_text() == "older"
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_page(page, "newer")
+    assert page.read_text() == "older" and [path.name for path in tmp_path.iterdir()] == [page.name]
+
+
+def test_several_runs_open_with_what_differs_and_share_their_charts(
+    tmp_path: Path, restarted: Path
+) -> None:
     other = make_run(tmp_path / "other", [report(1, step, 3.0) for step in (1, 2)], (0.3,))
     output = tmp_path / "new" / "page.html"
     assert main(["report", str(restarted), str(other), f"--output={output}"]) == 0
@@ -339,8 +422,14 @@ def test_several_runs_open_with_what_differs_and_share_their_charts(tmp_path: Pa
         )
     ]
     assert places == sorted(places)
-    labels = re.findall(r'<path class="line c(\d)"[^>]* data-label="([^"]+)"', page.split('id="lr"')[0])
-    assert labels[:3] == [("0", "restarted loss_mean"), ("0", "restarted eval/web"), ("1", "other loss_mean")]
+    labels = re.findall(
+        r'<path class="line c(\d)"[^>]* data-label="([^"]+)"', page.split('id="lr"')[0]
+    )
+    assert labels[:3] == [
+        ("0", "restarted loss_mean"),
+        ("0", "restarted eval/web"),
+        ("1", "other loss_mean"),
+    ]
 
 
 def test_text_has_contrast_in_both_schemes() -> None:
@@ -348,7 +437,11 @@ def test_text_has_contrast_in_both_schemes() -> None:
         dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", block))
         for block in re.findall(r":root \{(.*?)\}", TEMPLATE, re.S)
     )
-    assert set(light) == set(dark) == {"paper", "card", "ink", "muted", "line", *(f"s{i}" for i in range(8))}
+    assert (
+        set(light)
+        == set(dark)
+        == {"paper", "card", "ink", "muted", "line", *(f"s{i}" for i in range(8))}
+    )
     for scheme in (light, dark):
         for ground in (scheme["paper"], scheme["card"]):
             assert min(contrast(scheme["ink"], ground), contrast(scheme["muted"], ground)) >= 4.5
@@ -362,7 +455,9 @@ def contrast(first: str, second: str) -> float:
     lights = []
     for color in (first, second):
         parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
         lights.append(0.05 + float(np.dot(linear, (0.2126, 0.7152, 0.0722))))
     return max(lights) / min(lights)
 
@@ -376,7 +471,7 @@ def contrast(first: str, second: str) -> float:
             lambda folder: [str(make_run(folder / "new", []))],
             "metrics.jsonl holds no report yet; wait for its first",
         ),
-        (lambda folder: ["--port=70000", "x"], "--port (70000) must be at most 65,535"),
+        (lambda folder: ["--port=70000", "x"], "--port=70000 must be at most 65,535"),
         (lambda folder: ["x", "--serve", "--output=y"], "--serve (True) writes no file; leave"),
     ],
 )
@@ -410,7 +505,9 @@ def test_what_is_no_run_beside_runs_is_left_out_with_a_note(
 
 def test_a_served_page_follows_the_run_until_ctrl_c(restarted: Path) -> None:
     command = [sys.executable, "-m", "fms_fsdp", "report", str(restarted), "--serve", "--port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdout is not None
         try:
             address = server.stdout.readline().split()[0]
@@ -428,7 +525,10 @@ def test_a_served_page_follows_the_run_until_ctrl_c(restarted: Path) -> None:
             out, err = server.communicate(timeout=30)
         finally:
             server.kill()
-    assert (server.returncode, err) == (0, "") and out == "report: the server has ended; the run goes on\n"
+    assert (server.returncode, err) == (
+        0,
+        "",
+    ) and out == "report: the server has ended; the run goes on\n"
     assert not (restarted / "report.html").exists()
 
 
@@ -459,8 +559,13 @@ def browse(page: Path, width: int, scheme: str, script: str, *more: str) -> str:
         "--virtual-time-budget=3000",
     ]
     command += [f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}"]
-    command += [f"--user-data-dir={page.parent / 'browser'}", f"--window-size={max(width, 500)},2500"]
-    result = subprocess.run([*command, *more, frame.as_uri()], capture_output=True, text=True, timeout=90)
+    command += [
+        f"--user-data-dir={page.parent / 'browser'}",
+        f"--window-size={max(width, 500)},2500",
+    ]
+    result = subprocess.run(
+        [*command, *more, frame.as_uri()], capture_output=True, text=True, timeout=90
+    )
     title = re.search(r"<title>([^<]*)</title>", result.stdout)
     return title[1] if title else result.stderr
 
@@ -493,7 +598,10 @@ def test_a_phone_shows_all_charts_and_nothing_sideways(restarted: Path) -> None:
         " (box => box.width > 300 && box.left >= 0 && box.right <= 400 && box.height > 100)"
         "(document.getElementById(name).getBoundingClientRect())).length]"
     )
-    assert browse(restarted / "report.html", 400, "light", script, "--dump-dom") == f"400,400,{len(CHARTS)}"
+    assert (
+        browse(restarted / "report.html", 400, "light", script, "--dump-dom")
+        == f"400,400,{len(CHARTS)}"
+    )
 
 
 @pytest.mark.slow
@@ -517,14 +625,6 @@ def test_the_card_of_memory_says_what_was_expected(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run", [report(1, 1, 3.0)]))
     run.configs["config.json"] = spec.content
     size = state_bytes(spec.config.optim, spec.model, spec.precision)
-    need = estimate_memory(
-        spec.model,
-        spec.dims,
-        spec.config.parallel,
-        precision=spec.precision,
-        batch=spec.batch,
-        seq_length=spec.seq_length,
-        optimizer_bytes=size,
-    )
+    need = estimate_memory(Step.of(spec), size / num_params(spec.model)).total
     notes = {label: note for label, _, note in cards(run)}
-    assert notes["memory"] == f"peak of rank 0, of the run alone {need.expected / 2**30:.3g} expected"
+    assert notes["memory"] == f"peak of rank 0, of the run alone {need / 2**30:.3g} expected"

@@ -38,12 +38,14 @@ def test_a_choice_counts_the_probability_of_its_tokens() -> None:
             seen.append(byte)
         expected.append(total)
     assert score(model, tokenizer, QUESTION).tolist() == pytest.approx(expected, rel=1e-5)
-    first = score(model, tokenizer, Question("", ("a", "b"), 0))  # of all 258 tokens, behind a document's end
+    first = score(
+        model, tokenizer, Question("", ("a", "b"), 0)
+    )  # of all 258 tokens, behind a document's end
     assert bool((first < 0).all()) and float(first.exp().sum()) < 1
 
 
 def test_a_token_that_reaches_from_the_prompt_into_a_choice_is_counted(tmp_path: Path) -> None:
-    from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
+    from fms_fsdp.tools.prepare.command import train_sentencepiece
 
     content = train_sentencepiece(iter(["the theme of them " * 40]), 280, "bpe")
     (tmp_path / "tokenizer.model").write_bytes(content)
@@ -61,8 +63,12 @@ def test_white_space_at_the_end_of_a_prompt_belongs_to_the_choices() -> None:
     tokenizer = load_tokenizer("byte")
     model = model_of(tokenizer.vocabulary.size)
     moved = score(model, tokenizer, Question("A sky is \n", ("blue", "loud"), 0))
-    assert torch.equal(moved, score(model, tokenizer, Question("A sky is", (" \nblue", " \nloud"), 0)))
-    assert not torch.equal(moved, score(model, tokenizer, Question("A sky is ", ("\nblue", "loud"), 0)))
+    assert torch.equal(
+        moved, score(model, tokenizer, Question("A sky is", (" \nblue", " \nloud"), 0))
+    )
+    assert not torch.equal(
+        moved, score(model, tokenizer, Question("A sky is ", ("\nblue", "loud"), 0))
+    )
 
 
 def test_what_the_tokenizer_adds_stands_before_a_question() -> None:
@@ -145,12 +151,21 @@ def test_a_model_that_has_learnt_the_text_answers_right(
     ("line", "problem"),
     [
         ("", "is empty"),
-        ('{"prompt": "\\ud800", "choices": ["b", "c"], "answer": 0}', "q.jsonl:1) a text must be whole"),
+        (
+            '{"prompt": "\\ud800", "choices": ["b", "c"], "answer": 0}',
+            "q.jsonl:1) a text must be whole",
+        ),
         ("{", "q.jsonl:1) must have prompt, choices and answer"),
         ("[1]", "q.jsonl:1) must have prompt, choices and answer"),
-        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "q.jsonl:1) must have two choices at least"),
+        (
+            '{"prompt": "a", "choices": ["b"], "answer": 0}',
+            "q.jsonl:1) must have two choices at least",
+        ),
         ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "none of these empty"),
-        ('{"prompt": 1, "choices": ["b", "c"], "answer": 0}', "must have texts as prompt and choices"),
+        (
+            '{"prompt": 1, "choices": ["b", "c"], "answer": 0}',
+            "must have texts as prompt and choices",
+        ),
         ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "an answer in 0 to 1, not 2"),
         ('{"prompt": "a", "choices": ["b", "c"], "answer": true}', "an answer in 0 to 1, not True"),
         (
@@ -167,5 +182,6 @@ def test_what_is_no_question_is_one_line(
     error = capsys.readouterr().err
     assert problem in error and error.count("\n") == 1
     assert (
-        main(["score", f"--path={folder}/run"]) == 2 and "--questions is missing" in capsys.readouterr().err
+        main(["score", f"--path={folder}/run"]) == 2
+        and "--questions is missing" in capsys.readouterr().err
     )

@@ -80,12 +80,18 @@ def _read_ahead(
             yield name, content
 
 
-def _header(names: Iterable[str], shapes: Shapes, sizes: Mapping[str, int], dtype: torch.dtype) -> bytes:
+def _header(
+    names: Iterable[str], shapes: Shapes, sizes: Mapping[str, int], dtype: torch.dtype
+) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name in names:
         end = begin + sizes[name]
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shapes[name]), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": _CODES[dtype],
+            "shape": list(shapes[name]),
+            "data_offsets": [begin, end],
+        }
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,18 @@ def find_differences(tokenizer: Tokenizer, folder: Path, before: Sequence[int] =
         return ["tokenizer.json was not compared: the package tokenizers is not installed"]
     texts = _some_texts(tokenizer)
     ours = [[*before, *row.tolist()] for row in tokenizer.encode(texts)]
-    fast: Any = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
-    found = [_sentence("tokenizer.json gives", texts, ours, [each.ids for each in fast.encode_batch(texts)])]
+    fast: Any = importlib.import_module("tokenizers").Tokenizer.from_file(
+        str(folder / "tokenizer.json")
+    )
+    found = [
+        _sentence(
+            "tokenizer.json gives", texts, ours, [each.ids for each in fast.encode_batch(texts)]
+        )
+    ]
     if find_spec("transformers") is not None:
         few = slice(0, None, len(texts) // _OF_TRANSFORMERS)
         try:
-            read = _open_with_transformers(folder)
-            theirs = [read(text) for text in texts[few]]
+            theirs = _encode_with_transformers(folder, texts[few])
         except Exception as error:  # it is not our program that fails
             found.append(f"transformers could not read the tokenizer: {error}")
         else:
@@ -44,12 +49,20 @@ def find_differences(tokenizer: Tokenizer, folder: Path, before: Sequence[int] =
     return [sentence for sentence in found if sentence]
 
 
-def _open_with_transformers(folder: Path) -> Callable[[str], list[int]]:
+def _encode_with_transformers(folder: Path, texts: Sequence[str]) -> list[list[int]]:
+    """Returns the ids of each text by AutoTokenizer, which logs and warns nothing here: it would report that
+    texts are longer than the model's context, which is no concern of a comparison."""
+    transformers: Any = importlib.import_module("transformers")
+    library_log: Any = importlib.import_module("transformers.utils.logging")
+    verbosity = library_log.get_verbosity()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        auto: Any = importlib.import_module("transformers").AutoTokenizer
-        opened = auto.from_pretrained(folder, local_files_only=True)
-    return lambda text: list(opened(text).input_ids)
+        library_log.set_verbosity_error()
+        try:
+            opened = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            return [list(opened(text).input_ids) for text in texts]
+        finally:
+            library_log.set_verbosity(verbosity)
 
 
 def _some_texts(tokenizer: Tokenizer) -> list[str]:
@@ -68,7 +81,9 @@ def _some_texts(tokenizer: Tokenizer) -> list[str]:
         elif number % 3 == 1:
             texts.append("".join(chr(draw.randint(*draw.choice(_LETTERS))) for _ in range(length)))
         else:
-            pairs = zip(draw.choices(words or ["a"], k=length), draw.choices(_GAPS, k=length), strict=True)
+            pairs = zip(
+                draw.choices(words or ["a"], k=length), draw.choices(_GAPS, k=length), strict=True
+            )
             texts.append(draw.choice(("", *_GAPS)) + "".join(word + gap for word, gap in pairs))
     return texts
 

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from fms_fsdp.checkpoint.checkpointer import load_tensor
-from fms_fsdp.checkpoint.storage import CheckpointReader
+from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
 from fms_fsdp.config import ModelConfig
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf import HFWeight
@@ -102,7 +101,9 @@ def _read(fused: _Fused, name: str, needed: Mapping[str, HFWeight], head_dim: in
     size = (sum(rows), *needed[name].shape[1:])
     if whole.shape != size:
         there = tuple(whole.shape)
-        raise UserError(f"weight {name} must be of {size}, not {there}; give the flags of its shape")
+        raise UserError(
+            f"weight {name} must be of {size}, not {there}; give the flags of its shape"
+        )
     part: torch.Tensor = torch.split(whole, rows)[fused.names.index(name)]
     if ".q_proj." in name or ".k_proj." in name:
         part = part.view(-1, head_dim // 2, 2, *part.shape[1:]).transpose(1, 2).reshape(part.shape)
@@ -114,15 +115,19 @@ def _read_file(path: Path) -> Weights:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["model_state"]
         return {str(name): partial(state.__getitem__, name) for name in state.keys()}
     except Exception as error:  # pickle's and zip's errors are of many kinds
-        raise UserError(f"there is no model_state of weights alone ({type(error).__name__})") from None
+        raise UserError(
+            f"there is no model_state of weights alone ({type(error).__name__})"
+        ) from None
 
 
 def _read_folder(path: Path) -> Weights:
-    reader = CheckpointReader(path, _PREFIX)
+    reader = CheckpointReader(path)
     read = lru_cache(maxsize=1)(
         partial(load_tensor, reader)
     )  # the parts of a fused weight are asked for in turn
-    names = reader.metadata.state_dict_metadata
+    names = [
+        name for name in reader.read_metadata().state_dict_metadata if name.startswith(_PREFIX)
+    ]
     return {name.removeprefix(_PREFIX): partial(read, name) for name in names}
 
 
@@ -135,7 +140,9 @@ def _renamed(raw: Weights) -> dict[str, _Fused]:
         match = re.fullmatch(r"layers\.(\d+)\.(.*)", module)
         names = [_OUTSIDE.get(module, module)]
         if match is not None:
-            names = [f"model.layers.{match[1]}.{part}" for part in _INSIDE.get(match[2], (match[2],))]
+            names = [
+                f"model.layers.{match[1]}.{part}" for part in _INSIDE.get(match[2], (match[2],))
+            ]
         if not module.startswith("rot_emb"):  # a table, which follows from the shape
             fused = _Fused(read, [f"{each}.{kind}" for each in names])
             found |= dict.fromkeys(fused.names, fused)

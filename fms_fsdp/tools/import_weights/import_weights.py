@@ -13,10 +13,19 @@ from typing import Any
 import torch
 
 from fms_fsdp.atomic import write_json
-from fms_fsdp.checkpoint.checkpointer import Checkpointer, SaveFailed
-from fms_fsdp.config import BatchPlan, DataConfig, ModelConfig, OptimConfig, Precision, TrainConfig, flag
-from fms_fsdp.config.axes import ParallelDims
+from fms_fsdp.checkpoint.io import SaveFailed, collect_tensors, write_checkpoint
+from fms_fsdp.config import (
+    BatchPlan,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    Precision,
+    TrainConfig,
+    flag,
+)
 from fms_fsdp.config.flag import non_defaults
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.runtime import versions
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf import AS_THEY_ARE, find_family, hf_weights
 from fms_fsdp.extras.hf_folder import HFFolder, fill, find_hf_tokenizer, open_folder
@@ -25,11 +34,10 @@ from fms_fsdp.extras.weight_files import check_finite
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS, LlamaConfig, all_variants
-from fms_fsdp.optim.schedules import Length, find_corners
-from fms_fsdp.record import Record, Saved, working_folder
-from fms_fsdp.runtime import versions
+from fms_fsdp.optim.schedules import RunLength, find_milestones
+from fms_fsdp.state import RunConfig, TrainMetadata, working_folder
 from fms_fsdp.tools.import_weights.from_fms_fsdp import find_checkpoint, open_checkpoint
-from fms_fsdp.tools.prepare.output_folder import save_tokenizer
+from fms_fsdp.tools.prepare.writer import save_tokenizer
 from fms_fsdp.tools.trained_run import ORIGINALS
 from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
 
@@ -38,9 +46,15 @@ from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
 class ImportConfig:
     """Which weights to import, and into which run folder."""
 
-    path: str = flag("", "a folder of Hugging Face, or a checkpoint of fms-fsdp: step_N_ckp or a .pth file")
-    output: str = flag("", "the run folder to make")
-    ntk_alpha: int = flag(1, "the factor by which fms-fsdp stretched the rotary table; 1: none", minimum=1)
+    path: str = flag(
+        "",
+        "a folder of Hugging Face, or a checkpoint of fms-fsdp: step_N_ckp or a .pth file",
+        form="path",
+    )
+    output: str = flag("", "the run folder to make", form="path")
+    ntk_alpha: int = flag(
+        1, "the factor by which fms-fsdp stretched the rotary table; 1: none", min=1
+    )
     model: ModelConfig = ModelConfig()
 
     def __post_init__(self) -> None:
@@ -66,23 +80,36 @@ def main(config: ImportConfig) -> None:
         with whole_folder(output) as partial:
             digest = _write(model, folder, partial, output)
     except SaveFailed as error:
-        raise UserError(f"--output ({output}) cannot be written: {error}; choose another place") from error
+        raise UserError(
+            f"--output ({output}) cannot be written: {error}; choose another place"
+        ) from error
     print(f"{output}: {num_params(model.config):,} parameters, step 0")
     if not digest:
-        print("note: no tokenizer there can be read: generate needs one beside the data that you train on")
-    print(f"train on with: --ckpt_load_path={quote(str(output))}/checkpoints {_flags(model.config)}")
+        print(
+            "note: no tokenizer there can be read: generate needs one beside the data that you train on"
+        )
+    print(
+        f"train on with: --ckpt_load_path={quote(str(output))}/checkpoints {_flags(model.config)}"
+    )
 
 
 def _open(config: ImportConfig, path: Path) -> HFFolder:
     """A checkpoint of fms-fsdp has no shape beside it: the flags say it; a folder has one."""
     if not path.exists():
-        raise UserError(f"--path ({path}) must be a folder of Hugging Face or a checkpoint of fms-fsdp")
-    theirs, given = find_checkpoint(path), non_defaults(config.model) | {"ntk_alpha": config.ntk_alpha}
+        raise UserError(
+            f"--path ({path}) must be a folder of Hugging Face or a checkpoint of fms-fsdp"
+        )
+    theirs, given = (
+        find_checkpoint(path),
+        non_defaults(config.model) | {"ntk_alpha": config.ntk_alpha},
+    )
     if theirs is not None:
         return open_checkpoint(theirs, config.model, config.ntk_alpha)
     for name, value in given.items():
         if (name, value) != ("ntk_alpha", 1):
-            raise UserError(f"--{name} ({value}) is for a checkpoint of fms-fsdp; config.json says the shape")
+            raise UserError(
+                f"--{name} ({value}) is for a checkpoint of fms-fsdp; config.json says the shape"
+            )
     return open_folder(path, "--path")
 
 
@@ -112,7 +139,7 @@ def _write(model: Llama, folder: Path, partial: Path, output: Path) -> str:
             digest = tokenizer.vocabulary.digest
     size, path = model.config.max_seq_len, str(output.absolute() / "tokenizer") if digest else ""
     cfg = TrainConfig(data=DataConfig(data_path=path, seq_length=size))
-    record = Record(
+    record = RunConfig(
         cfg,
         world_size=1,
         device_type="cpu",
@@ -122,17 +149,17 @@ def _write(model: Llama, folder: Path, partial: Path, output: Path) -> str:
         precision=Precision(),
         num_steps=1,
         tokenizer=digest,
-        corners=find_corners(OptimConfig(), Length(1, size, lambda step: step * size)),
+        milestones=find_milestones(OptimConfig(), RunLength(1, size, lambda step: step * size)),
         versions=versions(),
         working_dir=working_folder(),
         chosen={},
     )
     root = partial / "checkpoints"
     root.mkdir()
-    state = Saved(0, weights_only=True, imported_from=str(folder.absolute()), **record.saved_with)
-    checkpointer = Checkpointer(root, attempt=1, in_background=False, committed=lambda step: None)
-    checkpointer.save(state, model, None, now=True)
-    checkpointer.close()
+    state = TrainMetadata(
+        0, weights_only=True, imported_from=str(folder.absolute()), **record.saved_with
+    )
+    write_checkpoint(collect_tensors(model, None), root, state)
     write_json(partial / "config.json", record.content)
     return digest
 

@@ -1,12 +1,11 @@
-"""What did, or will, the model see: `python -m fms_fsdp inspect step`, and how every `inspect` command opens
-a run.
+"""The data of any step: `python -m fms_fsdp inspect step`, and how `inspect` commands open a run.
 
     a run folder: config.json, newest checkpoint's train_state.json ─┐
-    or the flags of the data, the seed and the batch ────────────────┴─> Inspected: the rows of any step
+    or the flags of the data, the seed and the batch ────────────────┴─> Inspected: the data of any step
 
-Invariant: nothing is recorded and nothing is replayed. The answer is computed from the same pure functions
-that the run itself uses, so it holds for any past or future step; steps after the newest checkpoint are those
-of a run that goes on with the flags of the run folder, or with those given here.
+Invariant: nothing is recorded and nothing is replayed. The answer is computed by the pure functions that the
+run itself uses, so it holds for any past or future step. Steps after the newest checkpoint are those of a run
+that resumes with the flags of the run folder, or with those given here.
 """
 
 from __future__ import annotations
@@ -21,23 +20,24 @@ from pathlib import Path
 from typing import Any
 
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.config import DataConfig, TrainingConfig, check_rampup, flag
+from fms_fsdp.config import DataConfig, TrainingConfig, flag
+from fms_fsdp.config.batch import BatchPlan, check_ramp
 from fms_fsdp.data.batch import IGNORED_LABEL, empty_batch, fingerprint
+from fms_fsdp.data.corpus import Corpus, Source, open_corpus
 from fms_fsdp.data.kept_tokenizer import find_tokenizer
-from fms_fsdp.data.order.order import Order
-from fms_fsdp.data.order.source_order import RowAddress
-from fms_fsdp.data.order.tapes import TAIL
-from fms_fsdp.data.pieces import Row
-from fms_fsdp.data.rows import CorpusRows
-from fms_fsdp.data.shards.ipc import ShardError
-from fms_fsdp.data.shards.manifest import Corpus, Source, open_corpus
+from fms_fsdp.data.order import Address, Order
+from fms_fsdp.data.sequences import Columns
+from fms_fsdp.data.shards import ShardError
+from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.errors import MissingInput, UserError
-from fms_fsdp.record import read_record
-from fms_fsdp.spec.origin import Origin, choose_origin
+from fms_fsdp.run.resume import ResumePoint, choose_checkpoint
+from fms_fsdp.state import read_run_config
 
 ANY_VOCABULARY = 1 << 32
 _EXCERPT = 80  # tokens, and characters
-_DATA_FLAGS = "data_path datasets weights seq_length packing logical_shards sep_token skip_steps".split()
+_DATA_FLAGS = (
+    "data_path datasets weights seq_length packing logical_shards sep_token skip_steps".split()
+)
 
 
 @dataclass(frozen=True)
@@ -45,30 +45,50 @@ class InspectConfig:
     """Which data: those of a run folder, or of the flags of a run. A flag beside a run folder replaces the
     value of the run."""
 
-    run: str = flag("", "a run folder: which data its run has seen, and would see with the flags given here")
-    data_path: str = flag("", "folder of the token shards")
+    run: str = flag(
+        "",
+        "a run folder: which data its run has seen, and would see with the flags given here",
+        form="path",
+    )
+    data_path: str = flag("", "folder of the token shards", form="path")
     datasets: tuple[str, ...] = flag((), "sources, as in training")
     weights: tuple[float, ...] = flag((), "share of tokens of each dataset, as in training")
-    seq_length: int | None = flag(None, "tokens in a row (default: the run's, else 4096)", minimum=1)
-    packing: str | None = flag(None, "way to fill rows (default: the run's)", choices=("concat", "bestfit"))
-    logical_shards: int | None = flag(None, "tapes in all (default: the run's, else 1024)", minimum=1)
-    sep_token: int | None = flag(None, "the separator's id (default: the run's or the shards')", minimum=0)
-    skip_steps: str = flag("", "a:b passes over the rows planned for steps a to b-1, as in training")
-    seed: int | None = flag(None, "seed of the order (default: the run's, else 2023)", minimum=0)
-    global_batch_size: int | None = flag(None, "rows of a step of all ranks (default: the run's)", minimum=1)
-    rampup_batch_size: tuple[int, ...] = flag((), "start,increment,samples (default: the run's)", minimum=1)
-    rampup_round: int = flag(1, "multiple of the batches of --rampup_batch_size, as in training", minimum=1)
+    seq_length: int | None = flag(
+        None, "tokens per sequence (default: the run's, else 4096)", min=1
+    )
+    packing: str | None = flag(
+        None, "way to fill sequences (default: the run's)", choices=("concat", "bestfit")
+    )
+    logical_shards: int | None = flag(
+        None, "number of logical shards (default: the run's, else 1024)", min=1
+    )
+    sep_token: int | None = flag(
+        None, "the separator's id (default: the run's or the shards')", min=0
+    )
+    skip_steps: str = flag("", "steps whose data are skipped, a:b for a to b-1, as in training")
+    seed: int | None = flag(None, "seed of the order (default: the run's, else 2023)", min=0)
+    global_batch_size: int | None = flag(None, "sequences per step (default: the run's)", min=1)
+    rampup_batch_size: tuple[int, ...] = flag(
+        (), "start,increment,samples (default: the run's)", min=1
+    )
+    rampup_round: int = flag(
+        1, "multiple of the batches of --rampup_batch_size, as in training", min=1
+    )
 
 
 @dataclass(frozen=True)
 class StepConfig(InspectConfig):
     """Which rows of which step to list."""
 
-    step: int | None = flag(None, "number of the step, from 1 on", minimum=1)
+    step: int | None = flag(None, "number of the step, from 1 on", min=1)
     rows: str = flag("", "a:b lists the rows a to b-1 of the step's global batch (default: all)")
     json: bool = flag(False, "print one JSON object for each row")
-    fingerprint: bool = flag(True, "compute the data_fingerprint of metrics.jsonl; reads the whole batch")
-    text: bool = flag(False, "show how the text of each document in a row begins; reads the whole batch")
+    fingerprint: bool = flag(
+        True, "compute the data_fingerprint of metrics.jsonl; reads the whole batch"
+    )
+    text: bool = flag(
+        False, "show how the text of each document in a row begins; reads the whole batch"
+    )
 
 
 @dataclass(frozen=True)
@@ -80,17 +100,17 @@ class Run:
     batch: int | None = None
     vocab_size: int | None = None
     num_steps: int | None = None  # where the run ends
-    origin: Origin | None = None  # None: it has trained no step
+    resume: ResumePoint | None = None  # None: it has trained no step
 
     @property
     def checkpoint(self) -> Checkpoint | None:
         """The checkpoint whose data go on."""
-        return self.origin.checkpoint if self.origin and not self.origin.fresh_data else None
+        return self.resume.checkpoint if self.resume and not self.resume.fresh_data else None
 
     @property
     def step(self) -> int:
         """The last step trained on."""
-        return self.origin.checkpoint.step if self.origin and self.origin.checkpoint else 0
+        return self.resume.checkpoint.step if self.resume and self.resume.checkpoint else 0
 
 
 @dataclass(frozen=True)
@@ -99,14 +119,14 @@ class Inspected:
     on, in words."""
 
     run: Run
-    rows: CorpusRows
+    stream: TokenStream
     corpora: tuple[Corpus, ...]
     section: DataConfig
     changes: tuple[str, ...]
 
     @property
     def order(self) -> Order:
-        return self.rows.order
+        return self.stream.order
 
     @property
     def sources(self) -> dict[str, Source]:
@@ -126,30 +146,36 @@ def inspected(config: InspectConfig) -> Iterator[Inspected]:
         remedy = "give this flag, or --run=FOLDER of a run that has started"
         raise UserError(f"--global_batch_size () must be the rows of a step; {remedy}")
     ramp = config if config.rampup_batch_size else run.training
-    training = TrainingConfig(rampup_batch_size=ramp.rampup_batch_size, rampup_round=ramp.rampup_round)
-    check_rampup(training, batch)
+    training = TrainingConfig(
+        rampup_batch_size=ramp.rampup_batch_size, rampup_round=ramp.rampup_round
+    )
+    if training.rampup:
+        check_ramp(BatchPlan(batch, 1, 1, training.rampup, True))
     corpus = open_corpus(section)
     seed = run.training.seed if config.seed is None else config.seed
     vocab = run.vocab_size or corpus.vocab_size or ANY_VOCABULARY
-    rows = CorpusRows(
+    stream = TokenStream(
         section,
         corpus,
         seed=seed,
         vocab_size=vocab,
         global_batch_size=batch,
+        dp_rank=0,
+        dp_size=1,
         rampup=training.rampup,
-        pin_memory=False,
     )
     try:
         corpora, changes = [corpus], list[str]()
         if run.checkpoint:
-            changes = rows.load(run.checkpoint.saved.data, run.step)
-            corpora += _open_dropped(rows, section, corpus, run.checkpoint.saved.data["manifest"])
+            changes = stream.load_state_dict(run.checkpoint.metadata.data, run.step)
+            corpora += _open_dropped(
+                stream, section, corpus, run.checkpoint.metadata.data["sources"]
+            )
         elif run.step:
-            rows.begin_after(run.step)
-        yield Inspected(run, rows, tuple(corpora), section, tuple(changes))
+            stream.begin_after(run.step)
+        yield Inspected(run, stream, tuple(corpora), section, tuple(changes))
     finally:
-        rows.close()
+        stream.close()
 
 
 def data_section(config: InspectConfig, of_run: DataConfig) -> DataConfig:
@@ -175,60 +201,73 @@ def read_run(folder: str) -> Run:
         return Run()
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise MissingInput(f"--run ({folder}) must be a run folder with config.json; look under runs/")
+        raise MissingInput(
+            f"--run ({folder}) must be a run folder with config.json; look under runs/"
+        )
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--run ({folder}) has a config.json that cannot be read: {error!r}") from None
-    record = read_record(content, path)
+        raise UserError(
+            f"--run ({folder}) has a config.json that cannot be read: {error!r}"
+        ) from None
+    record = read_run_config(content, path)
     cfg, batch, vocab_size = record.located, record.batch.global_batch_size, record.model.vocab_size
     kept = replace(cfg.checkpoint, resume="auto")
-    found = choose_origin(replace(cfg, checkpoint=kept, log=replace(cfg.log, output_dir=folder)))
-    origin = found if found.continues else None
-    return Run(cfg.data, cfg.training, batch, vocab_size, record.num_steps, origin)
+    found = choose_checkpoint(
+        replace(cfg, checkpoint=kept, log=replace(cfg.log, output_dir=folder))
+    )
+    resume = found if found.is_resume else None
+    return Run(cfg.data, cfg.training, batch, vocab_size, record.num_steps, resume)
 
 
 def _open_dropped(
-    rows: CorpusRows, section: DataConfig, corpus: Corpus, known: Mapping[str, Sequence[Any]]
+    stream: TokenStream, section: DataConfig, corpus: Corpus, known: Mapping[str, Sequence[Any]]
 ) -> Iterator[Corpus]:
     """Opens the sources that earlier steps used and the flags no longer name, as far as they are still
     there."""
     for name in sorted(set(known) - {source.name for source in corpus.sources}):
         try:
-            dropped = open_corpus(replace(section, datasets=(name,), weights=()), corpus.files.clone())
+            dropped = open_corpus(replace(section, datasets=(name,), weights=()), corpus.storage)
         except FileNotFoundError:
             continue  # its steps can still be placed, its documents not be named
         if dropped.sources[0].digest != known[name][0]:
             remedy = "restore its shards, or inspect a copy of its shards"
             raise UserError(f"source ({name}) of earlier steps has changed since; {remedy}")
-        rows.open_sources(dropped)
+        stream.open_sources(dropped)
         yield dropped
 
 
-def row_record(data: Inspected, address: RowAddress, step: int, row: int) -> dict[str, Any]:
-    """Returns what a row holds, as JSON values: where it lies, and its pieces in order.
+def row_record(data: Inspected, address: Address, step: int, row: int) -> dict[str, Any]:
+    """Returns the address of a sequence and its document segments in order, as JSON values.
 
-    A piece is tokens [start, stop) of a document (its separator counted), at token `at` of the row. Of a
-    shard whose prompts are marked, `num_labels` of its tokens have a label that the loss counts.
+    A segment is tokens [start, stop) of a document, with its separator, at token `at` of the sequence. If the
+    shard has loss masks, `num_labels` of its tokens are in the loss.
     """
-    lies = data.order.spans(address)[0]
-    in_window = {"tape": lies.tape, "window": lies.window, "token_in_window": lies.start}
-    record: dict[str, Any] = {"step": step, "row": row, "source": address.source, "epoch": address.epoch}
-    record |= {"sequence": address.n, **(dict.fromkeys(in_window) if lies.tape == TAIL else in_window)}
+    record: dict[str, Any] = {
+        "step": step,
+        "row": row,
+        "source": address.source,
+        "epoch": address.epoch,
+        "sequence": address.n,
+        "window": address.window,
+        "position": address.position,
+    }
     try:
-        pieces = data.rows.pieces_of(address)
+        segments = data.stream.documents_of(address)
     except ShardError as error:
         if data.section.on_missing != "mask":
             raise
         return record | {"masked": str(error), "pieces": []}
-    reader, at, found = data.rows.reader(address.source), 0, list[dict[str, Any]]()
+    reader, at, found = data.stream.reader(address.source), 0, list[dict[str, Any]]()
     paths = reader.source.paths
-    for file, document, start, stop in pieces.ranges():
-        found.append({"file": paths[file], "document": document, "start": start, "stop": stop, "at": at})
+    for file, document, start, stop in segments:
+        found.append(
+            {"file": paths[file], "document": document, "start": start, "stop": stop, "at": at}
+        )
         at += stop - start
-    if any(reader.shard(file).has_masks for file in set(pieces.file.tolist())):
-        out = Row(*(column[0].numpy() for column in empty_batch(1, at)))
-        data.rows.read(address, out)
+    if any(reader.shard(file).has_masks for file in {segment[0] for segment in segments}):
+        out = Columns(*(column[0].numpy() for column in empty_batch(1, at)))
+        data.stream.read(address, out)
         for piece in found:
             labels = out.labels[piece["at"] : piece["at"] + piece["stop"] - piece["start"]]
             piece["num_labels"] = int((labels != IGNORED_LABEL).sum())
@@ -237,7 +276,7 @@ def row_record(data: Inspected, address: RowAddress, step: int, row: int) -> dic
 
 def step_fingerprint(data: Inspected, step: int) -> str:
     """Returns the step's `data_fingerprint`, as metrics.jsonl has it."""
-    return f"{fingerprint(data.rows.batch(step, 0, 1), 0):016x}"
+    return f"{fingerprint(data.stream.batch(step, 0, 1), 0):016x}"
 
 
 def text_of_rows(data: Inspected, step: int) -> Callable[[int, int, int], str]:
@@ -247,9 +286,13 @@ def text_of_rows(data: Inspected, step: int) -> Callable[[int, int, int], str]:
     """
     tokenizer = find_tokenizer(path := data.section.data_path)
     if tokenizer is None:
-        raise UserError(f"--text (True) needs the tokenizer that prepare puts beside the data ({path})")
-    tokens_BS = data.rows.batch(step, 0, 1).tokens_BS
-    return lambda row, at, count: tokenizer.decode(tokens_BS[row, at : at + min(count, _EXCERPT)].tolist())
+        raise UserError(
+            f"--text (True) needs the tokenizer that prepare puts beside the data ({path})"
+        )
+    tokens_BS = data.stream.batch(step, 0, 1).tokens_BS
+    return lambda row, at, count: tokenizer.decode(
+        tokens_BS[row, at : at + min(count, _EXCERPT)].tolist()
+    )
 
 
 def parse_range(name: str, text: str, stop: int) -> tuple[int, int]:
@@ -259,7 +302,9 @@ def parse_range(name: str, text: str, stop: int) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.replace(" ", ""))
     a, b = (int(match[1]), int(match[2] or int(match[1]) + 1)) if match else (0, 0)
     if not 0 <= a < b <= stop:
-        raise UserError(f"--{name} ({text}) must be a:b with 0 <= a < b <= {stop}; write 0:{stop} for all")
+        raise UserError(
+            f"--{name} ({text}) must be a:b with 0 <= a < b <= {stop}; write 0:{stop} for all"
+        )
     return a, b
 
 
@@ -269,12 +314,12 @@ def main(config: StepConfig) -> None:
         raise UserError("--step is missing; name the step, from 1 on")
     begin = time.perf_counter()
     with inspected(config) as data:
-        step, segment = config.step, data.order.history.segment(config.step)
-        start, stop = parse_range("rows", config.rows, segment.batch_at(step))
+        step, phase = config.step, data.order.history.phase(config.step)
+        start, stop = parse_range("rows", config.rows, phase.batch_at(step))
         mark = {"data_fingerprint": step_fingerprint(data, step)} if config.fingerprint else {}
         decode = text_of_rows(data, step) if config.text else None
         if not config.json:
-            size = f"{segment.batch_at(step)} rows of {segment.seq_length} tokens"
+            size = f"{phase.batch_at(step)} sequences of {data.section.seq_length} tokens"
             print(f"step {step}: {size}{_when(data, step)}")
         for row, address in enumerate(data.order.addresses(step, start, stop), start):
             record = row_record(data, address, step, row)
@@ -296,10 +341,10 @@ def _when(data: Inspected, step: int) -> str:
 
 
 def _describe_row(record: dict[str, Any]) -> str:
-    lies = "tail row"
-    if record["window"] is not None:
-        lies = f"tape {record['tape']}, window {record['window']}, from token {record['token_in_window']}"
-    place = f"epoch {record['epoch']}, sequence {record['sequence']} ({lies})"
+    place = (
+        f"epoch {record['epoch']}, sequence {record['sequence']} (window {record['window']}, "
+        f"sequence {record['position']} in it)"
+    )
     lines = [f"row {record['row']}: {record['source']}, {place}"]
     if "masked" in record:
         lines.append(f"  masked: {record['masked']}")

@@ -1,59 +1,128 @@
-"""Token ids in the formats of other projects → token shards: `python -m fms_fsdp convert`.
+"""Token ids in the formats of other projects -> token shards: `python -m fms_fsdp convert`.
 
-An end-of-document id at the end of a document is dropped, as the loader adds it: so sources with and without
-it may be mixed. One file is one slice; the rest is the pipeline of `prepare`.
+    .idx + .bin   Megatron-LM: int64 lengths and pointers of sequences, documents as ranges of them
+    .ds + .index  datatrove: ids of 2 or 4 bytes, and where each document ends
+    .parquet      a column of lists of ids
+    .arrow        Arrow files or streams with such a column; also shards of upstream fms-fsdp
+
+One file is one slice. An EOS id at the end of a document is dropped because the loader adds it, so sources
+with and without it can be mixed.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from fms_fsdp.config import flag
-from fms_fsdp.data.tokenizer import Tokenizer, load_tokenizer
+from fms_fsdp.data.shards import NO_LOSS
+from fms_fsdp.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from fms_fsdp.errors import UserError
-from fms_fsdp.tools.prepare.documents import Part, Slice
-from fms_fsdp.tools.prepare.encode import TokenReader
-from fms_fsdp.tools.prepare.input_files import find_files, parse_input, unique_files
-from fms_fsdp.tools.prepare.output_folder import PreparedSource, check_plans, lock_output, save_tokenizer
-from fms_fsdp.tools.prepare.pipeline import ShardsConfig, make_shards
-from fms_fsdp.tools.prepare.shard_writer import ShardInfo
-from fms_fsdp.tools.prepare.stats import Stats, describe
-from fms_fsdp.tools.prepare.token_files import PATTERNS, has_marks, ids_file
+from fms_fsdp.tools.prepare.encode import Encoded, ShardRecipe, ShardsConfig, make_shards
+from fms_fsdp.tools.prepare.inputs import (
+    InputFile,
+    Part,
+    Problem,
+    Slice,
+    find_files,
+    open_arrow,
+    parse_input,
+    unique_files,
+)
+from fms_fsdp.tools.prepare.writer import (
+    PreparedSource,
+    ShardInfo,
+    Stats,
+    check_plans,
+    describe,
+    lock_output,
+    save_tokenizer,
+)
+
+PATTERNS = ("*.idx", "*.ds", "*.parquet", "*.arrow")
+_COLUMNS = ("tokens", "input_ids")
+_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 @dataclass(frozen=True)
 class ConvertConfig(ShardsConfig):
-    """Which files to convert (.idx with .bin, .ds, .parquet, .arrow), and what the ids in the files mean."""
+    """The files to convert (.idx with .bin, .ds, .parquet, .arrow), and the meaning of their ids."""
 
-    tokenizer: str = flag("", "the tokenizer that made the ids; says --vocab_size and --eos_id")
-    vocab_size: int | None = flag(None, "count of ids (default: the tokenizer's)", minimum=2, maximum=1 << 32)
-    eos_id: int | None = flag(None, "the id that ends a document (default: the tokenizer's)", minimum=0)
-    bos: str = flag(
-        "keep", "what becomes of a begin token that ids may have", choices=("keep", "strip", "add")
+    tokenizer: str = flag(
+        "", "the tokenizer that made the ids; sets --vocab_size and --eos_id", form="path"
     )
-    bos_id: int | None = flag(None, "the id of the begin token, for --bos=strip and add", minimum=0)
-    column: str = flag("", "column of the ids in Parquet and Arrow files (default: tokens or input_ids)")
+    vocab_size: int | None = flag(
+        None, "number of ids (default: the tokenizer's)", min=2, max=1 << 32
+    )
+    eos_id: int | None = flag(None, "id that ends a document (default: the tokenizer's)", min=0)
+    bos: str = flag(
+        "keep", "treatment of BOS tokens in the input", choices=("keep", "strip", "add")
+    )
+    bos_id: int | None = flag(None, "id of the BOS token, for --bos=strip and add", min=0)
+    column: str = flag(
+        "", "column of the ids in Parquet and Arrow files (default: tokens or input_ids)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.tokenizer and (self.vocab_size is None or self.eos_id is None):
-            raise UserError("--tokenizer is missing; give this flag, or both --vocab_size and --eos_id")
+            raise UserError("--tokenizer is missing; set it, or both --vocab_size and --eos_id")
         if self.bos != "keep" and self.bos_id is None:
-            raise UserError(f"--bos ({self.bos}) needs --bos_id; name the id of the begin token")
+            raise UserError(
+                f"--bos={self.bos} requires --bos_id; set it to the id of the BOS token"
+            )
+
+
+@dataclass(frozen=True)
+class TokenReader:
+    """Reads token ids; drops an EOS id at the end, and keeps, strips or adds a BOS id at the start."""
+
+    column: str
+    eos_id: int
+    bos: str = "keep"
+    bos_id: int = -1
+
+    def read(self, parts: Sequence[Part], copies: Any) -> Iterator[Encoded | Problem]:
+        for part in parts:
+            number = 0
+            try:
+                for tokens in read_token_file(part.path, self.column):
+                    number += 1
+                    tokens = tokens[:-1] if len(tokens) and tokens[-1] == self.eos_id else tokens
+                    if self.bos != "keep" and len(tokens):
+                        rest = (
+                            tokens[1:] if int(tokens[0]) & (NO_LOSS - 1) == self.bos_id else tokens
+                        )
+                        bos = np.uint32(
+                            self.bos_id | int(rest[0]) & NO_LOSS if len(rest) else self.bos_id
+                        )
+                        tokens = rest if self.bos == "strip" else np.append(bos, rest)
+                    yield Encoded(tokens) if len(tokens) else Problem("empty document")
+            except (OSError, ValueError, IndexError) as error:  # pa.ArrowInvalid is a ValueError
+                raise UserError(f"--input={part.path}: {error}; document {number + 1}") from error
 
 
 def convert(config: ConvertConfig) -> dict[str, Stats]:
-    """Turns files of token ids into shards and returns what was read and written, by source.
+    """Writes shards of the ids and returns statistics by source.
 
     Raises:
         UserError: bad options or inputs, or an output made from others.
     """
-    output = config.folder
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
-    info = _meaning_of_ids(config, tokenizer)
-    sources = [_find_source(config, name, paths) for name, paths in parse_input(config.input).items()]
-    info = replace(info, has_masks=any(has_marks(file.path) for source in sources for file in source.files))
+    info = _shard_info(config, tokenizer)
+    sources = [
+        _find_source(config, name, paths) for name, paths in parse_input(config.input).items()
+    ]
+    has_masks = any(_has_masks(file.path) for source in sources for file in source.files)
     options = {
         "tokenizer_digest": info.tokenizer_digest,
         "vocab_size": info.vocab_size,
@@ -63,44 +132,151 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         "shard_tokens": config.shard_tokens,
         **({"bos": f"{config.bos} {config.bos_id}"} if config.bos_id is not None else {}),
     }
-    with lock_output(output):
-        keys = [{"inputs": source.inputs_digest, **options} for source in sources]
-        check_plans(output, sources, keys, info.tokenizer_digest, config.overwrite)
+    with lock_output(config.folder):
+        plans = [{"inputs": source.inputs_digest, **options} for source in sources]
+        check_plans(config.folder, sources, plans, config.overwrite)
         if tokenizer:
-            save_tokenizer(output, tokenizer)
+            save_tokenizer(config.folder, tokenizer)
         bos_id = -1 if config.bos_id is None else config.bos_id
         reader = TokenReader(config.column, info.sep_token, config.bos, bos_id)
-        return make_shards(config, sources, reader, info)
+        info = replace(info, has_masks=has_masks)
+        return make_shards(
+            config, sources, ShardRecipe(reader, info, config.split, config.shard_tokens)
+        )
 
 
-def _meaning_of_ids(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo:
-    """What the ids mean: from the flags, else from the tokenizer."""
+def _shard_info(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo:
     known = tokenizer.vocabulary if tokenizer else None
     size = config.vocab_size or (known.size if known else 0)
     eos_id = config.eos_id if config.eos_id is not None else (known.eos_id if known else 0)
-    if eos_id >= size:
-        raise UserError(f"--eos_id ({eos_id}) must lie below --vocab_size ({size})")
     bos_id = -1 if config.bos_id is None else config.bos_id
-    if bos_id >= size:
-        raise UserError(f"--bos_id ({bos_id}) must lie below --vocab_size ({size})")
+    for name, number in (("eos_id", eos_id), ("bos_id", bos_id)):
+        if number >= size:
+            raise UserError(f"--{name}={number} must be below --vocab_size={size}; correct one")
     return ShardInfo(size, eos_id, known.digest if known else "", bos_id=bos_id)
 
 
 def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> PreparedSource:
-    found = []
+    files, slices = list[InputFile](), list[Slice]()
     for path in paths:
         is_file = os.path.isfile(os.path.expanduser(path))
-        found += find_files(path, () if is_file else PATTERNS, output=config.folder)
-    files = unique_files(found)
-    slices = []
-    for index, file in enumerate(files):
-        ids = ids_file(file.path)
+        files += find_files(path, () if is_file else PATTERNS, output=config.folder)
+    for index, file in enumerate(unique_files(files)):
+        ids = _ids_path(file.path)
         num_bytes = os.path.getsize(ids) if os.path.isfile(ids) else 0
         slices.append(Slice(index, (Part(file.path, 0, file.size, num_bytes),)))
-    return PreparedSource(name, files, tuple(slices), config.folder)
+    return PreparedSource(name, unique_files(files), tuple(slices), config.folder)
+
+
+def _has_masks(path: str) -> bool:
+    """Whether a file is a shard with masked prompts; a corrupt file is reported when it is read."""
+    try:
+        with open_arrow(path) as (schema, _):
+            return (schema.metadata or {}).get(b"has_masks") == b"true"
+    except (OSError, pa.ArrowInvalid):
+        return False
+
+
+def _ids_path(path: str) -> str:
+    return path.removesuffix(".idx") + ".bin" if path.endswith(".idx") else path
+
+
+def read_token_file(path: str, column: str) -> Iterator[Tokens]:
+    """Yields the documents of a file; `column` may be "" for tokens or input_ids.
+
+    Raises:
+        UserError, OSError: the file has another format, or is corrupt.
+    """
+    match os.path.splitext(path)[1]:
+        case ".idx":
+            yield from _read_megatron(path)
+        case ".ds":
+            yield from _read_datatrove(path)
+        case ".parquet":
+            with open(path, "rb") as stream:
+                file = pq.ParquetFile(stream)
+                name = _ids_column(file.schema_arrow, column, has_lists=True)
+                for batch in file.iter_batches(batch_size=1024, columns=[name]):
+                    yield from _split_lists(batch.column(0))
+        case ".arrow":
+            with open_arrow(path) as (schema, batches):
+                name = _ids_column(schema, column)
+                for batch in batches:
+                    yield from _split_lists(batch.column(name))
+        case _:
+            raise UserError("not an .idx (of a Megatron pair), .ds, .parquet or .arrow file")
+
+
+def _read_megatron(path: str) -> Iterator[Tokens]:
+    """Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py."""
+    with open(path, "rb") as file:
+        if file.read(9) != _MEGATRON_MAGIC:
+            raise UserError("not a Megatron index (wrong first bytes)")
+        version, code = int.from_bytes(file.read(8), "little"), file.read(1)[0]
+        if version != 1 or code not in _MEGATRON_TYPES:
+            raise UserError(
+                f"Megatron index of version {version}, type {code}; known: version 1, integers"
+            )
+        num_sequences, num_edges = (int.from_bytes(file.read(8), "little") for _ in range(2))
+        lengths = np.fromfile(file, "<i4", num_sequences)
+        pointers = np.fromfile(file, "<i8", num_sequences)
+        edges = np.fromfile(file, "<i8", num_edges)
+    if len(edges) != num_edges or (len(edges) and edges[-1] > num_sequences):
+        raise UserError("truncated or corrupt")
+    ids = _map_ids(_ids_path(path), np.dtype(_MEGATRON_TYPES[code]))
+    starts = pointers // ids.dtype.itemsize
+    if len(starts) and int((starts + lengths).max()) > len(ids):
+        raise UserError(f"points beyond the end of {_ids_path(path)}")
+    for first, last in pairwise(edges):
+        sequences = [ids[starts[i] : starts[i] + lengths[i]] for i in range(first, last)]
+        yield np.concatenate([ids[:0], *sequences])
+
+
+def _read_datatrove(path: str) -> Iterator[Tokens]:
+    """Source: datatrove, pipeline/tokens/tokenizer.py. The size of the file shows the width of an id."""
+    ends = np.fromfile(path + ".index", "<u8").astype(np.int64)
+    total, size = int(ends[-1]) if len(ends) else 0, os.path.getsize(path)
+    if total and size not in (2 * total, 4 * total):
+        raise UserError(f"has {size} bytes for {total} tokens of its index; expected 2 or 4 each")
+    ids = _map_ids(path, np.dtype(f"<u{size // total}" if total else "<u2"))
+    for start, end in pairwise([0, *ends]):
+        yield ids[start:end]
+
+
+def _map_ids(path: str, dtype: np.dtype[Any]) -> Tokens:
+    return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.empty(0, dtype)
+
+
+def _ids_column(schema: pa.Schema, wanted: str, *, has_lists: bool = False) -> str:
+    """Returns the column of ids: lists of integers or, unless `has_lists`, integers (one document a batch).
+
+    Raises:
+        UserError: there is no such column.
+    """
+    name = wanted or next((name for name in _COLUMNS if name in schema.names), "")
+    if name not in schema.names:
+        missing, present = wanted or " or ".join(_COLUMNS), ", ".join(schema.names)
+        raise UserError(f"has no column {missing}, only {present}; set --column")
+    kind = schema.field(name).type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not pa.types.is_integer(kind.value_type if is_list else kind) or (has_lists and not is_list):
+        remedy = "for text use `python -m fms_fsdp prepare`"
+        raise UserError(f"column {name} contains {kind}, not lists of integers; {remedy}")
+    return name
+
+
+def _split_lists(array: pa.Array) -> Sequence[Tokens]:
+    is_document = pa.types.is_integer(array.type)
+    if array.null_count or (not is_document and array.flatten().null_count):
+        raise UserError("contains nulls among its ids")
+    if is_document:
+        return [array.to_numpy()]
+    offsets, values = array.offsets.to_numpy(), array.values.to_numpy()
+    return [values[start:stop] for start, stop in pairwise(offsets)]
 
 
 def main(config: ConvertConfig) -> None:
-    """The command: converts, then says what was made."""
+    """Runs the command and prints the statistics."""
     print(describe(convert(config)))
-    print(f"shards and counts are in {config.output}; train on these shards with --data_path={config.output}")
+    advice = shlex.quote(f"--data_path={config.output}")
+    print(f"shards and counts are in {config.output}; train with {advice}")

@@ -1,47 +1,113 @@
-"""One slice of input → its token shards: the work of one process of `prepare` and `convert`.
+"""Slices of input -> token shards, in a pool of processes.
 
-    reader: files ── Encoded | Problem …  ──▶  split by hash ── ShardWriter per split ── journal entry
+    slices -> [hash, mark copies] -> encode_slice in each process -> journal entries -> publish
 
-The result of a slice depends on the slice and its job alone. Its shards are renamed when whole; its journal
-entry is written after them, so an entry vouches for its shards.
+The shards are a function of the inputs and options, not of the number of processes or of interruptions:
+slices in the journal are not encoded again.
 """
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.atomic import write_json
-from fms_fsdp.data.order.permute import hash64
-from fms_fsdp.data.shards.shard import NO_LOSS
+from fms_fsdp.config import flag
+from fms_fsdp.config.values import joined
+from fms_fsdp.data.permute import hash64
+from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from fms_fsdp.errors import UserError
-from fms_fsdp.tools.prepare.documents import Document, Part, Problem, Slice, TextFormat, read_part
-from fms_fsdp.tools.prepare.shard_writer import ShardInfo, ShardWriter
-from fms_fsdp.tools.prepare.stats import Stats
-from fms_fsdp.tools.prepare.token_files import read_token_file
+from fms_fsdp.tools.prepare.inputs import Document, Part, Problem, Slice, TextFormat, read_part
+from fms_fsdp.tools.prepare.writer import (
+    SPLITS,
+    PreparedSource,
+    ShardEntry,
+    ShardInfo,
+    ShardWriter,
+    SliceResult,
+    Stats,
+    publish,
+)
 
-Marks = npt.NDArray[np.bool_]
-SPLITS = ("train", "validation", "test")
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 _BATCH_BYTES, _BATCH_RECORDS = 1 << 20, 4096
+_PROGRESS_S = 5.0
+_PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
+
+
+@dataclass(frozen=True)
+class ShardsConfig:
+    """The sources, and how their shards are cut and where they are written."""
+
+    input: str = flag(
+        "",
+        "[NAME=]PATH[,…]: files, folders, quoted globs; NAME defaults to the folder's",
+        positional=True,
+    )
+    output: str = flag("", "folder for the shards: the --data_path of training", form="path")
+    split: tuple[float, ...] = flag(
+        (1.0,), "ratios of train[,validation[,test]] by hash of a text: 949,50,1"
+    )
+    shard_tokens: int = flag(
+        1 << 24, "maximum tokens per shard, unless a document is longer", min=1
+    )
+    num_workers: int | None = flag(None, "processes (default: one per core)", min=1)
+    overwrite: bool = flag(False, "replace sources made from other inputs or with other options")
+
+    def __post_init__(self) -> None:
+        if not self.output:
+            raise UserError("--output is missing; name the folder for the shards")
+        if not 1 <= len(self.split) <= 3 or min(self.split) < 0 or self.split[0] <= 0:
+            raise UserError(
+                f"--split={joined(self.split)} must be one to three ratios, e.g. 949,50,1"
+            )
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output).expanduser()
 
 
 class Encoded(NamedTuple):
-    """A document as token ids, and its text where it was read as text."""
+    """A document as token ids, and its text if it was read as text."""
 
     tokens: Tokens
     document: Document | None = None
+    unk_tokens: int = 0
+
+
+class Reader(Protocol):
+    """Reads the records of a slice as token ids; a value that can be pickled."""
+
+    def read(
+        self, parts: Sequence[Part], copies: npt.NDArray[np.bool_] | None
+    ) -> Iterator[Encoded | Problem]:
+        """Yields every record; `copies` marks documents that equal an earlier one."""
 
 
 @dataclass(frozen=True)
 class TextReader:
-    """Reads text and encodes it, batch by batch. A reader is a value for other processes."""
+    """Reads text and encodes it in batches.
+
+    In each batch problems come first, then copies and empty documents, then encoded documents.
+    """
 
     form: TextFormat
     tokenizer: str
@@ -51,89 +117,61 @@ class TextReader:
     max_tokens: int | None
     bos_id: int | None = None
 
-    def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
-        """Every record; `copies` marks the documents that equal an earlier one.
-
-        Of a batch the problems come first, then copies and empty documents, then the encoded ones.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+    def read(
+        self, parts: Sequence[Part], copies: npt.NDArray[np.bool_] | None
+    ) -> Iterator[Encoded | Problem]:
         tokenizer = load_tokenizer(self.tokenizer, self.eos_token)
+        unk_id = tokenizer.unk_id()
         eos = np.array([tokenizer.vocabulary.eos_id], dtype=np.uint32)
         first = 0
-        for batch in _read_batches(parts, self.form):
+        for batch in _batches(parts, self.form):
             yield from (record for record in batch if isinstance(record, Problem))
-            documents = [record for record in batch if isinstance(record, Document)]
-            kept = []
-            for ordinal, document in enumerate(documents, first):
-                if copies is not None and copies[ordinal]:
+            documents, kept = [r for r in batch if isinstance(r, Document)], list[Document]()
+            for number, document in enumerate(documents, first):
+                if copies is not None and copies[number]:
                     yield Problem("duplicate")
                 elif not document.text:
                     yield Problem("empty document")
                 else:
                     kept.append(document)
             first += len(documents)
-            rows = _encode(tokenizer, kept, [] if self.bos_id is None else [self.bos_id])
+            rows = self._encode(tokenizer, kept)
             for document, tokens in zip(kept, rows, strict=True):
                 if len(tokens) < self.min_tokens:
                     yield Problem(f"shorter than {self.min_tokens} tokens")
                 elif self.max_tokens is not None and len(tokens) > self.max_tokens:
                     yield Problem(f"longer than {self.max_tokens} tokens")
                 else:
-                    yield Encoded(np.concatenate([tokens, eos]) if self.append_eos else tokens, document)
+                    unk_tokens = _count_unk(tokens, unk_id)
+                    tokens = np.concatenate([tokens, eos]) if self.append_eos else tokens
+                    yield Encoded(tokens, document, unk_tokens)
 
-
-def _encode(tokenizer: Tokenizer, documents: Sequence[Document], begin: Sequence[int]) -> Sequence[Tokens]:
-    """The ids of each document, behind those of `begin`. A prompt is encoded by itself, as where a model is
-    asked, and all ids up to its end are marked."""
-    rows = tokenizer.encode([document.text[document.prompt :] for document in documents])
-    has_prompts = any(document.prompt for document in documents)
-    if not has_prompts and not begin:
+    def _encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> Sequence[Tokens]:
+        """Returns the ids of each document. A prompt is encoded separately, as in generation, and its ids
+        and the BOS token are masked."""
+        responses = tokenizer.encode([document.text[document.prompt :] for document in documents])
+        has_prompts = any(document.prompt for document in documents)
+        bos = [] if self.bos_id is None else [self.bos_id]
+        if not has_prompts and not bos:
+            return responses
+        prompts = tokenizer.encode([document.text[: document.prompt] for document in documents])
+        rows = []
+        for prompt, response in zip(prompts, responses, strict=True):
+            before = np.array([*bos, *prompt.tolist()], np.uint32)
+            before = before | np.uint32(NO_LOSS) if has_prompts else before
+            rows.append(np.concatenate([before, response.astype(np.uint32)]))
         return rows
-    prompts = tokenizer.encode([document.text[: document.prompt] for document in documents])
-    joined = list[Tokens]()
-    for prompt, row in zip(prompts, rows, strict=True):
-        before = np.array([*begin, *prompt.tolist()], np.uint32)
-        before = before | np.uint32(NO_LOSS) if has_prompts else before
-        joined.append(np.concatenate([before, row.astype(np.uint32)]))
-    return joined
 
 
-@dataclass(frozen=True)
-class TokenReader:
-    """Reads token ids; an id `eos_id` at the end of a document is dropped, because the loader adds it. An id
-    `bos_id` at the beginning is kept, stripped or, where there is none, added."""
-
-    column: str
-    eos_id: int
-    bos: str = "keep"
-    bos_id: int = -1
-
-    def read(self, parts: Sequence[Part], copies: Marks | None) -> Iterator[Encoded | Problem]:
-        """Every record. Raises: UserError: a file cannot be read."""
-        for part in parts:
-            number = 0
-            try:
-                for tokens in read_token_file(part.path, self.column):
-                    number += 1
-                    tokens = tokens[:-1] if len(tokens) and tokens[-1] == self.eos_id else tokens
-                    if self.bos != "keep" and len(tokens):
-                        rest = tokens[1:] if int(tokens[0]) & (NO_LOSS - 1) == self.bos_id else tokens
-                        added = np.uint32(self.bos_id | int(rest[0]) & NO_LOSS if len(rest) else self.bos_id)
-                        tokens = rest if self.bos == "strip" else np.append(added, rest)
-                    yield Encoded(tokens) if len(tokens) else Problem("empty document")
-            except (OSError, ValueError, IndexError) as error:  # pa.ArrowInvalid is a ValueError
-                raise UserError(f"--input ({part.path}): {error}; document {number + 1}") from error
+def _count_unk(tokens: Tokens, unk_id: int | None) -> int:
+    if unk_id is None:
+        return 0
+    return int(np.count_nonzero(tokens & np.uint32(NO_LOSS - 1) == unk_id))  # in prompts too
 
 
-Reader = TextReader | TokenReader
-
-
-def _read_batches(parts: Sequence[Part], form: TextFormat) -> Iterator[list[Document | Problem]]:
-    """The records of the parts in batches of about a megabyte."""
-    batch: list[Document | Problem] = []
-    size = 0
+def _batches(parts: Sequence[Part], form: TextFormat) -> Iterator[list[Document | Problem]]:
+    """Yields the records of the parts in batches of about 1 MB."""
+    batch, size = list[Document | Problem](), 0
     for record in (record for part in parts for record in read_part(part, form)):
         batch.append(record)
         size += len(record.data) if isinstance(record, Document) else 0
@@ -145,19 +183,19 @@ def _read_batches(parts: Sequence[Part], form: TextFormat) -> Iterator[list[Docu
 
 @dataclass(frozen=True)
 class ShardRecipe:
-    """How records become shards: alike for all sources of a call."""
+    """How records become shards, for all sources of a call."""
 
     reader: Reader
     info: ShardInfo
     split: tuple[float, ...]
     shard_tokens: int
-    max_bad_lines: int
-    dedup: bool
+    max_bad_lines: int = 0
+    dedup: bool = False
 
 
 @dataclass(frozen=True)
 class SliceJob:
-    """All that a process must know to encode a slice."""
+    """One slice to encode."""
 
     source: str
     slice: Slice
@@ -165,99 +203,209 @@ class SliceJob:
     folder: Path
     journal: Path
 
-    def in_journal(self, name: str) -> Path:
-        """The slice's entry "slice.json", and with --dedup its "hashes.npy" and "duplicates.npy"."""
+    def file(self, name: str) -> Path:
+        """Returns the path of slice.json, hashes.npy or duplicates.npy of this slice in the journal."""
         stem, suffix = name.split(".")
         return self.journal / f"{stem}-{self.slice.index:05d}.{suffix}"
 
 
-class ShardEntry(TypedDict):
-    """A shard in the journal."""
+def make_shards(
+    config: ShardsConfig, sources: Sequence[PreparedSource], recipe: ShardRecipe
+) -> dict[str, Stats]:
+    """Encodes the slices that are not in the journals, and publishes the sources; returns statistics.
 
-    split: str
-    file: str
-    documents: int
-    tokens: int
-    bytes: int
+    Raises:
+        UserError: an unreadable input, too many malformed records, or a source without documents.
+    """
+    results = {source.name: source.finished() for source in sources}
+    jobs = [
+        SliceJob(source.name, part, recipe, source.partial, source.journal)
+        for source in sources
+        for part in source.slices
+    ]
+    pending = [job for job in jobs if job.slice.index not in results[job.source]]
+    for job in pending:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    if len(pending) < len(jobs):
+        note(f"{len(jobs) - len(pending)} of {len(jobs)} slices are already done")
+    workers = config.num_workers or available_cores()
+    if recipe.dedup and pending:
+        for _ in run_jobs(
+            hash_slice, [j for j in jobs if not j.file("hashes.npy").is_file()], workers, "hash"
+        ):
+            pass
+        mark_copies(jobs)
+    for job, result in run_jobs(encode_slice, pending, workers, "encode"):
+        results[job.source][job.slice.index] = result
+        num_bad = sum(each["stats"]["num_bad"] for each in results[job.source].values())
+        _check_bad_lines(job, num_bad, result["stats"]["bad"])
+    return publish(config.folder, sources, results)
 
 
-class SliceResult(TypedDict):
-    """A journal entry."""
-
-    shards: list[ShardEntry]
-    stats: dict[str, Any]
+def _check_bad_lines(job: SliceJob, num_bad: int, examples: Sequence[str]) -> None:
+    if num_bad > (limit := job.recipe.max_bad_lines):
+        rule = f"exceeded in source {job.source}: {'; '.join(examples)}; repair the input or raise the limit"
+        raise UserError(f"--max_bad_lines={limit} {rule}")
 
 
 def encode_slice(job: SliceJob) -> SliceResult:
-    """Writes the shards of the slice and its journal entry, which it returns.
+    """Writes the shards of the slice, then its journal entry, which it returns.
+
+    The hash of a text (or of its ids) chooses its split, so equal texts are in the same split.
 
     Raises:
-        UserError: an unreadable file, an id outside the vocabulary, or more malformed records than allowed.
+        UserError: an unreadable file, an id outside the vocabulary, or too many malformed records.
     """
-    recipe, parts = job.recipe, job.slice.parts
-    writers = SplitWriters(job)
-    stats = Stats()
-    copies = np.load(job.in_journal("duplicates.npy")) if recipe.dedup else None
-    for record in recipe.reader.read(parts, copies):
+    recipe, stats, shards = job.recipe, Stats(), list[ShardEntry]()
+    edges = np.cumsum(recipe.split)[:-1] / sum(recipe.split) * 2.0**64
+    writers, num_full = dict[str, ShardWriter](), Counter[str]()
+
+    def close(split: str) -> None:
+        writer = writers.pop(split)
+        size, documents, tokens = writer.finish(), writer.num_documents, writer.num_tokens
+        name = writer.path.name
+        shards.append(
+            ShardEntry(split=split, file=name, documents=documents, tokens=tokens, bytes=size)
+        )
+        num_full[split] += 1
+
+    copies = np.load(job.file("duplicates.npy")) if recipe.dedup else None
+    for record in recipe.reader.read(job.slice.parts, copies):
         if isinstance(record, Problem):
-            stats.leave_out(record)
-            check_bad_lines(recipe.max_bad_lines, job.source, stats.num_bad, stats.bad)
+            stats.skip(record)
+            _check_bad_lines(job, stats.num_bad, stats.bad)
             continue
+        tokens, split = record.tokens, SPLITS[0]
+        if len(edges):
+            data = record.document.data if record.document else tokens.astype("<u4").tobytes()
+            split = SPLITS[int(np.searchsorted(edges, hash64(data), side="right"))]
+        if split in writers and writers[split].num_tokens + len(tokens) > recipe.shard_tokens:
+            if writers[split].num_tokens:
+                close(split)
+        if split not in writers:
+            number = f"_{num_full[split]:03d}" if num_full[split] else ""  # "_" sorts after "."
+            path = job.folder / split / f"shard-{job.slice.index:05d}{number}.arrow"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            writers[split] = ShardWriter(path, recipe.info)
         try:
-            writers.add(record)
+            writers[split].add(tokens)
         except UserError as error:
-            raise UserError(f"--input ({parts[0].path}): {error}; document {stats.records + 1}") from error
-        stats.keep(len(record.tokens), record.document)
-    result = SliceResult(shards=writers.finish(), stats=vars(stats))
-    write_json(job.in_journal("slice.json"), result)
+            where = f"--input={job.slice.parts[0].path}: {error}; document {stats.records + 1}"
+            raise UserError(where) from error
+        stats.add(len(tokens), record.document, record.unk_tokens)
+    for split in list(writers):
+        close(split)
+    result = SliceResult(shards=shards, stats=vars(stats))
+    write_json(job.file("slice.json"), result)
     return result
 
 
-def check_bad_lines(limit: int, source: str, num_bad: int, shown: Sequence[str]) -> None:
-    """Raises UserError where a source has more malformed records than --max_bad_lines allows."""
-    if num_bad > limit:
-        rule = f"exceeded in source {source}: {'; '.join(shown)}; repair the input or raise the limit"
-        raise UserError(f"--max_bad_lines ({limit}) {rule}")
+# Exact copies
 
 
-class SplitWriters:
-    """Writes the shards of one slice: one per split, and the next one where `shard_tokens` is reached."""
+def hash_slice(job: SliceJob) -> None:
+    """Writes the hash of every document of the slice, in order."""
+    assert isinstance(job.recipe.reader, TextReader)
+    records = (r for part in job.slice.parts for r in read_part(part, job.recipe.reader.form))
+    hashes = [hash64(record.data) for record in records if isinstance(record, Document)]
+    _save(job.file("hashes.npy"), np.array(hashes, dtype=np.uint64))
 
-    def __init__(self, job: SliceJob) -> None:
-        self._job = job
-        self._edges = np.cumsum(job.recipe.split)[:-1] / sum(job.recipe.split) * 2.0**64
-        self._open: dict[str, ShardWriter] = {}
-        self._full: Counter[str] = Counter()
-        self._finished: list[ShardEntry] = []
 
-    def add(self, record: Encoded) -> None:
-        """Appends a document; the hash of its text, or of its ids, chooses the split: the same for equal
-        ones."""
-        tokens, split = record.tokens, SPLITS[0]
-        if len(self._edges):
-            data = record.document.data if record.document else tokens.astype("<u4").tobytes()
-            split = SPLITS[int(np.searchsorted(self._edges, hash64(data), side="right"))]
-        writer = self._open.get(split)
-        if writer and writer.num_tokens and writer.num_tokens + len(tokens) > self._job.recipe.shard_tokens:
-            self._close(split)
-            writer = None
-        if writer is None:
-            full = f"_{self._full[split]:03d}" if self._full[split] else ""  # "_" sorts after "."
-            path = self._job.folder / split / f"shard-{self._job.slice.index:05d}{full}.arrow"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            writer = self._open[split] = ShardWriter(path, self._job.recipe.info)
-        writer.add(tokens)
+def mark_copies(jobs: Sequence[SliceJob]) -> None:
+    """Writes for every job which documents equal an earlier one, in the order of the jobs.
 
-    def _close(self, split: str) -> None:
-        writer = self._open.pop(split)
-        size = writer.finish()
-        self._full[split] += 1
-        documents, tokens = writer.num_documents, writer.num_tokens
-        entry = ShardEntry(split=split, file=writer.path.name, documents=documents, tokens=tokens, bytes=size)
-        self._finished.append(entry)
+    Takes about 40 bytes of memory per document.
+    """
+    hashes = [np.load(job.file("hashes.npy")) for job in jobs]
+    _, first = np.unique(np.concatenate(hashes), return_index=True)
+    is_copy = np.ones(sum(map(len, hashes)), dtype=bool)
+    is_copy[first] = False
+    ends = np.cumsum([len(each) for each in hashes])
+    for job, copies in zip(jobs, np.split(is_copy, ends[:-1]), strict=True):
+        _save(job.file("duplicates.npy"), copies)
 
-    def finish(self) -> list[ShardEntry]:
-        """Closes all shards and returns what the journal says of them."""
-        for split in list(self._open):
-            self._close(split)
-        return self._finished
+
+def _save(path: Path, array: npt.NDArray[Any]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        np.save(file, array)
+    temporary.replace(path)
+
+
+# Processes
+
+
+def available_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def note(text: str) -> None:
+    """Prints a progress line to stderr."""
+    print(f"prepare: {text}", file=sys.stderr, flush=True)
+
+
+def run_jobs(
+    work: Callable[[SliceJob], Result], jobs: Sequence[SliceJob], workers: int, label: str
+) -> Iterator[tuple[SliceJob, Result]]:
+    """Yields (job, result) as jobs finish, the largest started first; logs progress.
+
+    With one worker the jobs run in this process, in their order.
+
+    Raises:
+        UserError: a process was killed. Errors of a job are raised as they are; other jobs end.
+    """
+    workers, sizes = min(workers, len(jobs)), [job.slice.num_bytes for job in jobs]
+    results = (
+        _run_in_processes(work, jobs, sizes, workers) if workers > 1 else enumerate(map(work, jobs))
+    )
+    total_mb, done_mb = max(1e-6, sum(sizes) / 1e6), 0.0
+    start = logged = time.monotonic()
+    for count, (i, result) in enumerate(results, start=1):
+        done_mb += sizes[i] / 1e6
+        now = time.monotonic()
+        if count == len(jobs) or now - logged >= _PROGRESS_S:
+            logged, seconds = now, max(1e-3, now - start)
+            left = timedelta(seconds=round(seconds * (total_mb - done_mb) / max(1e-6, done_mb)))
+            rate = f"{done_mb:,.1f} of {total_mb:,.1f} MB ({done_mb / seconds:,.1f} MB/s)"
+            note(f"{label}: {count} of {len(jobs)} slices, {rate}, {left} left")
+        yield jobs[i], result
+
+
+def _run_in_processes(
+    work: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int], workers: int
+) -> Iterator[tuple[int, Result]]:
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=_start_worker
+    )
+    try:
+        largest_first = sorted(range(len(jobs)), key=lambda i: -sizes[i])
+        futures = {pool.submit(work, jobs[i]): i for i in largest_first}
+        for future in as_completed(futures):
+            yield futures.pop(future), future.result()
+        pool.shutdown()
+    except BrokenProcessPool:
+        remedy = "run the command again to resume, with fewer workers or a lower --shard_tokens"
+        raise UserError(
+            f"--num_workers: a process was killed, perhaps out of memory; {remedy}"
+        ) from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - before:
+            process.terminate()
+
+
+def _start_worker() -> None:
+    """Lets the parent handle Ctrl-C, and ends this process with its parent, even if that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(libc := ctypes.CDLL(None), "prctl"):  # at once, before the command can be run again
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -11,12 +11,10 @@ from typing import Any
 
 from fms_fsdp.config import from_dict
 from fms_fsdp.config.flag import non_defaults
-from fms_fsdp.config.values import short
+from fms_fsdp.config.values import short, typed
 from fms_fsdp.errors import UserError
-from fms_fsdp.flags import shown_value
-from fms_fsdp.optim.optimizers import state_bytes
-from fms_fsdp.predict.memory import estimate_memory
-from fms_fsdp.record import located_sections, read_record
+from fms_fsdp.predict.memory import GIB, Step, estimate_memory, optimizer_bytes
+from fms_fsdp.state import located_sections, read_run_config
 from fms_fsdp.tools.ckpt import LIST_HEAD, checkpoint_rows
 from fms_fsdp.tools.report.history import RunHistory, differences
 
@@ -40,7 +38,11 @@ def cards(run: RunHistory) -> Iterator[Row]:
     if "loss_mean" in last:
         loss, first = last["loss_mean"], [0, *steps][-2] + 1
     shown = "not finite" if loss is None else f"{loss:.4f}"
-    yield "mean loss", shown, f"of step {first:,}" + (f" to {steps[-1]:,}" if first < steps[-1] else "")
+    yield (
+        "mean loss",
+        shown,
+        f"of step {first:,}" + (f" to {steps[-1]:,}" if first < steps[-1] else ""),
+    )
     wanted = resolved.get("num_steps")
     done = f"step {steps[-1]:,}" + (f" of {wanted:,}" if wanted else "")
     yield "tokens", short(last["tokens_seen"], 4), done
@@ -57,22 +59,14 @@ def cards(run: RunHistory) -> Iterator[Row]:
 
 
 def _expected_memory(run: RunHistory) -> str:
-    """What the planner expects of the last launch; nothing of a record that this release cannot read."""
+    """Returns the expected memory of the last launch; "" if this release cannot read its record."""
     try:
-        record = read_record(run.config, "config.json")
+        record = read_run_config(run.config, "config.json")
     except UserError:
         return ""
-    section, precision = record.config.parallel, record.precision
-    need = estimate_memory(
-        record.model,
-        record.dims,
-        section,
-        precision=precision,
-        batch=record.batch,
-        seq_length=record.config.data.seq_length,
-        optimizer_bytes=state_bytes(record.config.optim, record.model, precision),
-    )
-    return f", of the run alone {need.expected / 2**30:.3g} expected"
+    size = optimizer_bytes(record.config.optim, record.model, record.precision)
+    need = estimate_memory(Step.of(record), size).total / GIB
+    return f", of the run alone {need:.3g} expected"
 
 
 def subtitle(run: RunHistory) -> str:
@@ -99,7 +93,7 @@ def command(run: RunHistory) -> list[str]:
     words = ["python"] if world == 1 else ["torchrun", f"--nproc_per_node={world}"]
     words.append("main_training.py")
     for name, value in values.items():
-        words.append(shlex.quote(f"--{name}={shown_value(value)}"))
+        words.append(shlex.quote(f"--{name}={typed(value)}"))
     return words
 
 
@@ -122,7 +116,9 @@ def tables(run: RunHistory) -> dict[str, list[Row]]:
 
 def _checkpoints(run: RunHistory) -> list[Row]:
     sections = located_sections(run.config)
-    folder = Path(sections.get("checkpoint", {}).get("ckpt_save_path") or run.folder / "checkpoints")
+    folder = Path(
+        sections.get("checkpoint", {}).get("ckpt_save_path") or run.folder / "checkpoints"
+    )
     return checkpoint_rows(str(folder)) if folder.is_dir() else []
 
 
@@ -147,7 +143,11 @@ def _sources(run: RunHistory) -> Iterator[Row]:
     prefixes = [key.removesuffix("/loss") for key in held_out if key.endswith("/loss")]
     names |= {prefix.removeprefix("eval/"): prefix for prefix in prefixes}
     for name, prefix in names.items():
-        metrics = [f"tokens/{name}", f"epoch/{name}", *(f"{prefix}/{metric}" for metric in HELD_OUT)]
+        metrics = [
+            f"tokens/{name}",
+            f"epoch/{name}",
+            *(f"{prefix}/{metric}" for metric in HELD_OUT),
+        ]
         last = [short(values[-1], 5) if (values := run.numbers(key)) else "–" for key in metrics]
         yield name, str(weights.get(name, "–")), *last
 

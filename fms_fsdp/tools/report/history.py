@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fms_fsdp.atomic import read_json
 from fms_fsdp.errors import UserError
-from fms_fsdp.record import located_sections
+from fms_fsdp.state import located_sections
 
 Record = dict[str, Any]
 Floats = npt.NDArray[np.float64]
@@ -67,7 +67,9 @@ class RunHistory:
 
     def series(self, key: str, x: str = "step") -> tuple[Floats, Floats]:
         """Places and values of a metric, where it is recorded; what was not finite is NaN."""
-        found = [(record[x], record[key]) for record in self._of(key) if key in record and x in record]
+        found = [
+            (record[x], record[key]) for record in self._of(key) if key in record and x in record
+        ]
         points = np.array(found, dtype=np.float64).reshape(-1, 2)
         points[~np.isfinite(points)] = np.nan
         return points[:, 0], points[:, 1]
@@ -135,7 +137,9 @@ def read_run(folder: Path) -> RunHistory:
         raise UserError(f"run ({folder}) {rule}")
     for path in sorted(folder.glob("config*.json"), key=lambda path: (len(path.name), path.name)):
         if _CONFIG.fullmatch(path.name) and (content := read_json(path)):
-            run.configs[path.name] = {key: value for key, value in content.items() if isinstance(value, dict)}
+            run.configs[path.name] = {
+                key: value for key, value in content.items() if isinstance(value, dict)
+            }
     run.status = read_json(folder / "status.json")
     if (samples := folder / "samples.txt").is_file():
         run.sample = samples.read_text(encoding="utf-8", errors="replace")[-LONGEST_SAMPLE:]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fms_fsdp.atomic import write_atomically
 from fms_fsdp.config import flag
 from fms_fsdp.errors import UserError
 from fms_fsdp.tools.report.facts import cards, command, subtitle, tables
@@ -24,11 +25,17 @@ REFRESH_S = 5  # of a page that is served
 class ReportConfig:
     """A page of curves and tables from run folders."""
 
-    runs: tuple[str, ...] = flag((), "run folders; several runs are compared", positional=True)
-    output: str = flag("", "the page (default: report.html in the first run folder)")
-    serve: bool = flag(False, "write no file; show the page in a browser and renew the page during the run")
-    host: str = flag("127.0.0.1", "address of --serve; with 0.0.0.0 other machines see the page too")
-    port: int = flag(8080, "port of --serve; 0 takes any free port", minimum=0, maximum=65535)
+    runs: tuple[str, ...] = flag(
+        (), "run folders; several runs are compared", positional=True, form="path"
+    )
+    output: str = flag("", "the page (default: report.html in the first run folder)", form="path")
+    serve: bool = flag(
+        False, "write no file; show the page in a browser and renew the page during the run"
+    )
+    host: str = flag(
+        "127.0.0.1", "address of --serve; with 0.0.0.0 other machines see the page too"
+    )
+    port: int = flag(8080, "port of --serve; 0 takes any free port", min=0, max=65535)
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -49,7 +56,12 @@ def main(config: ReportConfig) -> None:
         from fms_fsdp.tools.report.serve import serve
 
         folders = [run.folder for run in runs]
-        serve(folders, lambda: render_page(read_runs(config.runs), REFRESH_S), config.host, config.port)
+        serve(
+            folders,
+            lambda: render_page(read_runs(config.runs), REFRESH_S),
+            config.host,
+            config.port,
+        )
         return
     write_page(Path(config.output or runs[0].folder / "report.html"), render_page(runs))
 
@@ -91,8 +103,11 @@ def write_charts(path: Path, title: str, panels: Sequence[Panel]) -> None:
 
 def write_page(path: Path, page: str) -> None:
     """Writes the page, and prints its path. Raises: OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    content = page.encode()  # before the file is opened: an error leaves the older page
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_bytes(content)
+    else:
+        write_atomically(path, content)
     print(path)
 
 
@@ -104,21 +119,32 @@ def fill_page(title: str, content: str, refresh_s: int = 0) -> str:
 
 def _opening(run: RunHistory) -> list[str]:
     """The name of a run and its cards."""
-    parts = [f'<h1>{text(run.name)}</h1><p class="muted">{text(subtitle(run))}</p><div class="cards">']
+    parts = [
+        f'<h1>{text(run.name)}</h1><p class="muted">{text(subtitle(run))}</p><div class="cards">'
+    ]
     for label, figure, note in cards(run):
-        parts.append(f'<div class="card">{label}<b>{text(figure)}</b><small>{text(note)}</small></div>')
+        parts.append(
+            f'<div class="card">{label}<b>{text(figure)}</b><small>{text(note)}</small></div>'
+        )
     return [*parts, "</div>"]
 
 
 def _comparison(runs: Sequence[RunHistory]) -> list[str]:
     """The flags that differ, then the figures of the cards, a run a row."""
-    flags = [("flag", *(run.name for run in runs)), *differences({run.name: run.config for run in runs})]
+    flags = [
+        ("flag", *(run.name for run in runs)),
+        *differences({run.name: run.config for run in runs}),
+    ]
     figures = list[dict[str, str]]()
     for run in runs:
         figures.append({"run": run.name} | {label: figure for label, figure, _ in cards(run)})
     labels = dict.fromkeys(label for found in figures for label in found)
     results = [tuple(labels), *(tuple(map(found.get, labels)) for found in figures)]
-    return [f"<h1>{len(runs)} runs</h1>", _table("Flags that differ", flags), _table("Results", results)]
+    return [
+        f"<h1>{len(runs)} runs</h1>",
+        _table("Flags that differ", flags),
+        _table("Results", results),
+    ]
 
 
 def _section(run: RunHistory, name: str) -> str:

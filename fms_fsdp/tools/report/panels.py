@@ -15,7 +15,14 @@ from fms_fsdp.tools.report.history import Floats, Record, RunHistory
 MOST_MEANS, MOST_LAYERS = 400, 150  # points of a curve of means, and of a layer
 DASHES = ((), (6, 3), (1.5, 3), (9, 3, 1.5, 3))  # lengths of stroke and gap
 # kinds of time of a step, from the bottom; the passes of a pipeline take turns and have one time
-TIMES = ("data_wait_ms", "forward_ms", "backward_ms", "forward_backward_ms", "clip_ms", "optimizer_ms")
+TIMES = (
+    "data_wait_ms",
+    "forward_ms",
+    "backward_ms",
+    "forward_backward_ms",
+    "clip_ms",
+    "optimizer_ms",
+)
 BESIDE = ("checkpoint_ms", "logging_ms")
 
 
@@ -54,9 +61,20 @@ class Panel:
 LOSSES = ("loss", "loss_mean")
 CURVES = (
     Panel("loss_by_step", "Loss", "nats per token", LOSSES, from_zero=False),
-    Panel("loss_by_tokens", "Loss by tokens", "nats, log scales", LOSSES, "tokens_seen", False, True, True),
+    Panel(
+        "loss_by_tokens",
+        "Loss by tokens",
+        "nats, log scales",
+        LOSSES,
+        "tokens_seen",
+        False,
+        True,
+        True,
+    ),
     Panel("lr", "Learning rate", "", ("lr",)),
-    Panel("grad_norm", "Gradient norm", "before clipping", ("grad_norm", "grad_norm_max"), log_y=True),
+    Panel(
+        "grad_norm", "Gradient norm", "before clipping", ("grad_norm", "grad_norm_max"), log_y=True
+    ),
     Panel("throughput", "Throughput", "tokens/s per device", ("tokens_per_sec_per_device",)),
     Panel("utilization", "Utilization", "share of the peak FLOP/s", ("mfu", "mfu_matmul", "hfu")),
     Panel("memory", "Memory", "GiB of rank 0", ("peak_mem_gib", "mem_gib", "reserved_mem_gib")),
@@ -69,8 +87,12 @@ def build_panels(runs: Sequence[RunHistory]) -> list[Panel]:
     for run in runs:
         ending, title = ("", "") if len(runs) == 1 else (f"_{run.name}", f": {run.name}")
         times, shares = _times(run), _shares(run)
-        panels.append(Panel(f"time{ending}", f"Time of a step{title}", "ms", series=times, is_stack=True))
-        panels.append(Panel(f"mixture{ending}", f"Mixture{title}", "share", series=shares, is_stack=True))
+        panels.append(
+            Panel(f"time{ending}", f"Time of a step{title}", "ms", series=times, is_stack=True)
+        )
+        panels.append(
+            Panel(f"mixture{ending}", f"Mixture{title}", "share", series=shares, is_stack=True)
+        )
     return [panel for panel in panels if panel.series]
 
 
@@ -91,7 +113,9 @@ def _curves(runs: Sequence[RunHistory], panel: Panel) -> Panel:
             found["loss_mean"] = _merged(*found["loss_mean"], MOST_MEANS, log_x=panel.log_x)
         shown = list(found) if is_alone else [panel.metrics[has_means], *held_out[:1]]
         for place, key in enumerate(filter(found.get, shown)):
-            label = key.removesuffix("/loss") if is_alone else f"{run.name} {key.removesuffix('/loss')}"
+            label = (
+                key.removesuffix("/loss") if is_alone else f"{run.name} {key.removesuffix('/loss')}"
+            )
             color = max(0, place - has_means) if is_alone else number
             is_held_out, is_faint = key in held_out, has_means and key == "loss"
             dash = () if key in LOSSES else DASHES[1 + place % 3 if is_held_out else place]

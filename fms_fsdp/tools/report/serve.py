@@ -44,6 +44,9 @@ def serve(folders: Sequence[Path], render: Callable[[], str], host: str, port: i
         rule = f"must be free on --host ({host}), and is not: {error.strerror}; take another, or --port=0"
         raise UserError(f"--port ({port}) {rule}") from None
     with server, suppress(KeyboardInterrupt):
-        print(f"http://{host}:{server.server_port}/ shows the page; Ctrl-C ends this server", flush=True)
+        print(
+            f"http://{host}:{server.server_port}/ shows the page; Ctrl-C ends this server",
+            flush=True,
+        )
         server.serve_forever()
     print("report: the server has ended; the run goes on")

@@ -54,7 +54,9 @@ class Axis:
         else:
             rough = (self.high - self.low) / 5
             power = 10.0 ** math.floor(math.log10(rough))
-            step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.99)
+            step = power * next(
+                factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.99
+            )
             first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
             values = step * np.arange(first, last + 1)
         return list(zip(self.pixels(values).tolist(), map(short, values.tolist()), strict=True))
@@ -68,8 +70,8 @@ def draw(panels: Sequence[Panel]) -> str:
 
 
 def text(words: str) -> str:
-    """A text as HTML."""
-    return html.escape(words, quote=True)
+    """A text as HTML; bytes of file names that are not UTF-8 become `\\udcXX`."""
+    return html.escape(words.encode(errors="backslashreplace").decode(), quote=True)
 
 
 def _figure(panel: Panel, most: int) -> str:
@@ -89,8 +91,14 @@ def _figure(panel: Panel, most: int) -> str:
         f'</ul><svg class="chart" id="{text(panel.name)}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"',
         f' aria-label="{text(panel.title)}" data-x="{panel.x}" data-scale="{scale}">',
         *(f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>' for y, _ in y_axis.ticks()),
-        *(f'<text class="y" x="{LEFT - 6}" y="{y:.1f}">{tick}</text>' for y, tick in y_axis.ticks()),
-        *(f'<text class="x" x="{x:.1f}" y="{BOTTOM + 17}">{tick}</text>' for x, tick in x_axis.ticks()),
+        *(
+            f'<text class="y" x="{LEFT - 6}" y="{y:.1f}">{tick}</text>'
+            for y, tick in y_axis.ticks()
+        ),
+        *(
+            f'<text class="x" x="{x:.1f}" y="{BOTTOM + 17}">{tick}</text>'
+            for x, tick in x_axis.ticks()
+        ),
         *draw_series(panel.series, x_axis, y_axis, most),
         f'<path class="restart" d="{marks}"/></svg></figure>',
     ]
@@ -147,7 +155,9 @@ def _path(x: Floats, y: Floats, *, joined: bool = True) -> str:
     begins = is_there & ~np.append(False, is_there[:-1] & joined)
     points = zip(x.tolist(), y.tolist(), begins.tolist(), is_there.tolist(), strict=True)
     return "".join(
-        f"M{a:.1f} {b:.1f}h0" if begin else f"L{a:.1f} {b:.1f}" for a, b, begin, there in points if there
+        f"M{a:.1f} {b:.1f}h0" if begin else f"L{a:.1f} {b:.1f}"
+        for a, b, begin, there in points
+        if there
     )
 
 

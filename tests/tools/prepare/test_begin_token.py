@@ -20,11 +20,15 @@ IDS = ("--vocab_size=258", "--eos_id=257", "--num_workers=1")
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("texts") / "some.jsonl"
-    path.write_text("\n".join(json.dumps({"text": f"page {number}", "ask": "? "}) for number in range(20)))
+    path.write_text(
+        "\n".join(json.dumps({"text": f"page {number}", "ask": "? "}) for number in range(20))
+    )
     return path
 
 
-def made(command: str, source: Path, output: Path, *flags: str) -> tuple[list[list[int]], str | None]:
+def made(
+    command: str, source: Path, output: Path, *flags: str
+) -> tuple[list[list[int]], str | None]:
     """The documents of the shards, and what the shards say of a begin token."""
     argv = [command, f"--input=web={source}", f"--output={output}", *flags]
     assert main(argv) == 0
@@ -33,9 +37,13 @@ def made(command: str, source: Path, output: Path, *flags: str) -> tuple[list[li
     return table.column("tokens").to_pylist(), None if says is None else says.decode()
 
 
-def test_documents_begin_with_the_token_and_the_export_hears_of_it(texts: Path, tmp_path: Path) -> None:
+def test_documents_begin_with_the_token_and_the_export_hears_of_it(
+    texts: Path, tmp_path: Path
+) -> None:
     plain, no = made("prepare", texts, tmp_path / "plain", "--tokenizer=byte", "--num_workers=1")
-    begun, yes = made("prepare", texts, tmp_path / "begun", "--tokenizer=byte", "--num_workers=1", BEGIN)
+    begun, yes = made(
+        "prepare", texts, tmp_path / "begun", "--tokenizer=byte", "--num_workers=1", BEGIN
+    )
     assert begun == [[256, *document] for document in plain] and (no, yes) == ("false", "true")
     tokenizer = load_tokenizer("byte")
     assert begin_token(str(tmp_path / "begun"), tokenizer) == 256
@@ -50,7 +58,12 @@ def test_a_begin_token_in_front_of_a_prompt_is_no_label(texts: Path, tmp_path: P
     assert begin_token(str(tmp_path / "asked"), load_tokenizer("byte")) == 256
     again, _ = made("convert", tmp_path / "asked" / "web", tmp_path / "again", *IDS)
     bare, _ = made(
-        "convert", tmp_path / "asked" / "web", tmp_path / "bare", *IDS, "--bos=strip", "--bos_id=256"
+        "convert",
+        tmp_path / "asked" / "web",
+        tmp_path / "bare",
+        *IDS,
+        "--bos=strip",
+        "--bos_id=256",
     )
     back, says = made(
         "convert", tmp_path / "bare" / "web", tmp_path / "back", *IDS, "--bos=add", "--bos_id=256"
@@ -63,7 +76,9 @@ def test_a_begin_token_in_front_of_a_prompt_is_no_label(texts: Path, tmp_path: P
 
 def test_ids_of_others_keep_lose_or_get_the_token(texts: Path, tmp_path: Path) -> None:
     plain, _ = made("prepare", texts, tmp_path / "plain", "--tokenizer=byte", "--num_workers=1")
-    begun, _ = made("prepare", texts, tmp_path / "begun", "--tokenizer=byte", "--num_workers=1", BEGIN)
+    begun, _ = made(
+        "prepare", texts, tmp_path / "begun", "--tokenizer=byte", "--num_workers=1", BEGIN
+    )
     cases: tuple[tuple[str, tuple[str, ...], Any, str | None], ...] = (
         ("plain", (), plain, None),
         ("begun", (), begun, None),
@@ -76,15 +91,22 @@ def test_ids_of_others_keep_lose_or_get_the_token(texts: Path, tmp_path: Path) -
     )
     for number, (name, flags, documents, says) in enumerate(cases):
         output = tmp_path / f"out{number}"
-        assert made("convert", tmp_path / name / "web", output, *IDS, *flags) == (documents, says), flags
+        assert made("convert", tmp_path / name / "web", output, *IDS, *flags) == (
+            documents,
+            says,
+        ), flags
 
 
 @pytest.mark.parametrize(
     ("command", "flags", "text"),
     [
-        ("prepare", ("--tokenizer=byte", "--bos_token=<s>"), "--bos_token (<s>) must be a token"),
-        ("convert", (*IDS, "--bos=add"), "--bos (add) needs --bos_id"),
-        ("convert", (*IDS, "--bos=add", "--bos_id=258"), "--bos_id (258) must lie below --vocab_size (258)"),
+        ("prepare", ("--tokenizer=byte", "--bos_token=<s>"), "--bos_token=<s> is not a token"),
+        ("convert", (*IDS, "--bos=add"), "--bos=add requires --bos_id"),
+        (
+            "convert",
+            (*IDS, "--bos=add", "--bos_id=258"),
+            "--bos_id=258 must be below --vocab_size=258",
+        ),
     ],
 )
 def test_a_token_that_is_none_is_refused(

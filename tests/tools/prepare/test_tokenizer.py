@@ -8,8 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fms_fsdp.__main__ import main
+from fms_fsdp.data.kept_tokenizer import unk_warnings
+from fms_fsdp.data.shards import NO_LOSS
+from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, load_tokenizer
-from fms_fsdp.tools.prepare.train_tokenizer import train_sentencepiece
+from fms_fsdp.tools.prepare.command import train_sentencepiece
+from fms_fsdp.tools.prepare.inputs import open_arrow
 
 ODD_TEXTS = [
     "",
@@ -38,8 +43,12 @@ def model(source_code: list[str]) -> bytes:
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_trained_models_round_trip_source_code_and_odd_text(model_type: str, source_code: list[str]) -> None:
-    tokenizer = SentencePieceTokenizer(train_sentencepiece(source_code[:12], 500, model_type), "test")
+def test_trained_models_round_trip_source_code_and_odd_text(
+    model_type: str, source_code: list[str]
+) -> None:
+    tokenizer = SentencePieceTokenizer(
+        train_sentencepiece(source_code[:12], 500, model_type), "test"
+    )
     texts = [*source_code, *ODD_TEXTS]
     encoded = tokenizer.encode(texts)
     assert [tokenizer.decode(ids) for ids in encoded] == texts
@@ -98,7 +107,9 @@ def test_huggingface_files(tmp_path: Path, source_code: list[str]) -> None:
             len(t.encode()) for t in source_code
         ]
     assert whole.token_bytes()[raw.token_to_id("<stop>")] == 0
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<stop>"}})
+    )
     configured = load_tokenizer(str(tmp_path))  # a folder prefers tokenizer.json
     assert configured.vocabulary.eos_id == raw.token_to_id("<stop>")
     copy = tmp_path / "copy"
@@ -133,7 +144,7 @@ def test_unfit_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_too_little_text_for_the_vocabulary() -> None:
-    with pytest.raises(ValueError, match=r"--vocab_size \(5000\) is too high for this text: at most"):
+    with pytest.raises(ValueError, match=r"--vocab_size=5000 is too high for this text: at most"):
         train_sentencepiece(["only a few words"], 5000, "bpe")
 
 
@@ -142,10 +153,74 @@ def test_a_vocabulary_below_the_number_of_characters_is_called_too_low(model_typ
     """Signs of a script, each many times, in many orders: one token each, beside the 259 of every model."""
     text = [" ".join(chr(0x4E00 + (i * step) % 400) for i in range(2000)) for step in (1, 3, 7, 11)]
     with pytest.raises(
-        ValueError, match=r"--vocab_size \(300\) is too low for this text, whose characters take 66\d;"
+        ValueError, match=r"--vocab_size=300 is too low for this text, whose characters take 66\d;"
     ) as e:
         train_sentencepiece(text, 300, model_type)
     least = int(str(e.value).rpartition("take ")[2].partition(";")[0])
     assert (
-        SentencePieceTokenizer(train_sentencepiece(text, least, model_type), "test").vocabulary.size == least
+        SentencePieceTokenizer(train_sentencepiece(text, least, model_type), "test").vocabulary.size
+        == least
     )
+
+
+@pytest.fixture(scope="module")
+def poor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentencepiece model that knows Latin letters only, and has no bytes."""
+    import sentencepiece
+
+    prefix = tmp_path_factory.mktemp("poor") / "poor"
+    words = (f"word{i} other" for i in range(500))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=words,
+        model_prefix=str(prefix),
+        vocab_size=60,
+        minloglevel=3,
+        unk_piece="?!",
+    )
+    return prefix.with_suffix(".model")
+
+
+@pytest.mark.parametrize("prompt_key", ["", "q"])
+def test_unknown_tokens_are_reported_per_source(
+    poor: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt_key: str
+) -> None:
+    latin, greek = {"q": "word", "text": "word1 other" * 9}, {"q": "άλφα", "text": "βήτα word"}
+    for name, record in (("latin", latin), ("greek", greek)):
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(record)}\n" * 9)
+    out = tmp_path / "out"
+    flags = f"--tokenizer={poor}", f"--output={out}", f"--prompt_key={prompt_key}"
+    inputs = ",".join(f"{name}={tmp_path / name}.jsonl" for name in ("latin", "greek"))
+    assert main(["prepare", inputs, *flags, "--num_workers=1"]) == 0
+    told = capsys.readouterr().out
+    with open_arrow(str(out / "greek" / "shard-00000.arrow")) as (_, batches):
+        ids = np.concatenate([batch.column(0).flatten().to_numpy() for batch in batches])
+    summary = json.loads((out / "meta" / "summary.json").read_text())
+    fraction = np.mean(ids.astype(np.uint32) & (NO_LOSS - 1) == 0)
+    assert summary["greek"]["unk_fraction"] == pytest.approx(fraction, abs=1e-6) and fraction > 0.1
+    assert summary["latin"]["unk_fraction"] == 0
+    warning = f"warning: {fraction:.2%} of the tokens of source greek are <unk>"
+    assert warning in told and told.count("are <unk>") == 1 and f"{fraction:.3%}" in told
+    assert main(["inspect", "verify", f"--data_path={out}"]) == 0
+    assert warning in capsys.readouterr().out
+    assert unk_warnings(Storage(str(out)), ["latin", "other"]) == []
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', '{"x": {"unk_fraction": "a"}}', "{}"])
+def test_odd_summary_is_ignored(tmp_path: Path, content: str) -> None:
+    (tmp_path / "meta").mkdir()
+    assert unk_warnings(Storage(str(tmp_path)), ["x"]) == []
+    (tmp_path / "meta" / "summary.json").write_text(content)
+    assert unk_warnings(Storage(str(tmp_path)), ["x"]) == []
+
+
+def test_unk_id_of_tokenizer_json(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    models = tokenizers.models
+    for model, expected in (
+        (models.WordLevel({"a": 0, "[U]": 1, "</s>": 2}, unk_token="[U]"), 1),
+        (models.BPE({"a": 0, "</s>": 1}, []), None),
+        (models.Unigram([("a", 0.0), ("<u>", 0.0), ("</s>", 0.0)], 1, False), 1),
+    ):
+        tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+        assert load_tokenizer(str(tmp_path / "tokenizer.json")).unk_id() == expected
+    assert load_tokenizer("byte").unk_id() is None

@@ -1,0 +1,354 @@
+"""Tensors to and from disk, in the format of torch.distributed.checkpoint (DCP), with checksums.
+
+Write: each file's checksum is computed while the file is written, and the file is synced. Rank 0
+then commits: train_state.json, files.json, sync, rename. Read: from any sharding into any other,
+because tensors are stored under the model's parameter names, whatever wraps the modules.
+
+`.metadata` is a pickle. A checkpoint that somebody else made must not run code, so only the classes
+that DCP itself stores are allowed in it; DCP reads tensors with `weights_only`.
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.utils.serialization import config as torch_serialization
+
+from fms_fsdp.checkpoint.folders import (
+    FILES,
+    METADATA,
+    STATE,
+    CheckpointDeleted,
+    Checksum,
+    CorruptCheckpoint,
+    corrupt_files,
+    format_files,
+    open_file,
+    rename_aside,
+)
+from fms_fsdp.distributed.runtime import gather_objects
+from fms_fsdp.errors import RunFailed, StorageError, UserError
+from fms_fsdp.models.init import clean_name
+from fms_fsdp.optim.optimizers import Optimizers
+from fms_fsdp.state import TrainMetadata
+
+Tensors = dict[str, torch.Tensor]
+
+# DCP warns about a single process even with no_dist=True. The filter is global because saves run in
+# a thread, where warnings.catch_warnings has no effect.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unin")
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written, e.g. the disk is full. Raised on every rank."""
+
+
+def collect_tensors(model: nn.Module, optimizers: Optimizers | None) -> Tensors:
+    """Returns all tensors of a checkpoint by their stored names; they share memory."""
+    found = {f"model.{clean_name(name)}": p.detach() for name, p in model.named_parameters()}
+    state = {} if optimizers is None else optimizers.state_dict()
+    return found | {f"optimizer.{name}": value for name, value in state.items()}
+
+
+def write_checkpoint(
+    tensors: Tensors,
+    root: Path,
+    metadata: TrainMetadata,
+    attempt: int = 1,
+    *,
+    group: dist.ProcessGroup | None = None,
+    began: float | None = None,
+    on_commit: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes `root/step_<N>` (collective over `group`; None: this process alone).
+
+    `began`: when the save began, by `time.perf_counter`. `on_commit` runs on rank 0 after the
+    rename, while the other ranks still wait.
+
+    Raises:
+        SaveFailed: it could not be written; `step_<N>.partial-<attempt>` remains.
+    """
+    partial = root / f"step_{metadata.step}.partial-{attempt}"
+    began = time.perf_counter() if began is None else began
+    writer = _Writer(partial, metadata, began, on_commit)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as error:  # a collection of tracebacks: report the first rank's
+        rank, inner = first_failure(error)
+        raise SaveFailed(f"rank {rank}: {inner}".splitlines()[0]) from error
+    except OSError as error:
+        raise SaveFailed(str(error)) from error
+
+
+def load_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizers: Optimizers | None,
+    *,
+    is_alone: bool,
+    verify: bool = True,
+) -> None:
+    """Fills the model, and the optimizers if given, in place (collective unless `is_alone`).
+
+    With `verify`, a thread compares the checksums meanwhile. It reads ahead of the load, which then
+    finds the files in the page cache, so that each byte comes from the disk once.
+
+    Raises (identical on every rank):
+        CorruptCheckpoint: a checksum is wrong; the tensors must not be used.
+        CheckpointDeleted: the folder vanished. RunFailed: a file cannot be read.
+        UserError: the folder does not hold these tensors.
+    """
+    tensors, reader, failure = collect_tensors(model, optimizers), CheckpointReader(folder), None
+    rank, num_ranks = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+    _on_every_rank(reader.read_metadata, folder, is_alone)
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
+        check = pool.submit(corrupt_files, folder, rank, num_ranks) if verify else None
+        try:
+            _load(tensors, reader, is_alone=is_alone)
+        except (UserError, OSError) as error:
+            failure = error
+    if check is not None:
+        _on_every_rank(lambda: _check(folder, check.result()), folder, is_alone)
+    if failure is not None:  # although all files are valid
+        raise _explained(failure, folder) from failure
+    if optimizers is not None:
+        prefix = "optimizer."
+        state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        optimizers.load_state_dict(state)
+
+
+def load_tensor(reader: CheckpointReader, name: str) -> torch.Tensor:
+    """Returns one unsharded tensor of a checkpoint; raises as `load_checkpoint`."""
+    entry: Any = reader.read_metadata().state_dict_metadata[name]
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    _load({name: tensor}, reader, is_alone=True)
+    return tensor
+
+
+def _check(folder: Path, corrupt: list[str]) -> None:
+    if corrupt:
+        raise CorruptCheckpoint(folder, "; ".join(corrupt))
+
+
+def _on_every_rank(work: Callable[[], object], folder: Path, is_alone: bool) -> None:
+    """Calls `work`, and raises the error of the first rank that failed on every rank."""
+    failure: Exception | None = None
+    try:
+        work()
+    except (UserError, OSError) as error:
+        failure = error
+    for found in [failure] if is_alone else gather_objects(failure):
+        if found is not None:
+            raise _explained(found, folder) from failure
+
+
+def _explained(error: Exception, folder: Path) -> Exception:
+    if not folder.exists():
+        return CheckpointDeleted(folder)
+    if not isinstance(error, OSError) or isinstance(error, UserError):
+        return error
+    return RunFailed(
+        f"{error.filename or folder} cannot be read: {error.strerror or error}; the file is not "
+        "corrupt: repair the storage and start again"
+    )
+
+
+def _load(tensors: Tensors, reader: CheckpointReader, *, is_alone: bool) -> None:
+    reader.read_metadata()  # DCP would hide an error behind "metadata is None"
+    try:
+        dcp.load(tensors, storage_reader=reader, no_dist=is_alone)
+    except CheckpointException as error:
+        _, inner = first_failure(error)
+        if isinstance(inner, (UserError, OSError, MemoryError, torch.OutOfMemoryError)):
+            raise inner from error
+        reason = f"{type(inner).__name__}: {inner}".splitlines()[0]
+        raise UserError(f"{reader.path} does not hold these tensors ({reason})") from error
+
+
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """Returns the first rank that failed, and its error."""
+    rank, (inner, _) = min(error.failures.items())
+    return rank, inner
+
+
+class _Writer(FileSystemWriter):
+    """Writes the folder `partial`, and renames it to `step_<N>` once it is complete."""
+
+    def __init__(
+        self, partial: Path, metadata: TrainMetadata, began: float, on_commit: Callable[[], None]
+    ) -> None:
+        # By default DCP copies ahead, for which it waits for the GPU at each large tensor.
+        super().__init__(
+            partial, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0
+        )
+        self.files: dict[str, tuple[int, int]] = {}
+        self.fs = _SyncedFiles(self.files)
+        self._metadata, self._began, self._on_commit = metadata, began, on_commit
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Raises StorageError on rank 0, before any rank writes, if the disk is too small."""
+        items = [item.tensor_data for plan in plans for item in plan.items if item.tensor_data]
+        needed = sum(math.prod(i.chunk.sizes) * i.properties.dtype.itemsize for i in items)
+        if (free := shutil.disk_usage(self.path).free) < needed:
+            mib = f"{needed / 2**20:,.0f} MiB are needed and {free / 2**20:,.0f} MiB are free"
+            raise StorageError(mib)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # torch.save would compute a CRC-32 of each tensor for its zip format: half of its time.
+        with torch_serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+            results = _Results(super().write_data(plan, planner).value())
+        results.files = dict(self.files)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits, on rank 0 after all ranks have written."""
+        super().finish(metadata, results)
+        for written in results:
+            self.files |= getattr(written, "files", {})
+        self.files[METADATA] = self.files.pop(f"{METADATA}.tmp")  # DCP renamed it
+        folder = Path(self.path)
+        final = folder.with_name(f"step_{self._metadata.step}")
+        save_s = round(time.perf_counter() - self._began, 3)
+        content = replace(self._metadata, save_s=save_s).content
+        self._write_text(STATE, json.dumps(content, indent=1))
+        self._write_text(FILES, format_files(self.files))
+        _sync_folder(folder)
+        if final.exists():
+            rename_aside(final, "damaged")
+        os.rename(folder, final)
+        _sync_folder(final.parent)
+        self._on_commit()
+
+    def _write_text(self, name: str, text: str) -> None:
+        with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+            stream.write(text.encode())
+
+
+class _Results(list[WriteResult]):
+    """What a rank wrote, with {file name: (bytes, checksum)}; DCP sends it to rank 0."""
+
+    files: dict[str, tuple[int, int]]
+
+
+class _SyncedFiles(FileSystem):
+    """Local files that are on disk, with size and checksum in `files`, when they are closed."""
+
+    def __init__(self, files: dict[str, tuple[int, int]]) -> None:
+        self._files = files
+
+    def create_stream(  # type: ignore[override]
+        self, path: str | os.PathLike[str], mode: str
+    ) -> _SyncedFile:
+        return _SyncedFile(Path(path), self._files)
+
+
+class _SyncedFile(io.BufferedWriter):
+    def __init__(self, path: Path, files: dict[str, tuple[int, int]]) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._name, self._files, self._checksum = path.name, files, Checksum()
+
+    def write(self, data: Any) -> int:
+        self._checksum.update(data)
+        return super().write(data)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+            self._files[self._name] = self.tell(), self._checksum.value
+        finally:
+            self.raw.close()  # super().close() would flush again, and fail again on a full disk
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class CheckpointReader(FileSystemReader):
+    """DCP's reader; reads `.metadata` without running code that the file asks for."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises CorruptCheckpoint if `.metadata` names anything but DCP's own classes."""
+        return self._metadata
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        folder = Path(self.path)
+        try:
+            with open_file(folder / METADATA) as file:
+                content = file.readall()
+        except CheckpointDeleted:
+            raise
+        except UserError as error:
+            raise CorruptCheckpoint(folder, str(error)) from None
+        try:
+            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+            assert isinstance(metadata, Metadata), type(metadata)
+        except Exception as error:  # noqa: BLE001 - a pickle can raise anything
+            raise CorruptCheckpoint(folder, f"{METADATA}: {error!r}") from None
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata ChunkStorageMetadata TensorStorageMetadata Metadata MetadataIndex "
+        "StorageMeta TensorProperties _MEM_FORMAT_ENCODING"
+    ),
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 writes enum members so
+            return _memory_format
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _ALLOWED.get(module, "").split():
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+
+
+def _memory_format(kind: Any, name: str) -> Any:
+    if kind is not dcp_metadata._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("getattr is not allowed")
+    return kind[name]

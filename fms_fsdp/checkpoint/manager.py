@@ -1,0 +1,261 @@
+"""When a run saves, what it deletes, and how it learns that a background save failed.
+
+save:     copy to host memory │ thread: write, checksum, sync, rename
+delete:   only after a later step was finite, so the newest checkpoint is known to be healthy
+failure:  collected at the next step; the training continues, the last good checkpoint is kept
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fms_fsdp.checkpoint import folders
+from fms_fsdp.checkpoint.io import SaveFailed, Tensors, collect_tensors, write_checkpoint
+from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
+from fms_fsdp.config.values import format_bytes
+from fms_fsdp.distributed.dtensor import local_shard, sharded_like
+from fms_fsdp.distributed.runtime import log, rank_log
+from fms_fsdp.errors import RunFailed
+from fms_fsdp.state import RunConfig, TrainMetadata, TrainState
+
+SAVE_TIMEOUT_S = 3600.0  # of one save; a rank that waits for another rank's save does not hang
+
+
+class CheckpointManager:
+    """Saves and deletes the checkpoints of a launch. All methods are collective.
+
+    `settle()` completes `state.non_finite_steps` and `state.last_finite_step`, which may lag a step
+    behind on a GPU. `alive(extra_s)` tells the watchdog that this rank may wait for another rank's
+    save. `event` records a failure in metrics.jsonl. `save_s`: duration of the last save, at first an
+    estimate. `host_bytes`: host memory that the copies of this rank may take.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        root: Path,
+        attempt: int,
+        state: TrainState,
+        *,
+        is_main: bool,
+        settle: Callable[[], object],
+        alive: Callable[[float], None],
+        event: Callable[..., None],
+        save_s: float = 0.0,
+        host_bytes: int = 2**62,
+    ) -> None:
+        self.run, self.cfg, self.root, self.attempt = run, run.config.checkpoint, root, attempt
+        self.is_main, self.settle, self.alive, self.event = is_main, settle, alive, event
+        self.save_s, self.host_bytes = save_s, host_bytes
+        cfg = self.cfg
+        self.schedule = parse_schedule(cfg.checkpoint_schedule, cfg.checkpoint_interval)
+        self.policy = KeepPolicy.from_config(cfg)
+        self.start = self.newest = self._saving = state.step
+        self._written: set[int] = set()
+        self._has_old = bool(self.policy.last)
+        if is_main:
+            for folder in folders.clean_up(root):
+                log.info("deleted %s, left by an interrupted save", folder)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        if torch.cuda.is_available():  # a new thread would use the first GPU
+            self._pool.submit(torch.cuda.set_device, torch.cuda.current_device())
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            timeout = timedelta(seconds=SAVE_TIMEOUT_S)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._background, self._host = cfg.async_checkpoint, Tensors()
+        self._work: list[Future[None]] = []
+        due = self.schedule.next_after(self.start)
+        if self._background and due is not None and due < state.num_steps:
+            # Pinning memory takes several times as long as a copy: begin before the first save.
+            tensors = collect_tensors(state.model, state.optimizers)
+            self._work.append(self._pool.submit(self._allocate, tensors))
+
+    def expected_s(self, step: int) -> float:
+        """Returns how long saving may take if the launch ends with `step`, in seconds."""
+        return self.save_s * (2 if self._work or self.schedule.is_due(step) else 1)
+
+    def is_due(self, state: TrainState) -> bool:
+        is_last = self.cfg.save_last if state.is_done else bool(state.stop_reason)
+        return is_last or self.schedule.is_due(state.step)
+
+    def save_if_due(self, state: TrainState) -> None:
+        """Saves a due checkpoint, or completes one if the launch ends. Call it after every step.
+
+        Raises:
+            RunFailed: the last checkpoint could not be written.
+        """
+        self._collect(wait=False)
+        if not self._work:
+            self._delete_if_confirmed(state)
+        if self.is_due(state):
+            self.save(state, wait=state.is_done or bool(state.stop_reason))
+
+    def save(self, state: TrainState, *, wait: bool) -> None:
+        """Starts a save; with `wait`, completes it."""
+        self._collect(wait=True)
+        self.settle()
+        self._delete_if_confirmed(state)
+        metadata = TrainMetadata(
+            state.step,
+            tokens_seen=state.tokens_seen,
+            rows_seen=state.samples_seen,
+            validation_loss=state.val_loss,
+            metrics=dict(state.metrics),
+            data=state.stream.state_dict(),
+            loss_scale=None if state.loss_scale is None else state.loss_scale.state_dict(),
+            non_finite_steps=state.non_finite_steps,
+            **self.run.saved_with,
+        )
+        self._warn_if_unranked(metadata)
+        self._saving, began = state.step, time.perf_counter()
+        tensors = collect_tensors(state.model, state.optimizers)
+        if self._background and not wait:
+            tensors = self._copy_to_host(tensors)
+        self._work.append(self._pool.submit(self._write, tensors, metadata, began))
+        if wait or not self._background:
+            error = self._collect(wait=True)
+            if error is not None and state.is_done:
+                raise RunFailed(
+                    f"the last checkpoint (step {state.step}) could not be written: {error}; free "
+                    f"disk space and run again: the run resumes from step {self.newest}"
+                ) from error
+
+    def finish(self, state: TrainState) -> None:
+        """Deletes old checkpoints at the end of a run, where no later step confirms the newest."""
+        self._collect(wait=True)
+        self.settle()
+        if self.policy.last and self.is_main and not state.non_finite_steps:
+            self._delete_old()
+
+    def close(self) -> None:
+        """Completes the work in flight."""
+        try:
+            self._collect(wait=True)
+        finally:
+            self._pool.shutdown(wait=False)
+
+    def _collect(self, *, wait: bool) -> SaveFailed | None:
+        """Takes the result of the background work; a failed save is logged and returned."""
+        self.alive(SAVE_TIMEOUT_S)
+        try:
+            while self._work and (wait or self._work[0].done()):
+                self._work.pop(0).result()
+            return None
+        except SaveFailed as error:
+            step = self._saving
+            text = "the checkpoint of step %d was not written: %s; the newest is of step %d"
+            log.error(text, step, error, self.newest)
+            self.event("save_failed", step, reason=str(error))
+            if self.is_main:
+                shutil.rmtree(self.root / f"step_{step}.partial-{self.attempt}", ignore_errors=True)
+            return error
+        finally:
+            self.alive(0.0)
+
+    def _allocate(self, tensors: Tensors) -> None:
+        """Allocates the host copies; if there is no memory for them, the loop waits for saves."""
+        try:
+            self._host = host_copies(tensors, self.host_bytes)
+        except (RuntimeError, MemoryError) as error:
+            self._background = False
+            reason = str(error).partition("\n")[0]
+            rank_log.warning("no host memory for background saves (%s): saves block", reason)
+
+    def _copy_to_host(self, tensors: Tensors) -> Tensors:
+        if not self._host:
+            self._allocate(tensors)
+        if not self._background:
+            return tensors
+        for name, tensor in tensors.items():
+            local_shard(self._host[name]).copy_(local_shard(tensor), non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        return {name: self._host[name] for name in tensors}
+
+    def _write(self, tensors: Tensors, metadata: TrainMetadata, began: float) -> None:
+        def on_commit() -> None:  # on rank 0
+            self._written.add(metadata.step)
+            seconds = time.perf_counter() - began
+            log.info("saved %s (%.1f s)", self.root / f"step_{metadata.step}", seconds)
+
+        group = self._group
+        write_checkpoint(
+            tensors,
+            self.root,
+            metadata,
+            self.attempt,
+            group=group,
+            began=began,
+            on_commit=on_commit,
+        )
+        self.newest, self.save_s = metadata.step, time.perf_counter() - began
+        self._has_old = bool(self.policy.last)
+
+    def _delete_if_confirmed(self, state: TrainState) -> None:
+        """Starts to delete old checkpoints, if a step after the newest one was finite."""
+        is_confirmed = not state.non_finite_steps and state.last_finite_step > self.newest
+        if self.is_main and self._has_old and is_confirmed:
+            self._has_old = False
+            self._work.append(self._pool.submit(self._delete_old))
+
+    def _delete_old(self) -> None:
+        """Deletes what the policy does not keep among what this launch wrote or resumed from.
+
+        Newer folders that this launch did not write were skipped as corrupt: they do not count.
+        """
+        found: dict[int, TrainMetadata] = {}
+        for step in folders.checkpoint_steps(self.root):
+            folder = self.root / f"step_{step}"
+            if (step <= self.start or step in self._written) and folders.is_complete(folder):
+                found[step] = folders.read_metadata(folder)
+        for step in self.policy.to_delete(found):
+            try:
+                folders.delete(self.root / f"step_{step}")
+                log.info("deleted %s", self.root / f"step_{step}")
+            except OSError as error:
+                log.warning("step_%d could not be deleted: %s", step, error)
+
+    def _warn_if_unranked(self, metadata: TrainMetadata) -> None:
+        is_expected = metadata.validation_loss is not None or not self.cfg.ranks_evaluations
+        if self.policy.best and is_expected and metadata.metrics:
+            if metadata.metric(self.policy.metric) is None:
+                text = "step %d has no --keep_best_metric=%s, so it is not ranked; it has: %s"
+                names = ", ".join(metadata.metrics)
+                log.warning(text, metadata.step, self.policy.metric, names)
+
+
+def host_copies(tensors: Tensors, limit_bytes: int = 2**62) -> Tensors:
+    """Returns zeros of the same shapes and sharding in host memory, pinned if any is on a GPU.
+
+    Registers one buffer of the exact size: torch's allocator of pinned memory would round each
+    tensor up to a power of two (8B with AdamW on one rank: 99 GiB instead of 90).
+
+    Raises:
+        MemoryError: they need more than `limit_bytes`. RuntimeError: memory cannot be pinned.
+    """
+    parts = {name: local_shard(tensor) for name, tensor in tensors.items()}
+    num_bytes = sum(-(-part.nbytes // 64) * 64 for part in parts.values())
+    if num_bytes > limit_bytes:
+        needed, free = format_bytes(num_bytes), format_bytes(limit_bytes)
+        raise MemoryError(f"{needed} are needed, {free} are free")
+    buffer = torch.empty(num_bytes, dtype=torch.uint8).fill_(0)  # touch each page now
+    if any(part.is_cuda for part in parts.values()):
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(int(cudart.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)))
+    copies, begin = Tensors(), 0
+    for name, part in parts.items():
+        # Not a view: DCP copies a tensor whose storage is larger than itself before it writes it.
+        memory = torch.from_numpy(buffer.numpy()[begin : begin + part.nbytes])
+        copies[name] = sharded_like(memory.view(part.dtype).view(part.shape), tensors[name])
+        begin += -(-part.nbytes // 64) * 64
+    return copies

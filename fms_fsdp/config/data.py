@@ -1,0 +1,103 @@
+"""Flags of the training data: sources, proportions, sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fms_fsdp.config.flag import fixed_flag, flag, logged_flag
+from fms_fsdp.config.formats import parse_skips
+from fms_fsdp.config.values import joined
+from fms_fsdp.errors import UserError
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data: which sources, in which proportions, and how documents become sequences.
+
+    When to change: always set `data_path`. Set `weights` if a good source is small; `--dry_run`
+    shows how often each source is read. Set `document_mask` for short, unrelated documents, and
+    `packing=bestfit` to split fewer documents. Longer sequences cost memory and time.
+    """
+
+    use_dummy_dataset: bool = logged_flag(False)
+    """Train on synthetic tokens, which need no files, for tests and benchmarks."""
+    data_path: str = flag(
+        "", form="path", orders_data=True, needs="use_dummy_dataset=False|eval_data_path"
+    )
+    """Folder with one subfolder of token shards per source (see `python -m fms_fsdp prepare`)."""
+    datasets: tuple[str, ...] = logged_flag((), form="source name", needs="use_dummy_dataset=False")
+    """Sources to train on, as names of subfolders of data_path (default: all)."""
+    weights: tuple[float, ...] = logged_flag((), min=0, needs="use_dummy_dataset=False")
+    """Relative number of tokens from each source, in the order of --datasets; 0 omits a source
+    (default: proportional to size)."""
+    seq_length: int = logged_flag(4096, min=1)
+    """Tokens per sequence, the context length of training."""
+    sep_token: int | None = fixed_flag(
+        None, min=0, orders_data=True, needs="use_dummy_dataset=False|eval_data_path"
+    )
+    """Id of the token that ends each document (default: the shards' EOS token)."""
+    logical_shards: int = flag(
+        1024,
+        min=1,
+        max=2**20,
+        in_name=True,
+        orders_data=True,
+        advanced=True,
+        needs="use_dummy_dataset=False|eval_data_path",
+    )
+    """Number of logical shards, whose shuffle windows are read interleaved; more of them shuffle
+    more widely."""
+    packing: str = fixed_flag(
+        "concat",
+        choices="concat bestfit",
+        orders_data=True,
+        needs="use_dummy_dataset=False|eval_data_path",
+    )
+    """How documents fill sequences: concat splits documents anywhere, bestfit splits few."""
+    document_mask: bool = logged_flag(False)
+    """Restrict attention to the document, and restart positions at each document."""
+    loss_on: str = logged_flag(
+        "response",
+        choices="response all",
+        advanced=True,
+        needs="use_dummy_dataset=False|eval_data_path",
+    )
+    """Tokens in the loss of documents with a prompt: the response, or all."""
+    skip_steps: str = logged_flag(
+        "", in_name=False, parse=parse_skips, needs="use_dummy_dataset=False"
+    )
+    """Steps whose data are skipped, e.g. after a loss spike: a:b skips steps a to b-1."""
+    on_missing: str = flag(
+        "error",
+        choices="error mask",
+        advanced=True,
+        needs="use_dummy_dataset=False|eval_data_path",
+    )
+    """Reaction to a shard that cannot be read: error ends the run, mask excludes its sequences from
+    the loss."""
+    max_epochs: float | None = flag(None, above=0, max=1e6, needs="use_dummy_dataset=False")
+    """Maximum number of epochs of any source; a longer run is an error."""
+    dataset_builder: str = logged_flag("", advanced=True, form="module:function")
+    """module:function that builds your own stream (see docs/data.md)."""
+    data_kwargs: tuple[str, ...] = logged_flag(
+        (), advanced=True, form="key=value", needs="dataset_builder"
+    )
+    """Arguments of dataset_builder: key=value,…."""
+
+    def __post_init__(self) -> None:
+        if repeated := sorted({name for name in self.datasets if self.datasets.count(name) > 1}):
+            raise UserError(
+                f"--datasets={joined(self.datasets)} must name each source once; remove the second "
+                f"{', '.join(repeated)}"
+            )
+        if self.weights and len(self.weights) != len(self.datasets):
+            raise UserError(
+                f"--weights={joined(self.weights)} must be one number per dataset, but there are "
+                f"{len(self.weights)} weights for {len(self.datasets)} datasets "
+                f"({joined(self.datasets) or 'none named'}); list both in the same order"
+            )
+        if any(weight <= 0 for weight in self.weights):
+            raise UserError(
+                f"--weights={joined(self.weights)} must be above 0 for some source; set one weight "
+                "to 1"
+            )

@@ -1,0 +1,314 @@
+"""Builds a config from the command line and from TOML or JSON files; formats help and logs.
+
+defaults < --config=a.toml,b.json (the later file wins) < flags; `-` and `_` are equal in names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import fire
+
+from fms_fsdp.config.flag import (
+    Flag,
+    build_config,
+    coerce,
+    flag_table,
+    flag_values,
+    help_texts,
+    non_defaults,
+    unmet,
+    unused_flags,
+)
+from fms_fsdp.config.train_config import TrainConfig, by_name, check_removed, other_names
+from fms_fsdp.config.values import did_you_mean, one_line, shown, typed
+from fms_fsdp.errors import PROGRAM, UserError, print_and_end
+
+C = TypeVar("C")
+
+TRAINING = f"{PROGRAM} train" if PROGRAM else "python main_training.py"
+PRESETS = Path(__file__).parent / "presets"
+FIRST_FLAGS = (
+    "model_variant data_path use_dummy_dataset seq_length batch_size num_steps learning_rate "
+    "sharding_strategy eval_interval run_name"
+)
+# flags that are not part of a config: no file and no run name contains them
+_FILES = {name: Flag("", name=name, type=str, form="path") for name in ("config", "config_dir")}
+_DRY_RUN = Flag(False, name="dry_run", type=bool)
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[C]):
+    """A config, and where its values come from: "flag" or a file; a default has no origin.
+
+    notes    flags without effect that do not come from the command line alone
+    dry_run  the launch only checks and reports, and writes nothing
+    """
+
+    config: C
+    origins: Mapping[str, str]
+    overridden: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    dry_run: bool = False
+
+
+def parse_flags(config_type: type[C], argv: Sequence[str], usage: str = TRAINING) -> C:
+    """Returns the config of `parse`."""
+    return parse(config_type, argv, usage).config
+
+
+def parse(config_type: type[C], argv: Sequence[str], usage: str = TRAINING) -> Parsed[C]:
+    """Parses `argv` without the program's name; `--help` prints the flags and exits with 0.
+
+    Raises:
+        UserError: an unknown or contradictory flag, an invalid value, an unreadable file.
+    """
+    try:
+        return _parse(config_type, argv, usage)
+    except UserError as error:
+        raise UserError(one_line(str(error))) from error
+
+
+def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
+    table, command = flag_table(config_type), usage.rpartition(" ")[2]
+    outside = _FILES | ({"dry_run": _DRY_RUN} if config_type is TrainConfig else {})
+    texts = _split(argv, {**table, **outside})
+    if asked := texts.get("help", texts.get("h")):
+        print_and_end(help_text(config_type, usage, every="all" in asked))
+    if unknown := [name for name in texts if name not in table and name not in outside]:
+        raise UserError(". ".join(_unknown(f"--{name}", name, table, command) for name in unknown))
+    given = {name: coerce(outside[name], texts.pop(name)) for name in outside if name in texts}
+    files, folder = given.get("config", ""), given.get("config_dir", "")
+    if folder and not files:
+        raise UserError(
+            f"--config_dir={shown(folder)} has no effect without --config; remove --config_dir or "
+            "set --config=NAME"
+        )
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    for name in files.split(",") if files else ():
+        path = _find_file(coerce(_FILES["config"], name), folder)
+        layers.append((str(path), _read_file(path, table, command)))
+    values, origins, overridden = dict[str, Any](), dict[str, str](), list[str]()
+    for origin, layer in [*layers, ("flag", texts)]:
+        for name, value in layer.items():
+            if name in values:
+                by = "the flag" if origin == "flag" else origin
+                overridden.append(f"{name}: {by} replaces {origins[name]}")
+            values[name], origins[name] = value, origin
+    for name, value in values.items():
+        try:
+            values[name] = coerce(table[name], value)
+        except UserError as error:
+            is_typed = origins[name] == "flag"
+            raise error if is_typed else UserError(f"{origins[name]}: {error}") from None
+    notes = list(_omit_sources(values))
+    config = build_config(config_type, values)
+    for row, text in unused_flags(config):
+        others = [origins.get(other, "flag") for other, _ in row.needed]
+        if {origins.get(row.name, "flag"), *others} == {"flag"}:
+            raise UserError(text)
+        notes.append(text.partition(";")[0])
+    return Parsed(config, origins, tuple(overridden), tuple(notes), given.get("dry_run", False))
+
+
+def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
+    """Returns name -> text of `--name=text`, `--name text`, `--switch` and `--noswitch`."""
+    given, texts = dict[str, tuple[str, Any]](), dict[str, str]()
+    for argument, following in pairwise([*argv, "--"]):
+        if not re.match(r"--?[^\W\d]", argument):
+            if argument.startswith("--") or argument in ("-", "-="):
+                raise UserError(f"{shown(argument)} is not a flag; write --name=value")
+            continue
+        name, equals, text = argument.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        is_bare = not equals and re.match(r"--?([^\W\d]|$)", following) is not None
+        if is_bare and name not in table and name.removeprefix("no") in table:
+            name, text = name.removeprefix("no"), "False"
+        elif not equals:
+            text = "True" if is_bare else following
+        row = table.get(name)
+        if is_bare and row is not None and row.kind is not bool:
+            raise UserError(
+                f"--{name} requires a value; write --{name}=VALUE (--help=all explains the flag)"
+            )
+        value = coerce(row, text) if row is not None else text
+        first_text, first = given.setdefault(name, (text, value))
+        if value != first:
+            raise UserError(
+                f"--{name}={shown(first_text)} is also set to {shown(text)}; remove one of them"
+            )
+
+    @fire.decorators.SetParseFn(str)  # type: ignore[untyped-decorator]
+    def collect(*strays: str, **named: str) -> None:
+        texts.update({name.replace("-", "_"): text for name, text in named.items()})
+        positional = next((row.name for row in table.values() if row.positional), None)
+        if strays and positional is None:
+            raise UserError(f"{shown(strays[0])} is not a flag; write --name=value")
+        if strays and positional:
+            texts.setdefault(positional, ",".join(strays))
+
+    if argv:
+        fire.Fire(collect, command=list(argv), name="flags")
+    return texts
+
+
+def _omit_sources(values: dict[str, Any]) -> Iterator[str]:
+    """Removes the sources of weight 0 from `values`, and yields a note for each."""
+    names, weights = values.get("datasets", ()), values.get("weights", ())
+    if names and len(names) == len(weights) and any(weights):
+        used = [pair for pair in zip(names, weights, strict=True) if pair[1]]
+        values["datasets"], values["weights"] = (
+            tuple(column) for column in zip(*used, strict=True)
+        )
+        for name in names:
+            if name not in values["datasets"]:
+                yield f"source {name} is not read, because its weight is 0"
+
+
+def _unknown(quoted: str, name: str, table: Mapping[str, Flag], command: str) -> str:
+    """Returns an error text for a name that is not a flag, with the flag that was probably meant.
+
+    The command's own flags come before training flags and names of other programs.
+    """
+    here, content = shown(quoted), other_names()
+    own = table.keys() - flag_table(TrainConfig).keys()
+    is_training = "learning_rate" in table
+    removed = content["removed"]
+    answers = (removed["train"] if is_training else {}) | removed.get(command, {})
+    hint = by_name(answers).get(name, "")
+    hint = hint and f"; {hint}"
+    hint = hint or did_you_mean(sorted(own), name, mark="--")
+    if not hint and is_training:
+        theirs = {other: f"write {flag}" for other, flag in by_name(content["here"]).items()}
+        answer = (theirs | content["gone"]).get(name.rpartition(".")[2])
+        hint = f"; {answer}" if answer else ""
+    if not hint and not is_training:
+        flag = by_name(content["tools"]).get(name, "")
+        hint = f"; write --{flag}" if flag in table else ""
+    hint = hint or did_you_mean(table, name, mark="--")
+    return f"{here} is not a flag{hint or '; --help=all lists all flags'}"
+
+
+def _find_file(name: str, folder: str) -> Path:
+    """Returns the path as given, a file in --config_dir, or a preset."""
+    for path in (Path(folder, name), Path(folder, f"{name}.toml"), PRESETS / f"{name}.toml"):
+        try:
+            if path.is_file():
+                return path
+        except OSError as error:
+            raise UserError(f"--config={shown(name)} cannot be read: {error.strerror}") from None
+    presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.toml")))
+    where = f" in {shown(folder)}" if folder else ""
+    raise UserError(f"--config={shown(name)} is not a file{where}; presets: {presets}")
+
+
+def _read_file(path: Path, table: Mapping[str, Flag], command: str) -> dict[str, Any]:
+    """Returns flat name -> value of a TOML or JSON file, whose tables are sections."""
+    try:
+        text = path.read_text()
+        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"--config={path} cannot be read: {shown(str(error))}") from None
+    if not isinstance(content, dict):
+        raise UserError(
+            f"--config={path} must contain flags by name, not a {type(content).__name__}"
+        )
+    is_recorded = isinstance(content.get("resolved"), dict)  # a config.json
+    if is_recorded:
+        del content["resolved"]
+    flat: dict[str, Any] = {}
+    for section, name, value in _entries(content):
+        quoted = f"{path}: [{section}] {name}" if section else f"{path}: {name}"
+        sections = sorted({row.section for row in table.values()})
+        if section and section not in sections:
+            raise UserError(f"{path}: [{section}] is not a section; use {', '.join(sections)}")
+        if name not in table:
+            if is_recorded and check_removed(name, value):
+                continue
+            raise UserError(_unknown(quoted, name, table, command))
+        if section and table[name].section != section:
+            raise UserError(f"{quoted} belongs to [{table[name].section}]; move the flag there")
+        if name in flat and flat[name] != value:
+            raise UserError(f"{path}: {name} is set to {flat[name]} and to {value}; remove one")
+        flat[name] = value
+    return flat
+
+
+def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yields section, name and value of each flag; the section is "" outside tables."""
+    for key, value in content.items():
+        section, flags = (key, value) if isinstance(value, dict) else ("", {key: value})
+        for name, inner in flags.items():
+            yield section, name.replace("-", "_"), inner
+
+
+def rows_by_section(config_type: type[Any]) -> Iterator[tuple[str, list[Flag]]]:
+    """Yields each section with its rows."""
+    for section, rows in groupby(flag_table(config_type).values(), lambda row: row.section):
+        yield section, list(rows)
+
+
+def type_name(row: Flag) -> str:
+    """Returns the type of a flag for --help."""
+    others = [*row.words, *["none"] * row.is_optional]
+    return " or ".join([f"{row.kind.__name__}{',…' if row.is_list else ''}", *others])
+
+
+def shown_value(value: Any) -> str:
+    """Returns a value for people; "empty" for an empty text or list."""
+    return typed(value) or "empty"
+
+
+def describe_changes(parsed: Parsed[Any]) -> str:
+    """Returns the values that are not defaults as flags on one line, which a shell can read."""
+    changed = non_defaults(parsed.config).items()
+    return shlex.join(["flags:", *(f"--{name}={typed(value)}" for name, value in changed)])
+
+
+def describe_flags(parsed: Parsed[Any]) -> str:
+    """Returns all flags by section; `*` marks a changed value, with its origin."""
+    lines, values, changed = [], flag_values(parsed.config), non_defaults(parsed.config)
+    for section, rows in rows_by_section(type(parsed.config)):
+        lines.append(f"[{section}]")
+        for row in rows:
+            mark, origin = " ", ""
+            if row.name in changed:
+                mark, origin = "*", f"  ({parsed.origins.get(row.name, 'flag')})"
+            lines.append(f"  {mark} {row.name} = {shown_value(values[row.name])}{origin}")
+    return "\n".join([*lines, *(f"overridden: {item}" for item in parsed.overridden)])
+
+
+def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
+    """Returns type, default, choices and help of all flags; for training a few unless `every`."""
+    lines = [f"usage: {usage} [--config=a.toml,b.toml] [--config_dir=DIR] [--flag=value …]"]
+    first = FIRST_FLAGS.split() if config_type is TrainConfig and not every else ()
+    texts = help_texts(config_type)
+    for section, rows in rows_by_section(config_type):
+        lines += [f"\n{section}"] if section and not first else []
+        for row in rows:
+            if first and row.name not in first:
+                continue
+            choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
+            default = shown_value(row.default)
+            lines.append(f"  --{row.name} ({type_name(row)}, default {default}){choices}")
+            advanced = " (advanced)" if row.advanced else ""
+            lines.append(f"      {texts[row.name]}{advanced}{needs_note(row)}")
+    if first:
+        lines.append(
+            "\n--help=all lists every flag, --list_variants the models; --dry_run checks a launch and "
+            "writes nothing"
+        )
+    return "\n".join(lines)
+
+
+def needs_note(row: Flag) -> str:
+    """Returns the condition under which a flag has no effect, in brackets, or ""."""
+    return f" (no effect {unmet(row)})" if row.needs else ""

@@ -1,0 +1,394 @@
+"""The corpus: the sources in --data_path, their shards, and the counts that all addresses rest on.
+
+    data_path/                        data_path/meta/counts.csv
+      web/shard-00000.arrow             dataset/filename,documents,tokens
+      code/lang=py/shard-00000.arrow    web/shard-00000.arrow,31250,20480000
+
+Invariant: opening a corpus reads names, counts and the metadata of a few shards, never the tokens;
+whatever is visibly wrong is an error of one line. A source is named by its folder, and its shards
+are sorted by path.
+"""
+
+from __future__ import annotations
+
+import csv
+import fnmatch
+import hashlib
+import posixpath
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from fms_fsdp.config import DataConfig
+from fms_fsdp.config.values import did_you_mean
+from fms_fsdp.data.mixture import NUM_SLOTS
+from fms_fsdp.data.permute import I64
+from fms_fsdp.data.shards import CONVERT, Files, Shard, ShardError, TokenError
+from fms_fsdp.data.storage import Storage
+from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.safe_names import has_control_character, safe_name, shown_name
+
+TABLES, SUFFIX = "meta/*counts*.csv", ".arrow"
+TEXT_SUFFIXES = (".parquet", ".jsonl", ".json", ".txt", ".gz", ".zst")
+OPENED_AT_START = 256  # shards; a larger corpus is checked while it is read
+MAX_TOKENS = 1 << 49  # per source: as far as its order counts exactly
+SAMPLED_DOCUMENTS, SAMPLED_SHARDS, SAMPLED_BYTES = 16, 16, 4096
+Counts = dict[str, tuple[int, int]]  # (documents, tokens) by path
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A weighted dataset: its shards in order and their counts.
+
+    delimiter     1 if the stream adds the separator to each document, 0 if it is stored
+    fingerprint   of the content of some shards, see `content_fingerprint`
+    """
+
+    name: str
+    paths: Sequence[str]
+    docs: I64
+    tokens: I64
+    delimiter: int
+    weight: float
+    fingerprint: str = ""
+
+    @cached_property
+    def starts(self) -> I64:
+        """Returns the first token of each shard in the source; the last element is `num_tokens`."""
+        return np.concatenate([[0], np.cumsum(self.tokens + self.delimiter * self.docs)])
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the tokens of an epoch, with separators."""
+        return int(self.starts[-1])
+
+    @cached_property
+    def digest(self) -> str:
+        """Returns 16 hex digits of the names, order and counts of the shards; their folder may
+        move."""
+        names = "\n".join(path.removeprefix(self.name + "/") for path in self.paths)
+        counts = np.stack([self.docs, self.tokens]).astype("<i8").tobytes()
+        data = names.encode() + counts + bytes([self.delimiter])
+        return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """The sources of a run, sorted by name. One rank opens it and sends it to the others, pickled.
+
+    vocab_size   of the shards' tokenizer, None if unknown
+    tokenizer    its digest, "" if unknown
+    """
+
+    storage: Files
+    sources: tuple[Source, ...]
+    vocab_size: int | None
+    tokenizer: str
+    sep_token: int
+
+    def source(self, name: str) -> Source | None:
+        """Returns the source of that name, or None."""
+        return next((source for source in self.sources if source.name == name), None)
+
+
+def open_corpus(
+    section: DataConfig, storage: Files | None = None, *, check_shards: bool = True
+) -> Corpus:
+    """Returns the corpus that the flags describe.
+
+    Without `datasets`, every folder with shards is a source; without `weights`, sources are weighted
+    by their tokens, at least by 1/65,536. `check_shards` compares opened shards with their counts.
+
+    Raises:
+        UserError: a source or a shard is missing, not valid, or contradicts another one.
+    """
+    storage = storage or Storage(section.data_path)
+    paths, may_miss = sorted(storage.sizes), section.on_missing == "mask"
+    names = _source_names(section, storage, paths)
+    counts = _read_counts(storage, paths)
+    every = sorted({*paths, *counts})
+    listed = {name: _shards_of(name, every, storage, may_miss) for name in names}
+    opened = _open_some(storage, listed, counts, may_miss)
+    sep_token = _find_sep_token(section, opened)
+    weights = dict(zip(names, section.weights, strict=True)) if section.weights else {}
+    sources = []
+    for name in sorted(names):
+        shards = listed[name]
+        known = next((opened[path] for path in shards if path in opened and counts[path][1]), None)
+        delimiter = 1 if known is None else delimiter_of(known, sep_token)
+        docs, tokens = np.array([counts[path] for path in shards], np.int64).reshape(-1, 2).T
+        weight, content = weights.get(name, 0.0), content_fingerprint(storage, shards)
+        source = Source(name, shards, docs, tokens, delimiter, weight, content)
+        if not section.seq_length <= source.num_tokens < MAX_TOKENS:
+            raise UserError(
+                f"source {name} has {source.num_tokens} tokens, but must have at least one sequence "
+                f"(--seq_length={section.seq_length}) and fewer than {MAX_TOKENS:,} tokens; lower "
+                "--seq_length, split the source, or remove it"
+            )
+        for number, path in enumerate(shards):
+            if check_shards and path in opened:
+                check_shard(source, number, opened[path], sep_token)
+        sources.append(source)
+    storage.close()
+    if not weights:
+        least = sum(source.num_tokens for source in sources) / (NUM_SLOTS - len(sources))
+        sources = [replace(source, weight=max(source.num_tokens, least)) for source in sources]
+    vocab_sizes = [int(shard.metadata.get("vocab_size") or 0) for shard in opened.values()]
+    tokenizer, vocab_size = _agreed(opened, "tokenizer_digest"), max(vocab_sizes, default=0) or None
+    return Corpus(storage, tuple(sources), vocab_size, tokenizer, sep_token)
+
+
+def check_shard(
+    source: Source, number: int, shard: Shard, sep_token: int, vocab_size: int | None = None
+) -> None:
+    """Compares an open shard with its counts and its source.
+
+    Without `vocab_size` (at the start) the tokens of a shard with one record batch per document are
+    not counted, because that reads them all.
+
+    Raises:
+        ShardError: they differ.
+        TokenError: a token is not below `vocab_size`.
+    """
+    expected = int(source.docs[number]), int(source.tokens[number])
+    counted = shard.is_list or vocab_size is not None
+    if shard.num_docs != expected[0] or (counted and shard.num_tokens != expected[1]):
+        raise ShardError(
+            f"shard {shard.path} has {shard.num_docs} documents and {shard.num_tokens} tokens, but "
+            f"the counts file says {expected[0]} and {expected[1]}; restore the shard or correct "
+            f"{TABLES}"
+        )
+    if expected[1] and delimiter_of(shard, sep_token, trusted=True) != source.delimiter:
+        raise ShardError(
+            f"shard {shard.path} differs from other shards of source {source.name}: some have "
+            f"documents with the separator ({sep_token}), some without; {CONVERT}"
+        )
+    largest = int(shard.metadata.get("max_token_id") or 0)
+    if vocab_size is not None and largest >= vocab_size:
+        raise TokenError(
+            f"shard {shard.path} has token {largest}, which must be below --vocab_size={vocab_size}; "
+            "raise --vocab_size to the size of its tokenizer"
+        )
+
+
+def delimiter_of(shard: Shard, sep_token: int, trusted: bool = False) -> int:
+    """Returns 1 if the stream must add the separator to the shard's documents, 0 if it is stored.
+
+    `has_eos` decides, unless the first documents contradict it; without `has_eos` these decide. No
+    document of a `trusted` shard with `has_eos` is read.
+
+    Raises:
+        ShardError: documents with and without the separator, or `has_eos` is wrong.
+    """
+    said = shard.metadata.get("has_eos")
+    if trusted and said:
+        return int(said != "true")
+    ends = {token == sep_token for token in shard.last_tokens(SAMPLED_DOCUMENTS)}
+    is_wrong = (said == "true" and False in ends) or (said == "false" and ends == {True})
+    if is_wrong or (said is None and len(ends) == 2):
+        kinds = "with and without" if len(ends) == 2 else "with" if True in ends else "without"
+        also = "" if said is None else f", but says has_eos={said}"
+        raise ShardError(
+            f"shard {shard.path} has documents {kinds} a trailing separator ({sep_token}){also}; "
+            f"{CONVERT}"
+        )
+    return int(said == "false" or (said is None and ends != {True}))
+
+
+def _source_names(section: DataConfig, storage: Files, paths: list[str]) -> list[str]:
+    """Returns --datasets, or else all folders with shards, except those of another data folder
+    inside this one (`prepare --split` writes validation/ with its own meta/)."""
+    inner = tuple(path.rpartition("/meta/")[0] + "/" for path in paths if "/meta/" in path)
+    inner += ("meta/",)
+    folders = {path.rpartition("/")[0] or "." for path in paths if path.endswith(SUFFIX)}
+    folders = {folder for folder in folders if not f"{folder}/".startswith(inner)}
+    names = list(map(posixpath.normpath, section.datasets)) or sorted(folders)
+    if not names:
+        raise MissingInput(
+            f"--data_path={storage.root} must contain {SUFFIX} shards; {_how_to_prepare(paths)}"
+        )
+    for name in names:
+        if not _below(name, paths):
+            found = ", ".join(sorted(folders)[:8]) + ", …" * (len(folders) > 8)
+            hint = did_you_mean(sorted(folders), name, cutoff=0.5) or f"; found: {found or 'none'}"
+            raise MissingInput(
+                f"--datasets={name} is not a folder with files in {storage.root}{hint}"
+            )
+        if names.count(name) > 1:
+            raise UserError(f"--datasets={name} must be named once; raise its weight instead")
+        for other in names:
+            if name.startswith(f"{other}/") or other == "." != name:
+                raise UserError(
+                    f"--datasets={name} is inside {other}, which is a source too; name one of them"
+                )
+    return names
+
+
+def _how_to_prepare(paths: list[str]) -> str:
+    text = next((path for path in paths if path.endswith(TEXT_SUFFIXES)), None)
+    made = f"{text} is text: make shards of it" if text else "make some"
+    return f"{made} with `python -m fms_fsdp prepare --input=FILES --output=FOLDER`"
+
+
+def _below(name: str, paths: list[str]) -> list[str]:
+    """Returns the sorted paths in a folder."""
+    if name == ".":
+        return paths
+    return paths[bisect_left(paths, f"{name}/") : bisect_left(paths, f"{name}0")]
+
+
+def _read_counts(storage: Files, paths: list[str]) -> Counts:
+    """Returns the counts of shards by path in this folder.
+
+    An absolute path, of the folder that the counts were made in, is matched from its end; if no
+    shard here matches, its row is ignored.
+    """
+    counts: Counts = {}
+    for table in fnmatch.filter(paths, TABLES):
+        try:
+            text = storage.read(table, storage.sizes[table], 0).decode()
+            rows = csv.reader(text.splitlines()[1:])
+            counts |= {row[0]: (int(row[1]), int(row[2])) for row in rows if row}
+        except (ValueError, LookupError) as error:
+            raise UserError(
+                f"counts file {table} must have rows of `dataset/filename,documents,tokens`: "
+                f"{error}; correct or remove the file"
+            ) from None
+    found: Counts = {}
+    for path, count in counts.items():
+        if min(count) < 0:
+            raise UserError(f"{TABLES} has a count below 0 for shard {path}; correct it")
+        if path.startswith("/"):
+            while path and path not in storage.sizes:
+                path = path.partition("/")[2]
+        if path:
+            found[posixpath.normpath(safe_name(path, TABLES, folders=True))] = count
+    return found
+
+
+def _shards_of(name: str, every: list[str], storage: Files, may_miss: bool) -> list[str]:
+    """Returns the shards of a source, including those that only the counts files list."""
+    shards = [path for path in _below(name, every) if path.endswith(SUFFIX)]
+    absent = [path for path in shards if path not in storage.sizes]
+    if not shards:
+        raise MissingInput(
+            f"--datasets={name} must contain {SUFFIX} shards; {_how_to_prepare(_below(name, every))}"
+        )
+    if absent and not may_miss:
+        raise MissingInput(
+            f"shard {absent[0]} is listed in {TABLES} but does not exist in {storage.root} "
+            f"({len(absent)} missing); restore the shard or set --on_missing=mask"
+        )
+    for path in filter(has_control_character, shards):
+        raise UserError(
+            f"shard {shown_name(path)} has a control character in its name; rename the file"
+        )
+    return shards
+
+
+def _open_some(
+    storage: Files, listed: Mapping[str, list[str]], counts: Counts, may_miss: bool
+) -> dict[str, Shard]:
+    """Opens all shards of a small corpus, else the first of each source and those without counts.
+
+    Adds the missing counts to `counts`.
+    """
+    every = [path for paths in listed.values() for path in paths]
+    if len(every) > OPENED_AT_START:
+        first = {paths[0] for paths in listed.values()}
+        every = [path for path in every if path in first or path not in counts]
+    opened = {}
+    for path in every:
+        storage.prefetch_ends(path)
+    for path in every:
+        try:
+            opened[path] = shard = storage.open_shard(path)
+            if path not in counts:
+                counts[path] = shard.num_docs, shard.num_tokens
+        except ShardError:
+            if not (may_miss and path in counts):
+                raise
+    return opened
+
+
+def _agreed(opened: Mapping[str, Shard], name: str) -> str:
+    """Returns the value that shards have in their metadata, "" if none has one.
+
+    Raises:
+        UserError: they have different values.
+    """
+    said = {value: path for path, shard in opened.items() if (value := shard.metadata.get(name))}
+    if len(said) > 1:
+        (a, first), (b, second) = list(said.items())[:2]
+        raise UserError(
+            f"{name} is {a} in shard {first} but {b} in {second}; prepare all sources with one "
+            "--tokenizer"
+        )
+    return next(iter(said), "")
+
+
+def _find_sep_token(section: DataConfig, opened: Mapping[str, Shard]) -> int:
+    """Returns the separator: the flag, else the one in the metadata of the opened shards.
+
+    Raises:
+        UserError: it is unknown, or the flag contradicts shards in which the separator is stored.
+    """
+    for path, shard in opened.items():
+        said, is_stored = shard.metadata.get("sep_token"), shard.metadata.get("has_eos") == "true"
+        if is_stored and said and section.sep_token not in (None, int(said)):
+            raise UserError(
+                f"--sep_token={section.sep_token} does not match shard {path}, whose documents end "
+                f"with {said}; remove --sep_token"
+            )
+    if section.sep_token is not None:
+        return section.sep_token
+    if said := _agreed(opened, "sep_token"):
+        return int(said)
+    if not opened:
+        raise MissingInput(f"--data_path={section.data_path} has no readable shard; restore one")
+    path, shard = next(iter(opened.items()))
+    ends = set(shard.last_tokens(SAMPLED_DOCUMENTS))
+    hint = f"all end with {min(ends)}" if len(ends) == 1 else "end with different tokens"
+    raise UserError(
+        f"shard {path} does not name its separator; set --sep_token to the id of the token that ends "
+        f"a document (its first documents {hint})"
+    )
+
+
+def content_fingerprint(storage: Files, paths: Sequence[str]) -> str:
+    """Returns four hex digits per sampled shard: a hash of size and 4 KiB from the middle.
+
+    It changes if a shard is rewritten with other tokens but the same name and counts. Up to 16
+    shards are sampled; "----" stands for a shard that cannot be read.
+    """
+    digits, sampled = [], _sampled(paths)
+    for path in sampled:
+        middle = storage.sizes.get(path, 0) // 2
+        storage.prefetch(path, [(middle, middle + min(middle, SAMPLED_BYTES))])
+    for path in sampled:
+        try:
+            size = storage.sizes[path]
+            data = size.to_bytes(8, "little") + storage.read(path, SAMPLED_BYTES, size // 2)
+            digits.append(hashlib.blake2b(data, digest_size=2).hexdigest())
+        except (OSError, KeyError):
+            digits.append("----")
+    return "".join(digits)
+
+
+def changed_shard(paths: Sequence[str], before: str, now: str) -> str | None:
+    """Returns the first shard whose fingerprint differs, None if none does."""
+    for i, path in enumerate(_sampled(paths)):
+        a, b = before[4 * i : 4 * i + 4], now[4 * i : 4 * i + 4]
+        if a != b and "----" not in (a, b):
+            return path
+    return None
+
+
+def _sampled(paths: Sequence[str]) -> list[str]:
+    last = len(paths) - 1
+    return [
+        paths[i] for i in sorted({i * last // (SAMPLED_SHARDS - 1) for i in range(SAMPLED_SHARDS)})
+    ]

@@ -1,0 +1,81 @@
+"""Synthetic tokens: a corpus whose files are computed, with a pattern that a model can learn.
+
+With A = the largest power of two <= min(vocab_size, 256), the next token is (5 x + 3) mod A, a cycle
+through all A tokens, except that every 32nd token is random: the loss of a model that has learned
+the rule is about (ln A) / 32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+
+from fms_fsdp.data.corpus import Corpus, Source
+from fms_fsdp.data.permute import I64, derive_key, mix64
+from fms_fsdp.data.shards import Files
+from fms_fsdp.errors import UserError
+
+NUM_SHARDS, SHARD_TOKENS, CELL = 1 << 12, 1 << 28, 32
+
+
+@dataclass(frozen=True)
+class SyntheticShard:
+    """One document of `SHARD_TOKENS` tokens, with the attributes of `shards.Shard`."""
+
+    path: str
+    metadata: dict[str, str] = field(default_factory=lambda: {"has_eos": "true"})
+    num_docs, num_tokens, width, has_masks, is_list, nbytes = 1, SHARD_TOKENS, 4, False, True, 64
+    documents = (np.array([0, SHARD_TOKENS]), np.zeros(1, np.int64))
+
+
+class SyntheticStorage:
+    """The computed files, with the methods of `storage.Storage`."""
+
+    root, is_remote = "synthetic tokens", False
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        if vocab_size < 2:
+            raise UserError(
+                f"--vocab_size={vocab_size} must be at least 2 for synthetic tokens; set --vocab_size=2"
+            )
+        self.sizes: dict[str, int] = {}
+        self.alphabet, self.seed = 1 << min(8, vocab_size.bit_length() - 1), seed
+
+    @cached_property
+    def _rule(self) -> tuple[I64, I64]:
+        """Returns the factor and the summand from the first token of a cell to each of its tokens."""
+        factor, summand = np.ones(CELL, np.int64), np.zeros(CELL, np.int64)
+        for i in range(1, CELL):
+            factor[i] = factor[i - 1] * 5 % self.alphabet
+            summand[i] = (summand[i - 1] * 5 + 3) % self.alphabet
+        return factor, summand
+
+    def open_shard(self, path: str, delimiter: int = 0) -> SyntheticShard:
+        return SyntheticShard(path)
+
+    def read(self, path: str, size: int, offset: int) -> bytes:
+        first, stop = offset // 4, (offset + size) // 4
+        cells = np.arange(first // CELL, -(-stop // CELL), dtype=np.uint64)
+        drawn = mix64(cells ^ np.uint64(derive_key(self.seed, int(path)))) % np.uint64(
+            self.alphabet
+        )
+        factor, summand = self._rule
+        tokens = (drawn.astype(np.int64)[:, None] * factor + summand) % self.alphabet
+        return tokens.astype("<u4").reshape(-1)[first % CELL :][: stop - first].tobytes()
+
+    def prefetch_ends(self, path: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def synthetic_corpus(vocab_size: int, seed: int) -> Corpus:
+    """Returns 2^40 tokens of one source, a function of the seed."""
+    docs, tokens = np.ones(NUM_SHARDS, np.int64), np.full(NUM_SHARDS, SHARD_TOKENS)
+    source = Source("synthetic", list(map(str, range(NUM_SHARDS))), docs, tokens, 0, 1.0)
+    storage = cast(Files, SyntheticStorage(vocab_size, seed))
+    return Corpus(storage, (source,), vocab_size, "", 0)

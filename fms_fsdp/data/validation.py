@@ -1,0 +1,217 @@
+"""Held-out sources: sequences that are evaluated and never trained on.
+
+    eval_data_path | data_path/validation | data_path ─ open_held_out ─ HeldOut per source ─ sequences
+
+Invariant: sequence i of a source is a function of (its shards, seq_length, packing, i) alone: the same in
+every evaluation, at every world size, batch and training seed. They are the first sequences of an epoch in
+shuffled order, so a sample of the whole source without repetition.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from fms_fsdp.config import DataConfig, EvalConfig
+from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.data.corpus import Corpus, open_corpus
+from fms_fsdp.data.kept_tokenizer import (
+    UsedTokenizer,
+    check_same_tokenizer,
+    find_tokenizer,
+    folder_tokenizer,
+)
+from fms_fsdp.data.permute import I64
+from fms_fsdp.data.storage import Storage
+from fms_fsdp.data.stream import TokenStream, build_stream
+from fms_fsdp.errors import UserError
+
+# of the order; not the run's, so that runs of different seeds are evaluated on the same rows
+SEED = 0x6576616C
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """`num_rows` rows of one source; `group` is "eval" or "test"; `token_bytes[id]` is the number of bytes
+    that a token stands for, None if not known."""
+
+    group: str
+    name: str
+    num_rows: int
+    stream: TokenStream
+    token_bytes: I64 | None
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Returns the rows [start, stop); rows past the end are masked."""
+        parts = [
+            self.stream.batch_at(min(row, self.num_rows - 1) + 1) for row in range(start, stop)
+        ]
+        batch = Batch(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        batch.labels_BS[max(0, self.num_rows - start) :] = IGNORED_LABEL
+        return batch
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutListing:
+    """The held-out sources of a group, as one rank has found them for the other ranks. Can be pickled.
+
+    `corpus` is None for synthetic tokens.
+    """
+
+    group: str
+    data: DataConfig
+    vocab_size: int
+    corpus: Corpus | None = None
+    token_bytes: I64 | None = None
+
+
+def scan_held_out(
+    section: EvalConfig,
+    data: DataConfig,
+    trained: Corpus | None,
+    *,
+    vocab_size: int,
+    used: UsedTokenizer | None = None,
+) -> tuple[HeldOutListing, ...]:
+    """Returns the held-out corpora that the flags name, () if nothing is to be evaluated: for one rank, which
+    sends the corpora to the other ranks. `used`: the tokenizer of the model, where `trained` has another one.
+
+    Raises: UserError if there are none, or they are trained on, or of another tokenizer
+    or a larger vocabulary.
+    """
+    if trained is not None:
+        used = folder_tokenizer(
+            f"--data_path ({data.data_path})", trained.tokenizer, data.data_path
+        )
+    found = []
+    for group, flag, root, names in _places(section, data):
+        listing = HeldOutListing(group, data, vocab_size)
+        if root:
+            held_out = replace(data, data_path=root, datasets=names, weights=())
+            listing = _scan(replace(listing, data=held_out), flag, data.data_path, trained, used)
+        found.append(listing)
+    return tuple(found)
+
+
+def open_held_out(
+    section: EvalConfig, scanned: Iterable[HeldOutListing], global_batch_size: int
+) -> tuple[HeldOut, ...]:
+    """Returns the sources that `scan_held_out` has found, with as many rows as the flags ask for."""
+    steps = {"eval": section.eval_steps, "test": section.test_steps or section.eval_steps}
+    rows = {group: count * global_batch_size for group, count in steps.items()}
+    return tuple(source for each in scanned for source in _open(each, rows[each.group]))
+
+
+def close_held_out(sources: Iterable[HeldOut]) -> None:
+    """Closes the files of the sources."""
+    for source in sources:
+        source.stream.close()
+
+
+def _places(
+    section: EvalConfig, data: DataConfig
+) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """Yields group, flag, folder and sources of each evaluation: without a folder synthetic tokens, without
+    sources all sources of the folder."""
+    is_synthetic = data.use_dummy_dataset and not section.eval_data_path
+    if section.is_on:
+        yield "eval", "--eval_data_path", *(("", ()) if is_synthetic else _root(section, data))
+    if section.test_data_path:
+        yield "test", "--test_data_path", section.test_data_path, ()
+    elif section.eval_test:
+        yield "test", "--eval_test", "" if is_synthetic else _join(data.data_path, "test"), ()
+
+
+def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
+    if section.eval_data_path:
+        return section.eval_data_path, section.eval_datasets
+    if _has_files(data.data_path, "validation"):
+        return _join(data.data_path, "validation"), section.eval_datasets
+    if not section.eval_datasets:
+        raise UserError(
+            f"--eval_interval ({section.eval_interval}) needs held-out data, and data_path has no folder "
+            "validation; prepare with --split=98,2, name sources in --eval_datasets, or set --eval_data_path"
+        )
+    return data.data_path, section.eval_datasets
+
+
+def _has_files(data_path: str, folder: str) -> bool:
+    paths = Storage(data_path).sizes if data_path else ()
+    return any(path.startswith(f"{folder}/") for path in paths)
+
+
+def _join(data_path: str, folder: str) -> str:
+    path, mark, options = data_path.partition("?") if "://" in data_path else (data_path, "", "")
+    return f"{path.rstrip('/')}/{folder}{mark}{options}"
+
+
+def _scan(
+    found: HeldOutListing,
+    flag: str,
+    data_path: str,
+    trained: Corpus | None,
+    used: UsedTokenizer | None,
+) -> HeldOutListing:
+    data = replace(
+        found.data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None
+    )
+    try:
+        corpus = open_corpus(data)
+    except UserError as error:
+        text = str(error).replace("--datasets", "--eval_datasets").replace("--data_path", flag)
+        raise type(error)(text) from error
+    if trained is not None and trained.storage.root == corpus.storage.root:
+        for source in corpus.sources:
+            if trained.source(source.name):
+                name = "--eval_datasets" if found.group == "eval" else f"{flag}, source"
+                remedy = "name the sources to train on in --datasets, or others here"
+                raise UserError(f"{name} ({source.name}) must not be trained on; {remedy}")
+    if used is not None:
+        ours = folder_tokenizer(f"{flag} ({corpus.storage.root})", corpus.tokenizer, data.data_path)
+        check_same_tokenizer(ours, used, "prepare both with one tokenizer")
+    if (corpus.vocab_size or 0) > found.vocab_size:
+        raise UserError(
+            f"{flag} ({corpus.storage.root}) has a vocabulary of {corpus.vocab_size}, the model one "
+            f"of {found.vocab_size}; prepare both with one tokenizer"
+        )
+    table = _token_bytes(corpus, (data.data_path, data_path), found.vocab_size)
+    return replace(found, data=data, corpus=corpus, token_bytes=table)
+
+
+def _open(scanned: HeldOutListing, max_rows: int) -> Iterator[HeldOut]:
+    if scanned.corpus is None:
+        stream = _stream(scanned.data, None, SEED + (scanned.group == "test"), scanned.vocab_size)
+        yield HeldOut(scanned.group, "synthetic", max_rows, stream, None)
+        return
+    for source in scanned.corpus.sources:
+        num_rows = min(max_rows, source.num_tokens // scanned.data.seq_length)
+        corpus = replace(scanned.corpus, sources=(source,))
+        stream = _stream(scanned.data, corpus, SEED, scanned.vocab_size)
+        yield HeldOut(scanned.group, source.name, num_rows, stream, scanned.token_bytes)
+
+
+def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int) -> TokenStream:
+    """Returns a stream whose step i + 1 is row i."""
+    return build_stream(
+        data, corpus, seed=seed, vocab_size=vocab_size, global_batch_size=1, dp_rank=0, dp_size=1
+    )
+
+
+def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -> I64 | None:
+    """Returns the bytes by token id, from the tokenizer that `prepare` left in one of the folders; None where
+    it is not that of the shards."""
+    for root in data_paths:
+        tokenizer = find_tokenizer(root)
+        if tokenizer is not None and tokenizer.vocabulary.digest == corpus.tokenizer:
+            table = tokenizer.token_bytes()
+            return np.pad(table, (0, max(0, vocab_size - len(table))))
+    logger.info(
+        "bits per byte are left out: no tokenizer of these shards in %s", corpus.storage.root
+    )
+    return None

@@ -1,0 +1,188 @@
+"""The device mesh of a run. Other modules ask for an axis by name (axes.py), never for the world size."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fms_fsdp.config import ParallelConfig
+from fms_fsdp.config.flag import flag_table
+from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
+from fms_fsdp.distributed.runtime import World
+from fms_fsdp.errors import UserError
+
+T = TypeVar("T")
+_STRATEGIES = flag_table(ParallelConfig)["sharding_strategy"].choices
+_PREFER_HSDP = ("7b", "13b", "llama2_7b", "llama2_13b")  # fit one node, where hsdp sends less
+
+
+def plan_dims(section: ParallelConfig, variant: str, world: World) -> ParallelDims:
+    """Returns the size of each axis. Default strategy: none on one device, hsdp for 7b and 13b,
+    otherwise fsdp.
+
+    Raises:
+        UserError: the axes do not divide the world, or `none` has several processes.
+    """
+    default = "none" if world.size == 1 else "hsdp" if variant.lower() in _PREFER_HSDP else "fsdp"
+    strategy = (section.sharding_strategy or default).lower()
+    if strategy not in _STRATEGIES:
+        raise UserError(
+            f"--sharding_strategy={section.sharding_strategy} must be one of: "
+            f"{', '.join(_STRATEGIES)}"
+        )
+    if strategy == "none" and world.size > 1:
+        raise UserError(
+            f"--sharding_strategy=none requires one process, but the world size is {world.size}; "
+            "use fsdp, hsdp or ddp"
+        )
+    sizes = {axis: max(1, getattr(section, f"{axis}_size")) for axis in ("pp", "cp", "tp")}
+    dp_size, remainder = divmod(world.size, math.prod(sizes.values()))
+    if remainder:
+        raise _axes_error(sizes, world.size)
+    if strategy == "none":
+        return ParallelDims(strategy)
+    shard_size = 1 if strategy == "ddp" else dp_size
+    if strategy == "hsdp":
+        node = max(1, world.local_size // (sizes["cp"] * sizes["tp"]))
+        shard_size = section.hsdp_shard_size or min(node, dp_size)
+        if dp_size % shard_size:
+            source = "" if section.hsdp_shard_size else " (the devices of a node)"
+            ranks = "world size" if dp_size == world.size else "data-parallel size"
+            raise UserError(
+                f"--hsdp_shard_size={shard_size}{source} must divide the {ranks} ({dp_size} = "
+                f"replicas x hsdp_shard_size); use {_options(_divisors(dp_size))}"
+            )
+    virtual = {"zbv": 2, "interleaved": section.pp_virtual_stages or 2}.get(section.pp_schedule, 1)
+    is_ddp = strategy == "ddp" and sizes["pp"] == 1  # a shard group of one rank gathers nothing
+    return ParallelDims(
+        strategy,
+        dp_replicate=dp_size // shard_size,
+        dp_shard=shard_size,
+        **sizes,
+        reshard_after_forward=is_ddp or section.resolved("reshard_after_forward"),
+        sync_each_micro_step=is_ddp or section.resolved("sync_each_micro_step"),
+        sequence_parallel=section.sequence_parallel is not False and sizes["tp"] > 1,
+        virtual_stages=virtual if sizes["pp"] > 1 else 1,
+    )
+
+
+def _axes_error(sizes: dict[str, int], world_size: int) -> UserError:
+    """Returns the error of axes that do not divide the world, with the sizes that each may have."""
+    product, fixes = math.prod(sizes.values()), list[str]()
+    given = {axis: size for axis, size in sizes.items() if size > 1}
+    for axis, size in given.items():
+        others = product // size
+        if world_size % others == 0:
+            fixes.append(f"--{axis}_size={_options(_divisors(world_size // others))}")
+    axes = " x ".join(f"--{axis}_size={size}" for axis, size in given.items())
+    fix = f"use {', or '.join(fixes)}" if fixes else "use smaller axes"
+    return UserError(f"{axes} must divide the world size ({world_size}); {fix}")
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _options(numbers: list[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+class Mesh:
+    """The device mesh of a run, this rank's position, and sums along axes.
+
+    Making one is collective. Without a process group (`none`) every sum is of one rank. `timeout` is
+    that of collectives; groups of axes do not inherit it from the default group.
+    """
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        rank: int,
+        device_type: str,
+        timeout: timedelta = default_pg_timeout,
+    ) -> None:
+        self.dims, self._rank = dims, rank
+        self.device_mesh: DeviceMesh | None = None
+        self._joined: dict[tuple[str, ...], DeviceMesh] = {}
+        self._groups: dict[str, dist.ProcessGroup | None] = {}
+        if dims.strategy == "none":
+            return
+        names = tuple(axis for axis in AXES if dims.size(axis) > 1 or axis == "dp_shard")
+        mesh = init_device_mesh(device_type, tuple(map(dims.size, names)), mesh_dim_names=names)
+        self.device_mesh = mesh
+        for axis in (*names, *JOINED):
+            parts = tuple(part for part in JOINED.get(axis, (axis,)) if part in names)
+            if len(parts) > 1 and (axis == "shard" or dims.size(axis) < dims.size("world")):
+                if parts not in self._joined:
+                    self._joined[parts] = mesh[parts]._flatten(axis)
+                self._groups[axis] = self._joined[parts].get_group()
+            elif len(parts) == 1:
+                self._groups[axis] = mesh.get_group(parts[0])
+            if axis in JOINED and dims.size(axis) == dims.size("world"):
+                self._groups[axis] = None  # the default group
+        for group in {
+            *self._groups.values(),
+            *(flat.get_group() for flat in self._joined.values()),
+        }:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh | None:
+        """The mesh over which FSDP replicates and shards."""
+        if self.device_mesh is None:
+            return None
+        shard = self._joined.get(JOINED["shard"])
+        if shard is None:
+            axes = ("dp_replicate", "dp_shard") if self.size("dp_replicate") > 1 else ("dp_shard",)
+            return (
+                self.device_mesh
+                if self.size("dp") == self.size("world")
+                else self.device_mesh[axes]
+            )
+        if self.size("dp_replicate") == 1:
+            return shard
+        return DeviceMesh._concatenate([self.device_mesh["dp_replicate"], shard])
+
+    def axis(self, name: str) -> DeviceMesh:
+        """Returns the device mesh of one axis that has several ranks."""
+        assert self.device_mesh is not None
+        return self.device_mesh[name]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files that one process writes for all."""
+        return self._rank == 0
+
+    def size(self, axis: str) -> int:
+        """Returns the number of ranks along the axis."""
+        return self.dims.size(axis)
+
+    def place(self, axis: str) -> int:
+        """Returns this process's rank along the axis."""
+        return self.dims.place(self._rank, axis)
+
+    def counts_for(self, axis: str) -> bool:
+        """Returns whether this process adds its value to a sum over the world, if values differ along
+        `axis` alone: of the ranks with the same value the first one does."""
+        others = set(AXES) - set(JOINED.get(axis, (axis,)))
+        return all(self.place(other) == 0 for other in others)
+
+    def sum(self, tensor: torch.Tensor, axis: str) -> torch.Tensor:
+        """Sums the tensor over the ranks along the axis, in place (collective)."""
+        if self.size(axis) > 1:
+            dist.all_reduce(tensor, group=self._groups[axis])
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """Returns the values of all ranks of the world, by rank (collective)."""
+        values = [value] * self.size("world")
+        if len(values) > 1:
+            dist.all_gather_object(values, value)
+        return values

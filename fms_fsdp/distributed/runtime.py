@@ -1,0 +1,285 @@
+"""Processes and devices: world, process group, decisions of rank 0, log, versions."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import random
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fms_fsdp.config import ParallelConfig, TrainingConfig
+from fms_fsdp.config.values import shown
+from fms_fsdp.console import Console
+from fms_fsdp.cpu_tuning import keep_freed_memory
+from fms_fsdp.errors import RunFailed, UserError, is_for_user
+
+T = TypeVar("T")
+log = logging.getLogger("fms_fsdp")  # lines that are the same on every rank: rank 0 prints them
+rank_log = logging.getLogger("fms_fsdp.rank")  # lines of one rank, which it prints itself
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all, from torchrun's environment or alone."""
+
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int
+
+    @staticmethod
+    def from_env() -> World:
+        """Returns the place that torchrun gives this process.
+
+        Raises:
+            UserError: a variable is missing or wrong, or restarted workers would meet in the store
+                of the attempt before.
+        """
+        size = _env("WORLD_SIZE", 1, range(1, 10**6))
+        if os.environ.get("RANK", "0") != "0" and "WORLD_SIZE" not in os.environ:
+            raise _incomplete("RANK", "WORLD_SIZE")
+        if size > 1:
+            for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+                if name not in os.environ:
+                    raise _incomplete("WORLD_SIZE", name)
+            _env("MASTER_PORT", 0, range(2**16))
+        local_size = _env("LOCAL_WORLD_SIZE", size, range(1, size + 1))
+        local_rank = _env("LOCAL_RANK", 0, range(local_size))
+        _check_store()
+        return World(_env("RANK", 0, range(size)), local_rank, size, local_size)
+
+
+def _env(name: str, default: int, valid: range) -> int:
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) not in valid:
+        raise UserError(
+            f"{name}={shown(text)} must be an integer from {valid.start} to {valid.stop - 1}, as "
+            "torchrun sets it; unset the variable, or start with torchrun"
+        )
+    return int(text)
+
+
+def _incomplete(name: str, missing: str) -> UserError:
+    value = shown(os.environ[name])
+    return UserError(f"{name}={value} requires {missing}; start with torchrun, or unset {name}")
+
+
+def _check_store() -> None:
+    """Rejects restarts in the store of torchrun's agent, which outlives the workers.
+
+    Agents count restarts differently: one whose own workers were well does not count. Its workers
+    would then read keys that the last attempt wrote. With the variable, rank 0 of each attempt opens
+    a store of its own.
+    """
+    if (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
+    ):
+        restarts = shown(os.environ["TORCHELASTIC_MAX_RESTARTS"])
+        raise UserError(
+            f"--max_restarts={restarts} of torchrun requires a store per attempt, but its workers "
+            "share one; export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (scripts/train.sh does)"
+        )
+
+
+def pick_device(world: World) -> torch.device:
+    """Returns this rank's GPU, or the CPU if the machine has none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if world.local_rank >= (count := torch.cuda.device_count()):
+        raise UserError(
+            f"--nproc_per_node={world.local_size} must not exceed the node's {count} GPUs; "
+            f"use {count} or fewer"
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def init_distributed(
+    section: ParallelConfig, training: TrainingConfig, world: World, device: torch.device
+) -> None:
+    """Seeds, sets kernels and CPU memory, and starts the process group unless the strategy is none
+    (collective).
+
+    nccl serves GPU tensors and gloo CPU tensors, so that small agreements never wait for the GPU.
+    """
+    random.seed(training.seed)
+    np.random.seed(training.seed % 2**32)
+    torch.manual_seed(training.seed)
+    torch.set_float32_matmul_precision(section.matmul_precision)
+    if training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+    if world.size == 1 and (section.sharding_strategy or "none").lower() == "none":
+        return
+    is_nccl = device.type == "cuda" and section.dist_backend != "gloo"
+    alone: dict[str, Any] = {}
+    if world.size == 1:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    # No device_id: with it, groups of axes are split off with nccl's options for gloo too.
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_nccl else "gloo", timeout=collective_timeout(section), **alone
+    )
+
+
+def collective_timeout(section: ParallelConfig) -> timedelta:
+    """Returns the timeout of collectives: a minute after the watchdog, which records stacks first.
+
+    Only the group that writes checkpoints has no limit of its own.
+    """
+    return timedelta(seconds=section.collective_timeout_s + 60)
+
+
+def shut_down() -> None:
+    """Destroys the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_on_rank0(function: Callable[[], T]) -> T:
+    """Returns `function()` of rank 0, or raises its error, on every rank (collective).
+
+    Raises:
+        UserError: an error that the user can fix.
+        RunFailed: another error, on the other ranks.
+    """
+    if not dist.is_initialized():
+        return function()
+    box: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            box[0] = function()
+        except Exception as error:
+            failure = error
+            failed = RunFailed(f"rank 0 failed: {type(error).__name__}: {error}")
+            box[1] = UserError(str(error)) if is_for_user(error) else failed
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise failure or box[1]
+    return cast(T, box[0])
+
+
+def gather_objects(value: T) -> list[T]:
+    """Returns the values of all ranks (collective)."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def min_over_ranks(values: Sequence[int]) -> list[int]:
+    """Returns the minimum of each value over all ranks (collective)."""
+    minima = torch.tensor(values, dtype=torch.int64)
+    if dist.is_initialized():
+        dist.all_reduce(minima, dist.ReduceOp.MIN)
+    return cast(list[int], minima.tolist())
+
+
+class HostCopy:
+    """A copy of device values to the host; `read` waits for work queued before the copy, not after."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._event = values, None
+        if values.device.type == "cuda":
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether reading may have to wait."""
+        return self._event is not None
+
+    def read(self) -> Any:
+        """Returns the values as nested lists."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+def set_up_log(world: World) -> None:
+    """Makes rank 0 print lines, and the other ranks their own warnings, with their rank."""
+    handler = Console(sys.stdout)
+    prefix = "" if world.rank == 0 else f"[rank {world.rank}] "
+    handler.setFormatter(logging.Formatter(prefix + "%(message)s"))
+    handler.addFilter(lambda record: not hasattr(record, "for_files"))
+    log.handlers[:] = [handler]
+    log.propagate = False
+    log.setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
+    if world.rank > 0:
+        handler.addFilter(lambda record: record.name != log.name)
+
+
+def log_to_file(path: Path) -> None:
+    """Also appends this rank's lines to `path`, with the time."""
+    handler = logging.FileHandler(path)
+    handler.handleError = lambda record: None  # type: ignore[method-assign]  # metrics.jsonl reports it
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+
+def close_log_files() -> None:
+    """Closes the files of `log_to_file`."""
+    for handler in [each for each in log.handlers if isinstance(each, logging.FileHandler)]:
+        log.removeHandler(handler)
+        with suppress(OSError):  # the disk may be full
+            handler.close()
+
+
+def log_for_files(text: str) -> None:
+    """Appends a long text to log.txt, not to the terminal."""
+    log.info(text, extra={"for_files": True})
+
+
+def show_progress(text: str) -> None:
+    """Rewrites the live line of a terminal; does nothing without one."""
+    for handler in log.handlers:
+        if isinstance(handler, Console):
+            handler.show(text)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions and the hardware that a result depends on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found |= {"platform": platform.machine(), **_git_state()}
+    if torch.cuda.is_available():
+        found |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name()}
+        if dist.is_nccl_available():
+            nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            found["nccl"] = ".".join(map(str, nccl))
+    return found
+
+
+@cache
+def _git_state() -> dict[str, str]:
+    """Returns the commit and a hash of the difference from it; {} outside of a repository."""
+    git, silent = ["git", "-C", str(Path(__file__).parent)], subprocess.DEVNULL
+    try:
+        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], stderr=silent, timeout=10)
+        diff = subprocess.check_output([*git, "diff", "HEAD"], stderr=silent, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"commit": commit.decode()[:12] + (f"+{zlib.crc32(diff):08x}" if diff else "")}

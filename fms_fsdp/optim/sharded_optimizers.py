@@ -1,0 +1,272 @@
+"""Optimizers that torch does not have, or whose torch class does not work on DTensors (torch 2.11 to 2.13).
+
+All step on local shards. A value of a full tensor (a norm, the mean of a row) is reduced over the ranks
+that hold its shards, for all tensors in one collective. Weight decay is decoupled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fms_fsdp.distributed.dtensor import (
+    Tensors,
+    local_shard,
+    local_shards,
+    reduce_over_shards,
+    tensor_norms,
+    zeros_along,
+)
+from fms_fsdp.errors import UserError
+
+Group = dict[str, Any]
+State = dict[str, torch.Tensor]
+Pair = tuple[float, float]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Base class: creates the state when built, and updates all parameters of a group at once.
+
+    `state_names` are the state tensors of the shape of the parameter.
+    """
+
+    state_names: tuple[str, ...] = ()
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        if not 0 <= defaults.get("momentum", 0.0) < 1:
+            raise UserError(f"momentum={defaults['momentum']:g} must be at least 0 and below 1")
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"step": torch.zeros(())} | self.init_state(param, group)
+
+    def init_state(self, param: torch.Tensor, group: Group) -> State:
+        """Returns the state before the first step, without the step count."""
+        return {name: torch.zeros_like(param) for name in self.state_names}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates the weights (collective)."""
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            states = [self.state[param] for param in params]
+            for state in states:
+                state["step"] += 1
+            if params:
+                self.update(group, int(states[0]["step"]), params, states)
+
+    def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
+        """Updates parameters and states in place; `step` counts from 1."""
+        raise NotImplementedError
+
+
+def shards_of(
+    params: Tensors, states: list[State], *names: str
+) -> Iterable[Iterator[torch.Tensor]]:
+    """Yields the local shards of each parameter, its gradient, and its state of these names."""
+    for param, state in zip(params, states, strict=True):
+        yield iter(local_shards((param, param.grad, *(state[name] for name in names))))
+
+
+class Lamb(ShardedOptimizer):
+    """Adam's update of each tensor, with decay, scaled to the norm of the tensor.
+
+        m = β1 m + (1 − β1) g      v = β2 v + (1 − β2) g²      both with bias correction
+        u = m / (√v + ε) + decay · w      w = w − lr · ‖w‖/‖u‖ · u      ratio 1 if a norm is 0
+
+    Source: You et al., "Large batch optimization for deep learning", https://arxiv.org/abs/1904.00962.
+    """
+
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self, params: Any, lr: float, betas: Pair, eps: float, weight_decay: float
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
+        beta1, beta2 = group["betas"]
+        weights, updates = local_shards(params), []
+        for weight, grad, mean, square in shards_of(params, states, *self.state_names):
+            mean.lerp_(grad, 1 - beta1)
+            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            update = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"]).reciprocal_()
+            update.mul_(mean).div_(1 - beta1**step).add_(weight, alpha=group["weight_decay"])
+            updates.append(update)
+        norms = tensor_norms([*weights, *updates], [*params, *params])
+        for i, (weight, update) in enumerate(zip(weights, updates, strict=True)):
+            length, change = norms[i], norms[i + len(weights)]
+            ratio = torch.where((length > 0) & (change > 0), length / change, 1.0)
+            weight.addcmul_(update, ratio, value=-group["lr"])
+
+
+class NovoGrad(ShardedOptimizer):
+    """Momentum over gradients that are normalized per tensor.
+
+        v = β2 v + (1 − β2) ‖g‖², one number per tensor (initially ‖g‖²)
+        m = β1 m + g / (√v + ε) + decay · w      w = w − lr · m
+
+    Source: Ginsburg et al., "Stochastic gradient methods with layer-wise adaptive moments",
+    https://arxiv.org/abs/1905.11286.
+    """
+
+    def __init__(
+        self, params: Any, lr: float, betas: Pair, eps: float, weight_decay: float
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def init_state(self, param: torch.Tensor, group: Group) -> State:
+        return {"exp_avg": torch.zeros_like(param), "norm_sq": torch.zeros((), device=param.device)}
+
+    def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
+        beta1, beta2 = group["betas"]
+        norms = tensor_norms(local_shards(param.grad for param in params), params)
+        shards = shards_of(params, states, "exp_avg", "norm_sq")
+        for norm, (weight, grad, mean, norm_sq) in zip(norms, shards, strict=True):
+            norm_sq.lerp_(norm.square(), 1 - beta2 if step > 1 else 1.0)
+            mean.mul_(beta1).add_(grad / (norm_sq.sqrt() + group["eps"]))
+            mean.add_(weight, alpha=group["weight_decay"])
+            weight.add_(mean, alpha=-group["lr"])
+
+
+class Madgrad(ShardedOptimizer):
+    """Dual averaging from the initial weights w0, with a cube root in place of Adam's square root.
+
+        λ = lr · √t      s = s + λ g      ν = ν + λ g²
+        z = w0 − s / (∛ν + ε)      w = momentum · w + (1 − momentum) · z
+
+    Source: Defazio and Jelassi, "Adaptivity without compromise", https://arxiv.org/abs/2101.11075.
+    """
+
+    state_names = ("grad_sum", "grad_sum_sq", "first_weight")
+
+    def __init__(
+        self, params: Any, lr: float, eps: float, weight_decay: float, momentum: float = 0.9
+    ) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, eps=eps, weight_decay=weight_decay)
+
+    def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
+        scale = group["lr"] * step**0.5
+        for weight, grad, total, square, first in shards_of(params, states, *self.state_names):
+            if step == 1:
+                first.copy_(weight)  # weights may be loaded after the optimizer is built
+            total.add_(grad, alpha=scale)
+            square.addcmul_(grad, grad, value=scale)
+            z = square.pow(1 / 3).add_(group["eps"]).reciprocal_().mul_(total).neg_().add_(first)
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).lerp_(z, 1 - group["momentum"])
+
+
+class Adafactor(ShardedOptimizer):
+    """Adam's second moment V of a matrix from the means of its rows r and columns c; no first moment.
+
+        β = 1 − t^beta2_decay      r, c = β r + (1 − β) mean of g² over a row, a column
+        V = r cᵀ / mean(r)         of a vector: β V + (1 − β) g²
+        u = g / max(√V, eps1)      w = w − max(eps2, RMS(w)) · min(lr, 1/√t) / max(1, RMS(u) / d) · u
+
+    As torch.optim.Adafactor. Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float,
+        beta2_decay: float = -0.8,
+        eps1: float = torch.finfo(torch.float32).eps,
+        eps2: float = 1e-3,
+        d: float = 1.0,
+    ) -> None:
+        if beta2_decay > 0 or eps1 <= 0 or eps2 < 0 or d < 1:
+            raise UserError("needs beta2_decay <= 0, eps1 > 0, eps2 >= 0 and d >= 1")
+        own = {"beta2_decay": beta2_decay, "eps1": eps1, "eps2": eps2, "d": d}
+        super().__init__(params, lr=lr, weight_decay=weight_decay, **own)
+
+    def init_state(self, param: torch.Tensor, group: Group) -> State:
+        if param.ndim != 2:
+            return {"variance": torch.zeros_like(param)}
+        return {"row_var": zeros_along(param, 0), "col_var": zeros_along(param, 1)}
+
+    def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
+        new = step ** group["beta2_decay"]  # 1 − β
+        weights, updates = local_shards(params), []
+        weight_norms = tensor_norms(weights, params)
+        for param, state in zip(params, states, strict=True):
+            (grad,) = local_shards([param.grad])
+            if "variance" in state:
+                variance = local_shard(state["variance"]).lerp_(grad.square(), new)
+            else:
+                row, column = local_shard(state["row_var"]), local_shard(state["col_var"])
+                for dim, mean in ((1, row), (0, column)):
+                    square = torch.linalg.vector_norm(grad, dim=dim, keepdim=True).square()
+                    reduce_over_shards([square], [param], dim)
+                    mean.lerp_(square / param.shape[dim], new)
+                total = row.sum()
+                reduce_over_shards([total], [param], 0)
+                variance = row * (column / (total / param.shape[0]).clamp(min=group["eps1"]))
+            updates.append(variance.clamp(min=group["eps1"] ** 2).rsqrt_().mul_(grad))
+        update_norms = tensor_norms(updates, params)
+        lr = min(group["lr"], step**-0.5)
+        for i, (weight, update) in enumerate(zip(weights, updates, strict=True)):
+            size = params[i].numel() ** 0.5
+            factor = (weight_norms[i] / size).clamp(min=group["eps2"])
+            factor /= (update_norms[i] / (size * group["d"])).clamp(min=1)
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).addcmul_(update, factor, value=-lr)
+
+
+class SM3(ShardedOptimizer):
+    """Adagrad that bounds the sum of squares of an element by one number per row and per column.
+
+        ν = min(row, column) + g²      row, column = the largest ν in it      of a vector: ν = ν + g²
+        m = momentum m + (1 − momentum) g / √ν      w = w − lr · m          0 / √0 is 0
+
+    Source: Anil et al., "Memory-efficient adaptive optimization" (SM3-II),
+    https://arxiv.org/abs/1901.11150.
+    """
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float = 0.9) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+    def init_state(self, param: torch.Tensor, group: Group) -> State:
+        mean = {"exp_avg": torch.zeros_like(param)} if group["momentum"] else {}
+        if param.ndim != 2:
+            return mean | {"sum": torch.zeros_like(param)}
+        return mean | {"row_max": zeros_along(param, 0), "col_max": zeros_along(param, 1)}
+
+    def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
+        for param, state in zip(params, states, strict=True):
+            weight, grad = local_shards((param, param.grad))
+            if "sum" in state:
+                bound = local_shard(state["sum"]).addcmul_(grad, grad)
+            else:
+                row, column = local_shard(state["row_max"]), local_shard(state["col_max"])
+                bound = torch.minimum(row, column).addcmul_(grad, grad)
+                row.copy_(bound.amax(1, keepdim=True))
+                if len(bound):  # a rank without rows keeps the old bound, which never falls
+                    column.copy_(bound.amax(0, keepdim=True))
+                reduce_over_shards([row], [param], 1, dist.ReduceOp.MAX)
+                reduce_over_shards([column], [param], 0, dist.ReduceOp.MAX)
+            update = grad * bound.clamp(min=torch.finfo(bound.dtype).tiny).rsqrt()
+            if group["momentum"]:
+                update = local_shard(state["exp_avg"]).lerp_(update, 1 - group["momentum"])
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+
+
+class Rprop(torch.optim.Rprop):
+    """torch's Rprop on local shards: its operations have no sharding rules."""
+
+    def __init__(
+        self, params: Any, lr: float, etas: Pair = (0.5, 1.2), step_sizes: Pair = (1e-6, 50.0)
+    ) -> None:
+        if len(etas) != 2 or len(step_sizes) != 2 or not 0 < step_sizes[0] < step_sizes[1]:
+            raise UserError("etas must be two numbers, and step_sizes two rising ones above 0")
+        super().__init__(params, lr, etas, step_sizes, foreach=True)
+
+    def _init_group(self, group: Group, *lists: Any) -> Any:
+        has_complex = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists[:-1]:  # parameters, gradients, states; the last list counts steps
+            tensors[:] = local_shards(tensors)
+        return has_complex

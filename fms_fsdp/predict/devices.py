@@ -1,0 +1,167 @@
+"""Devices: data sheets from tables in TOML, and the memory that a device of this machine offers."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fms_fsdp.config.values import must_be_one_of
+from fms_fsdp.errors import UserError
+
+_SHIPPED = Path(__file__).with_name("devices.toml")
+GENERATIONS = ("ampere", "hopper")  # with efficiencies in speed.py
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and its links; devices.toml explains the fields. `full_watts`: the power at which the
+    peak was stated, if this device is given less."""
+
+    name: str
+    memory_gib: float
+    tflops: Mapping[str, float]
+    memory_gb_s: float
+    node_gb_s: float
+    net_gb_s: float
+    watts: float
+    source: str
+    full_watts: float = 0.0
+    generation: str = "hopper"
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
+
+    @property
+    def clock(self) -> float:
+        """The fraction of the stated clock that less power leaves. Power grows with its third power,
+        because the voltage rises with the clock."""
+        return min(1.0, self.watts / self.full_watts) ** (1 / 3) if self.full_watts else 1.0
+
+    def peak(self, dtype: str) -> float:
+        """Returns the FLOP/s of dense matmuls.
+
+        Raises:
+            UserError: the device has no such matmuls.
+        """
+        if dtype not in self.tflops:
+            raise UserError(
+                f"--device={self.name} has no matmuls in {dtype}, only in {', '.join(self.tflops)}; "
+                "set --precision=bf16, or choose another device"
+            )
+        return 1e12 * self.tflops[dtype]
+
+
+@cache
+def _read(path: Path) -> dict[str, Device]:
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"--hardware={path} cannot be read: {error}; fix the file") from error
+    return {name: _device(name, table, path) for name, table in content.items()}
+
+
+def _device(name: str, table: Any, path: Path) -> Device:
+    """Returns the device of a table.
+
+    Raises:
+        UserError: a field is missing, unknown or has another type.
+    """
+    where, known = (
+        f"--hardware={path}, device {name}:",
+        {each.name: each for each in fields(Device)[1:]},
+    )
+    required = {key for key, each in known.items() if each.default is MISSING}
+    if not isinstance(table, dict) or not required <= table.keys() <= known.keys():
+        keys = set(table) if isinstance(table, dict) else set[str]()
+        wrong = sorted(keys ^ known.keys() - (known.keys() - required - keys))
+        raise UserError(
+            f"{where} {', '.join(wrong)} is missing or unknown; the fields are {', '.join(known)}"
+        )
+    peaks = table["tflops"] if isinstance(table["tflops"], dict) else {}
+    texts = {"source", "generation", "tflops"}
+    numbers = {key: value for key, value in table.items() if key not in texts} | peaks
+    for key, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+            raise UserError(f"{where} {key}={value} must be a number above 0; fix the file")
+    if "bf16" not in peaks:
+        raise UserError(
+            f"{where} tflops={table['tflops']} must have a peak for bf16; write e.g. {{ bf16 = 989 }}"
+        )
+    if (generation := table.get("generation", "hopper")) not in GENERATIONS:
+        raise UserError(
+            f"{where} generation={generation} {must_be_one_of(GENERATIONS, str(generation), cutoff=0.5)}"
+        )
+    return Device(name, **table)
+
+
+def find_device(name: str, path: str = "") -> Device:
+    """Returns the device of this name in the user's file, else in the shipped table.
+
+    Raises:
+        UserError: there is no such device, or the file has another form.
+    """
+    devices = _read(_SHIPPED) | (_read(Path(path)) if path else {})
+    if name not in devices:
+        raise UserError(
+            f"--device={name} {must_be_one_of(list(devices), name, cutoff=0.4)}; or describe it in "
+            "--hardware=FILE.toml, as fms_fsdp/predict/devices.toml does"
+        )
+    return devices[name]
+
+
+def known_device(gpu: str, memory_bytes: int) -> Device | None:
+    """Returns the shipped device that the driver calls `gpu`, with the nearest memory; None if there
+    is none."""
+    words = gpu.lower().replace("-", " ").split()
+    found = [
+        device
+        for device in _read(_SHIPPED).values()
+        if device.name.split("_")[0] in words and ("pcie" in words) == ("pcie" in device.name)
+    ]
+    return min(found, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)
+
+
+def available_memory(device: torch.device, local_world_size: int) -> int:
+    """Returns the bytes that a rank may use: of a GPU, except other programs' memory; of a CPU, this
+    rank's fraction of the free memory of the machine and its control group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    limits = [limit for limit in (_free_memory(), _cgroup_limit()) if limit is not None]
+    return min(limits, default=2**62) // local_world_size
+
+
+def _free_memory() -> int | None:
+    words = _text("/proc/meminfo").partition("MemAvailable:")[2].split()
+    return int(words[0]) * 1024 if words else None
+
+
+def _cgroup_limit() -> int | None:
+    """Returns the smallest memory limit of this process's control group and its parents, version 1
+    or 2; None if there is none."""
+    limits = []
+    for line in ["0::/", "0:memory:/", *_text("/proc/self/cgroup").splitlines()]:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        is_v2 = controllers == ""
+        root, name = ("", "memory.max") if is_v2 else ("memory", "memory.limit_in_bytes")
+        folder = Path(path.lstrip("/"))
+        for parent in (folder, *folder.parents):
+            text = _text(Path("/sys/fs/cgroup", root, parent, name)).strip()
+            if text.isdigit():
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,450 @@
+"""Measures the parts of a model: memory, FLOPs, traffic and communication of the real modules.
+
+    embed, block, recomputed block, head ─ forward and backward under a Meter ─▶ Cost
+
+The modules and the parallel recipe run on the meta device, which allocates, computes and sends
+nothing. Kernels that the meta device does not choose are replaced by those of a GPU: flash
+attention, and RMSNorm as one kernel. For a CPU the tensors are fake ones, for which torch chooses
+the kernels itself. Ranks of tp and cp get a mesh without processes.
+
+A compiled block is not compiled here. A rule on the eager operations gives the memory that it
+keeps: the results of element-wise operations live in registers, and the backward pass recomputes
+them from the inputs and results of matmuls, attention, norms and collectives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._dynamo  # the first dispatch mode, or optimizer, imports it
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from fms_fsdp.config import ParallelConfig, Precision
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.dtensor import is_partial, local_shard
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.models.attention import attention
+from fms_fsdp.models.llama import Llama, build_model
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.parallel.activation import apply_recomputation
+from fms_fsdp.parallel.precision import DTYPES, apply_precision, cast_weights
+
+_ATEN = torch.ops.aten
+_ATTENTION = ("_scaled_dot_product", "flex_attention")  # prefixes of names of operations
+_NOT_FUSED = {_ATEN.native_layer_norm, _ATEN.native_layer_norm_backward, _ATEN.embedding}
+_SENT: dict[str, Callable[[int], float]] = {  # bytes that a rank of n sends per byte of the result
+    "all_gather_into_tensor": lambda n: 1 - 1 / n,
+    "reduce_scatter_tensor": lambda n: n - 1.0,
+    "all_reduce": lambda n: 2 - 2 / n,
+    "allreduce_": lambda n: 2 - 2 / n,
+    "all_to_all_single": lambda n: 1 - 1 / n,
+}
+_MANY = 256 << 20  # bytes of fp32 logits
+_GROUP = "predict "  # prefix of the names of groups without processes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything that the cost of a part depends on."""
+
+    config: LlamaConfig
+    section: ParallelConfig
+    precision: Precision
+    dims: ParallelDims
+    seq_length: int
+    compiled: bool = True
+    device_type: str = "cuda"
+
+    def bare(self, part: str) -> Shape:
+        """Returns the shape of one block without the settings that do not change this part."""
+        dims, section = self.dims, self.section.for_rows(self.seq_length)
+        names = ["cp_method", "sequence_parallel"] if dims.tp * dims.cp > 1 else []
+        own: dict[str, Any] = {name: getattr(section, name) for name in names}
+        own |= {"tp_size": dims.tp, "cp_size": dims.cp}
+        if part == "recomputed":
+            own |= {"recompute": section.recomputes, "recompute_ops": section.recompute_ops}
+        axes = ParallelDims(
+            "none" if dims.strategy == "none" else "fsdp",
+            cp=dims.cp,
+            tp=dims.tp,
+            sequence_parallel=dims.sequence_parallel,
+        )
+        config = replace(self.config, num_layers=1)
+        if config.pos_emb == "rope":  # the parts get a table of their length
+            config = replace(config, max_seq_len=1)
+        if part in ("block", "recomputed"):
+            config = replace(config, vocab_size=128)
+        return replace(self, config=config, dims=axes, section=ParallelConfig(**own))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a forward and a backward pass. Costs can be added and multiplied.
+
+    kept      bytes that stay for the backward pass, the input among them
+    peak      maximum of bytes in either pass, with `kept` and the gradients of the weights
+    flops     by "attention", and for matmuls by the dtype of the factors
+    moved     bytes that operations read and write, by "matmul" or "other"
+    sent      bytes that a rank sends, by axis
+    summands  elements of gradients that the ranks of tp still have to add up
+    """
+
+    kept: float = 0
+    peak: float = 0
+    flops: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    summands: float = 0
+
+    def plus(self, other: Cost, factor: float = 1) -> Cost:
+        """Returns this cost and `factor` times the other."""
+
+        def total(a: Any, b: Any) -> Any:
+            if isinstance(a, Counter):
+                return Counter({key: a[key] + factor * b[key] for key in a | b})
+            return a + factor * b
+
+        return Cost(*(total(a, b) for a, b in zip(_values(self), _values(other), strict=True)))
+
+
+def _values(cost: Cost) -> tuple[Any, ...]:
+    return tuple(vars(cost).values())
+
+
+def _attention_flops(tensors: list[torch.Tensor], *, is_backward: bool) -> int:
+    """Returns the FLOPs over all pairs of positions; torch 2.11 counts no grouped-query attention.
+
+    The backward pass computes the scores again, and four gradients.
+    """
+    query, key, value = tensors[is_backward : is_backward + 3]  # the gradient comes first
+    batch, heads, length, dim = query.shape
+    dims = 3 * dim + 2 * value.shape[-1] if is_backward else dim + value.shape[-1]
+    return 2 * batch * heads * length * key.shape[-2] * dims
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what operations hold, compute and send while it is active.
+
+    `known`: tensors that exist before. With `fused` a tensor counts once a matmul, attention, a norm
+    or a collective has read or written it, because a compiled kernel holds it in registers. The
+    hooks of autograd for saved tensors would miss tensors that activation checkpointing keeps.
+    """
+
+    def __init__(self, known: list[torch.Tensor], fused: bool, sizes: dict[str, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fused, self.axis_sizes = fused, sizes
+        self.now, self.peak = 0, 0
+        self.flops, self.moved, self.sent = Counter[str](), Counter[str](), Counter[str]()
+        # Storages are numbered, because their addresses are used again.
+        self.numbers = dict[int, int]()  # of living storages by address
+        self.sizes = list[int]()
+        self.parents = list[set[int]]()  # the storages from which each was computed
+        self.written, self.read = set[int](), set[int]()  # by matmuls and collectives; by anything
+        self.held, self.counted = set[int](), set[int]()
+        for tensor in known:
+            self.number(tensor)
+        self.num_known = len(self.sizes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return result
+        given, made = _tensors((args, kwargs)), _tensors(result)
+        packet, name = func._overloadpacket, func._overloadpacket.__name__
+        is_sent, is_matmul = name in _SENT, packet in flop_registry
+        size = sum(map(_num_bytes, given)) + sum(map(_num_bytes, made))
+        if is_matmul:
+            kind = str(given[0].dtype).removeprefix("torch.")
+            kind = "attention" if name.startswith(_ATTENTION) else kind
+            if name.startswith("_scaled_dot_product"):
+                self.flops[kind] += _attention_flops(given, is_backward=name.endswith("_backward"))
+            else:
+                self.flops[kind] += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            self.moved["matmul"] += size
+        elif is_sent:
+            self._count_sent(name, args, made)
+        else:
+            self.moved["other"] += size
+        sources, results = set(map(self.number, given)), set(map(self.number, made))
+        for number in results:
+            self.parents[number] |= sources - {number}
+        self.read |= sources
+        if is_matmul or is_sent:
+            self.written |= results
+        if is_matmul or is_sent or packet in _NOT_FUSED:
+            self.held |= sources | results
+        # Masks of dropout are stored.
+        self.held |= {self.number(each) for each in made if each.dtype == torch.bool}
+        candidates = (sources | results) & self.held if self.fused else results
+        for number in candidates - self.counted:
+            if number >= self.num_known:
+                self.counted.add(number)
+                self.now += self.sizes[number]
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _count_sent(self, name: str, args: Any, made: list[torch.Tensor]) -> None:
+        if name == "allreduce_":  # of torch.distributed, in place: tensors and a group
+            group, tensors = dist.ProcessGroup.unbox(args[1]).group_name, args[0]
+        else:
+            group, tensors = args[-1], made[:1]
+        axis = group.removeprefix(_GROUP)
+        factor = _SENT[name](self.axis_sizes[axis])
+        self.sent[axis] += int(factor * sum(map(_num_bytes, tensors)))
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Returns the number of the tensor's storage."""
+        storage = local_shard(tensor).untyped_storage()  # that of a DTensor has the global size
+        if storage._cdata not in self.numbers:
+            self.numbers[storage._cdata] = len(self.sizes)
+            self.sizes.append(storage.nbytes())
+            self.parents.append(set())
+            weakref.finalize(storage, self._free, storage._cdata)
+        return self.numbers[storage._cdata]
+
+    def alive(self) -> set[int]:
+        """Returns the numbers of the storages that are alive."""
+        return set(self.numbers.values())
+
+    def _free(self, address: int) -> None:
+        number = self.numbers.pop(address)
+        self.now -= self.sizes[number] * (number in self.counted)
+
+    def kept(self, stay: set[int], held: set[int], recompute: str) -> int:
+        """Returns the bytes of the storages that `stay` for the backward pass.
+
+        Instead of the result of an element-wise operation, a compiled program keeps the tensors from
+        which it is computed, of those that the backward pass reads; with `cheap` only results of
+        matmuls and attention, and the input. The partitioner of torch comes to the same bytes within
+        1 % (tests/predict/test_meter.py).
+        """
+        if not self.fused:
+            return sum(self.sizes[number] for number in stay if number >= self.num_known)
+        place = self.written if recompute == "cheap" else held
+        kept, seen, todo = 0, set[int](), list(stay & self.read)
+        while todo:
+            if (number := todo.pop()) in seen or number < self.num_known:
+                continue
+            seen.add(number)
+            if number in place or number == self.num_known:  # the input
+                kept += self.sizes[number]
+            else:
+                todo += self.parents[number]
+        return kept
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class _Axis(DeviceMesh):
+    """The first rank's mesh of one axis, without processes.
+
+    It needs no default process group, so a launch can measure before or after it has one. A group of
+    torch's fake backend accepts collectives and does nothing.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(
+            "cpu", list(range(size)), mesh_dim_names=(name,), _init_backend=False, _rank=0
+        )
+        backend = FakeProcessGroup._create_internal(0, size)
+        self._group = dist.ProcessGroup(dist.HashStore(), 0, size)
+        for device in ("cpu", "cuda", "meta"):
+            kind = dist.ProcessGroup.BackendType.CUSTOM
+            self._group._register_backend(torch.device(device), kind, backend)
+        self._group._set_group_name(_GROUP + name)  # type: ignore[arg-type]
+
+    # DTensor caches results by mesh: a mesh of real ranks must not find those of this one.
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        return self._group
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        return 0
+
+
+class _FirstRank(Mesh):
+    """The mesh of the first rank of tp and cp."""
+
+    def __init__(self, dims: ParallelDims) -> None:
+        self.dims, self._rank = dims, 0
+
+    def axis(self, name: str) -> DeviceMesh:
+        return _axis(name, self.size(name))
+
+
+@cache
+def _axis(name: str, size: int) -> _Axis:
+    return _Axis(name, size)
+
+
+def _fused_norm(
+    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """Stands for RMSNorm as a GPU and the compiler compute it: its input is kept, and fp32 values
+    per row. On the meta device RMSNorm consists of single operations."""
+    return F.layer_norm(x, shape, weight, None, eps or 0.0)
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Computes attention as flash, cuDNN and flex_attention keep it: q, k, v, the result, and fp32
+    values per row. On the meta device torch would choose explicit matmuls."""
+    if how.get("drop") is not None:
+        return attention(q, k, v, **how)
+    out: torch.Tensor = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    return out
+
+
+def _use_flash(model: Llama) -> None:
+    """Replaces the function that every attention module calls, before tp and cp wrap it."""
+    for block in model.blocks.values():
+        module: Any = block.attention
+        module.attend = partial(_flash, **module.attend.keywords)
+
+
+def _build(shape: Shape) -> Llama:
+    """Builds a model of one block as `parallelize` does, up to FSDP."""
+    model, precision, mesh = build_model(shape.config), shape.precision, _FirstRank(shape.dims)
+    if shape.device_type != "cpu":
+        _use_flash(model)
+    if shape.dims.strategy == "none":
+        cast_weights(model, precision)
+        apply_precision(model, precision)
+    else:  # as FSDP gathers them; `to(dtype)` fails for fake parameters
+        cast_weights(model, replace(precision, weights=precision.compute))
+    if precision.float8:
+        from fms_fsdp.extras.float8 import apply_float8
+
+        apply_float8(model, precision.float8)
+    if shape.dims.tp > 1:
+        from fms_fsdp.parallel.tensor import apply_tp
+
+        apply_tp(model, mesh, shape.section)
+    if shape.dims.cp > 1:
+        from fms_fsdp.parallel.context import apply_cp
+
+        apply_cp(model, mesh, shape.section)
+    return model
+
+
+def units(shape: Shape) -> dict[str, int]:
+    """Returns the parameters of a rank of tp, by part; a tied head has only its norm."""
+    return _units(shape.bare("units"))
+
+
+@cache
+def _units(shape: Shape) -> dict[str, int]:
+    with torch.device("meta"):
+        model = _build(shape)
+    parts = {"embed": model.embed, "block": model.blocks["0"], "head": model.head}
+    found = {
+        name: sum(local_shard(each).numel() for each in part.parameters())
+        for name, part in parts.items()
+        if part is not None
+    }
+    if model.distance_bias is not None:  # FSDP's root holds it, as it does a tied embedding
+        found["embed"] += sum(
+            local_shard(each).numel() for each in model.distance_bias.parameters()
+        )
+    return found
+
+
+@cache
+def cost(shape: Shape, part: str, rows: int) -> Cost:
+    """Returns the cost of "embed", "block", "recomputed" or "head" for so many sequences of a rank.
+
+    Blocks are linear in the number of sequences, so one and two are measured. The head computes the
+    loss in chunks, so it is linear only if a sequence has many of them, as on a CPU.
+    """
+    shape = shape.bare(part)
+    has_chunks = (
+        shape.device_type == "cpu" and 4 * shape.seq_length * shape.config.vocab_size > _MANY
+    )
+    if rows != 1 and (part in ("block", "recomputed") or (part == "head" and has_chunks)):
+        one, two = (_measured(shape, part, number) for number in (1, 2))
+        return one.plus(two.plus(one, -1), rows - 1)
+    return _measured(shape, part, rows)
+
+
+@cache
+def _measured(shape: Shape, part: str, rows: int) -> Cost:
+    # FakeTensorMode with a device "cuda" aborts the process if torch is built without CUDA.
+    is_cpu = shape.device_type == "cpu"
+    for name in ("tp", "cp"):  # outside of the mode, in which a mesh cannot read its ranks
+        _axis(name, shape.dims.size(name))
+    with FakeTensorMode() if is_cpu else nullcontext(), torch.device("cpu" if is_cpu else "meta"):
+        return _measure(shape, part, rows)
+
+
+def _measure(shape: Shape, part: str, rows: int) -> Cost:
+    model: Any = _build(shape)
+    config, dims, is_cpu = shape.config, shape.dims, shape.device_type == "cpu"
+    length = shape.seq_length // dims.cp
+    own_length = length // (dims.tp if dims.sequence_parallel else 1)
+    x = torch.empty(
+        rows,
+        own_length,
+        config.hidden_size,
+        dtype=DTYPES[shape.precision.compute],
+        requires_grad=True,
+    )
+    labels = torch.empty(rows, length, dtype=torch.int64)
+    keys = torch.empty(rows, dtype=torch.int64) if config.has_dropout else None
+    rope = torch.empty((length, *model.rope.shape[1:])) if config.pos_emb == "rope" else None
+    if part == "recomputed" and shape.section.recomputes in ("ops", "blocks"):
+        apply_recomputation(model, shape.section, compiled=False)
+    tied = model.embed.weight if config.tie_embeddings else None
+    mask: Any = None  # on a GPU it is part of the kernel
+    if is_cpu or config.pos_emb == "relative":
+        with torch.no_grad():  # all blocks share it
+            seen = slice(0, length)
+            mask = model.mask(config, config.windows[0], None, seen, x.device, cached=False)
+        if config.pos_emb == "relative":
+            mask.requires_grad_()
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "embed": lambda x: model.embed(labels, slice(0, length), keys),
+        "head": lambda x: model.head(x, labels, tied),
+    }
+    call = calls.get(part, lambda x: model.blocks["0"](x, rope, mask, None, keys))
+    known = [x, labels, model.rope, *model.parameters(), *_tensors((keys, rope, mask))]
+    meter = Meter(known, shape.compiled, {"tp": dims.tp, "cp": dims.cp})
+    # A patch, because a TorchFunctionMode is not active while the backward pass recomputes.
+    norms = nullcontext() if is_cpu else patch.object(F, "rms_norm", _fused_norm)
+    with norms, meter:
+        given = [x.clone()]  # only the call holds it, like the result of the block before
+        meter.moved.clear()
+        result = call(given.pop())  # type: ignore[no-untyped-call]
+        out = result if isinstance(result, torch.Tensor) else result[0]
+        stay = meter.alive() - {meter.number(out)}  # the next part keeps its result
+        held = meter.held.copy()
+        meter.read.clear()
+        out.backward(torch.empty_like(out))
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    summands = sum(local_shard(each).numel() for each in gradients if is_partial(each))
+    kept = meter.kept(stay, held, shape.section.recomputes)
+    return Cost(kept, meter.peak, meter.flops, meter.moved, meter.sent, summands)

@@ -1,0 +1,156 @@
+"""Checks that need the machine: hardware, packages, folders. Called before anything is created."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from fms_fsdp.checkpoint.retention import parse_schedule
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.values import shown
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.errors import UserError
+from fms_fsdp.parallel.compile import compiles, missing_compiler
+from fms_fsdp.run.stop import job_end
+
+RUN_FILES = ("metrics.jsonl", "status.json", "config.json", "log.txt")  # that a launch writes
+TRACKER_PACKAGES = ("wandb", "mlflow", "aim", "codecarbon")  # trackers with the package's name
+
+
+def check_machine(cfg: TrainConfig, device: torch.device, dims: ParallelDims) -> None:
+    """Raises UserError for a flag that this machine, or this number of ranks, does not support."""
+    is_compiled, named = compiles(cfg.parallel, device), cfg.precision.named
+    if device.type == "cuda" and named not in ("fp32", "fp16"):
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise UserError(
+                f"--precision={named or 'bf16'} requires bf16, which "
+                f"{torch.cuda.get_device_name(device)} does not support; use --precision=fp16 or "
+                f"fp32, with {cfg.keep_name}"
+            )
+    for name in cfg.log.trackers:
+        if name in TRACKER_PACKAGES and find_spec(name) is None:
+            raise UserError(
+                f"--trackers={name} requires the package {name}, which is not installed; "
+                f"run: pip install {name}"
+            )
+    if is_compiled and (missing := missing_compiler(device)):
+        raise UserError(
+            f"--use_torch_compile=True requires a compiler: {missing}, or remove the flag"
+        )
+    check_device(cfg, device, dims)
+    _check_ranking(cfg)
+
+
+def check_device(cfg: TrainConfig, device: torch.device, dims: ParallelDims) -> None:
+    """Raises UserError for a flag that such a device does not support; does not ask the device."""
+    parallel, attn_impl, is_gpu = cfg.parallel, cfg.model.attn_impl, device.type == "cuda"
+    is_compiled = compiles(parallel, device)
+    if parallel.recomputes == "cheap" and not is_compiled:
+        raise UserError(
+            "--recompute=cheap requires compiled blocks; set --use_torch_compile=True, or use "
+            "--recompute=ops or blocks"
+        )
+    if parallel.debug_sync_blocks and is_compiled:
+        raise UserError(
+            "--debug_sync_blocks waits between blocks, which compiled blocks cannot; "
+            "set --use_torch_compile=False"
+        )
+    if parallel.async_tp and not (is_gpu and is_compiled):
+        raise UserError("--async_tp requires a GPU and compiled blocks; remove it")
+    if parallel.cpu_offload and dims.strategy == "none":
+        raise UserError(
+            "--cpu_offload requires a sharded model; set --sharding_strategy=fsdp, which one "
+            "process can use too"
+        )
+    if is_gpu and parallel.dist_backend == "gloo" and dims.strategy != "none":
+        raise UserError("--dist_backend=gloo cannot reduce gradients on GPUs; use nccl")
+    if is_gpu and cfg.data.document_mask and cfg.model.attn_dropout:
+        raise UserError(
+            "--attn_dropout is not supported with --document_mask on GPUs; set --attn_dropout=0"
+        )
+    if not is_gpu:
+        gpu_flags = {
+            f"--attn_impl={attn_impl}": attn_impl in ("cudnn", "efficient"),
+            "--dist_backend=nccl": parallel.dist_backend == "nccl",
+            "--memory_snapshot": cfg.profiler.memory_snapshot,
+        }
+        for flag in (flag for flag, is_on in gpu_flags.items() if is_on):
+            raise UserError(f"{flag} requires a GPU; remove it")
+
+
+def _check_ranking(cfg: TrainConfig) -> None:
+    """Raises UserError unless some checkpoint before the last has the metric of --keep_best."""
+    keep, evaluates = cfg.checkpoint, cfg.checkpoint.ranks_evaluations
+    if not keep.keep_best or (evaluates and cfg.eval.eval_epochs):  # at steps that the data decides
+        return
+    interval = cfg.eval.eval_interval if evaluates else cfg.log.report_interval
+    schedule = parse_schedule(keep.checkpoint_schedule, keep.checkpoint_interval)
+    if not any(map(schedule.is_due, range(interval, 1000 * interval + 1, interval))):
+        flag = "--eval_interval" if evaluates else "--report_interval"
+        raise UserError(
+            f"--keep_best={keep.keep_best} requires {keep.keep_best_metric} at a checkpoint before "
+            f"the last, but {flag}={interval} and the checkpoints never meet; set a multiple of one "
+            "for the other"
+        )
+
+
+def machine_notes(cfg: TrainConfig, device: torch.device, dims: ParallelDims) -> Iterator[str]:
+    """Yields log lines on flags that do little or nothing on this machine."""
+    if cfg.parallel.hsdp_shard_size and dims.strategy != "hsdp":
+        yield (
+            f"--hsdp_shard_size={cfg.parallel.hsdp_shard_size} has no effect with "
+            f"--sharding_strategy={dims.strategy}"
+        )
+    for name in ("tp_size", "cp_size", "pp_size"):
+        if getattr(cfg.parallel, name) == 0:
+            yield f"--{name}=0 counts as 1"
+    if cfg.optim.optimizer == "sm3" and cfg.precision.named == "fp16":
+        yield "sm3 sums squared gradients, which may overflow in fp16; prefer bf16 or fp32"
+    if cfg.parallel.matmul_precision != "high" and device.type != "cuda":
+        yield f"--matmul_precision={cfg.parallel.matmul_precision} has no effect without a GPU"
+    by_default = device.type == "cuda" and cfg.parallel.use_torch_compile is None
+    if by_default and (missing := missing_compiler(device)):
+        yield f"blocks are not compiled: {missing}"
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if end and job_end() is None:
+        yield f"SLURM_JOB_END_TIME={shown(end)} is not a time, so it is ignored"
+
+
+def check_folders(cfg: TrainConfig, checkpoint_bytes: int) -> None:
+    """Raises UserError for a folder that cannot be written, or has no space for one checkpoint."""
+    folders = {
+        "output_dir": cfg.output_dir,
+        "profiler_dir": cfg.profiler.profiler_dir or cfg.output_dir,
+        "tensorboard_dir": cfg.log.tensorboard_dir or cfg.output_dir,
+        "ckpt_save_path": cfg.ckpt_save_path,
+    }
+    for flag, folder in folders.items():
+        nearest = Path(folder).absolute()
+        while not os.path.lexists(nearest):
+            nearest = nearest.parent
+        if not nearest.is_dir():
+            raise UserError(f"--{flag}={folder} cannot be created: {nearest} is not a folder")
+        is_writable = os.access(nearest, os.W_OK | os.X_OK)
+        if not is_writable or not os.statvfs(nearest).f_blocks:  # no blocks: as in /proc
+            raise UserError(
+                f"--{flag}={folder} must be writable; change its permissions, or choose another"
+            )
+    if checkpoint_bytes > (free := shutil.disk_usage(nearest).free):
+        raise UserError(
+            f"--ckpt_save_path={folder} requires {_size(checkpoint_bytes)} for one checkpoint, and "
+            f"{_size(free)} are free; free some, or choose another folder"
+        )
+    for name in RUN_FILES:
+        if (path := Path(cfg.output_dir, name)).exists() and not path.is_file():
+            raise UserError(f"--output_dir={cfg.output_dir} must have {name} as a file; remove it")
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**30:.1f} GiB"

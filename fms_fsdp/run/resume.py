@@ -1,0 +1,336 @@
+"""Where a launch starts: finds and verifies the checkpoint, and compares it with this launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fms_fsdp.checkpoint.folders import (
+    Checkpoint,
+    CheckpointDeleted,
+    checkpoint_steps,
+    complete_steps,
+    corrupt_files,
+    leftovers,
+)
+from fms_fsdp.checkpoint.folders import find_checkpoint as find_in_folder
+from fms_fsdp.config import TrainConfig, flag_table
+from fms_fsdp.config.flag import flag_values
+from fms_fsdp.data.corpus import Corpus
+from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, folder_tokenizer
+from fms_fsdp.distributed.runtime import World, gather_objects, log, run_on_rank0
+from fms_fsdp.errors import RunFailed, UserError
+from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.optim.optimizers import example_state
+from fms_fsdp.state import RunConfig, TrainMetadata
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The start of a launch: a new run, a checkpoint to resume, or weights to load.
+
+    weights_only   step, optimizer and data start anew
+    fresh_data     the data starts after the checkpoint's step
+    hf_weights     the Hugging Face checkpoint that a new run starts from
+    reason         a log line
+    corrupt        newer checkpoints of this run that are corrupt
+    superseded     later checkpoints of this run that are left behind: by --resume_step, or because
+                   they end in non-finite steps
+    """
+
+    checkpoint: Checkpoint | None = None
+    weights_only: bool = False
+    fresh_data: bool = False
+    hf_weights: str = ""
+    reason: str = ""
+    corrupt: tuple[Path, ...] = ()
+    superseded: tuple[Path, ...] = ()
+
+    @property
+    def is_resume(self) -> bool:
+        return self.checkpoint is not None and not self.weights_only
+
+    @property
+    def start(self) -> TrainMetadata:
+        """The progress so far; step 0 of a new run."""
+        if self.checkpoint is None or self.weights_only:
+            return TrainMetadata(0)
+        return self.checkpoint.metadata
+
+    @property
+    def saved(self) -> RunConfig | None:
+        """The launch that wrote the checkpoint of a resumed run."""
+        return self.start.run if self.is_resume else None
+
+
+def find_checkpoint(
+    cfg: TrainConfig, world: World, corpus: Corpus | None = None, *, verify: bool = True
+) -> ResumePoint:
+    """Returns the newest valid checkpoint that the flags allow (collective: every rank).
+
+    Rank 0 chooses by names and sizes. All ranks share the checksums, and if one is wrong, rank 0
+    chooses an older checkpoint. So nothing after this call meets a corrupt file.
+
+    Raises:
+        UserError: there is none although there must be one, or the other way round; or its
+            tokenizer is not that of the data.
+        RunFailed: a file cannot be read.
+    """
+    corrupt: dict[Path, str] = {}
+    while True:
+        resume = run_on_rank0(lambda: _choose_for_data(cfg, corpus, corrupt))
+        if resume.checkpoint is None or not verify:
+            return resume
+        folder = resume.checkpoint.folder
+        try:
+            wrong = _verify(folder, world)
+        except CheckpointDeleted as error:  # by the run that owns it
+            log.warning("%s", error)
+            continue
+        if not wrong:
+            return resume
+        corrupt[folder] = "; ".join(wrong)
+        log.error("skipped %s, which is corrupt: %s", folder, corrupt[folder])
+
+
+def _verify(folder: Path, world: World) -> list[str]:
+    """Returns what is corrupt in a checkpoint; each rank reads a part (collective)."""
+    wrong = list[str]()
+    failure: UserError | OSError | None = None
+    try:
+        wrong = corrupt_files(folder, world.rank, world.size)
+    except (UserError, OSError) as error:
+        failure = error
+    found = gather_objects((wrong, failure))
+    for reason in (reason for _, reason in found if reason is not None):
+        if not folder.exists():
+            raise CheckpointDeleted(folder)
+        if isinstance(reason, UserError):
+            raise reason
+        raise RunFailed(
+            f"{reason.filename or folder} cannot be read: {reason.strerror or reason}; the file is "
+            "not corrupt: repair the storage and start again"
+        )
+    return [each for names, _ in found for each in names]
+
+
+def _choose_for_data(
+    cfg: TrainConfig, corpus: Corpus | None, corrupt: dict[Path, str]
+) -> ResumePoint:
+    resume = choose_checkpoint(cfg, corrupt)
+    used = None if resume.checkpoint is None else checkpoint_tokenizer(resume.checkpoint)
+    if resume.hf_weights:
+        from fms_fsdp.extras.hf_folder import hf_tokenizer, open_folder
+
+        folder = Path(resume.hf_weights)
+        open_folder(folder, "--init_from_hf")
+        used = hf_tokenizer(folder, f"--init_from_hf={folder}")
+    fix = "prepare the data with the tokenizer of the weights, or choose other weights"
+    check_tokenizer(cfg, corpus, used, fix)
+    return resume
+
+
+def choose_checkpoint(cfg: TrainConfig, corrupt: dict[Path, str] | None = None) -> ResumePoint:
+    """Returns the start that the flags name; `corrupt`: checkpoints already known to be corrupt.
+
+    Raises:
+        UserError: there is no checkpoint although there must be one, or the other way round.
+    """
+    flags, root = cfg.checkpoint, Path(cfg.ckpt_save_path)
+    if flags.resume == "never" and checkpoint_steps(root):
+        raise UserError(f"--resume=never, but {root} has checkpoints; choose another --run_name")
+    if flags.resume_step is not None and checkpoint_steps(root):
+        return _go_back(root, flags.resume_step, corrupt)
+    own = find_in_folder(root, corrupt=corrupt)
+    if own is not None:
+        return _resume(own, own=True)
+    if flags.ckpt_load_path:
+        path = Path(flags.ckpt_load_path)
+        given = find_in_folder(path, corrupt=corrupt, step=flags.resume_step)
+        if given is None:
+            raise UserError(
+                f"--ckpt_load_path={path} must be a checkpoint root or a complete step_<N> folder, "
+                "but has no checkpoint; check the path"
+            )
+        only_weights = flags.load_model_only or given.metadata.weights_only
+        return _resume(given, only_weights, fresh_data=not flags.resuming_dataset)
+    if flags.resume == "must" or flags.resume_step is not None:
+        flag = f"--resume_step={flags.resume_step}" if flags.resume_step else "--resume=must"
+        raise UserError(
+            f"{flag} requires a checkpoint, but {root} has none; check --run_name or "
+            "--ckpt_load_path"
+        )
+    if damaged := [folder.name for folder, word in leftovers(root) if word == "damaged"]:
+        raise UserError(
+            f"{root} has no usable checkpoint ({', '.join(damaged)}); choose another "
+            "--run_name to start from scratch"
+        )
+    weights = cfg.model.init_from_hf
+    start = f"loading weights only, from {weights}" if weights else "starting from scratch"
+    return ResumePoint(hf_weights=weights, reason=f"{start}: no checkpoint in {root}")
+
+
+def _resume(
+    found: Checkpoint,
+    only_weights: bool = False,
+    *,
+    own: bool = False,
+    fresh_data: bool = False,
+    superseded: tuple[Path, ...] | None = None,
+    note: str = "",
+) -> ResumePoint:
+    """Returns the start at a checkpoint; `own`: of this run."""
+    only_weights = only_weights or found.metadata.weights_only
+    fresh_data = fresh_data and not only_weights
+    verb = "loading weights only, from" if only_weights else "resuming from"
+    reason = f"{verb} step {found.step} of {found.folder.parent}{', with fresh data' * fresh_data}"
+    skipped = "".join(f"; skipped {path.name}: {why}" for path, why in found.skipped.items())
+    corrupt = tuple(path for path in found.skipped if path not in found.unhealthy)
+    if superseded is None:
+        superseded = found.unhealthy if own else ()
+    return ResumePoint(
+        found, only_weights, fresh_data, "", f"{reason}{note}{skipped}", corrupt, superseded
+    )
+
+
+def _go_back(root: Path, step: int, corrupt: dict[Path, str] | None) -> ResumePoint:
+    """Applies `--resume_step`. A run that already went back to it resumes its newest checkpoint."""
+    try:
+        newest = find_in_folder(root, corrupt=corrupt)
+    except UserError:  # none is usable unless it is named
+        newest = None
+    if newest is not None and newest.step > step:
+        if newest.metadata.run.config.checkpoint.resume_step == step:
+            return _resume(newest, own=True, note=f", saved since --resume_step={step}")
+    chosen = find_in_folder(root, corrupt=corrupt, step=step)
+    if chosen is None:
+        steps = ", ".join(map(str, complete_steps(root)))
+        raise UserError(
+            f"--resume_step={step} must be the step of a checkpoint in {root}; use one of {steps}"
+        )
+    later = tuple(root / f"step_{found}" for found in checkpoint_steps(root) if found > step)
+    note = f"; renaming {len(later)} later checkpoints"
+    return _resume(chosen, superseded=later, note=note)
+
+
+def check_tokenizer(
+    cfg: TrainConfig, corpus: Corpus | None, used: UsedTokenizer | None, fix: str
+) -> None:
+    """Raises UserError if weights `used` another tokenizer than the data, as far as both are known."""
+    if corpus is not None and used is not None:
+        path = cfg.data.data_path
+        own = folder_tokenizer(f"--data_path={path}", corpus.tokenizer, path)
+        check_same_tokenizer(own, used, fix)
+
+
+def checkpoint_data(checkpoint: Checkpoint) -> str:
+    """Returns the folder of the data that a checkpoint was trained on; "" for synthetic data."""
+    return checkpoint.metadata.run.located.data.data_path
+
+
+def checkpoint_tokenizer(checkpoint: Checkpoint) -> UsedTokenizer:
+    """Returns the tokenizer of the data that a checkpoint was trained on."""
+    digest, path = checkpoint.metadata.run.tokenizer, checkpoint_data(checkpoint)
+    return folder_tokenizer(f"the checkpoint {checkpoint.folder}", digest, path)
+
+
+def check_resume(run: RunConfig, resume: ResumePoint) -> list[str]:
+    """Compares this launch with the launch that wrote the checkpoint; returns log lines.
+
+    The row of each flag says how another value is treated: "free" and "logged" changes are
+    returned. The model is compared by its shape, the data by the stream's own state.
+
+    Raises:
+        UserError: another model or optimizer, or the run ends before the checkpoint.
+    """
+    if resume.checkpoint is None:
+        return []
+    old, folder = resume.checkpoint.metadata.run, resume.checkpoint.folder
+    _check_shape(run.model, old.model, folder)
+    if not resume.is_resume:
+        return []
+    for name in ("optimizer", "optimizer_kwargs"):
+        now, before = getattr(run.config.optim, name), getattr(old.config.optim, name)
+        if now != before and (
+            name == "optimizer"
+            or sorted(example_state(run.config.optim)) != sorted(example_state(old.config.optim))
+        ):
+            raise UserError(
+                f"--{name}={_shown(now)} does not match the state of the checkpoint {folder} "
+                f"({_shown(before)}); set it so, load only the weights (--load_model_only), or "
+                "choose another --run_name"
+            )
+    if run.num_steps < resume.start.step:
+        raise UserError(
+            f"--num_steps={run.num_steps} is below the newest checkpoint (step {resume.start.step} "
+            f"in {folder.parent}); raise it, or choose another --run_name"
+        )
+    return list(_changes(run, old, resume))
+
+
+def _check_shape(now: LlamaConfig, before: LlamaConfig, folder: Path) -> None:
+    """Raises UserError unless the weights have the same meaning."""
+    table = flag_table(TrainConfig)
+    for name in [each.name for each in fields(LlamaConfig)]:
+        is_compared = table[name].resume == "fixed"
+        if name == "max_seq_len":
+            is_compared = now.pos_emb == "learned"  # positions that have weights
+        if is_compared and getattr(now, name) != getattr(before, name):
+            value, saved = asdict(now)[name], asdict(before)[name]
+            raise UserError(
+                f"--{name}={value} does not match the checkpoint {folder} ({saved}); "
+                f"set --{name}={saved}, or choose another --run_name"
+            )
+
+
+def _changes(run: RunConfig, old: RunConfig, resume: ResumePoint) -> Iterator[str]:
+    """Yields log lines on flags, batch, precision, world, device and versions that differ."""
+    changed: dict[str, list[str]] = {"logged": [], "free": [], "fixed": []}
+    before, now = flag_values(old.config), flag_values(run.config)
+    for name, row in flag_table(TrainConfig).items():
+        if before[name] != now[name]:
+            is_new_data = row.orders_data and (resume.fresh_data or run.config.data.dataset_builder)
+            change = f"--{name} {_shown(before[name])} -> {_shown(now[name])}"
+            changed["logged" if is_new_data else row.resume].append(change)
+    if changed["logged"]:
+        yield f"from step {resume.start.step + 1}: {', '.join(changed['logged'])}"
+    # A changed "fixed" flag passed the checks, so it results in the same model or data.
+    if quiet := changed["free"] + changed["fixed"]:
+        yield f"changed, no effect on training: {', '.join(quiet)}"
+    batch, was = run.batch, old.batch
+    if batch != was and batch.global_batch_size == was.global_batch_size:
+        yield (
+            f"batch: {_batch(old)}, now {_batch(run)}: the global batch remains "
+            f"{batch.global_batch_size} sequences"
+        )
+    facts = {
+        "precision": (old.precision.in_words, run.precision.in_words),
+        "world_size": (old.world_size, run.world_size),
+        "device": (old.device_type, run.device_type),
+    }
+    for name in sorted({*old.versions, *run.versions}):
+        facts[f"version of {name}"] = old.versions.get(name), run.versions.get(name)
+    yield from (f"{name}: {a} -> {b}" for name, (a, b) in facts.items() if a != b)
+
+
+def learning_rate_jump(run: RunConfig, resume: ResumePoint) -> str:
+    """Returns a warning if the learning rate of the next step is not what it would have been."""
+    old, step = resume.saved, resume.start.step + 1
+    if old is None:
+        return ""
+    tokens = resume.start.tokens_seen + old.batch.global_batch_size * old.seq_length
+    before, now = (
+        f"{each.schedule(step, tokens, each.config.optim.learning_rate):.3e}" for each in (old, run)
+    )
+    return "" if before == now else f"learning rate of step {step}: {before} -> {now}"
+
+
+def _batch(run: RunConfig) -> str:
+    batch = run.batch
+    return f"{batch.batch_size} sequences x {batch.dp_size} ranks x {batch.grad_accum_steps} steps"
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,145 @@
+"""The run folder: one writer, numbered attempts, records.
+
+config.json (latest launch) · config.<attempt>.json · status.json · metrics.jsonl · log.txt ·
+checkpoints/ · STOP (created by whoever wants the run to stop) · .lock
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from fms_fsdp.atomic import read_json, write_atomically
+from fms_fsdp.errors import UserError
+from fms_fsdp.run.stop import process_age_s
+
+if TYPE_CHECKING:
+    from fms_fsdp.config import TrainConfig
+    from fms_fsdp.distributed.runtime import World
+    from fms_fsdp.state import RunConfig
+
+
+class RunDir:
+    """The folders of a run. Only rank 0 calls the methods."""
+
+    def __init__(self, cfg: TrainConfig) -> None:
+        self.folder, self.checkpoints = Path(cfg.output_dir), Path(cfg.ckpt_save_path)
+        self.stop_file, self.log_file = self.folder / "STOP", self.folder / "log.txt"
+        self._locks: dict[Path, TextIO] = {}
+        self._is_new = False
+
+    def lock(self, *, create: bool = False) -> None:
+        """Locks both folders until `close`, or the end of the process; by default existing ones.
+
+        Raises:
+            UserError: another process holds a lock, or a folder cannot be created.
+        """
+        if not create:
+            self._is_new = not self.checkpoints.exists()
+        for folder in (self.folder, self.checkpoints):
+            try:
+                if create:
+                    folder.mkdir(parents=True, exist_ok=True)
+                if folder.exists() and (real := folder.resolve()) not in self._locks:
+                    self._locks[real] = lock_folder(real)
+            except OSError as error:
+                reason = f"cannot be created or written: {error.strerror}"
+                raise UserError(f"{folder} {reason}; choose another --output_dir") from error
+
+    def open(self, corrupt: Iterable[Path] = ()) -> tuple[int, int | None]:
+        """Creates and locks the folders, and removes an earlier launch's STOP file.
+
+        `corrupt`: checkpoints that were skipped, which are renamed if they belong to this run.
+        Returns the attempt, from 1, and the step whose data ended the last attempt.
+        """
+        self.lock(create=True)
+        if self._is_new and any(self.checkpoints.glob("step_*")):
+            raise UserError(
+                f"{self.checkpoints} must have one writer, and another process began this run; "
+                "start it again"
+            )
+        self.rename_own(corrupt, "damaged")
+        now, began = time.time(), time.time() - process_age_s()
+        if self.stop_file.exists() and not began <= self.stop_file.stat().st_mtime <= now + 1:
+            self.stop_file.unlink(missing_ok=True)  # for an earlier launch, or from the future
+        names = [re.fullmatch(r"config\.(\d+)\.json", path.name) for path in self.folder.iterdir()]
+        attempt = max((int(match[1]) for match in names if match), default=0) + 1
+        return attempt, read_json(self.folder / "status.json").get("data_step")
+
+    def rename_own(self, folders: Iterable[Path], state: str) -> None:
+        """Renames the checkpoints of this run among `folders` to `<name>.<state>-<k>`."""
+        from fms_fsdp.checkpoint.folders import rename_aside
+        from fms_fsdp.distributed.runtime import log
+
+        for folder in folders:
+            is_own = folder.resolve().parent == self.checkpoints.resolve()
+            if is_own and folder.is_dir():
+                log.warning("renamed checkpoint to %s", rename_aside(folder, state))
+
+    def write_config(self, run: RunConfig, attempt: int) -> None:
+        text = json.dumps(run.content, indent=1) + "\n"
+        for name in (f"config.{attempt}.json", "config.json"):
+            write_atomically(self.folder / name, text)
+
+    def close(self) -> None:
+        while self._locks:
+            self._locks.popitem()[1].close()
+
+
+def check_shared(folder: Path, world: World, timeout_s: float = 30.0) -> None:
+    """Raises UserError if a rank does not see the run folder of rank 0 (collective).
+
+    Network file systems may take some seconds to show a new file.
+    """
+    from fms_fsdp.distributed.runtime import gather_objects, run_on_rank0
+
+    if world.size == world.local_size:
+        return
+    file = folder / run_on_rank0(lambda: f".shared-{os.getpid()}-{time.time_ns()}")
+    run_on_rank0(file.touch)
+    deadline = time.monotonic() + timeout_s
+    while not (is_visible := file.exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if missing := gather_objects(is_visible).count(False):
+        raise UserError(
+            f"{folder} must be shared by all nodes, but {missing} of {world.size} ranks do "
+            "not see it; set --output_dir to a folder of a shared file system"
+        )
+    run_on_rank0(file.unlink)
+
+
+def lock_folder(
+    folder: Path, patience_s: float = 10.0, remedy: str = "stop it, or choose another --run_name"
+) -> TextIO:
+    """Locks `folder/.lock` until the returned file is closed or the process ends.
+
+    Waits `patience_s` for a process that is about to end. A file system without locks protects
+    nothing; a line on stderr says so.
+    """
+    file = open(folder / ".lock", "a+")
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                owner = file.read().strip() or "another process"
+                file.close()
+                raise UserError(f"{folder} is in use by {owner}; {remedy}") from None
+            time.sleep(0.2)
+        except OSError as error:
+            print(f"{folder}: the file system has no locks ({error.strerror})", file=sys.stderr)
+            break
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    return file

@@ -1,0 +1,293 @@
+"""What the log says before step 1: model, devices, memory, batch, data, checkpoints, resume."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
+
+import torch
+
+from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
+from fms_fsdp.config import BatchPlan
+from fms_fsdp.config.values import plain
+from fms_fsdp.data.corpus import Corpus
+from fms_fsdp.data.kept_tokenizer import unk_warnings
+from fms_fsdp.data.shards import ShardError
+from fms_fsdp.data.stream import Stream, TokenStream
+from fms_fsdp.data.validation import HeldOut
+from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
+from fms_fsdp.distributed.runtime import log, log_for_files
+from fms_fsdp.models.attention import chosen_backend
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.optim.optimizers import checkpoint_bytes
+from fms_fsdp.parallel.precision import DTYPES
+from fms_fsdp.predict.devices import available_memory, known_device
+from fms_fsdp.predict.memory import GIB, Step
+from fms_fsdp.predict.speed import sent, sent_summary, step_time
+from fms_fsdp.run.memory import MemoryBudget
+from fms_fsdp.run.resume import ResumePoint, learning_rate_jump
+from fms_fsdp.run.setup import step_by_tokens, tokens_by_step
+from fms_fsdp.run.stop import process_age_s
+from fms_fsdp.state import RunConfig, TrainMetadata
+
+_MOST_COUNTED = 10_000  # saves
+
+
+class Phases:
+    """How long each phase of a launch took, from the start of the process to the first step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic() - process_age_s()
+
+    def done(self, name: str) -> None:
+        """Adds the time since the last phase ended to this one."""
+        now = time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def text(self) -> str:
+        parts = ", ".join(
+            f"{name} {took:.1f}" for name, took in self.seconds.items() if took >= 0.05
+        )
+        return f"{sum(self.seconds.values()):.1f} s from launch to the first step done: {parts}"
+
+
+def describe(
+    run: RunConfig,
+    resume: ResumePoint,
+    budget: MemoryBudget,
+    device: torch.device,
+    stream: Stream,
+    held_out: Sequence[HeldOut] = (),
+    epochs: str = "",
+) -> str:
+    """Returns what a user wants to know before step 1, one line for each fact."""
+    batch, dims, start = run.batch, run.dims, resume.start
+    tokens = batch.global_batch_size * run.seq_length
+    ramp = ""
+    if batch.rampup:
+        ramp = f", from {batch.batch_at(0)} sequences over {batch.rampup[2]:,} samples"
+    lines = [
+        f"model: {num_params(run.model):,} parameters, feed-forward width "
+        f"{run.model.ffn_hidden_size}, {_precision(run, device)}",
+        f"devices: {run.world_size} x {run.device_type}, {dims.strategy}: {describe_axes(dims)}",
+        budget.need(run).summary,
+        sent_summary(sent(Step.of(run))),
+        f"batch: {batch.batch_size} sequences x {batch.dp_size} ranks x {batch.grad_accum_steps} "
+        f"accumulation steps = {batch.global_batch_size} sequences = {tokens:,} tokens per step{ramp}",
+        *(f"{name}: {reason}" for name, reason in run.chosen.items()),
+    ]
+    if run.model.attn_dropout:
+        weights = batch.batch_size * run.model.num_attention_heads * run.seq_length**2
+        size = plain(4 * weights / GIB, 2)
+        lines.append(f"attention: dropout keeps all weights, {size} GiB per layer and copy")
+    if isinstance(stream, TokenStream) and not run.config.data.use_dummy_dataset:
+        lines += describe_sources(stream, run.num_steps)
+    if epochs:
+        lines.append(f"length: {epochs}")
+    if held_out:
+        sources = (f"{each.group}/{each.name} {each.num_rows} sequences" for each in held_out)
+        lines.append(f"validation: {', '.join(sources)}")
+    return "\n".join(filter(None, [*lines, describe_saves(run, start.step)]))
+
+
+def describe_sources(stream: TokenStream, num_steps: int) -> Iterator[str]:
+    """Yields a line for each source: its tokens, its weight, and how often it is read to the end."""
+    used, sources = stream.consumption(num_steps), stream.corpus.sources
+    total = sum(source.weight for source in sources)
+    for source in sources:
+        tokens, epochs = used[source.name]["tokens"], used[source.name]["epoch"]
+        yield (
+            f"source {source.name}: {source.num_tokens:,} tokens, weight "
+            f"{plain(source.weight / total, 4)}; {tokens:,} tokens ({plain(epochs, 2)} epochs) are "
+            f"read to step {num_steps:,}"
+        )
+
+
+def _precision(run: RunConfig, device: torch.device) -> str:
+    if device.type != "cuda":
+        return run.precision.in_words
+    model = run.model
+    kernel = chosen_backend(model, DTYPES[run.precision.compute], device)
+    if run.config.data.document_mask or any(model.windows) or model.pos_emb == "alibi":
+        kernel = "flex"
+    if model.pos_emb == "relative":
+        kernel = "biased"
+    return f"{run.precision.in_words}, {kernel} attention"
+
+
+def describe_saves(run: RunConfig, start: int) -> str:
+    """Returns the size of a checkpoint and of all that the launch keeps; "" if it saves none."""
+    flags, last = run.config.checkpoint, run.num_steps
+    schedule = parse_schedule(flags.checkpoint_schedule, flags.checkpoint_interval)
+    steps, due = list[int](), schedule.next_after(start)
+    while due is not None and due < last and len(steps) < _MOST_COUNTED:
+        steps.append(due)
+        due = schedule.next_after(due)
+    steps += [last] if flags.save_last or schedule.is_due(last) else []
+    if not steps:
+        return ""
+    gib = checkpoint_bytes(run.config.optim, run.model, run.precision) / GIB
+    policy = KeepPolicy.from_config(flags)
+    deleted = len(policy.to_delete({step: TrainMetadata(step) for step in steps}))
+    kept = len(steps) - max(0, deleted - flags.keep_best)  # `keep_best` of these remain
+    more = "more than " * (len(steps) > _MOST_COUNTED)
+    return (
+        f"checkpoints: {plain(gib)} GiB each; {more}{len(steps):,} will be written, at most "
+        f"{kept:,} are kept, which need {plain(gib * kept)} GiB"
+    )
+
+
+def describe_axes(dims: ParallelDims) -> str:
+    """Returns the axes from the outermost to the innermost; axes of the model only if they are on."""
+    names = {
+        "pp": "pipeline",
+        "dp_replicate": "replicas",
+        "dp_shard": "shards",
+        "cp": "context",
+        "tp": "tensor",
+    }
+    shown = [axis for axis in AXES if axis in JOINED["dp"] or dims.size(axis) > 1]
+    return " x ".join(f"{dims.size(axis)} {names[axis]}" for axis in shown)
+
+
+def axes_across_nodes(dims: ParallelDims, local_world_size: int) -> str:
+    """Returns a warning if an axis with much communication leaves the node; else ""."""
+    spans = {"tp": dims.tp, "cp": dims.cp * dims.tp}
+    if dims.strategy == "hsdp":
+        spans["dp_shard"] = dims.dp_shard * dims.cp * dims.tp
+    across = [
+        axis for axis, span in spans.items() if dims.size(axis) > 1 and local_world_size % span
+    ]
+    if not across:
+        return ""
+    return (
+        f"groups of {', '.join(across)} leave the node, which has {local_world_size} devices: their "
+        "collectives use the slower network; smaller axes, or --pp_size, stay inside"
+    )
+
+
+def describe_ramp(batch: BatchPlan, start: int = 0, samples_seen: int = 0) -> str:
+    """Returns the batches of the steps after `start`, a line each: for how many steps, to where."""
+    lines = [f"batch ramp from step {start + 1}, {samples_seen:,} samples seen:"]
+    phases = batch.phases(samples_seen)
+    for phase, following in pairwise(phases):
+        lines.append(
+            f"  {phase.batch:,} sequences for {following.step - phase.step:,} steps, to step "
+            f"{start + following.step:,} and {samples_seen + following.sample:,} samples"
+        )
+    return "\n".join([*lines, f"  {phases[-1].batch:,} sequences from there"])
+
+
+def describe_prediction(
+    run: RunConfig, budget: MemoryBudget, device: torch.device
+) -> Iterator[str]:
+    """Yields the expected memory of a rank, and the expected speed of a GPU that is known."""
+    parts = budget.need(run).by_device(device.type, offload=run.config.parallel.cpu_offload)
+    need, available = parts[device.type].total / GIB, budget.available[device.type] / GIB
+    yield f"memory: about {need:.3g} GiB per rank, {available:.3g} available"
+    if device.type != "cuda":
+        return
+    name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+    if (known := known_device(name, memory)) is None:
+        yield f"speed: unknown for {name}"
+        return
+    step = Step.of(run)
+    seconds = sum(step_time(step, known, budget.world.local_size).values())
+    rate = step.tokens / seconds / run.world_size
+    yield f"speed: about {seconds:.3g} s per step, {rate:,.0f} tokens/s per {known.name}"
+
+
+def log_startup(
+    run: RunConfig,
+    resume: ResumePoint,
+    changes: Sequence[str],
+    budget: MemoryBudget,
+    device: torch.device,
+    corpus: Corpus | None,
+) -> None:
+    """Logs warnings, what the run starts from, and what this launch changes in it."""
+    world, start = budget.world, resume.start
+    warnings = [budget.warning(run), axes_across_nodes(run.dims, world.local_size)]
+    if corpus is not None and world.rank == 0:
+        warnings += unk_warnings(corpus.storage, [source.name for source in corpus.sources])
+    for warning in filter(None, warnings):
+        log.warning(warning)
+    log.info(resume.reason)
+    versions = (f"{name} {version}" for name, version in run.versions.items())
+    log_for_files(f"versions: {', '.join(versions)}")
+    log_for_files(describe_schedule(run, start))
+    if run.batch.rampup:
+        log_for_files(describe_ramp(run.batch, start.step, start.rows_seen))
+    for line in changes:
+        log.info(line)
+    if jump := learning_rate_jump(run, resume):
+        log.warning(jump)
+    if resume.saved is not None:
+        _log_end_of_decay(run, resume.saved, tokens_by_step(run, start))
+
+
+def _log_end_of_decay(run: RunConfig, saved: RunConfig, tokens_at: Callable[[int], int]) -> None:
+    """Notes that a longer run keeps the milestones of its schedule."""
+    in_tokens, end = run.milestones.in_tokens, run.milestones.decay_end
+    last = tokens_at(run.num_steps) if in_tokens else run.num_steps
+    decays = run.config.optim.lr_schedule != "constant"
+    if decays and run.num_steps > saved.num_steps and end < last:
+        unit = "token" if in_tokens else "step"
+        text = "note: the learning rate is constant from %s %d; --lr_decay=%d decays to the end"
+        log.info(text, unit, end, run.num_steps)
+
+
+def describe_schedule(run: RunConfig, start: TrainMetadata) -> str:
+    """Returns the milestones of the learning rate in steps, samples and tokens."""
+    milestones, tokens_at = run.milestones, tokens_by_step(run, start)
+    step_at = step_by_tokens(run, start)
+
+    def shown(position: int) -> str:
+        in_tokens = milestones.in_tokens
+        step = step_at(position) if in_tokens else position
+        tokens = position if in_tokens else tokens_at(position)
+        return f"step {step:,} ({tokens // run.seq_length:,} samples, {tokens:,} tokens)"
+
+    parts = {
+        "warmup to": milestones.warmup,
+        "decay from": milestones.decay_start,
+        "to": milestones.decay_end,
+    }
+    text = ", ".join(f"{name} {shown(position)}" for name, position in parts.items())
+    return f"learning rate: {run.config.optim.lr_schedule}, {text}"
+
+
+def describe_steps(run: RunConfig, start: int) -> str:
+    """Returns the run folder and the steps that this launch would train."""
+    steps = f"steps: {start + 1:,} to {run.num_steps:,}"
+    if start == run.num_steps:
+        steps = f"steps: none, the run is already finished at step {start}"
+    return f"run folder: {run.config.output_dir}\n{steps}"
+
+
+def warn_of_missing_labels(stream: Stream) -> None:
+    """Names the sources that have nearly no labels, by a few of their sequences."""
+    if not isinstance(stream, TokenStream):
+        return
+    with suppress(ShardError):  # the stream names the shard when it reaches it
+        for name, fraction in stream.sources_without_labels():
+            log.warning(
+                "source %s: %.1f %% of its tokens are labels, and a step without labels changes "
+                "nothing; check its loss masks (--loss_on) and hidden shards (--on_missing)",
+                name,
+                100 * fraction,
+            )
+
+
+def save_estimates(run: RunConfig, resume: ResumePoint, budget: MemoryBudget) -> tuple[float, int]:
+    """Returns the seconds of a save, by an earlier one or at 200 MB/s per node, and the bytes of
+    host memory that the copies of a rank may take."""
+    size = checkpoint_bytes(run.config.optim, run.model, run.precision)
+    ranks, loaded = budget.world.local_size, resume.checkpoint
+    known = loaded.metadata.save_s if loaded is not None else None
+    guess = size * ranks / run.world_size / 2e8
+    return guess if known is None else known, available_memory(torch.device("cpu"), ranks)

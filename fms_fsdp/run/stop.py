@@ -1,0 +1,191 @@
+"""When a launch ends before the run: signals, STOP file, steps, tokens, time. All ranks agree.
+
+What only one rank knows (a signal, the file, the clock, a full disk) is a request: the sum of the
+requests over all ranks comes with the number of labels, which each step reduces anyway. The launch
+then saves and ends as "resume_me": the same command resumes the run. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from fms_fsdp.config.training import TrainingConfig
+from fms_fsdp.run.status import RESUME_ME, RunStatus
+
+if TYPE_CHECKING:
+    from fms_fsdp.distributed.runtime import HostCopy
+    from fms_fsdp.state import TrainState
+
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+class StopSignals:
+    """SIGTERM, SIGINT, SIGUSR1, SIGHUP ask for a stop after the step; a second SIGINT interrupts.
+
+    A thread reads them from a pipe, because handlers do not run inside a collective. Before the
+    first step there is nothing to save, and the process ends at once.
+    """
+
+    def __init__(self, status: RunStatus) -> None:
+        self.name, self.can_save, self._status, self._interrupts = "", False, status, 0
+        self.came_to_peer = False  # a signal to another rank has ended the launch
+        self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+        self._pipe, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in _STOPS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._count)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def wait_for_agent(self) -> None:
+        """Waits up to 5 s for torchrun's signal, if another rank's signal ended the launch.
+
+        When nodes join, the agents stop their workers one after the other. A worker that ends well
+        before its own agent has asked would count as finished.
+        """
+        deadline = time.monotonic() + 5.0
+        while self.came_to_peer and self._agent and not self.name and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+
+    def _listen(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._pipe], [], [], 1.0)
+            for number in os.read(self._pipe, 64) if ready else b"":
+                if number in _STOPS:
+                    self._ask(signal.Signals(number).name)
+            if self._agent and os.getppid() != self._agent:
+                self._agent = 0
+                self._ask("the end of torchrun's agent")
+
+    def _ask(self, name: str) -> None:
+        self.name = self.name or name
+        if self._status.peer_failed():
+            os._exit(1)  # a save would wait for the peer
+        if not self.can_save:
+            self._status.abort(RESUME_ME, f"stopped by {name} before the first step")
+
+
+class StopControl:
+    """Sets `state.stop_reason` after the step at which this launch ends.
+
+    `save_s` and `eval_s`: what saving and evaluating may take if the launch ends now.
+    """
+
+    def __init__(
+        self,
+        cfg: TrainingConfig,
+        stop_file: Path,
+        signals: StopSignals,
+        is_main: bool,
+        eval_interval: int = 0,
+    ) -> None:
+        self.cfg, self.stop_file, self.signals, self.is_main = cfg, stop_file, signals, is_main
+        self.eval_interval, self.save_s, self.eval_s = eval_interval, 0.0, 0.0
+        self._longest_eval_s = self._eval_total_s = 0.0
+        self._step_began = self._slowest_step_s = self._file_checked = 0.0
+        self._pending: HostCopy | None = None
+
+    def check_start(self, state: TrainState) -> None:
+        """Ends the launch before its first step if `--exit_step` is reached already."""
+        if (limit := self.cfg.exit_step) and limit <= state.start:
+            state.stop_reason = f"--exit_step={limit} is reached"
+
+    def expect(self, state: TrainState, eval_total_s: float, save_s: float) -> None:
+        """Updates `save_s` and `eval_s` before a step; `eval_total_s`: of all evaluations so far."""
+        self._longest_eval_s = max(self._longest_eval_s, eval_total_s - self._eval_total_s)
+        self._eval_total_s, self.save_s = eval_total_s, save_s
+        soon = range(state.step + 1, state.step + 4)
+        is_due = self.eval_interval and any(step % self.eval_interval == 0 for step in soon)
+        self.eval_s = self._longest_eval_s if is_due else 0.0
+
+    def requests(self, state: TrainState) -> tuple[int, int, int, int]:
+        """Returns what this rank asks for before a step: signal, file, clock, records."""
+        now = self._step_began = time.monotonic()
+        by_file = by_clock = False
+        if self.is_main:
+            if now - self._file_checked >= 1.0:  # the file system may be slow
+                self._file_checked, by_file = now, self.stop_file.exists()
+            by_clock = any(left < self.margin_s() for left, _ in self._clocks())
+        return (
+            int(bool(self.signals.name)),
+            int(by_file),
+            int(by_clock),
+            int(bool(state.record_error)),
+        )
+
+    def update(self, state: TrainState, requests: HostCopy) -> None:
+        """Decides after a step; `requests`: the sums over all ranks.
+
+        On a GPU the requests of the step before count, so that the host does not wait for this one.
+        """
+        self.signals.can_save, cfg = True, self.cfg
+        if state.steps_in_launch > 1:  # the first step compiles
+            step_s = time.monotonic() - self._step_began
+            self._slowest_step_s = max(0.9 * self._slowest_step_s, step_s)
+        late, self._pending = self._pending, requests
+        known = late if requests.is_late else requests
+        by_signal, by_file, by_clock, by_records = known.read() if known else (0, 0, 0, 0)
+        samples, tokens = state.seen_in_launch
+        limits = {
+            "exit_interval": state.steps_in_launch,
+            "exit_step": state.step,
+            "exit_tokens": tokens,
+            "exit_samples": samples,
+        }
+        for name, reached in limits.items():
+            if (limit := getattr(cfg, name)) and reached >= limit:
+                state.stop_reason = f"--{name}={limit} is reached"
+        if by_records:
+            state.stop_reason = state.record_error or "rank 0 cannot write its records"
+        elif by_signal:
+            self.signals.came_to_peer = not self.signals.name
+            state.stop_reason = f"stopped by {self.signals.name or 'a signal to another rank'}"
+        elif by_file:
+            state.stop_reason = f"stopped by the file {self.stop_file}"
+        elif by_clock:
+            state.stop_reason = min(self._clocks(), default=(0.0, "the time limit is near"))[1]
+
+    def margin_s(self) -> float:
+        """Returns the time to end in: three steps, an evaluation, a save and a half, and 10 s."""
+        if self.cfg.exit_margin_s is not None:
+            return self.cfg.exit_margin_s
+        return 3 * self._slowest_step_s + self.eval_s + 1.5 * self.save_s + 10
+
+    def _clocks(self) -> Iterator[tuple[float, str]]:
+        """Yields the seconds left by each clock, and the reason when they are too few."""
+        if minutes := self.cfg.exit_duration_in_mins:
+            left = 60 * minutes - process_age_s()
+            yield left, f"--exit_duration_in_mins={minutes:g} is nearly over"
+        if (end := job_end()) is not None:
+            yield end - time.time(), "the end of the SLURM job is near"
+
+
+def job_end() -> float | None:
+    """Returns when the SLURM job ends, in seconds since 1970; None if SLURM gives no number."""
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]+)?", text) else None
+
+
+def process_age_s() -> float:
+    """Returns the seconds since this process was started; 0 if the kernel does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        return uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -1,0 +1,304 @@
+"""Text -> token shards: `python -m fms_fsdp prepare`."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fms_fsdp.config import flag
+from fms_fsdp.data.tokenizer import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    Vocabulary,
+    load_tokenizer,
+    parse_description,
+)
+from fms_fsdp.errors import UserError
+from fms_fsdp.tools.prepare.encode import ShardRecipe, ShardsConfig, TextReader, make_shards, note
+from fms_fsdp.tools.prepare.inputs import (
+    Document,
+    Slice,
+    TextFormat,
+    check_format,
+    file_format,
+    find_files,
+    parse_input,
+    plan_slices,
+    read_part,
+    unique_files,
+)
+from fms_fsdp.tools.prepare.writer import (
+    PreparedSource,
+    ShardInfo,
+    Stats,
+    check_plans,
+    describe,
+    lock_output,
+    save_tokenizer,
+)
+
+# part of every plan: raise it when the same input gives other shards
+_LAYOUT_VERSION = 1
+_BYTES_PER_TOKEN = 3  # sizes slices so that one rarely fills more than a shard
+_SHARD_OPTIONS = (
+    "text_key text_separator limit_docs min_tokens max_tokens dedup append_eos shard_tokens"
+)
+_TRAINING_OPTIONS = (
+    "vocab_size tokenizer_type tokenizer_sample_mb text_key text_separator limit_docs"
+)
+_SENTENCE_CHARS = 2048  # sentencepiece trains on pieces of documents
+_TRAINING_THREADS = 4  # fixed, because the trained model depends on it
+
+
+@dataclass(frozen=True)
+class PrepareConfig(ShardsConfig):
+    """The texts to read, how they become tokens, and where the shards are written."""
+
+    tokenizer: str = flag(
+        "",
+        "byte, a model file, a tokenizer.json or a folder (default: the output's own)",
+        form="path",
+    )
+    train_tokenizer: bool = flag(
+        False, "train a sentencepiece model on a sample of the inputs first"
+    )
+    vocab_size: int | None = flag(
+        None, "tokens of the model (default: 32000)", min=300, max=1 << 20
+    )
+    tokenizer_type: str = flag("bpe", "kind of the new model", choices=("bpe", "unigram"))
+    tokenizer_sample_mb: int = flag(64, "MB of text to train the model on", min=1)
+    eos_token: str = flag(
+        "", "token that ends a document (default: the EOS token of the tokenizer)"
+    )
+    bos_token: str = flag(
+        "", "token stored at the start of each document, e.g. <s> (default: none)"
+    )
+    append_eos: bool = flag(
+        False, "store the EOS token in the shards (default: the loader adds it)"
+    )
+    text_key: str = flag(
+        "text", "JSON key or column of the text; a.b is a field, a,b joins two by a line end"
+    )
+    prompt_key: str = flag("", "JSON key or column of a prompt, to which the text is the response")
+    text_separator: str = flag(
+        "", r"end of a document in text files, with \n, \t (default: none)", form="text"
+    )
+    include: tuple[str, ...] = flag((), "patterns of files to read, e.g. *.py,*.md (default: all)")
+    exclude: tuple[str, ...] = flag((), "patterns of files to skip, e.g. test/*")
+    min_tokens: int = flag(1, "drop documents of fewer tokens", min=1)
+    max_tokens: int | None = flag(None, "drop documents of more tokens", min=1)
+    limit_docs: int | None = flag(None, "read at most N documents of each source", min=1)
+    dedup: bool = flag(
+        False, "drop exact copies of earlier documents, over all sources of this call"
+    )
+    max_bad_lines: int = flag(100, "stop if a source has more malformed records", min=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train_tokenizer and self.tokenizer:
+            rule = f"--tokenizer={self.tokenizer} and --train_tokenizer cannot be used together"
+            raise UserError(f"{rule}; remove one")
+        if self.vocab_size is not None and not self.train_tokenizer:
+            raise UserError(f"--vocab_size={self.vocab_size} requires --train_tokenizer; add it")
+        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
+            raise UserError(
+                f"--max_tokens={self.max_tokens} must not be below --min_tokens={self.min_tokens}"
+            )
+
+    @property
+    def form(self) -> TextFormat:
+        separator = self.text_separator.replace("\\n", "\n").replace("\\t", "\t")
+        return TextFormat(self.text_key, separator, self.prompt_key)
+
+
+def prepare(config: PrepareConfig) -> dict[str, Stats]:
+    """Writes shards of the inputs and returns statistics by source.
+
+    Raises:
+        UserError: bad options or inputs, or an output made from others.
+    """
+    sources = [
+        _find_source(config, name, paths) for name, paths in parse_input(config.input).items()
+    ]
+    with lock_output(config.folder):
+        vocabulary = _choose_tokenizer(config, sources)
+        tokenizer = vocabulary.kept_in(config.folder)
+        bos_id = load_tokenizer(tokenizer).token_id(config.bos_token) if config.bos_token else None
+        if config.bos_token and bos_id is None:
+            raise UserError(
+                f"--bos_token={config.bos_token} is not a token of the tokenizer; use another"
+            )
+        lengths = config.min_tokens, config.max_tokens
+        eos = vocabulary.eos_token
+        reader = TextReader(config.form, tokenizer, eos, config.append_eos, *lengths, bos_id)
+        stored = config.append_eos, bool(config.prompt_key), bos_id
+        info = ShardInfo(vocabulary.size, vocabulary.eos_id, vocabulary.digest, *stored)
+        limits = config.shard_tokens, config.max_bad_lines, config.dedup
+        return make_shards(config, sources, ShardRecipe(reader, info, config.split, *limits))
+
+
+def _find_source(config: PrepareConfig, name: str, paths: Sequence[str]) -> PreparedSource:
+    found = (find_files(path, config.include, config.exclude, config.folder) for path in paths)
+    files = unique_files(file for files in found for file in files)
+    for file in files:
+        check_format(file.path, config.form)
+    slices = plan_slices(
+        files, config.shard_tokens * _BYTES_PER_TOKEN, config.form, config.limit_docs
+    )
+    return PreparedSource(name, files, tuple(slices), config.folder)
+
+
+def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) -> Vocabulary:
+    """Returns the tokenizer of the output: given, trained, or already there; checks and writes the plans.
+
+    Raises:
+        UserError: a source of the output was made with another, or with other inputs or options.
+    """
+    output = config.folder
+    path = output / "meta" / "tokenizer.json"
+    known, trained_on = (
+        parse_description(path.read_bytes(), str(path)) if path.is_file() else (None, None)
+    )
+    training: dict[str, Any] | None = None
+    if config.train_tokenizer:
+        training = {name: getattr(config, name) for name in _TRAINING_OPTIONS.split()}
+        training["inputs"] = {source.name: source.inputs_digest for source in sources}
+    is_known = known is not None and (trained_on == training if training else not config.tokenizer)
+    if known is not None and is_known:
+        tokenizer = load_tokenizer(known.kept_in(output), config.eos_token or known.eos_token)
+        if tokenizer.vocabulary.digest != known.digest:
+            rule = f"has another tokenizer: {known.file_name} was changed after its use"
+            raise UserError(f"--output={output} {rule}; restore the file")
+    elif training:
+        if known and not config.overwrite:
+            rule = "has a tokenizer that was not trained on these inputs with these options"
+            remedy = (
+                "remove --train_tokenizer to use it, choose another folder, or --overwrite=True"
+            )
+            raise UserError(f"--output={output} {rule}; {remedy}")
+        tokenizer = _train(config, sources)
+    elif config.tokenizer:
+        tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
+    else:
+        raise UserError(
+            "--tokenizer is missing; set byte, a model file or a folder, or --train_tokenizer"
+        )
+    vocabulary = tokenizer.vocabulary
+    plans = [_plan(config, source, vocabulary, sources) for source in sources]
+    check_plans(output, sources, plans, config.overwrite)
+    if not is_known:
+        save_tokenizer(output, tokenizer, training)
+    return vocabulary
+
+
+def _plan(
+    config: PrepareConfig,
+    source: PreparedSource,
+    vocabulary: Vocabulary,
+    sources: Sequence[PreparedSource],
+) -> dict[str, Any]:
+    """Returns everything that the shards of a source depend on, in the types that JSON reads back."""
+    is_later_layout = any(file_format(file.path) in ("json", "arrow") for file in source.files)
+    return {
+        "layout": _LAYOUT_VERSION + is_later_layout,
+        "inputs": source.inputs_digest,
+        "tokenizer_digest": vocabulary.digest,
+        "eos_id": vocabulary.eos_id,
+        "split": [ratio / sum(config.split) for ratio in config.split],
+        **{name: getattr(config, name) for name in _SHARD_OPTIONS.split()},
+        **{name: value for name in ("prompt_key", "bos_token") if (value := getattr(config, name))},
+        "dedup_over": [f"{other.name}:{other.inputs_digest}" for other in sources]
+        if config.dedup
+        else [],
+    }
+
+
+def _train(config: PrepareConfig, sources: Sequence[PreparedSource]) -> Tokenizer:
+    slices = [part for source in sources for part in source.slices]
+    texts = list(sample_texts(slices, config.form, config.tokenizer_sample_mb * 10**6))
+    size, size_mb = config.vocab_size or 32_000, sum(map(len, texts)) / 1e6
+    note(f"training a {config.tokenizer_type} tokenizer of {size} tokens on {size_mb:.1f} MB")
+    model = train_sentencepiece(texts, size, config.tokenizer_type)
+    return SentencePieceTokenizer(model, "trained", config.eos_token)
+
+
+def sample_texts(slices: Sequence[Slice], form: TextFormat, budget: int) -> Iterator[str]:
+    """Yields documents spread evenly over the slices, about `budget` bytes; reads at most 16 times that."""
+    total = sum(part.num_bytes for part in slices)
+    step = max(1, round(total / (16 * budget)))
+    ratio = min(1.0, budget * step / max(1, total))
+    seen = taken = 0
+    for part in (part for selected in slices[::step] for part in selected.parts):
+        for record in read_part(part, form):
+            if isinstance(record, Document):
+                seen += len(record.data)
+                if taken < ratio * seen and taken < budget:
+                    taken += len(record.data)
+                    yield record.text
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
+    """Trains a sentencepiece model (`bpe` or `unigram`); equal texts give equal bytes.
+
+    Ids: 0 UNK, 1 BOS, 2 EOS, then 256 bytes that spell missing characters. Pieces may span line ends and
+    runs of spaces, which are frequent in source code; digits are separate.
+
+    Raises:
+        UserError: too little text for the vocabulary, or too many characters.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_sentences(texts),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=True,
+            character_coverage=0.9999,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            max_sentence_length=16 * _SENTENCE_CHARS,
+            num_threads=_TRAINING_THREADS,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            minloglevel=3,
+        )
+    except RuntimeError as error:
+        rule = f"must fit the text: {str(error).strip().splitlines()[-1]}; change it or add text"
+        if minimum := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
+            rule = f"is too low for this text, whose characters take {minimum[1]}; raise it"
+        elif maximum := re.search(r"value <= (\d+)", str(error)):
+            rule = f"is too high for this text: at most {maximum[1]}; lower it or add text"
+        raise UserError(f"--vocab_size={vocab_size} {rule}") from error
+    return model.getvalue()
+
+
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
+    """Splits texts before line ends: sentencepiece drops a line end at the end of a sentence."""
+    for text in texts:
+        start = 0
+        while start < len(text):
+            stop = start + _SENTENCE_CHARS
+            if stop < len(text) and (line_end := text.rfind("\n", start + 1, stop)) > 0:
+                stop = line_end
+            yield text[start:stop]
+            start = stop
+
+
+def main(config: PrepareConfig) -> None:
+    """Runs the command and prints the statistics."""
+    stats = prepare(config)
+    print(describe(stats))
+    advice = shlex.quote(f"--data_path={config.output}")
+    print(f"shards, tokenizer and counts are in {config.output}; train with {advice}")

@@ -1,0 +1,456 @@
+"""The output of `prepare` and `convert`: shards, their journal, and how a folder becomes complete.
+
+    OUT/SOURCE/shard-00000.arrow …    OUT/tokenizer.model
+    OUT/meta/                         counts.csv, summary.json, tokenizer.json
+    OUT/validation/, OUT/test/        data folders of their own with the same sources
+    OUT/.partial/SOURCE/SPLIT/…       shards of a source in progress
+    OUT/meta/prepare/SOURCE/          its journal: plan.json, slice-N.json
+
+A source folder appears complete or not at all, a journal entry is written after its shards, and the counts
+file is written last: so a command that was killed resumes when it is run again.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import pyarrow as pa
+
+from fms_fsdp.atomic import write_atomically, write_json
+from fms_fsdp.data.kept_tokenizer import unk_warning
+from fms_fsdp.data.shards import NO_LOSS
+from fms_fsdp.data.tokenizer import Tokenizer, Tokens
+from fms_fsdp.errors import UserError
+from fms_fsdp.run.run_dir import lock_folder
+from fms_fsdp.safe_names import safe_name
+from fms_fsdp.tools.prepare.inputs import Document, InputFile, Problem, Slice
+from fms_fsdp.tools.table import table
+
+SPLITS = ("train", "validation", "test")
+MAX_BATCH_DOCUMENTS, MAX_BATCH_TOKENS = 65_536, 1 << 22
+_SHOWN_BAD = 5
+
+
+class ShardEntry(TypedDict):
+    """A shard in the journal."""
+
+    split: str
+    file: str
+    documents: int
+    tokens: int
+    bytes: int
+
+
+class SliceResult(TypedDict):
+    """A journal entry."""
+
+    shards: list[ShardEntry]
+    stats: dict[str, Any]
+
+
+# Shards
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """The metadata of a shard.
+
+    Attributes:
+        sep_token: ends each document; stored (`has_eos`) or added by the loader.
+        has_masks: tokens of prompts carry the bit NO_LOSS.
+        bos_id: the token that may begin documents; None for none, -1 if unknown.
+    """
+
+    vocab_size: int
+    sep_token: int
+    tokenizer_digest: str
+    has_eos: bool = False
+    has_masks: bool = False
+    bos_id: int | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(
+            np.uint16 if self.vocab_size <= 1 << 16 and not self.has_masks else np.uint32
+        )
+
+
+class ShardWriter:
+    """Collects documents in memory and writes them as one Arrow IPC file.
+
+    The file has one column `tokens: large_list<uint16|uint32>`, not null and uncompressed. The metadata of
+    its schema depends on all documents, so a shard is written when it is complete. The same documents give
+    the same bytes.
+    """
+
+    def __init__(self, path: Path, info: ShardInfo) -> None:
+        self.path, self.info = path, info
+        self.num_documents = self.num_tokens = 0
+        self._max_token_id, self._has_bos = 0, info.bos_id is not None
+        self._documents, self._batch_tokens = list[Tokens](), 0
+        self._batches: list[pa.Array] = []
+
+    def add(self, tokens: Tokens) -> None:
+        """Appends a document. Raises: UserError: an id is outside the vocabulary."""
+        ids = tokens & (NO_LOSS - 1) if self.info.has_masks else tokens
+        if len(ids):
+            low, high = 0 if ids.dtype.kind == "u" else int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.info.vocab_size:
+                bad = low if low < 0 else high
+                raise UserError(
+                    f"token id ({bad}) must be in [0, {self.info.vocab_size}), the vocabulary"
+                )
+            self._max_token_id = max(self._max_token_id, high)
+        self._has_bos &= bool(len(ids)) and int(ids[0]) & (NO_LOSS - 1) == self.info.bos_id
+        self._documents.append(tokens.astype(self.info.dtype, copy=False))
+        self._batch_tokens += len(tokens)
+        self.num_documents += 1
+        self.num_tokens += len(tokens)
+        if len(self._documents) == MAX_BATCH_DOCUMENTS or self._batch_tokens >= MAX_BATCH_TOKENS:
+            self._close_batch()
+
+    def _close_batch(self) -> None:
+        offsets = np.zeros(len(self._documents) + 1, dtype=np.int64)
+        np.cumsum([len(document) for document in self._documents], out=offsets[1:])
+        values = pa.array(np.concatenate(self._documents))
+        self._batches.append(pa.LargeListArray.from_arrays(pa.array(offsets), values))
+        self._documents, self._batch_tokens = [], 0
+
+    def finish(self) -> int:
+        """Writes the shard atomically; returns its size in bytes."""
+        if self._documents:
+            self._close_batch()
+        info = self.info
+        metadata = {
+            "n_docs": str(self.num_documents),
+            "n_tokens": str(self.num_tokens),
+            "max_token_id": str(self._max_token_id),
+            "tokenizer_digest": info.tokenizer_digest,
+            "vocab_size": str(info.vocab_size),
+            "sep_token": str(info.sep_token),
+            "dtype": info.dtype.name,
+            **({"has_bos": str(self._has_bos).lower()} if info.bos_id != -1 else {}),
+            "has_eos": str(info.has_eos).lower(),
+            **({"has_masks": "true"} if info.has_masks else {}),
+        }
+        column = pa.field("tokens", pa.large_list(pa.from_numpy_dtype(info.dtype)), nullable=False)
+        schema = pa.schema([column], metadata=metadata)
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        with open(temporary, "wb") as file:
+            with pa.ipc.new_file(file, schema) as writer:
+                for batch in self._batches:
+                    writer.write_batch(pa.record_batch([batch], schema=schema))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path)
+        self._batches = []
+        return self.path.stat().st_size
+
+
+# Statistics
+
+
+@dataclass
+class Stats:
+    """Sums over records, as the journal stores them.
+
+    `lengths[b]` counts documents of [2^(b-1), 2^b) tokens; b is a string because JSON keys are.
+    """
+
+    records: int = 0
+    documents: int = 0
+    tokens: int = 0
+    chars: int = 0
+    num_bytes: int = 0
+    num_bad: int = 0
+    bad: list[str] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[str] = field(default_factory=Counter)
+    unk_tokens: int = 0
+
+    def skip(self, problem: Problem) -> None:
+        """Counts a record that is not used."""
+        self.records += 1
+        self.left_out[problem.reason] += 1
+        if problem.malformed:
+            self.num_bad += 1
+            self.bad = [*self.bad, f"{problem.where} {problem.reason}"][:_SHOWN_BAD]
+
+    def add(self, num_tokens: int, document: Document | None, unk_tokens: int = 0) -> None:
+        """Counts a document of `num_tokens` tokens, and its text if it was read as text."""
+        self.records += 1
+        self.documents += 1
+        self.tokens += num_tokens
+        self.unk_tokens += unk_tokens
+        self.lengths[str(num_tokens.bit_length())] += 1
+        if document is not None:
+            self.chars += len(document.text)
+            self.num_bytes += len(document.data)
+
+    @staticmethod
+    def merge(contents: Iterable[Mapping[str, Any]]) -> Stats:
+        """Returns the sums of several, each as `vars` or the journal gives it."""
+        total = Stats()
+        for content in contents:
+            for name, value in content.items():
+                if isinstance(own := getattr(total, name), Counter):
+                    own.update(value)
+                else:
+                    setattr(total, name, own + value)
+        total.bad = total.bad[:_SHOWN_BAD]
+        return total
+
+    @property
+    def unk_fraction(self) -> float:
+        """The fraction of tokens that stand for text outside the vocabulary."""
+        return self.unk_tokens / max(1, self.tokens)
+
+    def reasons(self) -> str:
+        """Returns why records were skipped, the most frequent reason first."""
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.most_common())
+
+
+def describe(stats: Mapping[str, Stats]) -> str:
+    """Returns a table of the sources, examples of malformed records, and warnings."""
+    total, rows = Stats.merge(map(vars, stats.values())), list[Sequence[str]]()
+    for name, part in [*stats.items(), ("total", total)]:
+        per_token = f"{part.chars / part.tokens:.2f}" if part.chars else "–"
+        unk = f"{part.unk_fraction:.3%}" if part.chars else "–"
+        per_document = f"{part.tokens / max(1, part.documents):,.0f}"
+        counts = f"{part.documents:,}", f"{part.tokens:,}", per_token, per_document, unk
+        rows.append((name, *counts, part.reasons() or "nothing"))
+    head = ("source", "documents", "tokens", "chars/token", "tokens/doc", "<unk>", "left out")
+    lines = [table(head, rows, (0, 6))]
+    for name, part in stats.items():
+        lines += map("malformed: {}".format, part.bad)
+        if warning := unk_warning(name, part.unk_fraction):
+            lines.append(f"warning: {warning}")
+    return "\n".join(lines)
+
+
+# The output folder
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """A source of this call and its folders in the output."""
+
+    name: str
+    files: tuple[InputFile, ...]
+    slices: tuple[Slice, ...]
+    output: Path
+
+    @property
+    def journal(self) -> Path:
+        return self.output / "meta" / "prepare" / self.name
+
+    @property
+    def partial(self) -> Path:
+        return self.output / ".partial" / self.name
+
+    def final(self, split: str) -> Path:
+        return self.output / self.name if split == SPLITS[0] else self.output / split / self.name
+
+    @functools.cached_property
+    def inputs_digest(self) -> str:
+        listing = [(file.name, file.size, file.mtime_ns) for file in self.files]
+        return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
+
+    def finished(self) -> dict[int, SliceResult]:
+        """Returns the journal entries whose shards exist; none if a published part lost a shard."""
+        results = {}
+        for part in self.slices:
+            path = self.journal / f"slice-{part.index:05d}.json"
+            if path.is_file() and all(map(self._exists, (result := _read_entry(path))["shards"])):
+                results[part.index] = result
+        is_unpublished = all(
+            (self.partial / split).is_dir() for split in splits_of(results.values())
+        )
+        return results if is_unpublished or len(results) == len(self.slices) else {}
+
+    def _exists(self, shard: ShardEntry) -> bool:
+        folder = self.partial / shard["split"]
+        path = (folder if folder.is_dir() else self.final(shard["split"])) / shard["file"]
+        return path.is_file() and path.stat().st_size == shard["bytes"]
+
+    def publish(self, splits: set[str]) -> None:
+        """Moves the finished folders of `splits` to their places, or continues an interrupted call."""
+        for pattern in ("hashes-*.npy", "duplicates-*.npy", ".*.tmp"):
+            for path in self.journal.glob(pattern):
+                path.unlink()
+        if not self.partial.is_dir():
+            return
+        for split in SPLITS:
+            made, final = self.partial / split, self.final(split)
+            if split in splits and not made.is_dir():
+                continue  # published before the interruption
+            shutil.rmtree(final, ignore_errors=True)  # of an overwritten source
+            if split in splits:
+                final.parent.mkdir(parents=True, exist_ok=True)
+                made.rename(final)
+        shutil.rmtree(self.partial)
+
+
+def splits_of(results: Iterable[SliceResult]) -> set[str]:
+    """Returns the splits that have shards."""
+    return {shard["split"] for result in results for shard in result["shards"]}
+
+
+@contextmanager
+def lock_output(output: Path) -> Iterator[None]:
+    """Creates the folder and locks it against a second command; removes it if it stays empty."""
+    created = [folder for folder in (output, *output.parents) if not folder.exists()]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output={output} cannot be created: {error.strerror}; choose another"
+        ) from error
+    with lock_folder(output, patience_s=0.0, remedy="wait for its end, or choose another --output"):
+        try:
+            yield
+        finally:
+            if created and os.listdir(output) == [".lock"]:
+                (output / ".lock").unlink()
+                for folder in created:
+                    folder.rmdir()
+
+
+def save_tokenizer(
+    output: Path, tokenizer: Tokenizer, trained_on: dict[str, Any] | None = None
+) -> None:
+    """Saves a copy of the tokenizer with the shards, and its description meta/tokenizer.json."""
+    tokenizer.save(output)
+    write_json(
+        output / "meta" / "tokenizer.json",
+        {**asdict(tokenizer.vocabulary), "trained_on": trained_on},
+    )
+
+
+def check_plans(
+    output: Path,
+    sources: Sequence[PreparedSource],
+    plans: Sequence[dict[str, Any]],
+    overwrite: bool,
+) -> None:
+    """Compares this call with the output, and writes the plans of its sources.
+
+    A plan contains everything that the shards of a source depend on.
+
+    Raises:
+        UserError: a source was made differently, by another program, or with another tokenizer.
+    """
+    known = {
+        path.parent.name: json.loads(path.read_text()) for path in _journals(output, "plan.json")
+    }
+    digest, names = plans[0]["tokenizer_digest"], [source.name for source in sources]
+    for name, plan in known.items():
+        other = plan["tokenizer_digest"]
+        if name not in names and other and digest and other != digest:
+            remedy = (
+                "remove --tokenizer and --train_tokenizer to use that one, or choose another folder"
+            )
+            raise UserError(
+                f"--output={output} contains source {name} made with another tokenizer; {remedy}"
+            )
+    changed = [
+        source
+        for source, plan in zip(sources, plans, strict=True)
+        if known.get(source.name) != plan
+    ]
+    for source, plan in zip(sources, plans, strict=True):
+        old = known.get(source.name)
+        if overwrite or old == plan:
+            continue
+        if old is not None:
+            keys = ", ".join(key for key in sorted({*plan, *old}) if old.get(key) != plan.get(key))
+            rule = f"contains source {source.name} made with other {keys}"
+            raise UserError(f"--output={output} {rule}; choose another folder, or --overwrite=True")
+        if source.final(SPLITS[0]).exists():
+            rule = f"has a folder {source.name} that prepare did not make"
+            raise UserError(f"--output={output} {rule}; choose another name or folder")
+    for source, plan in zip(sources, plans, strict=True):
+        if source in changed:
+            shutil.rmtree(source.journal, ignore_errors=True)
+            shutil.rmtree(source.partial, ignore_errors=True)
+            write_json(source.journal / "plan.json", plan)
+
+
+def publish(
+    output: Path,
+    sources: Sequence[PreparedSource],
+    results: Mapping[str, Mapping[int, SliceResult]],
+) -> dict[str, Stats]:
+    """Publishes the sources and writes the counts; returns the statistics of each.
+
+    Raises:
+        UserError: a source is empty.
+    """
+    stats = {}
+    for name, found in ((source.name, results[source.name]) for source in sources):
+        stats[name] = Stats.merge(found[index]["stats"] for index in sorted(found))
+        if SPLITS[0] not in splits_of(found.values()):
+            reasons = stats[name].reasons() or "no records"
+            raise UserError(
+                f"--input: source {name} has no documents to train on: {reasons}; check the input"
+            )
+    for source in sources:
+        source.publish(splits_of(results[source.name].values()))
+    with suppress(OSError):
+        (output / ".partial").rmdir()  # unless another source is in progress
+    _write_counts(output)
+    return stats
+
+
+def _journals(output: Path, pattern: str = "") -> list[Path]:
+    return sorted((output / "meta" / "prepare").glob(f"*/{pattern}"))
+
+
+def _read_entry(path: Path) -> SliceResult:
+    """Reads a journal entry. Raises: UserError: it names files other than shards of its source."""
+    try:
+        result: SliceResult = json.loads(path.read_text())
+        named = [(shard["split"], shard["file"]) for shard in result["shards"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        named = [("", "")]
+    for split, file in named:
+        if split not in SPLITS:
+            raise UserError(f"{path} was not written by prepare; remove the file")
+        safe_name(file, str(path))
+    return result
+
+
+def _write_counts(output: Path) -> None:
+    """Writes counts and statistics of all published sources, also of earlier calls."""
+    rows, summary = defaultdict[str, list[tuple[str, int, int]]](list), dict[str, Any]()
+    for journal in _journals(output):
+        if (output / ".partial" / journal.name).exists() or not (output / journal.name).is_dir():
+            continue
+        results = list(map(_read_entry, sorted(journal.glob("slice-*.json"))))
+        for shard in (shard for result in results for shard in result["shards"]):
+            name = f"{journal.name}/{shard['file']}"
+            rows[shard["split"]].append((name, shard["documents"], shard["tokens"]))
+        stats = Stats.merge(result["stats"] for result in results)
+        summary[journal.name] = {**vars(stats), "unk_fraction": round(stats.unk_fraction, 6)}
+    write_json(output / "meta" / "summary.json", summary)
+    for split in reversed(SPLITS):
+        path = (output if split == SPLITS[0] else output / split) / "meta" / "counts.csv"
+        if rows[split] or path.exists():
+            text = io.StringIO()
+            writer = csv.writer(text, lineterminator="\n")
+            writer.writerow(("dataset/filename", "documents", "tokens"))
+            writer.writerows(sorted(rows[split]))
+            write_atomically(path, text.getvalue(), sync=True)

@@ -1,0 +1,299 @@
+"""The stream from an object store: a real S3 protocol server on loopback, and connections that break."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from pyarrow import fs
+
+from fms_fsdp.data import storage
+from fms_fsdp.data.corpus import open_corpus
+from fms_fsdp.data.storage import PAGE, Storage, max_open_files
+from tests.data.corpora import Files, write_corpus
+
+SIZES = {"web": [90_000, 300, 40_000], "lang=en/dataset=code": [50_000]}
+LAYOUTS = ("lists", "scalars")
+needs_moto = pytest.mark.skipif(
+    importlib.util.find_spec("moto") is None,
+    reason="needs moto's S3 server: pip install -e '.[dev]'",
+)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
+    return {
+        name: write_corpus(tmp_path_factory.mktemp(name), SIZES, layout=name, mean=300)
+        for name in LAYOUTS
+    }
+
+
+@pytest.fixture(scope="module")
+def s3_port(local: dict[str, Files]) -> Iterator[int]:
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        _, port = server.get_host_and_port()
+        store = fs.S3FileSystem(
+            access_key="test",
+            secret_key="test",
+            region="us-east-1",
+            scheme="http",
+            endpoint_override=f"127.0.0.1:{port}",
+            allow_bucket_creation=True,
+        )
+        store.create_dir("corpus")
+        for name, files in local.items():
+            fs.copy_files(
+                str(files.root),
+                f"corpus/{name}",
+                destination_filesystem=store,
+                source_filesystem=fs.LocalFileSystem(),
+            )
+        yield port
+    finally:
+        server.stop()
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def s3_uri(path: str, port: int) -> str:
+    return f"s3://{path}?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+
+
+def check_same_batches(files: Files, data_path: str, steps: int = 4) -> Storage:
+    """Compares the batches of a store with those of the local copy; returns the store."""
+    settings = {"seq_length": 64, "logical_shards": 4}
+    with (
+        files.stream(8, **settings) as here,
+        files.stream(8, data_path=data_path, **settings) as there,
+    ):
+        for _ in range(steps):
+            for a, b in zip(here.next_batch(), there.next_batch(), strict=True):
+                assert torch.equal(a, b)
+        assert here.state_dict() == there.state_dict()
+        assert not here.corpus.storage.is_remote
+        return cast(Storage, there.corpus.storage)
+
+
+@needs_moto
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_s3_batches_equal_local_ones(local: dict[str, Files], s3_port: int, layout: str) -> None:
+    store = check_same_batches(local[layout], s3_uri(f"corpus/{layout}", s3_port))
+    pages = sum(-(-size // PAGE) for size in store.sizes.values())
+    assert store._pages is not None and 0 < store._pages.num_fetched <= pages  # each at most once
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_file_uri_batches_equal_local_ones(local: dict[str, Files], layout: str) -> None:
+    check_same_batches(local[layout], local[layout].root.as_uri())
+
+
+class Proxy:
+    """Passes TCP connections on to a port; the first `num_cuts` answers with a large body are cut after
+    `cut_at` bytes."""
+
+    def __init__(self, port: int, num_cuts: int, cut_at: int = 20_000) -> None:
+        self._target, self.cuts_left, self._cut_at = port, num_cuts, cut_at
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._open: list[socket.socket] = [self._server]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._open += [near, far]
+                threading.Thread(target=self._pump, args=(near, far, False), daemon=True).start()
+                threading.Thread(target=self._pump, args=(far, near, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                passed += len(data)
+                if answers and passed > self._cut_at and self.cuts_left > 0:
+                    self.cuts_left -= 1
+                    break
+                sink.sendall(data)
+        for side in (source, sink):
+            with contextlib.suppress(OSError):
+                side.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for side in self._open:
+            with contextlib.suppress(OSError):
+                side.shutdown(socket.SHUT_RDWR)
+            side.close()
+
+
+@needs_moto
+def test_a_connection_that_drops_in_the_middle_of_a_body_is_tried_again(
+    local: dict[str, Files], s3_port: int
+) -> None:
+    proxy = Proxy(s3_port, num_cuts=3)
+    try:
+        check_same_batches(local["lists"], s3_uri("corpus/lists", proxy.port))
+    finally:
+        proxy.close()
+    assert proxy.cuts_left == 0
+
+
+def test_a_dead_endpoint_is_refused_in_one_line_within_bounded_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    start = time.monotonic()
+    with pytest.raises(
+        OSError,
+        match="^--data_path=s3://corpus/lists cannot be listed: .*; check credentials and network",
+    ) as e:
+        Storage(s3_uri("corpus/lists", port))
+    assert time.monotonic() - start < 10 and "\n" not in str(e.value)
+
+
+@needs_moto
+def test_what_is_not_there_is_refused_in_one_line(local: dict[str, Files], s3_port: int) -> None:
+    for path in ("nobucket/x", "corpus/nowhere"):
+        with pytest.raises(
+            FileNotFoundError, match=f"^--data_path=s3://{path} does not exist; correct"
+        ) as e:
+            open_corpus(local["lists"].section(data_path=s3_uri(path, s3_port)))
+        assert "\n" not in str(e.value)
+    with pytest.raises(FileNotFoundError, match=r"not in s3://corpus/lists"):
+        Storage(s3_uri("corpus/lists", s3_port))._open("web/shard-00009.arrow")
+
+
+@pytest.mark.parametrize("uri", ["ftp://host/x", "s4://corpus"])
+def test_unknown_schemes_are_refused(local: dict[str, Files], uri: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^--data_path={uri} must be a folder or begin with one of s3://"
+    ):
+        open_corpus(local["lists"].section(data_path=uri))
+
+
+class Flaky:
+    """A file of random bytes in a file system whose reads fail: fails[i] is raised by read i."""
+
+    def __init__(self, size: int, fails: list[Exception] | None = None) -> None:
+        self.data = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8).tobytes()
+        self.fails, self.num_reads = fails or [], 0
+
+    def get_file_info(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
+        return [
+            fs.FileInfo(f"top/{name}", type=fs.FileType.File, size=len(self.data))
+            for name in ("a/b", ".hidden")
+        ]
+
+    def open_input_file(self, path: str) -> Flaky:
+        return self
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        self.num_reads += 1
+        if self.fails:
+            raise self.fails.pop(0)
+        return self.data[offset : offset + size]
+
+
+@pytest.fixture
+def open_flaky(monkeypatch: pytest.MonkeyPatch) -> Callable[[Flaky], Storage]:
+    def opened(store: Flaky) -> Storage:
+        monkeypatch.setattr(storage, "_open_filesystem", lambda *_: (store, "top"))
+        return Storage("s3://key:secret@top/x?region=r")
+
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    return opened
+
+
+def test_reads_are_exact_and_the_cache_is_bounded(
+    open_flaky: Callable[[Flaky], Storage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "CACHE_BYTES", 16 * PAGE)
+    store, rng = Flaky(100 * PAGE + 77), np.random.default_rng(1)
+    files = open_flaky(store)
+    assert list(files.sizes) == ["a/b"] and files.root == "s3://top/x"  # no secret
+    assert files._pages is not None
+    for _ in range(400):
+        offset = int(rng.integers(0, len(store.data)))
+        size = int(rng.choice([1, 500, PAGE, 5 * PAGE]))
+        if rng.random() < 0.3:
+            files.prefetch("a/b", [(offset, min(offset + 3 * PAGE, len(store.data)))])
+        assert files.read("a/b", size, offset) == store.data[offset : offset + size]
+        assert len(files._pages._slots) <= 16 and len(files._pages._coming) <= 100
+    files.close()
+    assert files.read("a/b", 9, 3 * PAGE - 4) == store.data[3 * PAGE - 4 : 3 * PAGE + 5]
+
+
+def test_prefetched_pages_are_read_once(open_flaky: Callable[[Flaky], Storage]) -> None:
+    store = Flaky(64 * PAGE)
+    files = open_flaky(store)
+    files.prefetch("a/b", [(0, PAGE), (PAGE, 8 * PAGE), (40 * PAGE, 40 * PAGE + 10)])
+    for _ in range(2):
+        assert files.read("a/b", 8 * PAGE, 0) == store.data[: 8 * PAGE]
+        assert files.read("a/b", 10, 40 * PAGE) == store.data[40 * PAGE : 40 * PAGE + 10]
+    assert store.num_reads == 9
+
+
+def test_failed_reads_are_retried_and_named(
+    open_flaky: Callable[[Flaky], Storage], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Flaky(PAGE, [OSError("reset\nby peer"), OSError("again")])
+    with caplog.at_level(logging.WARNING, "fms_fsdp"):
+        assert len(open_flaky(store).read("a/b", 10, 0)) == 10 and store.num_reads == 3
+    assert "try 1 of 8 failed: s3://top/x/a/b: reset by peer" in caplog.text
+    store = Flaky(PAGE, [OSError("reset\nby peer")] * 9)
+    with pytest.raises(OSError, match="^s3://top/x/a/b: reset by peer$"):
+        open_flaky(store).read("a/b", 10, 0)
+    assert store.num_reads == storage.NUM_TRIES
+    for error in (FileNotFoundError("gone"), OSError("AWS Error ACCESS_DENIED during GetObject")):
+        store = Flaky(PAGE, [error])
+        with pytest.raises(type(error), match=str(error)):
+            open_flaky(store).read("a/b", 10, 0)
+        assert store.num_reads == 1
+
+
+@pytest.mark.parametrize(
+    ("uri", "text"),
+    [
+        ("az://container/x", "cannot be listed"),
+        ("gs://", "must name a bucket"),
+        ("s3:///folder", "must name a bucket"),
+    ],
+)
+def test_incomplete_uris_are_one_line(uri: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
+    with pytest.raises((ValueError, OSError), match=text) as caught:
+        Storage(uri)
+    assert str(caught.value).startswith("--data_path=") and "\n" not in str(caught.value)
+
+
+def test_open_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 16 <= max_open_files() <= 256
+    monkeypatch.setattr(storage, "max_open_files", lambda: 4)
+    for i in range(20):
+        (tmp_path / f"{i}").write_bytes(bytes([i] * 8))
+    files = Storage(str(tmp_path))
+    for i in [*range(20), 3, 17]:
+        assert files.read(f"{i}", 4, 2) == bytes([i] * 4)
+        assert files._open.cache_info().currsize <= 4
+    files.close()
+    assert files._open.cache_info().currsize == 0

@@ -1,0 +1,173 @@
+"""Devices: the shipped table, a table of one's own, every error, and the memory of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fms_fsdp.errors import UserError
+from fms_fsdp.observe.utilization import PEAK_BF16_FLOPS
+from fms_fsdp.predict import devices
+from fms_fsdp.predict.devices import available_memory, find_device, known_device
+
+CPU = torch.device("cpu")
+OWN = """
+[mine]
+memory_gib = 24
+tflops = { bf16 = 100, fp16 = 100 }
+memory_gb_s = 1000
+node_gb_s = 32
+net_gb_s = 12.5
+watts = 300
+source = "a data sheet"
+"""
+NAMES = {
+    "a100_40gb": "A100",
+    "a100_80gb": "A100",
+    "h100_80gb": "H100",
+    "h100_96gb_500w": "H100",
+    "h100_pcie": "H100 PCIe",
+    "h200": "H200",
+    "gh200": "GH200",
+    "b200": "B200",
+    "mi300x": "MI300X",
+    "l40s": "L40S",
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.toml"
+    path.write_text(OWN)
+    return path
+
+
+@pytest.mark.parametrize(("name", "known"), NAMES.items())
+def test_peaks_are_those_of_the_metrics(name: str, known: str) -> None:
+    kind = find_device(name)
+    assert kind.peak("bf16") == PEAK_BF16_FLOPS[known]
+    assert kind.source.startswith("https://") and 0 < kind.clock <= 1
+
+
+def test_less_power_lowers_the_clock() -> None:
+    assert find_device("h100_80gb").clock == 1
+    assert find_device("h100_96gb_500w").clock == pytest.approx((500 / 700) ** (1 / 3))
+
+
+def test_a_device_of_ones_own(own: Path) -> None:
+    mine = find_device("mine", str(own))
+    assert (
+        mine.memory_bytes == 24 * 2**30
+        and mine.peak("fp16") == 1e14
+        and mine.generation == "hopper"
+    )
+    assert find_device("h200", str(own)) == find_device("h200")
+    changed = own.with_name("changed.toml")
+    changed.write_text(OWN.replace("[mine]", "[h200]"))
+    assert find_device("h200", str(changed)).memory_gib == 24
+
+
+def test_an_unknown_device_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"--device=h10 must be one of a100_40gb, .*did you mean h"):
+        find_device("h10")
+    with pytest.raises(
+        UserError, match=r"--hardware=FILE\.toml, as fms_fsdp/predict/devices\.toml"
+    ):
+        find_device("abacus")
+
+
+def test_a_device_without_such_products_says_which_it_has(own: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"--device=mine has no matmuls in float8, only in bf16, fp16; set"
+    ):
+        find_device("mine", str(own)).peak("float8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("watts = 300", "", "watts is missing or unknown; the fields are memory_gib, tflops"),
+        ("watts = 300", "watt = 300", "watt, watts is missing or unknown"),
+        ("watts = 300", "watts = 'many'", r"watts=many must be a number above 0"),
+        ("watts = 300", "watts = 0", r"watts=0 must be a number above 0"),
+        ("watts = 300", "watts = nan", r"watts=nan must be a number above 0"),
+        ("watts = 300", "watts = true", r"watts=True must be a number above 0"),
+        ("bf16 = 100", "bf16 = -1", r"bf16=-1 must be a number above 0"),
+        ("bf16 = 100", "fp64 = 100", "must have a peak for bf16; write e.g. { bf16 = 989 }"),
+        ("{ bf16 = 100, fp16 = 100 }", "100", r"tflops=100 must have a peak"),
+        ("watts = 300", "watts = 300\ngeneration = 'amper'", r"generation=amper must be one of"),
+        ("[mine]", "mine = 3\n[other]", "device mine: .* is missing or unknown"),
+        ("[mine]", "[mine", "cannot be read: .*Expected"),
+        ("watts = 300", "watts = 300\nsource = 'twice'", "cannot be read: "),
+    ],
+)
+def test_a_bad_table_is_refused_in_one_line(old: str, new: str, said: str, own: Path) -> None:
+    own.write_text(OWN.replace(old, new))
+    with pytest.raises(UserError, match=said) as error:
+        find_device("mine", str(own))
+    assert str(error.value).startswith(f"--hardware={own}") and "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "none.toml", tmp_path, binary):
+        with pytest.raises(UserError, match=r"--hardware=.* cannot be read: "):
+            find_device("h200", str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "found"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100_80gb"),
+        ("NVIDIA H100", 94.5, "h100_96gb_500w"),
+        ("NVIDIA H100 PCIe", 79.2, "h100_pcie"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100_40gb"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100_80gb"),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("AMD Instinct MI300X", 191.5, "mi300x"),
+        ("NVIDIA GeForce RTX 4090", 23.6, None),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_of_its_driver_and_its_memory(
+    name: str, gib: float, found: str | None
+) -> None:
+    device = known_device(name, int(gib * 2**30))
+    assert (device.name if device else None) == found
+
+
+@pytest.mark.parametrize(
+    "files, limit",
+    [
+        (
+            {
+                "/proc/self/cgroup": "0::/a/b\n",
+                "/sys/fs/cgroup/a/memory.max": "500\n",
+                "/sys/fs/cgroup/a/b/memory.max": "max\n",
+            },
+            500,
+        ),
+        (
+            {
+                "/proc/self/cgroup": "5:cpu:/x\n4:memory:/x\n",
+                "/sys/fs/cgroup/memory/x/memory.limit_in_bytes": "700\n",
+            },
+            700,
+        ),
+        ({"/sys/fs/cgroup/memory.max": "300\n"}, 300),
+        ({}, None),
+    ],
+)
+def test_control_group_limits_of_both_versions(
+    files: dict[str, str], limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_text", lambda path: files.get(str(path), ""))
+    assert devices._cgroup_limit() == limit
+
+
+def test_this_machines_memory_is_shared_among_its_ranks() -> None:
+    whole = available_memory(CPU, 1)
+    assert 2**28 < whole < 2**46
+    assert available_memory(CPU, 4) == pytest.approx(whole / 4, rel=0.2)

@@ -1,0 +1,62 @@
+"""Steps and sources without labels: they change nothing, and are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from fms_fsdp.__main__ import main
+from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.observe.metrics import Clock
+from fms_fsdp.train import train_step
+from tests.cli import TINY, metrics, trained
+from tests.data.corpora import SEP, write_corpus
+from tests.parallel.test_pipeline import CPU, ROWS, SHAPE, rows_of, state_and_recipe
+
+
+def test_step_without_labels_changes_nothing() -> None:
+    state, recipe, _ = state_and_recipe({}, documents=True)
+    changed = []
+    for step in range(3):
+        batch = Batch(*(column[:ROWS] for column in rows_of(step, SHAPE)))
+        if step:
+            batch.labels_BS.fill_(IGNORED_LABEL)
+        before = [parameter.detach().clone() for parameter in state.model.parameters()]
+        moments = [tensor.clone() for tensor in state.optimizers.state_dict().values()]
+        train_step(recipe, state, batch, Clock(CPU))
+        after = zip(before, state.model.parameters(), strict=True)
+        state_after = zip(moments, state.optimizers.state_dict().values(), strict=False)
+        changed.append(any(not torch.equal(*pair) for pair in [*after, *state_after]))
+        state.step += 1
+    assert changed == [True, False, False]
+
+
+def test_source_without_labels_is_named_at_start(tmp_path: Path) -> None:
+    """Responses of one character after prompts of 400: steps without a label are named too."""
+    record = json.dumps({"prompt": "x" * 400, "text": "."})
+    (tmp_path / "pairs.jsonl").write_text("\n".join([record] * 50))
+    data, out = tmp_path / "data", tmp_path / "run"
+    prepare = ["prepare", f"--input=docs={tmp_path}/pairs.jsonl", f"--output={data}"]
+    assert main([*prepare, "--tokenizer=byte", "--prompt_key=prompt", "--num_workers=1"]) == 0
+    flags = [flag for flag in TINY if "dummy" not in flag and "seq_length" not in flag]
+    flags += [f"--data_path={data}", "--seq_length=32", "--batch_size=1", "--num_steps=6"]
+    output = trained(*flags, "--trackers=none", f"--output_dir={out}")
+    assert "source docs: 0.0 % of its tokens are labels" in output
+    assert "has no labels; it changed nothing. Data fingerprint" in output
+    assert json.loads((out / "status.json").read_text())["status"] == "finished"
+    assert metrics(out)
+
+
+def test_hidden_shards_are_named_at_start(tmp_path: Path) -> None:
+    """All shards of the source are cut: each step is one without labels, and the run finishes."""
+    data, out = tmp_path / "data", tmp_path / "run"
+    write_corpus(data, {"web": [400] * 6, "books": [400] * 6})
+    for path in (data / "web").glob("*.arrow"):
+        path.write_bytes(b"")
+    flags = [flag for flag in TINY if "dummy" not in flag]
+    flags += [f"--data_path={data}", "--on_missing=mask", "--vocab_size=5000"]
+    output = trained(*flags, "--num_steps=2", f"--sep_token={SEP}", f"--output_dir={out}")
+    assert "source web: 0.0 % of its tokens are labels" in output
+    assert "source books: 0.0 % of its tokens" not in output

@@ -1,0 +1,255 @@
+"""Formats, names and fields that `prepare` reads or rejects."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from fms_fsdp.__main__ import main
+from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
+from fms_fsdp.tools.prepare.inputs import (
+    Problem,
+    TextFormat,
+    find_files,
+    parse_input,
+    plan_slices,
+    read_part,
+)
+from fms_fsdp.tools.prepare.writer import Stats
+
+LINES = b'{"text": "a"}\n{"text": "b"}\n'
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "xz": lzma.compress,
+    "bz2": bz2.compress,
+    "zst": zstandard.ZstdCompressor().compress,
+}
+FORM = TextFormat()
+
+
+def texts(path: str | Path, form: TextFormat = FORM) -> list[str]:
+    slices = plan_slices(find_files(str(path)), 1 << 20, form)
+    records = [record for each in slices for part in each.parts for record in read_part(part, form)]
+    return [record.reason if isinstance(record, Problem) else record.text for record in records]
+
+
+def run(tmp_path: Path, path: str | Path, **flags: object) -> Stats:
+    config = PrepareConfig(
+        input=f"x={path}", output=str(tmp_path / "out"), tokenizer="byte", num_workers=1
+    )
+    return prepare(PrepareConfig(**{**vars(config), **flags}))["x"]
+
+
+# Compression
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_files_are_read_to_the_end(tmp_path: Path, suffix: str) -> None:
+    compress = COMPRESS[suffix]
+    (tmp_path / f"x.jsonl.{suffix}").write_bytes(compress(LINES) + compress(LINES))
+    (tmp_path / f"y.txt.{suffix}").write_bytes(compress(b"text" * 99_999))
+    assert texts(tmp_path) == ["a", "b", "a", "b", "text" * 99_999]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("damage", ["cut first", "cut second", "corrupt first", "corrupt second"])
+def test_damaged_compressed_file_is_rejected(tmp_path: Path, suffix: str, damage: str) -> None:
+    compress, path = COMPRESS[suffix], tmp_path / f"x.jsonl.{suffix}"
+    member = compress(b"".join(b'{"text": "%d"}\n' % i for i in range(9999)))
+    broken = b"\1" + member[1:] if damage.startswith("corrupt") else member[: len(member) // 2]
+    path.write_bytes(broken if damage.endswith("first") else member + broken)
+    with pytest.raises(ValueError, match=rf"x.jsonl.{suffix} cannot be read: .*; repair"):
+        texts(path)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_zero_padding_after_a_member_is_skipped(tmp_path: Path, suffix: str) -> None:
+    member = COMPRESS[suffix](LINES)
+    for size in (1, 512, 99_999):
+        (tmp_path / f"x.jsonl.{suffix}").write_bytes(member + bytes(size) + member + bytes(size))
+        assert texts(tmp_path) == ["a", "b", "a", "b"]
+
+
+def write_large_window(path: Path, size: int = 3 << 20) -> None:
+    form = zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=True)
+    with open(path, "wb") as file:
+        # without the size of the content, as from a pipe: else the window is as small as the content
+        writer = zstandard.ZstdCompressor(compression_params=form).stream_writer(file)
+        for _ in range(size >> 20):
+            writer.write(b"a" * ((1 << 20) - 1) + b"\n")
+        writer.close()
+
+
+@pytest.mark.parametrize("before", [b"", COMPRESS["zst"](b"first\n")])
+def test_large_zstd_window_is_read_or_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bytes
+) -> None:
+    path, form = tmp_path / "x.txt.zst", TextFormat(text_separator="\n")
+    write_large_window(path)
+    path.write_bytes(before + path.read_bytes())
+    assert len(texts(path, form)) == 3 + bool(before)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ValueError, match=r"above 128 MiB; pip install zstandard"):
+        texts(path, form)
+
+
+def test_zstd_is_read_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    member = COMPRESS["zst"](LINES)
+    (tmp_path / "x.jsonl.zst").write_bytes(member + member)
+    assert texts(tmp_path) == ["a", "b", "a", "b"]
+    (tmp_path / "x.jsonl.zst").write_bytes(member[:-3])
+    with pytest.raises(ValueError, match="x.jsonl.zst cannot be read"):
+        texts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    "x.zip x.tar x.tar.gz x.TGZ x.jsonl.lz4 x.7z x.Z x.br x.parquet.gz x.jsonl.zstd".split(),
+)
+def test_archives_are_named_and_rejected(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / name).write_bytes(b"\0")
+    with pytest.raises(ValueError, match=rf"{name} is an archive, .* unpack it"):
+        run(tmp_path, tmp_path, output=str(tmp_path / ".out"))
+    assert run(tmp_path, tmp_path, exclude=(name,)).documents == 1
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.TSV", "x.csv.gz"])
+def test_csv_is_rejected_without_a_separator(tmp_path: Path, name: str) -> None:
+    data = b"text\na\nb\n"
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    with pytest.raises(
+        ValueError, match=rf"{name} is a table.*convert it to JSON lines or Parquet"
+    ):
+        run(tmp_path, tmp_path / name)
+    assert run(tmp_path, tmp_path / name, text_separator="\\n").documents == 3
+
+
+# Names
+
+
+def write_odd_names(folder: Path) -> None:
+    """Writes nine documents into files whose names are not UTF-8."""
+    table, root = pa.table({"text": ["p", "q"]}), os.fsencode(folder)
+    for name in (b"\xe9.jsonl", b"\xe9.jsonl.gz", b"\xe9.txt", b"\xe9.jsonl.xz"):
+        compress = COMPRESS.get(name.rpartition(b".")[2].decode(), bytes)
+        with open(os.path.join(root, name), "wb") as file:
+            file.write(compress(LINES))
+    with open(os.path.join(root, b"\xe9.parquet"), "wb") as file:
+        pq.write_table(table, file)
+    path = os.path.join(root, b"\xe9.arrow")
+    with open(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def test_names_that_are_not_utf8_are_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_odd_names(folder)
+    words = " ".join(chr(97 + i % 26) + chr(97 + i // 26 % 26) + str(i) for i in range(9999))
+    (folder / os.fsdecode(b"\xe8.jsonl")).write_text(f'{{"text": "{words}"}}\nno JSON\n')
+    flags = "--num_workers=2", "--shard_tokens=9999", f"--output={folder / '.out'}"
+    assert main(["prepare", f"x={folder}", "--tokenizer=byte", *flags]) == 0
+    out, err = capfd.readouterr()
+    assert "\\udce8.jsonl:2 not JSON" in out and "Traceback" not in err
+    assert json.loads((folder / ".out/meta/summary.json").read_text())["x"]["documents"] == 12
+    train = "--train_tokenizer", "--vocab_size=300", f"--output={tmp_path / 'trained'}"
+    assert main(["prepare", f"x={folder}", "--num_workers=1", *train]) == 0
+    assert (
+        main(["convert", str(folder / ".out/x"), "--tokenizer=byte", f"--output={folder / 'c'}"])
+        == 0
+    )
+
+
+def test_unreadable_odd_name_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = os.path.join(os.fsencode(tmp_path), b"\xe9.jsonl.gz")
+    with open(path, "wb") as file:
+        file.write(b"no gzip")
+    flags = "--tokenizer=byte", f"--output={tmp_path / 'out'}", "--num_workers=1"
+    assert main(["prepare", f"--input=x={tmp_path}", *flags]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert ".jsonl.gz cannot be read" in line
+
+
+def test_path_that_exists_is_no_pattern(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus [v1]"
+    folder.mkdir()
+    (folder / "a [1].jsonl").write_bytes(LINES)
+    assert list(parse_input(str(folder))) == ["corpus_v1_"] and texts(folder) == ["a", "b"]
+    assert texts(folder / "a [1].jsonl") == texts(folder / "*.jsonl") == ["a", "b"]
+    assert list(parse_input(f"{folder}/*.jsonl")) == ["corpus_v1_"]
+    assert list(parse_input(f"web={folder}")) == ["web"]
+    assert [file.name for file in find_files(f"{tmp_path}/corpus [[]v1]/*")] == [
+        "corpus [v1]/a [1].jsonl"
+    ]
+
+
+def test_folder_with_equals_sign_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lang=py").mkdir()
+    Path("x,lang=c").mkdir()
+    assert parse_input("lang=py") == {"lang_py": ["lang=py"]}
+    assert parse_input("lang=py/*.jsonl") == {"lang_py": ["lang=py/*.jsonl"]}
+    assert parse_input("x,lang=c") == {"x_lang_c": ["x,lang=c"]}
+    assert parse_input("code=lang=py") == {"code": ["lang=py"]}
+    assert parse_input("lang=c") == {"lang": ["c"]}
+
+
+# Fields
+
+
+def test_text_key_reaches_into_structs(tmp_path: Path) -> None:
+    form = TextFormat("doc.text")
+    (tmp_path / "x.jsonl").write_text('{"doc": {"text": "a"}}\n{"doc.text": "b"}\n{"doc": 1}\n')
+    assert texts(tmp_path, form) == ["a", "b", "key 'doc.text' is missing or empty"]
+    (tmp_path / "x.jsonl").unlink()
+    (tmp_path / "x.json").write_text('[{"doc": {"text": "a"}}]')
+    assert texts(tmp_path, form) == ["a"]
+    (tmp_path / "x.json").unlink()
+    table = pa.table({"doc": [{"text": "a", "id": 1}, {"text": None, "id": 2}, None], "z": [1] * 3})
+    pq.write_table(table, tmp_path / "x.parquet")
+    assert texts(tmp_path, form) == ["a"] + ["key 'doc.text' is missing or empty"] * 2
+    for key in ("doc.body", "z.text", "doc.text.x"):
+        with pytest.raises(ValueError, match=f"--text_key={key} is not a column of .*has doc, z"):
+            texts(tmp_path, TextFormat(key))
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()])
+def test_binary_column_with_utf8_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    table = pa.table({"text": pa.array(["é".encode(), b"\xff"], kind)})
+    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file:
+        with pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    pq.write_table(table, tmp_path / "x.parquet")
+    assert texts(tmp_path) == ["é", "not UTF-8"] * 2
+
+
+def test_odd_other_field_leaves_record_valid(tmp_path: Path) -> None:
+    deep, quoted = "[" * 100_000 + "]" * 100_000, json.dumps('"[[{\\"')
+    lines = [
+        f'{{"n": {"9" * 5000}, "text": "a"}}',
+        f'{{"deep": {deep}, "text": {quoted}}}',
+        f'{{"text": "c", "deep": {{"x": {deep}}}, "n": -{"9" * 5000}}}',
+        f'{{"text": "d", "deep": {"[" * 100_000}}}',
+        '{"text": "e" "f"}',
+    ]
+    expected = ["a", '"[[{\\"', "c", "not JSON", "not JSON"]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    assert texts(tmp_path) == expected
+    (tmp_path / "x.jsonl").unlink()
+    (tmp_path / "x.json").write_text(f"[{','.join(lines[:3])}]")
+    assert texts(tmp_path) == expected[:3]
