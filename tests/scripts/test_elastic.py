@@ -157,7 +157,8 @@ def assert_undisturbed(run: Path, whole: Path) -> None:
         assert found[step]["data_fingerprint"] == record["data_fingerprint"], step
     weights = [fms_fsdp.load_model(str(folder))[0].state_dict() for folder in (run, whole)]
     for name, weight in weights[1].items():
-        torch.testing.assert_close(weights[0][name], weight, rtol=0, atol=1e-5)
+        # Other worlds sum in another order, and Adam magnifies rounding where gradients are tiny.
+        torch.testing.assert_close(weights[0][name], weight, rtol=0, atol=1e-4)
 
 
 def free_port() -> str:
