@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from fms_fsdp.console import open_closed_streams
@@ -96,8 +97,16 @@ def main(argv: list[str]) -> int:
         listings = run_on_rank0(
             partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model_config.vocab_size)
         )
-        prompts = setup.find_prompts(cfg, model_config)
-        budget = setup.add_teacher(budget, cfg, model_config, corpus, dims)
+        prompts = teacher = None
+        if cfg.eval.sample_interval:
+            from fms_fsdp.samples import Sampler, read_prompts
+
+            prompts = run_on_rank0(partial(read_prompts, cfg.eval, cfg.data, model_config))
+        if cfg.training.teacher_path and not dims.divides_model:  # `check_layout` rejects both
+            from fms_fsdp.distill import attach_teacher, find_teacher
+
+            teacher = run_on_rank0(partial(find_teacher, cfg, model_config, corpus))
+            budget = replace(budget, teacher=teacher)
 
         # 3. Start. Rank 0 locks the folders that exist and chooses the checkpoint; the batch, the
         # length and the schedule follow from it, once.
@@ -185,10 +194,8 @@ def main(argv: list[str]) -> int:
             )
         run_on_rank0(partial(run_dir.rename_own, resume.superseded, "superseded"))
         state = setup.initial_state(run, resume, model, optimizers, stream, device)
-        if budget.teacher is not None:
-            from fms_fsdp.extras.teacher import attach
-
-            attach(budget.teacher, run, device, model, mesh)
+        if teacher is not None:
+            attach_teacher(teacher, run, device, model, mesh)
         phases.done("load")
 
         # 6. Training.
@@ -233,8 +240,6 @@ def main(argv: list[str]) -> int:
             )
             sampler = exporter = None
             if prompts is not None:
-                from fms_fsdp.extras.samples import Sampler
-
                 sampler = Sampler(cfg, prompts, model, mesh, metrics, watchdog.alive, clock.mark)
             save_s, host_bytes = startup_log.save_estimates(run, resume, budget)
             checkpoints = CheckpointManager(

@@ -47,8 +47,9 @@ from fms_fsdp.config import ModelConfig, ParallelConfig, Precision
 from fms_fsdp.cpu_tuning import keep_freed_memory, let_gpu_memory_grow, set_thread_waiting
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, num_params
-from fms_fsdp.models.variants import LlamaConfig, resolve_model
+from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.observe.metrics import memory
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
@@ -83,7 +84,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 Case = tuple[str, bool]  # precision, and whether compiled
 
 
-def our_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
+def our_step(config: TransformerConfig, precision: str, compiled: bool) -> Step:
     """A function of tokens_BS that takes one optimizer step of our model and returns the loss."""
     model = parallelize(
         config,
@@ -113,7 +114,7 @@ def our_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
     return step
 
 
-def reference_step(config: LlamaConfig, precision: str, compiled: bool) -> Step:
+def reference_step(config: TransformerConfig, precision: str, compiled: bool) -> Step:
     """The same for transformers' Llama."""
     import transformers
 
@@ -165,7 +166,7 @@ def tokens_per_sec(step: Step, batches: list[torch.Tensor]) -> float:
     return sum(batch.numel() for batch in batches) / (time.perf_counter() - begin)
 
 
-def matmul_flops(config: LlamaConfig, rows: int, dtype: torch.dtype) -> float:
+def matmul_flops(config: TransformerConfig, rows: int, dtype: torch.dtype) -> float:
     """FLOP/s of the linear products of all blocks and of the head.
 
     The products give outputs, gradients of inputs and gradients of weights.
@@ -234,7 +235,7 @@ def serve(
     pipe: Connection,
     name: str,
     tuned: bool,
-    config: LlamaConfig,
+    config: TransformerConfig,
     args: argparse.Namespace,
     case: Case,
 ) -> None:
@@ -258,7 +259,7 @@ def serve(
                 pipe.send(round(memory(torch.device("cpu"))["peak_mem_gib"], 3))
 
 
-def bench_case(config: LlamaConfig, case: Case, args: argparse.Namespace) -> dict[str, Any]:
+def bench_case(config: TransformerConfig, case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Raw rounds of one precision and mode, and their medians."""
     precision, compiled = case
     with contextlib.ExitStack() as stack:
@@ -286,7 +287,7 @@ def bench_case(config: LlamaConfig, case: Case, args: argparse.Namespace) -> dic
 
 
 def summary(
-    config: LlamaConfig, rounds: list[dict[str, float]], args: argparse.Namespace
+    config: TransformerConfig, rounds: list[dict[str, float]], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Medians of the rounds, shares of the matmul rate, and the ratio of the two."""
     case: dict[str, Any] = {}
@@ -306,7 +307,7 @@ def summary(
     return case | {"rounds": rounds}
 
 
-def peak_memory(args: argparse.Namespace, config: LlamaConfig) -> list[dict[str, Any]]:
+def peak_memory(args: argparse.Namespace, config: TransformerConfig) -> list[dict[str, Any]]:
     """Peak resident GiB of each contestant, by precision and mode; `ratio`: ours to theirs."""
     config = dataclasses.replace(config, vocab_size=args.peak_memory_at)
     args = argparse.Namespace(**{**vars(args), "rounds": 0, "warmup": 10})

@@ -4,8 +4,7 @@
 
 Tokens a second, fp32 and bf16: decoding in batches of 1 and 16 behind a short prompt, greedily, and prefill
 of one long prompt. The reference runs with its defaults and with a static cache; the programs take turns in
-each round, and a figure is the median over rounds; ratios are those of the faster of our two, with compiled
-steps and without. Decoding reads every weight once a step: its share of the
+each round, and a figure is the median over rounds. Decoding reads every weight once a step: its share of the
 memory's bandwidth is those bytes a second over the rate at which this machine reads a large array in the same
 run. Without the package transformers only our half runs.
 """
@@ -30,21 +29,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 
 from fms_fsdp.distributed.runtime import versions  # noqa: E402
-from fms_fsdp.extras.generate import Sampling, generate  # noqa: E402
 from fms_fsdp.extras.hf import hf_config, hf_weights  # noqa: E402
+from fms_fsdp.generate import Sampling, generate  # noqa: E402
 from fms_fsdp.models.init import init_weights  # noqa: E402
 from fms_fsdp.models.llama import Llama  # noqa: E402
-from fms_fsdp.models.variants import all_variants  # noqa: E402
+from fms_fsdp.models.variants import VARIANTS  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPT, BATCHES = 32, (1, 16)  # tokens before decoding; rows
 Write = Callable[[torch.Tensor, int], Any]  # prompts, new tokens
 
 
-def our_writer(model: Llama, compiled: bool) -> Write:
+def our_writer(model: Llama) -> Write:
     greedy = Sampling(temperature=0)
     return lambda tokens, count: list(
-        generate(model, tokens.tolist(), greedy, max_new_tokens=count, compiled=compiled)
+        generate(model, tokens.tolist(), greedy, max_new_tokens=count)
     )
 
 
@@ -135,9 +134,8 @@ def three_digits(number: float) -> float:
 
 
 def run(variant: str, precision: str, options: argparse.Namespace) -> dict[str, Any]:
-    torch._dynamo.reset()  # it compiles for so many shapes only
     config = replace(
-        all_variants()[variant], max_seq_len=max(options.prefill, PROMPT + options.tokens) + 2
+        VARIANTS[variant], max_seq_len=max(options.prefill, PROMPT + options.tokens) + 2
     )
     model = Llama(config).eval()
     init_weights(model, seed=0)
@@ -150,17 +148,13 @@ def run(variant: str, precision: str, options: argparse.Namespace) -> dict[str, 
         }
     for weight in model.parameters():
         weight.data = weight.data.to(DTYPES[precision])
-    ours = {name: our_writer(model, name != "ours") for name in ("ours", "ours, compiled")}
-    rates = measure(ours | writers, options, config.vocab_size)
+    rates = measure({"ours": our_writer(model)} | writers, options, config.vocab_size)
     read = {name: each.nbytes for name, each in model.named_parameters()}
     read["embed.weight"] *= config.tie_embeddings  # of an untied one a row is read
     num_bytes, rate = sum(read.values()), read_rate(options.megabytes)
-    share = max(rates[own]["decode_1"] for own in ours) * num_bytes / rate
+    share = rates["ours"]["decode_1"] * num_bytes / rate
     ratios = {
-        case: {
-            name: three_digits(max(rates[own][case] for own in ours) / rates[name][case])
-            for name in writers
-        }
+        case: {name: three_digits(rates["ours"][case] / rates[name][case]) for name in writers}
         for case in rates["ours"]
     }
     row = {"variant": variant, "precision": precision, "tokens_per_sec": rates, "ratio": ratios}

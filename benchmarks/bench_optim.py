@@ -29,7 +29,7 @@ from fms_fsdp.config.optim import OPTIMIZERS  # noqa: E402
 from fms_fsdp.models.flops import num_params  # noqa: E402
 from fms_fsdp.models.init import init_weights  # noqa: E402
 from fms_fsdp.models.llama import Llama  # noqa: E402
-from fms_fsdp.models.variants import all_variants  # noqa: E402
+from fms_fsdp.models.variants import VARIANTS  # noqa: E402
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers, state_bytes  # noqa: E402
 from fms_fsdp.parallel.precision import cast_weights  # noqa: E402
 
@@ -79,14 +79,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--variant", default="quickstart", choices=sorted(all_variants()))
+    parser.add_argument("--variant", default="quickstart", choices=sorted(VARIANTS))
     parser.add_argument("--optimizers", default=",".join([*OPTIMIZERS, *PURE]))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output", type=Path, help=HELP)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config, found, left_out = (
-        all_variants()[options.variant],
+        VARIANTS[options.variant],
         dict[str, tuple[Llama, Optimizers]](),
         {},
     )

@@ -152,7 +152,7 @@ def train_layout(
     from fms_fsdp.config import FP32, ParallelConfig
     from fms_fsdp.distributed.mesh import Mesh, plan_dims
     from fms_fsdp.distributed.runtime import World
-    from fms_fsdp.models.variants import LlamaConfig
+    from fms_fsdp.models.config import TransformerConfig
     from fms_fsdp.predict.memory import Step, estimate_memory
     from fms_fsdp.predict.meter import Shape
 
@@ -160,7 +160,7 @@ def train_layout(
     section = ParallelConfig(use_torch_compile=False, matmul_precision="highest", **flags)
     mesh = Mesh(plan_dims(section, "tiny", World(rank, rank, world, world)), rank, options.device)
     device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", rank)
-    config = LlamaConfig(**SMALL, vocab_size=WORDS, max_seq_len=TOKENS)
+    config = TransformerConfig(**SMALL, vocab_size=WORDS, max_seq_len=TOKENS)
     _train(
         replace(config, hidden_size=64, ffn_hidden_size=64), section, mesh, device, 1
     )  # loads libraries
@@ -372,13 +372,13 @@ def long_row(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     from fms_fsdp.config import FP32, ParallelConfig
     from fms_fsdp.distributed.mesh import Mesh, plan_dims
     from fms_fsdp.distributed.runtime import World
-    from fms_fsdp.models.variants import LlamaConfig
+    from fms_fsdp.models.config import TransformerConfig
     from fms_fsdp.parallel.parallelize import parallelize
 
     ranks = options.world
     section = ParallelConfig(cp_size=ranks, cp_method=options.method, sharding_strategy="fsdp")
     mesh = Mesh(plan_dims(section, "tiny", World(rank, rank, ranks, ranks)), rank, "cpu")
-    config = LlamaConfig(LAYERS, WIDTH, FFN, HEADS, HEADS, VOCAB, max_seq_len=options.tokens)
+    config = TransformerConfig(LAYERS, WIDTH, FFN, HEADS, HEADS, VOCAB, max_seq_len=options.tokens)
     model = parallelize(config, section, mesh, device=torch.device("cpu"), precision=FP32, seed=1)
     tokens = torch.randint(VOCAB, (1, options.tokens), generator=torch.Generator().manual_seed(1))
     before_gib = _resident_mib("VmHWM") / 1024

@@ -15,10 +15,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from fms_fsdp.models.flops import num_params  # noqa: E402
-from fms_fsdp.models.variants import all_variants  # noqa: E402
+from fms_fsdp.models.variants import VARIANTS  # noqa: E402
 
 BLOCK = 1 << 30
-left = 12 * num_params(all_variants()["1.4b"])
+left = 12 * num_params(VARIANTS["1.4b"])
 device = torch.empty(BLOCK, dtype=torch.uint8, device="cuda")
 host = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
 host.copy_(device, non_blocking=True)

@@ -17,7 +17,8 @@ from fms_fsdp.config import NUM_BYTES, ParallelConfig, Precision
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig, canonical_variant
+from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.variants import VARIANTS, canonical_variant
 from fms_fsdp.predict.devices import Device, find_device
 from fms_fsdp.predict.memory import Step, estimate_memory, held_by
 from fms_fsdp.predict.meter import Cost, Shape, cost
@@ -128,7 +129,7 @@ def _read_mpt(row: dict[str, str]) -> Published:
     hidden, heads, length = (
         _count(row, name) for name in ("hidden_size", "num_heads", "seq_length")
     )
-    model = LlamaConfig(
+    model = TransformerConfig(
         _count(row, "num_layers"),
         hidden,
         4 * hidden,

@@ -29,7 +29,7 @@ def load_model(
         UserError: no complete checkpoint is there, or a damaged one; or a folder of Hugging Face that is not
             whole, or of a model that there is not here.
     """
-    from fms_fsdp.tools.loading import load  # imports torch
+    from fms_fsdp.generate import load  # imports torch
 
     found = load(path, step, device)
     return found.model, found.tokenizer

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from fms_fsdp.config import BatchPlan, Precision, TrainConfig, as_dict, flag_table, from_dict
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.errors import UserError
+from fms_fsdp.models.config import TransformerConfig, model_from_dict
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.models.variants import LlamaConfig, model_from_dict
 from fms_fsdp.optim.schedules import Milestones, Schedule
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class RunConfig:
     device_type: str
     dims: ParallelDims
     batch: BatchPlan
-    model: LlamaConfig
+    model: TransformerConfig
     precision: Precision
     num_steps: int
     tokenizer: str
@@ -117,6 +117,7 @@ def read_run_config(content: Mapping[str, Any], file: object) -> RunConfig:
             f"{file} has version {version}, this program reads version {VERSION}; update it"
         )
     try:
+        shape = {name: v for name, v in resolved["model"].items() if name != "num_params"}
         return RunConfig(
             config=from_dict(content),
             world_size=resolved["world_size"],
@@ -125,7 +126,7 @@ def read_run_config(content: Mapping[str, Any], file: object) -> RunConfig:
             batch=_from_fields(
                 BatchPlan, {"grad_accum_steps": 1, "dp_size": 1} | resolved["batch"]
             ),
-            model=model_from_dict(resolved["model"]),
+            model=model_from_dict(shape),
             precision=Precision(**resolved["precision"]),
             num_steps=resolved["num_steps"],
             tokenizer=resolved["tokenizer"],

@@ -10,6 +10,7 @@ the device except on steps that are reported.
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +39,7 @@ from fms_fsdp.state import StepResult, TrainState
 
 if TYPE_CHECKING:
     from fms_fsdp.extras.exports import Exporter
-    from fms_fsdp.extras.samples import Sampler
+    from fms_fsdp.samples import Sampler
 
 
 @dataclass(frozen=True)
@@ -232,19 +233,26 @@ def _size(batch: Batch, mesh: Mesh) -> tuple[int, int]:
     return mesh.size("dp") * len(batch.tokens_BS), mesh.size("dp") * batch.tokens_BS.numel()
 
 
+def seed_dropout(seed: int, step: int, mesh: Mesh) -> None:
+    """Seeds torch for the dropout of a step, so that a resumed run repeats the masks.
+
+    Ranks of tp, which hold copies of the same hidden states, share the seed; under sequence
+    parallelism they hold different tokens, and differ.
+    """
+    axes = ["dp", "cp", "pp", *(["tp"] if mesh.dims.sequence_parallel else [])]
+    places = ":".join(str(mesh.place(axis)) for axis in axes)
+    torch.manual_seed(zlib.crc32(f"{seed}:{step}:{places}".encode()))
+
+
 def micro_batches(
     recipe: TrainStep, batch: Batch, step: int
 ) -> Iterator[tuple[torch.Tensor | None, ...]]:
     """Yields the model's arguments for each micro-batch: consecutive slices of the batch, on the device."""
     mask = (batch.positions_BS, batch.document_ids_BS) if recipe.document_mask else (None, None)
-    keys_B, num_rows = None, len(batch.tokens_BS)
     if recipe.dropout_seed is not None:
-        first_row = recipe.mesh.place("dp") * num_rows
-        from fms_fsdp.extras.dropout import row_keys
-
-        keys_B = row_keys(recipe.dropout_seed, step, first_row, num_rows)
+        seed_dropout(recipe.dropout_seed, step, recipe.mesh)
     columns: list[Iterable[torch.Tensor | None]] = []
-    for column in (batch.tokens_BS, batch.labels_BS, *mask, keys_B):
+    for column in (batch.tokens_BS, batch.labels_BS, *mask):
         moved = None if column is None else column.to(recipe.device, non_blocking=True)
         columns.append(
             repeat(None) if moved is None else torch.split(moved, recipe.micro_batch_of(batch))

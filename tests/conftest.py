@@ -123,7 +123,7 @@ def traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch.compile traces, checks and divides graphs as usual, and runs them without code of its own."""
     import torch
 
-    from fms_fsdp.models.masks import compiled
+    from fms_fsdp.models.attention import compiled
 
     compiled.cache_clear()  # it keeps compiled functions
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

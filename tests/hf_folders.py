@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from fms_fsdp.extras.hf import hf_config, hf_weights
+from fms_fsdp.models.build import build_model
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
 
-LLAMA = LlamaConfig(2, 32, 48, 4, 2, 300, max_seq_len=64, init_std=0.3)
+LLAMA = TransformerConfig(2, 32, 48, 4, 2, 300, max_seq_len=64, init_std=0.3)
 GPT2 = replace(
     LLAMA,
     num_kv_heads=4,
@@ -31,15 +32,6 @@ FAMILIES = {
     "mistral": replace(LLAMA, attn_window=7),
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=16),
     "qwen2": replace(LLAMA, qkv_bias=True),
-    "smollm3": replace(LLAMA, num_layers=3, rope_pattern="RRN", tie_embeddings=True),
-    "granite": replace(
-        LLAMA,
-        embedding_multiplier=3.0,
-        attention_multiplier=0.2,
-        residual_multiplier=0.5,
-        logits_scaling=4.0,
-    ),
-    "olmo2": replace(LLAMA, norm_place="after", qk_norm=True, qk_norm_wide=True),
     "gpt2": GPT2,
     "gpt_neox": replace(
         GPT2,
@@ -55,7 +47,7 @@ BEGIN, END = "<|begin|>", "<|end|>"
 
 @cache
 def model_of(kind: str) -> Llama:
-    model = Llama(FAMILIES[kind])
+    model = build_model(FAMILIES[kind])
     init_weights(model, seed=3)
     return model.eval()
 

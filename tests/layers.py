@@ -31,9 +31,10 @@ LAYERS = [
     ["metrics"],
     ["run"],
     ["observe"],  # old
-    ["evaluate", "generate", "samples", "distill"],
-    ["train"],
     ["extras"],  # old
+    ["evaluate", "generate", "distill"],
+    ["samples"],
+    ["train"],
     ["tools"],
     ["__main__"],
 ]
@@ -41,10 +42,13 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Packages of optional components. Code of a later layer imports them anywhere; any code may import
 # extras inside the function that uses the component, and these modules the others. A default run
 # imports neither (tests/run/test_no_part.py).
-OPTIONAL = ("extras", "tools")
+OPTIONAL = ("extras", "tools", "generate", "samples", "distill")
 IN_FUNCTIONS = {
     ("extras", "tools"),
-    ("__init__", "tools"),
+    ("__init__", "generate"),
+    ("train", "samples"),
+    ("main_training", "samples"),
+    ("main_training", "distill"),
 }
 
 

@@ -12,7 +12,8 @@ from fms_fsdp.data.validation import scan_held_out
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World, log, pick_device, versions
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig, resolve_model
+from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.variants import VARIANTS, resolve_model
 from fms_fsdp.optim.schedules import Milestones
 from fms_fsdp.parallel.precision import resolve_precision
 from fms_fsdp.run import setup
@@ -33,7 +34,7 @@ ALONE, ONE_ROW, ONE_PROCESS, FRESH = (
 def resolved(
     cfg: TrainConfig,
     *,
-    model: LlamaConfig = VARIANTS["tiny"],
+    model: TransformerConfig = VARIANTS["tiny"],
     dims: ParallelDims = ALONE,
     batch: BatchPlan = ONE_ROW,
     world_size: int = 1,

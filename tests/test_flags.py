@@ -41,7 +41,7 @@ from fms_fsdp.config.parse import (
 from fms_fsdp.config.parse import parse as parse_with_origins
 from fms_fsdp.config.values import did_you_mean, format_bytes, plain
 from fms_fsdp.errors import UserError
-from fms_fsdp.models.variants import all_variants, resolve_model
+from fms_fsdp.models.variants import VARIANTS, resolve_model
 from fms_fsdp.tools.flags_page import markdown
 
 ROOT = Path(__file__).parent.parent
@@ -189,7 +189,7 @@ def test_every_shipped_shape_is_a_model(path: Path) -> None:
     model = resolve_model(config.model, seq_length=config.data.seq_length)
     assert model.hidden_size % model.num_attention_heads == 0 and model.vocab_size == 50257
     if "paper" in path.stem:
-        assert config.model.model_variant in all_variants() and model.activation == "gelu_tanh"
+        assert config.model.model_variant in VARIANTS and model.activation == "gelu_tanh"
 
 
 def test_every_shipped_use_can_be_laid_over_a_model() -> None:

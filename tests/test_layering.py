@@ -37,10 +37,10 @@ def test_forbidden_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (package / "optim/new.py").write_text("from fms_fsdp.parallel import fsdp\n")
     (package / "strange.py").touch()
     (package / "train.py").write_text("import fms_fsdp.tools.trace\n")
-    (package / "distributed/mesh.py").write_text("from fms_fsdp.extras import dropout\n")
+    (package / "distributed/mesh.py").write_text("from fms_fsdp.extras import sensors\n")
     (package / "optim/late.py").write_text(
         "def late() -> None:\n"
-        "    from fms_fsdp.extras.dropout import Dropout\n"
+        "    from fms_fsdp.extras.sensors import find_sensors\n"
         "    from fms_fsdp.tools.trace import main\n"
     )
     (package / "extras/new.py").write_text("from fms_fsdp.tools import trace\n")
@@ -52,8 +52,8 @@ def test_forbidden_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "optim/new.py: optim must not import fms_fsdp.parallel",
         "fms_fsdp/strange: must have a place in LAYERS",
         "tools/trace.py: must not be imported by main_training.py",
-        "distributed/mesh.py: distributed must not import fms_fsdp.extras.dropout",
-        "extras/dropout.py: must not be imported by main_training.py",
+        "distributed/mesh.py: distributed must not import fms_fsdp.extras.sensors",
+        "extras/sensors.py: must not be imported by main_training.py",
         "extras/new.py: extras must not import fms_fsdp.tools",
     ):
         assert fault in text

@@ -16,8 +16,8 @@ from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import UserError
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Clock, Interval
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
@@ -38,7 +38,7 @@ class Once:
 
 
 def small(precision: Precision) -> Llama:
-    shape = LlamaConfig(2, 16, 16, 2, 1, 32, max_seq_len=8)
+    shape = TransformerConfig(2, 16, 16, 2, 1, 32, max_seq_len=8)
     return parallelize(shape, ParallelConfig(), ALONE, device=CPU, precision=precision, seed=1)
 
 

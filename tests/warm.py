@@ -39,7 +39,7 @@ multiprocessing.set_forkserver_preload(
         "fms_fsdp.train",
         "fms_fsdp.parallel.parallelize",
         "fms_fsdp.run.startup_log",
-        "fms_fsdp.tools.loading",
+        "fms_fsdp.generate",
     ]
 )
 

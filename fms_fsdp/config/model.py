@@ -70,11 +70,6 @@ class ModelConfig:
     """Type of the normalization layers (default: the variant's)."""
     qk_norm: bool | None = fixed_flag(None, advanced=True)
     """Normalize the queries and keys of each head (default: the variant's)."""
-    qk_norm_wide: bool | None = fixed_flag(None, advanced=True)
-    """Let qk_norm normalize all heads together, as in OLMo 2 (default: the variant's)."""
-    norm_place: str | None = fixed_flag(None, choices="before after", advanced=True)
-    """Position of the norms: before attention and feed-forward, or after them (post-norm, as in
-    OLMo 2) (default: the variant's)."""
     pos_emb: str | None = fixed_flag(
         None, choices="rope learned sinusoidal alibi relative none", advanced=True
     )
@@ -89,16 +84,6 @@ class ModelConfig:
     """Add a bias to all linear layers except the head (default: the variant's)."""
     qkv_bias: bool | None = fixed_flag(None, advanced=True)
     """Add a bias to queries, keys and values, as in Qwen2 (default: the variant's)."""
-    rope_pattern: str | None = fixed_flag(None, advanced=True)
-    """Layers with RoPE (R) and without positions (N), repeated: RRRN (default: R)."""
-    embedding_multiplier: float | None = fixed_flag(None, above=0, max=1e6, advanced=True)
-    """Factor of the embeddings, as in Granite (default: the variant's)."""
-    attention_multiplier: float | None = fixed_flag(None, min=0, max=1e6, advanced=True)
-    """Factor of q k^T; 0 is 1 / sqrt(head_dim) (default: the variant's)."""
-    residual_multiplier: float | None = fixed_flag(None, above=0, max=1e6, advanced=True)
-    """Factor of each residual branch, as in Granite (default: the variant's)."""
-    logits_scaling: float | None = fixed_flag(None, above=0, max=1e6, advanced=True)
-    """Divisor of the logits, as in Granite (default: the variant's)."""
     parallel_residual: bool | None = fixed_flag(None, advanced=True)
     """Compute attention and feed-forward from the same input (default: the variant's)."""
     attn_window: int | None = fixed_flag(None, min=0, advanced=True)
@@ -106,16 +91,13 @@ class ModelConfig:
     sequence (default: the variant's)."""
     attn_window_pattern: str | None = fixed_flag(None, advanced=True, needs="attn_window")
     """Layers with local (L) and global (G) attention, repeated: LLG (default: L)."""
-    logit_softcap: float | None = fixed_flag(None, min=0, max=1e6, advanced=True)
-    """Logit soft-capping: logits are c tanh(logits / c); 0 is off (default: the variant's)."""
     z_loss: float | None = fixed_flag(None, min=0, max=1, advanced=True)
     """Factor of log(Z)^2, which is added to the training loss of each label, e.g. 1e-4 (default:
     0)."""
     dropout: float | None = logged_flag(None, min=0, below=1)
     """Dropout probability of the embedding output and each residual branch (default: 0)."""
     attn_dropout: float | None = logged_flag(None, min=0, below=1, advanced=True)
-    """Dropout probability of the attention weights, which then are all kept in memory (default:
-    0)."""
+    """Dropout probability of the attention weights, which CPUs then keep in memory (default: 0)."""
     ffn_dropout: float | None = logged_flag(None, min=0, below=1, advanced=True)
     """Dropout probability inside the feed-forward layer (default: 0)."""
     attn_impl: str = flag("auto", choices="auto flash cudnn efficient math", advanced=True)

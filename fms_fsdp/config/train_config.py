@@ -124,7 +124,7 @@ def check_removed(name: str, value: Any) -> bool:
     names = other_names()
     if name not in names["removed_defaults"]:
         return False
-    if value != names["removed_defaults"][name]:
+    if value not in (None, names["removed_defaults"][name]):
         answer = by_name(names["removed"]["train"])[name]
         raise UserError(f"--{name}={shown(str(value))} is not supported any more; {answer}")
     return True

@@ -74,21 +74,3 @@ class ParallelDims:
             inner = math.prod(getattr(self, name) for name in AXES[AXES.index(part) + 1 :])
             place = place * getattr(self, part) + rank // inner % getattr(self, part)
         return place
-
-
-def cp_method(method: str, heads: int, tp: int, cp: int) -> str:
-    """Returns how attention works on a sequence that cp shards. `auto` is ulysses if the query heads
-    of a rank of tp can be spread over cp, otherwise gather."""
-    if method != "auto":
-        return method
-    return "gather" if heads % (tp * cp) else "ulysses"
-
-
-def row_multiple(method: str, tp: int, cp: int, sequence_parallel: bool) -> int:
-    """Returns the number that must divide the tokens of a sequence.
-
-    cp shards a sequence into cp parts, or into 2 cp chunks for gather; under sequence parallelism tp
-    shards the part of a rank of cp.
-    """
-    parts = 2 * cp if method == "gather" and cp > 1 else cp
-    return math.lcm(parts, cp * tp) if sequence_parallel else parts

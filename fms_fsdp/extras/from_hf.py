@@ -1,6 +1,6 @@
 """A config.json of Hugging Face → the shape of our model: the inverse of hf.py.
 
-    config.json ── each field by the table of its model_type (hf_fields.py) ──> LlamaConfig
+    config.json ── each field by the table of its model_type (hf_fields.py) ──> TransformerConfig
 
 Fields mean what they mean to the class of transformers. What a config.json says and our models do not do is
 refused by its name.
@@ -8,7 +8,6 @@ refused by its name.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -19,12 +18,11 @@ from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.extras.hf import find_family
 from fms_fsdp.extras.hf_fields import GELUS, HARMLESS, NEUTRAL, NOT_READ, SHARE, THETA, TYPES
 from fms_fsdp.extras.typed_json import TEXT, number, or_none, quoted, read_table, whole
-from fms_fsdp.models.variants import LlamaConfig, RopeScaling
+from fms_fsdp.models.config import RopeScaling, TransformerConfig
 
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
-    "olmo2": {"norm_place": "after", "qk_norm": True, "qk_norm_wide": True},
     "gpt2": {"norm": "layernorm", "pos_emb": "learned", "bias": True},
     "gpt_neox": {"norm": "layernorm", "bias": True},
 }
@@ -41,7 +39,7 @@ _ROPE_KINDS = {
 }
 
 
-def read_shape(path: Path) -> LlamaConfig:
+def read_shape(path: Path) -> TransformerConfig:
     """The shape that the file, a config.json, describes.
 
     Raises:
@@ -56,7 +54,7 @@ def read_shape(path: Path) -> LlamaConfig:
         raise UserError(f"{path} describes no model of this package: {error}") from None
 
 
-def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
+def config_from_hf(content: Mapping[str, Any]) -> TransformerConfig:
     """The shape that a config.json describes. A line tells what the class does not look at.
 
     Raises:
@@ -80,19 +78,11 @@ def config_from_hf(content: Mapping[str, Any]) -> LlamaConfig:
     else:
         shape["activation"] = GELUS[said["activation_function" if kind == "gpt2" else "hidden_act"]]
     shape["attn_window"] = _window(kind, said)
-    if kind == "smollm3":
-        shape["rope_pattern"] = _rope_pattern(said)
-    if kind == "granite":
-        factor, head_dim = said["attention_multiplier"], shape["head_dim"]
-        usual = (head_dim or shape["hidden_size"] // shape["num_attention_heads"]) ** -0.5
-        shape["attention_multiplier"] = (
-            0.0 if math.isclose(factor, usual, rel_tol=1e-12) else float(factor)
-        )
     if kind == "gpt2":
         _check_gpt2(said)
     else:
         shape |= _rope(kind, said)
-    config = LlamaConfig(**shape)
+    config = TransformerConfig(**shape)
     if config.pos_emb == "rope" and (config.rotary_dim % 2 or not config.rotary_dim):
         dim = f"{config.rotary_dim} = {config.rope_pct:g} x {config.head_dim}"
         raise UserError(
@@ -176,7 +166,7 @@ def _window(kind: str, said: Mapping[str, Any]) -> int:
                 f"layer_types has no effect in a mistral, as in its class of transformers: {what}"
             )
         return window or 0
-    if kind in ("qwen2", "qwen3", "smollm3"):
+    if kind in ("qwen2", "qwen3"):
         layers, name = (
             said["num_hidden_layers"],
             "use_sliding_window" if types is None else "layer_types",
@@ -194,26 +184,6 @@ def _window(kind: str, said: Mapping[str, Any]) -> int:
             rule = f"must leave every layer without a window: a {kind} with one is not here"
             raise UserError(f"{name} ({quoted(said[name])}) {rule}")
     return 0
-
-
-def _rope_pattern(said: Mapping[str, Any]) -> str:
-    """The shortest pattern of layers with positions (R) and without (N)."""
-    layers, marks, every = (
-        said["num_hidden_layers"],
-        said["no_rope_layers"],
-        said["no_rope_layer_interval"],
-    )
-    if marks is None:
-        marks = [int((layer + 1) % every != 0) for layer in range(layers)]
-    if len(marks) < layers:
-        raise UserError(
-            f"no_rope_layers ({len(marks)} layers) must name num_hidden_layers ({layers})"
-        )
-    letters = "".join("R" if mark else "N" for mark in marks[:layers])
-    for size in range(1, layers + 1):
-        if (letters[:size] * layers)[:layers] == letters:
-            return letters[:size]
-    return letters
 
 
 def _check_gpt2(said: Mapping[str, Any]) -> None:
@@ -246,8 +216,7 @@ def _rope(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
                     f"{table}.{name} ({value}) and ({found[name]}) disagree; leave one out"
                 )
     names = ("rotary_emb_base", "rope_theta") if is_neox else ("rope_theta",)
-    usual = 2_000_000.0 if kind == "smollm3" else 10_000.0
-    theta = _agreed(found.get("rope_theta"), said, names, "rope_theta", usual)
+    theta = _agreed(found.get("rope_theta"), said, names, "rope_theta", 10_000.0)
     names = ("rotary_pct", "partial_rotary_factor") if is_neox else ("partial_rotary_factor",)
     share = _agreed(
         found.get("partial_rotary_factor"), said, names, "rotary_pct", 0.25 if is_neox else 1.0
@@ -300,10 +269,10 @@ def _scaling(found: Mapping[str, Any], positions: int) -> RopeScaling | None:
     return RopeScaling(factor, low, high, found.get("original_max_position_embeddings", positions))
 
 
-def check_same(config: LlamaConfig, weights: LlamaConfig, section: ModelConfig) -> None:
+def check_same(config: TransformerConfig, weights: TransformerConfig, section: ModelConfig) -> None:
     """Raises UserError where a run that begins with weights has another shape than the weights have."""
     table = flag_table(ModelConfig)
-    names = {spec.name for spec in fields(LlamaConfig) if table[spec.name].resume == "fixed"}
+    names = {spec.name for spec in fields(TransformerConfig) if table[spec.name].resume == "fixed"}
     for name in sorted(names - {"z_loss", "vocab_multiple_of", "vocab_size"}):
         there, asked = getattr(weights, name), getattr(config, name)
         if there != asked:

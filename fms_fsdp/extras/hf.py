@@ -2,13 +2,12 @@
 
     Family    which shapes its class holds │ its names of our weights │ what its config.json says
 
-Source: https://huggingface.co/docs/transformers (model_doc/llama, mistral, qwen2, qwen3, granite, smollm3,
-olmo2, gpt2, gpt_neox).
+Source: https://huggingface.co/docs/transformers (model_doc/llama, mistral, qwen2, qwen3,
+gpt2, gpt_neox).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,8 +16,8 @@ import torch
 
 from fms_fsdp.errors import UserError
 from fms_fsdp.extras.hf_fields import TYPES
-from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.models.build import build_model
+from fms_fsdp.models.config import TransformerConfig
 
 
 class HFWeight(NamedTuple):
@@ -37,8 +36,8 @@ class Packing(NamedTuple):
     """How several of our weights stand in one weight of Hugging Face: `join` packs our weights, `split` takes
     them out again, each with so many rows."""
 
-    join: Callable[[LlamaConfig, Sequence[torch.Tensor]], torch.Tensor]
-    split: Callable[[LlamaConfig, torch.Tensor, Sequence[int]], Sequence[torch.Tensor]]
+    join: Callable[[TransformerConfig, Sequence[torch.Tensor]], torch.Tensor]
+    split: Callable[[TransformerConfig, torch.Tensor, Sequence[int]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,14 @@ class Family:
 
     name: str
     model_type: str
-    holds: Callable[[LlamaConfig], dict[str, tuple[Any, ...]]]
+    holds: Callable[[TransformerConfig], dict[str, tuple[Any, ...]]]
     layer: str
     inside: Mapping[str, str]
     outside: Mapping[str, str]
     packing: Packing
 
 
-def _join_heads(config: LlamaConfig, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join_heads(config: TransformerConfig, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(weights) == 1:
         return weights[0]
     heads = [weight.view(config.num_attention_heads, -1, *weight.shape[1:]) for weight in weights]
@@ -67,7 +66,7 @@ def _join_heads(config: LlamaConfig, weights: Sequence[torch.Tensor]) -> torch.T
 
 
 def _split_heads(
-    config: LlamaConfig, whole: torch.Tensor, rows: Sequence[int]
+    config: TransformerConfig, whole: torch.Tensor, rows: Sequence[int]
 ) -> Sequence[torch.Tensor]:
     if len(rows) == 1:
         return [whole]
@@ -127,7 +126,7 @@ _NEOX_OUTSIDE = {
 ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}
 
 
-def _plain(config: LlamaConfig) -> dict[str, tuple[Any, ...]]:
+def _plain(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
     """Returns the values that the two older classes hold."""
     heads = config.num_attention_heads
     return {
@@ -143,11 +142,6 @@ _QWEN3_INSIDE = _LLAMA_INSIDE | {
     "self_attn.q_norm": "attention.q_norm",
     "self_attn.k_norm": "attention.k_norm",
 }
-_OLMO2_INSIDE = {name: ours for name, ours in _QWEN3_INSIDE.items() if "layernorm" not in name} | {
-    "post_attention_layernorm": "attention_norm",
-    "post_feedforward_layernorm": "ffn_norm",
-}
-_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 FAMILIES = (
     Family(
         "Llama",
@@ -186,40 +180,6 @@ FAMILIES = (
         AS_THEY_ARE,
     ),
     Family(
-        "SmolLM3",
-        "smollm3",
-        lambda config: {"rope_pattern": (config.rope_pattern,)},
-        "model.layers",
-        _LLAMA_INSIDE,
-        _LLAMA_OUTSIDE,
-        AS_THEY_ARE,
-    ),
-    Family(
-        "Granite",
-        "granite",
-        lambda config: (
-            {"bias": (False, True)} | {name: (getattr(config, name),) for name in _FACTORS}
-        ),
-        "model.layers",
-        _LLAMA_INSIDE,
-        _LLAMA_OUTSIDE,
-        AS_THEY_ARE,
-    ),
-    Family(
-        "Olmo2",
-        "olmo2",
-        lambda config: {
-            "norm_place": ("after",),
-            "qk_norm": (True,),
-            "qk_norm_wide": (True,),
-            "head_dim": (config.hidden_size // config.num_attention_heads,),
-        },
-        "model.layers",
-        _OLMO2_INSIDE,
-        _LLAMA_OUTSIDE,
-        AS_THEY_ARE,
-    ),
-    Family(
         "GPT2",
         "gpt2",
         lambda config: _plain(config) | {"pos_emb": ("learned",)},
@@ -246,11 +206,10 @@ FAMILIES = (
     ),
 )
 _OPTIONS = "norm pos_emb activation bias qk_norm attn_window attn_window_pattern parallel_residual rope_pct"
-_OPTIONS += " logit_softcap model_builder qkv_bias qk_norm_wide norm_place rope_pattern"
-_OPTIONS += " embedding_multiplier attention_multiplier residual_multiplier logits_scaling"
+_OPTIONS += " model_builder qkv_bias"
 
 
-def find_family(config: LlamaConfig) -> Family:
+def find_family(config: TransformerConfig) -> Family:
     """The first class that holds the shape.
 
     Raises:
@@ -269,9 +228,11 @@ def find_family(config: LlamaConfig) -> Family:
     )
 
 
-def _differences(family: Family, config: LlamaConfig) -> dict[str, str]:
+def _differences(family: Family, config: TransformerConfig) -> dict[str, str]:
     """Returns the fields that the class cannot hold, and the values that it would hold."""
-    needed = {name: (LlamaConfig.__dataclass_fields__[name].default,) for name in _OPTIONS.split()}
+    needed = {
+        name: (TransformerConfig.__dataclass_fields__[name].default,) for name in _OPTIONS.split()
+    }
     needed |= family.holds(config)
     wrong: dict[str, str] = {}
     for name, values in needed.items():
@@ -280,13 +241,13 @@ def _differences(family: Family, config: LlamaConfig) -> dict[str, str]:
     return wrong
 
 
-def hf_weights(config: LlamaConfig) -> dict[str, HFWeight]:
+def hf_weights(config: TransformerConfig) -> dict[str, HFWeight]:
     """Returns by its name in Hugging Face how each weight is made of ours, in the order of the layers. Rows
     that fill up the vocabulary are left out."""
     family = find_family(config)
     positions = 1 if config.pos_emb == "rope" else config.max_seq_len  # no rotary table is computed
     with torch.device("meta"):
-        ours = Llama(replace(config, max_seq_len=positions)).state_dict()
+        ours = build_model(replace(config, max_seq_len=positions)).state_dict()
     outside: dict[str, HFWeight] = {}
     for their_module, module in family.outside.items():
         for kind in ("weight", "bias"):
@@ -308,13 +269,15 @@ def hf_weights(config: LlamaConfig) -> dict[str, HFWeight]:
     }
 
 
-def _first_rows(config: LlamaConfig, name: str) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
+def _first_rows(
+    config: TransformerConfig, name: str
+) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
     rows = config.vocab_size if name in ("embed.weight", "head.weight") else None
     return lambda weights: weights[0][:rows]
 
 
 def hf_config(
-    config: LlamaConfig, dtype: str, eos_id: Any, bos_id: int | None = None
+    config: TransformerConfig, dtype: str, eos_id: Any, bos_id: int | None = None
 ) -> dict[str, Any]:
     """The content of config.json; its end token may be several."""
     family = find_family(config)
@@ -329,9 +292,6 @@ def hf_config(
         "architectures": [family.name + head],
         "model_type": family.model_type,
         **fields,
-        **(
-            {"pad_token_id": None} if family.name in ("SmolLM3", "Olmo2") else {}
-        ),  # they have a default
         "bos_token_id": bos_id,  # the class's own default would be 1
         "eos_token_id": eos_id,
         "torch_dtype": dtype,
@@ -339,7 +299,7 @@ def hf_config(
     }
 
 
-def _other_fields(config: LlamaConfig, family: Family) -> dict[str, Any]:
+def _other_fields(config: TransformerConfig, family: Family) -> dict[str, Any]:
     """Returns the fields of config.json whose value is no field of our shape as it stands.
 
     What transformers 5 renamed stands there under both names: older readers would fall back to a theta of
@@ -368,9 +328,4 @@ def _other_fields(config: LlamaConfig, family: Family) -> dict[str, Any]:
         fields["rope_parameters"]["partial_rotary_factor"] = config.rope_pct
     if config.attn_window:
         fields["sliding_window"] = config.attn_window
-    if family.name == "Granite":
-        usual = 1 / math.sqrt(config.head_dim)
-        fields["attention_multiplier"] = config.attention_multiplier or usual
-    if family.name == "SmolLM3":
-        fields["no_rope_layers"] = list(map(int, config.rotates))
     return fields

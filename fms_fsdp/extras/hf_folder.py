@@ -28,9 +28,9 @@ from fms_fsdp.extras.from_hf import read_shape
 from fms_fsdp.extras.hf import HFWeight, find_family, hf_weights
 from fms_fsdp.extras.typed_json import quoted
 from fms_fsdp.extras.weight_files import Weights, check_finite, open_weights
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.predict.devices import available_memory
 
 _IGNORED = (
@@ -48,7 +48,7 @@ _ROWS_AT_A_TIME = 4096
 class HFFolder:
     """The shape that config.json describes, and the weights of a model of that shape."""
 
-    shape: LlamaConfig
+    shape: TransformerConfig
     weights: Weights
 
 
@@ -83,7 +83,7 @@ def open_folder(path: Path, name: str = "path") -> HFFolder:
     return HFFolder(shape, weights)
 
 
-def _with_prefix(shape: LlamaConfig, weights: Weights) -> Weights:
+def _with_prefix(shape: TransformerConfig, weights: Weights) -> Weights:
     """The weights by their names within the class with a head: a save of a base model, such as the published
     GPT-2, has no prefix. Transformers 5 have another name for the head of a GPT-NeoX, too."""
     family = find_family(shape)
@@ -97,7 +97,7 @@ def _with_prefix(shape: LlamaConfig, weights: Weights) -> Weights:
     return weights
 
 
-def check_names(shape: LlamaConfig, weights: Collection[str]) -> dict[str, HFWeight]:
+def check_names(shape: TransformerConfig, weights: Collection[str]) -> dict[str, HFWeight]:
     """The weights of a model of that shape; raises UserError unless `weights` names all of them, and no
     other."""
     if shape.num_layers > len(weights):  # each has several
@@ -122,7 +122,7 @@ def check_names(shape: LlamaConfig, weights: Collection[str]) -> dict[str, HFWei
     return theirs
 
 
-def _check_tied(shape: LlamaConfig, weights: Weights) -> None:
+def _check_tied(shape: TransformerConfig, weights: Weights) -> None:
     """Raises UserError where a head that is to be the embedding is stored, too, and is another."""
     embedding = next(their for their, ours in find_family(shape).outside.items() if ours == "embed")
     for name in (name for name in weights if name.startswith(_HEADS)):
@@ -138,7 +138,7 @@ def _check_tied(shape: LlamaConfig, weights: Weights) -> None:
             )
 
 
-def _check_table(shape: LlamaConfig) -> None:
+def _check_table(shape: TransformerConfig) -> None:
     """Raises UserError where the memory does not hold the rotary table of all positions."""
     needed = (
         4 * shape.max_seq_len * 2 * shape.rotary_dim * 4

@@ -1,27 +1,20 @@
-"""Attention as one function of queries, keys, values and a mask.
+"""Causal attention, its masks, and the cache of keys and values for generation.
 
-B batch, S query positions, T key positions, H query heads, G key/value heads, K head dim.
-
-Source: Vaswani et al. 2017 (attention); Ainslie et al. 2023 (grouped queries).
+B batch, S queries, T keys, H query heads, G key/value heads, K head size.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fms_fsdp.errors import UserError
-from fms_fsdp.models.masks import compiled
-from fms_fsdp.models.variants import LlamaConfig
-
-_BACKENDS = {
+BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -33,118 +26,141 @@ def attention(
     q_BHSK: torch.Tensor,
     k_BGTK: torch.Tensor,
     v_BGTK: torch.Tensor,
-    *,
     mask: Any = None,
+    *,
     backend: str = "auto",
-    score: Callable[..., torch.Tensor] | None = None,
-    drop: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
-    """softmax(q k^T / sqrt(K)) v, causal: the last query sees all keys, each query before it one key less.
+    """Returns softmax(q k^T / sqrt(K) + mask) v, shape (B H S K).
 
-    `mask`: one of masks.py; beside a BlockMask `score` is what flex_attention does to the scores. With more
-    keys than queries (T > S, those of a cache) None and a bias are allowed. `drop` changes the weights
-    (B H S T) between softmax and v; then they exist as a whole.
+    `mask` is one of `attention_mask`: None, a tensor (bool, or added to the scores), or a BlockMask
+    of flex_attention, which has no dropout.
     """
-    if drop is not None:
-        return explicit_attention(q_BHSK, k_BGTK, v_BGTK, mask, drop)
-    grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
+    is_grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
     if mask is not None and not isinstance(mask, torch.Tensor):
         from torch.nn.attention.flex_attention import flex_attention
 
-        # within a compiled block it is compiled with it
+        # Inside a compiled block flex_attention is compiled with it.
         flex: Any = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
-        out: torch.Tensor = flex(q_BHSK, k_BGTK, v_BGTK, score, block_mask=mask, enable_gqa=grouped)
+        out: torch.Tensor = flex(q_BHSK, k_BGTK, v_BGTK, block_mask=mask, enable_gqa=is_grouped)
         return out
-    product = functools.partial(F.scaled_dot_product_attention, enable_gqa=grouped)
-    with _kernel(backend):
-        if mask is not None and mask.ndim == 4:
-            return product(q_BHSK, k_BGTK, v_BGTK, attn_mask=mask.to(q_BHSK.dtype))
-        if k_BGTK.shape[2] > q_BHSK.shape[2]:
-            seen = None if q_BHSK.shape[2] == 1 else _seen_from_the_end(q_BHSK, k_BGTK)
-            return product(q_BHSK, k_BGTK, v_BGTK, attn_mask=seen)
-        if mask is not None:
-            return _by_document(product, q_BHSK, k_BGTK, v_BGTK, mask)
-        if backend == "auto" and _is_short(q_BHSK):
-            return explicit_attention(q_BHSK, k_BGTK, v_BGTK)
-        return product(q_BHSK, k_BGTK, v_BGTK, is_causal=True)
+    if backend == "auto" and mask is None and not dropout and _is_short(q_BHSK, k_BGTK):
+        return _explicit_attention(q_BHSK, k_BGTK, v_BGTK)
+    with nullcontext() if backend == "auto" else sdpa_kernel(BACKENDS[backend]):
+        return F.scaled_dot_product_attention(
+            q_BHSK,
+            k_BGTK,
+            v_BGTK,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None and q_BHSK.shape[2] > 1,
+            enable_gqa=is_grouped,
+        )
 
 
-def chosen_backend(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """The kernel that torch takes for causal attention of this shape, such as "flash" or "cudnn".
-
-    Raises:
-        UserError: there is none for it.
-    """
-    size = (config.max_seq_len, config.head_dim)
-    q, kv = (
-        torch.empty(1, heads, *size, dtype=dtype, device=device, requires_grad=True)
-        for heads in (config.num_attention_heads, config.num_kv_heads)
-    )
-    grouped = config.num_attention_heads != config.num_kv_heads
-    choice = SDPBackend.ERROR.value
-    with _kernel(config.attn_impl), contextlib.suppress(RuntimeError):  # torch's answer on a CPU
-        choice = torch._fused_sdp_choice(q, kv, kv, is_causal=True, enable_gqa=grouped)
-    found = [name for name, backend in _BACKENDS.items() if backend.value == choice]
-    if not found:
-        rule = f"cannot attend in {dtype} with heads of {config.head_dim} on {device.type}"
-        raise UserError(f"--attn_impl ({config.attn_impl}) {rule}; take auto, or another precision")
-    return found[0]
+def _is_short(q_BHSK: torch.Tensor, k_BGTK: torch.Tensor) -> bool:
+    """Returns whether explicit matmuls are faster than the flash kernel: bf16 on a CPU, up to 128
+    tokens (torch 2.13)."""
+    num_queries = q_BHSK.shape[2]
+    is_bf16_on_cpu = q_BHSK.device.type == "cpu" and q_BHSK.dtype == torch.bfloat16
+    return is_bf16_on_cpu and 1 < num_queries <= 128 and num_queries == k_BGTK.shape[2]
 
 
-def _kernel(backend: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if backend == "auto" else sdpa_kernel(_BACKENDS[backend])
-
-
-def _seen_from_the_end(q_BHSK: torch.Tensor, k_BGTK: torch.Tensor) -> torch.Tensor:
-    num_queries, num_keys = q_BHSK.shape[2], k_BGTK.shape[2]
-    every_ST = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHSK.device)
-    return every_ST.tril(num_keys - num_queries)
-
-
-def _by_document(
-    product: Callable[..., torch.Tensor],
-    q_BHSK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSK: torch.Tensor,
-    ids_BS: torch.Tensor,
+def _explicit_attention(
+    q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor
 ) -> torch.Tensor:
-    """Attention within documents, one after the other: faster than a mask of S x S."""
-    if torch.compiler.is_compiling():  # lengths of documents would be new code for every batch
-        same = (ids_BS.unsqueeze(2) == ids_BS.unsqueeze(1)).tril().unsqueeze(1)
-        return product(q_BHSK, k_BGSK, v_BGSK, attn_mask=same)
-    rows = []
-    for b, ids_S in enumerate(ids_BS):
-        lengths = torch.unique_consecutive(ids_S, return_counts=True)[1].tolist()
-        columns = (torch.split(x[b : b + 1], lengths, dim=2) for x in (q_BHSK, k_BGSK, v_BGSK))
-        parts = [product(*document, is_causal=True) for document in zip(*columns, strict=True)]
-        rows.append(torch.cat(parts, dim=2))
-    return torch.cat(rows)
+    """Computes causal attention with the scores (B H S S) in fp32."""
+    copies = q_BHSK.shape[1] // k_BGSK.shape[1]
+    if copies > 1:
+        k_BGSK, v_BGSK = (x.repeat_interleave(copies, dim=1) for x in (k_BGSK, v_BGSK))
+    scores_BHSS = (q_BHSK @ k_BGSK.transpose(2, 3)).float() * q_BHSK.shape[3] ** -0.5
+    position_S = torch.arange(q_BHSK.shape[2], device=q_BHSK.device)
+    # Added, not filled in: compiled code for CPUs is then vectorized.
+    bias_SS = torch.where(position_S.unsqueeze(1) >= position_S, 0.0, -torch.inf)
+    return (scores_BHSS + bias_SS).softmax(dim=-1).to(v_BGSK.dtype) @ v_BGSK
 
 
-def _is_short(q_BHSK: torch.Tensor) -> bool:
-    """Whether explicit products beat the flash kernel: bf16 rows of up to 256 tokens on a CPU.
+def attention_mask(
+    window: int,
+    document_ids_BS: torch.Tensor | None,
+    queries: slice,
+    device: torch.device,
+    *,
+    dense: bool = False,
+) -> Any:
+    """Returns the mask of `attention` for these query positions and all keys up to the last query.
 
-    Seen with torch 2.13: about twice as fast at 128.
+    `window`: number of tokens that a query sees, itself included; 0 is unlimited. A query sees only
+    keys with its own document id. Where the causal rule is enough, the mask is None; otherwise it
+    is a BlockMask on a GPU and a bool tensor (B|1 1 S T) elsewhere, or if `dense`.
     """
-    return q_BHSK.device.type == "cpu" and q_BHSK.dtype == torch.bfloat16 and q_BHSK.shape[2] <= 256
+    num_queries = queries.stop - queries.start
+    if not window and document_ids_BS is None and (queries.start == 0 or num_queries == 1):
+        return None
+    if device.type == "cuda" and not dense:
+        return block_mask(window, document_ids_BS, num_queries, device)
+    return visible_keys(window, document_ids_BS, queries, device)
 
 
-def explicit_attention(
-    q_BHSK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSK: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    drop: Callable[[torch.Tensor], torch.Tensor] = lambda weights_BHSS: weights_BHSS,
+def visible_keys(
+    window: int, document_ids_BS: torch.Tensor | None, queries: slice, device: torch.device
 ) -> torch.Tensor:
-    """Attention by explicit products; scores and softmax in fp32, whole (B H S S). `bias` is added to the
-    scores; without one it is causal."""
-    group = q_BHSK.shape[1] // k_BGSK.shape[1]
-    k_BHSK, v_BHSK = (
-        x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k_BGSK, v_BGSK)
-    )
-    scores_BHSS = (q_BHSK @ k_BHSK.transpose(2, 3)).float() * (1 / math.sqrt(q_BHSK.shape[3]))
-    if bias is None:
-        position_S = torch.arange(q_BHSK.shape[2], device=q_BHSK.device)
-        # added, not filled in: compiled code for CPUs is then vectorised
-        bias = torch.where(position_S.unsqueeze(1) >= position_S, 0.0, -torch.inf)
-    return drop((scores_BHSS + bias).softmax(dim=-1)).to(v_BHSK.dtype) @ v_BHSK
+    """Returns whether each query sees each key, as a bool tensor (B|1 1 S T)."""
+    distance_ST = distances(queries, device)
+    visible = (distance_ST >= 0) & (distance_ST < (window or queries.stop))
+    if document_ids_BS is None:
+        return visible[None, None]
+    query_ids_BS, key_ids_BT = document_ids_BS[:, queries], document_ids_BS[:, : queries.stop]
+    return (visible & (query_ids_BS.unsqueeze(2) == key_ids_BT.unsqueeze(1))).unsqueeze(1)
+
+
+def distances(queries: slice, device: torch.device) -> torch.Tensor:
+    """Returns query position minus key position, shape (S T)."""
+    query_S = torch.arange(queries.start, queries.stop, device=device)
+    return query_S.unsqueeze(1) - torch.arange(queries.stop, device=device)
+
+
+def block_mask(
+    window: int, document_ids_BS: torch.Tensor | None, length: int, device: torch.device
+) -> Any:
+    """Returns the mask of full sequences as a BlockMask of flex_attention."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        near = (q >= k) & (q - k < window) if window else q >= k
+        return (
+            near
+            if document_ids_BS is None
+            else near & (document_ids_BS[b, q] == document_ids_BS[b, k])
+        )
+
+    batch = None if document_ids_BS is None else document_ids_BS.shape[0]
+    return compiled(create_block_mask)(visible, batch, None, length, length, device)
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the compiled function; eager flex_attention would build the S x T matrix."""
+    return torch.compile(function, dynamic=False)
+
+
+class KVCache:
+    """The keys and values of one layer, (B G max_len K) each, for the positions seen so far."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, max_len: int) -> None:
+        self.max_len, self.length = max_len, 0
+
+    def append(
+        self, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds positions and returns the keys and values of all positions (B G T K)."""
+        start, self.length = self.length, self.length + k_BGSK.shape[2]
+        if start == 0:
+            shape = (*k_BGSK.shape[:2], self.max_len, k_BGSK.shape[3])
+            self.keys, self.values = k_BGSK.new_empty(shape), v_BGSK.new_empty(shape)
+        self.keys[:, :, start : self.length] = k_BGSK
+        self.values[:, :, start : self.length] = v_BGSK
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]

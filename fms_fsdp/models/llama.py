@@ -1,315 +1,223 @@
-"""Llama: a decoder-only transformer, written to be read next to the paper of Llama; and relatives of
-Llama.
+"""Llama: a decoder-only transformer.
 
-    tokens_BS → Embed → Block × num_layers → Head → logits_BSV, or with labels (loss_sum, num_labels[, z_sum])
-    Block: x + Attention(norm(x)), then x + FeedForward(norm(x))
+    tokens (B S) → embed → num_layers x Block → head → logits (B S V), or the loss
+    Block: x + attention(norm(x)), then x + feed_forward(norm(x))
 
-B batch, S sequence, D model, F ffn, V vocabulary, H query heads, G key/value heads, K head dim.
+With options of its shape it is also Mistral (attention window), Qwen2 (bias of q, k and v) and
+Qwen3 (norm of q and k). models/gpt.py has the older shapes.
 
-The options of other models (docs/models.md) choose modules of extras/ where the model is built. All are plain
-modules of torch: every module computes in the dtype of its weights, which is the business of
-parallel/precision.py. The rotary table is fp32 always.
+Shape suffixes: B batch, S sequence, D hidden size, F ffn, V vocabulary, H query heads,
+G key/value heads, K head size, R rotated dimensions of a head.
 
-Source: Touvron et al. 2023 (Llama 2); Shazeer 2020 (SwiGLU); Zhang and Sennrich 2019 (RMSNorm); Gemma Team
-2024 (capped logits).
+Source: Touvron et al. 2023 (Llama 2); Su et al. 2021 (RoPE); Ainslie et al. 2023 (grouped queries);
+Shazeer 2020 (SwiGLU); Zhang and Sennrich 2019 (RMSNorm).
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
-from fms_fsdp.errors import import_function
-from fms_fsdp.models.attention import attention
-from fms_fsdp.models.loss import linear_cross_entropy
-from fms_fsdp.models.masks import attention_mask
-from fms_fsdp.models.positions import rope_table, rotate
-from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.models.attention import KVCache, attention, attention_mask
+from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.loss import Losses, linear_cross_entropy
 
-if TYPE_CHECKING:
-    from fms_fsdp.extras.decoding import KeyValueCache
-
-Dropping = Callable[..., torch.Tensor]  # of x and keys_B: drops values of x by the keys of the rows
-Call = tuple[
-    str, nn.Module, tuple[Any, ...]
-]  # a layer, its block, and what the block takes beside x_BSD
-Losses = tuple[torch.Tensor, ...]  # loss_sum, num_labels and, in training with a z-loss, z_sum
+Positions = slice | torch.Tensor  # a slice, or (B S)
+Call = tuple[str, nn.Module, tuple[Any, ...]]  # layer, block, its arguments after x
 
 
-def build_linear(
-    config: LlamaConfig, in_features: int, out_features: int, *, bias: bool = False
-) -> nn.Linear:
-    """A linear layer of a block, without bias in a Llama."""
-    return nn.Linear(in_features, out_features, bias=config.bias or bias)
+def rope_table(config: TransformerConfig) -> torch.Tensor:
+    """Returns the cosine and sine of each position's angles: fp32, (max_seq_len 2 R/2).
+
+    The table is computed on the CPU, so that it is identical on every device.
+    """
+    dim = config.rotary_dim
+    freqs = 1.0 / config.rope_theta ** (
+        torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    )
+    if (scaling := config.rope_scaling) is not None:
+        keep = torch.zeros_like(freqs)
+        if scaling.kind == "llama3":
+            turns = scaling.original_max_len * freqs / (2 * torch.pi)  # within the original context
+            keep = (turns - scaling.low_freq_factor) / (
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
+            keep = keep.clamp(0, 1)
+        freqs = keep * freqs + (1 - keep) * freqs / scaling.factor
+    angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu"), freqs)
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
 
 
-def build_norm(config: LlamaConfig, size: int) -> nn.Module:
-    """The norm the configuration names; all compute in fp32 inside."""
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(size, eps=config.norm_eps)
-    from fms_fsdp.extras.gpt import NORMS
+def apply_rope(x_BSHK: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotates the pairs (i, i + K/2) of each head by their position's angle, in fp32.
 
-    return NORMS[config.norm](size, eps=config.norm_eps)
-
-
-def build_head_norm(config: LlamaConfig, size: int) -> nn.Module:
-    """The norm of queries or of keys, whose heads have `size` dims together; without one, the identity."""
-    if not config.qk_norm:
-        return nn.Identity()
-    if not config.qk_norm_wide:
-        return build_norm(config, config.head_dim)
-    from fms_fsdp.extras.relatives import WideNorm
-
-    return WideNorm(size, eps=config.norm_eps)
-
-
-def build_dropout(rate: float, place: int, factor: float = 1.0) -> Dropping:
-    """Dropout at this rate; at rate 0, a function that returns x. `place` tells the uses within a layer
-    apart. `factor`: what x is multiplied by."""
-    dropout: Dropping = _keep
-    if rate:
-        from fms_fsdp.extras.dropout import Dropout
-
-        dropout = Dropout(rate, place)
-    if factor == 1:
-        return dropout
-    from fms_fsdp.extras.relatives import Scaled
-
-    return Scaled(factor, dropout)
-
-
-def _keep(x: torch.Tensor, keys_B: torch.Tensor | None) -> torch.Tensor:
-    return x
+    `rope` has the rows of `rope_table` for these positions: (S 2 K/2) or (B S 2 K/2).
+    """
+    cos, sin = rope.unsqueeze(-2).unbind(-3)
+    a, b = x_BSHK.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BSHK.dtype)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query self-attention; each of the G key/value heads serves H / G query heads."""
+    """Causal self-attention; each key/value head serves H / G query heads."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    rotate = staticmethod(apply_rope)
+
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        heads = config.num_attention_heads
-        attend: Callable[..., torch.Tensor] = attention
-        score: Callable[..., torch.Tensor] | None = None
-        if config.pos_emb == "alibi":
-            from fms_fsdp.extras.gpt import alibi_score
-
-            score = alibi_score(heads)
-        elif config.pos_emb == "relative":
-            from fms_fsdp.extras import distance_bias
-
-            attend = distance_bias.attend
-        self.attend = partial(attend, backend=config.attn_impl, score=score)
-        q_size, kv_size = heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = build_linear(config, config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k_proj = build_linear(config, config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = build_linear(config, config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = build_linear(config, q_size, config.hidden_size)
-        self.q_norm, self.k_norm = (build_head_norm(config, size) for size in (q_size, kv_size))
-        # the scores are q k^T / sqrt(K) times this
-        self.q_factor = config.attention_multiplier * math.sqrt(config.head_dim) or 1.0
-        self.drops, self.dropout = (
-            config.attn_dropout > 0,
-            build_dropout(config.attn_dropout, place=1),
-        )
+        self.head_dim, self.dropout = config.head_dim, config.attn_dropout
+        hidden, q_size = config.hidden_size, config.num_attention_heads * config.head_dim
+        kv_size, qkv_bias = config.num_kv_heads * config.head_dim, config.bias or config.qkv_bias
+        self.q_proj = nn.Linear(hidden, q_size, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden, kv_size, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden, kv_size, bias=qkv_bias)
+        self.o_proj = nn.Linear(q_size, hidden, bias=config.bias)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.attend = partial(attention, backend=config.attn_impl)
 
     def forward(
-        self,
-        x_BSD: torch.Tensor,
-        rope: torch.Tensor | None,
-        mask: Any,
-        cache: KeyValueCache | None = None,
-        keys_B: torch.Tensor | None = None,
+        self, x_BSD: torch.Tensor, rope: torch.Tensor, mask: Any, cache: KVCache | None = None
     ) -> torch.Tensor:
-        heads = (*x_BSD.shape[:-1], -1, self.head_dim)
-        q_BSHK = self.q_norm(self.q_proj(x_BSD).view(heads))
-        k_BSGK = self.k_norm(self.k_proj(x_BSD).view(heads))
-        v_BGSK = self.v_proj(x_BSD).view(heads).transpose(1, 2)
-        if self.q_factor != 1:
-            q_BSHK = q_BSHK * self.q_factor
-        if rope is not None:
-            q_BSHK, k_BSGK = rotate(q_BSHK, rope), rotate(k_BSGK, rope)
-        k_BGSK = k_BSGK.transpose(1, 2)
+        q_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        q_BHSK = self.rotate(self.q_norm(q_BSHK), rope).transpose(1, 2)
+        k_BGTK = self.rotate(self.k_norm(k_BSGK), rope).transpose(1, 2)
+        v_BGTK = v_BSGK.transpose(1, 2)
         if cache is not None:
-            k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
-        drop = partial(self.dropout, keys_B=keys_B) if self.drops and keys_B is not None else None
-        out_BHSK = self.attend(q_BSHK.transpose(1, 2), k_BGSK, v_BGSK, mask=mask, drop=drop)
-        projected_BSD: torch.Tensor = self.o_proj(out_BHSK.transpose(1, 2).flatten(2))
-        return projected_BSD
+            k_BGTK, v_BGTK = cache.append(k_BGTK, v_BGTK)
+        dropout = self.dropout if self.training else 0.0
+        out_BHSK = self.attend(q_BHSK, k_BGTK, v_BGTK, mask, dropout=dropout)
+        return self.o_proj(out_BHSK.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.gate_proj = build_linear(config, config.hidden_size, config.ffn_hidden_size)
-        self.up_proj = build_linear(config, config.hidden_size, config.ffn_hidden_size)
-        self.down_proj = build_linear(config, config.ffn_hidden_size, config.hidden_size)
-        self.dropout = build_dropout(config.ffn_dropout, place=2)
+        self.gate_proj = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
+        self.down_proj = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=config.bias)
 
-    def forward(self, x_BSD: torch.Tensor, keys_B: torch.Tensor | None = None) -> torch.Tensor:
-        inner_BSF = F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
-        out_BSD: torch.Tensor = self.down_proj(self.dropout(inner_BSF, keys_B))
-        return out_BSD
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
 
 
 class Block(nn.Module):
-    """One transformer layer. Alike for all layers, so compiled code is shared among them."""
+    """One transformer layer. Blocks are identical, so compiled blocks share their code."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config, config.hidden_size)
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = build_norm(config, config.hidden_size)
-        feed_forward: type[nn.Module] = FeedForward
-        if config.activation != "swiglu":
-            from fms_fsdp.extras.gpt import PlainFeedForward
-
-            feed_forward = PlainFeedForward
-        self.feed_forward = feed_forward(config)
-        self.is_parallel = (
-            config.parallel_residual
-        )  # then the feed-forward reads x, as attention does
-        self.attention_dropout, self.ffn_dropout = (
-            build_dropout(config.dropout, place, config.residual_multiplier) for place in (3, 4)
-        )
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
 
     def forward(
-        self,
-        x_BSD: torch.Tensor,
-        rope: torch.Tensor | None,
-        mask: Any,
-        cache: KeyValueCache | None = None,
-        keys_B: torch.Tensor | None = None,
+        self, x_BSD: torch.Tensor, rope: torch.Tensor, mask: Any, cache: KVCache | None = None
     ) -> torch.Tensor:
-        attended_BSD = self.attention(self.attention_norm(x_BSD), rope, mask, cache, keys_B)
-        sum_BSD = x_BSD + self.attention_dropout(attended_BSD, keys_B)
-        fed_BSD = self.feed_forward(self.ffn_norm(x_BSD if self.is_parallel else sum_BSD), keys_B)
-        out_BSD: torch.Tensor = sum_BSD + self.ffn_dropout(fed_BSD, keys_B)
-        return out_BSD
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, mask, cache)
+        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
 
 
-class Embed(nn.Embedding):
-    """Token embedding."""
+class Embedding(nn.Embedding):
+    """Token embedding. It ignores the positions, which subclasses with absolute positions need."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.padded_vocab_size, config.hidden_size)
-        self.dropout = build_dropout(config.dropout, place=0, factor=config.embedding_multiplier)
-        self.look_up = F.embedding
+
+    def look_up(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens_BS, self.weight)
 
     def forward(  # type: ignore[override]
-        self,
-        tokens_BS: torch.Tensor,
-        positions: slice | torch.Tensor,
-        keys_B: torch.Tensor | None = None,
+        self, tokens_BS: torch.Tensor, positions: Positions
     ) -> torch.Tensor:
-        return self.dropout(self.look_up(tokens_BS, self.weight), keys_B)
+        return self.look_up(tokens_BS)
 
 
 class Head(nn.Linear):
     """Final norm and output projection, fused with the loss when labels are given.
 
-    A tied head has no weight of its own and is handed the embedding's.
+    A head with tied weights has no weight and receives the weight of the embedding.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
-        self.vocab_size, self.softcap, self.z_loss = (
-            config.vocab_size,
-            config.logit_softcap,
-            config.z_loss,
-        )
-        self.divisor = config.logits_scaling
-        self.norm = build_norm(config, config.hidden_size)
-        self.loss, self.product = linear_cross_entropy, F.linear
+        self.vocab_size, self.z_loss = config.vocab_size, config.z_loss
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.project, self.loss = F.linear, linear_cross_entropy
         if config.tie_embeddings:
             self.register_parameter("weight", None)
 
     def forward(  # type: ignore[override]
         self,
         x_BSD: torch.Tensor,
-        labels_BS: torch.Tensor | None,
-        tied_weight_VD: torch.Tensor | None,
+        labels_BS: torch.Tensor | None = None,
+        tied_weight_VD: torch.Tensor | None = None,
         loss_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | Losses:
         weight_VD = self.weight if tied_weight_VD is None else tied_weight_VD
-        if len(weight_VD) > self.vocab_size:  # the rows that fill up are in no product
-            weight_VD = weight_VD[: self.vocab_size]
+        weight_VD = weight_VD[: self.vocab_size]
         x_BSD = self.norm(x_BSD)
-        if self.divisor != 1:
-            x_BSD = x_BSD / self.divisor
-        if labels_BS is not None:
-            how = partial(
-                self.loss, z_loss=self.z_loss if self.training else 0.0, softcap=self.softcap
-            )
-            return how(x_BSD, weight_VD, labels_BS, scale=loss_scale)
-        logits_BSV: torch.Tensor = self.product(x_BSD, weight_VD.to(x_BSD.dtype))
-        return self.softcap * torch.tanh(logits_BSV / self.softcap) if self.softcap else logits_BSV
+        if labels_BS is None:
+            return self.project(x_BSD, weight_VD.to(x_BSD.dtype))
+        z_loss = self.z_loss if self.training else 0.0
+        return self.loss(x_BSD, weight_VD, labels_BS, z_loss=z_loss, scale=loss_scale)
 
 
-def in_turn(x_BSD: torch.Tensor, calls: Iterable[Call]) -> torch.Tensor:
-    """x_BSD behind these blocks."""
-    traced = (
-        autograd_profiler._is_profiler_enabled
-    )  # names of blocks in traces, at no cost without one
-    for layer, block, arguments in calls:
-        with record_function(f"block {layer}") if traced else contextlib.nullcontext():
-            x_BSD = block(x_BSD, *arguments)
+def run_blocks(x_BSD: torch.Tensor, calls: Iterable[Call]) -> torch.Tensor:
+    """Calls the blocks one after the other."""
+    for layer, block, args in calls:
+        with record_function(f"block {layer}"):
+            x_BSD = block(x_BSD, *args)
     return x_BSD
 
 
 class Llama(nn.Module):
-    """The model, or the part of the model that holds `layers`: the first has the embedding, the last the
-    head.
+    """The model, or the pipeline stage with the given `layers`.
 
-    A layer is named by its global number, whichever part holds it.
+    The first stage has the embedding, the last stage has the head. A block is named by its layer in
+    the full model, whichever stage has it.
     """
 
-    rope: torch.Tensor
+    embedding_type: type[Embedding] = Embedding
+    block_type: type[nn.Module] = Block
+    head_type: type[Head] = Head
 
-    def __init__(self, config: LlamaConfig, layers: range | None = None) -> None:
+    def __init__(self, config: TransformerConfig, layers: range | None = None) -> None:
         super().__init__()
         layers = range(config.num_layers) if layers is None else layers
         self.config = config
-        embed, block = Embed, Block
-        if config.pos_emb in ("learned", "sinusoidal"):
-            from fms_fsdp.extras.gpt import PositionEmbed
+        self.embed = self.embedding_type(config) if layers.start == 0 else None
+        self.blocks = nn.ModuleDict({str(layer): self.block_type(config) for layer in layers})
+        self.head = self.head_type(config) if layers.stop == config.num_layers else None
+        # Not a buffer: it must stay fp32 and keep its values when the model is cast or allocated.
+        self.rope = rope_table(config)
+        self.run_blocks = run_blocks  # activation checkpointing of segments replaces it
 
-            embed = PositionEmbed
-        if config.norm_place != "before":
-            from fms_fsdp.extras.relatives import PostNormBlock
-
-            block = PostNormBlock
-        self.embed = embed(config) if layers.start == 0 else None
-        self.blocks = nn.ModuleDict({str(layer): block(config) for layer in layers})
-        self.head = Head(config) if layers.stop == config.num_layers else None
-        self.distance_bias: Any = None
-        if config.pos_emb == "relative":  # learned biases, a matter of the mask
-            from fms_fsdp.extras.distance_bias import DistanceBias
-
-            self.distance_bias = DistanceBias(config)
-        self.mask = attention_mask if self.distance_bias is None else self.distance_bias.mask
-        self.pass_blocks: Callable[[torch.Tensor, Sequence[Call]], torch.Tensor] = in_turn
-        self.register_buffer(
-            "rope", rope_table(config).to(torch.get_default_device()), persistent=False
-        )
-
-    def to_empty(self, *, device: torch.types.Device, recurse: bool = True) -> Llama:
-        """Allocates the parameters on a device; the rotary table, which no checkpoint holds, keeps its
-        values."""
-        super().to_empty(device=device, recurse=recurse)
-        self.rope.copy_(rope_table(self.config))
-        return self
+    def mask(
+        self,
+        window: int,
+        document_ids_BS: torch.Tensor | None,
+        queries: slice,
+        x_BSD: torch.Tensor,
+        *,
+        cached: bool = False,
+    ) -> Any:
+        """Returns the attention mask of the layers with this window; see `attention_mask`."""
+        dense = cached or self.config.attn_dropout > 0  # flex_attention has neither
+        return attention_mask(window, document_ids_BS, queries, x_BSD.device, dense=dense)
 
     def forward(
         self,
@@ -317,66 +225,39 @@ class Llama(nn.Module):
         labels_BS: torch.Tensor | None = None,
         positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
-        keys_B: torch.Tensor | None = None,
-        caches: Sequence[KeyValueCache] | None = None,
+        caches: Sequence[KVCache] | None = None,
         loss_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | Losses:
-        """logits_BSV, or with labels (summed loss, fp32; number of unmasked labels, int64) of this batch
-        alone, and in training with a z-loss its sum; `linear_cross_entropy` says what `loss_scale` is.
+        """Returns logits (B S V), or with labels the `Losses` of `linear_cross_entropy`.
 
-        Positions default to 0..S-1, behind those of the `caches` (one for each layer), with which only the
-        last position has logits (S = 1); with document ids attention stays within a document. Only with
-        `keys_B` (row_keys) is there dropout. A part without embedding takes, and one without head
-        gives, x_BSD.
+        Positions default to 0 … S-1. With `caches`, one per layer, they continue the cached
+        positions, and only the last position gets logits (B 1 V). With document ids, attention
+        stays within a document. A stage without embedding takes hidden states (B S D) in place of
+        tokens; a stage without head returns them.
         """
         start = caches[0].length if caches else 0
-        # a part without embedding may take in another length
+        # Under context or tensor parallelism a later stage gets a shard of the sequence as x.
         length = tokens_BS.shape[1] if positions_BS is None else positions_BS.shape[-1]
-        seen = slice(start, start + length)
-        assert seen.stop <= self.config.max_seq_len, (seen.stop, self.config.max_seq_len)
-        positions = seen if positions_BS is None else positions_BS
-        rope = self.rope[positions] if self.config.pos_emb == "rope" else None
-        windows, rotates, cached = self.config.windows, self.config.rotates, caches is not None
-        num_keys = caches[0].max_len if caches and caches[0].place is not None else 0
+        queries = slice(start, start + length)
+        assert queries.stop <= self.config.max_seq_len, (queries.stop, self.config.max_seq_len)
+        positions = queries if positions_BS is None else positions_BS
+        x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS, positions)
+        if self.rope.device != x_BSD.device:
+            self.rope = self.rope.to(x_BSD.device)
+        rope = self.rope[positions]
+        cached, windows = caches is not None, self.config.windows
         masks = {
-            window: self.mask(
-                self.config,
-                window,
-                document_ids_BS,
-                seen,
-                tokens_BS.device,
-                cached=cached,
-                num_keys=num_keys,
-            )
+            window: self.mask(window, document_ids_BS, queries, x_BSD, cached=cached)
             for window in set(windows)
         }
-        x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS, positions, keys_B)
-        if keys_B is not None:
-            from fms_fsdp.extras.dropout import layer_keys
         calls: list[Call] = []
         for i, (layer, block) in enumerate(self.blocks.items()):
             cache = caches[i] if caches else None
-            keys = None if keys_B is None else layer_keys(keys_B, int(layer))
-            rotation = rope if rotates[int(layer)] else None
-            calls.append((layer, block, (rotation, masks[windows[int(layer)]], cache, keys)))
-        x_BSD = self.pass_blocks(x_BSD, calls)
+            calls.append((layer, block, (rope, masks[windows[int(layer)]], cache)))
+        x_BSD = self.run_blocks(x_BSD, calls)
         if self.head is None:
             return x_BSD
-        if cached:
+        if caches:
             x_BSD = x_BSD[:, -1:]
         tied = self.embed.weight if self.config.tie_embeddings and self.embed is not None else None
-        output: torch.Tensor | Losses = self.head(x_BSD, labels_BS, tied, loss_scale)
-        return output
-
-
-def build_model(config: LlamaConfig, layers: range | None = None) -> Llama:
-    """A Llama of this shape, or its part with these layers, or the model that the user's `--model_builder`
-    makes of the shape.
-
-    Raises:
-        UserError: there is no such function.
-    """
-    if not config.model_builder:
-        return Llama(config, layers)
-    model: Llama = import_function(config.model_builder, "--model_builder")(config)
-    return model
+        return self.head(x_BSD, labels_BS, tied, loss_scale)

@@ -1,213 +1,180 @@
-"""The variants as one table, and the shape of the model of a run: variant + overrides → `LlamaConfig`.
+"""The table of variants, and the shape of a run: variant, flags, vocabulary of the data → config.
 
-    VARIANTS["7b"] ─ ModelConfig overrides ─ data's vocabulary ─ seq_length ─▶ resolve_model ─▶ LlamaConfig
-
-A `LlamaConfig` that came out of `resolve_model` is consistent: heads divide the width, key/value heads divide
-the query heads. Its fields have the names of the flags.
+The names are those of `--model_variant`; `--list_variants` prints sizes and memory. Sources: the
+config.json of each published model, and for the GPTs the papers named below. Works without torch.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from fms_fsdp.config import ModelConfig
 from fms_fsdp.config.batch import divisors
-from fms_fsdp.config.values import joined, must_be_one_of
+from fms_fsdp.config.values import joined, must_be_one_of, parse_number
 from fms_fsdp.errors import UserError
+from fms_fsdp.models.config import RopeScaling, TransformerConfig
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """Stretch of the rotary frequencies for contexts longer than the pretraining one.
-
-    "linear" divides all frequencies by `factor`. "llama3" divides those whose wavelength exceeds
-    `original_max_len / low_freq_factor`, keeps those below `original_max_len / high_freq_factor`, and blends
-    those between.
-    Source: Chen et al. 2023, https://arxiv.org/abs/2306.15595 (linear); Llama 3.1,
-    https://github.com/meta-llama/llama-models.
-    """
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_len: int = 8192
-    kind: str = "llama3"
+def _llama(
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int = 8,
+    scaling: float = 0,
+    **more: Any,
+) -> TransformerConfig:
+    """Llama 3, which sets `rope_scaling` from 3.1 on."""
+    more |= {"rope_scaling": RopeScaling(scaling)} if scaling else {}
+    return TransformerConfig(layers, hidden, ffn, heads, kv_heads, 128256, rope_theta=5e5, **more)
 
 
-@dataclass(frozen=True)
-class LlamaConfig:
-    """The shape of a model; the default of each option is Llama's. docs/models.md explains the options.
-
-    `max_seq_len` is the longest row the model will see: the length of its position tables. A `head_dim` of 0
-    becomes hidden_size / num_attention_heads.
-    """
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_kv_heads: int
-    vocab_size: int = 32000
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-    init_std: float = 0.02
-    norm: str = "rmsnorm"
-    pos_emb: str = "rope"
-    attn_impl: str = "auto"
-    max_seq_len: int = 4096
-    head_dim: int = 0
-    activation: str = "swiglu"
-    bias: bool = False
-    rope_pct: float = 1.0
-    qk_norm: bool = False
-    parallel_residual: bool = False
-    attn_window: int = 0
-    attn_window_pattern: str = "L"
-    logit_softcap: float = 0.0
-    z_loss: float = 0.0
-    residual_scaled_init: bool = True
-    vocab_multiple_of: int = 1
-    dropout: float = 0.0
-    attn_dropout: float = 0.0
-    ffn_dropout: float = 0.0
-    model_builder: str = ""
-    qkv_bias: bool = False
-    qk_norm_wide: bool = False
-    norm_place: str = "before"
-    rope_pattern: str = "R"
-    embedding_multiplier: float = 1.0
-    attention_multiplier: float = 0.0
-    residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-    relative_buckets: int = 32
-    relative_max_distance: int = 128
-
-    def __post_init__(self) -> None:
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding and of the head; rows beyond the vocabulary are never used."""
-        return -(-self.vocab_size // self.vocab_multiple_of) * self.vocab_multiple_of
-
-    @property
-    def rotary_dim(self) -> int:
-        """How many dims of each head are rotated."""
-        return int(self.head_dim * self.rope_pct) if self.pos_emb == "rope" else 0
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """The window of attention of each layer; 0 is the whole row."""
-        kinds = itertools.islice(itertools.cycle(self.attn_window_pattern), self.num_layers)
-        return tuple(self.attn_window if kind == "L" else 0 for kind in kinds)
-
-    @property
-    def rotates(self) -> tuple[bool, ...]:
-        """Whether each layer rotates queries and keys, where the positions are rotary."""
-        kinds = itertools.islice(itertools.cycle(self.rope_pattern), self.num_layers)
-        return tuple(kind == "R" for kind in kinds)
-
-    @property
-    def has_dropout(self) -> bool:
-        return bool(self.dropout or self.attn_dropout or self.ffn_dropout)
+def _qwen(
+    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, **more: Any
+) -> TransformerConfig:
+    """Qwen2.5."""
+    style = dict(
+        vocab_size=151936, rope_theta=1e6, norm_eps=1e-6, qkv_bias=True, tie_embeddings=True
+    )
+    return TransformerConfig(layers, hidden, ffn, heads, kv_heads, **style | more)
 
 
-def _llama3(
-    layers: int, hidden: int, ffn: int, heads: int, factor: float = 0, **more: Any
-) -> LlamaConfig:
-    scaling = RopeScaling(factor) if factor else None
-    return LlamaConfig(
-        layers, hidden, ffn, heads, 8, 128256, rope_theta=5e5, rope_scaling=scaling, **more
+def _qwen_large(
+    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int = 8
+) -> TransformerConfig:
+    more = dict(vocab_size=152064, norm_eps=1e-5, tie_embeddings=False)
+    return _qwen(layers, hidden, ffn, heads, kv_heads, **more)
+
+
+def _smol(
+    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, theta: float = 1e5
+) -> TransformerConfig:
+    """SmolLM2."""
+    return TransformerConfig(
+        layers, hidden, ffn, heads, kv_heads, 49152, rope_theta=theta, tie_embeddings=True
     )
 
 
-VARIANTS: dict[str, LlamaConfig] = {
-    # layers, hidden, ffn, heads, kv heads; vocabulary 32000 and theta 1e4 unless given
-    "7b": LlamaConfig(32, 4096, 11008, 32, 32),
-    "13b": LlamaConfig(40, 5120, 13824, 40, 40),
-    "34b": LlamaConfig(48, 8192, 22016, 64, 8, rope_theta=1e6),
-    "70b": LlamaConfig(80, 8192, 28672, 64, 8),
-    "llama3_8b": _llama3(32, 4096, 14336, 32),
-    "llama3_70b": _llama3(80, 8192, 28672, 64),
-    "llama3_1.8b": _llama3(24, 2048, 7168, 16),
-    "llama3_3.2b": _llama3(24, 3072, 8192, 24),
-    "llama3_194m": LlamaConfig(10, 1024, 2816, 8, 8, 128256, rope_theta=5e5),
-    "llama3.1_8b": _llama3(32, 4096, 14336, 32, 8.0),
-    "llama3.1_70b": _llama3(80, 8192, 28672, 64, 8.0),
-    "llama3.1_405b": _llama3(126, 16384, 53248, 128, 8.0),
-    "llama3.2_1b": _llama3(16, 2048, 8192, 32, 32.0, tie_embeddings=True),
-    "llama3.2_3b": _llama3(28, 3072, 8192, 24, 32.0, tie_embeddings=True),
-    "1.4b": LlamaConfig(24, 2048, 6144, 16, 4),
-    "194m": LlamaConfig(10, 1024, 2816, 8, 8),
-    "quickstart": LlamaConfig(6, 256, 704, 4, 4, 8192, tie_embeddings=True, init_std=0.05),
-    "tiny": LlamaConfig(2, 128, 352, 4, 2, 512),
-}
+def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> TransformerConfig:
+    """GPT-2's blocks (Radford et al. 2019), with GPT-3's context of 2048."""
+    style: dict[str, Any] = dict(
+        norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned"
+    )
+    style |= dict(vocab_size=50257, vocab_multiple_of=128, tie_embeddings=True, max_seq_len=2048)
+    return TransformerConfig(layers, hidden, 4 * hidden, heads, heads, **style | more)
 
-ALIASES: dict[str, str] = {
-    f"llama2_{name}": name for name in ("7b", "13b", "34b", "70b", "1.4b", "194m")
+
+def _neox(
+    layers: int, hidden: int, heads: int, multiple: int = 128, **more: Any
+) -> TransformerConfig:
+    """GPT-NeoX's blocks (Black et al. 2022): parallel residual, a quarter of each head rotated."""
+    style: dict[str, Any] = dict(
+        pos_emb="rope", rope_pct=0.25, parallel_residual=True, activation="gelu"
+    )
+    style |= dict(vocab_size=50277, vocab_multiple_of=multiple, tie_embeddings=False)
+    return _gpt(layers, hidden, heads, **style | more)
+
+
+VARIANTS: dict[str, TransformerConfig] = {
+    # layers, hidden, ffn, heads, kv heads; vocabulary 32000 and theta 1e4 unless given
+    "7b": TransformerConfig(32, 4096, 11008, 32, 32),
+    "13b": TransformerConfig(40, 5120, 13824, 40, 40),
+    "34b": TransformerConfig(48, 8192, 22016, 64, 8, rope_theta=1e6),
+    "70b": TransformerConfig(80, 8192, 28672, 64, 8),
+    "llama3_8b": _llama(32, 4096, 14336, 32),
+    "llama3_70b": _llama(80, 8192, 28672, 64),
+    "llama3_1.8b": _llama(24, 2048, 7168, 16),
+    "llama3_3.2b": _llama(24, 3072, 8192, 24),
+    "llama3_194m": _llama(10, 1024, 2816, 8),
+    "llama3.1_8b": _llama(32, 4096, 14336, 32, scaling=8.0),
+    "llama3.1_70b": _llama(80, 8192, 28672, 64, scaling=8.0),
+    "llama3.1_405b": _llama(126, 16384, 53248, 128, scaling=8.0),
+    "llama3.2_1b": _llama(16, 2048, 8192, 32, scaling=32.0, tie_embeddings=True),
+    "llama3.2_3b": _llama(28, 3072, 8192, 24, scaling=32.0, tie_embeddings=True),
+    "1.4b": TransformerConfig(24, 2048, 6144, 16, 4),
+    "194m": TransformerConfig(10, 1024, 2816, 8, 8),
+    "quickstart": TransformerConfig(6, 256, 704, 4, 4, 8192, tie_embeddings=True, init_std=0.05),
+    "tiny": TransformerConfig(2, 128, 352, 4, 2, 512),
+    "qwen2.5_0.5b": _qwen(24, 896, 4864, 14, 2),
+    "qwen2.5_1.5b": _qwen(28, 1536, 8960, 12, 2),
+    "qwen2.5_3b": _qwen(36, 2048, 11008, 16, 2),
+    "qwen2.5_7b": _qwen(28, 3584, 18944, 28, 4, vocab_size=152064, tie_embeddings=False),
+    "qwen2.5_14b": _qwen_large(48, 5120, 13824, 40),
+    "qwen2.5_32b": _qwen_large(64, 5120, 27648, 40),
+    "qwen2.5_72b": _qwen_large(80, 8192, 29568, 64),
+    "smollm2_135m": _smol(30, 576, 1536, 9, 3),
+    "smollm2_360m": _smol(32, 960, 2560, 15, 5),
+    "smollm2_1.7b": _smol(24, 2048, 8192, 32, 32, theta=130_000.0),
+    # layers, hidden, heads. GPT-3: Brown et al. 2020, table 2.1, with all layers dense
+    "gpt_160m": _gpt(12, 768, 12, norm="rmsnorm", pos_emb="none", tie_embeddings=False),
+    "gpt3_125m": _gpt(12, 768, 12),
+    "gpt3_350m": _gpt(24, 1024, 16),
+    "gpt3_760m": _gpt(24, 1536, 16),
+    "gpt3_1.3b": _gpt(24, 2048, 16),  # the paper's 24 heads of 128 do not fit a width of 2048
+    "gpt3_2.7b": _gpt(32, 2560, 32),
+    "gpt3_6.7b": _gpt(32, 4096, 32),
+    "gpt3_13b": _gpt(40, 5120, 40),  # the paper's 5140 is not divisible by 40
+    "gpt3_175b": _gpt(96, 12288, 96),
+    "tr1_13b": _gpt(
+        40, 5120, 32
+    ),  # https://github.com/bigscience-workshop/bigscience, tr1-13B-base
+    # https://github.com/EleutherAI/pythia
+    "pythia_14m": _neox(6, 128, 4),
+    "pythia_31m": _neox(6, 256, 8),
+    "pythia_70m": _neox(6, 512, 8),
+    "pythia_160m": _neox(12, 768, 12),
+    "pythia_410m": _neox(24, 1024, 16),
+    "pythia_1b": _neox(16, 2048, 8),
+    "pythia_1.4b": _neox(24, 2048, 16),
+    "pythia_2.8b": _neox(32, 2560, 32),
+    "pythia_6.9b": _neox(32, 4096, 32, multiple=256),
+    "pythia_12b": _neox(36, 5120, 40, multiple=512),
+    # https://github.com/EleutherAI/gpt-neox/blob/main/configs/20B.yml
+    "neox_20b": _neox(44, 6144, 64, multiple=256, activation="gelu_tanh"),
 }
-# fms-fsdp's names with the length of a row, which is --seq_length here
+# Names of upstream fms-fsdp.
+ALIASES = {f"llama2_{name}": name for name in ("7b", "13b", "34b", "70b", "1.4b", "194m")}
 ALIASES |= {f"{name}_4k": name for name in VARIANTS if name.startswith("llama3_")}
 
 
-def all_variants() -> dict[str, LlamaConfig]:
-    """Every variant by its name: the Llamas of `VARIANTS`, then GPT and its relatives."""
-    from fms_fsdp.extras import gpt_variants, relatives_variants
-
-    return VARIANTS | relatives_variants.VARIANTS | gpt_variants.VARIANTS
-
-
-def model_from_dict(content: Mapping[str, Any]) -> LlamaConfig:
-    """The model that `dataclasses.asdict` described in a checkpoint or config.json; other entries are passed
-    over."""
-    known = {spec.name: content[spec.name] for spec in fields(LlamaConfig) if spec.name in content}
-    scaling = known.get("rope_scaling")
-    return LlamaConfig(**known | {"rope_scaling": RopeScaling(**scaling) if scaling else None})
-
-
-def register_variant(name: str, config: LlamaConfig) -> None:
+def register_variant(name: str, config: TransformerConfig) -> None:
     """Adds a variant, so that `--model_variant=name` finds it.
 
     Raises:
         UserError: the name is taken.
     """
-    if name in all_variants() or name in ALIASES:
-        raise UserError(f"model variant ({name}) is already defined; choose another name")
+    if name in VARIANTS or name in ALIASES:
+        raise UserError(f"model variant {name} is already defined; choose another name")
     VARIANTS[name] = config
 
 
 def canonical_variant(name: str) -> str:
-    """The table's name of a variant, aliases and case resolved.
+    """Returns the name of the table for a name or alias in any case.
 
     Raises:
-        UserError: no such variant; the error lists all and names the nearest one.
+        UserError: there is no such variant; the error lists all and names the nearest one.
     """
     lowered = name.lower()
-    found = ALIASES.get(lowered, lowered)
-    if found in VARIANTS or found in (known := all_variants()):
+    if (found := ALIASES.get(lowered, lowered)) in VARIANTS:
         return found
-    if lowered.startswith("mamba"):
+    if lowered.startswith(("mamba", "granite", "olmo", "smollm3")):
         raise UserError(
-            f"--model_variant ({name}) is no Llama; this project trains Llamas: --list_variants"
+            f"--model_variant={name} is not supported: this project trains Llama, Mistral, Qwen and "
+            "GPT shapes; see --list_variants"
         )
-    raise UserError(f"--model_variant ({name}) {must_be_one_of(list(known), lowered, cutoff=0.5)}")
+    raise UserError(f"--model_variant={name} {must_be_one_of(list(VARIANTS), lowered, cutoff=0.5)}")
 
 
 _POSITION_FLAGS = {  # --pos_emb = the flags that have an effect only with it
-    "rope": ("rope_theta", "rope_scaling", "rope_pct", "rope_pattern"),
+    "rope": ("rope_theta", "rope_scaling", "rope_pct"),
     "relative": ("relative_buckets", "relative_max_distance"),
 }
 
 
 def _check_sizes(
-    model: LlamaConfig, seq_length: int, data_vocab_size: int | None, *, derives_heads: bool
+    model: TransformerConfig, seq_length: int, data_vocab_size: int | None, *, derives_heads: bool
 ) -> None:
     """Raises UserError if sizes of the model do not fit each other, or the data.
 
@@ -247,40 +214,17 @@ def _check_sizes(
         )
 
 
-def _check_options(model: LlamaConfig, section: ModelConfig) -> None:
+def _check_options(model: TransformerConfig, section: ModelConfig) -> None:
     """Raises UserError if options of the model exclude each other."""
     pattern = model.attn_window_pattern
     if not pattern or pattern.strip("LG"):
         raise UserError(
             f"--attn_window_pattern={pattern} must consist of the letters L and G; use e.g. LLG"
         )
-    if model.attn_dropout and model.attn_impl not in ("auto", "math"):
+    if model.attn_dropout and model.attn_impl == "cudnn":
         raise UserError(
-            f"--attn_impl={model.attn_impl} is not supported with "
-            f"--attn_dropout={model.attn_dropout:g}: its dropout depends on the number of devices; "
+            f"--attn_impl=cudnn is not supported with --attn_dropout={model.attn_dropout:g}; "
             "set --attn_impl=auto, or --attn_dropout=0"
-        )
-    if not model.rope_pattern or model.rope_pattern.strip("RN"):
-        raise UserError(
-            f"--rope_pattern={model.rope_pattern} must consist of the letters R and N; "
-            "use e.g. RRRN"
-        )
-    if model.norm_place != "before" and model.norm != "rmsnorm":
-        raise UserError(
-            f"--norm_place={model.norm_place} is not supported with --norm={model.norm}; "
-            "set --norm=rmsnorm, or --norm_place=before"
-        )
-    if model.qk_norm_wide and not (model.qk_norm and model.norm == "rmsnorm"):
-        raise UserError(
-            f"--qk_norm_wide=True requires --qk_norm and --norm=rmsnorm, but "
-            f"--qk_norm={model.qk_norm} and --norm={model.norm}; "
-            "set --qk_norm=True --norm=rmsnorm, or --qk_norm_wide=False"
-        )
-    if model.embedding_multiplier != 1 and model.pos_emb in ("learned", "sinusoidal"):
-        raise UserError(
-            f"--embedding_multiplier={model.embedding_multiplier:g} is not supported with "
-            f"--pos_emb={model.pos_emb}: positions would be multiplied too; set --pos_emb=rope, "
-            "or --embedding_multiplier=1"
         )
     for kind, names in _POSITION_FLAGS.items():
         for name in names if model.pos_emb != kind else ():
@@ -309,7 +253,7 @@ def _listed(number: int) -> str:
 
 def resolve_model(
     section: ModelConfig, *, seq_length: int, data_vocab_size: int | None = None
-) -> LlamaConfig:
+) -> TransformerConfig:
     """The model of a run: the variant or what a config.json says, its overrides, the data's vocabulary where
     none is given, `seq_length` positions.
 
@@ -319,7 +263,7 @@ def resolve_model(
     """
     variant, is_theirs = _base_shape(section), bool(section.init_from_hf or section.hf_config)
     derived = {"vocab_size", "max_seq_len", "rope_scaling"}
-    names = {spec.name for spec in fields(LlamaConfig)} - derived
+    names = {spec.name for spec in fields(TransformerConfig)} - derived
     given = {name: value for name in names if (value := getattr(section, name)) is not None}
     if not is_theirs or given.keys() & {"hidden_size", "num_attention_heads"}:
         given.setdefault("head_dim", 0)
@@ -330,9 +274,7 @@ def resolve_model(
         share = variant.ffn_hidden_size / variant.hidden_size
         given.setdefault("ffn_hidden_size", max(1, round(share * hidden / 128)) * 128)
     if section.rope_scaling is not None:
-        from fms_fsdp.extras.rope_scaling import parse_scaling
-
-        given["rope_scaling"] = parse_scaling(section.rope_scaling)
+        given["rope_scaling"] = parse_rope_scaling(section.rope_scaling)
     least = variant.vocab_size if section.init_from_hf else 0
     config = replace(
         variant,
@@ -350,16 +292,35 @@ def resolve_model(
     return config
 
 
-def _base_shape(section: ModelConfig) -> LlamaConfig:
-    """The shape whose values flags replace."""
+def _base_shape(section: ModelConfig) -> TransformerConfig:
+    """Returns the shape whose values flags replace."""
     flag = "init_from_hf" if section.init_from_hf else "hf_config"
     path = Path(getattr(section, flag))
     if not getattr(section, flag):
-        name = canonical_variant(section.model_variant)
-        return VARIANTS.get(name) or all_variants()[name]
+        return VARIANTS[canonical_variant(section.model_variant)]
     from fms_fsdp.extras.from_hf import read_shape
 
     try:
         return read_shape(path if path.is_file() else path / "config.json")
     except UserError as error:
-        raise UserError(f"--{flag} ({path}) cannot be taken: {error}") from None
+        raise UserError(f"--{flag}={path} is not supported: {error}") from None
+
+
+def parse_rope_scaling(text: str) -> RopeScaling | None:
+    """Parses `linear:4`, `llama3:8` or `llama3:8:1:4:8192`; `linear:1` is None."""
+    kind, *numbers = text.split(":")
+    values = [float(parse_number(number) or 0) for number in numbers]
+    lengths = {"linear": (1,), "llama3": (1, 4)}.get(kind, ())
+    if (
+        len(values) not in lengths
+        or min(values) < 1
+        or (len(values) == 4 and values[1] >= values[2])
+    ):
+        raise UserError(
+            f"--rope_scaling={text} must be linear:FACTOR or llama3:FACTOR[:LOW:HIGH:LENGTH], with "
+            "numbers of at least 1 and LOW below HIGH; use e.g. llama3:8:1:4:8192"
+        )
+    if kind == "linear":
+        return RopeScaling(values[0], kind="linear") if values[0] > 1 else None
+    factor, low, high, length = values if len(values) == 4 else (*values, 1.0, 4.0, 8192.0)
+    return RopeScaling(factor, low, high, int(length))

@@ -11,7 +11,7 @@ from fms_fsdp.models.flops import (
     matmul_flops_per_token,
     recomputed_flops_per_token,
 )
-from fms_fsdp.parallel.activation import select_blocks
+from fms_fsdp.parallel.activation_checkpointing import select_blocks
 from fms_fsdp.state import RunConfig
 
 # Dense bf16 tensor-core peak in FLOP/s, without sparsity. Sources: NVIDIA's data sheets of each product

@@ -20,9 +20,9 @@ from fms_fsdp.config.flag import Flag, coerce
 from fms_fsdp.config.values import joined, must_be_one_of, shown
 from fms_fsdp.distributed.dtensor import local_shard
 from fms_fsdp.errors import UserError, import_function
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.init import clean_name
-from fms_fsdp.models.variants import LlamaConfig
 
 Factory = Callable[..., torch.optim.Optimizer]
 TORCH_OPTIMIZERS: dict[str, Factory] = {  # exact on DTensors
@@ -322,7 +322,7 @@ def example_state(config: OptimConfig, precision: Precision = FP32) -> dict[str,
     return state
 
 
-def state_bytes(config: OptimConfig, model: LlamaConfig, precision: Precision = FP32) -> int:
+def state_bytes(config: OptimConfig, model: TransformerConfig, precision: Precision = FP32) -> int:
     """Estimates the bytes of the full optimizer state."""
     units, total = num_params_by_unit(model), 0.0
     counts = {"blocks": model.num_layers * units["block"], "embed": units["embed"] + units["head"]}
@@ -332,7 +332,7 @@ def state_bytes(config: OptimConfig, model: LlamaConfig, precision: Precision = 
     return round(total)
 
 
-def checkpoint_bytes(config: OptimConfig, model: LlamaConfig, precision: Precision) -> int:
+def checkpoint_bytes(config: OptimConfig, model: TransformerConfig, precision: Precision) -> int:
     """Estimates the bytes of a checkpoint: weights and optimizer state."""
     weights = NUM_BYTES[precision.weights] * num_params(model)
     return weights + state_bytes(config, model, precision)

@@ -1,20 +1,33 @@
-"""Checks sizes and features that the axes tp, cp and pp cannot divide."""
+"""How the axes tp, cp and pp divide a model, and checks of what they cannot divide.
+
+layers          0 1 2 3 4 5 │ 6 7 8 9 10 │ 11 12 13 14 15 │ 16 17 18 + head
+loop, 2 ranks   rank 0      │ rank 1     │ rank 0         │ rank 1
+V, 2 ranks      rank 0      │ rank 1     │ rank 1         │ rank 0
+"""
 
 from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
 
 import torch
 
 from fms_fsdp.config import BatchPlan, ParallelConfig, Precision, TrainConfig
 from fms_fsdp.config.batch import divisors
-from fms_fsdp.distributed.axes import ParallelDims, cp_method, row_multiple
+from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.errors import UserError
-from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.flops import num_params_by_unit
 from fms_fsdp.parallel.compile import compiles
+
+_FLOAT8_MULTIPLE = 16  # of the matrix sizes that float8 kernels of GPUs take
 
 
 def check_layout(
     cfg: TrainConfig,
-    model: LlamaConfig,
+    model: TransformerConfig,
     dims: ParallelDims,
     batch: BatchPlan,
     precision: Precision,
@@ -37,7 +50,7 @@ def check_layout(
     if (tp - 1) * -(-model.padded_vocab_size // tp) >= model.vocab_size:
         raise UserError(f"--tp_size={tp} is too large for {model.vocab_size} tokens; lower it")
 
-    method = cp_method(section.cp_method, heads, tp, cp)
+    method = resolve_cp_method(section.cp_method, heads, tp, cp)
     if cp > 1 and method == "ulysses" and heads % (tp * cp):
         raise UserError(
             f"--cp_size={cp} must divide {heads // tp} heads per tp rank for --cp_method=ulysses; "
@@ -47,7 +60,7 @@ def check_layout(
         raise UserError(
             f"--attn_impl={cfg.model.attn_impl} has no effect with --cp_method=gather; remove it"
         )
-    if length % (unit := row_multiple(method, tp, cp, dims.sequence_parallel)):
+    if length % (unit := sequence_multiple(method, tp, cp, dims.sequence_parallel)):
         raise UserError(
             f"--seq_length={length} must be divisible by {unit} (because of --cp_size, --tp_size); "
             f"closest valid values: {max(1, length // unit) * unit}, {(length // unit + 1) * unit}"
@@ -56,16 +69,16 @@ def check_layout(
         _check_pipeline(section, model.num_layers, dims, batch, is_compiled)
 
     unsupported = {  # feature: whether it is on, the axes that cannot shard it
-        "--qk_norm_wide": (model.qk_norm_wide, ("tp",)),
         "--pos_emb=relative": (model.pos_emb == "relative", ("cp", "pp")),
         "--tie_embeddings": (model.tie_embeddings, ("pp",)),
         "--rampup_micro_batch": (batch.cuts_micro_steps, ("pp",)),
         "--model_builder": (model.model_builder, ("tp", "cp", "pp")),
         "--teacher_path": (cfg.training.teacher_path, ("tp", "cp", "pp")),
-        # torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors"
-        f"--recompute={section.recomputes}, compiled in fp32": (
-            is_fp32
-            and is_compiled
+        # torch 2.13 with attention kernels of CPUs or fp32: "expected all tensors_saved_with_vc_check
+        # to be Tensors"
+        f"--recompute={section.recomputes}, compiled": (
+            is_compiled
+            and (is_fp32 or device.type == "cpu")
             and section.recomputes in ("blocks", "ops")
             and _torch() >= (2, 12),
             ("tp",),
@@ -118,6 +131,90 @@ def _check_pipeline(
             "--pp_schedule=zbv runs a block's backward pass twice, which --recompute=ops cannot; use "
             "--recompute=blocks, or --pp_schedule=1f1b"
         )
+
+
+def check_float8(
+    model: TransformerConfig, precision: Precision, device: torch.device, tp: int = 1
+) -> None:
+    """Raises UserError for matrices that float8 kernels do not take, and GPUs without such kernels."""
+    if not precision.float8:
+        return
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "num_attention_heads x head_dim": model.num_attention_heads // tp * model.head_dim,
+        "num_kv_heads x head_dim": max(1, model.num_kv_heads // tp) * model.head_dim,
+        "ffn_hidden_size": model.ffn_hidden_size // tp,
+    }
+    for name, size in sizes.items():
+        if size % _FLOAT8_MULTIPLE:
+            raise UserError(
+                f"--precision (float8) needs sizes that are multiples of {_FLOAT8_MULTIPLE}, and "
+                f"{name} is {size}{' on each rank of tp' if tp > 1 else ''}; change the size, or use "
+                "--precision=bf16"
+            )
+    if device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    needed = (9, 0) if precision.float8 == "row" else (8, 9)
+    if found < needed:
+        remedy = "--float8_scaling=tensor" if found >= (8, 9) else "--precision=bf16"
+        raise UserError(
+            f"--precision (float8) by {precision.float8} needs compute capability "
+            f"{needed[0]}.{needed[1]}, and {torch.cuda.get_device_name(device)} has "
+            f"{found[0]}.{found[1]}; use {remedy}"
+        )
+
+
+def resolve_cp_method(method: str, heads: int, tp: int, cp: int) -> str:
+    """Returns the method of context parallelism: auto is ulysses if tp and cp divide the heads."""
+    if method != "auto":
+        return method
+    return "gather" if heads % (tp * cp) else "ulysses"
+
+
+def sequence_multiple(method: str, tp: int, cp: int, sequence_parallel: bool) -> int:
+    """Returns the number that must divide the sequence length."""
+    parts = 2 * cp if method == "gather" and cp > 1 else cp
+    return math.lcm(parts, cp * tp) if sequence_parallel else parts
+
+
+@functools.cache
+def layers_of_stages(
+    config: TransformerConfig, seq_length: int, num_stages: int
+) -> tuple[range, ...]:
+    """Returns the consecutive layers of each stage, at least one.
+
+    Minimizes the FLOPs of the most expensive stage, then the sum of the squares; the head counts as a
+    part of the last layer.
+    """
+    assert num_stages <= config.num_layers, (num_stages, config.num_layers)
+    block, q_size = (
+        num_params_by_unit(config)["block"],
+        config.num_attention_heads * config.head_dim,
+    )
+    windows = [min(window or seq_length, seq_length) for window in config.windows]
+    costs = [6 * block + 12 * q_size * window for window in windows]
+    costs[-1] += 6 * config.hidden_size * config.vocab_size
+    total = list(itertools.accumulate(costs, initial=0))
+    # The best split of the first `end` layers: (most expensive stage, sum of squares, boundaries).
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
+    for _ in range(num_stages):
+        splits: dict[int, list[Any]] = {}
+        for begin, (maximum, squares, boundaries) in best.items():
+            for end in range(begin + 1, config.num_layers + 1):
+                cost = total[end] - total[begin]
+                split = (max(maximum, cost), squares + cost**2, (*boundaries, end))
+                splits.setdefault(end, []).append(split)
+        best = {end: min(some) for end, some in splits.items()}
+    _, _, boundaries = best[config.num_layers]
+    return tuple(itertools.starmap(range, itertools.pairwise(boundaries)))
+
+
+def stages_of_rank(rank: int, num_ranks: int, stages_per_rank: int, schedule: str) -> list[int]:
+    """Returns the stages of a pp rank, in order: a V for `zbv`, otherwise a loop."""
+    if schedule == "zbv":
+        return [rank, 2 * num_ranks - 1 - rank]
+    return [rank + turn * num_ranks for turn in range(stages_per_rank)]
 
 
 def min_micro_batches(schedule: str, pp: int) -> int:

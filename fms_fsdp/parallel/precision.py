@@ -1,9 +1,9 @@
-"""The dtype of the weights of a model, and the dtype of the computations.
+"""The dtype of the weights, and the dtype of the computations.
 
-    sharded     FSDP gathers copies of a unit's weights in the dtype of products, and frees them after use
-    unsharded   every module casts its own weight, in the forward and again in the backward pass
+    sharded     FSDP gathers copies of a unit's weights in the compute dtype, and frees them after use
+    unsharded   each module casts its own weight, in the forward and again in the backward pass
 
-Neither way keeps a second copy of all weights. Both give each module weights of the dtype it computes in.
+Neither way keeps a second copy of all weights.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ def resolve_precision(section: PrecisionConfig, device: torch.device) -> Precisi
 
 
 def fsdp_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """The policy of FSDP: gathered weights in the dtype of products, reductions in the dtype of reductions.
-
-    Inputs are not cast, so the rotary table stays fp32.
-    """
+    """Returns FSDP's policy. Inputs are not cast, so that the rotary table stays fp32."""
     return MixedPrecisionPolicy(
         param_dtype=None if precision.compute == precision.weights else DTYPES[precision.compute],
         reduce_dtype=DTYPES[precision.reduce],
@@ -66,49 +63,52 @@ def fsdp_policy(precision: Precision) -> MixedPrecisionPolicy:
     )
 
 
-def sum_gradients_in_fp32(model: nn.Module) -> None:
-    """Lets the gradients of bf16 weights add up in fp32 over micro-steps, in a model that is ready to train.
+def cast_weights(model: nn.Module, precision: Precision) -> None:
+    """Casts the parameters, not the buffers, to the dtype of the weights, in place."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[precision.weights])
 
-    FSDP rounds the gradient of each micro-step to bf16 once. What it adds up itself, before it sends it
-    (hsdp over replicas, `sync_each_micro_step` off), is in `reduce_dtype`, and rounded once a step.
+
+def accumulate_in_fp32(model: nn.Module) -> None:
+    """Makes gradients of bf16 weights accumulate in fp32 over micro-batches, in a model that is ready
+    to train.
+
+    FSDP still rounds the gradient of each micro-batch to bf16 once. Gradients that it accumulates
+    unsharded (hsdp over replicas, `sync_each_micro_step` off) are in `reduce_dtype`.
     """
     for parameter in model.parameters():
-        parameter.grad_dtype = None  # of any type
+        parameter.grad_dtype = None  # any dtype
         parameter.register_post_accumulate_grad_hook(_widen_gradient)  # type: ignore[no-untyped-call]
 
 
 def _widen_gradient(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     if parameter.grad.device.type == "cpu" and torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()  # under CPU offload it may still be on its way (torch 2.11)
+        # Under CPU offload the copy to the host may not have finished (torch 2.11).
+        torch.cuda.current_stream().synchronize()
     parameter.grad = parameter.grad.float()
 
 
-def cast_weights(model: nn.Module, precision: Precision) -> None:
-    """Lets the model keep its weights in their dtype, in place; buffers, as the rotary table, stay."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[precision.weights])
-
-
 def apply_precision(model: Llama, precision: Precision) -> None:
-    """Lets an unsharded model compute in another dtype than that of its weights, in place."""
-    dtype = DTYPES[precision.compute]
+    """Makes an unsharded model compute in another dtype than that of its weights, in place."""
     if precision.compute == precision.weights:
         return
     for module in model.modules():
-        if type(module) in _CASTING:
-            module.__class__ = _CASTING[type(module)]
-        elif hasattr(module, "bias_dtype"):
-            module.bias_dtype = dtype  # type: ignore[assignment]
+        module.__class__ = _CASTING.get(type(module), type(module))
     if model.embed is not None:
+        dtype = DTYPES[precision.compute]
         model.embed.register_forward_hook(lambda module, inputs, output: output.to(dtype))
 
 
-class _CastProduct(torch.autograd.Function):
-    """x W^T in the dtype of x; the backward pass casts W anew, so that no copy of W is kept until then.
+def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Returns a b in `out_dtype`; NVIDIA GPUs write fp32 directly, without rounding to bf16 first."""
+    if a.is_cuda and torch.version.cuda and a.dtype != out_dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=out_dtype)
+    return (a @ b).to(out_dtype)
 
-    It casts the transpose: the compiler would take two equal casts for one, and keep its result.
-    """
+
+class _CastLinear(torch.autograd.Function):
+    """x W^T in the dtype of x. The backward pass casts W again, so that no copy of W is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -117,45 +117,35 @@ class _CastProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        (grad,) = grads
-        x, weight = ctx.saved_tensors
-        need_x, need_weight = ctx.needs_input_grad
-        dx = grad @ weight.T.to(x.dtype).T if need_x else None
-        dweight = (
-            product_in(weight.dtype, grad.flatten(0, -2).T, x.flatten(0, -2))
-            if need_weight
-            else None
-        )
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            # The cast of the transpose: the compiler would merge two equal casts and keep the result.
+            dx = grad @ weight.T.to(x.dtype).T
+        if ctx.needs_input_grad[1]:
+            dweight = matmul(grad.flatten(0, -2).T, x.flatten(0, -2), out_dtype=weight.dtype)
         return dx, dweight
 
 
-def product_in(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product in another dtype than that of its factors; a GPU of NVIDIA writes the product in that dtype
-    at once, neither rounded nor cast."""
-    if left.is_cuda and torch.version.cuda and left.dtype != dtype == torch.float32:
-        return torch.mm(left, right, out_dtype=dtype)
-    return (left @ right).to(dtype)
-
-
-class _CastLinear(nn.Linear):
+class _Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = _CastProduct.apply(input, self.weight)  # type: ignore[no-untyped-call]
-        return product if self.bias is None else product + self.bias.to(input.dtype)
+        y: torch.Tensor = _CastLinear.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        return y if self.bias is None else y + self.bias.to(input.dtype)
 
 
-class _CastRMSNorm(nn.RMSNorm):
+class _RMSNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class _CastLayerNorm(nn.LayerNorm):
+class _LayerNorm(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 _CASTING: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: _CastLinear,
-    nn.RMSNorm: _CastRMSNorm,
-    nn.LayerNorm: _CastLayerNorm,
+    nn.Linear: _Linear,
+    nn.RMSNorm: _RMSNorm,
+    nn.LayerNorm: _LayerNorm,
 }

@@ -20,12 +20,12 @@ import torch
 
 from fms_fsdp.config import NUM_BYTES, OptimConfig, ParallelConfig, Precision
 from fms_fsdp.config.values import plain
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.models.stages import layers_of_stages, stages_of_rank
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.optimizers import state_bytes
-from fms_fsdp.parallel.activation import select_blocks
+from fms_fsdp.parallel.activation_checkpointing import select_blocks
 from fms_fsdp.parallel.compile import compiles
+from fms_fsdp.parallel.layout import layers_of_stages, stages_of_rank
 from fms_fsdp.predict.meter import Shape, cost, units
 from fms_fsdp.state import RunConfig
 
@@ -80,7 +80,7 @@ class Step:
         return self.rows * self.accum * self.shape.dims.size("dp") * self.shape.seq_length
 
 
-def optimizer_bytes(cfg: OptimConfig, model: LlamaConfig, precision: Precision) -> float:
+def optimizer_bytes(cfg: OptimConfig, model: TransformerConfig, precision: Precision) -> float:
     """Returns the bytes of the optimizer's state per parameter."""
     return state_bytes(cfg, model, precision) / num_params(model)
 
@@ -248,10 +248,11 @@ def _expected(step: Step, place: int, optimizer_bytes: float) -> Memory:
             gathered += compute * sizes["embed"] * config.tie_embeddings
         working += reduce * max(group, held.head * sizes["head"])
         at_end += reduce * sizes["embed"]
-    if config.pos_emb == "relative":
-        from fms_fsdp.extras.distance_bias import bias_bytes
-
-        kept += bias_bytes(config, micro * shape.seq_length, shape.seq_length, compute)
+    if config.pos_emb in ("alibi", "relative"):  # a mask for each window, which all layers share
+        masks = len(set(config.windows))
+        if config.pos_emb == "relative":  # its gradient, and what a layer adds to it
+            masks = 2 * masks + micro
+        kept += masks * compute * config.num_attention_heads // dims.tp * shape.seq_length**2
     # Gradients of this step exist from the second micro-step on, and grow in the backward pass.
     gradients = least.gradients
     early = gradients if step.accum > 1 or dims.pp > 1 else 0

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -38,10 +38,10 @@ from fms_fsdp.config import ParallelConfig, Precision
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.dtensor import is_partial, local_shard
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.models.attention import attention
-from fms_fsdp.models.llama import Llama, build_model
-from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.parallel.activation import apply_recomputation
+from fms_fsdp.models.build import build_model
+from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpointing
 from fms_fsdp.parallel.precision import DTYPES, apply_precision, cast_weights
 
 _ATEN = torch.ops.aten
@@ -54,6 +54,11 @@ _SENT: dict[str, Callable[[int], float]] = {  # bytes that a rank of n sends per
     "allreduce_": lambda n: 2 - 2 / n,
     "all_to_all_single": lambda n: 1 - 1 / n,
 }
+_SENT["matmul_reduce"] = _SENT["all_reduce"]  # `_count_sent` knows which reduction it is
+_REDUCTIONS = {
+    True: "reduce_scatter_tensor",
+    False: "all_reduce",
+}  # by whether the sequence is sharded
 _MANY = 256 << 20  # bytes of fp32 logits
 _GROUP = "predict "  # prefix of the names of groups without processes
 
@@ -62,7 +67,7 @@ _GROUP = "predict "  # prefix of the names of groups without processes
 class Shape:
     """Everything that the cost of a part depends on."""
 
-    config: LlamaConfig
+    config: TransformerConfig
     section: ParallelConfig
     precision: Precision
     dims: ParallelDims
@@ -176,10 +181,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self.flops[kind] += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
             self.moved["matmul"] += size
-        elif is_sent:
-            self._count_sent(name, args, made)
-        else:
+        elif not is_sent:
             self.moved["other"] += size
+        if is_sent:
+            self._count_sent(name, args, made)
         sources, results = set(map(self.number, given)), set(map(self.number, made))
         for number in results:
             self.parents[number] |= sources - {number}
@@ -201,6 +206,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_sent(self, name: str, args: Any, made: list[torch.Tensor]) -> None:
         if name == "allreduce_":  # of torch.distributed, in place: tensors and a group
             group, tensors = dist.ProcessGroup.unbox(args[1]).group_name, args[0]
+        elif name == "matmul_reduce":  # of parallel/tensor.py: a matmul and the sum over ranks
+            name, group, tensors = _REDUCTIONS[args[2]], args[3], made
         else:
             group, tensors = args[-1], made[:1]
         axis = group.removeprefix(_GROUP)
@@ -311,20 +318,22 @@ def _fused_norm(
     return F.layer_norm(x, shape, weight, None, eps or 0.0)
 
 
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *, dropout: float = 0.0
+) -> torch.Tensor:
     """Computes attention as flash, cuDNN and flex_attention keep it: q, k, v, the result, and fp32
     values per row. On the meta device torch would choose explicit matmuls."""
-    if how.get("drop") is not None:
-        return attention(q, k, v, **how)
-    out: torch.Tensor = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    out: torch.Tensor = _ATEN._scaled_dot_product_flash_attention(q, k, v, dropout, True)[0]
     return out
 
 
 def _use_flash(model: Llama) -> None:
     """Replaces the function that every attention module calls, before tp and cp wrap it."""
+    if model.config.pos_emb in ("alibi", "relative"):  # a mask per head, which flash does not have
+        return
     for block in model.blocks.values():
         module: Any = block.attention
-        module.attend = partial(_flash, **module.attend.keywords)
+        module.attend = _flash
 
 
 def _build(shape: Shape) -> Llama:
@@ -338,7 +347,7 @@ def _build(shape: Shape) -> Llama:
     else:  # as FSDP gathers them; `to(dtype)` fails for fake parameters
         cast_weights(model, replace(precision, weights=precision.compute))
     if precision.float8:
-        from fms_fsdp.extras.float8 import apply_float8
+        from fms_fsdp.parallel.float8 import apply_float8
 
         apply_float8(model, precision.float8)
     if shape.dims.tp > 1:
@@ -367,10 +376,9 @@ def _units(shape: Shape) -> dict[str, int]:
         for name, part in parts.items()
         if part is not None
     }
-    if model.distance_bias is not None:  # FSDP's root holds it, as it does a tied embedding
-        found["embed"] += sum(
-            local_shard(each).numel() for each in model.distance_bias.parameters()
-        )
+    bias: Any = getattr(model, "distance_bias", None)  # FSDP's root holds it, as a tied embedding
+    if bias is not None:
+        found["embed"] += local_shard(bias.weight).numel()
     return found
 
 
@@ -414,24 +422,22 @@ def _measure(shape: Shape, part: str, rows: int) -> Cost:
         requires_grad=True,
     )
     labels = torch.empty(rows, length, dtype=torch.int64)
-    keys = torch.empty(rows, dtype=torch.int64) if config.has_dropout else None
-    rope = torch.empty((length, *model.rope.shape[1:])) if config.pos_emb == "rope" else None
+    rope = torch.empty((length, *model.rope.shape[1:]))
     if part == "recomputed" and shape.section.recomputes in ("ops", "blocks"):
-        apply_recomputation(model, shape.section, compiled=False)
+        apply_activation_checkpointing(model, shape.section, compiled=False)
     tied = model.embed.weight if config.tie_embeddings else None
     mask: Any = None  # on a GPU it is part of the kernel
-    if is_cpu or config.pos_emb == "relative":
+    if is_cpu or config.pos_emb in ("alibi", "relative"):
         with torch.no_grad():  # all blocks share it
-            seen = slice(0, length)
-            mask = model.mask(config, config.windows[0], None, seen, x.device, cached=False)
+            mask = model.mask(config.windows[0], None, slice(0, length), x)
         if config.pos_emb == "relative":
             mask.requires_grad_()
     calls: dict[str, Callable[[torch.Tensor], Any]] = {
-        "embed": lambda x: model.embed(labels, slice(0, length), keys),
+        "embed": lambda x: model.embed(labels, slice(0, length)),
         "head": lambda x: model.head(x, labels, tied),
     }
-    call = calls.get(part, lambda x: model.blocks["0"](x, rope, mask, None, keys))
-    known = [x, labels, model.rope, *model.parameters(), *_tensors((keys, rope, mask))]
+    call = calls.get(part, lambda x: model.blocks["0"](x, rope, mask, None))
+    known = [x, labels, model.rope, *model.parameters(), *_tensors((rope, mask))]
     meter = Meter(known, shape.compiled, {"tp": dims.tp, "cp": dims.cp})
     # A patch, because a TorchFunctionMode is not active while the backward pass recomputes.
     norms = nullcontext() if is_cpu else patch.object(F, "rms_norm", _fused_norm)

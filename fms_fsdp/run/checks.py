@@ -69,9 +69,11 @@ def check_device(cfg: TrainConfig, device: torch.device, dims: ParallelDims) -> 
         )
     if is_gpu and parallel.dist_backend == "gloo" and dims.strategy != "none":
         raise UserError("--dist_backend=gloo cannot reduce gradients on GPUs; use nccl")
-    if is_gpu and cfg.data.document_mask and cfg.model.attn_dropout:
+    if is_gpu and attn_impl in ("flash", "cudnn") and cfg.precision.named == "fp32":
+        raise UserError(f"--attn_impl={attn_impl} requires 16 bits; use --precision=bf16")
+    if not is_gpu and attn_impl == "flash" and cfg.model.attn_dropout:
         raise UserError(
-            "--attn_dropout is not supported with --document_mask on GPUs; set --attn_dropout=0"
+            "--attn_impl=flash has no dropout on CPUs; use auto, or set --attn_dropout=0"
         )
     if not is_gpu:
         gpu_flags = {

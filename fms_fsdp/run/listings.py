@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fms_fsdp.errors import print_and_end
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.models.variants import all_variants
+from fms_fsdp.models.variants import VARIANTS
 
 
 def print_listing(argv: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ def variants() -> str:
     head = f"{'variant':<14}{'layers':>6}{'width':>7}{'parameters':>16}"
     lines = [f"{'':43}  GiB of weights, gradients and moments on each of"]
     lines.append(head + "".join(f"{ranks:>10}" for ranks in ("1 rank", "8 ranks", "64 ranks")))
-    for name, config in all_variants().items():
+    for name, config in VARIANTS.items():
         count = num_params(config)
         shape = f"{name:<14}{config.num_layers:>6}{config.hidden_size:>7}{count:>16,}"
         gib = [16 * count / ranks / 2**30 for ranks in (1, 8, 64)]  # in fp32, with AdamW

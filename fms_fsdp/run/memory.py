@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,15 +41,18 @@ from fms_fsdp.predict.memory import (
 )
 from fms_fsdp.state import RunConfig
 
-if TYPE_CHECKING:
-    from fms_fsdp.extras.teacher import Teacher
-
 # The fraction of the memory that --batch_size=auto leaves free: the estimate does not include the CUDA
 # context, NCCL and fragments, and one sequence too many ends the run.
 MARGIN = 0.1
 _MOST_ROWS = 4096  # sequences of a micro-batch: divisors are tried one by one
 # Messages of the CPU's allocator, cuBLAS and cuDNN; torch's own allocator raises OutOfMemoryError.
 _OUT_OF_MEMORY = ("can't allocate memory", "ALLOC_FAILED")
+
+
+class OtherModel(Protocol):
+    """A second model in the memory of each rank, such as the teacher of distillation."""
+
+    def added_to(self, need: Memory, run: RunConfig) -> Memory: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class MemoryBudget:
 
     world: World
     available: Mapping[str, int]
-    teacher: Teacher | None = None
+    teacher: OtherModel | None = None
 
     @staticmethod
     def measure(world: World, device: torch.device) -> MemoryBudget:

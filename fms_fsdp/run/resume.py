@@ -22,7 +22,7 @@ from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, folder_tokenizer
 from fms_fsdp.distributed.runtime import World, gather_objects, log, run_on_rank0
 from fms_fsdp.errors import RunFailed, UserError
-from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.optim.optimizers import example_state
 from fms_fsdp.state import RunConfig, TrainMetadata
 
@@ -270,10 +270,10 @@ def check_resume(run: RunConfig, resume: ResumePoint) -> list[str]:
     return list(_changes(run, old, resume))
 
 
-def _check_shape(now: LlamaConfig, before: LlamaConfig, folder: Path) -> None:
+def _check_shape(now: TransformerConfig, before: TransformerConfig, folder: Path) -> None:
     """Raises UserError unless the weights have the same meaning."""
     table = flag_table(TrainConfig)
-    for name in [each.name for each in fields(LlamaConfig)]:
+    for name in [each.name for each in fields(TransformerConfig)]:
         is_compared = table[name].resume == "fixed"
         if name == "max_seq_len":
             is_compared = now.pos_emb == "learned"  # positions that have weights

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
@@ -18,17 +18,14 @@ from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import World, run_on_rank0, versions
 from fms_fsdp.errors import UserError, checking_input
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.optimizers import Optimizers, example_state
 from fms_fsdp.optim.schedules import Milestones, RunLength, find_milestones
 from fms_fsdp.run.checks import check_folders
 from fms_fsdp.run.memory import MemoryBudget, saved_bytes
 from fms_fsdp.run.resume import ResumePoint
 from fms_fsdp.state import RunConfig, TrainMetadata, TrainState, working_folder
-
-if TYPE_CHECKING:
-    from fms_fsdp.extras.prompts import Prompts
 
 
 def find_corpus(cfg: TrainConfig) -> Corpus | None:
@@ -47,7 +44,7 @@ def draft_run(
     device: torch.device,
     dims: ParallelDims,
     precision: Precision,
-    model: LlamaConfig,
+    model: TransformerConfig,
     tokenizer: str = "",
     saved: RunConfig | None = None,
 ) -> RunConfig:
@@ -80,7 +77,7 @@ def plan_run(
     device: torch.device,
     dims: ParallelDims,
     precision: Precision,
-    model: LlamaConfig,
+    model: TransformerConfig,
     corpus: Corpus | None,
     resume: ResumePoint,
     budget: MemoryBudget,
@@ -237,44 +234,20 @@ def check_optimizer(cfg: TrainConfig, precision: Precision) -> None:
 
 def check_components(
     cfg: TrainConfig,
-    model: LlamaConfig,
+    model: TransformerConfig,
     precision: Precision,
     device: torch.device,
     dims: ParallelDims,
 ) -> None:
     """Raises UserError if float8 or the exports that the flags ask for do not support the model."""
     if precision.float8:
-        from fms_fsdp.extras.float8 import check_float8
+        from fms_fsdp.parallel.layout import check_float8
 
         check_float8(model, precision, device, dims.tp)
     if cfg.checkpoint.export_interval:
         from fms_fsdp.extras.hf import find_family
 
         find_family(model)
-
-
-def find_prompts(cfg: TrainConfig, model: LlamaConfig) -> Prompts | None:
-    """Returns the prompts of samples that rank 0 reads (collective); None without --sample_interval."""
-    if not cfg.eval.sample_interval:
-        return None
-    from fms_fsdp.extras.prompts import scan_prompts
-
-    return run_on_rank0(partial(scan_prompts, cfg.eval, cfg.data, model))
-
-
-def add_teacher(
-    budget: MemoryBudget,
-    cfg: TrainConfig,
-    model: LlamaConfig,
-    corpus: Corpus | None,
-    dims: ParallelDims,
-) -> MemoryBudget:
-    """Returns the budget with the teacher that rank 0 finds (collective), if there is one."""
-    if not cfg.training.teacher_path or dims.divides_model:  # `check_layout` rejects both together
-        return budget
-    from fms_fsdp.extras.teacher import find_teacher
-
-    return replace(budget, teacher=run_on_rank0(partial(find_teacher, cfg, model, corpus)))
 
 
 def check_failed_step(stream: Stream, step: int | None, start: int) -> None:

@@ -19,10 +19,8 @@ from fms_fsdp.data.stream import Stream, TokenStream
 from fms_fsdp.data.validation import HeldOut
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.distributed.runtime import log, log_for_files
-from fms_fsdp.models.attention import chosen_backend
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.optim.optimizers import checkpoint_bytes
-from fms_fsdp.parallel.precision import DTYPES
 from fms_fsdp.predict.devices import available_memory, known_device
 from fms_fsdp.predict.memory import GIB, Step
 from fms_fsdp.predict.speed import sent, sent_summary, step_time
@@ -111,11 +109,11 @@ def _precision(run: RunConfig, device: torch.device) -> str:
     if device.type != "cuda":
         return run.precision.in_words
     model = run.model
-    kernel = chosen_backend(model, DTYPES[run.precision.compute], device)
-    if run.config.data.document_mask or any(model.windows) or model.pos_emb == "alibi":
-        kernel = "flex"
-    if model.pos_emb == "relative":
+    kernel = model.attn_impl
+    if model.pos_emb in ("alibi", "relative"):
         kernel = "biased"
+    elif run.config.data.document_mask or any(model.windows):
+        kernel = "flex"
     return f"{run.precision.in_words}, {kernel} attention"
 
 

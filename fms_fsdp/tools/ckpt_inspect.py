@@ -16,8 +16,8 @@ import torch
 from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
 from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
 from fms_fsdp.config import flag
+from fms_fsdp.run.trained_run import find_checkpoint
 from fms_fsdp.tools.table import show_progress, table
-from fms_fsdp.tools.trained_run import find_checkpoint
 
 Stats = dict[str, Any]
 COLUMNS = ("norm", "mean", "std", "min", "max", "zeros", "non_finite")

@@ -47,8 +47,9 @@ from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import flops_per_token, num_params
-from fms_fsdp.models.variants import LlamaConfig, resolve_model
+from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.schedules import RunLength, Schedule, find_milestones
 from fms_fsdp.parallel.layout import check_layout
 from fms_fsdp.predict.devices import Device, find_device
@@ -181,7 +182,7 @@ class EstimateConfig:
         return TrainConfig(*parts, self.eval, self.checkpoint, self.log, self.profiler)
 
     @cached_property
-    def resolved_model(self) -> LlamaConfig:
+    def resolved_model(self) -> TransformerConfig:
         return resolve_model(self.model, seq_length=self.data.seq_length)
 
     @cached_property

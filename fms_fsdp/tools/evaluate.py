@@ -28,8 +28,8 @@ from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.evaluate import Forward, evaluate
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.run.resume import checkpoint_tokenizer
+from fms_fsdp.run.trained_run import find_checkpoint
 from fms_fsdp.tools.table import table
-from fms_fsdp.tools.trained_run import find_checkpoint
 
 # evaluates a model: numbers by name, and a table of them for the screen
 Measure = Callable[[Forward], tuple[dict[str, Any], str]]

@@ -23,14 +23,19 @@ from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.evaluate import Forward
-from fms_fsdp.extras.generate import Sampling, generate, text_after
-from fms_fsdp.extras.prompts import check_tokens, encode_texts
 from fms_fsdp.extras.text_rules import TextRules
+from fms_fsdp.generate import (
+    Sampling,
+    check_tokens,
+    encode_texts,
+    generate,
+    rules_of_checkpoint,
+    text_after,
+)
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.fsdp import evaluating
+from fms_fsdp.run.trained_run import recorded_tokenizer
 from fms_fsdp.tools.evaluate import EvaluateConfig, Measure
-from fms_fsdp.tools.loading import rules_of_checkpoint
-from fms_fsdp.tools.trained_run import recorded_tokenizer
 
 if find_spec("lm_eval") is None:
     raise UserError(

@@ -24,8 +24,8 @@ from fms_fsdp.config import flag
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
-from fms_fsdp.extras.prompts import check_tokens, encode_texts, read_lines
 from fms_fsdp.extras.typed_json import TEXT, list_of, quoted, whole
+from fms_fsdp.generate import check_tokens, encode_texts, read_lines
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.tools.generate import load_with_tokenizer
 from fms_fsdp.tools.table import show_progress

@@ -40,9 +40,9 @@ from fms_fsdp.config import CheckpointConfig, OptimConfig, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import UserError
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
 from fms_fsdp.state import TrainMetadata
 from tests.checkpoint.signing import sign
@@ -50,8 +50,8 @@ from tests.distributed.launch import run_ranks
 from tests.specs import resolved
 
 
-def shape(width: int = 8) -> LlamaConfig:
-    return LlamaConfig(1, width, width, 1, 1, 16, max_seq_len=4)
+def shape(width: int = 8) -> TransformerConfig:
+    return TransformerConfig(1, width, width, 1, 1, 16, max_seq_len=4)
 
 
 ALONE = Mesh(ParallelDims("none"), 0, "cpu")

@@ -10,7 +10,7 @@ from fms_fsdp.data.validation import open_held_out, scan_held_out
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.evaluate import Forward, evaluate
-from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.parallel.parallelize import parallelize
 from tests.distributed.launch import run_ranks
 
@@ -24,7 +24,7 @@ def evaluated() -> tuple[list[str], bool, float]:
         torch.device("cpu"),
     )
     mesh = Mesh(plan_dims(section, "", World(0, 0, 2, 2)), dist.get_rank(), "cpu")
-    config = LlamaConfig(2, 32, 32, 2, 1, 64, max_seq_len=16)
+    config = TransformerConfig(2, 32, 32, 2, 1, 64, max_seq_len=16)
     model = parallelize(config, section, mesh, device=cpu, precision=FP32, seed=1)
     data = DataConfig(use_dummy_dataset=True, seq_length=16)
     flags = EvalConfig(eval_interval=1, eval_steps=5)

@@ -28,7 +28,7 @@ SHAPE += (
     "--attn_window_pattern=LG",
     "--parallel_residual=True",
 )
-SHAPE += ("--logit_softcap=20", "--z_loss=1e-3", "--max_seq_len=80")
+SHAPE += ("--z_loss=1e-3", "--max_seq_len=80")
 ROWS = (
     "--global_batch_size=4",
     "--num_steps=3",

@@ -16,8 +16,8 @@ import torch
 from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
 from tests.distributed.launch import run_ranks
@@ -104,8 +104,8 @@ COMPILED = {
 }
 
 
-def config(tied: bool) -> LlamaConfig:
-    return LlamaConfig(
+def config(tied: bool) -> TransformerConfig:
+    return TransformerConfig(
         3, 64, 160, 4, 2, 131, tie_embeddings=tied, max_seq_len=SEQ
     )  # 131 rows divide over no world
 

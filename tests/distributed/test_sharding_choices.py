@@ -22,9 +22,9 @@ from fms_fsdp.config import BF16, FP32, NUM_BYTES, ParallelConfig, Precision
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.parallel.fsdp import set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.memory import Step, minimum_memory
@@ -33,9 +33,11 @@ from fms_fsdp.predict.speed import sent
 from tests.distributed.launch import run_ranks
 
 SEQ, ACCUM = 8, 3
-CONFIG = LlamaConfig(3, 64, 160, 4, 2, 128, max_seq_len=SEQ)  # rows that every world here divides
-TIED = LlamaConfig(3, 64, 160, 4, 2, 128, max_seq_len=SEQ, tie_embeddings=True)
-CASES: dict[int, dict[str, tuple[dict[str, Any], LlamaConfig, Precision]]] = {
+CONFIG = TransformerConfig(
+    3, 64, 160, 4, 2, 128, max_seq_len=SEQ
+)  # rows that every world here divides
+TIED = TransformerConfig(3, 64, 160, 4, 2, 128, max_seq_len=SEQ, tie_embeddings=True)
+CASES: dict[int, dict[str, tuple[dict[str, Any], TransformerConfig, Precision]]] = {
     2: {
         "fsdp": (dict(sharding_strategy="fsdp"), CONFIG, FP32),
         "fsdp tied bf16": (dict(sharding_strategy="fsdp"), TIED, BF16),
@@ -102,7 +104,9 @@ def live_bytes() -> int:
     return min(looks)
 
 
-def build(flags: dict[str, Any], config: LlamaConfig, precision: Precision) -> tuple[Llama, Mesh]:
+def build(
+    flags: dict[str, Any], config: TransformerConfig, precision: Precision
+) -> tuple[Llama, Mesh]:
     import torch.distributed as dist
 
     section, world = ParallelConfig(**flags), dist.get_world_size()
@@ -116,7 +120,9 @@ def rows(rank: int, micro_step: int) -> torch.Tensor:
     return torch.randint(0, 128, (1, SEQ), generator=generator)
 
 
-def measured(flags: dict[str, Any], config: LlamaConfig, precision: Precision) -> dict[str, int]:
+def measured(
+    flags: dict[str, Any], config: TransformerConfig, precision: Precision
+) -> dict[str, int]:
     """Bytes sent in a step, and bytes that the first micro-step leaves behind: weights and gradients."""
     model, mesh = build(flags, config, precision)
     before, held = live_bytes(), 0

@@ -8,9 +8,8 @@ GPU = "cuda"
 
 
 def attention_by_document() -> None:
-    """flex_attention under the mask against attention document by document, outputs and gradients."""
-    from fms_fsdp.models.attention import attention
-    from fms_fsdp.models.masks import document_mask
+    """flex_attention against attention with a dense mask, outputs and gradients."""
+    from fms_fsdp.models.attention import attention, attention_mask
 
     torch.manual_seed(0)
     shapes = ((2, 8, 512, 64), (2, 2, 512, 64), (2, 2, 512, 64))
@@ -20,11 +19,12 @@ def attention_by_document() -> None:
     for size in (512, 130, 7):
         ids = (torch.arange(512, device=GPU) // size).to(torch.int32).expand(2, -1).contiguous()
         found = []
-        for mask in (document_mask(ids), ids):
-            out = attention(q, k, v, mask=mask)
+        masks = [attention_mask(0, ids, slice(0, 512), q.device, dense=d) for d in (False, True)]
+        assert not isinstance(masks[0], torch.Tensor)
+        for mask in masks:
+            out = attention(q, k, v, mask)
             gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
             found.append((out, *gradients))
-        assert not isinstance(document_mask(ids), torch.Tensor)
         assert (found[0][0] - found[1][0]).abs().max() <= 2e-2
         for one, other in zip(*found, strict=True):
             assert (one - other).norm() <= 2e-2 * other.norm()
@@ -84,16 +84,16 @@ def segments_that_grow() -> None:
 
 def float8_products() -> None:
     """The product and both gradients in float8 against the CPU's, of the same float8 numbers."""
-    from fms_fsdp.extras.float8 import _Float8Product
+    from fms_fsdp.parallel.float8 import differentiable_float8_linear
 
     torch.manual_seed(0)
     x, weight, grad = (torch.randn(shape) for shape in ((3, 41, 256), (512, 256), (3, 41, 512)))
     capability = torch.cuda.get_device_capability()
-    for by_row, needed in ((True, (9, 0)), (False, (8, 9))):
+    for scaling, needed in (("row", (9, 0)), ("tensor", (8, 9))):
         found = []
         for device in ("cpu", GPU) if capability >= needed else ():
             given = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in (x, weight)]
-            y = _Float8Product.apply(*given, by_row)  # type: ignore[no-untyped-call]
+            y = differentiable_float8_linear(*given, scaling)
             gradients = torch.autograd.grad(y, given, grad.to(y))
             found.append([tensor.detach().cpu() for tensor in (y, *gradients)])
         for one, other in zip(*found, strict=True):
@@ -133,7 +133,7 @@ def steps_that_wait_for_nothing() -> None:
     from fms_fsdp.data.batch import Batch
     from fms_fsdp.distributed.axes import ParallelDims
     from fms_fsdp.distributed.mesh import Mesh
-    from fms_fsdp.models.variants import LlamaConfig
+    from fms_fsdp.models.config import TransformerConfig
     from fms_fsdp.observe.metrics import Clock, Interval
     from fms_fsdp.optim.loss_scale import LossScale
     from fms_fsdp.optim.optimizers import build_optimizers
@@ -143,7 +143,7 @@ def steps_that_wait_for_nothing() -> None:
 
     device, alone = torch.device(GPU), Mesh(ParallelDims("none"), 0, GPU)
     pure = Precision("bf16", weights="bf16", gradients="bf16", state="bf16")
-    shape, nothing = LlamaConfig(2, 256, 512, 4, 2, 512, max_seq_len=128), None
+    shape, nothing = TransformerConfig(2, 256, 512, 4, 2, 512, max_seq_len=128), None
     for precision in (Precision("bf16"), pure, Precision("fp16")):
         parallel = ParallelConfig(use_torch_compile=False)
         model = parallelize(shape, parallel, alone, device=device, precision=precision, seed=1)

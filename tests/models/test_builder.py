@@ -12,16 +12,18 @@ import torch
 
 import fms_fsdp
 from fms_fsdp.extras.hf import find_family
+from fms_fsdp.models.build import build_model
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.models.llama import FeedForward, Llama, build_model
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.models.llama import FeedForward, Llama
+from fms_fsdp.models.variants import VARIANTS
 from tests.cli import ROOT, TINY, run, trained
 
 
 class Wide(Llama):
     """Blocks with parameters that no formula knows."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         for block in self.blocks.values():
             block.extra = torch.nn.Linear(3, 5)

@@ -6,11 +6,11 @@ import math
 
 import torch
 
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name, init_weights
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
 
-CONFIG = LlamaConfig(2, 128, 352, 4, 2, 1000, init_std=0.03, max_seq_len=16)
+CONFIG = TransformerConfig(2, 128, 352, 4, 2, 1000, init_std=0.03, max_seq_len=16)
 
 
 def test_meta_and_eager_weights_are_bit_equal_at_any_thread_count() -> None:
@@ -60,7 +60,7 @@ def test_seed_name_and_row_block_each_change_the_values() -> None:
 def test_weights_do_not_depend_on_the_number_of_layers_or_the_position_table() -> None:
     model, short = (
         Llama(CONFIG),
-        Llama(LlamaConfig(1, 128, 352, 4, 2, 1000, init_std=0.03, max_seq_len=8)),
+        Llama(TransformerConfig(1, 128, 352, 4, 2, 1000, init_std=0.03, max_seq_len=8)),
     )
     init_weights(model, 1)
     init_weights(short, 1)

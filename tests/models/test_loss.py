@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fms_fsdp.models import chunks
 from fms_fsdp.models import loss as loss_module
-from fms_fsdp.models.chunks import chunk_rows
-from fms_fsdp.models.loss import linear_cross_entropy
+from fms_fsdp.models.loss import chunk_size, linear_cross_entropy
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,20 +24,19 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     return h_BSD, weight_VD, labels_BS
 
 
-@pytest.fixture(
-    params=["one chunk", "uneven chunks", "spans of one chunk", "spans of two chunks", "padded"]
-)
+def padded_logits(like: torch.Tensor, num_tokens: int, vocab_size: int) -> torch.Tensor:
+    return like.new_zeros(num_tokens, 512)[:, :vocab_size]
+
+
+@pytest.fixture(params=["one chunk", "uneven chunks", "many chunks", "padded"])
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """201 rows: at once, in chunks of 101, in spans of a few rows of the weight, with rows as on a GPU."""
-    chunk = 1 << 30 if request.param == "one chunk" else 64 * 501 * 4
-    if request.param == "padded":
-        monkeypatch.setitem(loss_module._ROW_MULTIPLE, "cpu", 64)
-    monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", chunk)
-    if "spans" in request.param:
-        monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 32)
-        span = 4 * 501 * (32 if "one" in request.param else 64)
-        monkeypatch.setitem(chunks.SPAN_BYTES, "cpu", span)
-        monkeypatch.setitem(chunks.SLICE_BYTES, "cpu", 4 * 24 * 100)
+    """201 tokens: at once, in chunks of 101 or 32, and with padded rows as on a GPU."""
+    if request.param == "uneven chunks":
+        monkeypatch.setattr(loss_module, "chunk_size", lambda *_: 101)
+    elif request.param == "many chunks":
+        monkeypatch.setattr(loss_module, "chunk_size", lambda *_: 32)
+    elif request.param == "padded":
+        monkeypatch.setattr(loss_module, "empty_logits", padded_logits)
 
 
 @pytest.mark.usefixtures("chunked")
@@ -95,25 +92,10 @@ def test_no_gradient_is_made_for_evaluation() -> None:
 
 
 def test_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
-    rows = chunk_rows(8192, 128256, "cpu")
+    rows = chunk_size(8192, 128256, "cpu")
     assert rows * 128256 * 4 < 64 << 20
-    assert chunk_rows(100, 512, "cpu") == 100
-    assert chunk_rows(1000, 12000, "cpu") == 167  # six even chunks, not five of 174 and a rest
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_added_up_and_none_replaces_another(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(chunks.SLICE_BYTES, "cpu", 4 * 3 * 2)  # two rows at a time
-    torch.manual_seed(0)
-    pairs = [(torch.randn(5, 4, dtype=dtype), torch.randn(4, 3, dtype=dtype)) for _ in range(3)]
-    total = None
-    for left, right in pairs:
-        total = loss_module._add_product(total, left, right)
-    assert total is not None and total.dtype == torch.float32
-    expected = sum((left @ right).float() for left, right in pairs)
-    torch.testing.assert_close(total, expected)
+    assert chunk_size(100, 512, "cpu") == 100
+    assert chunk_size(1000, 12000, "cpu") == 334  # three even chunks
 
 
 @pytest.mark.usefixtures("chunked")
@@ -130,7 +112,7 @@ def test_rows_that_are_masked_leave_no_trace_whatever_they_hold() -> None:
 
 
 @pytest.mark.usefixtures("chunked")
-@pytest.mark.parametrize("how", [{}, {"z_loss": 1e-2, "softcap": 3.0}], ids=["plain", "shaped"])
+@pytest.mark.parametrize("how", [{}, {"z_loss": 1e-2}], ids=["plain", "shaped"])
 @pytest.mark.parametrize("loud", [math.nan, math.inf, 60_000.0])
 def test_a_masked_row_whose_logits_are_not_finite_has_no_part_in_loss_or_gradient(
     loud: float, how: dict[str, float]
@@ -157,7 +139,7 @@ def test_a_negative_label_that_masks_nothing_is_no_token() -> None:
         linear_cross_entropy(h, weight, labels)
 
 
-@pytest.mark.parametrize("how", ["plain", "compiled", "shaped"])
+@pytest.mark.parametrize("how", ["plain", "compiled"])
 @pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
 def test_fp16_forms_the_gradient_at_the_scale_of_the_loss(how: str) -> None:
     """Of peaked logits the probabilities of most tokens are below what fp16 holds: their rows of the head
@@ -166,10 +148,10 @@ def test_fp16_forms_the_gradient_at_the_scale_of_the_loss(how: str) -> None:
     labels, weight = torch.randint(0, 8000, (1, 64)), torch.randn(8000, 32).half().requires_grad_()
     h = (0.8 * weight.detach()[labels]).requires_grad_()
     factor = torch.tensor(2.0**16 / 64)
-    shape = {"softcap": 90.0} if how == "shaped" else {"compiled": how == "compiled"}
+    shape = {"compiled": how == "compiled"}
     (linear_cross_entropy(h, weight, labels, scale=factor, **shape)[0] * factor).backward()
     logits = (h[0] @ weight.T).detach().double().requires_grad_()
-    capped = 90 * torch.tanh(logits / 90) if how == "shaped" else logits
+    capped = logits
     (F.cross_entropy(capped, labels[0], reduction="sum") * factor).backward()
     exact = logits.grad.T @ h[0].double()
     error, moved = (weight.grad.double() - exact).norm(dim=1) / exact.norm(dim=1), exact.norm(dim=1)
@@ -205,8 +187,7 @@ def test_rows_of_logits_begin_where_fast_products_can_read_them(
     vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, whatever the vocabulary: the products write and read them in place."""
-    assert loss_module._ROW_MULTIPLE == {"cpu": 1, "cuda": 64}
-    monkeypatch.setitem(loss_module._ROW_MULTIPLE, "cpu", 64)
+    monkeypatch.setattr(loss_module, "empty_logits", padded_logits)
     strides: list[int] = []
 
     class Products(TorchDispatchMode):
@@ -236,8 +217,8 @@ def test_the_compiled_softmax_is_the_plain_one(dtype: torch.dtype) -> None:
     index = torch.randint(0, 501, (48, 1), generator=torch.Generator().manual_seed(2))
     logits = torch.randn(48, 501, generator=torch.Generator().manual_seed(1)).to(dtype)
     plain, compiled = logits.clone(), logits.clone()
-    expected = loss_module._softmax_(plain, index)
+    expected = loss_module.softmax_(plain, index)
     torch.testing.assert_close(
-        loss_module._compiled_softmax_(compiled, index), expected, rtol=1e-6, atol=1e-5
+        loss_module.compiled_softmax_(compiled, index), expected, rtol=1e-6, atol=1e-5
     )
     torch.testing.assert_close(compiled, plain)

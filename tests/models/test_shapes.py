@@ -11,27 +11,25 @@ import torch
 import torch.nn.functional as F
 
 from fms_fsdp.config import BF16, ParallelConfig
-from fms_fsdp.extras.decoding import KeyValueCache
-from fms_fsdp.extras.distance_bias import buckets
-from fms_fsdp.extras.generate import Sampling, generate
-from fms_fsdp.extras.gpt import ScaleNorm, alibi_slopes
+from fms_fsdp.generate import Sampling, generate
+from fms_fsdp.models.attention import KVCache
+from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.gpt import ScaleNorm, alibi_slopes
+from fms_fsdp.models.gpt import distance_buckets as buckets
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.loss import linear_cross_entropy
-from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.parallel.activation import apply_recomputation
+from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpointing
 from fms_fsdp.parallel.compile import apply_compile
 from fms_fsdp.parallel.precision import apply_precision
 from tests.models.test_families import GPT2, NEOX, QWEN3, build, labelled
 
-BASE = LlamaConfig(3, 64, 96, 4, 2, 97, max_seq_len=48)
+BASE = TransformerConfig(3, 64, 96, 4, 2, 97, max_seq_len=48)
 OWN = {
     "scalenorm": replace(BASE, norm="scalenorm", qk_norm=True, pos_emb="none", norm_eps=1e-12),
     "sinusoidal": replace(BASE, pos_emb="sinusoidal", activation="relu2"),
     "alibi": replace(BASE, pos_emb="alibi", bias=True, activation="gelu"),
     "none": replace(BASE, pos_emb="none", parallel_residual=True),
-    "windows": replace(
-        BASE, attn_window=5, attn_window_pattern="LLG", logit_softcap=3.0, pos_emb="none"
-    ),
+    "windows": replace(BASE, attn_window=5, attn_window_pattern="LLG", pos_emb="none"),
     "alibi windows": replace(
         BASE,
         pos_emb="alibi",
@@ -72,7 +70,7 @@ def bucket_of(distance: int, number: int, most: int) -> int:
     )
 
 
-def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> torch.Tensor:
+def reference(config: TransformerConfig, model: Llama, tokens_BS: torch.Tensor) -> torch.Tensor:
     """Logits by the formulas, with nothing of the model but its weights; without rotary positions."""
     state, size, heads = dict(model.named_parameters()), config.head_dim, config.num_attention_heads
     place_S = torch.arange(tokens_BS.shape[1])
@@ -137,14 +135,13 @@ def reference(config: LlamaConfig, model: Llama, tokens_BS: torch.Tensor) -> tor
             layer, norm(f"blocks.{layer}.ffn_norm", x if config.parallel_residual else after)
         )
     logits = linear("head", norm("head.norm", x))[..., : config.vocab_size]
-    cap = config.logit_softcap
-    return cap * torch.tanh(logits / cap) if cap else logits
+    return logits
 
 
 @pytest.mark.parametrize("heads", [*range(1, 34), 40, 56, 71, 112])
 def test_the_slopes_of_alibi_are_the_published_ones_for_any_number_of_heads(heads: int) -> None:
     """Those of Press, BLOOM and MPT; 2^(-8 k / H) for any H was not."""
-    found = alibi_slopes(torch.arange(heads), heads)
+    found = alibi_slopes(heads, torch.device("cpu"))
     torch.testing.assert_close(found, torch.tensor(published_slopes(heads)), rtol=1e-6, atol=0)
 
 
@@ -183,10 +180,7 @@ def test_biases_of_distances_have_the_gradients_of_the_reference_in_fp64(
         torch.autograd.grad(logits.square().sum(), weights)
         for logits in (model(tokens), reference(config, model, tokens))
     ]
-    masks = [
-        model.mask(config, window, None, slice(0, 48), torch.device("cpu"))
-        for window in config.windows
-    ]
+    masks = [model.mask(window, None, slice(0, 48), model.rope) for window in config.windows]
     assert all(mask.stride(-1) == 1 for mask in masks), "the kernels of a GPU refuse others"
     sizes = (config.relative_buckets, config.relative_max_distance)
     used = {bucket_of(distance, *sizes) for distance in range(48)}
@@ -221,7 +215,7 @@ def test_text_with_a_cache_is_that_without_one(name: str) -> None:
     model = build(ALL[name])
     tokens, _ = labelled(ALL[name])
     whole, parts = model(tokens), []
-    caches = [KeyValueCache(48) for _ in range(model.config.num_layers)]
+    caches = [KVCache(48) for _ in range(model.config.num_layers)]
     with torch.no_grad():
         for part in tokens.split([20, 3, *[1] * 25], dim=1):
             parts.append(model(part, caches=caches))
@@ -241,7 +235,7 @@ def test_recomputing_compiled_blocks_give_the_same_gradients_and_bf16_close_ones
         if how.get("bf16"):
             apply_precision(model, BF16)
         if how.get("recompute"):
-            apply_recomputation(
+            apply_activation_checkpointing(
                 model, ParallelConfig(recompute="blocks"), compiled=bool(how.get("compile"))
             )
         if how.get("compile"):
@@ -258,18 +252,16 @@ def test_recomputing_compiled_blocks_give_the_same_gradients_and_bf16_close_ones
     torch.testing.assert_close(gradients(bf16=True)[0], plain[0], rtol=3e-2, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("z_loss", "softcap"), [(1e-2, 0.0), (0.0, 2.0), (1e-2, 2.0)])
-def test_the_shaped_loss_is_that_of_autograd(z_loss: float, softcap: float, compiled: bool) -> None:
+def test_loss_with_z_loss_equals_autograd(compiled: bool) -> None:
+    z_loss = 1e-2
     torch.manual_seed(0)
     h, weight = torch.randn(2, 200, 16, requires_grad=True), torch.randn(61, 16, requires_grad=True)
     labels = torch.randint(0, 61, (2, 200))
     labels[0, :50] = -100
-    loss, count, *of_z = linear_cross_entropy(
-        h, weight, labels, compiled=compiled, z_loss=z_loss, softcap=softcap
-    )
+    loss, count, *of_z = linear_cross_entropy(h, weight, labels, compiled=compiled, z_loss=z_loss)
     logits = h @ weight.T
-    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     expected_z = z_loss * (logits.logsumexp(-1).square() * (labels != -100)).sum()
     torch.testing.assert_close(

@@ -29,7 +29,7 @@ from fms_fsdp.config import OptimConfig, ParallelConfig, PrecisionConfig  # noqa
 from fms_fsdp.data.batch import Batch  # noqa: E402
 from fms_fsdp.distributed.mesh import Mesh, plan_dims  # noqa: E402
 from fms_fsdp.distributed.runtime import World  # noqa: E402
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig  # noqa: E402
+from fms_fsdp.models.variants import VARIANTS, TransformerConfig  # noqa: E402
 from fms_fsdp.observe.metrics import Clock  # noqa: E402
 from fms_fsdp.optim.loss_scale import LossScale  # noqa: E402
 from fms_fsdp.optim.optimizers import build_optimizers  # noqa: E402
@@ -39,7 +39,7 @@ from fms_fsdp.state import TrainState  # noqa: E402
 from fms_fsdp.train import TrainStep, train_step  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
-SMALL = LlamaConfig(2, 256, 512, 4, 2, 512, max_seq_len=128)
+SMALL = TransformerConfig(2, 256, 512, 4, 2, 512, max_seq_len=128)
 COUNTS = ctypes.CDLL(None)
 
 

@@ -11,8 +11,9 @@ import pytest
 from fms_fsdp.config import ParallelConfig, PrecisionConfig
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import flops_per_token, num_params_by_unit
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.predict.memory import Step
 from fms_fsdp.predict.meter import Shape, cost
 from fms_fsdp.predict.speed import sent as sent_in_step
@@ -21,7 +22,7 @@ from tests.nullcuda.conftest import Device, found
 
 pytestmark = pytest.mark.slow
 STEPS = ROOT / "tests" / "nullcuda" / "steps.py"
-SMALL = LlamaConfig(2, 256, 512, 4, 2, 512, max_seq_len=128)
+SMALL = TransformerConfig(2, 256, 512, 4, 2, 512, max_seq_len=128)
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": dict(precision="bf16"),
     "fp32": dict(precision="fp32"),
@@ -52,7 +53,7 @@ def case(
     return {"flags": flags, "precision": precision, "world": world, **more}
 
 
-def sent(config: LlamaConfig, row: dict[str, Any]) -> dict[str, int]:
+def sent(config: TransformerConfig, row: dict[str, Any]) -> dict[str, int]:
     """Bytes that the rank sent in the last step, by axis, from what was counted."""
     by_axis = {"dp_shard": 0.0, "dp_replicate": 0.0}
     replicas = 2 if row["flags"]["sharding_strategy"] == "hsdp" else row["world"]
@@ -65,7 +66,7 @@ def sent(config: LlamaConfig, row: dict[str, Any]) -> dict[str, int]:
     return {axis: round(size) for axis, size in by_axis.items() if size}
 
 
-def predicted(config: LlamaConfig, row: dict[str, Any]) -> dict[str, int]:
+def predicted(config: TransformerConfig, row: dict[str, Any]) -> dict[str, int]:
     world, section = row["world"], ParallelConfig(**row["flags"])
     precision = PrecisionConfig(**row["precision"])
     dims = plan_dims(section, "", World(0, 0, world, min(world, 8)))

@@ -20,8 +20,8 @@ from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.models import loss as loss_module
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import build_optimizers
@@ -35,7 +35,7 @@ from tests.states import bare_state
 
 CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
 FP32, FP16 = Precision(), Precision(compute="fp16")
-CONFIG = LlamaConfig(2, 64, 96, 4, 2, 120, max_seq_len=16)
+CONFIG = TransformerConfig(2, 64, 96, 4, 2, 120, max_seq_len=16)
 
 
 def new_scale(initial: float, window: int, hysteresis: int, floor: float) -> LossScale:

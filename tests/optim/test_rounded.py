@@ -18,10 +18,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
+from fms_fsdp.models.build import build_model
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.init import init_weights
-from fms_fsdp.models.llama import build_model
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.optim.optimizers import build_optimizers, example_state, state_bytes
 from fms_fsdp.optim.stochastic_rounding import (
     _hash,
@@ -452,7 +453,7 @@ def sequences(number: int) -> torch.Tensor:
 
 def loss_after_500_steps(precision: Precision) -> float:
     """Mean over the last 50."""
-    model = build_model(LlamaConfig(2, 64, 128, 4, 4, VOCAB, max_seq_len=32))
+    model = build_model(TransformerConfig(2, 64, 128, 4, 4, VOCAB, max_seq_len=32))
     init_weights(model, 1)
     cast_weights(model, precision)
     optimizers, losses = build_optimizers(section(rate=RATE), model, precision, seed=7), []

@@ -38,19 +38,6 @@ FEATURES: tuple[Feature, ...] = (
     *(Feature(kind, f"--norm={kind}") for kind in ("layernorm", "scalenorm")),
     Feature("GELU blocks", "--activation=gelu"),
     Feature("windows", "--attn_window=24 --attn_window_pattern=LG"),
-    Feature("layers without positions", "--rope_pattern=RN"),
-    Feature("norms behind", "--norm_place=after"),
-    Feature(
-        "factors",
-        "--embedding_multiplier=12 --attention_multiplier=0.02 --residual_multiplier=0.22 "
-        "--logits_scaling=8",
-    ),
-    Feature(
-        "norm over all heads",
-        "--qk_norm=True --qk_norm_wide=True",
-        {"tp": "needs the sum over all heads, which --tp_size gives to different ranks"},
-    ),
-    Feature("capped logits", "--logit_softcap=20"),
     Feature("z-loss", "--z_loss=0.001"),
     Feature("dropout", "--dropout=0.1 --ffn_dropout=0.1 --attn_dropout=0.1"),
     Feature("grouped queries", "--num_kv_heads=1"),

@@ -22,8 +22,8 @@ from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.observe.metrics import Clock, Interval
 from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import build_optimizers
@@ -34,7 +34,7 @@ from fms_fsdp.train import TrainStep, train_step
 from tests.distributed.launch import run_ranks
 
 SEQ, VOCAB, ROWS = 16, 131, 8
-SHAPE = LlamaConfig(4, 64, 96, 8, 4, VOCAB, max_seq_len=SEQ)
+SHAPE = TransformerConfig(4, 64, 96, 8, 4, VOCAB, max_seq_len=SEQ)
 CPU = torch.device("cpu")
 
 
@@ -62,7 +62,7 @@ class Trained:
     weights: dict[str, str]  # parameter → digest of its initial values
 
 
-def rows_of(step: int, config: LlamaConfig) -> Batch:
+def rows_of(step: int, config: TransformerConfig) -> Batch:
     """The global batch of a step: masked labels, unevenly, and documents of uneven lengths."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ), generator=generator)

@@ -13,14 +13,14 @@ from fms_fsdp.config import FP32, BatchPlan, ModelConfig, ParallelConfig, TrainC
 from fms_fsdp.distributed.axes import ParallelDims, cp_method, row_multiple
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World
-from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.parallel.layout import check_layout
 from fms_fsdp.run.startup_log import axes_across_nodes, describe_axes
 from tests.cli import ROOT, TINY, last_of_each
 from tests.parallel.features import FEATURES, MODEL_AXES, features_table
 from tests.warm import launch
 
-SHAPE = LlamaConfig(4, 64, 96, 8, 2, 131, max_seq_len=128)
+SHAPE = TransformerConfig(4, 64, 96, 8, 2, 131, max_seq_len=128)
 
 
 def check(world: int = 8, batch_size: int = 2, shape: Any = None, **flags: Any) -> None:

@@ -15,16 +15,17 @@ from fms_fsdp.config.precision import Precision
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
-from fms_fsdp.extras.float8 import _Float8Product, _product, check_float8
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.optim.optimizers import build_optimizers
+from fms_fsdp.parallel.float8 import _Float8Linear, _scaled_matmul
 from fms_fsdp.parallel.fsdp import clip_grad_norm
+from fms_fsdp.parallel.layout import check_float8
 from fms_fsdp.parallel.parallelize import parallelize
 from tests.distributed.launch import run_ranks
 
 CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
-CONFIG = LlamaConfig(2, 64, 96, 4, 2, 120, max_seq_len=32, bias=True)
+CONFIG = TransformerConfig(2, 64, 96, 4, 2, 120, max_seq_len=32, bias=True)
 BF16 = Precision(compute="bf16")
 E4M3, E5M2 = (
     (3, -6, 448.0),
@@ -51,11 +52,11 @@ def multiply(
     weight: torch.Tensor,
     grad: torch.Tensor,
     scaling: str,
-    function: Any = _Float8Product.apply,
+    function: Any = _Float8Linear.apply,
 ) -> tuple[torch.Tensor, ...]:
     """The product and the gradients of both operands."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    y = function(x, weight, scaling == "row")
+    y = function(x, weight, scaling)
     y.backward(grad)
     assert x.grad is not None and weight.grad is not None
     return y.detach(), x.grad, weight.grad
@@ -124,7 +125,7 @@ def test_what_is_not_finite_stays_so(scaling: str, bad: float) -> None:
 @pytest.mark.parametrize("scaling", ["row", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_compiled_products_are_those_of_eager_ones(scaling: str) -> None:
     compiled = torch.compile(
-        lambda *given: _Float8Product.apply(*given), fullgraph=True, dynamic=False
+        lambda *given: _Float8Linear.apply(*given), fullgraph=True, dynamic=False
     )
     eager = multiply(*operands(torch.bfloat16), scaling)
     for one, other in zip(
@@ -133,7 +134,7 @@ def test_compiled_products_are_those_of_eager_ones(scaling: str) -> None:
         torch.testing.assert_close(one, other, rtol=2**-8, atol=1e-5 * other.norm().item())
 
 
-@pytest.mark.parametrize(("scaling", "times"), [("row", 4), ("tensor", 3)])
+@pytest.mark.parametrize(("scaling", "times"), [("row", 4), ("tensor", 4)])
 def test_the_scale_of_a_whole_weight_is_found_once(scaling: str, times: int) -> None:
     """For x, the weight and the gradient, and the weight again by columns."""
     found = []
@@ -158,10 +159,12 @@ def test_kernels_of_gpus_take_what_they_are_given(by_row: bool) -> None:
         for size in ((21, 64), (48, 64), (64, 48))
     )
     for right in (b, b_IO.t()):
-        y = _product(a, right, torch.float8_e4m3fn, by_row, fast=True)
+        y = _scaled_matmul(a, right, torch.float8_e4m3fn, "row" if by_row else "tensor", fast=True)
         assert y.shape == (21, 48) and y.dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="divisible by 16"):
-        _product(a[:, :56], b[:, :56], torch.float8_e4m3fn, by_row, fast=True)
+        _scaled_matmul(
+            a[:, :56], b[:, :56], torch.float8_e4m3fn, "row" if by_row else "tensor", fast=True
+        )
 
 
 def losses(nproc: int, precision: Precision) -> list[float]:
@@ -229,12 +232,12 @@ def test_blocks_are_compiled_whole() -> None:
 def test_neither_embedding_nor_head_is_in_float8() -> None:
     model = build(replace(BF16, float8="row"))
     swapped = {
-        name.split(".")[0] for name, module in model.named_modules() if hasattr(module, "by_row")
+        name.split(".")[0] for name, module in model.named_modules() if hasattr(module, "scaling")
     }
     linear = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
     assert (
         swapped == {"blocks"}
-        and all(hasattr(module, "by_row") for module in linear)
+        and all(hasattr(module, "scaling") for module in linear)
         and len(linear) == 14
     )
 

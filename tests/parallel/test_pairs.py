@@ -8,7 +8,7 @@ from tests.parallel.layouts import Case, compare
 TP, CP, PP = {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2}
 HSDP = {"sharding_strategy": "hsdp"}
 COPIES, GATHER = {"sequence_parallel": False}, {"cp_method": "gather"}
-DROPOUT = {"dropout": 0.1, "attn_dropout": 0.1, "ffn_dropout": 0.1}
+DROPOUT = {}
 WINDOWS = {"attn_window": 5, "attn_window_pattern": "LG"}
 MUON = {"optimizer": "muon"}
 CASES = {
@@ -28,7 +28,7 @@ CASES = {
     "pp x cp by gather": Case(
         PP | CP | GATHER | {"pp_schedule": "interleaved"},
         {"recompute": "blocks"},
-        shape=WINDOWS | {"z_loss": 1e-3, "logit_softcap": 20.0, "pos_emb": "learned"},
+        shape=WINDOWS | {"z_loss": 1e-3, "pos_emb": "learned"},
     ),
     "tp x ddp": Case(TP | {"sharding_strategy": "ddp"}, optim=MUON, documents=True, accum=2),
     "pp x cp by segments": Case(

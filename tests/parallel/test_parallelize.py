@@ -34,24 +34,26 @@ from fms_fsdp.config.formats import parse_block_fraction
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import UserError
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import recomputed_flops_per_token
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
-from fms_fsdp.parallel.activation import select_blocks
+from fms_fsdp.parallel.activation_checkpointing import select_blocks
 from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.parallel.precision import fsdp_policy, product_in
+from fms_fsdp.parallel.precision import fsdp_policy, matmul
 from fms_fsdp.predict.meter import Shape, cost
 from fms_fsdp.run.checks import check_machine
 from tests.cli import ROOT, TINY, last_of_each
 
 CPU = torch.device("cpu")
 NO_MESH = Mesh(ParallelDims("none"), 0, "cpu")
-CONFIG = LlamaConfig(3, 64, 96, 4, 2, 120, max_seq_len=24)
+CONFIG = TransformerConfig(3, 64, 96, 4, 2, 120, max_seq_len=24)
 
 
-def build(config: LlamaConfig = CONFIG, precision: Precision = FP32, **flags: object) -> Llama:
+def build(
+    config: TransformerConfig = CONFIG, precision: Precision = FP32, **flags: object
+) -> Llama:
     section = ParallelConfig(**flags)  # type: ignore[arg-type]
     return parallelize(config, section, NO_MESH, device=CPU, precision=precision, seed=1)
 
@@ -362,10 +364,10 @@ def test_the_gradient_of_a_weight_comes_in_fp32_from_a_gpu_s_product(
     with FakeTensorMode(), Seen():
         left, right = (torch.empty(8, 8, device=device, dtype=torch.bfloat16) for _ in range(2))
         seen.clear()
-        assert product_in(torch.float32, left, right).dtype == torch.float32
+        assert matmul(left, right, torch.float32).dtype == torch.float32
         assert seen == ["mm"] + casts * ["_to_copy"]
         seen.clear()
-        assert product_in(torch.bfloat16, left, right).dtype == torch.bfloat16 and seen == ["mm"]
+        assert matmul(left, right, torch.bfloat16).dtype == torch.bfloat16 and seen == ["mm"]
 
 
 @pytest.mark.parametrize("recompute", ["none", "blocks"])

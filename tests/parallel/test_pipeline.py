@@ -29,12 +29,12 @@ from fms_fsdp.data.validation import open_held_out, scan_held_out
 from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.evaluate import Forward, evaluate
-from fms_fsdp.extras.generate import Sampling, generate
-from fms_fsdp.models.stages import layers_of_stages, stages_of_rank
-from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.generate import Sampling, generate
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.observe.metrics import Clock, count_zeros
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.fsdp import evaluating
+from fms_fsdp.parallel.layout import layers_of_stages, stages_of_rank
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.state import TrainMetadata, TrainState
 from fms_fsdp.train import TrainStep, train_step
@@ -59,7 +59,7 @@ LOOP, VSHAPE = PP | {"pp_schedule": "interleaved"}, PP | {"pp_schedule": "zbv"}
 PURE = Precision(compute="bf16", weights="bf16", state="bf16")
 
 
-def costs(config: LlamaConfig, stages: tuple[range, ...]) -> list[float]:
+def costs(config: TransformerConfig, stages: tuple[range, ...]) -> list[float]:
     """Products for one token: of a block, and of the head in the last stage."""
     hidden, ffn, kv = (
         config.hidden_size,
@@ -112,7 +112,7 @@ def test_the_stages_of_all_ranks_are_all_stages() -> None:
 
 def test_two_ranks_train_as_one_process_does() -> None:
     bf16 = {"loss_abs": 1e-3, "norm_rel": 5e-3}
-    dropout = {"dropout": 0.1, "attn_dropout": 0.1, "ffn_dropout": 0.1}
+    dropout = {}
     half = {"recompute": "blocks", "selective_checkpointing": "1/2"}
     cases = {
         "1f1b": Case(PP, accum=2, documents=True),

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision
+from fms_fsdp.distributed.collectives import Group
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.extras.generate import Sampling, generate
-from fms_fsdp.models import chunks
+from fms_fsdp.generate import Sampling, generate
+from fms_fsdp.models import loss as loss_module
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.loss import VocabularyPart, linear_cross_entropy
+from fms_fsdp.models.loss import linear_cross_entropy
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.parallel.tensor import _score_of_heads
-from fms_fsdp.parallel.vocabulary import split_softmax_
+from fms_fsdp.parallel.tensor import vocab_parallel_softmax_
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import CPU, SHAPE, VOCAB, Case, compare, mesh_of, rows_of, train_case
 
@@ -31,12 +31,10 @@ TP2, COPIES = {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": False}
 GPT = dict(
     norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned", tie_embeddings=True
 )
-DROPS = dict(dropout=0.1, attn_dropout=0.1, ffn_dropout=0.1)
-CAPPED = dict(z_loss=1e-2, logit_softcap=5.0)
+DROPS: dict[str, Any] = {}
+CAPPED = dict(z_loss=1e-2)
 WAVES = dict(norm="scalenorm", pos_emb="sinusoidal", activation="relu2")
-ALIBI = dict(
-    norm="scalenorm", pos_emb="alibi", parallel_residual=True, qk_norm=True, attn_dropout=0.1
-)
+ALIBI = dict(norm="scalenorm", pos_emb="alibi", parallel_residual=True, qk_norm=True)
 
 RELATIVE = dict(pos_emb="relative", relative_buckets=8, relative_max_distance=20, num_kv_heads=1)
 
@@ -138,10 +136,10 @@ def logits_and_losses(flags: dict[str, Any] | None = None) -> dict[str, Any]:
 LOSSES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": dict(chunked=True),
-    "capped": dict(chunked=True, z_loss=1e-2, softcap=5.0),
+    "capped": dict(chunked=True, z_loss=1e-2),
     "z-loss": dict(z_loss=1e-2),
     "bf16": dict(dtype=torch.bfloat16, chunked=True),
-    "fp16 with its scale": dict(dtype=torch.float16, scale=2.0**12, z_loss=1e-2, softcap=5.0),
+    "fp16 with its scale": dict(dtype=torch.float16, scale=2.0**12, z_loss=1e-2),
 }
 
 
@@ -164,9 +162,9 @@ def loss_and_gradients(
 ) -> list[torch.Tensor]:
     """Losses, and gradients of h and of the weight; of this rank's part of the vocabulary if `split`."""
     h, weight, labels = loss_inputs(dtype)
-    usual = dict(chunks.CHUNK_BYTES), dict(chunks.SPAN_BYTES)
+    usual = dict(loss_module.CHUNK_BYTES)
     if chunked:
-        chunks.CHUNK_BYTES["cpu"] = chunks.SPAN_BYTES["cpu"] = 1
+        loss_module.CHUNK_BYTES["cpu"] = 1
     own = slice(None)
     if split:
         first, largest = (
@@ -174,13 +172,16 @@ def loss_and_gradients(
             -(-VOCAB // dist.get_world_size()),
         )
         own = slice(first, first + largest)
-        group = dist.distributed_c10d._get_default_group()
-        how["vocabulary"] = VocabularyPart(partial(split_softmax_, group=group), first, largest)
+        group = Group(dist.distributed_c10d._get_default_group().group_name, dist.get_world_size())
+        how |= dict(
+            softmax=partial(vocab_parallel_softmax_, group=group),
+            first_token=first,
+            largest_shard=largest,
+        )
     factor = None if scale is None else torch.tensor(scale)
     loss_sum, count, *z_sum = linear_cross_entropy(h, weight[own], labels, scale=factor, **how)
     (loss_sum * (1.0 if scale is None else scale)).backward()
-    chunks.CHUNK_BYTES.update(usual[0])
-    chunks.SPAN_BYTES.update(usual[1])
+    loss_module.CHUNK_BYTES.update(usual)
     assert h.grad is not None and weight.grad is not None
     grads = [h.grad.float(), weight.grad]
     if split:
@@ -305,9 +306,3 @@ def flag_of_inductor() -> bool:
 
 def test_messages_overlap_with_products_where_blocks_are_compiled() -> None:
     assert run_ranks(flag_of_inductor, 2) == [True, True]
-
-
-def test_the_score_of_a_head_is_that_of_the_global_head() -> None:
-    score = _score_of_heads(lambda value, b, h, q, k: value + h, 4)
-    head = torch.tensor(1)
-    assert score(torch.tensor(0.5), head, head, head, head) == 5.5

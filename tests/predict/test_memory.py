@@ -12,15 +12,16 @@ from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params, num_params_by_unit
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.predict.memory import GIB, Step, estimate_memory, first_fit, kinds, minimum_memory
 from fms_fsdp.predict.meter import Shape
 from tests.specs import budget, resolved
 
 
 def step(
-    model: str | LlamaConfig = "7b",
+    model: str | TransformerConfig = "7b",
     dims: ParallelDims | None = None,
     *,
     devices: int = 8,

@@ -15,10 +15,11 @@ from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.dtensor import local_shard
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
-from fms_fsdp.extras.dropout import row_keys
+from fms_fsdp.models.build import build_model
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import matmul_flops_per_token, num_params, recomputed_flops_per_token
-from fms_fsdp.models.llama import Llama, build_model
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.parallel.context import apply_cp
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.tensor import apply_tp
@@ -28,7 +29,7 @@ from fms_fsdp.predict.speed import rank_cost
 from tests.distributed.launch import run_ranks
 
 CPU = torch.device("cpu")
-SMALL = LlamaConfig(4, 64, 160, 8, 2, 128, head_dim=12, max_seq_len=512)
+SMALL = TransformerConfig(4, 64, 160, 8, 2, 128, head_dim=12, max_seq_len=512)
 SHAPES = {
     "grouped": SMALL,
     "wide": replace(SMALL, num_kv_heads=8, hidden_size=128, ffn_hidden_size=384, head_dim=16),
@@ -73,7 +74,7 @@ class Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def build(config: LlamaConfig, precision: Precision, **flags: Any) -> Llama:
+def build(config: TransformerConfig, precision: Precision, **flags: Any) -> Llama:
     mesh = Mesh(ParallelDims("none"), 0, "cpu")
     return parallelize(
         config, ParallelConfig(**flags), mesh, device=CPU, precision=precision, seed=1
@@ -81,15 +82,15 @@ def build(config: LlamaConfig, precision: Precision, **flags: Any) -> Llama:
 
 
 def through_blocks(model: Llama, x: torch.Tensor) -> torch.Tensor:
-    config, (rows, length, _) = model.config, x.shape
-    rope = model.rope[:length] if config.pos_emb == "rope" else None
-    mask = model.mask(config, 0, None, slice(0, length), CPU)
-    keys = row_keys(1, 1, 0, rows) if config.has_dropout else None
-    calls = [(layer, block, (rope, mask, None, keys)) for layer, block in model.blocks.items()]
-    return model.pass_blocks(x, calls)
+    length = x.shape[1]
+    mask = model.mask(0, None, slice(0, length), x)
+    calls = [
+        (layer, block, (model.rope[:length], mask, None)) for layer, block in model.blocks.items()
+    ]
+    return model.run_blocks(x, calls)
 
 
-def stream(config: LlamaConfig, precision: Precision, rows: int, length: int) -> torch.Tensor:
+def stream(config: TransformerConfig, precision: Precision, rows: int, length: int) -> torch.Tensor:
     dtype = torch.bfloat16 if precision.compute == "bf16" else torch.float32
     return torch.randn(rows, length, config.hidden_size).to(dtype).requires_grad_()
 
@@ -110,7 +111,7 @@ def held_bytes(model: Llama, x: torch.Tensor) -> int:
 
 
 def shape_of(
-    config: LlamaConfig, precision: Precision, length: int, dims: ParallelDims, **flags: Any
+    config: TransformerConfig, precision: Precision, length: int, dims: ParallelDims, **flags: Any
 ) -> Shape:
     section = ParallelConfig(**flags)
     return Shape(config, section, precision, dims, length, compiled=False, device_type="cpu")
@@ -142,7 +143,7 @@ def test_optional_shapes_keep_measured_bytes(
     option: str, length: int, precision: Precision
 ) -> None:
     """Short sequences in bf16 take attention by explicit matmuls on a CPU."""
-    config: LlamaConfig = replace(SMALL, **OPTIONS[option])  # type: ignore[arg-type]
+    config: TransformerConfig = replace(SMALL, **OPTIONS[option])  # type: ignore[arg-type]
     found = held_bytes(build(config, precision), stream(config, precision, 2, length))
     shape = shape_of(config, precision, length, ParallelDims("none"))
     assert kept_bytes(shape, 2) == pytest.approx(found, rel=0.03)

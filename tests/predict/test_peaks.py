@@ -114,7 +114,7 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
     from fms_fsdp.data.batch import Batch
     from fms_fsdp.distributed.mesh import Mesh, plan_dims
     from fms_fsdp.distributed.runtime import World
-    from fms_fsdp.models.variants import LlamaConfig
+    from fms_fsdp.models.config import TransformerConfig
     from fms_fsdp.observe.metrics import Clock
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
@@ -134,7 +134,7 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
     mesh = Mesh(plan_dims(section, "tiny", World(rank, rank, world, world)), rank, "cpu")
     nothing: Any = None
 
-    def steps(config: LlamaConfig, rows: int, length: int, accum: int) -> None:
+    def steps(config: TransformerConfig, rows: int, length: int, accum: int) -> None:
         model = parallelize(config, section, mesh, device=cpu, precision=precision, seed=1)
         state = TrainState(model, build_optimizers(OptimConfig(), model, precision), nothing, 3)
         rate: Any = lambda step, tokens, base: 1e-4  # noqa: E731
@@ -147,7 +147,7 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
             state.count(1, 1)
 
     config, rows, length, accum = (
-        LlamaConfig(**case["config"]),
+        TransformerConfig(**case["config"]),
         case["rows"],
         case["length"],
         case.get("accum", 1),

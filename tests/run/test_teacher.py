@@ -12,18 +12,19 @@ import torch.nn.functional as F
 
 import fms_fsdp
 from fms_fsdp.config import BF16, TrainConfig, TrainingConfig
+from fms_fsdp.distill import DistillingSoftmax, Teacher, distill, find_teacher
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.extras.teacher import Teacher, find_teacher, lesson, teach
 from fms_fsdp.models import loss as loss_module
+from fms_fsdp.models.build import build_model
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.models.llama import Llama, build_model
+from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.loss import linear_cross_entropy
-from fms_fsdp.models.variants import LlamaConfig
 from tests.cli import TINY, metrics, run, trained
 from tests.hf_folders import write_folder
 from tests.specs import budget, resolved
 
-SHAPE = LlamaConfig(
+SHAPE = TransformerConfig(
     num_layers=2,
     hidden_size=32,
     ffn_hidden_size=64,
@@ -77,7 +78,7 @@ def restored(teacher: Llama) -> Llama:
     ("weight", "temperature", "shape", "compiled"),
     [
         *((weight, temperature, {}, False) for weight in (0.3, 1.0) for temperature in (1.0, 2.0)),
-        *((0.6, 1.5, {"z_loss": 1e-2, "softcap": 3.0}, compiled) for compiled in (False, True)),
+        *((0.6, 1.5, {"z_loss": 1e-2}, compiled) for compiled in (False, True)),
     ],
 )
 def test_loss_and_gradients_are_those_of_plain_torch(
@@ -88,18 +89,17 @@ def test_loss_and_gradients_are_those_of_plain_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The reference is in fp64; in chunks of 32 of 201 rows. Masked rows of the teacher hold anything."""
-    monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 32)
+    monkeypatch.setattr(loss_module, "chunk_size", lambda *_: 32)
     torch.manual_seed(0)
     h, head = torch.randn(3, 67, 24, requires_grad=True), torch.randn(501, 24, requires_grad=True)
     theirs, their_head = torch.randn(201, 40), 0.3 * torch.randn(501, 40)
     labels = torch.randint(0, 501, (3, 67))
     labels[torch.rand(3, 67) < 0.3] = -100
-    taught = lesson(theirs, their_head, 5.0, weight, temperature)
-    found = linear_cross_entropy(h, head, labels, compiled=compiled, teacher=taught, **shape)
+    softmax = DistillingSoftmax(theirs, their_head, weight, temperature, compiled)
+    found = linear_cross_entropy(h, head, labels, softmax=softmax, **shape)
     loss, count, *z, kl = found
-    logits, softcap = (h.double() @ head.double().T).flatten(0, 1), shape.get("softcap", 0.0)
-    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    their_logits = 5 * torch.tanh(theirs.double() @ their_head.double().T / 5)
+    logits = (h.double() @ head.double().T).flatten(0, 1)
+    their_logits = theirs.double() @ their_head.double().T
     entropy = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
     pair = [F.log_softmax(each / temperature, -1) for each in (logits, their_logits)]
     rows = F.kl_div(*pair, reduction="none", log_target=True).sum(-1)
@@ -125,8 +125,8 @@ def test_fp16_forms_the_gradient_at_the_scale_of_the_loss() -> None:
     found = []
     for scale in (None, torch.tensor(64.0)):
         h, head = torch.ones(1, 64, 8, requires_grad=True), torch.ones(99, 8, requires_grad=True)
-        taught = lesson(theirs, their_head, 0.0, 0.5, 2.0)
-        loss, _, _ = linear_cross_entropy(h, head, labels, teacher=taught, scale=scale)
+        softmax = DistillingSoftmax(theirs, their_head, 0.5, 2.0, is_compiled=False)
+        loss, _, _ = linear_cross_entropy(h, head, labels, softmax=softmax, scale=scale)
         (loss * 4.0).backward()
         found.append((h.grad, head.grad))
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
@@ -136,13 +136,13 @@ def test_a_model_does_not_hold_its_teacher_and_evaluates_without_it() -> None:
     torch.manual_seed(0)
     model, other = (
         build_model(SHAPE),
-        build_model(replace(SHAPE, hidden_size=48, logit_softcap=4.0)),
+        build_model(replace(SHAPE, hidden_size=48)),
     )
     names = [name for name, _ in model.named_parameters()]
     tokens = torch.randint(0, 61, (2, 48))
     labels = tokens.masked_fill(tokens < 9, -100)
     before = model.eval()(tokens, labels)
-    teach(model, other, 0.5, 1.0)
+    distill(model, other, 0.5, 1.0)
     assert [name for name, _ in model.named_parameters()] == names
     torch.testing.assert_close(model(tokens, labels), before, rtol=0, atol=0)
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_refused_before_any_work(teacher: Path, tmp_path: P
 def test_learned_positions_and_models_of_users_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from fms_fsdp.extras import teacher as part
+    from fms_fsdp.extras import hf_folder as part
 
     cfg = TrainConfig(training=TrainingConfig(teacher_path=str(tmp_path)))
     monkeypatch.setattr(part, "is_hf_folder", lambda _: True)
@@ -260,7 +260,7 @@ def test_learned_positions_and_models_of_users_are_refused(
     for shape, text in (
         (
             replace(SHAPE, pos_emb="learned", max_seq_len=64),
-            r"learned 64 positions, fewer than --seq_length=",
+            r"64 learned positions, fewer than --seq_length=",
         ),
         (replace(SHAPE, model_builder="a:b"), r"cannot be used with --model_builder=a:b"),
     ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fms_fsdp
-from fms_fsdp.extras.generate import Sampling, generate
+from fms_fsdp.generate import Sampling, generate
 from tests.tools.test_import import FOLDERS, their_model
 
 NUM_PROMPTS, NEW_TOKENS, CLOSE = 20, 200, 1e-4
@@ -58,7 +58,7 @@ def test_greedy_text_is_that_of_transformers(
 @pytest.mark.slow
 def test_logits_in_bf16_under_teacher_forcing(tmp_path: Path) -> None:
     """Position by position with the cache, against the reference's pass over the whole text."""
-    from fms_fsdp.extras.decoding import KeyValueCache
+    from fms_fsdp.models.attention import KVCache
 
     for kind in FOLDERS:
         theirs = their_model(kind).bfloat16()
@@ -67,7 +67,7 @@ def test_logits_in_bf16_under_teacher_forcing(tmp_path: Path) -> None:
         for weight in ours.parameters():
             weight.data = weight.data.bfloat16()
         tokens = torch.randint(0, 300, (2, 48), generator=torch.Generator().manual_seed(5))
-        caches = [KeyValueCache(48) for _ in range(ours.config.num_layers)]
+        caches = [KVCache(48) for _ in range(ours.config.num_layers)]
         with torch.no_grad():
             found = [ours(tokens[:, at : at + 1], caches=caches) for at in range(48)]
             expected = theirs(tokens).logits

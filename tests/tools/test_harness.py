@@ -110,8 +110,8 @@ def test_every_answer_is_that_of_the_harness_on_the_exported_folder(
     from fms_fsdp.distributed.axes import ParallelDims
     from fms_fsdp.distributed.mesh import Mesh
     from fms_fsdp.evaluate import Forward
+    from fms_fsdp.generate import load
     from fms_fsdp.tools.harness import HarnessModel
-    from fms_fsdp.tools.loading import load
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     theirs = answers(

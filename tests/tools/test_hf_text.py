@@ -15,9 +15,9 @@ from fms_fsdp.__main__ import main
 from fms_fsdp.data.tokenizer import load_tokenizer
 from fms_fsdp.errors import note_once
 from fms_fsdp.extras.text_rules import TextRules, begin_token, rules_of_folder
+from fms_fsdp.generate import load
 from fms_fsdp.tools.export.tokenizer_check import find_differences
 from fms_fsdp.tools.export.tokenizers import write_tokenizer
-from fms_fsdp.tools.loading import load
 from tests.hf_folders import BEGIN, END, change_json, template, write_folder, write_tokenizer_json
 
 BERT = {"type": "BertProcessing", "sep": [END, 257], "cls": [BEGIN, 256]}

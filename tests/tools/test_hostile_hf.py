@@ -21,9 +21,7 @@ import torch
 
 from fms_fsdp.data.tokenizer import SentencePieceTokenizer
 from fms_fsdp.errors import UserError, is_for_user
-from fms_fsdp.extras.generate import Sampling, generate, text_after
-from fms_fsdp.extras.prompts import encode_prompts
-from fms_fsdp.tools.loading import load
+from fms_fsdp.generate import Sampling, encode_prompts, generate, load, text_after
 from fms_fsdp.tools.score import read_question, score
 from tests.hf_folders import FAMILIES, template, weights_of, write_folder, write_tokenizer_json
 
@@ -229,7 +227,7 @@ def use(folder: Path, draw: random.Random) -> str:
         model, tokenizer, rules = load(str(folder), None, "cpu")
         if tokenizer is None:
             return "no tokenizer"
-        prompts = encode_prompts(tokenizer, ["the in", ""], model.config, rules)
+        prompts = encode_prompts(tokenizer, rules, ["the in", ""], model.config)
         sampling = Sampling(
             draw.choice(TEMPERATURES), repetition_penalty=draw.choice((1.0, 1e-320, 2.0))
         )

@@ -22,7 +22,7 @@ from fms_fsdp.config import (
 )
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.stream import TokenStream
-from fms_fsdp.models.variants import LlamaConfig
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.run.resume import choose_checkpoint
 from fms_fsdp.state import TrainMetadata, read_run_config
 from fms_fsdp.tools.inspect.step import (
@@ -59,7 +59,9 @@ def write_run(folder: Path, files: Files, stream: TokenStream, step: int, **data
     )
     batch = stream.global_batch_size
     config = replace(config, training=replace(config.training, num_steps=NUM_STEPS))
-    record = resolved(config, model=LlamaConfig(1, 8, 8, 1, 1, VOCAB), batch=BatchPlan(batch, 1, 1))
+    record = resolved(
+        config, model=TransformerConfig(1, 8, 8, 1, 1, VOCAB), batch=BatchPlan(batch, 1, 1)
+    )
     record = replace(record, working_dir="")
     checkpoint = folder / "checkpoints" / f"step_{step}"
     checkpoint.mkdir(parents=True)

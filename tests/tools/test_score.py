@@ -11,16 +11,16 @@ import torch
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.tokenizer import load_tokenizer
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.tools.score import Question, by_length, read_question, score
 
 QUESTION = Question("A sky is", (" blue", " loud and long", "!"), 0)
 
 
 def model_of(vocab_size: int, context: int = 64) -> Llama:
-    model = Llama(LlamaConfig(2, 32, 64, 4, 2, vocab_size, max_seq_len=context, init_std=0.3))
+    model = Llama(TransformerConfig(2, 32, 64, 4, 2, vocab_size, max_seq_len=context, init_std=0.3))
     init_weights(model, seed=3)
     return model.eval()
 

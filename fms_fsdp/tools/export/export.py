@@ -31,14 +31,14 @@ from fms_fsdp.extras.hf import find_family, hf_config, hf_weights
 from fms_fsdp.extras.hf_tokenizer import TOKENIZER_FILES
 from fms_fsdp.extras.text_rules import begin_token
 from fms_fsdp.extras.typed_json import read_table
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.models.variants import LlamaConfig
 from fms_fsdp.run.resume import checkpoint_data
+from fms_fsdp.run.trained_run import find_checkpoint, is_rank0, kept_originals, recorded_tokenizer
 from fms_fsdp.tools.export.safetensors import DTYPES, write_tensors
 from fms_fsdp.tools.export.tokenizer_check import find_differences
 from fms_fsdp.tools.export.tokenizers import write_tokenizer
 from fms_fsdp.tools.table import show_progress
-from fms_fsdp.tools.trained_run import find_checkpoint, is_rank0, kept_originals, recorded_tokenizer
 from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
 
 _CARD = """\
@@ -111,7 +111,7 @@ def _export(config: ExportConfig, checkpoint: Checkpoint) -> None:
 
 
 def _write(
-    config: ExportConfig, checkpoint: Checkpoint, model: LlamaConfig, folder: Path
+    config: ExportConfig, checkpoint: Checkpoint, model: TransformerConfig, folder: Path
 ) -> list[str]:
     """Fills the folder; returns what the user should know of it."""
     theirs, reader = hf_weights(model), CheckpointReader(checkpoint.folder)
@@ -157,7 +157,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _card(checkpoint: Checkpoint, model: LlamaConfig) -> str:
+def _card(checkpoint: Checkpoint, model: TransformerConfig) -> str:
     """The model card: what the checkpoint says of its training."""
     saved, record = checkpoint.metadata, checkpoint.metadata.run
     data = record.config.data

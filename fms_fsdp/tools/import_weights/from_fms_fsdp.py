@@ -28,7 +28,7 @@ from fms_fsdp.extras.hf import HFWeight
 from fms_fsdp.extras.hf_folder import HFFolder, check_names
 from fms_fsdp.extras.weight_files import Weights
 from fms_fsdp.models.init import clean_name
-from fms_fsdp.models.variants import all_variants, canonical_variant, resolve_model
+from fms_fsdp.models.variants import VARIANTS, canonical_variant, resolve_model
 
 _PREFIX, _EMBEDDING = "model_state.", "model.embed_tokens.weight"
 _OUTSIDE = {
@@ -75,7 +75,7 @@ def open_checkpoint(path: Path, section: ModelConfig, ntk_alpha: int) -> HFFolde
     try:
         found = _renamed(_read_file(path) if path.is_file() else _read_folder(path))
         tokens = len(found[_EMBEDDING].read()) if _EMBEDDING in found else None
-        positions = all_variants()[canonical_variant(section.model_variant)].max_seq_len
+        positions = VARIANTS[canonical_variant(section.model_variant)].max_seq_len
         shape = resolve_model(section, seq_length=positions, data_vocab_size=tokens)
         if ntk_alpha > 1:
             size = shape.rotary_dim

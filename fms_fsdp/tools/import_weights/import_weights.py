@@ -31,14 +31,15 @@ from fms_fsdp.extras.hf import AS_THEY_ARE, find_family, hf_weights
 from fms_fsdp.extras.hf_folder import HFFolder, fill, find_hf_tokenizer, open_folder
 from fms_fsdp.extras.hf_tokenizer import TOKENIZER_FILES
 from fms_fsdp.extras.weight_files import check_finite
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.models.variants import VARIANTS, LlamaConfig, all_variants
+from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.optim.schedules import RunLength, find_milestones
+from fms_fsdp.run.trained_run import ORIGINALS
 from fms_fsdp.state import RunConfig, TrainMetadata, working_folder
 from fms_fsdp.tools.import_weights.from_fms_fsdp import find_checkpoint, open_checkpoint
 from fms_fsdp.tools.prepare.writer import save_tokenizer
-from fms_fsdp.tools.trained_run import ORIGINALS
 from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
 
 
@@ -172,10 +173,10 @@ def _keep_originals(folder: Path, kept: Path) -> None:
             shutil.copyfile(folder / name, kept / name)
 
 
-def _flags(config: LlamaConfig) -> str:
+def _flags(config: TransformerConfig) -> str:
     """The flags of a training that has this shape and this context."""
     shape, context = _shape(config), f"--max_seq_len={config.max_seq_len}"
-    fitting = [name for name, variant in all_variants().items() if _shape(variant) == shape]
+    fitting = [name for name, variant in VARIANTS.items() if _shape(variant) == shape]
     if fitting:
         return f"--model_variant={fitting[0]} {context}"
     base = _shape(VARIANTS["7b"])
@@ -193,6 +194,6 @@ def _exactly(number: float) -> str:
     return str(int(number)) if number == int(number) else repr(number)
 
 
-def _shape(config: LlamaConfig) -> dict[str, Any]:
+def _shape(config: TransformerConfig) -> dict[str, Any]:
     free = ("max_seq_len", "init_std", "attn_impl", "dropout", "attn_dropout", "vocab_multiple_of")
     return {name: value for name, value in asdict(config).items() if name not in free}

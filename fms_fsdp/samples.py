@@ -1,0 +1,126 @@
+"""Texts that the model writes while it trains (`--sample_interval`)."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from fms_fsdp.config import DataConfig, EvalConfig, TrainConfig
+from fms_fsdp.config.values import one_line
+from fms_fsdp.data.kept_tokenizer import find_tokenizer
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import log
+from fms_fsdp.errors import UserError
+from fms_fsdp.extras.text_rules import TextRules, begin_token
+from fms_fsdp.generate import Sampling, encode_prompts, generate, read_lines, text_after
+from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.llama import Llama
+from fms_fsdp.observe.sinks import Sinks
+from fms_fsdp.parallel.fsdp import evaluating
+from fms_fsdp.state import TrainState
+
+SAMPLE_TOKENS = 100  # maximum per text
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The texts to continue, their tokens, and the token that ends a text."""
+
+    texts: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
+    end_token: int
+
+
+def read_prompts(section: EvalConfig, data: DataConfig, model: TransformerConfig) -> Prompts:
+    """Reads and encodes `--sample_prompts`, texts or a file with one per line.
+
+    Raises:
+        UserError: the data has no tokenizer, or a prompt does not fit the model.
+        OSError: the file cannot be read.
+    """
+    tokenizer = find_tokenizer(data.data_path) if data.data_path else None
+    if tokenizer is None:
+        raise UserError(
+            f"--sample_interval={section.sample_interval} requires a tokenizer in --data_path; "
+            "remove the flag, or prepare the data with a tokenizer"
+        )
+    texts = section.sample_prompts or ("",)
+    if len(texts) == 1 and Path(texts[0]).is_file():
+        texts = tuple(read_lines(Path(texts[0]), "--sample_prompts")) or ("",)
+    begin = begin_token(data.data_path, tokenizer)
+    rules = TextRules(() if begin is None else (begin,))
+    ids = encode_prompts(tokenizer, rules, texts, model)
+    return Prompts(texts, tuple(map(tuple, ids)), tokenizer.vocabulary.eos_id)
+
+
+class Sampler:
+    """Continues the prompts every `sample_interval` steps: log, `samples.txt` and trackers.
+
+    A forward pass of a sharded model needs every rank, so all ranks sample the same tokens, and
+    none stops at an end token; rank 0 writes the texts.
+    """
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        prompts: Prompts,
+        model: nn.Module,
+        mesh: Mesh,
+        sinks: Sinks,
+        alive: Callable[[], None],
+        mark: Callable[[str], None],
+    ) -> None:
+        self._interval, self._file = cfg.eval.sample_interval, Path(cfg.output_dir, "samples.txt")
+        self._prompts, self._sinks, self._alive, self._mark = prompts, sinks, alive, mark
+        self._model = cast(Llama, model)
+        self._tokenizer = find_tokenizer(cfg.data.data_path) if mesh.is_main else None
+
+    def run_if_due(self, state: TrainState) -> None:
+        """Samples the texts if they are due (collective: every rank)."""
+        if state.step % self._interval and not state.is_done:
+            return
+        self._mark("device")
+        rows = self._sample()
+        self._mark("eval")
+        if self._tokenizer is None:
+            return
+        texts = []
+        for prompt, ids, tokens in zip(self._prompts.texts, self._prompts.ids, rows, strict=True):
+            texts.append(prompt + text_after(self._tokenizer, ids, tokens))
+            shown = textwrap.shorten(one_line(texts[-1]), 200)
+            log.info("sample at step %d: %s", state.step, shown)
+        self._sinks.text(state, "samples", "\n\n".join(texts))
+        try:
+            with open(self._file, "a", encoding="utf-8") as file:
+                file.writelines(f"--- step {state.step} ---\n{text}\n" for text in texts)
+        except OSError as error:
+            log.warning("cannot write %s: %s", self._file, error.strerror)
+
+    def _sample(self) -> list[list[int]]:
+        """Returns the new tokens of each prompt up to the end token."""
+        rows: list[list[int]] = [[] for _ in self._prompts.ids]
+        # Eager, because compiled blocks would be compiled for every length.
+        with evaluating(self._model), torch.compiler.set_stance("force_eager"):
+            steps = generate(
+                self._model,
+                self._prompts.ids,
+                Sampling(temperature=0.8),
+                max_new_tokens=SAMPLE_TOKENS,
+            )
+            try:
+                for tokens in steps:
+                    self._alive()
+                    for row, token in zip(rows, tokens, strict=True):
+                        row += [] if token is None else [token]
+            except UserError as error:  # the logits are not finite, on every rank
+                log.warning("samples are incomplete: %s", error)
+        return [
+            list(takewhile(lambda token: token != self._prompts.end_token, row)) for row in rows
+        ]
