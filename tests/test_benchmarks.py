@@ -156,8 +156,7 @@ def test_the_page_shows_the_recipes_of_today_and_they_are_not_refused() -> None:
         )
         dims = plan_dims(config.parallel, recipe.model, World(0, 0, recipe.gpus, 8))
         model = resolve_model(config.model, seq_length=config.data.seq_length)
-        precision = config.precision.resolve("bf16")
-        check_layout(config, model, dims, recipe.batch, precision, torch.device("cuda"))
+        check_layout(config, model, dims, recipe.batch, torch.device("cuda"))
 
 
 def test_the_page_shows_the_settings_that_a_launch_chooses_today() -> None:

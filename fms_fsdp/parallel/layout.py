@@ -30,13 +30,11 @@ def check_layout(
     model: TransformerConfig,
     dims: ParallelDims,
     batch: BatchPlan,
-    precision: Precision,
     device: torch.device,
 ) -> None:
     """Raises UserError for a size that an axis cannot divide, or a feature that it cannot shard."""
     section, heads, kv_heads = cfg.parallel, model.num_attention_heads, model.num_kv_heads
     tp, cp, pp, length = dims.tp, dims.cp, dims.pp, cfg.data.seq_length
-    is_compiled, is_fp32 = compiles(section, device), precision.compute == "fp32"
     if heads % tp or (kv_heads % tp and tp % kv_heads):
         valid = [n for n in divisors(heads, heads) if not (kv_heads % n and n % kv_heads)]
         raise UserError(
@@ -66,7 +64,7 @@ def check_layout(
             f"closest valid values: {max(1, length // unit) * unit}, {(length // unit + 1) * unit}"
         )
     if pp > 1:
-        _check_pipeline(section, model.num_layers, dims, batch, is_compiled)
+        _check_pipeline(section, model.num_layers, dims, batch, compiles(section, device))
 
     unsupported = {  # feature: whether it is on, the axes that cannot shard it
         "--pos_emb=relative": (model.pos_emb == "relative", ("cp", "pp")),
@@ -74,15 +72,6 @@ def check_layout(
         "--rampup_micro_batch": (batch.cuts_micro_steps, ("pp",)),
         "--model_builder": (model.model_builder, ("tp", "cp", "pp")),
         "--teacher_path": (cfg.training.teacher_path, ("tp", "cp", "pp")),
-        # torch 2.13 with attention kernels of CPUs or fp32: "expected all tensors_saved_with_vc_check
-        # to be Tensors"
-        f"--recompute={section.recomputes}, compiled": (
-            is_compiled
-            and (is_fp32 or device.type == "cpu")
-            and section.recomputes in ("blocks", "ops")
-            and _torch() >= (2, 12),
-            ("tp",),
-        ),
     }
     for flag, (is_on, axes) in unsupported.items():
         for axis in axes:

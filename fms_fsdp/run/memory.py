@@ -246,7 +246,7 @@ def _is_allowed(run: RunConfig) -> bool:
 
         device = torch.device(run.device_type)
         try:
-            check_layout(run.config, run.model, run.dims, run.batch, run.precision, device)
+            check_layout(run.config, run.model, run.dims, run.batch, device)
         except UserError:
             return False
     return True

@@ -93,7 +93,7 @@ def plan_run(
     if run.dims.divides_model:
         from fms_fsdp.parallel.layout import check_layout
 
-        check_layout(run.config, model, run.dims, run.batch, precision, device)
+        check_layout(run.config, model, run.dims, run.batch, device)
     budget.check(run)
     check_folders(cfg, saved_bytes(run))
     epochs = ""

@@ -399,7 +399,7 @@ def make_plan(config: EstimateConfig, section: ParallelConfig, training: Trainin
     check_device(cfg, GPU, dims)
     batch = plan_batch(training, dims.size("dp"))
     if dims.divides_model:
-        check_layout(cfg, model, dims, batch, precision, GPU)
+        check_layout(cfg, model, dims, batch, GPU)
     step = step_of(config, section, batch)
     size = optimizer_bytes(config.optim, model, precision)
     memory = estimate_memory(step, size).by_device("cuda", offload=section.cpu_offload)["cuda"]

@@ -46,3 +46,16 @@ def test_evaluation_has_no_dropout(rates: dict[str, float]) -> None:
     dropped.load_state_dict(plain.state_dict())
     tokens, _ = labelled(BASE)
     torch.testing.assert_close(dropped(tokens), plain(tokens), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tp_ranks_share_the_seed_without_sequence_parallelism(sequence_parallel: bool) -> None:
+    dims = ParallelDims("fsdp", dp_shard=2, tp=2, sequence_parallel=sequence_parallel)
+    seeds = []
+    for rank in range(4):
+        mesh = Mesh.__new__(Mesh)  # without process groups
+        mesh.dims, mesh._rank = dims, rank
+        seed_dropout(1, 1, mesh)
+        seeds.append(torch.initial_seed())
+    assert len(set(seeds)) == (4 if sequence_parallel else 2)
+    assert (seeds[0] == seeds[1]) == (seeds[2] == seeds[3]) == (not sequence_parallel)

@@ -71,9 +71,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("import", "--init_from_hf=FOLDER"),
     Feature("profiler", "--use_profiler=True"),
     Feature(
-        "fp32, compiled and recomputed",
-        "--recompute=blocks --use_torch_compile=True --precision=fp32",
-        {"tp": "cannot be compiled in fp32 with --tp_size by torch 2.13"},
+        "compiled and recomputed", "--recompute=blocks --use_torch_compile=True --precision=fp32"
     ),
     Feature(
         "tied embeddings",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fms_fsdp.config import FP32, BatchPlan, ModelConfig, ParallelConfig, TrainConfig
+from fms_fsdp.config import BatchPlan, ModelConfig, ParallelConfig, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims, cp_method, row_multiple
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World
@@ -30,7 +30,7 @@ def check(world: int = 8, batch_size: int = 2, shape: Any = None, **flags: Any) 
     dims = plan_dims(section, "tiny", World(0, 0, world, world))
     batch = BatchPlan(batch_size, 1, dims.size("dp"))
     model, cpu = replace(SHAPE, **(shape or {})), torch.device("cpu")
-    check_layout(config, model, dims, batch, FP32, cpu)
+    check_layout(config, model, dims, batch, cpu)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,6 @@ ELSEWHERE = {  # need files, and have tests of their own below
     "profiler",
     "tied embeddings",
     "model of your own",
-    "fp32, compiled and recomputed",
     "teacher",
 }
 
@@ -273,8 +272,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 def test_what_the_table_refuses_is_refused_alike_before_any_work(
     tmp_path: Path, feature: Any, axis: str
 ) -> None:
-    """What other axes take of these features, tests of these axes train: tied embeddings, and blocks that are
-    compiled in fp32 and recomputed."""
+    """What other axes take of these features, tests of these axes train: tied embeddings."""
     flags = feature.flags.replace("MODULE:FUNCTION", "tests.models.builders:build").split()
     flags = last_of_each([*BASE, *flags, *AXES[axis], f"--output_dir={tmp_path / 'run'}"])
     result = launch(flags, 2)

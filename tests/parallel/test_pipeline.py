@@ -207,18 +207,8 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        "tp x cp",
-        "cp x pp",
-        pytest.param(
-            "tp x pp", marks=pytest.mark.xfail(strict=True, reason='mended by "Light, 4"')
-        ),
-    ],
-)
+@pytest.mark.parametrize("pair", PAIRS)
 def test_pairs_of_axes_evaluate_and_generate(pair: str) -> None:
-    """Generating gathered a part of one token: `outputShape[0] * worldSize == inputShape[0]`."""
     wanted, wanted_seen = passes_between_steps({}, True)
     for trained, seen in run_ranks(passes_between_steps, 4, PAIRS[pair], True):
         assert trained == pytest.approx(wanted, rel=1e-4)
@@ -287,9 +277,8 @@ def test_compiled_blocks_train_in_a_pipeline() -> None:
         assert found.norms == pytest.approx(wanted.norms, rel=1e-4)
 
 
-@pytest.mark.xfail(strict=True, reason='mended by "Light, 4"')
 def test_pipeline_out_of_memory_is_explained(tmp_path: Path) -> None:
-    """torch wraps each error of a schedule in a RuntimeError whose text begins with an empty line."""
+    """torch wraps each error of a schedule in a RuntimeError; its cause keeps its type."""
     flags = ["--model_variant=tiny", "--seq_length=64", "--num_steps=2", "--trackers=none"]
     flags += ["--pp_size=2", "--batch_size=2", "--precision=fp32"]
     flags += ["--dataset_builder=tests.parallel.exhausted:build", f"--output_dir={tmp_path}"]
