@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.data import custom_stream
 
-
 _REAL = F.scaled_dot_product_attention
 
 

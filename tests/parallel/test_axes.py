@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fms_fsdp.config import BatchPlan, ModelConfig, ParallelConfig, TrainConfig
-from fms_fsdp.distributed.axes import ParallelDims, cp_method, row_multiple
+from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.parallel.layout import check_layout
+from fms_fsdp.parallel.layout import check_layout, resolve_cp_method, sequence_multiple
 from fms_fsdp.run.startup_log import axes_across_nodes, describe_axes
 from tests.cli import ROOT, TINY, last_of_each
 from tests.parallel.features import FEATURES, MODEL_AXES, features_table
@@ -127,10 +127,14 @@ def test_layouts_that_fit_are_not_refused() -> None:
 
 
 def test_the_method_of_context_parallelism_follows_the_heads() -> None:
-    assert [cp_method("auto", 8, 2, cp) for cp in (4, 8)] == ["ulysses", "gather"]
-    assert cp_method("gather", 8, 2, 4) == "gather"
-    units = [row_multiple(method, 4, 3, True) for method in ("ulysses", "gather")]
-    assert [*units, row_multiple("gather", 2, 3, False), row_multiple("auto", 2, 1, True)] == [
+    assert [resolve_cp_method("auto", 8, 2, cp) for cp in (4, 8)] == ["ulysses", "gather"]
+    assert resolve_cp_method("gather", 8, 2, 4) == "gather"
+    units = [sequence_multiple(method, 4, 3, True) for method in ("ulysses", "gather")]
+    assert [
+        *units,
+        sequence_multiple("gather", 2, 3, False),
+        sequence_multiple("auto", 2, 1, True),
+    ] == [
         12,
         12,
         6,
