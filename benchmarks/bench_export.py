@@ -1,10 +1,10 @@
-"""Measures export and import against a plain copy of the same bytes on the same disk, in one run.
+"""Measures export and loading against a plain copy of the same bytes on the same disk, in one run.
 
     python benchmarks/bench_export.py [--variant=194m --rounds=5 --folder=FOLDER --output=FILE]
 
 copy     the weight file read and written in pieces, forced to disk: as many bytes as an export writes
-export   a checkpoint of weights alone, and one of a training with its optimizer's moments → safetensors, fp32
-import   safetensors → a run folder
+export   the checkpoint of a training, with its optimizer's moments → safetensors, fp32
+load     safetensors → a model in memory (`fms_fsdp.load_model`)
 
 All take turns in each round, each in a new process; a ratio is the median over rounds of a copy's time over
 the other's. Every file is in the page cache, as after a run. The time is that of the command without the
@@ -35,10 +35,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch._dynamo  # noqa: E402, F401 # else torch imports it in the midst of the work
 
-from fms_fsdp.tools.export.export import ExportConfig  # noqa: E402
-from fms_fsdp.tools.export.export import main as export  # noqa: E402
-from fms_fsdp.tools.import_weights.import_weights import ImportConfig  # noqa: E402
-from fms_fsdp.tools.import_weights.import_weights import main as import_weights  # noqa: E402
+import fms_fsdp  # noqa: E402
+from fms_fsdp.tools.export import ExportConfig  # noqa: E402
+from fms_fsdp.tools.export import main as export  # noqa: E402
 
 PIECE = 16 << 20
 Work = Callable[[Path, Path], None]
@@ -56,8 +55,9 @@ def export_to(source: Path, target: Path) -> None:
     export(ExportConfig(path=str(source), output=str(target), dtype="fp32", max_shard_gb=1e3))
 
 
-def import_to(source: Path, target: Path) -> None:
-    import_weights(ImportConfig(path=str(source), output=str(target)))
+def load_from(source: Path, target: Path) -> None:
+    fms_fsdp.load_model(str(source))
+    target.touch()
 
 
 def seconds_of(work: Work, source: Path, target: Path) -> float:
@@ -72,7 +72,7 @@ def seconds_of(work: Work, source: Path, target: Path) -> float:
 
 
 def measure(folder: Path, variant: str, rounds: int) -> dict[str, Any]:
-    training, weights, run = folder / "training", folder / "weights", folder / "run"
+    training, weights = folder / "training", folder / "weights"
     flags = [f"--model_variant={variant}", *TRAINING, f"--output_dir={training}"]
     subprocess.run(
         [sys.executable, ROOT / "main_training.py", *flags], check=True, stdout=sys.stderr
@@ -83,13 +83,11 @@ def measure(folder: Path, variant: str, rounds: int) -> dict[str, Any]:
     )
     start_s = time.perf_counter() - begin
     export_to(training, weights)
-    import_to(weights, run)
     file = weights / "model.safetensors"
     works: dict[str, tuple[Work, Path]] = {
         "copy": (plain_copy, file),
-        "export": (export_to, run),
-        "export_of_training": (export_to, training),
-        "import": (import_to, weights),
+        "export": (export_to, training),
+        "load": (load_from, weights),
     }
     times: dict[str, list[float]] = {name: [] for name in works}
     with multiprocessing.get_context("spawn").Pool(

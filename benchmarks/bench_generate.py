@@ -29,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 
 from fms_fsdp.distributed.runtime import versions  # noqa: E402
-from fms_fsdp.extras.hf import hf_config, hf_weights  # noqa: E402
 from fms_fsdp.generate import Sampling, generate  # noqa: E402
+from fms_fsdp.hf.config import config_to_hf  # noqa: E402
+from fms_fsdp.hf.weights import fuse, weight_map  # noqa: E402
 from fms_fsdp.models.init import init_weights  # noqa: E402
 from fms_fsdp.models.llama import Llama  # noqa: E402
 from fms_fsdp.models.variants import VARIANTS  # noqa: E402
@@ -65,14 +66,15 @@ def their_model(model: Llama) -> Any:
 
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    content = hf_config(model.config, "float32", None)
+    content = config_to_hf(model.config)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(content))
         auto: Any = AutoModelForCausalLM
         theirs = auto.from_config(AutoConfig.from_pretrained(folder)).eval()
     ours = model.state_dict()
     weights = {
-        name: each.made_of(ours.__getitem__) for name, each in hf_weights(model.config).items()
+        name: fuse(model.config, each.ours, ours.__getitem__)
+        for name, each in weight_map(model.config).items()
     }
     assert not theirs.load_state_dict(
         weights, strict=False

@@ -40,13 +40,10 @@ COMMANDS = {
     "generate": ("generate:main", "text that a checkpoint writes after a prompt"),
     "score": ("score:main", "how often a checkpoint finds the right one of several answers"),
     "import": (
-        "import_weights.import_weights:main",
-        "a folder of Hugging Face → a run with these weights",
+        "import_weights:main",
+        "convert a checkpoint of upstream fms-fsdp to a Hugging Face checkpoint",
     ),
-    "export": (
-        "export.export:main",
-        "a checkpoint → a folder that Hugging Face's transformers load",
-    ),
+    "export": ("export:main", "write a checkpoint as a Hugging Face checkpoint"),
     "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
     "ckpt verify": (
         "ckpt:verify_checkpoints",

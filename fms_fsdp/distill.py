@@ -31,6 +31,8 @@ from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
+from fms_fsdp.hf.tokenizer import hf_used_tokenizer
+from fms_fsdp.hf.weights import is_hf_checkpoint, load_weights, open_checkpoint
 from fms_fsdp.models.attention import compiled
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
@@ -87,12 +89,11 @@ def find_teacher(cfg: TrainConfig, model: TransformerConfig, corpus: Corpus | No
     Raises:
         UserError: there is none, it does not fit the model, or its tokenizer is not the data's.
     """
-    from fms_fsdp.extras.hf_folder import hf_tokenizer, is_hf_folder, open_folder
-
     path, checkpoint = cfg.training.teacher_path, None
     folder = Path(path).expanduser()
-    if is_hf_folder(folder):
-        shape, used = open_folder(folder, _FLAG).shape, hf_tokenizer(folder, f"{_FLAG} ({path})")
+    if is_hf_checkpoint(folder):
+        shape = open_checkpoint(folder, _FLAG).config
+        used = hf_used_tokenizer(folder, f"{_FLAG}={path}")
     else:
         checkpoint = find_checkpoint(path, None, _FLAG)
         shape, used = checkpoint.metadata.run.model, checkpoint_tokenizer(checkpoint)
@@ -131,8 +132,6 @@ def attach_teacher(
         found.shape, cfg.parallel, mesh, device=device, precision=precision, seed=0
     )
     if checkpoint is None:
-        from fms_fsdp.extras.hf_folder import load_weights
-
         load_weights(Path(found.path).expanduser(), teacher, mesh, _FLAG)
     else:
         load_checkpoint(checkpoint.folder, teacher, None, is_alone=mesh.size("world") == 1)

@@ -22,15 +22,16 @@ import torch
 
 from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
-from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.data.tokenizer import NO_RULES, TextRules, Tokenizer, shards_bos_id
 from fms_fsdp.errors import UserError
-from fms_fsdp.extras.text_rules import NO_RULES, TextRules, begin_token, rules_of_folder
+from fms_fsdp.hf.tokenizer import find_hf_tokenizer, hf_text_rules
+from fms_fsdp.hf.weights import fill, is_hf_checkpoint, open_checkpoint
 from fms_fsdp.models.attention import KVCache
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.run.resume import checkpoint_data
-from fms_fsdp.run.trained_run import find_checkpoint, kept_originals, recorded_tokenizer
+from fms_fsdp.run.trained_run import find_checkpoint, recorded_tokenizer
 
 
 class TextModel(NamedTuple):
@@ -44,17 +45,15 @@ class TextModel(NamedTuple):
 def load(path: str, step: int | None = None, device: str | torch.device = "cpu") -> TextModel:
     """Loads the model and the tokenizer of a run, a checkpoint or a Hugging Face checkpoint; see
     `fms_fsdp.load_model`."""
-    from fms_fsdp.extras.hf_folder import fill, find_hf_tokenizer, is_hf_folder, open_folder
-
     folder = Path(path).expanduser()
-    if is_hf_folder(folder):
+    if is_hf_checkpoint(folder):
         if step is not None:
             raise UserError(
                 f"--step={step} is not supported with a Hugging Face checkpoint; remove it"
             )
-        weights, tokenizer = open_folder(folder), find_hf_tokenizer(folder)
-        rules = rules_of_folder(folder, tokenizer)
-        model = _allocate(weights.shape, device)
+        weights, tokenizer = open_checkpoint(folder), find_hf_tokenizer(folder)
+        rules = hf_text_rules(folder, tokenizer)
+        model = _allocate(weights.config, device)
         fill(model, weights)
         return TextModel(model.eval(), tokenizer, rules)
 
@@ -70,10 +69,10 @@ def load(path: str, step: int | None = None, device: str | torch.device = "cpu")
 
 def rules_of_checkpoint(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> TextRules:
     """Returns the special tokens around the texts that a checkpoint was trained on."""
-    if (originals := kept_originals(checkpoint)) is not None:
-        return rules_of_folder(originals, tokenizer)
-    begin = begin_token(checkpoint_data(checkpoint), tokenizer) if tokenizer is not None else None
-    return TextRules(() if begin is None else (begin,))
+    bos_id = None
+    if tokenizer is not None:
+        bos_id = shards_bos_id(checkpoint_data(checkpoint), tokenizer)
+    return TextRules(() if bos_id is None else (bos_id,))
 
 
 def _allocate(config: TransformerConfig, device: str | torch.device) -> Llama:

@@ -14,11 +14,10 @@ from torch import nn
 
 from fms_fsdp.config import DataConfig, EvalConfig, TrainConfig
 from fms_fsdp.config.values import one_line
-from fms_fsdp.data.kept_tokenizer import find_tokenizer
+from fms_fsdp.data.tokenizer import TextRules, find_tokenizer, shards_bos_id
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
-from fms_fsdp.extras.text_rules import TextRules, begin_token
 from fms_fsdp.generate import Sampling, encode_prompts, generate, read_lines, text_after
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
@@ -54,8 +53,8 @@ def read_prompts(section: EvalConfig, data: DataConfig, model: TransformerConfig
     texts = section.sample_prompts or ("",)
     if len(texts) == 1 and Path(texts[0]).is_file():
         texts = tuple(read_lines(Path(texts[0]), "--sample_prompts")) or ("",)
-    begin = begin_token(data.data_path, tokenizer)
-    rules = TextRules(() if begin is None else (begin,))
+    bos_id = shards_bos_id(data.data_path, tokenizer)
+    rules = TextRules(() if bos_id is None else (bos_id,))
     ids = encode_prompts(tokenizer, rules, texts, model)
     return Prompts(texts, tuple(map(tuple, ids)), tokenizer.vocabulary.eos_id)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.extras.hf import hf_config, hf_weights
+from fms_fsdp.hf.config import config_to_hf
+from fms_fsdp.hf.weights import fuse, weight_map
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
@@ -54,9 +55,10 @@ def model_of(kind: str) -> Llama:
 
 def weights_of(kind: str) -> dict[str, torch.Tensor]:
     own = model_of(kind).state_dict()
+    config = FAMILIES[kind]
     return {
-        name: made.made_of(own.__getitem__).contiguous()
-        for name, made in hf_weights(FAMILIES[kind]).items()
+        name: fuse(config, weight.ours, own.__getitem__).contiguous()
+        for name, weight in weight_map(config).items()
     }
 
 
@@ -65,7 +67,7 @@ def write_folder(
 ) -> Path:
     """A folder of that family; `changes` of its config.json, `...` takes a field out."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = hf_config(FAMILIES[kind], "float32", None) | {"model_type": kind} | changes
+    content = config_to_hf(FAMILIES[kind]) | {"model_type": kind} | changes
     content = {name: value for name, value in content.items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(content))
     write_weights(folder, weights_of(kind))
@@ -115,7 +117,7 @@ def template(begin: int | None = 256, end: int | None = None) -> dict[str, Any]:
 
 def write_tokenizer_json(folder: Path, post_processor: Any = None, **model: Any) -> Path:
     """Bytes, and a few merges, as tokenizer.json; 256 begins and 257 ends a text."""
-    from fms_fsdp.extras.byte_pairs import byte_characters, tokenizer_json
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     by_bytes = {
         "type": "ByteLevel",
@@ -123,10 +125,26 @@ def write_tokenizer_json(folder: Path, post_processor: Any = None, **model: Any)
         "trim_offsets": False,
         "use_regex": True,
     }
-    vocab = {character: number for number, character in enumerate(byte_characters())}
+    vocab = {
+        character: number
+        for number, character in enumerate(bytes_to_unicode()[byte] for byte in range(256))
+    }
     vocab |= {BEGIN: 256, END: 257, "th": 258, "the": 259, "in": 260}
     kind = {"type": "BPE", "vocab": vocab, "merges": [["t", "h"], ["th", "e"], ["i", "n"]], **model}
-    content = tokenizer_json(kind, {256: BEGIN, 257: END}, pre_tokenizer=by_bytes, decoder=by_bytes)
+    flags = {"special": True} | dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False
+    )
+    added = [{"id": 256, "content": BEGIN, **flags}, {"id": 257, "content": END, **flags}]
+    content: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": by_bytes,
+        "decoder": by_bytes,
+        "model": kind,
+    }
     content["post_processor"] = post_processor
     (folder / "tokenizer.json").write_text(json.dumps(content))
     end = {"__type": "AddedToken", "content": END} | dict.fromkeys(

@@ -42,9 +42,12 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Packages of optional components. Code of a later layer imports them anywhere; any code may import
 # extras inside the function that uses the component, and these modules the others. A default run
 # imports neither (tests/run/test_no_part.py).
-OPTIONAL = ("extras", "tools", "generate", "samples", "distill")
+OPTIONAL = ("extras", "tools", "hf", "generate", "samples", "distill")
 IN_FUNCTIONS = {
     ("extras", "tools"),
+    ("models", "hf"),
+    ("data", "hf"),
+    ("run", "hf"),
     ("__init__", "generate"),
     ("train", "samples"),
     ("main_training", "samples"),

@@ -1,10 +1,12 @@
-"""Text ↔ token ids, for preparing data, for generating text and for bits per byte.
+"""Tokenizers: text to token ids and back, and the copy that `prepare` keeps with its shards.
 
-    load_tokenizer("byte" | FILE | FOLDER) ── encode(texts) → token arrays ── decode(ids) → text
+    load_tokenizer("byte" | FILE | FOLDER) ── encode(texts) -> token arrays ── decode(ids) -> text
+    find_tokenizer(data_path) ── the tokenizer of token shards
 
-Invariant: `decode(encode([text])[0]) == text` for the byte tokenizer and for sentencepiece models trained
-here (identity normalisation, no dummy prefix, byte fallback), except for U+2581, sentencepiece's own mark for
-a space. Models from elsewhere keep their own rules.
+Bytes and sentencepiece models need no further package; every other format is read by hf/tokenizer.py.
+
+Invariant: `decode(encode([text])[0]) == text` for bytes and for sentencepiece models that `prepare` trained
+(identity normalization, no dummy prefix, byte fallback), except for U+2581, sentencepiece's mark for a space.
 """
 
 from __future__ import annotations
@@ -12,9 +14,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,69 +30,73 @@ import numpy.typing as npt
 
 from fms_fsdp.atomic import write_atomically
 from fms_fsdp.config.values import shown
+from fms_fsdp.data.corpus import SUFFIX
+from fms_fsdp.data.shards import Files
+from fms_fsdp.data.storage import Storage
 from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.safe_names import safe_name, shown_name
 
 Tokens = npt.NDArray[Any]
-KEPT_AS = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
+FILE_NAMES = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
+_LARGEST_FILE = 1 << 28  # bytes of a tokenizer
+_MAX_UNK_FRACTION = 1e-3  # of the tokens of a source
+# texts that tokenizers split in different ways
+PROBES = (
+    "The quick brown fox, isn't it? 'Tis DON'T\u00a0naïve Ünïcode.",
+    "  two spaces,\tTabs\n\n\nlines\r\n   trailing   ",
+    "0 12 345 6789 3.14159 1,000,000 2026-11-22",
+    "def f(x: int) -> str:\n    return x[0:-1] != {'a': \"b\"}  # TODO\n",
+    "漢字かな交じり文 한국어 Русский текст العربية हिन्दी 😀👩‍👩‍👧",
+    "https://example.org/a_b?c=%20d&e=f#g [SEP] <endoftext>",
+)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The facts that a shard keeps of its tokenizer; `file_name` is the copy beside the shards ("" for
-    bytes)."""
+    """What shards record of their tokenizer. `file_name`: the copy beside the shards ("" for bytes)."""
 
     kind: str  # byte | sentencepiece | huggingface
     size: int
     eos_id: int
     digest: str
     file_name: str
-    eos_token: str = ""  # as asked for, where the tokenizer's own was not wanted
+    eos_token: str = ""  # --eos_token, if it replaces the tokenizer's own
 
     def kept_in(self, folder: Path) -> str:
         """Returns the name by which `load_tokenizer` opens the copy in that folder."""
         return str(folder / self.file_name) if self.file_name else self.kind
 
 
-def parse_description(data: bytes, told_by: str) -> tuple[Vocabulary, Any]:
-    """Returns the content of the file meta/tokenizer.json: the vocabulary, and the data that trained the
-    tokenizer.
+@dataclass(frozen=True)
+class TextRules:
+    """Ids around a text that the model reads, and ids that end a text that it generates."""
 
-    Raises: UserError.
-    """
-    try:
-        content = json.loads(data)
-        values = {spec.name: content[spec.name] for spec in fields(Vocabulary)}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(
-            f"{told_by} is not what prepare wrote; restore or remove the file"
-        ) from None
-    vocabulary, kinds = Vocabulary(**values), {"size": int, "eos_id": int}
-    for name, value in values.items():
-        if not isinstance(value, kinds.get(name, str)) or (name == "kind" and value not in KEPT_AS):
-            rule = f"says {name} ({shown_name(value)}), which prepare never writes"
-            raise UserError(f"{told_by} {rule}; restore or remove the file")
-    if vocabulary.kind != "byte" or vocabulary.file_name:
-        safe_name(vocabulary.file_name, told_by)
-    return vocabulary, content.get("trained_on")
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+
+NO_RULES = TextRules()
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer can do. Ids of `encode` hold no begin or end token."""
+    """The interface of all tokenizers. `encode` adds no BOS or EOS token."""
 
     vocabulary: Vocabulary
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """One array of ids per text."""
+        """Returns an array of ids per text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; begin and end tokens are left out."""
+        """Returns the text of the ids without BOS and EOS tokens."""
 
     def token_bytes(self) -> Tokens:
-        """UTF-8 bytes that each id stands for, int64; 0 for begin, end and other control tokens."""
+        """Returns the UTF-8 bytes of each id, int64; 0 for control tokens."""
 
     def token_id(self, token: str) -> int | None:
-        """The id of the token that is named so; None where there is none."""
+        """Returns the id of a token, None if there is none of that name."""
 
     def unk_id(self) -> int | None:
         """Returns the id that stands for text outside the vocabulary; None if there is none."""
@@ -95,7 +106,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """The UTF-8 bytes as ids 0–255; 256 begins and 257 ends a document."""
+    """UTF-8 bytes as ids 0-255; 256 is BOS, 257 EOS."""
 
     vocabulary = Vocabulary(
         "byte", 258, 257, hashlib.sha256(b"utf-8 bytes, bos 256, eos 257").hexdigest(), ""
@@ -117,11 +128,11 @@ class ByteTokenizer:
         return None
 
     def save(self, folder: Path) -> None:
-        """Nothing to save."""
+        """Has no file."""
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model file."""
+    """A sentencepiece model."""
 
     def __init__(self, model: bytes, name: str, eos_token: str = "") -> None:
         import sentencepiece
@@ -130,25 +141,18 @@ class SentencePieceTokenizer:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
             size = int(self._processor.vocab_size())
-            for number in range(size):  # a damaged one may have pieces that are no text
+            for number in range(size):  # pieces of a corrupt model may not be text
                 self._processor.id_to_piece(number)
         except (RuntimeError, UnicodeDecodeError) as error:
             text = shown(str(error))
-            raise UserError(f"--tokenizer ({name}) is not a sentencepiece model: {text}") from error
-        eos = (
-            int(self._processor.piece_to_id(eos_token))
-            if eos_token
-            else int(self._processor.eos_id())
-        )
-        if eos < 0 or (eos_token and self._processor.id_to_piece(eos) != eos_token):
+            rule = f"is not a sentencepiece model: {text}; give its tokenizer.json if it has one"
+            raise UserError(f"--tokenizer ({name}) {rule}") from error
+        eos_id = self.token_id(eos_token) if eos_token else int(self._processor.eos_id())
+        if eos_id is None or eos_id < 0:
             raise UserError(no_end_token(name, eos_token))
+        digest = hashlib.sha256(model).hexdigest()
         self.vocabulary = Vocabulary(
-            "sentencepiece",
-            size,
-            eos,
-            hashlib.sha256(model).hexdigest(),
-            KEPT_AS["sentencepiece"],
-            eos_token,
+            "sentencepiece", size, eos_id, digest, FILE_NAMES["sentencepiece"], eos_token
         )
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
@@ -179,7 +183,7 @@ class SentencePieceTokenizer:
 
 
 def piece_bytes(piece: str) -> int:
-    """UTF-8 bytes of a sentencepiece piece: a byte as <0x0A>, or text with U+2581 for a space."""
+    """Returns the UTF-8 bytes of a sentencepiece piece: a byte as <0x0A>, or text with U+2581 for spaces."""
     return (
         1 if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
     )
@@ -188,13 +192,15 @@ def piece_bytes(piece: str) -> int:
 def no_end_token(name: str, eos_token: str) -> str:
     if eos_token:
         return f"--eos_token ({eos_token}) is not a token of {name}"
-    return f"--tokenizer ({name}) names no end-of-document token; choose one of its tokens with --eos_token"
+    return (
+        f"--tokenizer ({name}) names no end-of-document token; set --eos_token to one of its tokens"
+    )
 
 
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
-    """Returns the tokenizer `byte`, or that of a file or folder. An unchanged file is not read again.
+    """Returns the tokenizer `byte`, or the one of a file or folder. An unchanged file is read once.
 
-    The files are `tokenizer.model`, `tokenizer.json`, `vocab.json` with `merges.txt`, or one of tiktoken.
+    Of a folder, tokenizer.json is read before tokenizer.model if the package tokenizers is installed.
 
     Raises:
         FileNotFoundError, UserError: no such file, not a tokenizer, or one without an end token.
@@ -203,33 +209,166 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
         return ByteTokenizer()
     path = Path(name).expanduser()
     if path.is_dir():
-        names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-        found = [path / known for known in names if (path / known).is_file()]
-        if not found:
-            raise MissingInput(f"--tokenizer ({name}) holds none of {', '.join(names)}")
+        names = ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"]
+        if find_spec("tokenizers") is None:
+            names.insert(0, names.pop(1))
+        if not (found := [path / each for each in names if (path / each).is_file()]):
+            raise MissingInput(f"--tokenizer ({name}) has none of {', '.join(names)}")
         path = found[0]
     if not path.is_file():
         raise MissingInput(
-            f"--tokenizer ({name}) does not exist; give byte, a model file, or --train_tokenizer"
+            f"--tokenizer ({name}) does not exist; set it to byte or a model file, or use --train_tokenizer"
         )
     digest = hashlib.sha256()
     for file in (path, path.with_name("tokenizer_config.json"), path.with_name("merges.txt")):
         digest.update(hashlib.sha256(file.read_bytes()).digest() if file.is_file() else b"-")
-    return _open_tokenizer(path, name, eos_token, digest.hexdigest())
+    return _load(path, name, eos_token, digest.hexdigest())
 
 
 @functools.lru_cache(maxsize=4)
-def _open_tokenizer(path: Path, name: str, eos_token: str, digest: str) -> Tokenizer:
-    """Returns the tokenizer of a file; `digest`: of that file and of the files beside it that count."""
-    data = path.read_bytes()
-    is_sentencepiece = (
-        data.startswith(b"\n") and path.suffix != ".json"
-    )  # the mark of its first field
-    if not is_sentencepiece:
-        from fms_fsdp.extras.byte_pairs import is_tiktoken
+def _load(path: Path, name: str, eos_token: str, digest: str) -> Tokenizer:
+    """`digest` is of all files that count, so that a changed file is read again."""
+    if path.suffix == ".json":
+        from fms_fsdp.hf.tokenizer import HFTokenizer
 
-        if path.suffix == ".json" or is_tiktoken(data):
-            from fms_fsdp.extras.hf_tokenizer import HuggingFaceTokenizer
+        return HFTokenizer(path, eos_token)
+    return SentencePieceTokenizer(path.read_bytes(), name, eos_token)
 
-            return HuggingFaceTokenizer(path, eos_token)
-    return SentencePieceTokenizer(data, name, eos_token)
+
+def parse_description(data: bytes, source: str) -> tuple[Vocabulary, Any]:
+    """Returns the vocabulary in meta/tokenizer.json, and the data that the tokenizer was trained on.
+
+    Raises:
+        UserError: the content is not what `prepare` writes.
+    """
+    try:
+        content = json.loads(data)
+        values = {each.name: content[each.name] for each in fields(Vocabulary)}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(
+            f"{source} was not written by prepare; restore or remove the file"
+        ) from None
+    for name, value in values.items():
+        kind = int if name in ("size", "eos_id") else str
+        if not isinstance(value, kind) or (name == "kind" and value not in FILE_NAMES):
+            rule = f"says {name} ({shown_name(value)}), which prepare never writes"
+            raise UserError(f"{source} {rule}; restore or remove the file")
+    if values["kind"] != "byte" or values["file_name"]:
+        safe_name(values["file_name"], source)
+    return Vocabulary(**values), content.get("trained_on")
+
+
+def find_tokenizer(root: str) -> Tokenizer | None:
+    """Returns the tokenizer that `prepare` kept with the shards of a folder, None if it cannot be read.
+
+    Raises:
+        UserError: its description was not written by `prepare`.
+    """
+    try:
+        files = Storage(root)
+        data = _read(files, "meta/tokenizer.json")
+    except (ValueError, OSError) as error:
+        logger.debug("no tokenizer in %s: %s", root, error)
+        return None
+    described, _ = parse_description(data, f"{files.root}/meta/tokenizer.json")
+    if described.kind == "byte":
+        return ByteTokenizer()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / FILE_NAMES[described.kind]
+            copy.write_bytes(_read(files, described.file_name))
+            with suppress(OSError, UserError):
+                copy.with_name("tokenizer_config.json").write_bytes(
+                    _read(files, "tokenizer_config.json")
+                )
+            return load_tokenizer(str(copy), described.eos_token)
+    except (ValueError, OSError) as error:
+        logger.debug("no tokenizer in %s: %s", root, error)
+        return None
+
+
+def _read(files: Files, path: str) -> bytes:
+    """Returns the content of a small file. Raises: UserError, OSError."""
+    if path not in files.sizes:
+        raise FileNotFoundError(f"{files.root}/{path} does not exist")
+    if (size := files.sizes[path]) > _LARGEST_FILE:
+        raise UserError(
+            f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore the file"
+        )
+    return files.read(path, size, 0)
+
+
+def unk_warning(source: str, fraction: float) -> str:
+    """Returns a warning if more than 0.1 % of the tokens of a source are `<unk>`, otherwise ""."""
+    if fraction <= _MAX_UNK_FRACTION:
+        return ""
+    return (
+        f"{fraction:.2%} of the tokens of source {source} are <unk>: the tokenizer lacks characters "
+        "of the text; prepare it with another --tokenizer"
+    )
+
+
+def unk_warnings(files: Files, sources: Iterable[str]) -> list[str]:
+    """Returns the `unk_warning` of each source whose `<unk>` tokens `prepare` counted."""
+    try:
+        summary = json.loads(_read(files, "meta/summary.json"))
+        fractions = {
+            name: float(summary[name]["unk_fraction"]) for name in sources if name in summary
+        }
+    except (ValueError, OSError, KeyError, TypeError, RecursionError):
+        return []  # not written by this program
+    return [text for name, each in fractions.items() if (text := unk_warning(name, each))]
+
+
+@dataclass(frozen=True)
+class UsedTokenizer:
+    """The tokenizer that something was made with. `name`: of the thing, for a message; `digest`: of the
+    tokenizer, "" if unknown; `find`: opens a copy, None if there is none."""
+
+    name: str
+    digest: str
+    find: Callable[[], Tokenizer | None]
+
+
+def folder_tokenizer(name: str, digest: str, root: str) -> UsedTokenizer:
+    """Returns the tokenizer of the shards in a folder, or of the shards that a checkpoint was trained on."""
+    return UsedTokenizer(name, digest, lambda: find_tokenizer(root) if root else None)
+
+
+def check_same_tokenizer(one: UsedTokenizer, other: UsedTokenizer, remedy: str) -> None:
+    """Checks that two things were made with the same tokenizer. Two files of a tokenizer may differ, such as
+    tokenizer.model and tokenizer.json: if the digests differ, the ids of `PROBES` are compared.
+
+    Raises:
+        UserError: the tokenizers differ.
+    """
+    if not one.digest or not other.digest or one.digest == other.digest:
+        return
+    ids = []
+    for each in (one, other):
+        found = each.find()
+        if found is not None and found.vocabulary.digest == each.digest:
+            ids.append([row.tolist() for row in found.encode(PROBES)])
+    if len(ids) < 2 or ids[0] != ids[1]:
+        names = f"{one.name} is of tokenizer {one.digest[:12]}, {other.name} of {other.digest[:12]}"
+        raise UserError(f"{names}; {remedy}")
+
+
+def shards_bos_id(root: str, tokenizer: Tokenizer) -> int | None:
+    """Returns the BOS token that all documents of a folder of shards begin with, from a sample of them; None
+    without one. A first token counts if the shards record a BOS token, or if it has no text, such as <s>."""
+    try:
+        storage = Storage(root)
+        shards = (p for p in storage.sizes if p.endswith(SUFFIX) and not p.startswith("meta/"))
+        first, has_bos = set[int](), set[str]()
+        for path in islice(shards, 4):
+            shard = storage.open_shard(path)
+            first |= set(shard.first_tokens(16))
+            has_bos.add(shard.metadata.get("has_bos", ""))
+        storage.close()
+    except (UserError, OSError):
+        return None
+    found = next(iter(first)) if len(first) == 1 else -1
+    lengths = tokenizer.token_bytes()
+    is_known = 0 <= found < len(lengths)
+    return found if is_known and (has_bos == {"true"} or not lengths[found]) else None

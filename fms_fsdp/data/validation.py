@@ -19,15 +19,15 @@ import torch
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.data.corpus import Corpus, open_corpus
-from fms_fsdp.data.kept_tokenizer import (
+from fms_fsdp.data.permute import I64
+from fms_fsdp.data.storage import Storage
+from fms_fsdp.data.stream import TokenStream, build_stream
+from fms_fsdp.data.tokenizer import (
     UsedTokenizer,
     check_same_tokenizer,
     find_tokenizer,
     folder_tokenizer,
 )
-from fms_fsdp.data.permute import I64
-from fms_fsdp.data.storage import Storage
-from fms_fsdp.data.stream import TokenStream, build_stream
 from fms_fsdp.errors import UserError
 
 # of the order; not the run's, so that runs of different seeds are evaluated on the same rows

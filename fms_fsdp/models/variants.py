@@ -283,9 +283,9 @@ def resolve_model(
         max_seq_len=section.max_seq_len or max(seq_length, variant.max_seq_len if is_theirs else 0),
     )
     if section.init_from_hf:
-        from fms_fsdp.extras.from_hf import check_same
+        from fms_fsdp.hf.config import check_matches_checkpoint
 
-        check_same(config, variant, section)
+        check_matches_checkpoint(config, variant, section)
     derives_heads = given.get("head_dim") == 0
     _check_sizes(config, seq_length, data_vocab_size, derives_heads=derives_heads)
     _check_options(config, section)
@@ -298,10 +298,10 @@ def _base_shape(section: ModelConfig) -> TransformerConfig:
     path = Path(getattr(section, flag))
     if not getattr(section, flag):
         return VARIANTS[canonical_variant(section.model_variant)]
-    from fms_fsdp.extras.from_hf import read_shape
+    from fms_fsdp.hf.config import read_config
 
     try:
-        return read_shape(path if path.is_file() else path / "config.json")
+        return read_config(path if path.is_file() else path / "config.json")
     except UserError as error:
         raise UserError(f"--{flag}={path} is not supported: {error}") from None
 

@@ -19,7 +19,7 @@ from fms_fsdp.checkpoint.folders import find_checkpoint as find_in_folder
 from fms_fsdp.config import TrainConfig, flag_table
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.data.corpus import Corpus
-from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer, folder_tokenizer
+from fms_fsdp.data.tokenizer import UsedTokenizer, check_same_tokenizer, folder_tokenizer
 from fms_fsdp.distributed.runtime import World, gather_objects, log, run_on_rank0
 from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.models.config import TransformerConfig
@@ -122,11 +122,12 @@ def _choose_for_data(
     resume = choose_checkpoint(cfg, corrupt)
     used = None if resume.checkpoint is None else checkpoint_tokenizer(resume.checkpoint)
     if resume.hf_weights:
-        from fms_fsdp.extras.hf_folder import hf_tokenizer, open_folder
+        from fms_fsdp.hf.tokenizer import hf_used_tokenizer
+        from fms_fsdp.hf.weights import open_checkpoint
 
         folder = Path(resume.hf_weights)
-        open_folder(folder, "--init_from_hf")
-        used = hf_tokenizer(folder, f"--init_from_hf={folder}")
+        open_checkpoint(folder, "--init_from_hf")
+        used = hf_used_tokenizer(folder, f"--init_from_hf={folder}")
     fix = "prepare the data with the tokenizer of the weights, or choose other weights"
     check_tokenizer(cfg, corpus, used, fix)
     return resume

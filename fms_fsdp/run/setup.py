@@ -245,7 +245,7 @@ def check_components(
 
         check_float8(model, precision, device, dims.tp)
     if cfg.checkpoint.export_interval:
-        from fms_fsdp.extras.hf import find_family
+        from fms_fsdp.hf.config import find_family
 
         find_family(model)
 
@@ -269,7 +269,7 @@ def tokens_between_evaluations(cfg: TrainConfig, corpus: Corpus | None) -> int:
 
 def load_hf_weights(folder: str, model: Llama, mesh: Mesh) -> None:
     """Loads the weights of a Hugging Face checkpoint (collective)."""
-    from fms_fsdp.extras.hf_folder import load_weights
+    from fms_fsdp.hf.weights import load_weights
 
     load_weights(Path(folder), model, mesh)
 

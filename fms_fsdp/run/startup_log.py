@@ -13,9 +13,9 @@ from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import BatchPlan
 from fms_fsdp.config.values import plain
 from fms_fsdp.data.corpus import Corpus
-from fms_fsdp.data.kept_tokenizer import unk_warnings
 from fms_fsdp.data.shards import ShardError
 from fms_fsdp.data.stream import Stream, TokenStream
+from fms_fsdp.data.tokenizer import unk_warnings
 from fms_fsdp.data.validation import HeldOut
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.distributed.runtime import log, log_for_files

@@ -6,12 +6,9 @@ from pathlib import Path
 
 from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.data.kept_tokenizer import UsedTokenizer, check_same_tokenizer
-from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.data.tokenizer import Tokenizer, UsedTokenizer, check_same_tokenizer
 from fms_fsdp.errors import UserError, env_rank
 from fms_fsdp.run.resume import checkpoint_tokenizer
-
-ORIGINALS = Path("tokenizer") / "original"  # within a run folder that was imported
 
 
 def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoint:
@@ -33,13 +30,6 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
 def is_rank0() -> bool:
     """Returns whether this is the only process of a command, or the first that torchrun started."""
     return env_rank() == 0
-
-
-def kept_originals(checkpoint: Checkpoint) -> Path | None:
-    """The files of text that an import kept as they were, of a checkpoint that was not trained since."""
-    folder = checkpoint.folder.parent.parent / ORIGINALS
-    is_untrained = checkpoint.step == 0 and bool(checkpoint.metadata.imported_from)
-    return folder if is_untrained and folder.is_dir() else None
 
 
 def recorded_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

@@ -20,10 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.data.tokenizer import Tokenizer
+from fms_fsdp.data.tokenizer import TextRules, Tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.evaluate import Forward
-from fms_fsdp.extras.text_rules import TextRules
 from fms_fsdp.generate import (
     Sampling,
     check_tokens,

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from fms_fsdp.config import flag
+from fms_fsdp.config.values import shown
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
-from fms_fsdp.extras.typed_json import TEXT, list_of, quoted, whole
 from fms_fsdp.generate import check_tokens, encode_texts, read_lines
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.tools.generate import load_with_tokenizer
@@ -124,13 +124,14 @@ def read_question(line: str, place: str) -> Question:
         raise UserError(
             f"--questions ({place}) must have prompt, choices and answer: {error}"
         ) from None
-    if not isinstance(prompt, str) or not list_of(TEXT).fits(choices) or "" in choices:
+    texts = [prompt, *choices] if isinstance(choices, list) else [None]
+    if not all(isinstance(text, str) for text in texts) or "" in choices:
         raise UserError(
             f"--questions ({place}) must have texts as prompt and choices, none of these empty"
         )
-    if len(choices) < 2 or not whole(0, len(choices) - 1).fits(answer):
+    if len(choices) < 2 or type(answer) is not int or not 0 <= answer < len(choices):
         rule = f"must have two choices at least and an answer in 0 to {max(1, len(choices) - 1)}"
-        raise UserError(f"--questions ({place}) {rule}, not {quoted(answer)}")
+        raise UserError(f"--questions ({place}) {rule}, not {shown(str(answer))}")
     return Question(prompt, tuple(choices), answer)
 
 

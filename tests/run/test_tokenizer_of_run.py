@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fms_fsdp
-from fms_fsdp.data.kept_tokenizer import check_same_tokenizer, find_tokenizer, folder_tokenizer
+from fms_fsdp.data.tokenizer import check_same_tokenizer, find_tokenizer, folder_tokenizer
 from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
 from tests.cli import CORPUS, run, trained
 from tests.warm import command

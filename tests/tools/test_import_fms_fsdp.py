@@ -118,13 +118,13 @@ def test_what_is_no_such_checkpoint_is_refused(
         return text
 
     assert "weight model.layers.2.input_layernorm.weight is missing" in refusal("--num_layers=3")
-    assert "layers.1.input_layernorm.weight is not of such a model" in refusal("--num_layers=1")
+    assert "layers.1.input_layernorm.weight is not part of this model" in refusal("--num_layers=1")
     assert "must be of (352, 64), not (320, 64); give the flags" in refusal("--ffn_hidden_size=176")
     assert "must be of (192, 64), not (128, 64); give the flags" in refusal("--num_kv_heads=4")
     torch.save({"model_state": Code()}, "code.pth")
     assert "there is no model_state of weights alone" in refusal("--path=code.pth")
-    assert "must be a folder of Hugging Face or a checkpoint" in refusal("--path=absent.pth")
+    assert "does not exist; name a checkpoint" in refusal("--path=absent.pth")
     assert not Path("ran").exists()
     Path("hf").mkdir()
     Path("hf/config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "--num_layers (2) is for a checkpoint of fms-fsdp" in refusal("--path=hf")
+    assert "is read in place: --init_from_hf" in refusal("--path=hf")

@@ -24,11 +24,11 @@ from fms_fsdp.config import DataConfig, TrainingConfig, flag
 from fms_fsdp.config.batch import BatchPlan, check_ramp
 from fms_fsdp.data.batch import IGNORED_LABEL, empty_batch, fingerprint
 from fms_fsdp.data.corpus import Corpus, Source, open_corpus
-from fms_fsdp.data.kept_tokenizer import find_tokenizer
 from fms_fsdp.data.order import Address, Order
 from fms_fsdp.data.sequences import Columns
 from fms_fsdp.data.shards import ShardError
 from fms_fsdp.data.stream import TokenStream
+from fms_fsdp.data.tokenizer import find_tokenizer
 from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.run.resume import ResumePoint, choose_checkpoint
 from fms_fsdp.state import read_run_config

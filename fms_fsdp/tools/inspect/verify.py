@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from fms_fsdp.config import flag
 from fms_fsdp.data.corpus import Corpus, Source, check_shard, open_corpus
-from fms_fsdp.data.kept_tokenizer import unk_warnings
 from fms_fsdp.data.permute import I64
 from fms_fsdp.data.shards import Shard, ShardError
+from fms_fsdp.data.tokenizer import unk_warnings
 from fms_fsdp.errors import UserError
 from fms_fsdp.tools.inspect.step import InspectConfig, data_section, inspected, read_run
 

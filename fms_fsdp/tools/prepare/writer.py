@@ -30,9 +30,8 @@ import numpy as np
 import pyarrow as pa
 
 from fms_fsdp.atomic import write_atomically, write_json
-from fms_fsdp.data.kept_tokenizer import unk_warning
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.data.tokenizer import Tokenizer, Tokens
+from fms_fsdp.data.tokenizer import Tokenizer, Tokens, unk_warning
 from fms_fsdp.errors import UserError
 from fms_fsdp.run.run_dir import lock_folder
 from fms_fsdp.safe_names import safe_name

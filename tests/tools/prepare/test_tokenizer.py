@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 from fms_fsdp.__main__ import main
-from fms_fsdp.data.kept_tokenizer import unk_warnings
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.data.storage import Storage
-from fms_fsdp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, load_tokenizer
+from fms_fsdp.data.tokenizer import (
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    load_tokenizer,
+    unk_warnings,
+)
 from fms_fsdp.tools.prepare.command import train_sentencepiece
 from fms_fsdp.tools.prepare.inputs import open_arrow
 
@@ -135,7 +139,7 @@ def test_unfit_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, error, words in [
         ("nothing.model", FileNotFoundError, "does not exist"),
-        ("empty", FileNotFoundError, "holds none of"),
+        ("empty", FileNotFoundError, "has none of"),
         ("bad.model", ValueError, "is not a sentencepiece model"),
         ("bad.json", ValueError, "cannot be read"),
     ]:

@@ -1,0 +1,407 @@
+"""Reads and writes the weights of Hugging Face checkpoints, one weight in memory at a time.
+
+    safetensors, memory-mapped ── split ── load_weights: each rank copies its shard    (import, --init_from_hf)
+    our checkpoint ── fuse ── save_weights: model-0000N-of-0000M.safetensors + index   (export)
+
+One table of names serves both directions. Transposed matrices (GPT-2) and fused q, k, v (GPT-2, GPT-NeoX) are
+the only transformations: our RoPE rotates the same pairs of dimensions as transformers.
+
+The safetensors format is an 8-byte length, a JSON header and raw bytes. It is read and written here, so that
+the base install needs no further package and an export streams single weights (safetensors' save_file takes
+all weights of a file at once).
+Source: https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fms_fsdp.config.values import shown
+from fms_fsdp.distributed.dtensor import local_shard, shard_slices
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.errors import UserError
+from fms_fsdp.hf.config import find_family, read_config, read_json
+from fms_fsdp.models.build import build_model
+from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.init import clean_name
+from fms_fsdp.models.llama import Llama
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CODES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_LARGEST_HEADER = 100 << 20  # bytes, the limit of the format
+_ROWS = 4096  # of a vocabulary that are converted at a time
+_AGAIN = "download the checkpoint again"
+
+# module in transformers -> our modules: before, inside ({} is the layer) and after the blocks
+_LLAMA = (
+    {"model.embed_tokens": "embed"},
+    {
+        "model.layers.{}.input_layernorm": "blocks.{}.attention_norm",
+        "model.layers.{}.self_attn.q_proj": "blocks.{}.attention.q_proj",
+        "model.layers.{}.self_attn.k_proj": "blocks.{}.attention.k_proj",
+        "model.layers.{}.self_attn.v_proj": "blocks.{}.attention.v_proj",
+        "model.layers.{}.self_attn.o_proj": "blocks.{}.attention.o_proj",
+        "model.layers.{}.self_attn.q_norm": "blocks.{}.attention.q_norm",
+        "model.layers.{}.self_attn.k_norm": "blocks.{}.attention.k_norm",
+        "model.layers.{}.post_attention_layernorm": "blocks.{}.ffn_norm",
+        "model.layers.{}.mlp.gate_proj": "blocks.{}.feed_forward.gate_proj",
+        "model.layers.{}.mlp.up_proj": "blocks.{}.feed_forward.up_proj",
+        "model.layers.{}.mlp.down_proj": "blocks.{}.feed_forward.down_proj",
+    },
+    {"model.norm": "head.norm", "lm_head": "head"},
+)
+_QKV = "blocks.{0}.attention.q_proj blocks.{0}.attention.k_proj blocks.{0}.attention.v_proj"
+_GPT2 = (
+    {"transformer.wte": "embed", "transformer.wpe": "embed.positions"},
+    {
+        "transformer.h.{}.ln_1": "blocks.{}.attention_norm",
+        "transformer.h.{}.attn.c_attn": _QKV,
+        "transformer.h.{}.attn.c_proj": "blocks.{}.attention.o_proj",
+        "transformer.h.{}.ln_2": "blocks.{}.ffn_norm",
+        "transformer.h.{}.mlp.c_fc": "blocks.{}.feed_forward.up_proj",
+        "transformer.h.{}.mlp.c_proj": "blocks.{}.feed_forward.down_proj",
+    },
+    {"transformer.ln_f": "head.norm", "lm_head": "head"},
+)
+_NEOX = (
+    {"gpt_neox.embed_in": "embed"},
+    {
+        "gpt_neox.layers.{}.input_layernorm": "blocks.{}.attention_norm",
+        "gpt_neox.layers.{}.attention.query_key_value": _QKV,
+        "gpt_neox.layers.{}.attention.dense": "blocks.{}.attention.o_proj",
+        "gpt_neox.layers.{}.post_attention_layernorm": "blocks.{}.ffn_norm",
+        "gpt_neox.layers.{}.mlp.dense_h_to_4h": "blocks.{}.feed_forward.up_proj",
+        "gpt_neox.layers.{}.mlp.dense_4h_to_h": "blocks.{}.feed_forward.down_proj",
+    },
+    {"gpt_neox.final_layer_norm": "head.norm", "embed_out": "head"},
+)
+_NAMES = {"gpt2": _GPT2, "gpt_neox": _NEOX}
+_HEADS = ("lm_head.", "embed_out.")
+# tables that older versions of transformers saved with the weights
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias", ".attention.bias")
+
+
+class HFWeight(NamedTuple):
+    """A weight of a Hugging Face checkpoint: our weights that it is made of, and its shape."""
+
+    ours: tuple[str, ...]
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class HFCheckpoint:
+    """A model, and a function that returns a weight of its Hugging Face checkpoint by name."""
+
+    config: TransformerConfig
+    read: Callable[[str], torch.Tensor]
+
+
+def weight_map(config: TransformerConfig) -> dict[str, HFWeight]:
+    """Returns every weight of the Hugging Face checkpoint of a model, by name and in order. Rows that pad the
+    vocabulary are not part of it.
+
+    Raises:
+        UserError: no family has the model's options.
+    """
+    before, inside, after = _NAMES.get(find_family(config).model_type, _LLAMA)
+    positions = config.max_seq_len if config.pos_emb == "learned" else 1  # builds no RoPE table
+    with torch.device("meta"):
+        weights = build_model(replace(config, max_seq_len=positions)).state_dict()
+    modules = list(before.items())
+    for layer in range(config.num_layers):
+        modules += [(theirs.format(layer), ours.format(layer)) for theirs, ours in inside.items()]
+    found: dict[str, HFWeight] = {}
+    for theirs, ours in (*modules, *after.items()):
+        for kind in ("weight", "bias"):
+            names = tuple(f"{module}.{kind}" for module in ours.split())
+            if ours == "embed.positions" and kind == "weight":
+                names = (ours,)  # a parameter, not a module
+            if names[0] in weights:
+                fused = fuse(config, names, weights.__getitem__)
+                found[f"{theirs}.{kind}"] = HFWeight(names, fused.shape)
+    return found
+
+
+def fuse(
+    config: TransformerConfig, names: Sequence[str], read: Callable[[str], torch.Tensor]
+) -> torch.Tensor:
+    """Returns the Hugging Face weight that our weights of these names make."""
+    parts = [read(name) for name in names]
+    if names[0] in ("embed.weight", "head.weight"):
+        return parts[0][: config.vocab_size]
+    if config.pos_emb == "learned" and names[0].startswith("blocks."):  # GPT-2 stores (in, out)
+        return torch.cat(parts).t()
+    if len(parts) == 1:
+        return parts[0]
+    heads = [part.view(config.num_attention_heads, -1, *part.shape[1:]) for part in parts]
+    return torch.stack(heads, dim=1).flatten(0, 2)  # GPT-NeoX: q, k, v of head 0, of head 1, ...
+
+
+def split(
+    config: TransformerConfig, names: Sequence[str], weight: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """Returns our weights of these names from a Hugging Face weight: the inverse of `fuse`."""
+    if config.pos_emb == "learned" and names[0].startswith("blocks."):
+        return weight.t().chunk(len(names))
+    if len(names) == 1:
+        return [weight]
+    heads = weight.view(config.num_attention_heads, len(names), -1, *weight.shape[1:])
+    return [part.flatten(0, 1) for part in heads.unbind(1)]
+
+
+def is_hf_checkpoint(folder: Path) -> bool:
+    """Whether the config.json of a folder is one of Hugging Face; run directories have another."""
+    try:
+        return "model_type" in read_json(folder / "config.json")
+    except UserError:
+        return False
+
+
+def open_checkpoint(folder: Path, flag: str = "path") -> HFCheckpoint:
+    """Maps the weights of a Hugging Face checkpoint and checks names, shapes and dtypes.
+
+    Raises:
+        UserError: a file is missing or corrupt, the model is not supported, or a weight is missing, unknown
+            or of another shape; the message names `flag`.
+    """
+    try:
+        config = read_config(folder / "config.json")
+        weights = _with_prefix(config, _open_weights(folder))
+        expected = check_names(config, weights)
+        for name, (_, shape) in expected.items():
+            found = weights[name]
+            if found.shape != shape:
+                raise UserError(f"{name} has shape {tuple(found.shape)}, expected {tuple(shape)}")
+            if not found.is_floating_point():
+                raise UserError(
+                    f"{name} has dtype {found.dtype}; quantized weights are not supported"
+                )
+        embedding = weights[next(iter(expected))]
+        for name in weights if config.tie_embeddings else ():
+            if name.startswith(_HEADS) and not _equal(weights[name], embedding):
+                raise UserError(f"{name} differs from the embedding, but config.json ties the two")
+    except UserError as error:
+        raise UserError(f"{flag} ({folder}) cannot be loaded: {error}") from None
+    return HFCheckpoint(config, weights.__getitem__)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns all weights as views of memory-mapped files."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return read_safetensors(single)
+    if not index.is_file():
+        pickled = [path.name for path in folder.glob("*.bin")]
+        remedy = f"convert {pickled[0]} to safetensors" if pickled else "name a folder with weights"
+        raise UserError(f"there is no {single.name} and no {index.name}; {remedy}")
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise UserError(f"{index.name} has no weight_map; {_AGAIN}")
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name in places.values():
+        if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
+            raise UserError(
+                f"{index.name} names the file {shown(str(name)[:99])}, outside of the folder"
+            )
+        if name not in files:
+            if not (folder / name).is_file():
+                raise UserError(f"{name} is missing; {_AGAIN}")
+            files[name] = read_safetensors(folder / name)
+    if missing := [weight for weight, name in places.items() if weight not in files[name]]:
+        raise UserError(f"{shown(missing[0])} is not in {places[missing[0]]}; {_AGAIN}")
+    return {weight: files[name][weight] for weight, name in places.items()}
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a file as views of the memory-mapped file. Raises: UserError if corrupt."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+            raise UserError(f"{path.name} is not a complete safetensors file; {_AGAIN}")
+        text = file.read(length)
+    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            dtype, shape, (begin, end) = (
+                _CODES[entry["dtype"]],
+                entry["shape"],
+                entry["data_offsets"],
+            )
+            if any(type(n) is not int or not 0 <= n < 1 << 60 for n in (*shape, begin, end)):
+                raise ValueError("a size is not a non-negative integer")
+            if not begin <= end <= len(data) or end - begin != math.prod(shape) * dtype.itemsize:
+                raise ValueError("the file ends before its weights do")
+            part = data[begin:end]
+            if part.storage_offset() % dtype.itemsize:  # torch views aligned memory only
+                part = part.clone()
+            tensors[name] = part.view(dtype).view(shape)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
+        reason = shown(f"{type(error).__name__}: {error}"[:999])
+        raise UserError(
+            f"{path.name} is not a complete safetensors file ({reason}); {_AGAIN}"
+        ) from None
+    return tensors
+
+
+def _with_prefix(
+    config: TransformerConfig, weights: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns the weights by the names of the class with a head: models saved without it, such as the
+    published GPT-2, have no prefix. Transformers 5 calls the head of GPT-NeoX lm_head."""
+    prefix = next(iter(weight_map(replace(config, num_layers=1)))).partition(".")[0] + "."
+    if not any(name.startswith(prefix) for name in weights):
+        weights = {
+            name if name.startswith(_HEADS) else prefix + name: weights[name] for name in weights
+        }
+    if prefix == "gpt_neox." and "embed_out.weight" not in weights:
+        weights = {name.replace("lm_head.", "embed_out."): each for name, each in weights.items()}
+    return weights
+
+
+def check_names(config: TransformerConfig, names: Collection[str]) -> dict[str, HFWeight]:
+    """Returns the weights of the model. Raises: UserError unless `names` are these."""
+    if config.num_layers > len(names):
+        raise UserError(
+            f"{config.num_layers} layers need more than the {len(names)} weights; {_AGAIN}"
+        )
+    expected = weight_map(config)
+    unknown = [name for name in names if name not in expected and not name.endswith(_BUFFERS)]
+    if config.tie_embeddings:
+        unknown = [name for name in unknown if not name.startswith(_HEADS)]
+    if missing := [name for name in expected if name not in names]:
+        raise UserError(f"weight {missing[0]} is missing; {_AGAIN}")
+    if unknown:
+        raise UserError(f"weight {shown(unknown[0][:999])} is not part of this model; {_AGAIN}")
+    return expected
+
+
+def load_weights(folder: Path, model: Llama, mesh: Mesh, flag: str = "--init_from_hf") -> None:
+    """Fills the model from a Hugging Face checkpoint, each rank its shards (collective).
+
+    Raises:
+        UserError: a rank cannot read the checkpoint; the same error on every rank.
+    """
+    problem = ""
+    try:
+        fill(model, open_checkpoint(folder, flag))
+    except ValueError as error:
+        problem = str(error)
+    if problems := [each for each in mesh.gather(problem) if each]:
+        raise UserError(problems[0])
+
+
+@torch.no_grad()
+def fill(model: Llama, checkpoint: HFCheckpoint) -> None:
+    """Fills this rank's shards of a model; not collective. The model may have a larger vocabulary: new rows
+    of embedding and head become the mean row, rows that pad the vocabulary 0.
+
+    Raises:
+        UserError: a weight is not finite.
+    """
+    ours = {clean_name(name): weight for name, weight in model.named_parameters()}
+    for name, (names, _) in weight_map(checkpoint.config).items():
+        if names[0] in ours:  # else of another pipeline stage
+            parts = split(checkpoint.config, names, checkpoint.read(name))
+            for target, part in zip(map(ours.__getitem__, names), parts, strict=True):
+                _fill_shard(target, part, model.config.vocab_size, name)
+
+
+def _fill_shard(target: torch.Tensor, part: torch.Tensor, vocab_size: int, name: str) -> None:
+    local, (rows, *columns) = local_shard(target), shard_slices(target)
+    known = max(0, min(len(part), rows.stop) - rows.start)
+    local[:known] = part[(slice(rows.start, rows.start + known), *columns)]
+    check_finite(name, local[:known], _AGAIN)
+    if rows.stop > len(part):
+        mean = torch.zeros(part.shape[1:], dtype=torch.float64)
+        for first in range(0, len(part), _ROWS):  # bounds the memory of the conversion
+            mean += part[first : first + _ROWS].double().sum(0) / len(part)
+        local[known:] = 0
+        local[known : max(known, vocab_size - rows.start)] = mean[tuple(columns)]
+
+
+def check_finite(name: str, weight: torch.Tensor, remedy: str) -> None:
+    """Raises UserError if a weight holds inf or nan."""
+    if weight.numel() and not all(map(math.isfinite, map(float, weight.aminmax()))):
+        raise UserError(f"weight {name} holds values that are not finite; {remedy}")
+
+
+def save_weights(
+    folder: Path,
+    shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    read: Callable[[str], torch.Tensor],
+) -> None:
+    """Writes safetensors files of at most `max_shard_bytes` or one weight, and an index for several files.
+
+    Raises:
+        UserError: the disk is too small, or a weight is not finite or overflows in `dtype`.
+    """
+    sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
+    if (space := shutil.disk_usage(folder).free) < sum(sizes.values()):
+        needed = f"needs {sum(sizes.values()) / 2**30:.1f} GiB, {space / 2**30:.1f} are free"
+        raise UserError(f"--output {needed}; choose another place")
+    shards, free = list[list[str]](), 0
+    for name, size in sizes.items():
+        if not shards or size > free:
+            shards.append([])
+            free = max_shard_bytes
+        shards[-1].append(name)
+        free -= size
+    code, places = next(code for code, known in _CODES.items() if known == dtype), dict[str, str]()
+    for number, names in enumerate(shards, 1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file_name = file_name if len(shards) > 1 else "model.safetensors"
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        begin = 0
+        for name in names:
+            places[name], end = file_name, begin + sizes[name]
+            header[name] = {
+                "dtype": code,
+                "shape": list(shapes[name]),
+                "data_offsets": [begin, end],
+            }
+            begin = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # aligns the weights
+        with open(folder / file_name, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                weight = read(name)
+                check_finite(name, weight, "export another checkpoint")
+                weight = weight.to(dtype).contiguous()
+                check_finite(name, weight, f"it overflows in {dtype}; use another --dtype")
+                file.write(weight.view(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

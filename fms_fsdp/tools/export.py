@@ -1,0 +1,160 @@
+"""`python -m fms_fsdp export`: writes a checkpoint as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fms_fsdp.checkpoint.folders import (
+    Checkpoint,
+    CorruptCheckpoint,
+    corrupt_files,
+    describe_health,
+    read_checkpoint,
+)
+from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
+from fms_fsdp.config import flag
+from fms_fsdp.config.flag import flag_values
+from fms_fsdp.config.values import typed
+from fms_fsdp.cpu_tuning import keep_freed_memory
+from fms_fsdp.data.tokenizer import shards_bos_id
+from fms_fsdp.errors import UserError
+from fms_fsdp.hf.config import config_to_hf
+from fms_fsdp.hf.tokenizer import export_tokenizer
+from fms_fsdp.hf.weights import DTYPES, fuse, save_weights, weight_map
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.run.resume import checkpoint_data
+from fms_fsdp.run.trained_run import find_checkpoint, is_rank0, recorded_tokenizer
+from fms_fsdp.tools.table import show_progress
+from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
+
+_CARD = """\
+---
+license: unknown  # fill in
+pipeline_tag: text-generation
+---
+
+Pretrained with fms_fsdp; weights and configuration are those of its checkpoint.
+
+| | |
+|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Which checkpoint to export, and how to write it."""
+
+    path: str = flag(
+        "",
+        "run, checkpoint folder (its newest checkpoint) or checkpoint",
+        form="path",
+    )
+    step: int | None = flag(None, "step of the checkpoint", min=1)
+    output: str = flag("", "folder to create", form="path")
+    dtype: str = flag("bf16", "dtype of the weights", choices=tuple(DTYPES))
+    max_shard_gb: float = flag(5.0, "maximum size of a weight file in 10^9 bytes", above=0)
+
+    def __post_init__(self) -> None:
+        if not self.output:
+            raise UserError("--output is missing; name the folder to create")
+
+
+def main(config: ExportConfig) -> None:
+    """Exports into a temporary folder and renames it when it is complete.
+
+    Raises:
+        UserError: no valid checkpoint, a model that no Hugging Face family has, an existing --output.
+        OSError: the output cannot be written.
+    """
+    if not is_rank0():  # under torchrun one process exports
+        return
+    keep_freed_memory()
+    read_checkpoint(
+        lambda: find_checkpoint(config.path, config.step, "--path"), partial(_export, config)
+    )
+
+
+def _export(config: ExportConfig, checkpoint: Checkpoint) -> None:
+    if not checkpoint.metadata.is_healthy:
+        raise UserError(
+            f"{checkpoint.folder} {describe_health(checkpoint.metadata)}, so its weights are "
+            "useless; set --step to an earlier one of `python -m fms_fsdp ckpt list`"
+        )
+    output, model = Path(config.output).expanduser(), checkpoint.metadata.run.model
+    weights = weight_map(model)
+    check_is_free(output)
+    with whole_folder(output) as partial_folder, ThreadPoolExecutor(1) as pool:
+        check = pool.submit(corrupt_files, checkpoint.folder)
+        try:
+            shapes = {name: weight.shape for name, weight in weights.items()}
+            reader, numbers = (
+                CheckpointReader(checkpoint.folder),
+                {n: i for i, n in enumerate(weights)},
+            )
+
+            def read(name: str) -> torch.Tensor:
+                show_progress(f"{numbers[name] + 1} of {len(weights)} weights")
+                return fuse(
+                    model, weights[name].ours, lambda part: load_tensor(reader, f"model.{part}")
+                )
+
+            save_weights(
+                partial_folder, shapes, DTYPES[config.dtype], int(config.max_shard_gb * 1e9), read
+            )
+            show_progress("")
+            note = _write_description(checkpoint, partial_folder, config.dtype)
+        finally:  # whatever fails on a corrupt checkpoint is reported as corruption
+            if wrong := check.result():
+                raise CorruptCheckpoint(checkpoint.folder, wrong[0])
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"{output}: step {checkpoint.step}, {config.dtype}")
+
+
+def _write_description(checkpoint: Checkpoint, folder: Path, dtype: str) -> str:
+    """Writes model card, config.json and tokenizer; returns a note for the user."""
+    model, torch_dtype = checkpoint.metadata.run.model, str(DTYPES[dtype]).removeprefix("torch.")
+    (folder / "README.md").write_text(_card(checkpoint))
+    tokenizer = recorded_tokenizer(checkpoint)
+    eos_id = bos_id = None
+    if tokenizer is not None:
+        eos_id, bos_id = (
+            tokenizer.vocabulary.eos_id,
+            shards_bos_id(checkpoint_data(checkpoint), tokenizer),
+        )
+    _write_json(folder / "config.json", config_to_hf(model, torch_dtype, eos_id, bos_id))
+    _write_json(folder / "generation_config.json", {"eos_token_id": eos_id, "do_sample": True})
+    if tokenizer is None:
+        return "the data of the training have no tokenizer: none was exported"
+    return export_tokenizer(tokenizer, folder, model.max_seq_len, bos_id)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _card(checkpoint: Checkpoint) -> str:
+    """Returns the model card: what the checkpoint records of its training."""
+    saved, record = checkpoint.metadata, checkpoint.metadata.run
+    data = record.config.data
+    facts: dict[str, object] = {"step": saved.step, "tokens seen": saved.tokens_seen}
+    facts |= {"parameters": num_params(record.model), "context": record.model.max_seq_len}
+    facts |= {"validation loss": saved.validation_loss, "data": data.data_path}
+    facts |= {"sources": list(data.datasets) or "all", "weights": list(data.weights) or "by size"}
+    facts |= {f"version of {name}": text for name, text in record.versions.items()}
+    facts |= {"digest of the tokenizer": record.tokenizer or None}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value is not None)
+    flags = "\n".join(
+        shlex.quote(f"--{name}={typed(value)}")
+        for name, value in flag_values(record.config).items()
+    )
+    return f"{_CARD}{rows}\n\nAll flags of the training:\n\n```text\n{flags}\n```\n"

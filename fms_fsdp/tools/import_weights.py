@@ -1,0 +1,69 @@
+"""`python -m fms_fsdp import`: converts a checkpoint of upstream fms-fsdp to a Hugging Face checkpoint.
+
+Hugging Face checkpoints need no import: training (--init_from_hf), generate and score read them in place.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+
+from fms_fsdp.config import ModelConfig, flag
+from fms_fsdp.errors import UserError
+from fms_fsdp.hf.config import config_to_hf
+from fms_fsdp.hf.weights import DTYPES, save_weights, weight_map
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.tools.upstream import find_upstream_checkpoint, open_upstream_checkpoint
+from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Which checkpoint to import, and into which folder; the model flags describe its model."""
+
+    path: str = flag(
+        "",
+        "checkpoint of upstream fms-fsdp: step_N_ckp, a .pth file or a folder of these",
+        form="path",
+    )
+    output: str = flag("", "Hugging Face checkpoint to create", form="path")
+    ntk_alpha: int = flag(1, "factor of upstream's NTK scaling of RoPE; 1 is none", min=1)
+    dtype: str = flag("fp32", "dtype of the weights", choices=tuple(DTYPES))
+    max_shard_gb: float = flag(5.0, "maximum size of a weight file in 10^9 bytes", above=0)
+    model: ModelConfig = ModelConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("path", "output"):
+            if not getattr(self, name):
+                raise UserError(f"--{name} is missing; name the folder")
+        if self.model.init_from_hf or self.model.hf_config:
+            raise UserError("--init_from_hf and --hf_config are flags of training; use --path")
+
+
+def main(config: ImportConfig) -> None:
+    """Converts into a temporary folder and renames it when it is complete; one weight is in memory at a time.
+
+    Raises:
+        UserError: the checkpoint is incomplete or of another model, or --output exists.
+        OSError: the output cannot be written.
+    """
+    source, output = Path(config.path).expanduser(), Path(config.output).expanduser()
+    check_is_free(output)
+    if not source.exists():
+        raise UserError(f"--path ({source}) does not exist; name a checkpoint of upstream fms-fsdp")
+    if (found := find_upstream_checkpoint(source)) is None:
+        rule = "is no checkpoint of upstream fms-fsdp (step_N_ckp or a .pth file)"
+        raise UserError(
+            f"--path ({source}) {rule}; a Hugging Face checkpoint is read in place: --init_from_hf"
+        )
+    checkpoint = open_upstream_checkpoint(found, config.model, config.ntk_alpha)
+    model, dtype = checkpoint.config, DTYPES[config.dtype]
+    shapes = {name: weight.shape for name, weight in weight_map(model).items()}
+    with whole_folder(output) as partial:
+        save_weights(partial, shapes, dtype, int(config.max_shard_gb * 1e9), checkpoint.read)
+        content = config_to_hf(model, str(dtype).removeprefix("torch."))
+        (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    print(f"{output}: {num_params(model):,} parameters")
+    print(f"train on with: --init_from_hf={quote(str(output))}")

@@ -1,0 +1,144 @@
+"""Reads checkpoints of upstream fms-fsdp as the weights of a Hugging Face Llama checkpoint.
+
+    step_N_ckp (DCP) or .pth ── rename ── split fused rows, reorder q and k ── HFCheckpoint
+
+Upstream's RoPE rotates neighbouring dimensions (2i, 2i + 1) of a head, ours and Hugging Face's rotates
+(i, i + K/2), so the rows of q and k change places. The optimizer state is not read.
+
+Source: https://github.com/foundation-model-stack/foundation-model-stack (fms/models/llama.py,
+fms/modules/positions.py) and https://github.com/foundation-model-stack/fms-fsdp
+(fms_fsdp/utils/checkpointing_utils.py): names, order of fused rows, the formula of NTK alpha.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
+from fms_fsdp.config import ModelConfig
+from fms_fsdp.errors import UserError
+from fms_fsdp.hf.weights import HFCheckpoint, check_names
+from fms_fsdp.models.init import clean_name
+from fms_fsdp.models.variants import VARIANTS, canonical_variant, resolve_model
+
+_PREFIX, _EMBEDDING = "model_state.", "model.embed_tokens.weight"
+_OUTSIDE = {
+    "shared.emb": "model.embed_tokens",
+    "embedding": "model.embed_tokens",
+    "dec_norm": "model.norm",
+    "shared.head": "lm_head",
+    "head": "lm_head",
+}
+_INSIDE = {  # module upstream -> the Hugging Face modules whose rows it holds
+    "ln": ["input_layernorm"],
+    "ff_ln": ["post_attention_layernorm"],
+    "attn.qkv_fused": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attn.query": ["self_attn.q_proj"],
+    "attn.key": ["self_attn.k_proj"],
+    "attn.value": ["self_attn.v_proj"],
+    "attn.dense": ["self_attn.o_proj"],
+    "ff_sub_layer.wg1_fused": ["mlp.gate_proj", "mlp.up_proj"],
+    "ff_sub_layer.wg": ["mlp.gate_proj"],
+    "ff_sub_layer.w1": ["mlp.up_proj"],
+    "ff_sub_layer.w2": ["mlp.down_proj"],
+}
+
+
+def find_upstream_checkpoint(path: Path) -> Path | None:
+    """Returns the .pth file or DCP folder of the path, or the newest step_N_ckp in it; None without one."""
+    if path.is_file() or ((path / ".metadata").is_file() and not (path / "files.json").exists()):
+        return path
+    steps = {
+        int(match[1]): found
+        for root in (path, path / "checkpoints")
+        for found in (root.iterdir() if root.is_dir() else ())
+        if (match := re.fullmatch(r"step_(\d+)_ckp(\.pth)?", found.name))
+    }
+    return steps[max(steps)] if steps else None
+
+
+def open_upstream_checkpoint(path: Path, model: ModelConfig, ntk_alpha: int) -> HFCheckpoint:
+    """Opens the weights of a model that the flags describe; shapes are checked when a weight is read.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or a weight is missing or unknown.
+    """
+    sources: dict[
+        str, tuple[str, list[str]]
+    ] = {}  # name -> upstream's name, the weights whose rows it holds
+    try:
+        names, read = _open_file(path) if path.is_file() else _open_folder(path)
+        for name in names:
+            plain = clean_name(name).removeprefix("base_model.").replace("attn.in_proj.", "attn.")
+            module, _, kind = plain.rpartition(".")
+            if module.startswith("rot_emb"):  # a table that follows from the config
+                continue
+            made = [_OUTSIDE.get(module, module)]
+            if match := re.fullmatch(r"layers\.(\d+)\.(.*)", module):
+                made = [
+                    f"model.layers.{match[1]}.{part}" for part in _INSIDE.get(match[2], [match[2]])
+                ]
+            made = [f"{each}.{kind}" for each in made]
+            sources |= dict.fromkeys(made, (name, made))
+        vocab_size = len(read(sources[_EMBEDDING][0])) if _EMBEDDING in sources else None
+        positions = VARIANTS[canonical_variant(model.model_variant)].max_seq_len
+        config = resolve_model(model, seq_length=positions, data_vocab_size=vocab_size)
+        if ntk_alpha > 1:
+            size = config.rotary_dim
+            config = replace(
+                config, rope_theta=config.rope_theta * ntk_alpha ** (size / (size - 2))
+            )
+        shapes = {name: weight.shape for name, weight in check_names(config, sources).items()}
+    except (ValueError, OSError) as error:
+        raise UserError(f"--path ({path}) cannot be read: {error}") from None
+
+    def read_weight(name: str) -> torch.Tensor:
+        source, made = sources[name]
+        fused, rows = read(source), [shapes[each][0] for each in made]
+        expected = (sum(rows), *shapes[name][1:])
+        if fused.shape != expected:
+            there = tuple(fused.shape)
+            raise UserError(
+                f"weight {name} must be of {expected}, not {there}; give the flags of its shape"
+            )
+        part: torch.Tensor = torch.split(fused, rows)[made.index(name)]
+        if ".q_proj." in name or ".k_proj." in name:
+            part = (
+                part.view(-1, config.head_dim // 2, 2, *part.shape[1:])
+                .transpose(1, 2)
+                .reshape(part.shape)
+            )
+        return part
+
+    return HFCheckpoint(config, read_weight)
+
+
+_Source = tuple[list[str], Callable[[str], torch.Tensor]]  # names, and a function that reads one
+
+
+def _open_file(path: Path) -> _Source:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["model_state"]
+        return list(map(str, state)), state.__getitem__
+    except Exception as error:  # pickle and zip raise many types
+        raise UserError(
+            f"there is no model_state of weights alone ({type(error).__name__})"
+        ) from None
+
+
+def _open_folder(path: Path) -> _Source:
+    reader = CheckpointReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    names = [name.removeprefix(_PREFIX) for name in saved if name.startswith(_PREFIX)]
+
+    @lru_cache(maxsize=1)  # the parts of a fused weight are read one after the other
+    def read(name: str) -> torch.Tensor:
+        return load_tensor(reader, _PREFIX + name)
+
+    return names, read
