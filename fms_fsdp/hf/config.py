@@ -212,10 +212,7 @@ def read_config(path: Path) -> TransformerConfig:
     """
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}; name a Hugging Face checkpoint folder")
-    try:
-        return config_from_hf(read_json(path))
-    except UserError as error:
-        raise UserError(f"{path} is not supported: {error}") from None
+    return config_from_hf(read_json(path))
 
 
 def config_from_hf(content: Mapping[str, Any]) -> TransformerConfig:

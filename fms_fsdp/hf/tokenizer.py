@@ -8,7 +8,6 @@ byte, sentencepiece, HFTokenizer ── export_tokenizer ── tokenizer.json +
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -45,15 +44,11 @@ _END_NAMES = (
 )
 
 
-def _require(package: str, purpose: str) -> Any:
-    """Returns an optional package. Raises: UserError if it is not installed."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs a process per core
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise UserError(
-            f"{purpose} requires the package {package}; pip install 'fms_fsdp[hf]'"
-        ) from None
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs a process per core
+
+
+def _missing(package: str, purpose: str) -> UserError:
+    return UserError(f"{purpose} requires the package {package}; pip install 'fms_fsdp[hf]'")
 
 
 class HFTokenizer:
@@ -61,9 +56,12 @@ class HFTokenizer:
 
     def __init__(self, path: Path, eos_token: str = "") -> None:
         name = f"--tokenizer ({path})"
-        tokenizers = _require("tokenizers", name)
         try:
-            self._content = _read_tokenizer_json(path, name, tokenizers)
+            import tokenizers
+        except ImportError:
+            raise _missing("tokenizers", name) from None
+        try:
+            self._content = _read_tokenizer_json(path, name)
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
             largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         except UserError:
@@ -140,15 +138,21 @@ class HFTokenizer:
         write_json(folder / "tokenizer_config.json", {"eos_token": end})
 
 
-def _read_tokenizer_json(path: Path, name: str, tokenizers: Any) -> bytes:
+def _read_tokenizer_json(path: Path, name: str) -> bytes:
     """Returns the content of a tokenizer.json, converted from other formats by the packages."""
     if path.name == "vocab.json":
+        import tokenizers
+
         merges = str(path.with_name("merges.txt"))
         content = str(tokenizers.ByteLevelBPETokenizer(str(path), merges).to_str()).encode()
     elif path.suffix == ".json" and path.name != "tokenizer_config.json":
         content = path.read_bytes()
     else:
-        auto = _require("transformers", name).AutoTokenizer
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise _missing("transformers", name) from None
+        auto: Any = AutoTokenizer
         opened = auto.from_pretrained(path.parent, local_files_only=True)
         if len(opened) <= len(opened.all_special_tokens):
             raise UserError(f"{name} has no file with a vocabulary that transformers reads")
@@ -234,8 +238,9 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, bos_id: i
     vocabulary, kind = tokenizer.vocabulary, "PreTrainedTokenizerFast"
     settings: dict[str, Any] = {"model_max_length": max_len}
     if vocabulary.kind == "sentencepiece":
-        protos: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
-        model = protos.ModelProto()
+        from sentencepiece import sentencepiece_model_pb2
+
+        model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
         model.ParseFromString((folder / "tokenizer.model").read_bytes())
         is_bpe = model.trainer_spec.model_type == model.trainer_spec.BPE
         kind = "LlamaTokenizer" if is_bpe else kind
@@ -272,10 +277,9 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, bos_id: i
     settings |= {"model_input_names": ["input_ids", "attention_mask"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
     try:
-        transformers = _require(
-            "transformers", "the comparison of the exported tokenizer with training"
-        )
-        load = transformers.AutoTokenizer.from_pretrained
+        from transformers import AutoTokenizer
+
+        load: Any = AutoTokenizer.from_pretrained
         exported = load(folder, local_files_only=True)
         if vocabulary.kind == "sentencepiece":  # for programs that read no tokenizer.model
             exported.backend_tokenizer.save(str(folder / "tokenizer.json"))
@@ -286,8 +290,9 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, bos_id: i
                 *ids.tolist(),
             ]:
                 return f"transformers gives other ids than training, such as for {text[:40]!r}"
-    except UserError as error:
-        return str(error)
+    except ImportError:
+        purpose = "the comparison of the exported tokenizer with training"
+        return str(_missing("transformers", purpose))
     except Exception as error:  # of the other program
         return f"transformers cannot read the tokenizer: {shown(str(error))}"
     return ""

@@ -116,9 +116,6 @@ def test_logits_and_gradients_equal_transformers(name: str, tmp_path: Path) -> N
             replace(BASE, attn_window=4, attn_window_pattern="LG"),
             r"--attn_window_pattern=LG \(not L\)",
         ),
-        (replace(BASE, rope_pattern="RN"), "--rope_pattern=RN"),
-        (replace(BASE, logits_scaling=2.0), "--logits_scaling=2.0"),
-        (replace(BASE, norm_place="after"), "--norm_place=after"),
     ],
 )
 def test_model_without_family_is_rejected(config: TransformerConfig, message: str) -> None:

@@ -200,13 +200,9 @@ def use(folder: Path, draw: random.Random) -> str:
         if tokenizer is None:
             return "no tokenizer"
         prompts = encode_prompts(tokenizer, rules, ["the in", ""], model.config)
-        sampling = Sampling(
-            draw.choice(TEMPERATURES), repetition_penalty=draw.choice((1.0, 1e-320, 2.0))
-        )
-        drawn = list(
-            generate(model, prompts.ids, sampling, max_new_tokens=3, end_tokens=prompts.ends)
-        )
-        text_after(tokenizer, prompts.ids[0], [token for (token, _) in drawn if token is not None])
+        sampling = Sampling(draw.choice(TEMPERATURES), top_p=draw.choice((1.0, 1e-320, 0.9)))
+        drawn = list(generate(model, prompts, sampling, max_new_tokens=3, end_tokens=rules.ends))
+        text_after(tokenizer, prompts[0], [token for (token, _) in drawn if token is not None])
         asked = {
             "prompt": draw.choice(("the ", "", "\ud800")),
             "choices": [" in", "the"],
