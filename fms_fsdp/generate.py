@@ -106,7 +106,8 @@ def probabilities(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     p_BV = logits_BV.softmax(-1)
     if sampling.top_p < 1:
         sorted_BV, order_BV = p_BV.sort(descending=True)
-        sorted_BV[sorted_BV.cumsum(-1) - sorted_BV >= sampling.top_p] = 0  # never the first token
+        before_BV = sorted_BV.cumsum(-1) - sorted_BV
+        sorted_BV[:, 1:].masked_fill_(before_BV[:, 1:] >= sampling.top_p, 0)
         p_BV = torch.zeros_like(p_BV).scatter_(1, order_BV, sorted_BV)
     return p_BV / p_BV.sum(-1, keepdim=True)
 
