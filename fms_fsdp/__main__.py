@@ -61,7 +61,7 @@ COMMANDS = {
         "estimate:main",
         "how long a training will take, what it needs, and the fastest layout",
     ),
-    "report": ("report.page:main", "a page of curves and tables from run folders"),
+    "report": ("report:main", "a page of curves and tables from run folders"),
 }
 REMOVED = {  # command -> what to use in its place
     "inspect plan": "use --dry_run of main_training.py, which prints tokens and epochs of each source",

@@ -488,10 +488,10 @@ def test_selective_checkpointing_is_a_share_of_blocks() -> None:
 
 
 def test_arguments_without_a_name_make_up_the_list_that_wants_them() -> None:
-    from fms_fsdp.tools.report.page import ReportConfig
+    from fms_fsdp.tools.report import ReportConfig
 
-    config = parse_flags(ReportConfig, ["runs/a", "runs/b", "--port=0"])
-    assert (config.runs, config.port) == (("runs/a", "runs/b"), 0)
+    config = parse_flags(ReportConfig, ["runs/a", "runs/b", "--output=x.html"])
+    assert (config.runs, config.output) == (("runs/a", "runs/b"), "x.html")
     assert parse_flags(ReportConfig, ["--runs=runs/a"]).runs == ("runs/a",)
     with pytest.raises(ValueError, match=r"runs/a is not a flag"):
         parse("runs/a")

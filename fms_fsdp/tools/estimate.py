@@ -50,7 +50,6 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import flops_per_token, num_params
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.optim.schedules import RunLength, Schedule, find_milestones
 from fms_fsdp.parallel.layout import check_layout
 from fms_fsdp.predict.devices import Device, find_device
 from fms_fsdp.predict.memory import (
@@ -66,7 +65,6 @@ from fms_fsdp.predict.meter import Shape
 from fms_fsdp.predict.speed import sent, sent_summary, step_time
 from fms_fsdp.run.checks import check_device
 from fms_fsdp.run.startup_log import describe_axes, describe_ramp
-from fms_fsdp.tools.plot_schedule import show_schedule
 from fms_fsdp.tools.table import table
 
 GPU = torch.device("cuda", 0)
@@ -118,13 +116,6 @@ class EstimateConfig:
         False, "find the fastest layouts that fit; layout flags that are set stay", needs="device"
     )
     json: bool = flag(False, "print the prediction as JSON, a search as a list", needs="device")
-    plot_schedule: bool = flag(False, "draw the learning rate and the batch over the run")
-    output: str = flag(
-        "",
-        "FILE.html for plot_schedule, instead of the terminal",
-        form="path",
-        needs="plot_schedule",
-    )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -141,7 +132,7 @@ class EstimateConfig:
         given = [f"--{name}" for name in rates if getattr(self, name) is not None]
         if len(given) > 1:
             raise UserError(f"{' and '.join(given)} cannot be used together; remove {given[0]}")
-        if not (given or self.plot_schedule):
+        if not given:
             raise UserError(
                 "estimate requires a device or its rate; set --device, e.g. h100_80gb, --tflops or "
                 "--tokens_per_sec_per_device"
@@ -156,8 +147,6 @@ class EstimateConfig:
             )
         if self.device is not None and self.parameters is not None:
             raise UserError("--parameters is not supported with --device; set --model_variant")
-        if self.json and self.plot_schedule:
-            raise UserError("--json and --plot_schedule cannot be used together; remove --json")
         assert self.as_training  # its contradictions
         if self.device is None and self.training.rampup_batch_size:
             check_ramp(self.batches)
@@ -642,15 +631,7 @@ def main(config: EstimateConfig) -> None:
 
     Raises:
         UserError: the flags contradict one another.
-        OSError: the page of the schedule cannot be written.
     """
-    if config.plot_schedule:
-        batches, unit = config.batches, config.row_tokens
-        seq_length = config.data.seq_length
-        run = RunLength(config.num_steps, seq_length, lambda step: batches.samples_in(step) * unit)
-        in_tokens = bool(config.training.rampup_batch_size)
-        milestones = find_milestones(config.optim, run, in_tokens=in_tokens)
-        show_schedule(Schedule(config.optim, milestones), run, config.output)
     if config.device is not None:
         plans = search(config) if config.search else [choose_plan(config)]
         if config.json:

@@ -13,7 +13,7 @@ from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, as_dict, 
 from fms_fsdp.state import located_sections, working_folder
 from fms_fsdp.tools.inspect.step import InspectConfig, inspected, step_fingerprint
 from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
-from fms_fsdp.tools.report.history import differences
+from fms_fsdp.tools.report import load_run
 from tests.cli import metrics
 from tests.warm import command, launch
 
@@ -83,11 +83,14 @@ def test_a_run_on_a_relative_data_path_is_inspected_and_evaluated_from_another_f
     assert told["step"] == 1 and told["eval/loss"] > 0
 
 
-def test_a_report_compares_the_paths_that_were_meant() -> None:
+def test_report_compares_paths_that_were_meant(tmp_path: Path) -> None:
     config = as_dict(TrainConfig(data=DataConfig(data_path="tokens")))
-    runs = {name: {**config, "resolved": {"working_dir": f"/{name}"}} for name in ("a", "b")}
-    assert differences(runs) == [("data_path", '"/a/tokens"', '"/b/tokens"')]
-    assert (
-        differences({name: {**config, "resolved": {"working_dir": "/a"}} for name in ("a", "b")})
-        == []
-    )
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        record = {"attempt": 1, "step": 1, "time": 0.0, "loss": 1.0}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        content = {**config, "resolved": {"working_dir": f"/{name}"}}
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+        found.append(load_run(tmp_path / name)["settings"]["data_path"])
+    assert found == ["/a/tokens", "/b/tokens"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from fms_fsdp.__main__ import main
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.tools.estimate import EstimateConfig, days_by_rate
-from fms_fsdp.tools.plot_schedule import HEIGHT, WIDTH, plot
 
 
 def given(**flags: Any) -> EstimateConfig:
@@ -130,54 +128,14 @@ def test_what_a_rank_holds_and_sends(
     assert (lines[2] == f"GiB sent by a rank per step: {over}") is bool(sent)
 
 
-def test_the_schedule_is_drawn_in_the_terminal_or_on_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = [
-        "estimate",
-        "--plot_schedule",
-        "--lr_schedule=linear",
-        "--warmup=0.5",
-        "--min_lr_ratio=0",
-    ]
-    assert main([*argv, "--num_tokens=100M", "--batch_tokens=1M"]) == 0
-    first, *rows, batch, last = capsys.readouterr().out.splitlines()
-    assert first == "learning rate, 0 to 3e-4" and len(rows) == HEIGHT
-    widths = [len(row.strip()) for row in rows]
-    assert widths == sorted(widths) and widths[-1] == WIDTH - 1 and len(set(widths)) == HEIGHT
-    assert (batch, last) == (
-        "batch, tokens: 1M in every step",
-        "from step 1 to step 100, 100,000,000 tokens",
-    )
-    page = tmp_path / "new" / "page.html"
-    assert main([*argv, f"--output={page}", "--num_tokens=100M", "--batch_tokens=1M"]) == 0
-    content = page.read_text()
-    assert content.count('<svg class="chart"') == 3 and "linear, 100 steps" in content
-    assert " 50 0.0003 " in content and "100 0" in content and "100000000 0" in content
-    assert capsys.readouterr().out == f"{page}\n"
-
-
-def test_a_plot_is_columns_of_eighths() -> None:
-    values = [number / (WIDTH - 1) for number in range(WIDTH)]
-    rows = plot("ramp", values, 1).splitlines()[1:]
-    assert [len(row) for row in rows] == [WIDTH] * HEIGHT and "".join(
-        row[-1] for row in rows
-    ) == "█" * HEIGHT
-    filled = [sum(" ▁▂▃▄▅▆▇█".index(row[column]) for row in rows) for column in range(WIDTH)]
-    assert filled == pytest.approx([8 * HEIGHT * value for value in values], abs=0.5 + 1e-9)
-    assert plot("flat", [2.0, 2.0], 3) == "flat: 2 in every step"
-
-
 def test_a_rate_is_needed_and_only_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate"]) == 2
     assert "requires a device or its rate" in capsys.readouterr().err
     assert main(["estimate", "--tflops=1", "--tokens_per_sec_per_device=1"]) == 2
     assert main(["estimate", "--tflops=1", "--model_variant=17b"]) == 2
     assert "17b" in capsys.readouterr().err
-    assert main(["estimate", "--tflops=1", "--output=page.html"]) == 2
-    assert "--output=page.html has no effect without --plot_schedule" in capsys.readouterr().err
-    assert main(["estimate", "--plot_schedule", "--num_tokens=10M", "--warmup=100"]) == 2
-    assert "the warmup must not end" in capsys.readouterr().err
+    assert main(["estimate", "--tflops=1", "--plot_schedule"]) == 2
+    assert "--plot_schedule is not a flag; it was removed" in capsys.readouterr().err
     assert main(["estimate", "--tflops=1", "--num_devices=4", "--sharding_strategy=none"]) == 2
     out, err = capsys.readouterr()
     assert "--sharding_strategy=none requires one process" in err and not out

@@ -1,0 +1,190 @@
+"""`python -m fms_fsdp report RUN [RUN …]`: one HTML page with the curves and settings of runs.
+
+The page holds its data as JSON and draws itself; it needs no network and no server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fms_fsdp.atomic import read_json, write_atomically
+from fms_fsdp.checkpoint.folders import checkpoint_steps, read_metadata
+from fms_fsdp.config import TrainConfig, flag, flag_table
+from fms_fsdp.errors import UserError
+from fms_fsdp.state import located_sections
+
+MAX_POINTS = 1000  # per curve
+MAX_EVENTS = 200  # per run
+MAX_SAMPLE = 20_000  # characters
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """A page of curves and tables from run folders."""
+
+    runs: tuple[str, ...] = flag((), "run folders; several runs are overlaid", positional=True)
+    output: str = flag(
+        "", "HTML file to write (default: report.html in the first run folder)", form="path"
+    )
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise UserError("no run folder given; use `report RUN [RUN …]`")
+
+
+def main(config: ReportConfig) -> None:
+    """Writes the page and prints its path. The command `report`."""
+    runs = [load_run(Path(folder)) for folder in dict.fromkeys(config.runs)]
+    path = Path(config.output or Path(config.runs[0], "report.html"))
+    page = render(runs).encode(errors="replace")  # a name may not be UTF-8
+    write_atomically(path, page)
+    print(path)
+
+
+def render(runs: Sequence[Record]) -> str:
+    """Returns the page of the runs that `load_run` has read."""
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    # a "<" in a text could end the script element
+    return template.replace("$DATA", json.dumps(runs, allow_nan=False).replace("<", "\\u003c"))
+
+
+def load_run(folder: Path) -> Record:
+    """Returns what the page shows of a run, as JSON values.
+
+    Raises:
+        UserError: the folder holds no run, or a run without a report.
+    """
+    reports, validations, events = read_metrics(folder / "metrics.jsonl")
+    if not reports:
+        raise UserError(f"{folder} has no report in metrics.jsonl yet; wait for its first one")
+    config, status = (
+        read_json(folder / "config.json") or {},
+        read_json(folder / "status.json") or {},
+    )
+    resolved, sections = config.get("resolved", {}), located_sections(config)
+    settings = {name: value for section in sections.values() for name, value in section.items()}
+    defaults = {name: row.default for name, row in flag_table(TrainConfig).items()}
+    samples = folder / "samples.txt"
+    restarts, hours = [], [0.0]
+    for before, report in zip(reports, reports[1:], strict=False):
+        is_restart = report.get("attempt") != before.get("attempt")
+        if is_restart:
+            restarts.append(report["step"] - 1)
+        seconds = 0.0 if is_restart else report["time"] - before["time"]
+        hours.append(hours[-1] + seconds / 3600)
+    for report in reports:
+        if report.get("skipped_steps"):
+            skipped = {"event": "skipped steps", "count": report["skipped_steps"]}
+            events.append(report | skipped)
+    events.sort(key=lambda event: (event["attempt"], event["step"]))
+    steps = [report["step"] for report in reports]
+    return {
+        "name": folder.resolve().name,
+        "status": status.get("reason") or status.get("status", ""),
+        "series": series(reports) | series(validations) | {"hours": thin(steps, hours)},
+        "restarts": restarts,
+        "events": [_event(event) for event in events[-MAX_EVENTS:]],
+        "settings": {name: _text(value) for name, value in settings.items()},
+        "changed": [k for k, v in settings.items() if _text(v) != _text(defaults.get(k))],
+        "details": {name: _text(value) for name, value in resolved.items()},
+        "checkpoints": list(_checkpoints(folder / "checkpoints")),
+        "samples": samples.read_text(encoding="utf-8")[-MAX_SAMPLE:] if samples.is_file() else "",
+    }
+
+
+def _checkpoints(root: Path) -> Iterator[list[str]]:
+    """Yields step, tokens, validation loss and size of each complete checkpoint."""
+    for step in checkpoint_steps(root):
+        folder = root / f"step_{step}"
+        with suppress(UserError, OSError):  # one that is being written or deleted
+            saved = read_metadata(folder)
+            loss = "" if saved.validation_loss is None else f"{saved.validation_loss:.4f}"
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            yield [f"{step:,}", f"{saved.tokens_seen:,}", loss, f"{size / 2**30:.3g} GiB"]
+
+
+def read_metrics(path: Path) -> tuple[list[Record], list[Record], list[Record]]:
+    """Returns the reports, the validations and the events of metrics.jsonl.
+
+    Each step appears once: records that a later launch made again, or from before whose step it
+    resumed, are dropped. A last line that is still being written is skipped.
+
+    Raises:
+        UserError: there is no such file, or a line is not a record.
+    """
+    if not path.is_file():
+        raise UserError(f"{path.parent} is not a run folder: it has no {path.name}")
+    reports, validations, events = list[Record](), list[Record](), list[Record]()
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                break
+            try:
+                record = json.loads(line)
+                step: int = record["step"]
+            except (ValueError, LookupError, TypeError, RecursionError):
+                raise UserError(f"{path}:{number} is not a record; remove the line") from None
+            if "event" in record:
+                events.append(record)
+                continue
+            kind, other = (reports, validations) if "loss" in record else (validations, reports)
+            while kind and kind[-1]["step"] >= step:
+                kind.pop()
+            while other and other[-1]["step"] > step:
+                other.pop()
+            kind.append(record)
+    return reports, validations, events
+
+
+def series(records: Sequence[Record]) -> dict[str, tuple[list[int], list[Any]]]:
+    """Returns the steps and values of each number of the records, thinned."""
+    found: dict[str, tuple[list[int], list[Any]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if value is None or isinstance(value, int | float):
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(record["step"])
+                values.append(value)
+    return {name: thin(*curve) for name, curve in found.items() if name not in ("step", "attempt")}
+
+
+def thin(steps: list[int], values: list[Any]) -> tuple[list[int], list[Any]]:
+    """Returns at most about MAX_POINTS points, with the extremes and gaps of each stretch."""
+    size = -(-len(steps) // (MAX_POINTS // 2))
+    kept = {0, len(steps) - 1}
+    for start in range(0, len(steps), size):
+        stretch = range(start, min(start + size, len(steps)))
+        finite = [i for i in stretch if values[i] is not None]
+        kept |= (
+            {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+            if finite
+            else {start}
+        )
+    places = sorted(kept)
+    rounded = [v if v is None or isinstance(v, int) else float(f"{v:.6g}") for v in values]
+    return [steps[i] for i in places], [rounded[i] for i in places]
+
+
+def _event(event: Record) -> list[str]:
+    """Returns launch, step, date, name and details."""
+    shown = ("event", "attempt", "step", "time")
+    keys = ("count",) if "count" in event else [key for key in event if key not in shown]
+    details = ", ".join(f"{key} {_text(event[key])}" for key in keys)
+    date = datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
+    return [str(event["attempt"]), str(event["step"]), date, event["event"], details]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(part)}" for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return ",".join(map(_text, value))
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
