@@ -46,13 +46,12 @@ def main(argv: list[str]) -> int:
         from fms_fsdp.distributed import runtime
         from fms_fsdp.distributed.mesh import Mesh, plan_dims
         from fms_fsdp.distributed.runtime import log, run_on_rank0
-        from fms_fsdp.evaluate import Evaluator, Forward
+        from fms_fsdp.evaluate import Evaluator, evaluate
+        from fms_fsdp.metrics.interval import describe_data
+        from fms_fsdp.metrics.logger import MetricLogger
+        from fms_fsdp.metrics.profiling import StepProfiler
+        from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
         from fms_fsdp.models.variants import resolve_model
-        from fms_fsdp.observe.meter import Meter
-        from fms_fsdp.observe.metrics import Clock
-        from fms_fsdp.observe.profiler import StepProfiler
-        from fms_fsdp.observe.sinks import open_sinks
-        from fms_fsdp.observe.step_data import describe_data
         from fms_fsdp.optim.optimizers import build_optimizers
         from fms_fsdp.parallel.compile import allow_shapes, compiles_optimizer
         from fms_fsdp.parallel.parallelize import parallelize
@@ -69,7 +68,7 @@ def main(argv: list[str]) -> int:
         gc.enable()
         at_end.callback(gc.unfreeze)
         at_end.callback(gc.enable)
-        phases = startup_log.Phases()
+        phases = LaunchPhases()
         phases.done("launch")
 
         # 2. Machine and data. Checks that need no checkpoint.
@@ -200,16 +199,13 @@ def main(argv: list[str]) -> int:
 
         # 6. Training.
         status.current_step, status.is_training = lambda: state.step, True
-        clock, folder, root = Clock(device), run_dir.folder, run_dir.checkpoints
+        timer, folder, root = PhaseTimer(device), run_dir.folder, run_dir.checkpoints
         with ExitStack() as closing:  # closes in reverse; reports an error before peers notice
-            metrics = open_sinks(cfg, mesh, attempt, clock.totals)
+            metrics = MetricLogger(run, device, mesh, state, attempt, timer, phases)
             closing.callback(metrics.close)
             stacks = folder / "stacks" / f"rank{world.rank}.txt"
             watchdog = Watchdog(cfg.parallel.collective_timeout_s, stacks, status.fail)
             closing.callback(watchdog.close)
-            meter = Meter(
-                run, device, mesh, state, metrics, clock, phases, local_rank=world.local_rank
-            )
             profiler = StepProfiler(cfg.profiler, folder, device, world.rank)
             closing.callback(profiler.close)
             stop = StopControl(
@@ -223,24 +219,26 @@ def main(argv: list[str]) -> int:
                 partial(describe_data, stream, mesh),
                 state.loss_scale,
             )
+            evaluate_sources = partial(
+                evaluate,
+                model,
+                batch_size=run.batch.batch_size,
+                document_mask=cfg.data.document_mask,
+                device=device,
+                mesh=mesh,
+                keep_alive=watchdog.alive,
+            )
             evaluator = Evaluator(
                 cfg.eval,
-                Forward(
-                    model,
-                    run.batch.batch_size,
-                    cfg.data.document_mask,
-                    device,
-                    mesh,
-                    watchdog.alive,
-                ),
+                evaluate_sources,
                 held_out,
                 metrics,
-                clock.mark,
+                timer.mark,
                 setup.tokens_between_evaluations(cfg, corpus),
             )
             sampler = exporter = None
             if prompts is not None:
-                sampler = Sampler(cfg, prompts, model, mesh, metrics, watchdog.alive, clock.mark)
+                sampler = Sampler(cfg, prompts, model, mesh, metrics, watchdog.alive, timer.mark)
             save_s, host_bytes = startup_log.save_estimates(run, resume, budget)
             checkpoints = CheckpointManager(
                 run,
@@ -256,7 +254,7 @@ def main(argv: list[str]) -> int:
             )
             closing.callback(checkpoints.close)
             if interval := cfg.checkpoint.export_interval:
-                from fms_fsdp.extras.exports import Exporter
+                from fms_fsdp.run.exports import Exporter
 
                 exporter = Exporter(interval, root, folder / "exports", mesh)
                 closing.callback(exporter.close)
@@ -278,13 +276,13 @@ def main(argv: list[str]) -> int:
             train(
                 recipe,
                 state,
-                clock,
+                timer,
                 watchdog=watchdog,
                 profiler=profiler,
                 status=status,
                 stop=stop,
                 guard=guard,
-                meter=meter,
+                metrics=metrics,
                 evaluator=evaluator,
                 sampler=sampler,
                 checkpoints=checkpoints,

@@ -47,10 +47,10 @@ from fms_fsdp.config import ModelConfig, ParallelConfig, Precision
 from fms_fsdp.cpu_tuning import keep_freed_memory, let_gpu_memory_grow, set_thread_waiting
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.metrics.hardware import memory_stats
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, num_params
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.observe.metrics import memory
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
 
@@ -256,7 +256,7 @@ def serve(
             elif request == "round":
                 pipe.send(tokens_per_sec(step, batches))
             else:
-                pipe.send(round(memory(torch.device("cpu"))["peak_mem_gib"], 3))
+                pipe.send(round(memory_stats(torch.device("cpu"))["peak_mem_gib"], 3))
 
 
 def bench_case(config: TransformerConfig, case: Case, args: argparse.Namespace) -> dict[str, Any]:

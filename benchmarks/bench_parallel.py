@@ -184,7 +184,8 @@ def _train(
 ) -> dict[str, Any]:
     """Losses, norms and the median time of the steps, and a function for one more (collective)."""
     from fms_fsdp.config import FP32, OptimConfig
-    from fms_fsdp.observe.metrics import Clock, Interval
+    from fms_fsdp.metrics.interval import IntervalMetrics
+    from fms_fsdp.metrics.timer import PhaseTimer
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
     from fms_fsdp.state import TrainState
@@ -198,15 +199,15 @@ def _train(
     losses, norms, seconds = list[float](), list[float](), list[float]()
     for step in range(steps):
         start = time.perf_counter()
-        result = train_step(recipe, state, _rows(step, mesh), Clock(device))
-        interval = Interval(mesh, device)
+        result = train_step(recipe, state, _rows(step, mesh), PhaseTimer(device))
+        interval = IntervalMetrics(mesh, device)
         interval.add(result)
         values = interval.read(result, 0.0, 0, {})
         seconds.append(time.perf_counter() - start)
         losses.append(values["loss"])
         norms.append(values["grad_norm"])
         state.count(ROWS, ROWS * TOKENS)
-    one_more = partial(train_step, recipe, state, _rows(steps, mesh), Clock(device))
+    one_more = partial(train_step, recipe, state, _rows(steps, mesh), PhaseTimer(device))
     return {
         "losses": losses,
         "norms": norms,

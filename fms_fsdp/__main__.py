@@ -35,10 +35,11 @@ COMMANDS = {
     ),
     "inspect step": ("inspect.step:main", "files, documents and tokens in the rows of any step"),
     "inspect verify": ("inspect.verify:main", "every shard against the counts, to the last token"),
-    "trace": ("trace:main", "where the time of a profiler trace went, as a table"),
-    "evaluate": ("evaluate:main", "loss, perplexity and bits per byte of a checkpoint"),
+    "evaluate": (
+        "evaluate:main",
+        "held-out loss of a checkpoint, multiple-choice questions, or tasks of lm-eval",
+    ),
     "generate": ("generate:main", "text that a checkpoint writes after a prompt"),
-    "score": ("score:main", "how often a checkpoint finds the right one of several answers"),
     "import": (
         "import_weights:main",
         "convert a checkpoint of upstream fms-fsdp to a Hugging Face checkpoint",
@@ -64,6 +65,8 @@ COMMANDS = {
     "report": ("report:main", "a page of curves and tables from run folders"),
 }
 REMOVED = {  # command -> what to use in its place
+    "score": "use evaluate --questions=FILE",
+    "trace": "read summary.txt, which the profiler writes beside each trace",
     "inspect plan": "use --dry_run of main_training.py, which prints tokens and epochs of each source",
     "inspect find": "use inspect step, which lists the documents of any step",
 }

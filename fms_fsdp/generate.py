@@ -219,8 +219,11 @@ def read_lines(path: Path, flag: str) -> list[str]:
     it, ends a line.
 
     Raises:
-        UserError: the file is not UTF-8.
+        UserError: the file is not UTF-8, or a folder.
+        OSError: it cannot be read.
     """
+    if path.is_dir():
+        raise UserError(f"{flag}={path} is a folder; name a text file")
     try:
         lines = path.read_bytes().decode().split("\n")
     except UnicodeDecodeError as error:

@@ -19,9 +19,9 @@ from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
 from fms_fsdp.generate import Sampling, encode_prompts, generate, read_lines, text_after
+from fms_fsdp.metrics.logger import MetricLogger
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.observe.sinks import Sinks
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.state import TrainState
 
@@ -72,12 +72,12 @@ class Sampler:
         prompts: Prompts,
         model: nn.Module,
         mesh: Mesh,
-        sinks: Sinks,
+        metrics: MetricLogger,
         alive: Callable[[], None],
         mark: Callable[[str], None],
     ) -> None:
         self._interval, self._file = cfg.eval.sample_interval, Path(cfg.output_dir, "samples.txt")
-        self._prompts, self._sinks, self._alive, self._mark = prompts, sinks, alive, mark
+        self._prompts, self._metrics, self._alive, self._mark = prompts, metrics, alive, mark
         self._model = cast(Llama, model)
         self._tokenizer = find_tokenizer(cfg.data.data_path) if mesh.is_main else None
 
@@ -95,7 +95,7 @@ class Sampler:
             texts.append(prompt + text_after(self._tokenizer, ids, tokens))
             shown = textwrap.shorten(one_line(texts[-1]), 200)
             log.info("sample at step %d: %s", state.step, shown)
-        self._sinks.text(state, "samples", "\n\n".join(texts))
+        self._metrics.log_text(state, "samples", "\n\n".join(texts))
         try:
             with open(self._file, "a", encoding="utf-8") as file:
                 file.writelines(f"--- step {state.step} ---\n{text}\n" for text in texts)

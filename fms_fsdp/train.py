@@ -27,9 +27,9 @@ from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.evaluate import Evaluator
-from fms_fsdp.observe.meter import Meter
-from fms_fsdp.observe.metrics import Clock
-from fms_fsdp.observe.profiler import StepProfiler
+from fms_fsdp.metrics.logger import MetricLogger
+from fms_fsdp.metrics.profiling import StepProfiler
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.optim.schedules import Schedule
 from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
 from fms_fsdp.run.health import NonFiniteGuard, Watchdog
@@ -38,7 +38,7 @@ from fms_fsdp.run.stop import StopControl
 from fms_fsdp.state import StepResult, TrainState
 
 if TYPE_CHECKING:
-    from fms_fsdp.extras.exports import Exporter
+    from fms_fsdp.run.exports import Exporter
     from fms_fsdp.samples import Sampler
 
 
@@ -73,14 +73,14 @@ class TrainStep:
 def train(
     recipe: TrainStep,
     state: TrainState,
-    clock: Clock,
+    timer: PhaseTimer,
     *,
     watchdog: Watchdog,
     profiler: StepProfiler,
     status: RunStatus,
     stop: StopControl,
     guard: NonFiniteGuard,
-    meter: Meter,
+    metrics: MetricLogger,
     evaluator: Evaluator,
     sampler: Sampler | None,
     checkpoints: CheckpointManager,
@@ -92,8 +92,7 @@ def train(
         UserError: the data cannot be read; the last checkpoint is kept.
         RunFailed: gradients stay non-finite, or the last checkpoint or the records cannot be written.
     """
-    clock.mark("start")
-    profiler.step(state)
+    timer.mark("start")
     stop.check_start(state)
     if not state.stop_reason:
         evaluator.run_if_due(state)
@@ -103,36 +102,36 @@ def train(
         gc.disable()
     while not state.is_done and not state.stop_reason:
         watchdog.alive()
-        stop.expect(state, clock.totals.get("eval", 0.0), checkpoints.expected_s(state.step + 1))
+        stop.expect(state, timer.totals.get("eval", 0.0), checkpoints.expected_s(state.step + 1))
         state.requests = stop.requests(state)
-        clock.mark("hooks")
+        timer.mark("hooks")
         state.batch = batch = next_batch(recipe, state)
-        clock.mark("data")
-        result = train_step(recipe, state, batch, clock)
+        timer.mark("data")
+        result = train_step(recipe, state, batch, timer)
         state.count(*_size(batch, recipe.mesh))
 
         guard.check(state.step, result.grad_norm, result.num_labels)
-        clock.mark("hooks")
-        if meter.log_if_due(state, result):
+        timer.mark("hooks")
+        if metrics.after_step(state, result):
             status.save_step()
-        clock.mark("logging")
-        profiler.step(state)
+        timer.mark("logging")
+        profiler.step()
         stop.update(state, HostCopy(result.requests))  # before evaluation and save of the last step
-        clock.mark("hooks")
+        timer.mark("hooks")
         evaluator.run_if_due(state)
         if sampler is not None:
             sampler.run_if_due(state)
-        clock.mark("hooks")
+        timer.mark("hooks")
         if checkpoints.is_due(state):
-            clock.mark("device")  # the copy waits for the steps, which is not time of the save
+            timer.mark("device")  # the copy waits for the steps, which is not time of the save
         checkpoints.save_if_due(state)
         if exporter is not None:
             exporter.run_if_due(state)
-        clock.mark("checkpoint")
+        timer.mark("checkpoint")
         if recipe.gc_interval and state.step % recipe.gc_interval == 0:
             gc.collect()
     guard.settle()
-    meter.finish()
+    metrics.finish()
     if state.is_done:
         checkpoints.finish(state)
         guard.finish()
@@ -159,7 +158,7 @@ def next_batch(recipe: TrainStep, state: TrainState) -> Batch:
     return batch
 
 
-def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock) -> StepResult:
+def train_step(recipe: TrainStep, state: TrainState, batch: Batch, timer: PhaseTimer) -> StepResult:
     """Does one optimizer step on this rank's part of the global batch (collective: every rank).
 
     One all-reduce sums the number of labels and the `state.requests` of all ranks.
@@ -179,12 +178,12 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
     with state.rounding(step):
         for index, micro in enumerate(micro_batches(recipe, batch, step)):
             is_last = index == accum - 1
-            micro_loss, *more = _forward_backward(model, micro, factor, known, is_last, mesh, clock)
+            micro_loss, *more = _forward_backward(model, micro, factor, known, is_last, mesh, timer)
             loss_sum += micro_loss
             extra.append(more)
     with record_function("optimizer"):
         grad_norm = clip_grad_norm(parameters, recipe.grad_clip, mesh, scale)
-        clock.mark("clip")
+        timer.mark("clip")
         tokens = state.tokens_seen + _size(batch, mesh)[1]
         rate = partial(recipe.schedule, step, tokens)
         # A step without labels changes nothing, not even by weight decay: skipped as a non-finite one.
@@ -193,7 +192,7 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, clock: Clock)
         state.optimizers.zero_grad()
         if state.loss_scale is not None:
             state.loss_scale.update(grad_norm)
-    clock.mark("optimizer")
+    timer.mark("optimizer")
     made_with = None if state.loss_scale is None else state.loss_scale.last_scale
     extra_sums = tuple(torch.stack(each).sum() for each in zip(*extra, strict=True))
     return StepResult(loss_sum, sums[0], grad_norm, sums[1:], made_with, extra_sums)
@@ -206,7 +205,7 @@ def _forward_backward(
     known: Mapping[str, torch.Tensor],
     is_last: bool,
     mesh: Mesh,
-    clock: Clock,
+    timer: PhaseTimer,
 ) -> tuple[torch.Tensor, ...]:
     """Runs forward and backward of one micro-batch; returns the sums of the loss and of extra losses.
 
@@ -216,15 +215,15 @@ def _forward_backward(
         losses: tuple[torch.Tensor, ...] = cast(Any, model).forward_backward(
             *micro, factor=factor, **known
         )
-        clock.mark("forward_backward")
+        timer.mark("forward_backward")
         return losses
     set_gradient_sync(model, last_micro_step=is_last, mesh=mesh)
     with record_function("forward"):
         loss, _, *extra = model(*micro, **known)
-    clock.mark("forward")
+    timer.mark("forward")
     with record_function("backward"):
         (loss * factor).backward()
-    clock.mark("backward")
+    timer.mark("backward")
     return loss.detach(), *extra
 
 

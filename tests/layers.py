@@ -30,8 +30,6 @@ LAYERS = [
     ["checkpoint"],
     ["metrics"],
     ["run"],
-    ["observe"],  # old
-    ["extras"],  # old
     ["evaluate", "generate", "distill"],
     ["samples"],
     ["train"],
@@ -40,11 +38,9 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Packages of optional components. Code of a later layer imports them anywhere; any code may import
-# extras inside the function that uses the component, and these modules the others. A default run
-# imports neither (tests/run/test_no_part.py).
-OPTIONAL = ("extras", "tools", "hf", "generate", "samples", "distill")
+# those of this table inside the function that uses the component. A default run imports none (tests/run/test_no_part.py).
+OPTIONAL = ("tools", "hf", "generate", "samples", "distill")
 IN_FUNCTIONS = {
-    ("extras", "tools"),
     ("models", "hf"),
     ("data", "hf"),
     ("run", "hf"),
@@ -89,9 +85,9 @@ def imported(path: Path, root: Path | None = None) -> set[str]:
     """Returns the full names of the modules that a file imports, in functions too.
 
     Relative imports are resolved below the root, by default the project's. Allowed imports of
-    optional packages inside functions or under `if TYPE_CHECKING:` do not count. A string that names a module of the package, such as
-    "fms_fsdp.train:train", counts; so does an f-string such as f"fms_fsdp.tools.{name}", as every
-    module of that package.
+    optional packages inside functions or under `if TYPE_CHECKING:` do not count. A string that
+    names a module of the package, such as "fms_fsdp.train:train", counts; so does an f-string such
+    as f"fms_fsdp.tools.{name}", as every module of that package.
     """
     names, late = set[str](), set(_late_nodes(path))
     for node in ast.walk(parsed(path)):
@@ -127,7 +123,7 @@ def _may_be_late(path: Path, module: str) -> bool:
     _, _, package = module.partition(f"{PACKAGE}.")
     package = package.partition(".")[0]
     in_package = path.is_relative_to(ROOT / PACKAGE)
-    return package == "extras" or (unit(path) if in_package else path.stem, package) in IN_FUNCTIONS
+    return (unit(path) if in_package else path.stem, package) in IN_FUNCTIONS
 
 
 def _absolute(node: ast.ImportFrom, path: Path, root: Path) -> str:

@@ -21,6 +21,7 @@ from fms_fsdp.run.checks import check_machine, machine_notes
 from fms_fsdp.run.memory import MemoryBudget
 from fms_fsdp.run.resume import ResumePoint, check_resume
 from fms_fsdp.run.setup import plan_schedule
+from fms_fsdp.samples import read_prompts
 from fms_fsdp.state import RunConfig, working_folder
 
 ALONE, ONE_ROW, ONE_PROCESS, FRESH = (
@@ -93,7 +94,8 @@ def planned(
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
     setup.check_components(cfg, model, precision, device, dims)
     scan_held_out(cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
-    setup.find_prompts(cfg, model)
+    if cfg.eval.sample_interval:
+        read_prompts(cfg.eval, cfg.data, model)
     memory = setup.add_teacher(memory, cfg, model, corpus, dims)
     run, _ = setup.plan_run(cfg, device, dims, precision, model, corpus, resume, memory)
     check_resume(run, resume)

@@ -193,8 +193,8 @@ def test_the_numbers_are_those_of_a_slow_reference(corpus: Path, whole: Path) ->
     )
     lines = (whole / "log.txt").read_text().splitlines()
     line = next(text for text in lines if "evaluation at step 4" in text)
-    assert f"eval loss {recorded['eval/loss']:.4f}" in line
-    assert f"docs {recorded['eval/docs/loss']:.4f}" in line
+    assert f"eval {recorded['eval/loss']:.4f}" in line
+    assert f"eval/docs {recorded['eval/docs/loss']:.4f}" in line
 
 
 def test_training_is_the_same_to_the_last_bit_with_and_without_validation(
@@ -333,7 +333,7 @@ def test_offline_prints_a_table_of_any_source(corpus: Path, whole: Path) -> None
     assert told.returncode == 0, told.stderr
     lines = [line.split() for line in told.stdout.splitlines()]
     assert [line[:2] for line in lines[1:]] == [
-        ["source", "rows"],
+        ["source", "sequences"],
         ["eval/docs", "4"],
         ["eval", "4"],
     ]
@@ -470,7 +470,7 @@ def test_a_test_folder_elsewhere_is_evaluated_once_when_the_run_is_finished(
     records = (tmp_path / "metrics.jsonl").read_text()
     assert "test/" not in records
     output = trained(*argv)
-    assert "evaluation at step 4 · test loss" in output
+    assert "evaluation at step 4: test loss" in output
     assert "test/code 8 sequences, test/docs 8 sequences" in (tmp_path / "log.txt").read_text()
     assert "evaluation" not in trained(*argv), "a run that is finished is not evaluated again"
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

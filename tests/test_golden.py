@@ -19,8 +19,8 @@ from fms_fsdp.config import FP32, ModelConfig, OptimConfig, ParallelConfig
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.optim.schedules import Milestones, Schedule
 from fms_fsdp.parallel.parallelize import parallelize
@@ -65,7 +65,7 @@ def first_losses(grad_accum_steps: int) -> list[float]:
     optimizers, results = build_optimizers(OptimConfig(learning_rate=1e-2), model), []
     state = TrainState(model, optimizers, cast(Any, SimpleNamespace()), 5)
     for batch in golden_batches():
-        results.append(train_step(recipe, state, batch, Clock(cpu)))
+        results.append(train_step(recipe, state, batch, PhaseTimer(cpu)))
         state.count(4, 4 * 64)
     return [(result.loss_sum / result.num_labels).item() for result in results]
 

@@ -36,14 +36,12 @@ def test_forbidden_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (package / "models/named.py").write_text('LATER = ("fms_fsdp.train", 1)\n')
     (package / "optim/new.py").write_text("from fms_fsdp.parallel import fsdp\n")
     (package / "strange.py").touch()
-    (package / "train.py").write_text("import fms_fsdp.tools.trace\n")
-    (package / "distributed/mesh.py").write_text("from fms_fsdp.extras import sensors\n")
-    (package / "optim/late.py").write_text(
-        "def late() -> None:\n"
-        "    from fms_fsdp.extras.sensors import find_sensors\n"
-        "    from fms_fsdp.tools.trace import main\n"
-    )
-    (package / "extras/new.py").write_text("from fms_fsdp.tools import trace\n")
+    (package / "train.py").write_text("import fms_fsdp.tools.report\n")
+    (package / "distributed/mesh.py").write_text("from fms_fsdp.tools import inspect\n")
+    late = "def late() -> None:\n    from fms_fsdp.hf import weights\n"
+    (package / "data/order.py").write_text("from fms_fsdp.hf import weights\n")
+    (package / "distributed/late.py").write_text(late)
+    (package / "models/late.py").write_text(late)
     monkeypatch.setattr(layers, "ROOT", tmp_path)
     text = "\n".join(layers.broken_layers())
     for fault in (
@@ -51,14 +49,13 @@ def test_forbidden_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "models/named.py: models must not import fms_fsdp.train",
         "optim/new.py: optim must not import fms_fsdp.parallel",
         "fms_fsdp/strange: must have a place in LAYERS",
-        "tools/trace.py: must not be imported by main_training.py",
-        "distributed/mesh.py: distributed must not import fms_fsdp.extras.sensors",
-        "extras/sensors.py: must not be imported by main_training.py",
-        "extras/new.py: extras must not import fms_fsdp.tools",
+        "tools/report.py: must not be imported by main_training.py",
+        "distributed/mesh.py: distributed must not import fms_fsdp.tools.inspect",
+        "data/order.py: data must not import fms_fsdp.hf",
+        "distributed/late.py: distributed must not import fms_fsdp.hf",
     ):
         assert fault in text
-    assert "late.py: optim must not import fms_fsdp.tools.trace, " in text
-    assert "late.py: optim must not import fms_fsdp.extras" not in text
+    assert "models/late.py" not in text
 
 
 def test_what_trains_counts_imports_inside_functions_and_modules_loaded_by_name(

@@ -21,7 +21,7 @@ import pytest
 from tests.cli import ROOT, TINY
 from tests.fresh import copy_tracked, make_environment, outside
 
-IMPORTED_AS = {"mlflow-skinny": "mlflow", "lm-eval": "lm_eval"}
+IMPORTED_AS = {"lm-eval": "lm_eval"}
 
 
 class Built(NamedTuple):

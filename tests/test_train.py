@@ -16,9 +16,10 @@ from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import UserError
+from fms_fsdp.metrics.interval import IntervalMetrics
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.observe.metrics import Clock, Interval
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.state import TrainState
@@ -52,10 +53,10 @@ def test_step_without_labels_has_no_loss() -> None:
     state = TrainState(model, optimizers, nothing, 1)
     tokens = torch.arange(16).view(2, 8)
     batch = Batch(tokens, torch.full_like(tokens, IGNORED_LABEL), None, None)
-    result = train_step(recipe, state, batch, Clock(CPU))
+    result = train_step(recipe, state, batch, PhaseTimer(CPU))
     assert result.loss_sum.item() == 0 and result.grad_norm.item() == 0
     assert {state["step"].item() for state in optimizers.optimizers[0].state.values()} == {0}
-    interval = Interval(ALONE, CPU)
+    interval = IntervalMetrics(ALONE, CPU)
     interval.add(result)
     values = interval.read(result, 0.0, 0, {})
     assert (
@@ -75,7 +76,7 @@ def run_on(tokens: torch.Tensor, labels: torch.Tensor) -> TrainState:
         ALONE, CPU, lambda step, tokens, base: 1e-3, 1, 1.0, document_mask=False, vocab_size=32
     )
     batch = next_batch(recipe, state)
-    train_step(recipe, state, batch, Clock(CPU))
+    train_step(recipe, state, batch, PhaseTimer(CPU))
     state.count(*batch.tokens_BS.shape)
     return state
 
@@ -154,12 +155,12 @@ def test_the_host_reads_nothing_of_the_step_that_runs(
     recipe = TrainStep(
         ALONE, CPU, lambda step, tokens, base: 1e-3, 1, grad_clip=1.0, document_mask=False
     )
-    state, interval = TrainState(model, optimizers, nothing, 2), Interval(ALONE, CPU)
+    state, interval = TrainState(model, optimizers, nothing, 2), IntervalMetrics(ALONE, CPU)
     tokens = torch.arange(16).view(2, 8)
     batch = Batch(tokens, tokens, None, None)
-    train_step(recipe, state, batch, Clock(CPU))
+    train_step(recipe, state, batch, PhaseTimer(CPU))
     seen, to_list = Reads(), torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (seen.note(), to_list(tensor))[1])
     with seen:
-        interval.add(train_step(recipe, state, batch, Clock(CPU)))
+        interval.add(train_step(recipe, state, batch, PhaseTimer(CPU)))
     assert seen.places == reads

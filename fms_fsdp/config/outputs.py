@@ -175,9 +175,7 @@ class LogConfig:
     """Log the number of zeros in the gradient."""
     log_all_ranks: bool = flag(False)
     """Let each rank write log.rank<N>.txt, not only rank 0 log.txt."""
-    trackers: tuple[str, ...] = flag(
-        ("tensorboard",), choices="none tensorboard wandb mlflow aim codecarbon"
-    )
+    trackers: tuple[str, ...] = flag(("tensorboard",), choices="none tensorboard wandb")
     """Programs that also receive the metrics (docs/metrics.md); a failing tracker never stops a
     run."""
     tracker_project: str = flag("fms-fsdp")
@@ -204,7 +202,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Traces of a few steps; a running launch also writes one for a file PROFILE or SIGUSR2.
+    """Traces of a few steps.
 
     When to change: set `use_profiler`; memory and shapes make traces large.
     """

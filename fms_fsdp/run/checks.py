@@ -19,7 +19,7 @@ from fms_fsdp.parallel.compile import compiles, missing_compiler
 from fms_fsdp.run.stop import job_end
 
 RUN_FILES = ("metrics.jsonl", "status.json", "config.json", "log.txt")  # that a launch writes
-TRACKER_PACKAGES = ("wandb", "mlflow", "aim", "codecarbon")  # trackers with the package's name
+TRACKER_PACKAGES = ("wandb",)  # trackers with the package's name
 
 
 def check_machine(cfg: TrainConfig, device: torch.device, dims: ParallelDims) -> None:

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,33 +105,6 @@ class NonFiniteGuard:
         return (
             f"{start} with a lower --learning_rate, or skip the data with --skip_steps{self.advice}"
         )
-
-
-@dataclass
-class SpikeDetector:
-    """Finds losses that are `threshold` (0: off) standard deviations above the recent mean.
-
-    Mean and deviation are exponential averages over about 50 reports without the spikes.
-    """
-
-    threshold: float
-    _mean: float = 0.0
-    _variance: float = 0.0
-    _count: int = 0
-
-    def is_spike(self, loss: float) -> bool:
-        """Returns whether `loss` is a spike, and adds it to the averages. Never before report 20."""
-        if not math.isfinite(loss):
-            return False
-        deviation = max(math.sqrt(self._variance), 0.005 * abs(self._mean))
-        if self.threshold and self._count >= 20 and loss - self._mean > self.threshold * deviation:
-            return True
-        self._count += 1
-        weight = max(1 / self._count, 0.02)
-        difference = loss - self._mean
-        self._mean += weight * difference
-        self._variance = (1 - weight) * (self._variance + weight * difference * difference)
-        return False
 
 
 class Watchdog:

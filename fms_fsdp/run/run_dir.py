@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from fms_fsdp.atomic import read_json, write_atomically
 from fms_fsdp.errors import UserError
-from fms_fsdp.run.stop import process_age_s
+from fms_fsdp.metrics.timer import process_age_s
 
 if TYPE_CHECKING:
     from fms_fsdp.config import TrainConfig

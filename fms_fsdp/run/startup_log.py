@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -27,30 +26,9 @@ from fms_fsdp.predict.speed import sent, sent_summary, step_time
 from fms_fsdp.run.memory import MemoryBudget
 from fms_fsdp.run.resume import ResumePoint, learning_rate_jump
 from fms_fsdp.run.setup import step_by_tokens, tokens_by_step
-from fms_fsdp.run.stop import process_age_s
 from fms_fsdp.state import RunConfig, TrainMetadata
 
 _MOST_COUNTED = 10_000  # saves
-
-
-class Phases:
-    """How long each phase of a launch took, from the start of the process to the first step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic() - process_age_s()
-
-    def done(self, name: str) -> None:
-        """Adds the time since the last phase ended to this one."""
-        now = time.monotonic()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def text(self) -> str:
-        parts = ", ".join(
-            f"{name} {took:.1f}" for name, took in self.seconds.items() if took >= 0.05
-        )
-        return f"{sum(self.seconds.values()):.1f} s from launch to the first step done: {parts}"
 
 
 def describe(

@@ -23,7 +23,8 @@ from fms_fsdp.run.status import RESUME_ME, RunStatus
 
 if TYPE_CHECKING:
     from fms_fsdp.distributed.runtime import HostCopy
-    from fms_fsdp.state import TrainState
+    from fms_fsdp.metrics.timer import process_age_s
+from fms_fsdp.state import TrainState
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -179,13 +180,3 @@ def job_end() -> float | None:
     """Returns when the SLURM job ends, in seconds since 1970; None if SLURM gives no number."""
     text = os.environ.get("SLURM_JOB_END_TIME", "")
     return float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]+)?", text) else None
-
-
-def process_age_s() -> float:
-    """Returns the seconds since this process was started; 0 if the kernel does not tell."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-        return uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return 0.0

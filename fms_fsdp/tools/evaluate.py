@@ -1,19 +1,33 @@
-"""`python -m fms_fsdp evaluate`: loss, perplexity and bits per byte of a checkpoint, also under torchrun."""
+"""`python -m fms_fsdp evaluate`: held-out loss of a checkpoint, multiple-choice questions, or tasks of
+lm-evaluation-harness.
+
+Held-out loss also runs under torchrun, with the model sharded over all processes. The others run on
+one process. Tasks use lm-eval's own Hugging Face model, on an export of the checkpoint; to spread
+them over GPUs, export it and run `accelerate launch -m lm_eval --model hf`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch import nn
+import torch
 
 from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
-from fms_fsdp.config import ParallelConfig, TrainConfig, flag
+from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig, Precision, TrainConfig, flag
+from fms_fsdp.config.flag import only_one
 from fms_fsdp.config.values import joined
-from fms_fsdp.data.validation import HeldOut, close_held_out, open_held_out, scan_held_out
+from fms_fsdp.data.tokenizer import UsedTokenizer
+from fms_fsdp.data.validation import close_held_out, open_held_out, scan_held_out
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import (
     World,
@@ -25,110 +39,217 @@ from fms_fsdp.distributed.runtime import (
     shut_down,
 )
 from fms_fsdp.errors import RunFailed, UserError
-from fms_fsdp.evaluate import Forward, evaluate
+from fms_fsdp.evaluate import evaluate
+from fms_fsdp.generate import TextModel, encode_texts, read_lines
+from fms_fsdp.hf.tokenizer import hf_used_tokenizer
+from fms_fsdp.hf.weights import is_hf_checkpoint, load_weights, open_checkpoint
+from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.run.resume import checkpoint_tokenizer
 from fms_fsdp.run.trained_run import find_checkpoint
+from fms_fsdp.tools.export import ExportConfig
+from fms_fsdp.tools.export import main as export
+from fms_fsdp.tools.generate import load_with_tokenizer
 from fms_fsdp.tools.table import table
 
-# evaluates a model: numbers by name, and a table of them for the screen
-Measure = Callable[[Forward], tuple[dict[str, Any], str]]
+_HELD_OUT_FLAGS = ("data_path", "eval_data_path", "eval_datasets", "eval_steps", "eval_test")
+_TASK_FLAGS = ("task_path", "num_fewshot", "limit")
+_HF_SEQ_LENGTH = 4096  # at most, for a Hugging Face checkpoint
 
-
-_TASK_FLAGS = ("task_path", "num_fewshot", "limit")  # have no effect without --tasks
-_HELD_OUT_FLAGS = ("eval_data_path", "eval_datasets", "eval_steps", "eval_test")  # nor with it
+Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Which checkpoint to evaluate, and on which data. A flag that is left out has the value of the run."""
+    """Which checkpoint to evaluate, and on which data. Defaults are the values of the run."""
 
     path: str = flag(
         "",
-        "a run folder, a folder of checkpoints or one checkpoint (of several, the newest)",
+        "run, checkpoint folder (its newest checkpoint) or Hugging Face checkpoint",
         form="path",
     )
-    step: int | None = flag(None, "the checkpoint of this step", min=1)
+    step: int | None = flag(None, "step of the checkpoint", min=1)
     data_path: str = flag("", "folder of the run's token shards (default: the run's)", form="path")
     eval_data_path: str = flag(
-        "", "held-out shards (default: the run's, else validation/ in data_path)", form="path"
+        "", "held-out shards (default: the run's, or validation/ in data_path)", form="path"
     )
-    eval_datasets: tuple[str, ...] = flag(
-        (), "sources of the held-out shards (default: the run's, else all)"
+    eval_datasets: tuple[str, ...] = flag((), "held-out sources (default: the run's, or all)")
+    eval_steps: int | None = flag(None, "batches per source (default: the run's)", min=1)
+    eval_test: bool = flag(False, "also evaluate test/ in data_path, or the run's test_data_path")
+    sep_token: int | None = flag(None, "EOS id of shards that do not record it", min=0)
+    seq_length: int | None = flag(
+        None, "tokens per sequence (default: the run's; of a Hugging Face checkpoint 4096)", min=1
     )
-    eval_steps: int | None = flag(
-        None, "number of batches of each source (default: the run's)", min=1
+    batch_size: int | None = flag(
+        None, "sequences per pass and device (default: the run's, or 1)", min=1
     )
-    eval_test: bool = flag(False, "evaluate test/ in data_path too, or the run's test_data_path")
-    batch_size: int | None = flag(None, "rows of a pass on each device (default: the run's)", min=1)
-    tasks: tuple[str, ...] = flag((), "tasks of lm-evaluation-harness in place of held-out data")
-    task_path: str = flag("", "folder of YAML files that describe more tasks", form="path")
+    questions: str = flag(
+        "",
+        "file of JSON lines with prompt, choices and answer (index of the right choice), instead of "
+        "held-out data",
+        form="path",
+    )
+    tasks: tuple[str, ...] = flag((), "tasks of lm-evaluation-harness, instead of held-out data")
+    task_path: str = flag("", "folder of YAML files that define more tasks", form="path")
     num_fewshot: int | None = flag(
-        None, "solved examples before each question (default: the task's)", min=0
+        None, "examples before each question (default: the task's)", min=0
     )
-    limit: int | None = flag(None, "only the first questions of each task, for a trial", min=1)
+    limit: int | None = flag(None, "number of questions per task, for a trial", min=1)
     json: bool = flag(False, "print one JSON object")
 
     def __post_init__(self) -> None:
-        useless, how = (_HELD_OUT_FLAGS, "with") if self.tasks else (_TASK_FLAGS, "without")
-        for name in useless:
+        only_one(self, "tasks", "questions")
+        for name in _TASK_FLAGS if not self.tasks else _HELD_OUT_FLAGS:
             if value := getattr(self, name):
                 fix = "remove it" if self.tasks else "remove it, or set --tasks"
+                how = "with" if self.tasks else "without"
                 raise UserError(f"--{name}={joined(value)} has no effect {how} --tasks; {fix}")
 
 
+@dataclass(frozen=True)
+class _Subject:
+    """The model to evaluate: of a checkpoint, or of a Hugging Face checkpoint (`checkpoint` None)."""
+
+    path: Path
+    model: TransformerConfig
+    precision: Precision
+    config: TrainConfig  # flags of the run
+    batch_size: int
+    eval_batch: int  # sequences of a batch of --eval_steps
+    tokenizer: UsedTokenizer
+    checkpoint: Checkpoint | None
+
+    @property
+    def title(self) -> str:
+        if self.checkpoint is None:
+            return str(self.path)
+        return f"{self.path}: {self.checkpoint.metadata.tokens_seen:,} tokens trained on"
+
+    @property
+    def counters(self) -> Values:
+        if self.checkpoint is None:
+            return {}
+        return {"step": self.checkpoint.step, "tokens_seen": self.checkpoint.metadata.tokens_seen}
+
+
 def main(config: EvaluateConfig) -> None:
-    """The command; also under torchrun, where the checkpoint is sharded over all processes."""
-    checkpoint = find_checkpoint(config.path, config.step, "--path")
-    cfg, record = _run_config(config, checkpoint), checkpoint.metadata.run
+    """Evaluates a checkpoint and prints the values (collective: every rank)."""
     world = World.from_env()
     set_up_log(world)
-    if config.tasks:
-        from fms_fsdp.tools.harness import find_measure
+    if (config.tasks or config.questions) and world.size > 1:
+        flag_name = "tasks" if config.tasks else "questions"
+        raise UserError(f"--{flag_name} runs on one process; start it without torchrun")
+    if config.questions:
+        values, text = score_questions(config)
+        print(json.dumps(values) if config.json else text)
+        return
+    subject = _find_subject(config)
+    try:
+        if config.tasks:
+            values, text = run_tasks(config, subject, world)
+        else:
+            subject, values, text = evaluate_held_out(config, subject, world)
+    except RunFailed as error:
+        raise UserError(str(error)) from error
+    if world.rank == 0:
+        print(json.dumps(subject.counters | values) if config.json else f"{subject.title}\n{text}")
 
-        measure = find_measure(config, checkpoint)
-    else:
-        measure = _find_measure(cfg, checkpoint)
-    device = pick_device(world)
+
+def _find_subject(config: EvaluateConfig) -> _Subject:
+    folder = Path(config.path).expanduser()
+    if not is_hf_checkpoint(folder):
+        return _subject_of(find_checkpoint(config.path, config.step, "--path"))
+    if config.step is not None:
+        raise UserError(f"--step={config.step} is for a run's checkpoints; remove it")
+    model = open_checkpoint(folder, "--path").config
+    if not (config.tasks or config.data_path or config.eval_data_path):
+        raise UserError(f"--path={config.path} records no data; set --eval_data_path or --tasks")
+    cfg = TrainConfig(
+        data=DataConfig(
+            data_path=config.data_path or config.eval_data_path,
+            seq_length=min(model.max_seq_len, _HF_SEQ_LENGTH),
+        ),
+        eval=EvalConfig(eval_interval=1),
+    )
+    precision = cfg.precision.resolve("bf16" if torch.cuda.is_available() else "fp32")
+    used = hf_used_tokenizer(folder, f"--path={folder}")
+    return _Subject(folder, model, precision, cfg, 1, 8, used, None)
+
+
+def _subject_of(checkpoint: Checkpoint) -> _Subject:
+    run = checkpoint.metadata.run
+    return _Subject(
+        checkpoint.folder,
+        run.model,
+        run.precision,
+        run.located,
+        run.batch.batch_size,
+        run.batch.global_batch_size,
+        checkpoint_tokenizer(checkpoint),
+        checkpoint,
+    )
+
+
+def evaluate_held_out(
+    config: EvaluateConfig, subject: _Subject, world: World
+) -> tuple[_Subject, Values, str]:
+    """Returns what was evaluated, the values on held-out data, and a table (collective)."""
+    cfg = _eval_settings(config, subject.config)
+    used = subject.tokenizer
+    found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=subject.model.vocab_size, used=used)
+    sources = open_held_out(cfg.eval, found, subject.eval_batch)
     parallel = ParallelConfig(
         collective_timeout_s=cfg.parallel.collective_timeout_s,
         dist_backend=cfg.parallel.dist_backend,
         use_torch_compile=False,
     )
-    dims = plan_dims(parallel, "", world)
+    device, dims = pick_device(world), plan_dims(parallel, "", world)
     init_distributed(parallel, cfg.training, world, device)
     # A run that trains meanwhile may save between the choices of two ranks: take rank 0's.
-    checkpoint = run_on_rank0(lambda: checkpoint)
-    record = checkpoint.metadata.run
+    checkpoint = run_on_rank0(lambda: subject.checkpoint)
+    subject = subject if checkpoint is None else _subject_of(checkpoint)
     mesh = Mesh(dims, world.rank, device.type, collective_timeout(parallel))
     model = parallelize(
-        record.model,
+        replace(subject.model, max_seq_len=max(subject.model.max_seq_len, cfg.data.seq_length)),
         parallel,
         mesh,
         device=device,
-        precision=record.precision,
+        precision=subject.precision,
         seed=cfg.training.seed,
     )
-    batch_size = config.batch_size or record.batch.batch_size
-    forward = Forward(model, batch_size, cfg.data.document_mask, device, mesh)
-    try:
-        checkpoint = _load(config, checkpoint, model, world)
-        values, text = measure(forward)
-    except RunFailed as error:
-        raise UserError(str(error)) from error
-    if world.rank == 0:
-        place = {"step": checkpoint.step, "tokens_seen": checkpoint.metadata.tokens_seen}
-        title = f"{checkpoint.folder}: {checkpoint.metadata.tokens_seen:,} tokens trained on"
-        print(json.dumps(place | values) if config.json else f"{title}\n{text}")
-    del model, forward, mesh
+    subject = _load(config, subject, model, mesh, world)
+    values = evaluate(
+        model,
+        sources,
+        batch_size=config.batch_size or subject.batch_size,
+        document_mask=cfg.data.document_mask,
+        device=device,
+        mesh=mesh,
+    )
+    close_held_out(sources)
+    del model, mesh
     shut_down()
+    counts = {f"{source.group}/{source.name}": source.num_rows for source in sources}
+    for source in sources:
+        counts[source.group] = counts.get(source.group, 0) + source.num_rows
+    rows = []
+    for name in (key.removesuffix("/loss") for key in values if key.endswith("/loss")):
+        bits = values.get(f"{name}/bits_per_byte")
+        losses = f"{values[f'{name}/loss']:.4f}", f"{values[f'{name}/ppl']:.2f}"
+        rows.append((name, str(counts[name]), *losses, "—" if bits is None else f"{bits:.4f}"))
+    head = ("source", "sequences", "loss", "perplexity", "bits/byte")
+    return subject, values, table(head, rows)
 
 
 def _load(
-    config: EvaluateConfig, checkpoint: Checkpoint, model: nn.Module, world: World
-) -> Checkpoint:
-    """Loads `checkpoint`, or the newest again if its run deletes it, and returns it (collective)."""
-    chosen = iter([checkpoint])
+    config: EvaluateConfig, subject: _Subject, model: Llama, mesh: Mesh, world: World
+) -> _Subject:
+    """Loads the weights, or those of a newer checkpoint if its run deletes this one (collective)."""
+    if subject.checkpoint is None:
+        load_weights(subject.path, model, mesh, "--path")
+        return subject
+    chosen = iter([subject.checkpoint])
 
     def find() -> Checkpoint:
         first = next(chosen, None)
@@ -138,42 +259,127 @@ def _load(
         load_checkpoint(checkpoint.folder, model, None, is_alone=world.size == 1)
         return checkpoint
 
-    return read_checkpoint(find, load)
+    return _subject_of(read_checkpoint(find, load))
 
 
-def _find_measure(cfg: TrainConfig, checkpoint: Checkpoint) -> Measure:
-    """What evaluates a model on the held-out data, which are opened here."""
-    record, used = checkpoint.metadata.run, checkpoint_tokenizer(checkpoint)
-    found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=record.model.vocab_size, used=used)
-    sources = open_held_out(cfg.eval, found, record.batch.global_batch_size)
-
-    def measure(forward: Forward) -> tuple[dict[str, Any], str]:
-        values = evaluate(forward, sources)
-        close_held_out(sources)
-        return values, _table(values, sources)
-
-    return measure
-
-
-def _run_config(config: EvaluateConfig, checkpoint: Checkpoint) -> TrainConfig:
-    """The run's configuration, with evaluation on and the flags given here in their places."""
-    cfg = checkpoint.metadata.run.located
+def _eval_settings(config: EvaluateConfig, cfg: TrainConfig) -> TrainConfig:
+    """Returns the flags of the run with evaluation on and the flags of this command."""
     names = ("eval_data_path", "eval_datasets", "eval_steps")
-    given: dict[str, Any] = {name: value for name in names if (value := getattr(config, name))}
+    given: Values = {name: value for name in names if (value := getattr(config, name))}
     given |= {"eval_at_start": True, "eval_test": config.eval_test}
     if not config.eval_test:
         given["test_data_path"] = ""
-    data = replace(cfg.data, data_path=config.data_path or cfg.data.data_path)
-    return replace(cfg, eval=replace(cfg.eval, **given), data=data)
+    names = ("data_path", "seq_length", "sep_token")
+    data = {name: value for name in names if (value := getattr(config, name)) not in (None, "")}
+    return replace(cfg, eval=replace(cfg.eval, **given), data=replace(cfg.data, **data))
 
 
-def _table(values: dict[str, float], sources: Sequence[HeldOut]) -> str:
-    rows_of = {f"{source.group}/{source.name}": source.num_rows for source in sources}
-    rows = []
-    for name in (key.removesuffix("/loss") for key in values if key.endswith("/loss")):
-        of_group = sum(count for other, count in rows_of.items() if other.startswith(name + "/"))
-        bits = values.get(f"{name}/bits_per_byte")
-        losses = f"{values[f'{name}/loss']:.4f}", f"{values[f'{name}/ppl']:.2f}"
-        shown_bits = "—" if bits is None else f"{bits:.4f}"
-        rows.append((name, str(rows_of.get(name) or of_group), *losses, shown_bits))
-    return table(("source", "rows", "loss", "perplexity", "bits/byte"), rows)
+def run_tasks(config: EvaluateConfig, subject: _Subject, world: World) -> tuple[Values, str]:
+    """Returns the results of lm-evaluation-harness on an export, and its table."""
+    if find_spec("lm_eval") is None:
+        raise UserError("--tasks requires the package lm-eval; run: pip install 'lm-eval[hf]'")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    paths = config.task_path or None
+    # The index of all tasks takes seconds: use it only for tasks that the folder does not define.
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    if not all(manager.match_tasks([task]) for task in config.tasks):
+        manager = TaskManager(include_path=paths)
+    for task in config.tasks:
+        if not manager.match_tasks([task]):
+            raise UserError(f"--tasks={task} is not a task; see `lm_eval ls tasks`, or --task_path")
+    device = pick_device(world)
+    with _exported(subject, "bf16" if device.type == "cuda" else "fp32") as folder:
+        try:
+            results = simple_evaluate(
+                model="hf",
+                model_args={"pretrained": str(folder), "dtype": "auto"},
+                tasks=list(config.tasks),
+                task_manager=manager,
+                num_fewshot=config.num_fewshot,
+                limit=config.limit,
+                batch_size=config.batch_size or subject.batch_size,
+                device=str(device),
+                log_samples=False,
+            )
+        except OSError as error:  # of datasets and huggingface_hub
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(
+                f"--tasks={joined(config.tasks)} cannot read its data ({reason}); on a machine "
+                "without network, set HF_HOME to a cache that has them, and HF_HUB_OFFLINE=1"
+            ) from error
+    return {"tasks": results["results"]}, make_table(results)
+
+
+@contextmanager
+def _exported(subject: _Subject, dtype: str) -> Iterator[Path]:
+    """Returns a Hugging Face checkpoint of the model, a temporary one if it is not one itself."""
+    if subject.checkpoint is None:
+        yield subject.path
+        return
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary, "hf")
+        with redirect_stdout(sys.stderr):
+            export(ExportConfig(str(subject.path), output=str(folder), dtype=dtype))
+        yield folder
+
+
+def score_questions(config: EvaluateConfig) -> tuple[Values, str]:
+    """Returns how often the right choice is the most likely one: by the log-probability of its tokens
+    (acc), and by that per character (acc_norm), as lm-evaluation-harness defines them."""
+    path, loaded = (
+        Path(config.questions).expanduser(),
+        load_with_tokenizer(config.path, config.step),
+    )
+    right = dict.fromkeys(("acc", "acc_norm"), 0)
+    lines = read_lines(path, "--questions")
+    for number, line in enumerate(lines, 1):
+        try:
+            question = json.loads(line)
+            prompt, choices = question["prompt"], question["choices"]
+            lengths = [len(choice.removeprefix(" ")) for choice in choices]
+            correct = range(len(choices))[question["answer"]]
+            if min(lengths) == 0 or len(choices) < 2 or not isinstance(prompt, str):
+                raise ValueError
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise UserError(
+                f"--questions={path}:{number} must have a prompt, two or more choices and the index "
+                "of the answer; correct the line"
+            ) from None
+        scores = choice_scores(loaded, prompt, choices)
+        per_character = [score / length for score, length in zip(scores, lengths, strict=True)]
+        for name, rates in (("acc", scores), ("acc_norm", per_character)):
+            right[name] += rates.index(max(rates)) == correct
+    if not lines:
+        raise UserError(f"--questions={path} is empty; write one question per line")
+    values = {name: count / len(lines) for name, count in right.items()} | {"questions": len(lines)}
+    return values, ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+@torch.no_grad()
+def choice_scores(loaded: TextModel, prompt: str, choices: Sequence[str]) -> list[float]:
+    """Returns the log-probability of each choice after the prompt.
+
+    White space at the end of the prompt belongs to the choices, and tokens count from where the text
+    parts from the prompt's tokens.
+    """
+    model, tokenizer, rules = loaded
+    assert tokenizer is not None
+    texts = [prompt.rstrip(), *(prompt + choice for choice in choices)]
+    before = rules.before or (tokenizer.vocabulary.eos_id,)
+    given, *rows = ([*before, *ids] for ids in encode_texts(tokenizer, texts))
+    if max(map(len, rows)) > model.config.max_seq_len:
+        raise UserError(
+            f"a question has {max(map(len, rows))} tokens, the model's maximum length is "
+            f"{model.config.max_seq_len}; shorten it"
+        )
+    scores = []
+    for row in rows:
+        start = len(os.path.commonprefix([given, row]))
+        logits: Any = model(torch.tensor([row[:-1]], device=model.rope.device))
+        logp_SV = logits[0].float().log_softmax(-1)
+        labels = torch.tensor(row[1:], device=logp_SV.device)
+        scores.append(float(logp_SV.gather(1, labels[:, None])[start - 1 :].sum()))
+    return scores

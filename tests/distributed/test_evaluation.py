@@ -9,7 +9,7 @@ from fms_fsdp.config import FP32, DataConfig, EvalConfig, ParallelConfig
 from fms_fsdp.data.validation import open_held_out, scan_held_out
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
-from fms_fsdp.evaluate import Forward, evaluate
+from fms_fsdp.evaluate import evaluate
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.parallel.parallelize import parallelize
 from tests.distributed.launch import run_ranks
@@ -29,7 +29,7 @@ def evaluated() -> tuple[list[str], bool, float]:
     data = DataConfig(use_dummy_dataset=True, seq_length=16)
     flags = EvalConfig(eval_interval=1, eval_steps=5)
     sources = open_held_out(flags, scan_held_out(flags, data, None, vocab_size=64), 1)
-    values = evaluate(Forward(model, 2, False, cpu, mesh), sources)
+    values = evaluate(model, sources, batch_size=2, document_mask=False, device=cpu, mesh=mesh)
     whole = [
         name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
     ]

@@ -6,7 +6,7 @@ import torch
 
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.observe.metrics import Interval
+from fms_fsdp.metrics.interval import IntervalMetrics
 from fms_fsdp.state import StepResult
 from tests.distributed.launch import run_ranks
 
@@ -21,7 +21,9 @@ def read_on_rank() -> dict[str, float]:
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    interval = Interval(Mesh(ParallelDims("ddp", dp_replicate=2), rank, "cpu"), torch.device("cpu"))
+    interval = IntervalMetrics(
+        Mesh(ParallelDims("ddp", dp_replicate=2), rank, "cpu"), torch.device("cpu")
+    )
     for loss_sum, labels, norm in zip(LOSS_SUMS[rank], LABELS, NORMS, strict=True):
         numbers = (torch.tensor(number) for number in (loss_sum, labels, norm, [0]))
         last = StepResult(*numbers, extra_sums=(torch.tensor(loss_sum / 4),))

@@ -133,8 +133,9 @@ def steps_that_wait_for_nothing() -> None:
     from fms_fsdp.data.batch import Batch
     from fms_fsdp.distributed.axes import ParallelDims
     from fms_fsdp.distributed.mesh import Mesh
+    from fms_fsdp.metrics.interval import IntervalMetrics
+    from fms_fsdp.metrics.timer import PhaseTimer
     from fms_fsdp.models.config import TransformerConfig
-    from fms_fsdp.observe.metrics import Clock, Interval
     from fms_fsdp.optim.loss_scale import LossScale
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
@@ -155,8 +156,8 @@ def steps_that_wait_for_nothing() -> None:
         state = TrainState(model, optimizers, nothing, 9, loss_scale=scale)  # type: ignore[arg-type]
         rows = torch.randint(512, (4, 129))
         batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None)
-        interval = Interval(alone, device)
-        clock = Clock(device)
+        interval = IntervalMetrics(alone, device)
+        clock = PhaseTimer(device)
         for step in range(4):
             torch.cuda.set_sync_debug_mode("error" if step else "default")
             clock.mark("data")

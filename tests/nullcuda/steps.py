@@ -29,8 +29,8 @@ from fms_fsdp.config import OptimConfig, ParallelConfig, PrecisionConfig  # noqa
 from fms_fsdp.data.batch import Batch  # noqa: E402
 from fms_fsdp.distributed.mesh import Mesh, plan_dims  # noqa: E402
 from fms_fsdp.distributed.runtime import World  # noqa: E402
+from fms_fsdp.metrics.timer import PhaseTimer  # noqa: E402
 from fms_fsdp.models.variants import VARIANTS, TransformerConfig  # noqa: E402
-from fms_fsdp.observe.metrics import Clock  # noqa: E402
 from fms_fsdp.optim.loss_scale import LossScale  # noqa: E402
 from fms_fsdp.optim.optimizers import build_optimizers  # noqa: E402
 from fms_fsdp.parallel.compile import compiles_optimizer  # noqa: E402
@@ -100,7 +100,7 @@ def steps(case: dict[str, Any]) -> dict[str, Any]:
     state = TrainState(model, optimizers, nothing, 9, loss_scale=scale)
     tokens = torch.randint(config.vocab_size, (rows, length + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, None)
-    clock, kept = Clock(DEVICE), list[int]()
+    clock, kept = PhaseTimer(DEVICE), list[int]()
     # blocks lie between, and are compiled as a whole; a stage of a pipeline lacks one of the two
     if model.embed is not None and model.head is not None:
         note: Any = lambda *_: kept.append(torch.cuda.memory_allocated())  # noqa: E731

@@ -19,10 +19,10 @@ from fms_fsdp.distributed.dtensor import local_shards
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import RunFailed
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models import loss as loss_module
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
@@ -137,7 +137,7 @@ def make(state: TrainState, mesh: Mesh = ALONE, grad_clip: float = 1.0) -> StepR
         mesh, CPU, lambda step, tokens, base: 1e-2, 2, grad_clip, document_mask=False
     )
     tokens = (torch.arange(4 * 16) ** 2 % 119).view(4, 16)
-    return train_step(recipe, state, Batch(tokens, tokens.roll(-1, 1), None, None), Clock(CPU))
+    return train_step(recipe, state, Batch(tokens, tokens.roll(-1, 1), None, None), PhaseTimer(CPU))
 
 
 def numbers(state: TrainState) -> list[torch.Tensor]:

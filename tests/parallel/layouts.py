@@ -22,9 +22,10 @@ from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
+from fms_fsdp.metrics.interval import IntervalMetrics
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name
-from fms_fsdp.observe.metrics import Clock, Interval
 from fms_fsdp.optim.loss_scale import LossScale
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.optim.stochastic_rounding import RoundedWeights
@@ -118,9 +119,9 @@ def train_case(case: Case, *, alone: bool = False) -> Trained:
     for step in range(case.steps):
         first = mesh.place("dp") * rows
         batch = Batch(*(column[first : first + rows] for column in rows_of(step, config)))
-        result = train_step(recipe, state, batch, Clock(CPU))
+        result = train_step(recipe, state, batch, PhaseTimer(CPU))
         state.count(ROWS, ROWS * SEQ)
-        interval = Interval(mesh, CPU)
+        interval = IntervalMetrics(mesh, CPU)
         interval.add(result)
         values = interval.read(result, 0.0, 0, {})
         losses.append(values["loss"])

@@ -28,10 +28,11 @@ from fms_fsdp.data.batch import Batch
 from fms_fsdp.data.validation import open_held_out, scan_held_out
 from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.evaluate import Forward, evaluate
+from fms_fsdp.evaluate import evaluate
 from fms_fsdp.generate import Sampling, generate
+from fms_fsdp.metrics.interval import count_zero_gradients
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.observe.metrics import Clock, count_zeros
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.parallel.layout import layers_of_stages, stages_of_rank
@@ -155,11 +156,11 @@ def step_of(state: TrainState, recipe: TrainStep, step: int) -> list[float]:
     rows, zeros = ROWS // recipe.mesh.size("dp"), list[float]()
     parameters = list(state.model.parameters())
     state.optimizers.optimizers[0].register_step_pre_hook(
-        lambda *_: zeros.append(float(count_zeros(parameters, recipe.mesh)))
+        lambda *_: zeros.append(float(count_zero_gradients(parameters, recipe.mesh)))
     )
     first = recipe.mesh.place("dp") * rows
     batch = Batch(*(column[first : first + rows] for column in rows_of(step, SHAPE)))
-    return [float(train_step(recipe, state, batch, Clock(CPU)).grad_norm), zeros[0]]
+    return [float(train_step(recipe, state, batch, PhaseTimer(CPU)).grad_norm), zeros[0]]
 
 
 def passes_between_steps(
@@ -174,7 +175,16 @@ def passes_between_steps(
     trained, seen = list[float](), list[Any]()
     for step in range(2):
         sources = open_held_out(section, scan_held_out(section, data, None, vocab_size=VOCAB), 1)
-        seen.append(evaluate(Forward(state.model, 3, documents, CPU, mesh), sources))
+        seen.append(
+            evaluate(
+                state.model,
+                sources,
+                batch_size=3,
+                document_mask=documents,
+                device=CPU,
+                mesh=mesh,
+            )
+        )
         with evaluating(state.model):
             prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
             model: Any = state.model

@@ -14,8 +14,8 @@ from fms_fsdp.config import BF16, BatchPlan, OptimConfig, ParallelConfig
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.variants import VARIANTS
-from fms_fsdp.observe.metrics import Clock
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.memory import Step
@@ -70,9 +70,9 @@ def measured(case: Case) -> tuple[dict[str, float], dict[str, int]]:
     columns = Batch(
         *(column[first : first + rows].repeat(1, SEQ // 16) for column in rows_of(0, config))
     )
-    train_step(recipe, state, columns, Clock(CPU))
+    train_step(recipe, state, columns, PhaseTimer(CPU))
     with Sent(mesh) as counted:
-        train_step(recipe, state, columns, Clock(CPU))
+        train_step(recipe, state, columns, PhaseTimer(CPU))
     shape = Shape(config, section, case.precision, mesh.dims, SEQ, False, "cpu")
     step, place = Step(shape, batch.batch_size, case.accum), mesh.place("pp")
     predicted = sent_by(step, place, rank_cost(shape, place, step.micro_batch))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.observe.utilization import PEAK_BF16_FLOPS
+from fms_fsdp.metrics.hardware import PEAK_BF16_FLOPS
 from fms_fsdp.predict import devices
 from fms_fsdp.predict.devices import available_memory, find_device, known_device
 

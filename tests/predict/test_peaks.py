@@ -114,8 +114,8 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
     from fms_fsdp.data.batch import Batch
     from fms_fsdp.distributed.mesh import Mesh, plan_dims
     from fms_fsdp.distributed.runtime import World
+    from fms_fsdp.metrics.timer import PhaseTimer
     from fms_fsdp.models.config import TransformerConfig
-    from fms_fsdp.observe.metrics import Clock
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
     from fms_fsdp.predict.memory import Step, estimate_memory
@@ -143,7 +143,7 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
             tokens = torch.randint(config.vocab_size, (rows * accum, length))
             positions = torch.arange(length, dtype=torch.int32).expand(rows * accum, length)
             batch = Batch(tokens, tokens.roll(-1, 1), positions, torch.zeros_like(positions))
-            train_step(recipe, state, batch, Clock(cpu))
+            train_step(recipe, state, batch, PhaseTimer(cpu))
             state.count(1, 1)
 
     config, rows, length, accum = (

@@ -93,12 +93,6 @@ def summary(run: RunConfig) -> str:
     return describe(run, FRESH, budget(cuda=BIG, cpu=BIG), torch.device("cuda", 0), None)
 
 
-@pytest.fixture(autouse=True)
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPUs here are none; what describes a launch would ask them for their kernel of attention."""
-    monkeypatch.setattr("fms_fsdp.run.startup_log.chosen_backend", lambda *args: "flash")
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("ops", [(), ("--recompute_ops=attention",)])
 def test_the_first_recomputation_that_fits_is_chosen(ops: tuple[str, ...], compiled: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
-from fms_fsdp.observe.metrics import Clock
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.train import train_step
 from tests.cli import TINY, metrics, trained
 from tests.data.corpora import SEP, write_corpus
@@ -25,7 +25,7 @@ def test_step_without_labels_changes_nothing() -> None:
             batch.labels_BS.fill_(IGNORED_LABEL)
         before = [parameter.detach().clone() for parameter in state.model.parameters()]
         moments = [tensor.clone() for tensor in state.optimizers.state_dict().values()]
-        train_step(recipe, state, batch, Clock(CPU))
+        train_step(recipe, state, batch, PhaseTimer(CPU))
         after = zip(before, state.model.parameters(), strict=True)
         state_after = zip(moments, state.optimizers.state_dict().values(), strict=False)
         changed.append(any(not torch.equal(*pair) for pair in [*after, *state_after]))

@@ -33,7 +33,7 @@ SMALL = [
 ]
 
 
-OPTIONAL = ("extras", "tools", "hf", "generate", "samples", "distill", "models.gpt")
+OPTIONAL = ("tools", "hf", "generate", "samples", "distill", "models.gpt", "run.exports")
 OPTIONAL += tuple(f"parallel.{name}" for name in ("float8", "tensor", "context", "pipeline"))
 
 

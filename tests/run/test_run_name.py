@@ -37,7 +37,7 @@ VALUES: dict[str, Any] = {
     "selective_checkpointing": "1/2",
     "datasets": ("a",),
     "data_kwargs": ("a=b",),
-    "trackers": ("aim",),
+    "trackers": ("wandb",),
     "optimizer_kwargs": ("amsgrad=true",),
     "warmup": "7",
     "lr_decay": "7",

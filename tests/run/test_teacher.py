@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fms_fsdp
+from fms_fsdp import distill as distill_module
 from fms_fsdp.config import BF16, TrainConfig, TrainingConfig
 from fms_fsdp.distill import DistillingSoftmax, Teacher, distill, find_teacher
 from fms_fsdp.distributed.axes import ParallelDims
@@ -252,11 +253,9 @@ def test_what_does_not_fit_is_refused_before_any_work(teacher: Path, tmp_path: P
 def test_learned_positions_and_models_of_users_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from fms_fsdp.extras import hf_folder as part
-
     cfg = TrainConfig(training=TrainingConfig(teacher_path=str(tmp_path)))
-    monkeypatch.setattr(part, "is_hf_folder", lambda _: True)
-    monkeypatch.setattr(part, "hf_tokenizer", lambda *_: None)
+    monkeypatch.setattr(distill_module, "is_hf_checkpoint", lambda _: True)
+    monkeypatch.setattr(distill_module, "hf_used_tokenizer", lambda *_: None)
     for shape, text in (
         (
             replace(SHAPE, pos_emb="learned", max_seq_len=64),
@@ -264,8 +263,8 @@ def test_learned_positions_and_models_of_users_are_refused(
         ),
         (replace(SHAPE, model_builder="a:b"), r"cannot be used with --model_builder=a:b"),
     ):
-        folder: Any = type("Folder", (), {"shape": shape})
-        monkeypatch.setattr(part, "open_folder", lambda *_, folder=folder: folder)
+        folder: Any = type("Folder", (), {"config": shape})
+        monkeypatch.setattr(distill_module, "open_checkpoint", lambda *_, folder=folder: folder)
         with pytest.raises(ValueError, match=text):
             find_teacher(cfg, replace(SHAPE, max_seq_len=4096), None)
 

@@ -20,7 +20,7 @@ import pytest
 from fms_fsdp.data.tokenizer import SentencePieceTokenizer
 from fms_fsdp.errors import UserError, is_for_user
 from fms_fsdp.generate import Sampling, encode_prompts, generate, load, text_after
-from fms_fsdp.tools.score import read_question, score
+from fms_fsdp.tools.evaluate import choice_scores
 from tests.hf_folders import FAMILIES, template, weights_of, write_folder, write_tokenizer_json
 
 CASES = int(os.environ.get("HOSTILE_CASES", "100"))
@@ -194,21 +194,17 @@ def within(seconds: int) -> Iterator[None]:
 
 
 def use(folder: Path, draw: random.Random) -> str:
-    """Reads the folder as `generate` and `score` do; returns what the user is told."""
+    """Reads the folder as `generate` and `evaluate --questions` do; returns what the user is told."""
     try:
-        model, tokenizer, rules = load(str(folder), None, "cpu")
+        loaded = model, tokenizer, rules = load(str(folder), None, "cpu")
         if tokenizer is None:
             return "no tokenizer"
         prompts = encode_prompts(tokenizer, rules, ["the in", ""], model.config)
         sampling = Sampling(draw.choice(TEMPERATURES), top_p=draw.choice((1.0, 1e-320, 0.9)))
         drawn = list(generate(model, prompts, sampling, max_new_tokens=3, end_tokens=rules.ends))
         text_after(tokenizer, prompts[0], [token for (token, _) in drawn if token is not None])
-        asked = {
-            "prompt": draw.choice(("the ", "", "\ud800")),
-            "choices": [" in", "the"],
-            "answer": 0,
-        }
-        score(model, tokenizer, read_question(json.dumps(asked), "q:1"), rules.before)
+        prompt = draw.choice(("the ", "", "\ud800"))
+        choice_scores(loaded, prompt, [" in", "the"])
     except (UserError, OSError) as error:
         assert is_for_user(error), repr(error)
         assert "\n" not in str(error) and len(str(error)) < 2000, error

@@ -13,15 +13,13 @@ from fms_fsdp.config import BatchPlan, LogConfig, TrainConfig
 from fms_fsdp.data.batch import empty_batch
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.metrics.hardware import find_utilization
+from fms_fsdp.metrics.logger import MetricLogger
+from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
 from fms_fsdp.models.flops import flops_per_token
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS
-from fms_fsdp.observe.meter import Meter
-from fms_fsdp.observe.metrics import Clock
-from fms_fsdp.observe.sinks import MetricsFile, Sinks
-from fms_fsdp.observe.utilization import find_utilization
 from fms_fsdp.optim.optimizers import build_optimizers
-from fms_fsdp.run.startup_log import Phases
 from fms_fsdp.state import TrainState
 from tests.specs import resolved
 
@@ -65,9 +63,8 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     """Eight ranks train 8 x 3 rows of 4,096 tokens in half a second, on devices of 1 PFLOP/s."""
     config, cpu = VARIANTS["tiny"], torch.device("cpu")
     batch = BatchPlan(3, 1, dims.size("dp"))
-    cfg = TrainConfig(
-        log=LogConfig(output_dir=str(tmp_path), trackers=("none",), peak_tflops=1000.0)
-    )
+    log = LogConfig(output_dir=str(tmp_path), trackers=("none",), peak_tflops=1000.0)
+    cfg = TrainConfig(log=log)
     run = resolved(cfg, model=config, dims=dims, batch=batch, world_size=8)
     model = Llama(config)
     stream: Any = SimpleNamespace(consumption=dict)
@@ -75,12 +72,11 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     state.samples_at_end = 10 * 24
     for _ in range(5):
         state.count(24, 24 * 4096)
-    mesh, clock = Mesh(dims, 0, "cpu"), Clock(cpu)
+    mesh, timer = Mesh(dims, 0, "cpu"), PhaseTimer(cpu)
     monkeypatch.setattr(mesh, "sum", lambda tensor, axis: tensor)  # there is one process
-    sinks = Sinks(MetricsFile(tmp_path / "metrics.jsonl"), [], 1, {})
-    meter = Meter(run, cpu, mesh, state, sinks, clock, Phases())
-    batch = empty_batch(3, 4096)
-    record = meter._record(state, {"energy_j": 0.0}, TIMES, batch)
+    metrics = MetricLogger(run, cpu, mesh, state, 1, timer, LaunchPhases())
+    state.batch = empty_batch(3, 4096)
+    record = metrics._measure(state, {"energy_j": 0.0}, TIMES)
     assert record["tokens_per_sec"] == pytest.approx(24 * 4096 / 0.5)
     assert record["tokens_per_sec_per_device"] == pytest.approx(3 * 4096 / 0.5)
     flops = flops_per_token(config, 4096)
@@ -88,4 +84,4 @@ def test_rates_and_mfu_are_those_of_one_of_all_devices(
     assert record["tflops_per_device"] == pytest.approx(1000 * record["mfu"])
     assert state.tokens_seen == 5 * 24 * 4096 and record["eta_s"] == pytest.approx(2.5)
     assert state.samples_seen == 5 * 24
-    sinks.close()
+    metrics.close()

@@ -7,9 +7,9 @@ import math
 import resource
 import sys
 import time
-import timeit
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +17,10 @@ import torch
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.dtensor import global_norm
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.extras.sensors import find_sensors
-from fms_fsdp.observe.metrics import Clock, Interval, count_zeros, memory, report_line
-from fms_fsdp.observe.sensors import EnergyMeter, find_meter, read_all
-from fms_fsdp.observe.sinks import MetricsFile
-from fms_fsdp.observe.utilization import Utilization
+from fms_fsdp.metrics.hardware import EnergyMeter, Utilization, diagnostics, memory_stats
+from fms_fsdp.metrics.interval import IntervalMetrics, count_zero_gradients
+from fms_fsdp.metrics.logger import MetricsFile, report_line
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.state import StepResult
 
 CPU = torch.device("cpu")
@@ -97,7 +96,7 @@ def test_an_interval_is_the_mean_over_labels_and_steps_without_skipped_ones() ->
         step(7.0, 7, math.inf),
     ]
     steps.append(step(12.0, 6, 3.0))
-    interval = Interval(ALONE, CPU)
+    interval = IntervalMetrics(ALONE, CPU)
     for taken in steps:
         interval.add(taken)
     values = interval.read(steps[-1], 2.5, 3, {"param_norm": torch.tensor(7.0)})
@@ -120,7 +119,7 @@ def test_an_interval_is_the_mean_over_labels_and_steps_without_skipped_ones() ->
 
 
 def test_an_interval_of_skipped_steps_alone_has_no_means() -> None:
-    interval = Interval(ALONE, CPU)
+    interval = IntervalMetrics(ALONE, CPU)
     interval.add(step(math.inf, 3, math.nan))
     values = interval.read(step(math.inf, 3, math.nan), 0.0, 0, {})
     assert (
@@ -136,20 +135,20 @@ def test_norm_and_zeros_equal_those_of_one_flat_vector() -> None:
     parameters[0].grad = torch.tensor([[0.0, 1.0, 0.0]]).repeat(5, 1)
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
     assert global_norm(parameters, ALONE).item() == pytest.approx(flat.norm().item())
-    assert count_zeros(parameters, ALONE).item() == 10
+    assert count_zero_gradients(parameters, ALONE).item() == 10
 
 
 def test_utilization_is_achieved_over_peak_and_absent_where_the_peak_is_unknown() -> None:
     known = Utilization(model=6_000_000, matmul=5_000_000, hardware=8_000_000, peak_flops=1e12)
     expected = {"tflops_per_device": 0.06, "mfu": 0.06, "mfu_matmul": 0.05, "hfu": 0.08}
-    assert known.of(10_000.0) == pytest.approx(expected)
-    assert Utilization(6_000_000, 5_000_000, 8_000_000, None).of(10_000.0) == {
+    assert known.metrics(10_000.0) == pytest.approx(expected)
+    assert Utilization(6_000_000, 5_000_000, 8_000_000, None).metrics(10_000.0) == {
         "tflops_per_device": 0.06
     }
 
 
 def test_the_clock_splits_time_into_parts_and_starts_anew() -> None:
-    clock = Clock(CPU)
+    clock = PhaseTimer(CPU)
     begin = time.perf_counter()
     beside = {"eval": 0.04, "checkpoint": 0.03}
     passes = {"forward": 0.015, "backward": 0.025, "clip": 0.005}
@@ -181,129 +180,55 @@ def test_what_a_gpu_has_still_to_do_before_a_save_is_time_of_the_steps(
 ) -> None:
     """Its host runs ahead: a save after a step that is not reported waits for the steps first."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.05))
-    clock = Clock(torch.device("cuda"))
+    clock = PhaseTimer(torch.device("cuda"))
     for part in ("device", "checkpoint"):
         clock.mark(part)
     times = clock.read()
     assert times["step_time_ms"] >= 50 and times["checkpoint_ms"] < 25
 
 
-def test_the_report_line_reads_like_a_sentence() -> None:
-    line = report_line(RECORD, num_steps=100)
-    for part in (
-        "step  20/100",
-        "loss 2.6000",
-        "41k tokens",
-        "1,234 tok/s",
-        "mfu 25 %",
-        "0:00:40 left",
-    ):
-        assert part in line, line
-    assert "mfu" not in report_line(
-        {key: value for key, value in RECORD.items() if key != "mfu"}, num_steps=100
+def test_memory_of_this_process_is_below_its_peak() -> None:
+    found = memory_stats(CPU)
+    assert 0 < found["mem_gib"] <= found["peak_mem_gib"] < 1000
+
+
+def test_report_line_reads_like_a_sentence() -> None:
+    progress: Any = SimpleNamespace(
+        step=20, num_steps=100, steps_in_launch=20, validation=(15, 2.75)
     )
+    line = report_line({**RECORD, "masked_rows": 3}, progress)
+    words = "step 20/100  loss 2.6000  3 rows masked  val 2.7500  lr 1.00e-03  norm 0.500"
+    assert line.startswith(f"{words}  41k tokens  1,234 tok/s/device  mfu 25%  0:00:40 left")
+    progress.steps_in_launch = 1  # it compiles
+    line = report_line({**RECORD, "masked_rows": 0}, progress)
+    assert "tok/s" not in line and "left" not in line and "masked" not in line
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"masked_rows": 123_456, "loss_mean": 12.3456},
-        {
-            "step": 10**7,
-            "tokens_seen": 15 * 10**12,
-            "tokens_per_sec_per_device": 1_234_567.8,
-            "eta_s": 1e8,
-        },
-    ],
-)
-def test_the_report_line_fits_a_terminal_and_keeps_what_matters(more: dict[str, float]) -> None:
-    record = {**RECORD, **more}
-    line = report_line(record, num_steps=10**7, validation=12.3456)
-    assert len(line) <= 110, line
-    assert f"loss {record['loss_mean']:.4f}" in line and "val 12.3456" in line and " left" in line
-    assert ("rows masked" in line) == ("masked_rows" in more)
-
-
-def test_the_packages_of_a_cpu_are_metered_and_their_counters_wrap_around(tmp_path: Path) -> None:
-    for name, energy in (
-        ("intel-rapl:0", 5_000_000),
-        ("intel-rapl:1", 9_000_000),
-        ("intel-rapl:0:0", 1),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "energy_uj").write_text(f"{energy}\n")
-        (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
-    meter = find_meter(CPU, 0, tmp_path)
-    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("7500000\n")
-    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("1000000\n")
-    assert meter.read_j() == pytest.approx(2.5 + 2.0)
-    assert meter.read_j() == 0.0
-    assert find_meter(CPU, 1, tmp_path).read_j() == 0.0  # one rank of a node counts its packages
-
-
-def test_a_counter_that_fails_is_left_out() -> None:
+def test_energy_meter_survives_a_failing_counter() -> None:
     readings = iter([1.0, 4.0])
-    meter = EnergyMeter({"one": lambda: next(readings), "broken": lambda: 1 / 0})
-    assert meter.read_j() == 3.0
-    assert meter.read_j() == 0.0  # exhausted: StopIteration
+    meter = EnergyMeter(CPU, lambda: next(readings))
+    assert meter.read_joules() == 3.0
+    assert meter.read_joules() == 0.0  # exhausted: StopIteration
+    assert EnergyMeter(CPU).read_joules() == 0.0
 
 
-def machine(folder: Path) -> Path:
-    """The folder /sys of a machine with two CPUs, of which one is hotter, and a disk that is hotter still."""
-    for number, (name, heat) in enumerate(
-        (("coretemp", 41000), ("nvme", 70000), ("coretemp", 55500))
-    ):
-        chip = folder / f"class/hwmon/hwmon{number}"
-        chip.mkdir(parents=True)
-        (chip / "name").write_text(f"{name}\n")
-        (chip / "temp1_input").write_text(f"{heat}\n")
-    clock = folder / "devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"
-    clock.parent.mkdir(parents=True)
-    clock.write_text("2400000\n")
-    return folder
-
-
-def test_the_sensors_of_a_machine_are_read_by_name_within_a_millisecond(tmp_path: Path) -> None:
-    sensors = find_sensors(CPU, machine(tmp_path))
-    found = read_all(sensors)
-    assert (found["cpu_temperature_c"], found["cpu_clock_mhz"]) == (55.5, 2400.0)
-    assert found["shm_gib"] >= 0 and found["host_rss_gib"] == pytest.approx(
-        memory(CPU)["mem_gib"], rel=0.1
-    )
-    assert min(timeit.repeat(lambda: read_all(sensors), number=1, repeat=50)) < 1e-3
-
-
-def test_a_machine_that_shows_nothing_has_no_such_readings(tmp_path: Path) -> None:
-    assert set(read_all(find_sensors(CPU, tmp_path))) == {"shm_gib", "host_rss_gib"}
-
-
-def test_a_gpu_is_read_by_nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = {("degrees", 0): 61, ("hertz", 1): 1980, ("hertz", 2): 2619}
+def test_gpu_is_read_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    joules = iter([5000, 7500])
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        NVML_TEMPERATURE_GPU=0,
-        NVML_CLOCK_SM=1,
-        NVML_CLOCK_MEM=2,
-        nvmlDeviceGetTemperature=lambda handle, which: asked["degrees", which],
-        nvmlDeviceGetClockInfo=lambda handle, which: asked["hertz", which],
         nvmlDeviceGetTotalEnergyConsumption=lambda handle: (
             next(joules) if handle == "GPU-a1" else None
         ),
     )
-    joules = iter([5000, 7500])
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a1")
     )
+    monkeypatch.setattr(torch.cuda, "temperature", lambda device: 61)
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1 / 0)
     gpu = torch.device("cuda", 0)
-    found = read_all(find_sensors(gpu, tmp_path))
-    names = ("gpu_temperature_c", "gpu_clock_mhz", "gpu_memory_clock_mhz")
-    assert [found[name] for name in names] == [61, 1980, 2619]
-    assert find_meter(gpu, 1, tmp_path).read_j() == 2.5
-
-
-def test_memory_of_this_process_is_below_its_peak() -> None:
-    found = memory(CPU)
-    assert 0 < found["mem_gib"] <= found["peak_mem_gib"] < 1000
+    found = diagnostics(gpu)
+    assert found["gpu_temperature_c"] == 61 and "gpu_clock_mhz" not in found
+    assert found["host_rss_gib"] == pytest.approx(memory_stats(CPU)["mem_gib"], rel=0.1)
+    assert EnergyMeter(gpu).read_joules() == 2.5

@@ -1,1 +1,0 @@
-"""Optional components. The function that uses one imports it, so a default run imports none."""

@@ -1,0 +1,154 @@
+"""Values of steps, summed on the device between reports and reduced over ranks once per report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fms_fsdp.data.batch import Batch, fingerprint
+from fms_fsdp.data.stream import Stream
+from fms_fsdp.distributed.dtensor import local_shard, num_copies
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.state import StepResult
+
+
+class IntervalMetrics:
+    """Loss and gradient norm over the steps since the last report.
+
+    `add` does not wait for the device. Skipped steps, whose gradient was not finite, are counted
+    and are not in the sums. `extra_losses` names the entries of `StepResult.extra_sums`.
+    """
+
+    def __init__(
+        self, mesh: Mesh, device: torch.device, extra_losses: Sequence[str] = ("z_loss",)
+    ) -> None:
+        self._mesh, self._device, self._extra_losses = mesh, device, extra_losses
+        self._reset()
+
+    def _reset(self) -> None:
+        zeros = torch.zeros(5, dtype=torch.float64, device=self._device)
+        self._loss, self._labels, self._norms, self._max_norm, self._skipped = zeros
+        self._steps = 0
+
+    def add(self, result: StepResult) -> None:
+        """Adds one step."""
+        finite = torch.isfinite(result.grad_norm)
+        norm = torch.where(finite, result.grad_norm, 0.0)
+        self._loss += torch.where(finite, result.loss_sum, 0.0)
+        self._labels += torch.where(finite, result.num_labels, 0)
+        self._norms += norm
+        self._max_norm.copy_(torch.maximum(self._max_norm, norm))
+        self._skipped += ~finite
+        self._steps += 1
+
+    def read(
+        self,
+        result: StepResult,
+        energy_j: float = 0.0,
+        masked_rows: int = 0,
+        replicated: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, float]:
+        """Returns the metrics of the last step and of the interval, and resets the sums.
+
+        Collective: every rank. Waits for the device, with one copy to the host. `energy_j` and
+        `masked_rows` are summed over ranks; `replicated` values are identical on every rank. A
+        mean over no label is NaN.
+        """
+        mesh, replicated = self._mesh, replicated or {}
+        losses = self._stack(result.loss_sum, self._loss, *result.extra_sums)
+        rows = masked_rows * mesh.counts_for("dp")
+        host = torch.tensor([energy_j, rows], dtype=torch.float64)
+        host = host.to(self._device, non_blocking=True)
+        sums = mesh.sum(torch.cat([losses * mesh.counts_for("losses"), host]), "world")
+        norms = result.grad_norm, self._norms, self._max_norm, self._skipped
+        shared = self._stack(result.num_labels, self._labels, *norms, *replicated.values())
+        values = torch.cat([sums, shared]).tolist()  # the only wait for the device
+        loss, loss_sum, *extra, energy_j, rows = values[: len(sums)]
+        labels, all_labels, norm, norm_sum, max_norm, skipped, *others = values[len(sums) :]
+        steps = self._steps - skipped
+        self._reset()
+        loss = loss / labels if labels else math.nan
+        metrics = {
+            "loss": loss,
+            "loss_mean": loss_sum / all_labels if all_labels else math.nan,
+            "perplexity": math.exp(min(loss, 20.0)),
+            "grad_norm": norm,
+            "grad_norm_mean": norm_sum / steps if steps else math.nan,
+            "grad_norm_max": max_norm if steps else math.nan,
+            "skipped_steps": int(skipped),
+            "masked_rows": int(rows),
+            "energy_j": energy_j,
+        }
+        for (name, tensor), value in zip(replicated.items(), others, strict=True):
+            metrics[name] = value if tensor.is_floating_point() else int(value)
+        for name, value in zip(self._extra_losses, extra, strict=False):
+            metrics[name] = value / max(labels, 1)
+        return metrics
+
+    def _stack(self, *values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([value.to(self._device, torch.float64) for value in values])
+
+
+def count_zero_gradients(parameters: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """Counts the elements of the full gradient that are exactly zero (collective: every rank)."""
+    count = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            zeros = (local_shard(parameter.grad) == 0).sum()
+            count += zeros / num_copies(parameter.grad, mesh)
+    return mesh.sum(count, "replica").round().long()
+
+
+def global_fingerprint(batch: Batch, mesh: Mesh) -> str:
+    """Returns the fingerprint of the global batch as 16 hex digits (collective: every rank).
+
+    `batch` holds this rank's sequences.
+    """
+    local = fingerprint(batch, first_row=mesh.place("dp") * len(batch.tokens_BS)) % 2**64
+    # the sum over ranks wraps around in int64 as it does in uint64
+    as_int64 = torch.from_numpy(np.array([local], dtype=np.uint64).view(np.int64))
+    return f"{int(mesh.sum(as_int64, 'dp').item()) % 2**64:016x}"
+
+
+def describe_data(stream: Stream, mesh: Mesh, step: int) -> str:
+    """Returns the fingerprint and first documents of a step's global batch, as a sentence.
+
+    Collective: every rank. Reads the batch again.
+    """
+    batch = stream.batch_at(step)
+    if batch is None:
+        return "The data come from a custom stream."
+    text = f"Data fingerprint {global_fingerprint(batch, mesh)}"
+    documents = stream.documents(step)
+    return f"{text}; documents: {', '.join(documents)}, …" if documents else f"{text}; synthetic."
+
+
+@dataclass
+class SpikeDetector:
+    """Finds losses that are `threshold` (0: off) standard deviations above the recent mean.
+
+    Mean and deviation are exponential averages over about 50 reports without the spikes.
+    """
+
+    threshold: float
+    _mean: float = 0.0
+    _variance: float = 0.0
+    _count: int = 0
+
+    def is_spike(self, loss: float) -> bool:
+        """Returns whether `loss` is a spike, and adds it to the averages. Never before report 20."""
+        if not math.isfinite(loss):
+            return False
+        deviation = max(math.sqrt(self._variance), 0.005 * abs(self._mean))
+        if self.threshold and self._count >= 20 and loss - self._mean > self.threshold * deviation:
+            return True
+        self._count += 1
+        weight = max(1 / self._count, 0.02)
+        difference = loss - self._mean
+        self._mean += weight * difference
+        self._variance = (1 - weight) * (self._variance + weight * difference * difference)
+        return False

@@ -1,0 +1,278 @@
+"""The log line, metrics.jsonl and the trackers.
+
+Between reports nothing is read back from the device. Every rank measures; rank 0 writes.
+docs/metrics.md defines each number of a record.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fms_fsdp.config.values import short
+from fms_fsdp.distributed.dtensor import global_norm
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import log, show_progress
+from fms_fsdp.errors import RunFailed
+from fms_fsdp.metrics.hardware import EnergyMeter, diagnostics, find_utilization, memory_stats
+from fms_fsdp.metrics.interval import (
+    IntervalMetrics,
+    SpikeDetector,
+    count_zero_gradients,
+    global_fingerprint,
+)
+from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
+from fms_fsdp.metrics.trackers import Record, finite_numbers, open_trackers
+from fms_fsdp.state import RunConfig, StepResult, TrainState
+
+_PACE_REPORTS = 20  # the time left follows from the mean pace of so many reports
+
+
+class MetricLogger:
+    """Reports the first, the last and every `report_interval`-th step.
+
+    Other components log what they measured with `log`, `log_text` and `event`.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        device: torch.device,
+        mesh: Mesh,
+        state: TrainState,
+        attempt: int,
+        timer: PhaseTimer,
+        phases: LaunchPhases,
+    ) -> None:
+        cfg = run.config
+        self._run, self._device, self._mesh, self._cfg = run, device, mesh, cfg.log
+        self._state = state
+        self._attempt, self._timer, self._phases = attempt, timer, phases
+        self._file = MetricsFile(
+            Path(cfg.output_dir, "metrics.jsonl") if mesh.is_main else Path(os.devnull)
+        )
+        self._trackers = open_trackers(cfg, state) if mesh.is_main else []
+        extra_losses = ("z_loss", "teacher_kl") if run.model.z_loss else ("teacher_kl",)
+        self._interval = IntervalMetrics(mesh, device, extra_losses)
+        self._utilization = find_utilization(run, device)
+        if device.type == "cuda" and self._utilization.peak_flops is None:
+            name = torch.cuda.get_device_name(device)
+            log.info("mfu is not reported: no known peak for %s; set --peak_tflops", name)
+        self._spikes = SpikeDetector(cfg.training.spike_threshold)
+        self._energy, self._energy_j = EnergyMeter(device), 0.0
+        self._parameters = list(state.model.parameters())
+        self._zero_gradients: torch.Tensor | None = None
+        if cfg.log.log_num_zeros:
+            first = state.optimizers.optimizers[0]
+            first.register_step_pre_hook(lambda *_: self._count_zero_gradients())
+        self._paces: deque[float] = deque(maxlen=_PACE_REPORTS)  # seconds per sequence
+        self._last_report = 0, 0, time.time()  # steps and tokens of this launch, time
+        self._last_step = 0
+
+    def after_step(self, state: TrainState, result: StepResult) -> bool:
+        """Adds a step, and reports if a report is due (collective: every rank).
+
+        Returns whether it reported, and so waited for the device.
+        """
+        self._interval.add(result)
+        step, every = state.step, self._cfg.report_interval
+        if not self._is_report(state, step):
+            following = min(state.num_steps, (step // every + 1) * every)
+            show_progress(f"step {step}/{state.num_steps} · next report at step {following}")
+            if self._cfg.print_interval and step % self._cfg.print_interval == 0:
+                now = datetime.now().strftime("%H:%M:%S")
+                log.info("step %d/%d at %s", step, state.num_steps, now)
+            return False
+        masked_rows = state.stream.num_masked_rows
+        values = self._interval.read(
+            result, self._energy.read_joules(), masked_rows, self._replicated(result)
+        )
+        self._timer.mark("report")
+        record = self.log(state, self._measure(state, values, self._timer.read()))
+        log.info(report_line(record, state))
+        if state.steps_in_launch == 1:
+            self._phases.done("first step")
+            log.info(self._phases.text())
+            seconds = {f"{k.replace(' ', '_')}_s": v for k, v in self._phases.seconds.items()}
+            self.event("start", step, world_size=self._mesh.size("world"), **seconds)
+        if self._spikes.is_spike(record["loss"]):
+            log.warning(
+                "step %d: loss spike; list its data with `python -m fms_fsdp inspect step --step=%d`; "
+                "to skip such data, resume from an earlier checkpoint with --resume_step and "
+                "--skip_steps=%d:%d",
+                *(step, step, step - every, step + every),
+            )
+            self.event(
+                "spike", step, loss=record["loss"], data_fingerprint=record["data_fingerprint"]
+            )
+        return True
+
+    def finish(self) -> None:
+        """Raises RunFailed if metrics.jsonl could not be written."""
+        if self._file.problem:
+            fix = "free space and start the run again: it resumes from the newest checkpoint"
+            raise RunFailed(f"{self._file.problem}; {fix}")
+
+    def _is_report(self, state: TrainState, step: int) -> bool:
+        always = (1, state.start + 1, state.num_steps)
+        return step in always or step % self._cfg.report_interval == 0
+
+    def _count_zero_gradients(self) -> None:
+        state = self._state
+        if self._is_report(state, state.step + 1):
+            self._zero_gradients = count_zero_gradients(self._parameters, self._mesh)
+
+    def _replicated(self, result: StepResult) -> dict[str, torch.Tensor]:
+        """Returns the device values that are identical on every rank."""
+        values = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
+        if self._cfg.log_param_norm:
+            values["param_norm"] = global_norm(self._parameters, self._mesh)
+        if self._zero_gradients is not None:
+            values["grad_zeros"] = self._zero_gradients
+        return values
+
+    def _measure(
+        self, state: TrainState, values: dict[str, float], times: dict[str, float]
+    ) -> Record:
+        """Returns the values of a report: the reduced ones, speed, time left, memory, data."""
+        run, energy_j, now = self._run, values.pop("energy_j"), time.time()
+        steps, tokens = state.steps_in_launch, state.seen_in_launch[1]
+        last_steps, last_tokens, last_time = self._last_report
+        self._last_report = steps, tokens, now
+        rate = 1000 * (tokens - last_tokens) / (steps - last_steps) / times["step_time_ms"]
+        device_rate = rate / self._mesh.size("world")
+        between_ms = times["eval_ms"] + times["checkpoint_ms"] + times["logging_ms"]
+        pace = (times["step_time_ms"] + between_ms) / 1000 / state.batch_samples
+        if steps > 1:  # the first step compiles and warms up
+            self._paces.append(pace)
+        eta_s = (state.samples_at_end - state.samples_seen) * statistics.fmean(
+            self._paces or [pace]
+        )
+        peak_lr = run.config.optim.learning_rate
+        record: Record = {
+            **values,
+            "lr": run.schedule(state.step, state.tokens_seen, peak_lr),
+            "batch_rows": state.batch_samples,
+            "batch_tokens": state.batch_tokens,
+            "tokens_per_sec_per_device": device_rate,
+            "tokens_per_sec": rate,
+            **self._utilization.metrics(device_rate),
+            **times,
+            **memory_stats(self._device),
+            **(diagnostics(self._device) if self._cfg.diagnostics else {}),
+            "eta_s": eta_s,
+            "finish_at": datetime.fromtimestamp(now + eta_s).strftime("%Y-%m-%d %H:%M"),
+        }
+        if energy_j:
+            self._energy_j += energy_j
+            record["power_w"] = energy_j / max(1e-9, now - last_time)
+            record["energy_kwh"] = self._energy_j / 3.6e6
+        assert state.batch is not None
+        record["data_fingerprint"] = global_fingerprint(state.batch, self._mesh)
+        for source, used in self._state.stream.consumption().items():
+            record |= {f"epoch/{source}": used["epoch"], f"tokens/{source}": used["tokens"]}
+        return record
+
+    def log(self, state: TrainState, values: Mapping[str, Any]) -> Record:
+        """Writes and returns a record of the last step: its counters and the values."""
+        self._last_step = state.step
+        record = self._with_counters(state, values)
+        state.metrics |= finite_numbers(record)
+        self._file.write(record)
+        state.record_error = self._file.problem
+        for tracker in self._trackers:
+            tracker.write(record)
+        return record
+
+    def log_text(self, state: TrainState, name: str, text: str) -> None:
+        """Sends a text to the trackers; metrics.jsonl holds none."""
+        for tracker in self._trackers:
+            tracker.write(self._with_counters(state, {name: text}))
+
+    def _with_counters(self, state: TrainState, values: Mapping[str, Any]) -> Record:
+        return {
+            "attempt": self._attempt,
+            "step": state.step,
+            "tokens_seen": state.tokens_seen,
+            "samples_seen": state.samples_seen,
+            "time": round(time.time(), 3),
+            **values,
+        }
+
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        """Writes an event to metrics.jsonl."""
+        now = round(time.time(), 3)
+        event = {"event": name, "attempt": self._attempt, "step": step, "time": now}
+        self._file.write(event | fields)
+
+    def close(self) -> None:
+        """Closes the trackers, and logs the seconds that this launch spent in each phase."""
+        for tracker in self._trackers:
+            tracker.close()
+        seconds = {f"{phase}_s": round(s, 3) for phase, s in self._timer.totals.items()}
+        self.event("end", self._last_step, **seconds)
+        self._file.close()
+
+
+class MetricsFile:
+    """metrics.jsonl: one flat JSON object per line, append only.
+
+    Opening removes a last line that a crash has cut short. `problem` says why the file cannot be
+    written, such as a full disk; the run then saves a checkpoint and ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.is_file():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open during the run
+        self.problem = ""
+
+    def write(self, record: Record) -> None:
+        """Appends a record, unless there is a `problem`. NaN and infinity become null."""
+        finite = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in record.items()
+        }
+        line = json.dumps(finite).encode() + b"\n"
+        try:
+            while line and not self.problem:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self.problem = f"{self._file.name} cannot be written: {error.strerror}"
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+def report_line(record: Record, state: TrainState) -> str:
+    """Returns a report as one line, with the mean loss of the interval.
+
+    The first step of a launch compiles, so its line has no throughput and no time left.
+    """
+    parts = [
+        f"step {state.step}/{state.num_steps}",
+        f"loss {record['loss_mean']:.4f}",
+        f"{record['masked_rows']} rows masked" if record["masked_rows"] else "",
+        f"val {state.validation[1]:.4f}" if state.validation else "",
+        f"lr {record['lr']:.2e}",
+        f"norm {record['grad_norm']:.3f}",
+        f"{short(record['tokens_seen'], 3)} tokens",
+    ]
+    if state.steps_in_launch > 1:
+        parts.append(f"{record['tokens_per_sec_per_device']:,.0f} tok/s/device")
+        parts.append(f"mfu {record['mfu']:.0%}" if "mfu" in record else "")
+        parts.append(f"{timedelta(seconds=round(record['eta_s']))} left")
+    parts.append(f"{record['peak_mem_gib']:.1f} GiB")
+    return "  ".join(filter(None, parts))

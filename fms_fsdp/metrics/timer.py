@@ -1,0 +1,103 @@
+"""Time per phase of a launch and of the training loop."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+_TIMED_STEPS = 64  # CUDA events of so many steps are kept per report
+_BETWEEN_STEPS = ("start", "eval", "checkpoint", "logging")
+_PASSES = ("forward", "backward", "forward_backward")
+_REPORTED = ("forward", "backward", "clip", "optimizer", "eval", "checkpoint", "logging")
+
+
+class PhaseTimer:
+    """Attributes the wall time of a launch to phases.
+
+    Phases of a step: data, forward, backward (forward_backward in a pipeline), clip, optimizer.
+    Phases between steps: start, eval, checkpoint, logging. Any other phase counts as step time.
+    On a GPU the host runs ahead of the device, so CUDA events time the phases of a step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self._steps = 0
+        self._events: deque[list[tuple[str, torch.cuda.Event]]] = deque(maxlen=_TIMED_STEPS)
+        self._last = time.perf_counter()
+        self.totals: dict[str, float] = {}
+        """Seconds per phase since the start of the launch."""
+
+    def mark(self, phase: str) -> None:
+        """Adds the time since the last mark to `phase`. The phase "device" waits for the GPU."""
+        if self._is_cuda and phase == "device":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + elapsed
+        self.totals[phase] = self.totals.get(phase, 0.0) + elapsed
+        self._steps += phase == "optimizer"
+        if self._is_cuda and phase in ("data", *_PASSES, "clip", "optimizer"):
+            if phase == "data":
+                self._events.append([])
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events[-1].append((phase, event))
+
+    def read(self) -> dict[str, float]:
+        """Returns milliseconds per step since the last call and resets the timer.
+
+        On a GPU, the device must have finished its work.
+        """
+        steps = max(1, self._steps)
+        ms = {phase: 1000 * seconds / steps for phase, seconds in self._seconds.items()}
+        step_ms = sum(value for phase, value in ms.items() if phase not in _BETWEEN_STEPS)
+        complete = [events for events in self._events if events[-1][0] == "optimizer"]
+        if complete:
+            ms |= dict.fromkeys((*_PASSES, "clip", "optimizer"), 0.0)
+        for events in complete:
+            for (_, begin), (phase, end) in pairwise(events):
+                ms[phase] += begin.elapsed_time(end) / len(complete)
+        self._seconds, self._steps = {}, 0
+        self._events.clear()
+        return {
+            "step_time_ms": step_ms,
+            "data_wait_ms": ms.get("data", 0.0),
+            "forward_backward_ms": sum(ms.get(phase, 0.0) for phase in _PASSES),
+            **{f"{phase}_ms": ms.get(phase, 0.0) for phase in _REPORTED},
+        }
+
+
+class LaunchPhases:
+    """How long each phase of a launch took, from the start of the process to the first step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic() - process_age_s()
+
+    def done(self, name: str) -> None:
+        """Adds the time since the last phase ended to this one."""
+        now = time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def text(self) -> str:
+        parts = ", ".join(
+            f"{name} {took:.1f}" for name, took in self.seconds.items() if took >= 0.05
+        )
+        return f"{sum(self.seconds.values()):.1f} s from launch to the first step done: {parts}"
+
+
+def process_age_s() -> float:
+    """Returns the seconds since this process was started; 0 if the kernel does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        return uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
