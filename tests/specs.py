@@ -9,6 +9,7 @@ from fms_fsdp.config import FP32, BatchPlan, Precision, TrainConfig
 from fms_fsdp.config.batch import last_step
 from fms_fsdp.config.parse import parse
 from fms_fsdp.data.validation import scan_held_out
+from fms_fsdp.distill import find_teacher
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World, log, pick_device, versions
@@ -96,7 +97,8 @@ def planned(
     scan_held_out(cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
     if cfg.eval.sample_interval:
         read_prompts(cfg.eval, cfg.data, model)
-    memory = setup.add_teacher(memory, cfg, model, corpus, dims)
+    if cfg.training.teacher_path and not dims.divides_model:
+        memory = replace(memory, teacher=find_teacher(cfg, model, corpus))
     run, _ = setup.plan_run(cfg, device, dims, precision, model, corpus, resume, memory)
     check_resume(run, resume)
     return run

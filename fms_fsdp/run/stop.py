@@ -19,12 +19,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from fms_fsdp.config.training import TrainingConfig
+from fms_fsdp.metrics.timer import process_age_s
 from fms_fsdp.run.status import RESUME_ME, RunStatus
 
 if TYPE_CHECKING:
     from fms_fsdp.distributed.runtime import HostCopy
-    from fms_fsdp.metrics.timer import process_age_s
-from fms_fsdp.state import TrainState
+    from fms_fsdp.state import TrainState
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 

@@ -181,15 +181,6 @@ def test_the_name_of_a_run_does_not_depend_on_what_was_chosen() -> None:
     assert names == {parse_flags(TrainConfig, ["--use_dummy_dataset=True", *flags]).run_name}
 
 
-def test_recomputation_that_an_axis_refuses_is_not_chosen() -> None:
-    """In fp32 and compiled, `blocks` and `ops` are refused beside tp."""
-    flags = [*SEVEN, "--use_dummy_dataset=True", "--use_torch_compile=True", "--tp_size=2"]
-    cfg, world = parse_flags(TrainConfig, flags), World(0, 0, 2, 2)
-    dims = plan_dims(cfg.parallel, "7b", world)
-    memory, precision = budget(world, cuda=1, cpu=1), cfg.precision.resolve("fp32")
-    assert planned_in(cfg, memory, dims, precision).config.parallel.recompute == "cheap"
-
-
 def test_fsdp_takes_the_place_of_hsdp_only_by_default_and_only_where_it_helps() -> None:
     variant = "--model_variant=13b"
     need = {
