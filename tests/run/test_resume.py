@@ -171,7 +171,7 @@ REFUSED = {
     "--attn_window_pattern=LG": "--attn_window_pattern=LG has no effect without --attn_window",
     "--z_loss=1e-4": "--z_loss=0.0001 does not match the checkpoint",
     "--vocab_multiple_of=100": "--vocab_multiple_of=100 does not match the checkpoint",
-    "--model_builder=tests.models.test_families:build": "--model_builder=tests.models.test_fam",
+    "--model_builder=fms_fsdp.models.llama:Llama": "--model_builder=fms_fsdp.models.llama:Llama",
     "--optimizer=sgd": "--optimizer=sgd does not match the state of the checkpoint",
     "--seed=7": "--seed=7 does not match the checkpoint (2023)",
 }
