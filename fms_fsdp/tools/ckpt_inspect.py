@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
 from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
 from fms_fsdp.config import flag
+from fms_fsdp.errors import UserError
+from fms_fsdp.hf.weights import is_hf_checkpoint, open_checkpoint, weight_map
 from fms_fsdp.run.trained_run import find_checkpoint
 from fms_fsdp.tools.table import show_progress, table
 
@@ -30,7 +34,7 @@ class CkptInspectConfig:
 
     path: str = flag(
         "",
-        "run folder, folder of checkpoints (the newest is read), or checkpoint",
+        "run folder, folder of checkpoints (the newest is read), checkpoint or Hugging Face checkpoint",
         positional=True,
         form="path",
     )
@@ -42,17 +46,27 @@ class CkptInspectConfig:
 def main(config: CkptInspectConfig) -> None:
     """Raises UserError if there is no such checkpoint, or a tensor cannot be read."""
 
-    def read(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Stats]]:
-        return checkpoint, read_stats(checkpoint.folder, optimizer=config.optimizer)
+    def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Stats]]:
+        head = {"checkpoint": str(checkpoint.folder), "step": checkpoint.step}
+        return head, read_stats(checkpoint.folder, optimizer=config.optimizer)
 
-    checkpoint, stats = read_checkpoint(
-        lambda: find_checkpoint(config.path, config.step, "--path"), read
-    )
+    folder = Path(config.path).expanduser()
+    if is_hf_checkpoint(folder):
+        for name in ("step", "optimizer"):
+            if value := getattr(config, name):
+                rule = "is not supported with a Hugging Face checkpoint; remove it"
+                raise UserError(f"--{name}={value} {rule}")
+        weights = open_checkpoint(folder, "--path")
+        names, head = list(weight_map(weights.config)), {"checkpoint": str(folder), "step": None}
+        stats = tensor_stats(names, weights.read)
+    else:
+        head, stats = read_checkpoint(
+            lambda: find_checkpoint(config.path, config.step, "--path"), read
+        )
     norms = [found["norm"] for found in stats.values() if found["norm"] is not None]
     total = {"shape": [len(stats)], "dtype": "", "norm": math.hypot(*norms)}
     if config.json:
-        head = {"checkpoint": str(checkpoint.folder), "step": checkpoint.step, "all": total}
-        return print(json.dumps(head | {"tensors": stats}))
+        return print(json.dumps(head | {"all": total, "tensors": stats}))
     rows = []
     for name, found in (stats | {"all": total}).items():
         size = "x".join(map(str, found["shape"])) or "1"
@@ -73,14 +87,19 @@ def useless_weights(folder: Path) -> list[str]:
 
 
 def read_stats(folder: Path, *, optimizer: bool = False) -> dict[str, Stats]:
-    """Returns the statistics of each tensor; a value that is not finite is None."""
+    """Returns the statistics of each tensor of a checkpoint."""
     reader = CheckpointReader(folder)
     names = sorted(reader.read_metadata().state_dict_metadata)
     names = [name for name in names if optimizer or name.startswith("model.")]
+    return tensor_stats(names, partial(load_tensor, reader))
+
+
+def tensor_stats(names: Sequence[str], read: Callable[[str], torch.Tensor]) -> dict[str, Stats]:
+    """Returns the statistics of each tensor; a value that is not finite is None."""
     found: dict[str, Stats] = {}
     for number, name in enumerate(names, 1):
         show_progress(f"{number} of {len(names)} tensors")
-        tensor = load_tensor(reader, name)
+        tensor = read(name)
         x, dtype = tensor.double(), str(tensor.dtype).removeprefix("torch.")
         values = {"norm": x.norm(), "mean": x.mean(), "std": x.std(correction=0)}
         values |= {"min": x.min(), "max": x.max(), "zeros": (x == 0).double().mean()}

@@ -14,6 +14,7 @@ from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
 from fms_fsdp.tools import ckpt_inspect
 from tests.cli import TINY, trained
+from tests.hf_folders import weights_of, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,22 @@ def test_zeros_and_what_is_not_finite_are_counted(
     facts = inspected(capsys, f"--path={run}")["tensors"]["model.head.norm.weight"]
     assert (facts["zeros"], facts["non_finite"], facts["norm"]) == (32 / 128, 1 / 128, None)
     assert main(["ckpt", "inspect", str(run)]) == 0 and "–" in capsys.readouterr().out
+
+
+def test_a_hugging_face_checkpoint_is_read_in_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_folder(tmp_path, "gpt2")
+    found = inspected(capsys, f"--path={tmp_path}")
+    weights = weights_of("gpt2")
+    assert found["step"] is None and set(found["tensors"]) == set(weights)
+    for name, weight in weights.items():
+        facts = found["tensors"][name]
+        assert facts["shape"] == list(weight.shape)
+        assert facts["norm"] == pytest.approx(weight.double().norm().item())
+    for flag in ("--step=1", "--optimizer=True"):
+        assert main(["ckpt", "inspect", f"--path={tmp_path}", flag]) == 2
+        assert f"{flag} is not supported with a Hugging" in capsys.readouterr().err
 
 
 def test_a_cut_file_is_one_line(run: Path, capsys: Any) -> None:
