@@ -1,4 +1,4 @@
-"""The use of CPU and memory by a process: waiting threads, freed memory that is kept, search for garbage."""
+"""What a process is to the machine: its age, waiting threads, freed memory that is kept, garbage collection."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import gc
 import os
+from pathlib import Path
 
 
 def before_torch() -> None:
@@ -79,3 +80,13 @@ def keep_freed_memory() -> bool:
         if mallopt(mmap_threshold, size):
             return bool(mallopt(trim_threshold, never))
     return False
+
+
+def process_age_s() -> float:
+    """Returns the seconds since this process was started; 0 if the kernel does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        return uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0

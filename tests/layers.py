@@ -14,11 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fms_fsdp"
 ENTRY = "main_training.py"
-# Packages of one entry do not import one another. "Old": dissolved by the rewrite of its area,
-# which deletes its line.
+# Packages of one entry do not import one another.
 LAYERS = [
-    ["errors", "files", "console", "cpu_tuning"],
-    ["safe_names", "atomic"],  # old
+    ["errors", "console", "cpu_tuning"],
+    ["files"],
     ["config"],
     ["distributed"],
     ["data"],

@@ -29,7 +29,7 @@ from fms_fsdp.data.permute import I64
 from fms_fsdp.data.shards import CONVERT, Files, Shard, ShardError, TokenError
 from fms_fsdp.data.storage import Storage
 from fms_fsdp.errors import MissingInput, UserError
-from fms_fsdp.safe_names import has_control_character, safe_name, shown_name
+from fms_fsdp.files import has_control_character, safe_name, shown_name
 
 TABLES, SUFFIX = "meta/*counts*.csv", ".arrow"
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".json", ".txt", ".gz", ".zst")

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from fms_fsdp.data.permute import I64
 from fms_fsdp.errors import MissingInput, UserError
-from fms_fsdp.safe_names import shown_name
+from fms_fsdp.files import shown_name
 
 NO_LOSS = 1 << 31  # the bit of a token that is not in the loss, in shards with `has_masks`
 CONVERT = "rewrite the shard with `python -m fms_fsdp convert --input=NAME=PATH --output=DIR`"

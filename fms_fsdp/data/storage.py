@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from fms_fsdp.data.shards import Shard
 from fms_fsdp.errors import MissingInput, StorageError, UserError
-from fms_fsdp.safe_names import open_regular
+from fms_fsdp.files import open_regular
 
 logger = logging.getLogger(__name__)
 SCHEMES = {"s3": "s3", "gs": "gs", "az": "abfs", "file": "file"}  # ours -> pyarrow's

@@ -28,13 +28,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fms_fsdp.atomic import write_atomically
 from fms_fsdp.config.values import shown
 from fms_fsdp.data.corpus import SUFFIX
 from fms_fsdp.data.shards import Files
 from fms_fsdp.data.storage import Storage
 from fms_fsdp.errors import MissingInput, UserError
-from fms_fsdp.safe_names import safe_name, shown_name
+from fms_fsdp.files import safe_name, shown_name, write_atomically
 
 Tokens = npt.NDArray[Any]
 FILE_NAMES = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}

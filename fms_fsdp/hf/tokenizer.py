@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from fms_fsdp.atomic import write_atomically, write_json
 from fms_fsdp.config.values import shown
 from fms_fsdp.data.tokenizer import (
     PROBES,
@@ -31,6 +30,7 @@ from fms_fsdp.data.tokenizer import (
     piece_bytes,
 )
 from fms_fsdp.errors import UserError, note_once
+from fms_fsdp.files import write_atomically, write_json
 from fms_fsdp.hf.config import read_json
 
 _END_NAMES = (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from itertools import pairwise
-from pathlib import Path
 
 import torch
+
+from fms_fsdp.cpu_tuning import process_age_s
 
 _TIMED_STEPS = 64  # CUDA events of so many steps are kept per report
 _BETWEEN_STEPS = ("start", "eval", "checkpoint", "logging")
@@ -91,13 +91,3 @@ class LaunchPhases:
             f"{name} {took:.1f}" for name, took in self.seconds.items() if took >= 0.05
         )
         return f"{sum(self.seconds.values()):.1f} s from launch to the first step done: {parts}"
-
-
-def process_age_s() -> float:
-    """Returns the seconds since this process was started; 0 if the kernel does not tell."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-        return uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return 0.0

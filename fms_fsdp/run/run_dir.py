@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from fms_fsdp.atomic import read_json, write_atomically
+from fms_fsdp.cpu_tuning import process_age_s
 from fms_fsdp.errors import UserError
-from fms_fsdp.metrics.timer import process_age_s
+from fms_fsdp.files import read_json, write_atomically
 
 if TYPE_CHECKING:
     from fms_fsdp.config import TrainConfig

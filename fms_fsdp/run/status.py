@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from fms_fsdp.atomic import read_json, write_atomically
 from fms_fsdp.errors import RunFailed, UserError, env_rank, is_for_user
+from fms_fsdp.files import read_json, write_atomically
 
 RUNNING, FINISHED, RESUME_ME = "running", "finished", "resume_me"
 BAD_INPUT, FAILED = "bad_input", "failed"

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from fms_fsdp.config.training import TrainingConfig
-from fms_fsdp.metrics.timer import process_age_s
+from fms_fsdp.cpu_tuning import process_age_s
 from fms_fsdp.run.status import RESUME_ME, RunStatus
 
 if TYPE_CHECKING:

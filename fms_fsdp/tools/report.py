@@ -13,10 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.atomic import read_json, write_atomically
 from fms_fsdp.checkpoint.folders import checkpoint_steps, read_metadata
 from fms_fsdp.config import TrainConfig, flag, flag_table
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import read_json, write_atomically
 from fms_fsdp.state import located_sections
 
 MAX_POINTS = 1000  # per curve

@@ -27,13 +27,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fms_fsdp.atomic import write_json
 from fms_fsdp.config import flag
 from fms_fsdp.config.values import joined
 from fms_fsdp.data.permute import hash64
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import write_json
 from fms_fsdp.tools.prepare.inputs import Document, Part, Problem, Slice, TextFormat, read_part
 from fms_fsdp.tools.prepare.writer import (
     SPLITS,

@@ -29,12 +29,11 @@ from typing import Any, TypedDict
 import numpy as np
 import pyarrow as pa
 
-from fms_fsdp.atomic import write_atomically, write_json
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.data.tokenizer import Tokenizer, Tokens, unk_warning
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import safe_name, write_atomically, write_json
 from fms_fsdp.run.run_dir import lock_folder
-from fms_fsdp.safe_names import safe_name
 from fms_fsdp.tools.prepare.inputs import Document, InputFile, Problem, Slice
 from fms_fsdp.tools.table import table
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.safe_names import open_regular, safe_name
+from fms_fsdp.files import open_regular, safe_name
 
 
 @pytest.mark.parametrize("name", ["a", "a.arrow", "..a", "a..b", ".metadata", "é €", "a b"])

@@ -1,0 +1,99 @@
+"""Writes that a reader sees complete or not at all, and names of files that come from other files.
+
+Anyone may have written a file that names others: such a name is used below its own folder or not at
+all, and opening it never waits. Links on the disk are followed, because the user made them. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from fms_fsdp.errors import StorageError, UserError
+
+# ASCII and Latin-1 controls, lone surrogates, the two separators that end a line
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
+
+
+def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Replaces the file in one step. `sync`: the new content also survives a power failure.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full; the old file stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; {} if the file is missing or contains no JSON object."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes indented JSON, atomically and synced to disk."""
+    write_atomically(path, json.dumps(content, indent=1) + "\n", sync=True)
+
+
+def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
+    """Returns a name from the file `told_by`, if it leads below a folder; with `folders` it may contain "/".
+
+    Raises:
+        UserError: it leads elsewhere; the message names `told_by`.
+    """
+    if not isinstance(name, str) or not name:
+        rule = "must be a text that is not empty"
+    elif _UNPRINTABLE.search(name):
+        rule = "must hold no control character"
+    elif name.startswith("/") or (not folders and "/" in name):
+        rule = "must be a relative path" if folders else "must be a bare name without '/'"
+    elif ".." in name.split("/") or name == ".":
+        rule = "must not lead out of the folder"
+    else:
+        return name
+    raise UserError(
+        f"{told_by} names a file ({shown_name(name)}) that {rule}; correct or remove the entry"
+    )
+
+
+def has_control_character(text: str) -> bool:
+    """Whether a text can break a line of a log or move the cursor of a terminal."""
+    return _UNPRINTABLE.search(text) is not None
+
+
+def shown_name(name: object) -> str:
+    """Returns a name of any origin as one short line of ASCII."""
+    text = ascii(name)
+    return text if len(text) <= 80 else f"{text[:76]}…{text[-1]}"
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Returns a descriptor to read a regular file; a pipe or a device is rejected at once.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StorageError(f"{os.fspath(path)} must be a regular file; remove what stands there")
+    return descriptor
