@@ -216,7 +216,10 @@ def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
         return read_safetensors(single)
     if not index.is_file():
         pickled = [path.name for path in folder.glob("*.bin")]
-        remedy = f"convert {pickled[0]} to safetensors" if pickled else "name a folder with weights"
+        remedy = "name a folder with weights"
+        if pickled:
+            load = f"AutoModelForCausalLM.from_pretrained('{folder}')"
+            remedy = f"convert {pickled[0]} with transformers: {load}.save_pretrained('{folder}')"
         raise UserError(f"there is no {single.name} and no {index.name}; {remedy}")
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):

@@ -222,7 +222,7 @@ def test_pickled_weights_are_rejected(
     capsys.readouterr()
     assert loaded(Path("hf")) == 2
     error = capsys.readouterr().err
-    assert "convert pytorch_model.bin to safetensors" in error and error.count("\n") == 1
+    assert "convert pytorch_model.bin with transformers" in error and error.count("\n") == 1
     assert not Path("evil").exists()
 
 
