@@ -134,7 +134,7 @@ def test_a_full_disk_under_the_run_folder_saves_where_there_is_room(
     )
     (line,) = result.stderr.splitlines()
     assert line.startswith(
-        f"failed: {small_disk}/run/metrics.jsonl cannot be written: No space left on device; make"
+        f"failed: {small_disk}/run/metrics.jsonl cannot be written: No space left on device; free"
     )
     ended = status(small_disk / "run")
     assert ended["status"] == "failed" and "metrics.jsonl" in ended["reason"]

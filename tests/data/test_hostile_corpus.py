@@ -85,7 +85,7 @@ def test_a_description_of_the_tokenizer_that_is_none_is_refused(corpus: Path, te
     (corpus / "meta" / "tokenizer.json").write_text(text)
     with pytest.raises(
         ValueError,
-        match=r"meta/tokenizer.json is not what prepare wrote; restore or remove the file$",
+        match=r"meta/tokenizer.json was not written by prepare; restore or remove the file$",
     ):
         evaluated(corpus)
 

@@ -18,7 +18,8 @@ import torch
 
 from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.run.health import NonFiniteGuard, SpikeDetector, Watchdog
+from fms_fsdp.metrics.interval import SpikeDetector
+from fms_fsdp.run.health import NonFiniteGuard, Watchdog
 from tests.states import bare_state
 
 
