@@ -236,13 +236,12 @@ def test_a_folder_of_hugging_face_is_read_in_place_and_writes_what_the_run_write
     assert main(["export", f"--path={run}", f"--output={tmp_path}/hf", "--dtype=fp32"]) == 0
     flags = ["--prompt=The run", "--max_new_tokens=20", "--seed=3"]
     text = written(run, *flags)
-    assert written(tmp_path / "hf", *flags) == text
-    (tmp_path / "hf/tokenizer.model").unlink()  # then tokenizer.json
-    assert (
-        written(tmp_path / "hf", *flags)[:10] == text[:10]
-    )  # broken characters are shown otherwise
-    assert "--step=4 is not supported" in written(tmp_path / "hf", *flags, "--step=4", code=2)
+    # Of tokenizer.json, which writes broken characters differently.
+    assert written(tmp_path / "hf", *flags)[:10] == text[:10]
     (tmp_path / "hf/tokenizer.json").unlink()
+    assert written(tmp_path / "hf", *flags) == text
+    assert "--step=4 is not supported" in written(tmp_path / "hf", *flags, "--step=4", code=2)
+    (tmp_path / "hf/tokenizer.model").unlink()
     assert "has no tokenizer" in written(tmp_path / "hf", *flags, code=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
@@ -305,7 +304,7 @@ def test_samples_of_a_training_change_nothing_in_it(
     assert texts.startswith("--- step 2 ---\nThe run") and "--- step 3 ---\nA checkpoint" in texts
     assert len(texts) > 200 and said.count("sample at step 2: ") == 3
     assert main(["report", str(tmp_path / "with")]) == 0
-    assert "<h2>Sample</h2>" in (tmp_path / "with/report.html").read_text()
+    assert "--- step 3 ---" in (tmp_path / "with/report.html").read_text()
     (events,) = (tmp_path / "with/tensorboard").iterdir()
     assert b"samples/text_summary" in events.read_bytes()
 

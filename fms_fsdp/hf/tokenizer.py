@@ -48,7 +48,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs a proce
 
 
 def _missing(package: str, purpose: str) -> UserError:
-    return UserError(f"{purpose} requires the package {package}; pip install 'fms_fsdp[hf]'")
+    return UserError(f"{purpose} requires the package {package}; run: pip install {package}")
 
 
 class HFTokenizer:

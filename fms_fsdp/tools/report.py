@@ -30,7 +30,9 @@ Record = dict[str, Any]
 class ReportConfig:
     """A page of curves and tables from run folders."""
 
-    runs: tuple[str, ...] = flag((), "run folders; several runs are overlaid", positional=True)
+    runs: tuple[str, ...] = flag(
+        (), "run folders; several runs are overlaid", positional=True, form="path"
+    )
     output: str = flag(
         "", "HTML file to write (default: report.html in the first run folder)", form="path"
     )

@@ -175,7 +175,6 @@ def test_own_device_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("--tflops=3 --search", "--search=True has no effect without --device"),
         ("--tflops=3 --json", "--json=True has no effect without --device"),
         (f"{H100} --plot", "--plot is not a flag; it was removed"),
-        (f"{H100} --json --plot_schedule", "--json and --plot_schedule cannot be used together"),
         (f"{H100} --num_epochs=2", "--num_epochs=2 requires data; set --num_tokens"),
         (f"{H100} --num_steps=2 --num_tokens=3", "cannot be used together"),
         (f"{H100} --async_tp", "--async_tp=True has no effect without --tp_size"),
