@@ -4,15 +4,15 @@
         --use_torch_compile=false,true
     python benchmarks/bench_train.py --nproc=8 --model_variant=7b,llama3_8b --sharding_strategy=fsdp,hsdp \\
         --seq_length=4096,8192 --batch_size=1,2,4,8 --fsdp_activation_checkpointing=false,true
-    python benchmarks/bench_train.py --model_variant=quickstart --seq_length=128 --batch_size=16 --compare
+    python benchmarks/bench_train.py --use_dummy_dataset=False --data_path=data/quickstart --seq_length=128 \\
+        --num_steps=780 --eval_interval=780 --learning_rate=1.2e-3,2e-3
 
 Any flag of main_training.py can have several values, joined by commas; only --output_dir is the benchmark's
 own. Batch sizes run in ascending order. If one runs out of memory, the larger ones of the same combination
-are left out. A rate is the median over reports of four steps, without the first report; --num_steps and
---report_interval change that. `--compare` runs transformers' Llama on the same batch in one
-process, by benchmarks/against_transformers.py; `--torchrun` starts one process by torchrun too. Each sweep
-writes one result file with hardware, versions, command and every report. The table marks the best combination
-of each variant and length.
+are skipped. A rate is the median over reports of four steps, without the first report; --num_steps and
+--report_interval change that. `--torchrun` starts one process by torchrun too. Each sweep
+writes one result file with hardware, versions, command and every report, also of validations. The table marks
+the fastest combination of each variant and length.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ OWN = {
     "rounds": "5",
     "timeout_s": "1800",
     "output": "",
-    "compare": "false",
     "torchrun": "false",
 }
 STEPS_A_REPORT = 4
@@ -100,7 +99,7 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
             command, cwd=ROOT, capture_output=True, text=True, timeout=float(own["timeout_s"])
         )
         status = json.loads((folder / "status.json").read_text())
-        reports = read_reports(folder, int(settings["report_interval"]))
+        reports, validations = read_reports(folder, int(settings["report_interval"]))
     except subprocess.TimeoutExpired:
         return {"case": case, "problem": f"no end after {own['timeout_s']} s"}
     except (OSError, ValueError):
@@ -114,6 +113,7 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
     result: dict[str, Any] = {"case": case, "command": " ".join(["python", *command[1:]])}
     result |= {"wall_s": round(time.perf_counter() - begin, 1), "reports": reports}
+    result |= {"validations": validations} if validations else {}
     if done.returncode:
         return result | {"problem": status["reason"] or f"exit status {done.returncode}"}
     if not reports:
@@ -132,37 +132,11 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
     return result
 
 
-def read_reports(folder: Path, interval: int) -> list[dict[str, Any]]:
-    """The reports of whole intervals after the first, which compiles and warms up."""
+def read_reports(folder: Path, interval: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the reports of training after the first interval, which compiles, and of validation."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "loss" in record and record["step"] > interval]
-
-
-def compare(case: Case) -> dict[str, Any]:
-    """transformers' Llama and ours in one process on the same batch: the ratio and the reference's rate."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        flags = [
-            f"--{name}={case[name]}"
-            for name in ("model_variant", "batch_size", "seq_length", "vocab_size")
-            if name in case
-        ]
-        flags += [
-            f"--mode={'compiled' if case.get('use_torch_compile', 'false').lower() == 'true' else 'eager'}"
-        ]
-        if "mixed_precision" in case:
-            flags += [
-                f"--precision={'bf16' if case['mixed_precision'].lower() == 'true' else 'fp32'}"
-            ]
-        command = [
-            sys.executable,
-            "benchmarks/against_transformers.py",
-            *flags,
-            f"--output={file.name}",
-        ]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            return {"problem": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
-        return {"cases": json.loads(Path(file.name).read_text())["cases"]}
+    reports = [record for record in records if "loss" in record and record["step"] > interval]
+    return reports, [record for record in records if "eval/loss" in record]
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -184,7 +158,7 @@ def table(results: list[dict[str, Any]]) -> str:
         cells = [result["case"].get(name, "") for name in varied]
         if "problem" in result:
             word = result["problem"].partition(":")[0][:60]
-            if word != "left out" and "memory" in result["problem"]:
+            if word != "skipped" and "memory" in result["problem"]:
                 word = "out of memory"
             lines.append("| " + " | ".join([*cells, word, *[""] * 5]) + " |")
             continue
@@ -210,13 +184,11 @@ def main() -> None:
     for case in cases(swept):
         rest = {name: value for name, value in case.items() if name != "batch_size"}
         if rest in full:
-            results.append({"case": case, "problem": "left out: a smaller batch is out of memory"})
+            results.append({"case": case, "problem": "skipped: a smaller batch is out of memory"})
             continue
         result = run_case(case, own)
         if "memory" in result.get("problem", ""):
             full.append(rest)
-        if own["compare"].lower() == "true" and "problem" not in result:
-            result["reference"] = compare(case)
         results.append(result)
         told = (
             result.get("problem") or f"{result['tokens_per_sec_per_device']:,.0f} tokens/s/device"
@@ -226,14 +198,10 @@ def main() -> None:
             file=sys.stderr,
             flush=True,
         )
-        for row in result.get("reference", {}).get("cases", []):
-            print(
-                f"  against transformers, {row['precision']} {row['mode']}: {row['ratio']:.2f}",
-                file=sys.stderr,
-            )
-    record = about_machine() | {"date": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "results": results}
     print(table(results))
-    write_result(record, Path(own["output"]) if own["output"] else None)
+    write_result(
+        about_machine() | {"results": results}, Path(own["output"]) if own["output"] else None
+    )
 
 
 if __name__ == "__main__":

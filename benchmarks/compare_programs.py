@@ -1,4 +1,4 @@
-"""Sizes, installed packages, a mistyped flag and data loading: this program, fms-fsdp, torchtitan, litgpt.
+"""Compares installed packages, a mistyped flag and data loading with upstream fms-fsdp, torchtitan and litgpt.
 
     python benchmarks/compare_programs.py --ours=ENV --fms_fsdp=ENV --torchtitan=ENV --litgpt=ENV \\
         --output=programs.json
@@ -18,10 +18,8 @@ are CPU seconds, user and system. Every measurement is a process of its own, thr
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import importlib.metadata
-import io
 import json
 import os
 import re
@@ -31,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tokenize
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,16 +42,7 @@ TORCH = re.compile(
     r"torch|triton|nvidia-.*|cuda-.*|filelock|typing-extensions|sympy|mpmath|networkx|jinja2|markupsafe"
     r"|fsspec|pip|setuptools"
 )
-COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 PACKAGES = {"ours": "fms-fsdp", "fms_fsdp": "", "torchtitan": "torchtitan", "litgpt": "litgpt"}
-ENTRIES = {  # the folder of the package, and the files that start training of a Llama
-    "ours": ("fms_fsdp", ["main_training.py"]),
-    "torchtitan": (
-        "torchtitan",
-        ["torchtitan/train.py", "torchtitan/models/llama3/config_registry.py"],
-    ),
-    "litgpt": ("litgpt", ["litgpt/pretrain.py"]),
-}
 # fms-fsdp trains on GPUs only: here only its function that takes the flags is called.
 TAKES_FLAGS = """
 from fms_fsdp.config import train_config
@@ -76,7 +64,7 @@ COMMANDS = {
 }
 
 
-# --- what a user installs and reads ---
+# --- packages ---
 
 
 def site_packages(env: Path) -> Path:
@@ -98,50 +86,6 @@ def installed(name: str, env: Path) -> dict[str, Any]:
     if own is not None:  # fms-fsdp asks for an address of GitHub: what pip would bring is not known
         result |= {"version": own.version, "packages": len(brought), "mb": round(size / 1e6, 1)}
     return result
-
-
-def tokens_of_code(path: Path) -> int:
-    """Counts names, operators, numbers and strings; docstrings and comments do not count."""
-    source = path.read_text()
-    docstrings = {
-        (node.body[0].lineno, node.body[0].col_offset)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and ast.get_docstring(node, clean=False) is not None
-    }
-    return sum(
-        token.type in COUNTED and token.start not in docstrings
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-    )
-
-
-def sizes(name: str, root: Path) -> dict[str, int]:
-    """Counts tokens of the package, without tests and experiments, and of what starts training."""
-    layers: Any = importlib.import_module("tests.layers")
-    package, entries = ENTRIES[name]
-    files = [
-        *(root / package).rglob("*.py"),
-        *([root / "main_training.py"] if name == "ours" else []),
-    ]
-    files = [
-        path for path in files if not {"tests", "experiments"} & set(path.relative_to(root).parts)
-    ]
-    trains = set[Path]().union(*(layers.import_closure(root / entry, root) for entry in entries))
-    return {
-        "package_tokens": sum(map(tokens_of_code, files)),
-        "package_files": len(files),
-        "training_tokens": sum(map(tokens_of_code, trains)),
-        "training_files": len(trains),
-    }
-
-
-def sizes_in(name: str, env: Path) -> dict[str, int]:
-    """The same in a folder that holds nothing but the package: other packages are no part of a program."""
-    if name == "ours":
-        return sizes(name, ROOT)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / name).symlink_to(site_packages(env.absolute()) / name)
-        return sizes(name, Path(folder))
 
 
 # --- a mistyped flag ---
@@ -281,7 +225,6 @@ def main() -> None:
         env: Path | None = getattr(flags, name)
         if env is not None:
             result[name] = {"installed": installed(name, env)}
-            result[name] |= {"tokens": sizes_in(name, env)} if name in ENTRIES else {}
             result[name]["mistyped_flag"] = mistyped(name, env.absolute())
             print(name, json.dumps(result[name], indent=1), flush=True)
     if flags.data is not None:

@@ -1,22 +1,18 @@
-"""Flags for three models on 8 to 4,096 GPUs, with the memory of a rank and what it sends in a step.
+"""Prints flags for three models on 8 to 4,096 GPUs, with memory and bytes sent per rank and step.
 
-    python benchmarks/parallel_recipes.py [--output=FILE]     # prints the table of docs/parallelism.md
+    python benchmarks/parallel_recipes.py     # prints the table of docs/parallelism.md
 
-All figures are arithmetic: those of `python -m fms_fsdp estimate` with the same flags, for steps of 4,194,304
+All values are arithmetic, equal to `python -m fms_fsdp estimate` with the same flags, for steps of 4,194,304
 tokens (1,024 rows of 4,096), nodes of 8 GPUs, bf16. Nothing was measured on such machines.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from result_file import HELP, about_machine, write_result
 
 from fms_fsdp.config import BatchPlan
 from fms_fsdp.config.parse import parse_flags
@@ -65,7 +61,7 @@ RECIPES = (
 
 
 class Recipe(NamedTuple):
-    """Flags with their figures: rows of a micro-step of a rank, GiB that the step takes, GiB sent by axis."""
+    """Flags with their batch, the GiB of a rank, and the GiB that it sends per step, by axis."""
 
     model: str
     gpus: int
@@ -76,7 +72,7 @@ class Recipe(NamedTuple):
 
     @property
     def row(self) -> str:
-        """The row of the table."""
+        """Returns the row of the table."""
         over = self.gib - GPU_GIB
         fits = (
             f"{self.gib:.1f}" if over <= 0 else f"{self.gib:,.1f}: does not fit, by {over:,.1f} GiB"
@@ -87,7 +83,7 @@ class Recipe(NamedTuple):
 
 
 def figures(variant: str, gpus: int, flags: str) -> Recipe:
-    """The recipe with what `estimate` says of it."""
+    """Returns the recipe with the values of `estimate`."""
     given = [f"--model_variant={variant}", f"--seq_length={ROW}", f"--num_devices={gpus}"]
     config = parse_flags(EstimateConfig, ["--tflops=400", *given, *flags.split()])
     dims, accum = config.dims(config.parallel), config.training.grad_accum_steps or 1
@@ -101,22 +97,13 @@ def figures(variant: str, gpus: int, flags: str) -> Recipe:
 
 
 def table(recipes: list[Recipe]) -> str:
-    """The table as docs/parallelism.md shows it."""
+    """Returns the table of docs/parallelism.md."""
     head = "| model | GPUs | flags | rows × dp × micro-steps | GiB a rank | GiB sent by a rank in a step |"
     return "\n".join([head, "|---|---|---|---|---|---|", *(recipe.row for recipe in recipes)])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help=HELP)
-    options = parser.parse_args()
-    recipes = [figures(*recipe) for recipe in RECIPES]
-    print(table(recipes))
-    if options.output:
-        shown = [recipe._asdict() | {"batch": asdict(recipe.batch)} for recipe in recipes]
-        write_result(about_machine() | {"recipes": shown}, options.output)
+    print(table([figures(*recipe) for recipe in RECIPES]))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""What the results of this folder's scripts begin with, and where they go: never into the checkout by
-themselves."""
+"""Arguments, result file and machine description of the scripts in this folder.
+
+A result goes to the temporary folder unless --output names a file, so no script changes the checkout by itself.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +19,18 @@ from typing import Any
 HELP = "result file (default: a new one in the temporary folder)"
 
 
+def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Returns a parser of --output and one option per default, which has the type of its default."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--output", type=Path, help=HELP)
+    return parser
+
+
 def about_machine() -> dict[str, Any]:
-    """The command, the hardware and the versions: what figures depend on."""
+    """Returns the command, date, hardware, load and versions."""
     import torch
 
     from fms_fsdp.distributed.runtime import versions
@@ -24,22 +38,22 @@ def about_machine() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    hardware = {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "gpus": gpus,
-    }
     return {
         "command": " ".join(["python", *sys.argv]),
-        "hardware": hardware
-        | {"threads": torch.get_num_threads(), "load_before": os.getloadavg()[0]},
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "hardware": {
+            "cpu": models[0] if models else platform.machine(),
+            "cores": os.cpu_count(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "threads": torch.get_num_threads(),
+            "load_before": os.getloadavg()[0],
+        },
         "versions": versions(),
     }
 
 
 def write_result(result: Mapping[str, Any], output: Path | None) -> None:
-    """Writes the file that --output names, or else a new one in the temporary folder; prints its path."""
+    """Writes the result to `output`, by default a new file in the temporary folder; prints its path."""
     path = output or Path(tempfile.mkdtemp(prefix="benchmark_")) / "result.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

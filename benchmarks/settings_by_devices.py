@@ -1,6 +1,6 @@
-"""What `--recompute=auto --batch_size=auto` chooses for four models on 1 to 512 GPUs of 80 GiB.
+"""Prints the settings that `--recompute=auto --batch_size=auto` chooses for four models on 1 to 512 GPUs of 80 GiB.
 
-    python benchmarks/settings_by_devices.py [--output=FILE]     # prints the table of docs/parallelism.md
+    python benchmarks/settings_by_devices.py     # prints the table of docs/parallelism.md
 
 All figures are arithmetic, by the functions that a launch uses, for steps of 4,194,304 tokens (1,024 rows of
 4,096), nodes of 8 GPUs, bf16, compiled blocks. Nothing was measured on such machines.
@@ -8,7 +8,6 @@ All figures are arithmetic, by the functions that a launch uses, for steps of 4,
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,6 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from result_file import HELP, about_machine, write_result
 
 from fms_fsdp.config import BF16, TrainConfig
 from fms_fsdp.config.parse import parse_flags
@@ -34,7 +32,7 @@ FLAGS = (
 
 
 class Setting(NamedTuple):
-    """What a launch chooses; `least` and `expected`: GiB that a rank needs at least and in a step."""
+    """The settings of a run; `least` and `expected`: GiB of a rank at minimum and in a step."""
 
     model: str
     devices: int
@@ -47,7 +45,7 @@ class Setting(NamedTuple):
 
     @property
     def row(self) -> str:
-        """The row of the table."""
+        """Returns the row of the table."""
         begin = f"| {self.devices} | `{self.model}` | {self.strategy}"
         if self.least > GPU_GIB:
             return f"{begin} | refused: needs {self.least:,.1f} GiB at least | | |"
@@ -56,7 +54,7 @@ class Setting(NamedTuple):
 
 
 def setting(variant: str, devices: int) -> Setting:
-    """What a launch of this model on so many devices chooses."""
+    """Returns the settings of a run of this model on `devices` GPUs."""
     cfg = parse_flags(
         TrainConfig, [f"--model_variant={variant}", "--batch_size=auto", *FLAGS.split()]
     )
@@ -76,23 +74,13 @@ def setting(variant: str, devices: int) -> Setting:
 
 
 def table(settings: list[Setting]) -> str:
-    """The table as docs/parallelism.md shows it."""
+    """Returns the table of docs/parallelism.md."""
     head = "| devices | model | strategy | recompute | rows × micro-steps | GiB a rank |"
     return "\n".join([head, "|---|---|---|---|---|---|", *(each.row for each in settings)])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help=HELP)
-    options = parser.parse_args()
-    settings = [setting(model, devices) for devices in DEVICES for model in MODELS]
-    print(table(settings))
-    if options.output:
-        write_result(
-            about_machine() | {"settings": [each._asdict() for each in settings]}, options.output
-        )
+    print(table([setting(model, devices) for devices in DEVICES for model in MODELS]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,13 +41,13 @@ def test_a_sweep_survives_what_does_not_fit_and_marks_the_best(tmp_path: Path) -
     )
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "r.json").read_text())
-    fits, too_large, left_out = record["results"]
+    fits, too_large, skipped = record["results"]
     assert (
         fits["case"]["batch_size"] == "2"
         and fits["tokens_per_sec_per_device"] > 0
         and fits["reports"]
     )
-    assert "memory" in too_large["problem"] and left_out["problem"].startswith("left out")
+    assert "memory" in too_large["problem"] and skipped["problem"].startswith("skipped")
     assert record["versions"]["torch"] and "bench_train.py" in record["command"]
     rows = done.stdout.splitlines()
     assert (
@@ -58,31 +57,16 @@ def test_a_sweep_survives_what_does_not_fit_and_marks_the_best(tmp_path: Path) -
     )
 
 
-@pytest.mark.slow
-def test_a_result_goes_into_the_temporary_folder_and_never_into_the_checkout(
-    tmp_path: Path,
+def test_result_goes_to_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = ROOT / "benchmarks" / "results"
-    before = {path: path.read_bytes() for path in results.iterdir()}
-    command = [
-        sys.executable,
-        "benchmarks/count_traffic.py",
-        "--world_size=16",
-        "--files=8",
-        "--steps=2",
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    written = Path(done.stderr.splitlines()[-1].removeprefix("written: "))
-    assert written.is_relative_to(tmp_path) and json.loads(written.read_text())["counts"]
-    assert {path: path.read_bytes() for path in results.iterdir()} == before
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from result_file import write_result
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    write_result({"counts": 1}, None)
+    written = Path(capsys.readouterr().err.strip().removeprefix("written: "))
+    assert written.is_relative_to(tmp_path) and json.loads(written.read_text()) == {"counts": 1}
 
 
 @pytest.mark.slow
@@ -104,15 +88,15 @@ def test_optimizers_are_measured_beside_torch_s_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_generation_is_measured_beside_transformers(tmp_path: Path) -> None:
-    script = "benchmarks/bench_generate.py --variants=tiny --tokens=16 --prefill=8 --rounds=1 --megabytes=4"
+    script = "benchmarks/bench_generate.py --variants=tiny --tokens=16 --prefill=8 --rounds=1"
     command = [sys.executable, *script.split(), f"--output={tmp_path}/r.json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     for result in json.loads((tmp_path / "r.json").read_text())["results"]:
         rates = result["tokens_per_sec"]
-        assert list(rates) == ["ours", "ours, compiled", "transformers", "static"]
+        assert list(rates) == ["ours", "transformers", "static"]
         assert min(rates["ours"].values()) > 0
-        assert result["ratio"]["decode_16"]["static"] > 0 and result["bandwidth_share"] > 0
+        assert result["ratio"]["decode_16"]["static"] > 0
 
 
 @pytest.mark.slow
@@ -127,19 +111,6 @@ def test_layouts_are_measured_beside_one_process_and_the_prediction(tmp_path: Pa
         assert found["loss_difference"] < 1e-5 and found["norm_difference"] < 1e-4, name
         assert all(abs(ratio - 1) < 0.02 for ratio in found["worst_ratio"].values()), name
         assert found["peak_mib"] > 0 and found["predicted_mib"] > 0
-
-
-def test_the_steps_to_a_loss_are_read_between_two_evaluations() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from bench_loss import steps_to_reach
-
-    curve = {10: 5.0, 20: 4.0, 30: 3.0}
-    assert [steps_to_reach(curve, loss) for loss in (6.0, 3.5, 3.0, 2.0)] == [
-        10.0,
-        25.0,
-        30.0,
-        None,
-    ]
 
 
 def test_the_page_shows_the_recipes_of_today_and_they_are_not_refused() -> None:
@@ -171,14 +142,11 @@ def test_the_page_shows_the_settings_that_a_launch_chooses_today() -> None:
 
 def test_every_script_of_results_takes_output() -> None:
     for path in (ROOT / "benchmarks").glob("*.py"):
-        other = {
-            "bench_train",
-            "result_file",
-            "gpu_compare",
-            "gpu_copy",
-        }  # its own way, or no result
-        other |= {"judge_plan", "published"}
-        assert '"--output"' in path.read_text() or path.stem in other, path
+        other = {"bench_train"}  # its own --output
+        other |= {"gpu_compare", "gpu_copy", "judge_plan", "published"}  # no result file
+        other |= {"parallel_recipes", "settings_by_devices", "result_file"}
+        takes_output = any(word in path.read_text() for word in ("parser_of", '"--output"'))
+        assert takes_output or path.stem in other, path
         assert (
             '/ "results"' not in path.read_text() and "benchmarks/results" not in path.read_text()
         ), path
@@ -189,23 +157,10 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_programs_are_counted_by_their_code_their_packages_and_their_answer_to_a_mistyped_flag(
+def test_programs_are_compared_by_packages_and_mistyped_flag(
     tmp_path: Path,
 ) -> None:
     env, site = tmp_path / "env", tmp_path / "env" / "lib" / "python3.11" / "site-packages"
-    _write(site / "litgpt" / "__init__.py", '"""Text."""\n\nversion = 1  # one line\n')
-    _write(
-        site / "litgpt" / "pretrain.py",
-        "from .model import (\n    Model,\n)\nfrom .deep import near\n",
-    )
-    _write(site / "litgpt" / "model.py", "class Model:\n    pass\n")
-    _write(site / "litgpt" / "deep" / "__init__.py", "")
-    _write(
-        site / "litgpt" / "deep" / "near.py",
-        "from ..model import Model\nfrom ...outside import x\n",
-    )
-    _write(site / "litgpt" / "chat.py", "a = 1\nb = 2\nc = 3\n")
-    _write(site / "litgpt" / "tests" / "test_model.py", "a = 1\n")
     for name in ("litgpt", "torch", "filelock", "brought"):
         _write(site / f"{name}-1.5.dist-info" / "METADATA", f"Name: {name}\nVersion: 1.5\n")
         _write(site / f"{name}-1.5.dist-info" / "RECORD", f"{name}.bin,,\n")
@@ -225,12 +180,6 @@ def test_programs_are_counted_by_their_code_their_packages_and_their_answer_to_a
         "version": "1.5",
         "packages": 1,
         "mb": 2.0,
-    }
-    assert found["tokens"] == {
-        "package_tokens": 40,
-        "package_files": 6,
-        "training_tokens": 31,
-        "training_files": 5,
     }
     assert found["mistyped_flag"]["answer"] == "error: what is --learning_rat=1"
     assert (
