@@ -201,7 +201,7 @@ def layers_of_stages(
 
 def stages_of_rank(rank: int, num_ranks: int, stages_per_rank: int, schedule: str) -> list[int]:
     """Returns the stages of a pp rank, in order: a V for `zbv`, otherwise a loop."""
-    if schedule == "zbv":
+    if schedule == "zbv" and num_ranks > 1:
         return [rank, 2 * num_ranks - 1 - rank]
     return [rank + turn * num_ranks for turn in range(stages_per_rank)]
 
