@@ -7,6 +7,7 @@ import json
 import os
 import random
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,11 +217,13 @@ def make_case(rng: random.Random, folder: Path) -> Case:
             ),
         ]
         if rng.random() < 0.1:
-            overlay = rng.choice([*(path.stem for path in PRESETS.glob("*.toml")), *BAD])
-            case.flags, case.names = (
-                [*case.flags, f"--config={overlay}"],
-                case.names | {"config", "model_variant", "num_steps", "ckpt_load_path"},
-            )
+            presets = {path.stem: path for path in PRESETS.glob("*.toml")}
+            overlay = rng.choice([*presets, *BAD])
+            case.flags.append(f"--config={overlay}")
+            case.names |= {"config", "model_variant", "num_steps", "ckpt_load_path"}
+            if overlay in presets:
+                sections = tomllib.loads(presets[overlay].read_text()).values()
+                case.names |= {name for section in sections for name in section}
     return case
 
 
@@ -254,7 +257,7 @@ def test_any_value_is_accepted_or_refused_in_one_line(
                 patch.setenv(name, text)
             text = case.plan()
         shown = f"case {number}: {[flag[:100] for flag in case.flags]} {case.variables} -> {text[:1000]}"
-        assert time.process_time() - begin < 1, shown
+        assert time.process_time() - begin < 2, shown  # --recompute=auto measures several
         assert not os.listdir(), shown
         assert text.isprintable() and len(text) < 2000, shown
         assert not text or any(name in text for name in case.names), shown
