@@ -158,8 +158,7 @@ signalled() {
 
 traced() {
     local name="$1"
-    step "$python" main_training.py "${@:2}" --use_profiler=True --output_dir="$runs/$name" &&
-        step "$python" -m fms_fsdp trace --path="$runs/$name"
+    step "$python" main_training.py "${@:2}" --use_profiler=True --output_dir="$runs/$name"
 }
 
 evaluated() {

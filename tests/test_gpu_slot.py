@@ -63,7 +63,7 @@ def test_the_smoke_has_seven_runs_and_what_is_best_comes_before_the_rest() -> No
         found = [
             next((word for word in precisions if word in line), "") for line in commands("2", gib)
         ]
-        assert found == ["", *precisions, "", ""], found
+        assert found == ["", *precisions, ""], found
 
 
 def test_a_machine_whose_name_does_not_resolve_can_launch() -> None:
