@@ -20,7 +20,6 @@ from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.metrics.timer import PhaseTimer
-from fms_fsdp.models import loss as loss_module
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.optim.loss_scale import LossScale
@@ -181,22 +180,20 @@ def test_the_gradient_in_fp16_is_that_of_fp32_if_the_scale_keeps_it_from_zero() 
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_a_step_in_fp16_hands_its_scale_to_the_loss(
-    z_loss: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So the head's gradient is formed at the scale, and nothing is left to multiply it by afterwards."""
-    factors: list[float] = []
-    scaled = loss_module._scaled
-    monkeypatch.setattr(
-        loss_module, "_scaled", lambda g, by: (factors.append(by.item()), scaled(g, by))[1]
-    )
+def test_a_step_in_fp16_hands_its_scale_to_the_loss(z_loss: float) -> None:
+    """The head computes its gradient at the scale, over the 64 labels of two micro-steps."""
+    scales: list[float] = []
     state = state_of(FP16, scale=loss_scale(first=2.0**10))
     assert isinstance(state.model, Llama) and state.model.head is not None
-    state.model.head.z_loss = z_loss
+    head, plain = state.model.head, state.model.head.loss
+
+    def loss(*args: Any, scale: torch.Tensor, **others: Any) -> Any:
+        scales.append(scale.item())
+        return plain(*args, scale=scale, **others)
+
+    head.loss, head.z_loss = loss, z_loss
     result = make(state)
-    assert (
-        factors == [1.0] * 4 and result.grad_norm.isfinite()
-    )  # of h and of the weight, of two micro-steps
+    assert scales == [2.0**10 / 64] * 2 and result.grad_norm.isfinite()
     assert len(result.extra_sums) == (z_loss > 0)
 
 
