@@ -33,8 +33,8 @@ COMMANDS = {
         "prepare.convert:main",
         "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards",
     ),
-    "inspect step": ("inspect.step:main", "files, documents and tokens in the rows of any step"),
-    "inspect verify": ("inspect.verify:main", "every shard against the counts, to the last token"),
+    "inspect step": ("inspect:print_step", "files, documents and tokens in the rows of any step"),
+    "inspect verify": ("inspect:verify", "every shard against the counts, to the last token"),
     "evaluate": (
         "evaluate:main",
         "held-out loss of a checkpoint, multiple-choice questions, or tasks of lm-eval",

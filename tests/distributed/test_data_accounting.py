@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fms_fsdp.tools.inspect.step import InspectConfig, inspected, row_record, step_fingerprint
+from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.tools.inspect import describe_sequence, open_run_data
 from tests.cli import metrics, trained
 from tests.data.corpora import SEP, Files, write_corpus
 
@@ -51,12 +52,14 @@ def test_logged_fingerprints_and_tokens_are_those_that_inspect_tells(tmp_path: P
     logged = metrics(run)
     assert sorted(logged) == list(range(1, 25))
     used: dict[tuple[str, int], np.ndarray] = {}
-    with inspected(InspectConfig(run=str(run))) as data:
+    with open_run_data(str(run)) as data:
+        stream = data.stream
         for step, record in logged.items():
-            assert record["data_fingerprint"] == step_fingerprint(data, step), step
-            for row, place in enumerate(data.order.addresses(step)):
-                count_tokens(files, row_record(data, place, step, row), used)
-        assert [len(data.order.addresses(step)) for step in (7, 8)] == [8, 12]
+            batch = stream.batch_at(step)
+            assert record["data_fingerprint"] == f"{fingerprint(batch, 0):016x}", step
+            for row, place in enumerate(stream.order.addresses(step)):
+                count_tokens(files, describe_sequence(stream, place, batch, row), used)
+        assert [len(stream.order.addresses(step)) for step in (7, 8)] == [8, 12]
     assert max(counts.max() for counts in used.values()) == 1, "a token came twice in an epoch"
     whole = used["b", 0]
     assert ("b", 1) in used and whole.sum() == len(whole) // SEQ * SEQ, (

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.tools.inspect.step import InspectConfig, inspected, step_fingerprint
+from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.tools.inspect import open_run_data
 from tests.cli import ROOT, TINY, metrics, run, trained
 from tests.data.corpora import SEP, write_corpus
 
@@ -65,9 +66,10 @@ def test_a_ramp_survives_a_kill_and_another_world(tmp_path: Path) -> None:
         for name in ("data_fingerprint", "samples_seen", "tokens_seen", "lr", "batch_rows"):
             assert other[step][name] == record[name], (step, name)
         assert other[step]["loss"] == pytest.approx(record["loss"], rel=1e-5)
-    with inspected(InspectConfig(run=str(parts))) as data:
-        assert [len(data.order.addresses(step)) for step in (5, 6, 9, 11)] == [4, 8, 12, 16]
-        assert step_fingerprint(data, 9) == one[9]["data_fingerprint"]
+    with open_run_data(str(parts)) as data:
+        assert [len(data.stream.order.addresses(step)) for step in (5, 6, 9, 11)] == [4, 8, 12, 16]
+        digest = fingerprint(data.stream.batch_at(9), 0)
+        assert f"{digest:016x}" == one[9]["data_fingerprint"]
     refused = run(
         *base, "--num_samples=300", "--batch_size=8", f"--output_dir={tmp_path / 'other'}"
     )

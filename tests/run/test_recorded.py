@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, as_dict, from_dict
+from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.state import located_sections, working_folder
-from fms_fsdp.tools.inspect.step import InspectConfig, inspected, step_fingerprint
+from fms_fsdp.tools.inspect import open_run_data
 from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
 from fms_fsdp.tools.report import load_run
 from tests.cli import metrics
@@ -72,9 +73,10 @@ def test_a_run_on_a_relative_data_path_is_inspected_and_evaluated_from_another_f
     ended = launch(flags, cwd=place)
     assert ended.returncode == 0, ended.stderr
     monkeypatch.chdir(other)
-    with inspected(InspectConfig(run=str(place / "run"))) as data:
-        assert data.run.step == 1
-        assert step_fingerprint(data, 1) == metrics(place / "run")[1]["data_fingerprint"]
+    with open_run_data(str(place / "run")) as data:
+        assert data.step == 1
+        digest = fingerprint(data.stream.batch_at(1), 0)
+        assert f"{digest:016x}" == metrics(place / "run")[1]["data_fingerprint"]
     evaluated = command(
         "evaluate", "--path=../place/kept", "--eval_steps=1", "--json=True", cwd=other
     )

@@ -21,18 +21,14 @@ from fms_fsdp.config import (
     as_dict,
 )
 from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.run.resume import choose_checkpoint
 from fms_fsdp.state import TrainMetadata, read_run_config
-from fms_fsdp.tools.inspect.step import (
-    InspectConfig,
-    inspected,
-    step_fingerprint,
-)
-from fms_fsdp.tools.inspect.verify import verify_corpus
+from fms_fsdp.tools.inspect import RunData, find_problems, open_run_data
 from tests.checkpoint.signing import sign
-from tests.data.corpora import SEP, VOCAB, Files, write_corpus, write_counts, write_lists
+from tests.data.corpora import VOCAB, Files, write_corpus, write_counts, write_lists
 from tests.specs import resolved
 
 NUM_STEPS = 900  # of a run
@@ -42,13 +38,6 @@ SIZES = {"a": [6000, 3000], "b": [3000], "c": [1500]}
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return write_corpus(tmp_path_factory.mktemp("corpus"), SIZES)
-
-
-def flags(files: Files, **changes: Any) -> InspectConfig:
-    settings: dict[str, Any] = dict(
-        data_path=str(files.root), sep_token=SEP, logical_shards=8, seed=1
-    )
-    return InspectConfig(**{**settings, "seq_length": 32, "global_batch_size": 4, **changes})
 
 
 def write_run(folder: Path, files: Files, stream: TokenStream, step: int, **data: Any) -> Path:
@@ -95,18 +84,32 @@ def run(files: Files, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
     return folder, prints
 
 
-def test_a_run_folder_gives_the_fingerprints_of_every_step_of_its_history(
-    run: tuple[Path, list[int]],
-) -> None:
+def step_fingerprint(data: RunData, step: int) -> str:
+    return f"{fingerprint(data.stream.batch_at(step), 0):016x}"
+
+
+def problems_of(corpus: Corpus) -> dict[str, list[str]]:
+    """Path -> problems of every shard."""
+    return {
+        path: find_problems(corpus, source, number, VOCAB)
+        for source in corpus.sources
+        for number, path in enumerate(source.paths)
+    }
+
+
+def test_every_step_has_its_fingerprint(run: tuple[Path, list[int]]) -> None:
+    """Also a step of a source that the run has dropped since, whose documents are named."""
     folder, prints = run
-    with inspected(InspectConfig(run=str(folder))) as data:
-        assert data.run.step == 60 and data.run.num_steps == NUM_STEPS
-        assert [step_fingerprint(data, step) for step in range(1, 61)] == [
-            f"{value:016x}" for value in prints
-        ]
+    with open_run_data(str(folder)) as data:
+        assert data.step == 60
+        found = [step_fingerprint(data, step) for step in range(1, 61)]
+        assert found == [f"{value:016x}" for value in prints]
+        places = [place for step in range(1, 21) for place in data.stream.order.addresses(step)]
+        assert {place.source for place in places} == {"a", "b"}
+        assert all(data.stream.documents_of(place) for place in places)
 
 
-def test_inspect_takes_the_checkpoint_that_training_would_take(
+def test_inspect_takes_the_checkpoint_of_training(
     run: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
     """Corrupt ones are skipped; without a valid one, the error is the same as the error of a run."""
@@ -114,84 +117,75 @@ def test_inspect_takes_the_checkpoint_that_training_would_take(
     shutil.copytree(run[0], folder)
     with open(root / "step_60" / "train_state.json", "a") as file:
         file.write(" ")
-    with inspected(InspectConfig(run=str(folder))) as data:
-        assert data.run.step == 40
+    with open_run_data(str(folder)) as data:
+        assert data.step == 40
     for step in (20, 40, 60):
         (root / f"step_{step}" / "files.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     cfg = read_run_config(
         {**config, "resolved": config["resolved"] | {"working_dir": "/"}}, ""
     ).located
-    with pytest.raises(ValueError, match="has no usable checkpoint") as refused:
+    with pytest.raises(ValueError, match="has no usable checkpoint") as expected:
         choose_checkpoint(replace(cfg, log=replace(cfg.log, output_dir=str(folder))))
-    with pytest.raises(ValueError) as told, inspected(InspectConfig(run=str(folder))):
+    with pytest.raises(ValueError) as raised, open_run_data(str(folder)):
         pass
-    assert str(told.value) == str(refused.value)
+    assert str(raised.value) == str(expected.value)
 
 
-def test_flags_beside_a_run_folder_hold_from_its_checkpoint_on(run: tuple[Path, list[int]]) -> None:
-    config = InspectConfig(run=str(run[0]), datasets=("b",), weights=(1.0,), global_batch_size=8)
-    with inspected(config) as data:
-        assert data.changes[0] == "global batch: 2 -> 8"
-        assert {place.source for place in data.order.addresses(61)} == {"b"} and len(
-            data.order.addresses(61)
-        ) == 8
-        assert step_fingerprint(data, 7) == f"{run[1][6]:016x}"
-
-
-def test_step_prints_each_row_and_the_fingerprint(
-    files: Files, capsys: pytest.CaptureFixture[str]
+def test_changed_flags_apply_after_the_checkpoint(
+    run: tuple[Path, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [
-        f"--data_path={files.root}",
-        "--seq_length=32",
-        "--global_batch_size=4",
-        "--seed=1",
-        "--logical_shards=8",
-    ]
-    assert command(["inspect", "step", *argv, "--step=9", "--json=True", "--rows=1:3"]) == 0
+    """Of a launch that has not saved a checkpoint yet."""
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["data"] |= {"datasets": ["b"], "weights": [1.0]}
+    config["resolved"]["batch"] |= {"batch_size": 8, "global_batch_size": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    with open_run_data(str(folder)) as data:
+        assert data.changes[0] == "global batch: 2 -> 8"
+        planned = data.stream.order.addresses(61)
+        assert {place.source for place in planned} == {"b"} and len(planned) == 8
+        assert step_fingerprint(data, 7) == f"{run[1][6]:016x}"
+    assert command(["inspect", "step", f"--run={folder}", "--step=61"]) == 0
+    note = "; planned: the newest checkpoint is of step 60, where global batch: 2 -> 8; "
+    assert note in capsys.readouterr().out
+
+
+def test_step_prints_each_sequence_and_the_fingerprint(
+    files: Files, run: tuple[Path, list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["inspect", "step", f"--run={run[0]}", "--step=9"]
+    assert command([*argv, "--json", "--rows=1:3"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [record["row"] for record in records] == [1, 2]
-    with files.stream(4, seq_length=32, sep_token=None) as stream:
-        batch = stream.batch_at(9)
-    assert {record["data_fingerprint"] for record in records} == {f"{fingerprint(batch, 0):016x}"}
+    assert {record["data_fingerprint"] for record in records} == {f"{run[1][8]:016x}"}
+    with open_run_data(str(run[0])) as data:
+        tokens_BS = data.stream.batch_at(9).tokens_BS
     for record in records:
         for p in record["pieces"]:
             source, file = p["file"].split("/")
             text = files.documents[source][int(file[6:11])][p["document"]][p["start"] : p["stop"]]
-            row = batch.tokens_BS[record["row"], p["at"] : p["at"] + len(text)]
+            row = tokens_BS[record["row"], p["at"] : p["at"] + len(text)]
             assert row.tolist() == text.tolist()
-    assert command(["inspect", "step", *argv, "--step=9"]) == 0
+    assert command(argv) == 0
     printed = capsys.readouterr().out
     assert printed.count("\nrow ") == 4 and records[0]["data_fingerprint"] in printed
 
 
-def test_step_shows_how_the_text_of_each_document_begins(
+def test_step_shows_the_text_of_documents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = "A\x1b[2Jtable\tof 漢字\u202e, " * 40
+    document, out = "A\x1b[2Jtable\tof 漢字\u202e, " * 40, tmp_path / "out"
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": document}) + "\n")
-    data = f"--data_path={tmp_path / 'out'}"
     assert (
-        command(
-            [
-                "prepare",
-                str(tmp_path / "x.jsonl"),
-                f"--output={tmp_path / 'out'}",
-                "--tokenizer=byte",
-            ]
-        )
-        == 0
+        command(["prepare", str(tmp_path / "x.jsonl"), f"--output={out}", "--tokenizer=byte"]) == 0
     )
-    argv = [
-        "inspect",
-        "step",
-        data,
-        "--seq_length=128",
-        "--global_batch_size=2",
-        "--step=1",
-        "--text",
-    ]
+    section = DataConfig(data_path=str(out), seq_length=128)
+    batch, model = BatchPlan(2, 1, 1), TransformerConfig(1, 8, 8, 1, 1, VOCAB)
+    record = resolved(TrainConfig(data=section), model=model, batch=batch)
+    (tmp_path / "config.json").write_text(json.dumps(record.content))
+    argv = ["inspect", "step", f"--run={tmp_path}", "--step=1", "--text"]
     capsys.readouterr()
     assert command([*argv, "--json"]) == 0
     for record in map(json.loads, capsys.readouterr().out.splitlines()):
@@ -204,56 +198,38 @@ def test_step_shows_how_the_text_of_each_document_begins(
     assert max(map(len, printed.splitlines())) < 110
 
 
-def test_text_without_a_tokenizer_is_refused_in_one_line(
-    files: Files, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = [
-        f"--data_path={files.root}",
-        "--seq_length=32",
-        "--global_batch_size=4",
-        "--step=9",
-        "--text",
-    ]
-    assert command(["inspect", "step", *argv]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(
-        "inspect step: error: --text (True) needs the tokenizer that prepare puts"
-    )
-    assert told.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        ("step --step=1 --seq_length=32", "global_batch_size () must be the rows of a step"),
-        ("step --seq_length=32 --global_batch_size=4", "--step is missing"),
-        (
-            "step --step=1 --rows=3:9 --seq_length=32 --global_batch_size=4",
-            "--rows (3:9) must be a:b",
-        ),
-        ("step --step=1 --run=nowhere", "run (nowhere) must be a run folder"),
+        ("--step=1", "--run and --step are required"),
+        ("--run={run}", "--run and --step are required"),
+        ("--run=nowhere --step=1", "--run=nowhere must be a run folder with config.json"),
+        ("--run={run} --step=1 --rows=3:9", "--rows=3:9 must be a:b with 0 <= a < b <= 4"),
+        ("--run={run} --step=1 --rows=x", "--rows=x must be a:b"),
+        ("--run={run} --step=1 --text", "--text requires a tokenizer in"),
+        ("--run={run} --step=1 --data_path=nowhere", "--data_path=nowhere is not a folder"),
+        ("--run={tmp} --step=1", "has a config.json that cannot be read"),
     ],
 )
 def test_bad_input_is_one_line(
-    files: Files, argv: str, text: str, capsys: pytest.CaptureFixture[str]
+    run: tuple[Path, list[int]],
+    tmp_path: Path,
+    argv: str,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert command(["inspect", *argv.split(), f"--data_path={files.root}"]) == 2
+    (tmp_path / "config.json").write_text("[1]")
+    assert command(["inspect", "step", *argv.format(run=run[0], tmp=tmp_path).split()]) == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
 
 
-def test_a_run_on_synthetic_tokens_is_refused(
-    files: Files, run: tuple[Path, list[int]], tmp_path: Path
-) -> None:
+def test_run_on_synthetic_tokens_is_an_error(run: tuple[Path, list[int]], tmp_path: Path) -> None:
     content = json.loads((run[0] / "config.json").read_text())
-    content["data"] = as_dict(TrainConfig(data=replace(DataConfig(), use_dummy_dataset=True)))[
-        "data"
-    ]
+    synthetic = TrainConfig(data=replace(DataConfig(), use_dummy_dataset=True))
+    content["data"] = as_dict(synthetic)["data"]
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with (
-        pytest.raises(ValueError, match="trained on synthetic tokens"),
-        inspected(InspectConfig(run=str(tmp_path))),
-    ):
+    with pytest.raises(ValueError, match="not on synthetic tokens"), open_run_data(str(tmp_path)):
         pass
 
 
@@ -283,7 +259,7 @@ class TestVerify:
         self, tmp_path: Path, layout: str, stored: bool
     ) -> None:
         corpus = write_corpus(tmp_path, SIZES, layout=layout, stored=stored).corpus(seq_length=32)
-        found = dict(verify_corpus(corpus, VOCAB))
+        found = problems_of(corpus)
         assert len(found) == 4 and not any(found.values())
 
     def test_every_damage_is_named_and_the_exit_status_is_2(
@@ -313,24 +289,22 @@ class TestVerify:
             and "not a complete Arrow" in lines[1]
             and "does not exist" in lines[2]
         )
-        assert (
-            f"has token {VOCAB + 17} in document {number}, beyond vocab_size ({VOCAB})" in lines[3]
-        )
+        assert f"token {VOCAB + 17} in document {number} is not below {VOCAB}" in lines[3]
 
     def test_a_stored_separator_that_is_missing_is_found(self, tmp_path: Path) -> None:
         files = write_corpus(tmp_path, {"a": [3000]}, stored=True)
         documents = files.documents["a"][0]
         documents[-1] = np.append(documents[-1][:-1], 7)
         write_lists(tmp_path / "a" / "shard-00000.arrow", documents, has_eos="true")
-        [(_, problems)] = verify_corpus(files.corpus(seq_length=32), VOCAB)
-        told = f"ends document {len(documents) - 1} with 7, not with the separator"
+        [problems] = problems_of(files.corpus(seq_length=32)).values()
+        told = f"document {len(documents) - 1} ends with 7, not with the separator"
         assert len(problems) == 1 and told in problems[0]
 
     def test_a_whole_corpus_says_what_was_read(
         self, files: Files, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert command(["inspect", "verify", f"--data_path={files.root}"]) == 0
-        assert "4 shards of 3 sources are whole" in capsys.readouterr().out
+        assert "4 shards of 3 sources are valid" in capsys.readouterr().out
 
     def test_a_run_folder_is_compared_with_its_checkpoint(
         self,
