@@ -194,7 +194,7 @@ def test_the_numbers_are_those_of_a_slow_reference(corpus: Path, whole: Path) ->
     lines = (whole / "log.txt").read_text().splitlines()
     line = next(text for text in lines if "evaluation at step 4" in text)
     assert f"eval loss {recorded['eval/loss']:.4f}" in line
-    assert f"eval/docs {recorded['eval/docs/loss']:.4f}" in line
+    assert f"eval/docs loss {recorded['eval/docs/loss']:.4f}" in line
 
 
 def test_training_is_the_same_to_the_last_bit_with_and_without_validation(
