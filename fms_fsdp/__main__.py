@@ -52,7 +52,7 @@ COMMANDS = {
     ),
     "ckpt inspect": (
         "ckpt_inspect:main",
-        "shape, norm and spread of every tensor, and how far two are apart",
+        "shape, norm and spread of every tensor",
     ),
     "ckpt prune": (
         "ckpt:prune_checkpoints",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def read_prompts(section: EvalConfig, data: DataConfig, model: TransformerConfig
             "remove the flag, or prepare the data with a tokenizer"
         )
     texts = section.sample_prompts or ("",)
-    if len(texts) == 1 and Path(texts[0]).is_file():
+    if len(texts) == 1 and os.path.isfile(texts[0]):  # Path.is_file raises if a text is long
         texts = tuple(read_lines(Path(texts[0]), "--sample_prompts")) or ("",)
     bos_id = shards_bos_id(data.data_path, tokenizer)
     rules = TextRules(() if bos_id is None else (bos_id,))

@@ -318,6 +318,7 @@ def test_samples_that_cannot_be_written_are_refused_before_any_work(
     for text, flags in (
         ("--sample_interval=2 requires a tokenizer in --data_path", ["--use_dummy_dataset=True"]),
         ("must have 1 to 15 tokens", [data, f"--sample_prompts={'x' * 99}"]),
+        ("must have 1 to 15 tokens", [data, f"--sample_prompts={'x' * 999}"]),
     ):
         shape = ["--model_variant=tiny", "--seq_length=16", f"--output_dir={tmp_path}/run"]
         ended = launched(*shape, "--sample_interval=2", *flags)
