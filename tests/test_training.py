@@ -294,26 +294,6 @@ def test_the_dummy_pattern_is_learned(tmp_path: Path) -> None:
     assert found[-1] < 0.6 * found[0], (found[0], found[-1])
 
 
-def test_a_profiled_run_writes_a_trace_that_tensorboard_and_perfetto_read(tmp_path: Path) -> None:
-    argv = [
-        "--use_profiler=True",
-        "--profiler_wait=1",
-        "--profiler_warmup=1",
-        "--profiler_active=2",
-    ]
-    folder = tmp_path / "a run"
-    trained(*TINY, "--num_steps=6", *argv, f"--output_dir={folder}")
-    (trace,) = (folder / "profile_traces").glob("*.pt.trace.json")
-    told = (folder / "log.txt").read_text()
-    summary = trace.with_name(trace.name.replace("pt.trace.json", "summary.txt"))
-    assert f"trace {trace}, summary {summary.name}\n" in told
-    assert "forward" in summary.read_text()
-    events = json.loads(trace.read_text())["traceEvents"]
-    names = {event.get("name") for event in events}
-    assert {"forward", "backward", "optimizer"} <= names
-    assert sum(event.get("name") == "forward" and event.get("ph") == "X" for event in events) == 2
-
-
 def test_every_report_counts_the_zeros_of_its_own_step(tmp_path: Path) -> None:
     trained(
         *TINY,

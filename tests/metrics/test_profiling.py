@@ -58,12 +58,14 @@ def test_trace_holds_named_ranges_and_summary(tmp_path: Path) -> None:
         "--profiler_warmup=1",
         "--profiler_active=2",
     ]
-    trained(*TINY, "--num_steps=6", *argv, f"--output_dir={tmp_path}")
-    (trace,) = (tmp_path / "profile_traces").glob("*.json")
+    folder = tmp_path / "a run"
+    trained(*TINY, "--num_steps=6", *argv, f"--output_dir={folder}")
+    (trace,) = (folder / "profile_traces").glob("*.pt.trace.json")
     names = [item.get("name") for item in json.loads(trace.read_text())["traceEvents"]]
     for name in ("data", "forward", "backward", "optimizer", "block 0", "block 1"):
         assert names.count(name) == 2, name
-    (path,) = (tmp_path / "profile_traces").glob("*.summary.txt")
+    path = trace.with_name(trace.name.replace("pt.trace.json", "summary.txt"))
+    assert f"trace {trace}, summary {path.name}\n" in (folder / "log.txt").read_text()
     summary = path.read_text()
     assert "Self CPU" in summary and "aten::mm" in summary
     for name in ("compute", "exposed communication", "range data", "range backward"):
