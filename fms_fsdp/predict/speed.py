@@ -40,15 +40,15 @@ class Efficiency(NamedTuple):
 
     matmul: float
     attention: float
-    memory: float = 0.808
-    links: float = 0.776
-    exposed: float = 0.589
-    fused: float = 0.237
-    old_attention: float = 0.572
+    memory: float = 0.8
+    links: float = 0.791
+    exposed: float = 0.596
+    fused: float = 0.228
+    old_attention: float = 0.573
     float8: float = 0.85
 
 
-EFFICIENCY = {"ampere": Efficiency(0.813, 0.561), "hopper": Efficiency(0.65, 0.309)}
+EFFICIENCY = {"ampere": Efficiency(0.815, 0.56), "hopper": Efficiency(0.652, 0.308)}
 _DTYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
