@@ -1,47 +1,42 @@
-"""Training throughput against `transformers`' Llama of the same shape, on the same data, in turns.
+"""Compares training throughput with `transformers`' Llama of the same shape, on the same data, interleaved.
 
     for each precision × mode:   warm up both, then rounds of
         matmul rate │ ours × steps │ reference × steps │ matmul rate
 
 It compares eager with eager and compiled with compiled. Both train on dummy tokens with fused AdamW and clip
 by the global norm. The reference runs as its users run it: SDPA attention, fp32 weights, bf16 by
-`torch.autocast`, `torch.compile` of the whole model. Ours runs the steps of the training loop: `parallelize`,
-loss over all labels, `clip_grad_norm`, with the waiting of threads and the allocator that main_training.py
-sets. Each has a process of its own, and one stands still while the other runs. `--tuned=both` gives the
-reference our waiting and allocator too: what is left is the difference of the models.
+`torch.autocast`, `torch.compile` of the whole model. Ours runs the steps of the training loop with the thread
+waiting and the allocator that main_training.py sets. Each has a process of its own and waits while the other
+runs. `--tuned=both` gives the reference our waiting and allocator too: the remaining difference is that of the
+models. `--contestants=ours` measures ours alone.
 
-The matmul rate is the rate of the model's own products: every projection and the head, forward and for both
-gradients, at the rows of a step. A share of it counts only products: no embedding lookup and half of the
-causal attention. `share_by_convention` counts (6N + 12LDS), as `mfu` does.
+The matmul rate is the rate of the model's own matmuls: every projection and the head, forward and for both
+gradients, at the sequences of a step. The fraction of it excludes the embedding lookup and half of the causal
+attention.
 
     python benchmarks/against_transformers.py              # fp32 and bf16, eager and compiled; a few minutes
     python benchmarks/against_transformers.py --precision=fp32 --mode=eager --rounds=3
     python benchmarks/against_transformers.py --model_variant=hidden256   # another shape; hidden768 too
 
-The ratio of a round compares neighbours in time; the result is the median over rounds. Run it on a quiet
-machine. `--peak_memory_at=32000` also runs some steps of each contestant with that vocabulary, and compares
-the most memory that each of them had resident."""
+The ratio of a round compares neighbors in time; the result is the median over rounds. `memory_ratio` compares
+the peak resident memory of the processes. Run it on a quiet machine."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import datetime
 import itertools
 import multiprocessing
 import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import HELP, write_result
+from result_file import about_machine, parser_of, write_result
 
 from fms_fsdp.config import ModelConfig, ParallelConfig, Precision
 from fms_fsdp.cpu_tuning import keep_freed_memory, let_gpu_memory_grow, set_thread_waiting
@@ -49,12 +44,12 @@ from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.metrics.hardware import memory_stats
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.models.flops import flops_per_token, matmul_flops_per_token, num_params
+from fms_fsdp.models.flops import matmul_flops_per_token, num_params
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.parallel.fsdp import clip_grad_norm
 from fms_fsdp.parallel.parallelize import parallelize
 
-# shapes beside the variants: overrides of `quickstart`, rows of 512 tokens a step
+# more shapes: overrides of `quickstart`, sequences of 512 tokens per step, vocabulary
 SHAPES = {
     "hidden256": (
         dict(
@@ -65,6 +60,7 @@ SHAPES = {
             ffn_hidden_size=704,
         ),
         4,
+        8192,
     ),
     "hidden768": (
         dict(
@@ -75,9 +71,9 @@ SHAPES = {
             ffn_hidden_size=2048,
         ),
         2,
+        32_000,
     ),
 }
-VOCABULARIES = {"hidden256": 8192, "hidden768": 32_000}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALONE = Mesh(ParallelDims("none"), 0, "cpu")
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -283,153 +279,53 @@ def bench_case(config: TransformerConfig, case: Case, args: argparse.Namespace) 
             after = matmul_flops(config, args.batch_size * args.seq_length, DTYPES[precision])
             rounds.append({"matmul_gflops": (before + after) / 2e9, **measured})
         result |= {f"{name}_peak_mem_gib": one.ask("memory") for name, one in contestants.items()}
-    return result | (summary(config, rounds, args) if rounds else {})
+    if len(contestants) == 2:
+        ratio = result["ours_peak_mem_gib"] / result["reference_peak_mem_gib"]
+        result["memory_ratio"] = round(ratio, 3)
+    return result | summary(config, rounds, args)
 
 
 def summary(
     config: TransformerConfig, rounds: list[dict[str, float]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Medians of the rounds, shares of the matmul rate, and the ratio of the two."""
-    case: dict[str, Any] = {}
+    """Returns medians of the rounds, fractions of the matmul rate, and the ratio of the two."""
     attention = 12 * config.num_layers * config.hidden_size * args.seq_length
     multiplied = (matmul_flops_per_token(config, args.seq_length) - attention / 2) / 1e9
-    per_token = flops_per_token(config, args.seq_length) / 1e9
     medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-    case |= {key: round(value, 1) for key, value in medians.items()}
+    case: dict[str, Any] = {key: round(value, 1) for key, value in medians.items()}
     names = args.contestants.split(",")
     for name in names:
         shares = [one[f"{name}_tokens_per_sec"] / one["matmul_gflops"] for one in rounds]
         case[f"{name}_share_of_matmul"] = round(multiplied * statistics.median(shares), 3)
-        case[f"{name}_share_by_convention"] = round(per_token * statistics.median(shares), 3)
     if len(names) == 2:
         ratios = [one["ours_tokens_per_sec"] / one["reference_tokens_per_sec"] for one in rounds]
         case["ratio"] = round(statistics.median(ratios), 3)
     return case | {"rounds": rounds}
 
 
-def peak_memory(args: argparse.Namespace, config: TransformerConfig) -> list[dict[str, Any]]:
-    """Peak resident GiB of each contestant, by precision and mode; `ratio`: ours to theirs."""
-    config = dataclasses.replace(config, vocab_size=args.peak_memory_at)
-    args = argparse.Namespace(**{**vars(args), "rounds": 0, "warmup": 10})
-    rows = []
-    for case in cases_of(args):
-        row = bench_case(config, case, args)
-        if args.contestants == "ours,reference":
-            row["ratio"] = round(row["ours_peak_mem_gib"] / row["reference_peak_mem_gib"], 3)
-        print(f"peak memory: {row}", flush=True)
-        rows.append(row)
-    return rows
-
-
-def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Precision, and whether compiled, of each case."""
-    modes, precisions = args.mode.split(","), args.precision.split(",")
-    return [
-        (precision, mode == "compiled") for mode, precision in itertools.product(modes, precisions)
-    ]
-
-
-def hardware() -> dict[str, Any]:
-    """What the numbers depend on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    names = [
-        line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")
-    ]
-    flags = sorted(
-        {flag for flag in text.split() if flag.startswith(("avx512_bf16", "amx_", "avx2"))}
-    )
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "threads": torch.get_num_threads(),
-        "features": flags,
-    }
-
-
-def versions() -> dict[str, str]:
-    """Python and the packages that matter."""
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model_variant", default="quickstart", help=f"a variant, or one of {', '.join(SHAPES)}"
-    )
-    parser.add_argument("--vocab_size", type=int, default=None)
-    parser.add_argument("--batch_size", type=int, default=16)
-    parser.add_argument("--seq_length", type=int, default=128)
-    parser.add_argument("--precision", default="fp32,bf16")
-    parser.add_argument("--mode", default="eager,compiled")
-    parser.add_argument("--rounds", type=int, default=5, help="0: nothing but the warm-up")
-    parser.add_argument(
-        "--warmup", type=int, default=3, help="optimizer steps of each contestant before the rounds"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=4, help="optimizer steps of each contestant in a round"
-    )
-    parser.add_argument("--contestants", default="ours,reference", help="or one alone")
-    parser.add_argument(
-        "--tuned",
-        default="ours",
-        choices=("ours", "both"),
-        help="who has our waiting and allocator",
-    )
-    parser.add_argument(
-        "--peak_memory_at", type=int, default=0, help="vocabulary; 0 leaves memory out"
-    )
-    parser.add_argument("--output", type=Path, help=HELP)
-    return parser.parse_args()
-
-
 def main() -> None:
-    args = parse_args()
+    settings = dict(model_variant="quickstart", vocab_size=0, batch_size=16, seq_length=128)
+    settings |= dict(precision="fp32,bf16", mode="eager,compiled", rounds=5, warmup=3, steps=4)
+    args = parser_of(__doc__, **settings, contestants="ours,reference", tuned="ours").parse_args()
     variant: str = args.model_variant
     overrides: dict[str, Any] = {}
     if variant in SHAPES:
-        (overrides, args.batch_size), args.seq_length, variant = SHAPES[variant], 512, "quickstart"
-        args.vocab_size = args.vocab_size or VOCABULARIES[args.model_variant]
-    model = ModelConfig(model_variant=variant, vocab_size=args.vocab_size, **overrides)
+        overrides, args.batch_size, vocab_size = SHAPES[variant]
+        args.vocab_size, args.seq_length = args.vocab_size or vocab_size, 512
+        variant = "quickstart"
+    model = ModelConfig(model_variant=variant, vocab_size=args.vocab_size or None, **overrides)
     config = resolve_model(model, seq_length=args.seq_length)
-    now = datetime.datetime.now(datetime.UTC)
-    result = {
-        "benchmark": "train: ours against transformers' Llama "
-        "(fp32 weights, autocast for bf16, sdpa attention)",
-        "date": now.isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
-        "hardware": hardware(),
-        "versions": versions(),
+    cases: list[dict[str, Any]] = []
+    result = about_machine() | {
+        "transformers": version("transformers"),
         "model": {"variant": args.model_variant, "parameters": num_params(config)},
         "tokens_per_step": args.batch_size * args.seq_length,
-        "flops_per_token": flops_per_token(config, args.seq_length),
-        "cases": (cases := []),
+        "cases": cases,
     }
-    print(
-        f"{args.model_variant}: {num_params(config):,} parameters, "
-        f"{args.batch_size} x {args.seq_length} tokens a step"
-    )
-    for precision, compiled in cases_of(args):
-        case = bench_case(config, (precision, compiled), args)
-        cases.append(case)
-        if not args.rounds:
-            continue
-        shown = [f"ratio {case['ratio']:.2f}"] if "ratio" in case else []
-        for name in args.contestants.split(","):
-            rate, share = case[f"{name}_tokens_per_sec"], case[f"{name}_share_of_matmul"]
-            shown.append(
-                f"{name} {rate:8.0f} tok/s = {share:.0%} of {case['matmul_gflops']:.0f} GFLOP/s"
-            )
-        print(f"{precision} {case['mode']:8s}: {', '.join(shown)}", flush=True)
-    if args.peak_memory_at:
-        result["peak_memory"] = peak_memory(args, config)
+    for mode, precision in itertools.product(args.mode.split(","), args.precision.split(",")):
+        cases.append(bench_case(config, (precision, mode == "compiled"), args))
+        shown = {name: value for name, value in cases[-1].items() if name != "rounds"}
+        print(shown, flush=True)
     write_result(result, args.output)
 
 

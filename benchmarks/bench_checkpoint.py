@@ -3,9 +3,10 @@
 stall  time that the loop waits for a background save, against a copy of the same bytes to host memory
 save   bytes on disk per second, fsync included, against a plain writer of equal bytes and process count
 load   verified load from a cold page cache, against a plain reader of equal bytes and process count
-start  launch to the first step done after a resume, by phase (main_training.py under torchrun)
 
 python benchmarks/bench_checkpoint.py [--variant=194m --ranks=2 --rounds=3 --folder=/tmp/bench_checkpoint]
+
+--folder is on the disk to measure and needs the space of five checkpoints.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from result_file import HELP, write_result
+from result_file import about_machine, parser_of, write_result
 
 if TYPE_CHECKING:
     from torch import nn
@@ -202,99 +202,41 @@ def summary(rows: list[dict[str, float]], num_bytes: int) -> dict[str, Any]:
     }
 
 
-def torchrun(ranks: int, script: str, *flags: str) -> None:
+def launch_workers(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs `worker` on the ranks of torchrun; returns the result that rank 0 wrote."""
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--local-addr=127.0.0.1",
-        f"--nproc_per_node={ranks}",
-        script,
-        *flags,
     ]
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    result = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": threads}, text=True
-    )
-    assert result.returncode == 0, f"{script} ended with {result.returncode}"
-
-
-def start_by_phase(folder: Path, variant: str, ranks: int) -> dict[str, float]:
-    """The phases of a launch that resumes, as the run itself records them."""
-    out = folder / "resumed"
-    flags = [
-        f"--model_variant={variant}",
-        "--use_dummy_dataset=True",
-        "--seq_length=128",
-        f"--output_dir={out}",
-        "--batch_size=1",
-    ]
-    for num_steps in (1, 2):
-        if num_steps == 2:
-            drop_from_page_cache(out)
-        torchrun(ranks, "main_training.py", *flags, f"--num_steps={num_steps}")
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    start = [record for record in records if record.get("event") == "start"][-1]
-    return {name: round(value, 2) for name, value in start.items() if name.endswith("_s")}
+    command += [f"--nproc_per_node={options.ranks}", str(Path(__file__).resolve())]
+    command += [f"--{name}={getattr(options, name)}" for name in ("folder", "variant", "rounds")]
+    threads = str(max(1, (os.cpu_count() or 1) // options.ranks))
+    environment = os.environ | {"OMP_NUM_THREADS": threads}
+    subprocess.run([*command, "--worker"], cwd=ROOT, env=environment, check=True)
+    result: dict[str, Any] = json.loads((options.folder / "result.json").read_text())
+    return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--variant", default="194m")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("/tmp/bench_checkpoint"),
-        help="needs five checkpoints' room",
-    )
-    parser.add_argument("--output", type=Path, help=HELP)
+    settings = dict(variant="194m", ranks=2, rounds=8, folder=Path("/tmp/bench_checkpoint"))
+    parser = parser_of(__doc__, **settings)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    flags = parser.parse_args()
-    if flags.worker:
-        worker(flags.folder, flags.variant, flags.rounds)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.folder, options.variant, options.rounds)
     from fms_fsdp.cpu_tuning import let_gpu_memory_grow
 
     let_gpu_memory_grow()  # in the processes of torchrun
-    load_before = os.getloadavg()[0]
-    shutil.rmtree(flags.folder, ignore_errors=True)
-    flags.folder.mkdir(parents=True)
-    argv = [
-        "--worker",
-        f"--folder={flags.folder}",
-        f"--variant={flags.variant}",
-        f"--rounds={flags.rounds}",
-    ]
-    torchrun(flags.ranks, str(Path(__file__).resolve()), *argv)
-    result = json.loads((flags.folder / "result.json").read_text())
-    start = start_by_phase(flags.folder, flags.variant, flags.ranks)
-    shutil.rmtree(flags.folder)
-    import torch
-
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "hardware": {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load_before": load_before,
-        },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "variant": flags.variant,
-        "ranks": flags.ranks,
-        "targets": {
-            "stall_over_copy": 1.5,
-            "save_over_plain_write": 0.7,
-            "load_over_plain_read": 0.5,
-        },
-        **result,
-        "start_after_resume": start,
-    }
-    write_result(record, flags.output)
+    about = about_machine()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    options.folder.mkdir(parents=True)
+    result = launch_workers(options)
+    shutil.rmtree(options.folder)
+    record = about | {"variant": options.variant, "ranks": options.ranks, **result}
+    write_result(record, options.output)
     print(json.dumps({name: value for name, value in record.items() if name != "rounds"}, indent=1))
 
 

@@ -1,12 +1,11 @@
-"""Measures decoding and prefill of our models beside transformers' `generate` on the same weights.
+"""Measures decoding and prefill of our models against transformers' `generate` on the same weights.
 
-    python benchmarks/bench_generate.py [--variants=quickstart,194m --rounds=3 --output=FILE]
+    python benchmarks/bench_generate.py [--variants=quickstart,194m --tokens=64 --prefill=512 --rounds=3]
 
-Tokens a second, fp32 and bf16: decoding in batches of 1 and 16 behind a short prompt, greedily, and prefill
-of one long prompt. The reference runs with its defaults and with a static cache; the programs take turns in
-each round, and a figure is the median over rounds. Decoding reads every weight once a step: its share of the
-memory's bandwidth is those bytes a second over the rate at which this machine reads a large array in the same
-run. Without the package transformers only our half runs.
+Tokens per second, fp32 and bf16: greedy decoding of --tokens in batches of 1 and 16 after a short prompt, and
+prefill of one prompt of --prefill tokens. The reference runs with its defaults and with a static cache. The
+programs are interleaved in each round; a value is the median over rounds. Without the package transformers
+only our half runs.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from result_file import HELP, write_result
+from result_file import about_machine, parser_of, write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch  # noqa: E402
 
-from fms_fsdp.distributed.runtime import versions  # noqa: E402
 from fms_fsdp.generate import Sampling, generate  # noqa: E402
 from fms_fsdp.hf.config import config_to_hf  # noqa: E402
 from fms_fsdp.hf.weights import fuse, weight_map  # noqa: E402
@@ -61,7 +59,7 @@ def their_writer(model: Any, cache: str | None) -> Write:
 
 
 def their_model(model: Llama) -> Any:
-    """transformers' model with the same weights, by way of our export's table."""
+    """Builds transformers' model with the same weights, by the table of our export."""
     import json
 
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -82,21 +80,12 @@ def their_model(model: Llama) -> Any:
     return theirs
 
 
-def read_rate(megabytes: int) -> float:
-    """Bytes a second at which all threads sum up an array; the best of five."""
-    array = torch.ones(megabytes * 2**18)
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        array.sum()
-        times.append(time.perf_counter() - begin)
-    return array.nbytes / min(times)
-
-
 def measure(writers: dict[str, Write], options: argparse.Namespace, vocab: int) -> dict[str, Any]:
-    """Tokens a second of each writer. The time of one new token, which is the prefill, is taken off
-    decoding; a moment in which another job had the cores can make that the longer of the two, and is timed
-    again."""
+    """Returns the tokens per second of each writer.
+
+    The time of one new token, which is the prefill, is subtracted from decoding. Where another job makes the
+    difference negative, both are timed again.
+    """
     draw = torch.Generator().manual_seed(0)
     found: dict[str, dict[str, list[float]]] = {name: {} for name in writers}
     short = [torch.randint(0, vocab, (rows, PROMPT), generator=draw) for rows in BATCHES]
@@ -131,10 +120,6 @@ def measure(writers: dict[str, Write], options: argparse.Namespace, vocab: int) 
     }
 
 
-def three_digits(number: float) -> float:
-    return float(f"{number:.3g}")
-
-
 def run(variant: str, precision: str, options: argparse.Namespace) -> dict[str, Any]:
     config = replace(
         VARIANTS[variant], max_seq_len=max(options.prefill, PROMPT + options.tokens) + 2
@@ -151,29 +136,16 @@ def run(variant: str, precision: str, options: argparse.Namespace) -> dict[str, 
     for weight in model.parameters():
         weight.data = weight.data.to(DTYPES[precision])
     rates = measure({"ours": our_writer(model)} | writers, options, config.vocab_size)
-    read = {name: each.nbytes for name, each in model.named_parameters()}
-    read["embed.weight"] *= config.tie_embeddings  # of an untied one a row is read
-    num_bytes, rate = sum(read.values()), read_rate(options.megabytes)
-    share = rates["ours"]["decode_1"] * num_bytes / rate
     ratios = {
-        case: {name: three_digits(rates["ours"][case] / rates[name][case]) for name in writers}
+        case: {name: float(f"{rates['ours'][case] / rates[name][case]:.3g}") for name in writers}
         for case in rates["ours"]
     }
-    row = {"variant": variant, "precision": precision, "tokens_per_sec": rates, "ratio": ratios}
-    return row | {"bandwidth_share": three_digits(share), "read_gb_per_sec": round(rate / 1e9, 2)}
+    return {"variant": variant, "precision": precision, "tokens_per_sec": rates, "ratio": ratios}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--variants", default="quickstart,194m")
-    parser.add_argument("--tokens", type=int, default=64, help="new ones in a text")
-    parser.add_argument("--prefill", type=int, default=512, help="tokens of the long prompt")
-    parser.add_argument("--megabytes", type=int, default=512, help="of the array that is read")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help=HELP)
-    options = parser.parse_args()
+    settings = dict(variants="quickstart,194m", tokens=64, prefill=512, rounds=3)
+    options = parser_of(__doc__, **settings).parse_args()
     if find_spec("transformers") is None:
         print("note: no package transformers: nothing is compared", file=sys.stderr)
     results = []
@@ -181,15 +153,7 @@ def main() -> None:
         for precision in DTYPES:
             results.append(run(variant, precision, options))
             print(results[-1], flush=True)
-    write_result(
-        {
-            "command": " ".join(["python", *sys.argv]),
-            "threads": torch.get_num_threads(),
-            "versions": versions(),
-            "results": results,
-        },
-        options.output,
-    )
+    write_result(about_machine() | {"results": results}, options.output)
 
 
 if __name__ == "__main__":

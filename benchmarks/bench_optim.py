@@ -11,14 +11,13 @@ first two. A package that is missing leaves its optimizer out.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from result_file import HELP, about_machine, write_result
+from result_file import about_machine, parser_of, write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -76,13 +75,8 @@ def wait(device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--variant", default="quickstart", choices=sorted(VARIANTS))
-    parser.add_argument("--optimizers", default=",".join([*OPTIMIZERS, *PURE]))
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output", type=Path, help=HELP)
+    names = ",".join([*OPTIMIZERS, *PURE])
+    parser = parser_of(__doc__, variant="quickstart", optimizers=names, rounds=10)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config, found, left_out = (

@@ -1,17 +1,12 @@
 """Measures layouts of the five axes on processes of this machine, and writes one result file.
 
     python benchmarks/bench_parallel.py [--world=8] [--device=cpu|cuda] [--steps=10] [--output=FILE]
-    python benchmarks/bench_parallel.py --long-row [--world=8] [--tokens=131072] [--method=ulysses]
 
-By default each layout of a world trains the same small model in fp32, and one process does too. The table has
+Each layout of a world trains the same small model in fp32, and one process does too. The table has
 for each layout: the median time of a step; the bytes that a rank sends in a step by axis, as counted at the
 collectives (the largest of the ranks), as predicted by `estimate`, and the worst ratio of a rank; the growth
 of the peak memory of the rank that holds most, beside the prediction; the largest differences of loss and
 gradient norm (relative) to one process over the steps. The group is gloo on a CPU, NCCL on GPUs.
-
---long-row   forward and backward pass of one long row whose tokens the processes divide (context
-             parallel): one layer, width 64, 8 heads, fp32. Seconds and peak memory of each rank are those of
-             one pass; bytes are what a rank sends in both passes, counted at the collectives.
 
 Ranks share the cores of a machine without GPUs: the seconds are no measure of how the work would divide over
 machines.
@@ -36,14 +31,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from result_file import HELP, about_machine, write_result
+from result_file import about_machine, parser_of, write_result
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 if TYPE_CHECKING:
     from fms_fsdp.distributed.mesh import Mesh
 
-LAYERS, WIDTH, FFN, HEADS, VOCAB = 1, 64, 128, 8, 512  # of the long row
 SMALL: dict[str, Any] = dict(
     num_layers=8, hidden_size=256, ffn_hidden_size=512, num_attention_heads=8, num_kv_heads=4
 )
@@ -368,77 +362,18 @@ def _of_rank(task: tuple[Callable[..., Any], int, int, str, str]) -> tuple[int, 
     return rank, found
 
 
-def long_row(rank: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The passes of one rank over its part of the row."""
-    from fms_fsdp.config import FP32, ParallelConfig
-    from fms_fsdp.distributed.mesh import Mesh, plan_dims
-    from fms_fsdp.distributed.runtime import World
-    from fms_fsdp.models.config import TransformerConfig
-    from fms_fsdp.parallel.parallelize import parallelize
-
-    ranks = options.world
-    section = ParallelConfig(cp_size=ranks, cp_method=options.method, sharding_strategy="fsdp")
-    mesh = Mesh(plan_dims(section, "tiny", World(rank, rank, ranks, ranks)), rank, "cpu")
-    config = TransformerConfig(LAYERS, WIDTH, FFN, HEADS, HEADS, VOCAB, max_seq_len=options.tokens)
-    model = parallelize(config, section, mesh, device=torch.device("cpu"), precision=FP32, seed=1)
-    tokens = torch.randint(VOCAB, (1, options.tokens), generator=torch.Generator().manual_seed(1))
-    before_gib = _resident_mib("VmHWM") / 1024
-    with Sent(mesh) as counted:
-        start = time.perf_counter()
-        loss_sum, num_labels = model(tokens, tokens.roll(-1, 1))
-        forward_s = time.perf_counter() - start
-        (loss_sum / options.tokens).backward()
-        backward_s = time.perf_counter() - start - forward_s
-    total = mesh.sum(torch.stack((loss_sum.detach(), num_labels.float())), "row").tolist()
-    return {
-        "loss": round(total[0] / total[1], 5),
-        "forward_s": round(forward_s, 1),
-        "backward_s": round(backward_s, 1),
-        "peak_gib": round(_resident_mib("VmHWM") / 1024, 2),
-        "peak_before_gib": round(before_gib, 2),
-        "sent_mib": round(counted.sent["cp"] / 2**20, 2),
-    }
-
-
-def measure_long_row(options: argparse.Namespace) -> dict[str, Any]:
-    """The long row on all ranks; prints what each finds."""
-    by_rank = on_ranks(partial(long_row, options=options), options.world, options)
-    for result in by_rank:
-        print(result, flush=True)
-    shape = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "tokens": options.tokens}
-    return {
-        "long_row": shape | {"ranks": options.world, "method": options.method, "by_rank": by_rank}
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--long-row", action="store_true")
-    parser.add_argument(
-        "--world", type=int, choices=(2, 4, 8), help="ranks (default: 8, or what the GPUs hold)"
-    )
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=131_072, help="of the long row")
-    parser.add_argument(
-        "--method", default="ulysses", choices=("ulysses", "gather"), help="of the long row"
-    )
-    parser.add_argument("--output", type=Path, help=HELP)
+    parser = parser_of(__doc__, world=0, device="cpu", steps=10)
     options = parser.parse_args()
-    room = torch.cuda.device_count() if options.device == "cuda" else max(LAYOUTS)
-    worlds = [world for world in LAYOUTS if world <= room]
-    if not worlds or (options.world or 0) > room:
-        parser.error(
-            f"--device=cuda needs as many GPUs as ranks, 2 at least; this machine has {room}"
-        )
-    options.world = options.world or max(worlds)
+    limit = torch.cuda.device_count() if options.device == "cuda" else max(LAYOUTS)
+    worlds = [world for world in LAYOUTS if world <= limit]
+    options.world = options.world or max(worlds, default=2)
+    if options.world not in worlds:
+        parser.error(f"--world must be one of 2, 4 and 8, and at most {limit} on this machine")
     os.environ["OMP_NUM_THREADS"] = "1"
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "fms_fsdp.train"])
     about = about_machine()
-    found = measure_long_row(options) if options.long_row else measure_layouts(options)
-    write_result(about | found, options.output)
+    write_result(about | measure_layouts(options), options.output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Says what of a part of gpu_slot.sh passes, and writes it into the folder's results.json.
+"""Says what of a part of gpu_session.sh passes, and writes it into the folder's results.json.
 
     python benchmarks/gpu_compare.py FOLDER PART
     python benchmarks/gpu_compare.py FOLDER needs RUN
@@ -249,7 +249,7 @@ def main() -> None:
     path = folder / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     results[f"part {part}"] = {
-        "command": f"bash benchmarks/gpu_slot.sh {part}",
+        "command": f"bash scripts/gpu_session.sh {part}",
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "versions": versions(),
         "passes": bool(rows) and all(row.passes for row in rows),

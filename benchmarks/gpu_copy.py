@@ -1,7 +1,7 @@
 """Prints how many seconds a GPU takes to copy what a checkpoint of the variant 1.4b holds into pinned memory.
 
 The reference of a save in the background, during which the loop stands still for the copy alone; used by
-gpu_slot.sh. Nothing is written.
+gpu_session.sh. Nothing is written.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-HELP = "result file (default: a new one in the temporary folder)"
-
 
 def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Returns a parser of --output and one option per default, which has the type of its default."""
@@ -25,7 +23,7 @@ def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    parser.add_argument("--output", type=Path, help=HELP)
+    parser.add_argument("--output", type=Path, help="result file (default: a temporary file)")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Part 3 of benchmarks/gpu_slot.sh: the GPU against the CPU and each feature against the plain run; and a
+"""Part 3 of scripts/gpu_session.sh: the GPU against the CPU and each feature against the plain run; and a
 resumed run."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("slot")
     environment = with_gpu() | {"PYTHON": sys.executable, "OMP_NUM_THREADS": str(os.cpu_count())}
     subprocess.run(
-        ["bash", "benchmarks/gpu_slot.sh", "3", folder], cwd=ROOT, env=environment, timeout=900
+        ["bash", "scripts/gpu_session.sh", "3", folder], cwd=ROOT, env=environment, timeout=900
     )
     return folder / "runs"
 

@@ -2,7 +2,7 @@
 # What anyone with a GPU runs first; no network is needed. Five parts, in the order of what is worth most where
 # the machine may be taken away:
 #
-#   bash benchmarks/gpu_slot.sh PART [FOLDER]
+#   bash scripts/gpu_session.sh PART [FOLDER]
 #
 #   1 smoke         seven small runs: the GPU against the CPU, and what part 2 measures against the plain run
 #   2 best          an 8B model with fp32 weights, in bf16_pure, in float8 and with bf16 moments; a trace
@@ -10,19 +10,19 @@
 #   4 features      traces, saves in the background, a kill, evaluation, out of memory, bad steps
 #   5 throughput    other settings and models; the axes, where there are several GPUs
 #
-# What is measured needs its own runs of part 1 or 3 to agree, and no others. FOLDER (default: gpu_slot in the
+# What is measured needs its own runs of part 1 or 3 to agree, and no others. FOLDER (default: gpu_session in the
 # temporary folder) keeps the runs and results.json, to which each part adds its table; gpu_compare.py says what
 # passes. A part that was cut off goes on where it stopped. Where only an output folder outlives the machine,
-# OUT names it: after each case it gets gpu_slot.tgz, all but large files. A later call, on a bare machine too,
+# OUT names it: after each case it gets gpu_session.tgz, all but large files. A later call, on a bare machine too,
 # goes on from that file if TAKE names it.
 #
 # PYTHON names another interpreter, WHEELS a folder of wheels that it lacks, GPU_GIB the memory of the GPU by
 # which cases are chosen (default: what it has). DRY_RUN=1 only prints the commands.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-part="${1:-}" folder="${2:-${TMPDIR:-/tmp}/gpu_slot}" python="${PYTHON:-python3}"
+part="${1:-}" folder="${2:-${TMPDIR:-/tmp}/gpu_session}" python="${PYTHON:-python3}"
 if [[ ! "$part" =~ ^[1-5]$ ]]; then
-    echo "gpu_slot.sh: error: PART ($part) must be a number from 1 to 5" >&2
+    echo "gpu_session.sh: error: PART ($part) must be a number from 1 to 5" >&2
     exit 2
 fi
 runs="$folder/runs"
@@ -42,8 +42,8 @@ pack() {
         flock 9 # runs beside one another end at the same time
         cd "$folder"
         find . \( -name inductor -o -name site -o -name checkpoints -o -name data \) -prune -o \
-            -type f -size -4M -print0 | tar -czf "$OUT/.gpu_slot.tgz" --null -T -
-        mv "$OUT/.gpu_slot.tgz" "$OUT/gpu_slot.tgz"
+            -type f -size -4M -print0 | tar -czf "$OUT/.gpu_session.tgz" --null -T -
+        mv "$OUT/.gpu_session.tgz" "$OUT/gpu_session.tgz"
     ) 9>"$folder/.lock"
 }
 

@@ -1,4 +1,4 @@
-"""Each case of benchmarks/gpu_slot.sh ends as its table expects, on GPUs of 80 and of 141 GB."""
+"""Each case of scripts/gpu_session.sh ends as its table expects, on GPUs of 80 and of 141 GB."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.nullcuda.conftest import SIZES, Device
-from tests.test_gpu_slot import commands
+from tests.test_gpu_session import commands
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_slot.sh as far as a machine without a GPU can tell: its commands, what it calls a pass."""
+"""scripts/gpu_session.sh as far as a machine without a GPU can tell: its commands, what it calls a pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpu_compare import RULES, SMOKE, first_wrong  # noqa: E402
 
 
 def slot(*argv: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", "benchmarks/gpu_slot.sh", *map(str, argv)]
+    command = ["bash", "scripts/gpu_session.sh", *map(str, argv)]
     settings = os.environ | {"PYTHON": sys.executable} | environment
     return subprocess.run(
         command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300
@@ -80,7 +80,7 @@ def test_a_machine_whose_name_does_not_resolve_can_launch() -> None:
 
 
 def test_every_rule_has_its_runs_and_every_sweep_its_rule() -> None:
-    text = (ROOT / "benchmarks" / "gpu_slot.sh").read_text()
+    text = (ROOT / "scripts" / "gpu_session.sh").read_text()
     assert {name for rule in RULES for name in rule[:2]} <= set(text.split())
     assert set(SMOKE) <= {rule.run for rule in RULES}
     needed = re.findall(r"^ *sweep \S+ (\w+) ", text, re.MULTILINE)
@@ -165,7 +165,7 @@ def test_a_machine_that_is_taken_away_loses_one_case_and_a_bare_one_goes_on(tmp_
     ended = slot("1", first, PYTHON=str(fake_python(tmp_path, dies)), OUT=str(out), AT_ONCE="1")
     assert ended.returncode != 0 and len(calls(tmp_path)) >= 5
     (tmp_path / "calls.txt").unlink()
-    taken = out / "gpu_slot.tgz"
+    taken = out / "gpu_session.tgz"
     before = subprocess.run(
         ["tar", "-tzf", taken], capture_output=True, text=True, check=True
     ).stdout
