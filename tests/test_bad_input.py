@@ -531,7 +531,7 @@ def test_an_environment_without_the_packages_is_one_line_with_the_remedy(command
 def test_no_remedy_names_a_package_that_no_index_has() -> None:
     files = [
         *ROOT.glob("fms_fsdp/**/*.py"),
-        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/**/*.md"),
         ROOT / "README.md",
         *ROOT.glob("scripts/*.*"),
     ]

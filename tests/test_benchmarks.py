@@ -119,7 +119,7 @@ def test_the_page_shows_the_recipes_of_today_and_they_are_not_refused() -> None:
     from parallel_recipes import RECIPES, figures, table
 
     recipes = [figures(*recipe) for recipe in RECIPES]
-    page = (ROOT / "docs" / "parallelism.md").read_text()
+    page = (ROOT / "docs" / "reference" / "parallelism-tables.md").read_text()
     shown = page.partition("<!-- recipes -->\n")[2].partition("\n<!-- end -->")[0]
     assert shown == table(recipes), "take what `python benchmarks/parallel_recipes.py` prints"
     for recipe in recipes:
@@ -135,7 +135,7 @@ def test_the_page_shows_the_settings_that_a_launch_chooses_today() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from settings_by_devices import DEVICES, MODELS, setting, table
 
-    page = (ROOT / "docs" / "parallelism.md").read_text()
+    page = (ROOT / "docs" / "reference" / "parallelism-tables.md").read_text()
     shown = page.partition("<!-- settings -->\n")[2].partition("\n<!-- end -->")[0]
     settings = [setting(model, devices) for devices in DEVICES for model in MODELS]
     assert shown == table(settings), "take what `python benchmarks/settings_by_devices.py` prints"

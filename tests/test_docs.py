@@ -28,7 +28,7 @@ from fms_fsdp.config.parse import parse_flags
 from tests.cli import ROOT
 from tests.fresh import copy_tracked, make_environment, outside
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"<!-- needs: (gpu|cluster|network|docker) -->\n\Z")
 PROGRAMS = "python|torchrun|bash|source|fms-fsdp|sbatch|srun|docker|torchx|tensorboard|for"
@@ -220,7 +220,7 @@ NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve t
     [
         ("{} optimizers", "optimizer"),
         ("{} schedules", "lr_schedule"),
-        ("recomputation of {} kinds", "recompute"),
+        ("{} kinds of activation", "recompute"),
     ],
 )
 def test_what_readme_counts_in_words_is_what_the_flags_offer(words: str, choices: str) -> None:

@@ -213,9 +213,9 @@ def test_every_flag_has_a_meaning_and_a_unique_name() -> None:
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
-    committed = (ROOT / "docs" / "configuration.md").read_text()
+    committed = (ROOT / "docs" / "reference" / "flags.md").read_text()
     assert committed == markdown(TrainConfig), (
-        "run: python -m fms_fsdp.tools.flags_page > docs/configuration.md"
+        "run: python -m fms_fsdp.tools.flags_page > docs/reference/flags.md"
     )
 
 
@@ -239,7 +239,7 @@ def test_names_of_other_programs_are_answered_with_flags_that_exist() -> None:
 
 def test_the_tables_for_users_of_other_programs_agree_with_the_answers() -> None:
     flags, answers = flag_table(TrainConfig), other_names()
-    page = (ROOT / "docs" / "from-others.md").read_text()
+    page = (ROOT / "docs" / "migrate" / "other-frameworks.md").read_text()
     rows = re.findall(r"^\| (.*?) \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) > 50
     for theirs, ours in rows:

@@ -1,4 +1,4 @@
-"""docs/how-to-add.md is true: a copy of the code follows it and has one flag more."""
+"""docs/extending.md is true: a copy of the code follows it and has one flag more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_flag_is_added_as_the_page_says(tmp_path: Path) -> None:
         ROOT / "fms_fsdp", tmp_path / "fms_fsdp", ignore=shutil.ignore_patterns("__pycache__")
     )
     shutil.copyfile(ROOT / "main_training.py", tmp_path / "main_training.py")
-    page = (ROOT / "docs" / "how-to-add.md").read_text()
+    page = (ROOT / "docs" / "extending.md").read_text()
     block = re.search(r"## A flag.*?\n( *)```python\n(.*?)\n *```", page, re.DOTALL)
     assert block is not None and "`OptimConfig`" in page[: block.start(2)]
     row = textwrap.indent(textwrap.dedent(block[2]), "    ")
@@ -58,7 +58,7 @@ def test_a_flag_is_added_as_the_page_says(tmp_path: Path) -> None:
 
 
 def test_the_page_names_at_most_three_files_for_each_addition() -> None:
-    page = (ROOT / "docs" / "how-to-add.md").read_text()
+    page = (ROOT / "docs" / "extending.md").read_text()
     sections = page.split("\n## ")[1:]
     assert [section.split("\n")[0].split()[-1] for section in sections] == [
         *("flag", "option", "variant", "optimizer", "format", "tracker")
@@ -71,7 +71,7 @@ def test_the_page_names_at_most_three_files_for_each_addition() -> None:
 
 
 def test_a_variant_of_a_users_own_script_trains_as_the_page_says(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "how-to-add.md").read_text()
+    page = (ROOT / "docs" / "extending.md").read_text()
     script = re.search(r"## A variant.*?```python\n(.*?)\n```", page, re.DOTALL)
     assert script is not None and "`my_training.py`" in page
     (tmp_path / "my_training.py").write_text(script[1])
@@ -97,7 +97,7 @@ def test_a_variant_of_a_users_own_script_trains_as_the_page_says(tmp_path: Path)
 
 
 def test_documented_optimizer_trains_inside_and_outside(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "how-to-add.md").read_text()
+    page = (ROOT / "docs" / "extending.md").read_text()
     section = page.partition("## An optimizer")[2].partition("\n## ")[0]
     (module,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert len(module.splitlines()) <= 32

@@ -1,4 +1,4 @@
-"""docs/python.md is true: its commands, then its Python, run in an empty folder."""
+"""docs/guides/python.md is true: its commands, then its Python, run in an empty folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cli import ROOT
 
 @pytest.mark.slow
 def test_the_examples_run(tmp_path: Path) -> None:
-    page = (ROOT / "docs/python.md").read_text()
+    page = (ROOT / "docs/guides/python.md").read_text()
     (tmp_path / "fms_fsdp").symlink_to(ROOT / "fms_fsdp")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path}
@@ -36,5 +36,5 @@ def test_the_examples_run(tmp_path: Path) -> None:
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
-    assert re.search(r"^\d\.\d\d nats a token$", ended.stdout, re.MULTILINE)
+    assert re.search(r"^\d\.\d\d nats per token$", ended.stdout, re.MULTILINE)
     assert "def save(" in ended.stdout and "finished 3 steps: runs/python" in ended.stdout

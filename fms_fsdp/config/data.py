@@ -78,7 +78,7 @@ class DataConfig:
     max_epochs: float | None = flag(None, above=0, max=1e6, needs="use_dummy_dataset=False")
     """Maximum number of epochs of any source; a longer run is an error."""
     dataset_builder: str = logged_flag("", advanced=True, form="module:function")
-    """module:function that builds your own stream (see docs/data.md)."""
+    """module:function that builds your own stream (see docs/guides/data-loading.md)."""
     data_kwargs: tuple[str, ...] = logged_flag(
         (), advanced=True, form="key=value", needs="dataset_builder"
     )

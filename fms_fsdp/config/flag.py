@@ -3,7 +3,7 @@
     seq_length: int = logged_flag(4096, min=1)
     \"\"\"Tokens per sequence, the context length of training.\"\"\"
 
-The row and its docstring hold everything about a flag: --help, docs/configuration.md, the checks of
+The row and its docstring hold everything about a flag: --help, docs/reference/flags.md, the checks of
 values, the default run name and the resume rules read them.
 """
 

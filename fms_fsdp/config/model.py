@@ -16,7 +16,7 @@ class ModelConfig:
 
     When to change: `--list_variants` shows sizes and memory. For a size between two variants,
     change `num_layers` and `hidden_size` together. Fewer `num_kv_heads` make a model smaller and
-    generation faster. docs/models.md explains the advanced flags.
+    generation faster. docs/reference/models.md explains the advanced flags.
     """
 
     model_variant: str = fixed_flag("7b", form="folder name")
@@ -103,7 +103,7 @@ class ModelConfig:
     attn_impl: str = flag("auto", choices="auto flash cudnn efficient math", advanced=True)
     """Backend of scaled_dot_product_attention; auto lets torch choose."""
     model_builder: str = fixed_flag("", advanced=True)
-    """module:function that builds your own model from the shape (see docs/models.md)."""
+    """module:function that builds your own model from the shape (see docs/reference/models.md)."""
 
     def __post_init__(self) -> None:
         only_one(self, "init_from_hf", "hf_config", "model_variant")

@@ -25,7 +25,7 @@ class OptimConfig:
     When to change: `learning_rate` for each new size of model or batch; larger models take smaller
     rates. `warmup` if the loss jumps at the start. `lr_schedule=wsd` if the length is not known
     yet. `adam_beta2` closer to 1 for small batches. Look at `grad_norm` before changing
-    `grad_clip`. docs/optimization.md describes the optimizers.
+    `grad_clip`. docs/guides/optimizers-and-schedules.md describes the optimizers.
     """
 
     optimizer: str = fixed_flag("adamw", choices=OPTIMIZERS, form="module:function")
@@ -36,7 +36,7 @@ class OptimConfig:
     learning_rate: float = logged_flag(3e-4, min=0)
     """Peak learning rate, at the end of the warmup."""
     lr_schedule: str = logged_flag("cosine", choices=SCHEDULES)
-    """Decay of the learning rate after the warmup (docs/optimization.md has the formulas)."""
+    """Decay of the learning rate after the warmup (docs/guides/optimizers-and-schedules.md has the formulas)."""
     warmup: str | None = logged_flag(None, parse=parse_duration)
     """Length of the linear warmup: steps, a fraction of the run (0.05), 216320samples or 10Btokens
     (default: 5 % of the run, at most 2000 steps)."""
@@ -70,7 +70,7 @@ class OptimConfig:
     adam_eps: float = logged_flag(1e-8, min=0, max=1, advanced=True)
     """Epsilon added to the root of the second moment, for optimizers with an epsilon."""
     weight_decay: float = logged_flag(0.1, min=0)
-    """Weight decay; decoupled, except in the optimizers that docs/optimization.md marks (rprop has
+    """Weight decay; decoupled, except in the optimizers that docs/guides/optimizers-and-schedules.md marks (rprop has
     none)."""
     decay_norms: bool = logged_flag(False)
     """Apply weight decay to norms and biases."""

@@ -176,7 +176,7 @@ class LogConfig:
     log_all_ranks: bool = flag(False)
     """Let each rank write log.rank<N>.txt, not only rank 0 log.txt."""
     trackers: tuple[str, ...] = flag(("tensorboard",), choices="none tensorboard wandb")
-    """Programs that also receive the metrics (docs/metrics.md); a failing tracker never stops a
+    """Programs that also receive the metrics (docs/guides/monitoring.md); a failing tracker never stops a
     run."""
     tracker_project: str = flag("fms-fsdp")
     """Name of the project or experiment under which trackers file the run."""

@@ -19,7 +19,7 @@ class ParallelConfig:
     When to change: start with the defaults. If memory is short, lower `batch_size`, then set
     `recompute` (`cheap` with compile, `ops`, `blocks`), then `hsdp_shard_size` or
     `sharding_strategy=fsdp`, last `cpu_offload`. On a CPU, set `use_torch_compile` for long runs.
-    docs/performance.md has the order for tuning.
+    docs/guides/performance-tuning.md has the order for tuning.
     """
 
     sharding_strategy: str | None = flag(None, choices="fsdp hsdp ddp none zero1 zero2")

@@ -73,7 +73,7 @@ class PrecisionConfig:
     """The dtypes in which the model is stored and computed.
 
     When to change: `precision=float8` on H100 and later, once bf16 is known to train well.
-    `bf16_pure` if memory is short. `fp16` on GPUs without bf16. docs/precision.md explains the
+    `bf16_pure` if memory is short. `fp16` on GPUs without bf16. docs/guides/precision.md explains the
     costs.
     """
 

@@ -1,7 +1,7 @@
 """The log line, metrics.jsonl and the trackers.
 
 Between reports nothing is read back from the device. Every rank measures; rank 0 writes.
-docs/metrics.md defines each number of a record.
+docs/guides/monitoring.md defines each number of a record.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of a model. Each default is Llama's; docs/models.md explains the options.
+    """The shape of a model. Each default is Llama's; docs/reference/models.md explains the options.
 
     `max_seq_len` is the longest sequence the model accepts. A `head_dim` of 0 becomes
     `hidden_size / num_attention_heads`.

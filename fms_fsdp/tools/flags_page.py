@@ -1,6 +1,6 @@
-"""The page docs/configuration.md, written from the table of flags.
+"""The page docs/reference/flags.md, written from the table of flags.
 
-python -m fms_fsdp.tools.flags_page > docs/configuration.md
+python -m fms_fsdp.tools.flags_page > docs/reference/flags.md
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fms_fsdp.errors import printing
 
 
 def markdown(config_type: type[Any]) -> str:
-    """docs/configuration.md: a table for each section, and one for its advanced flags."""
+    """docs/reference/flags.md: a table for each section, and one for its advanced flags."""
     lines, types = [_PREFACE], typing.get_type_hints(config_type)
     texts = help_texts(config_type)
     for section, rows in rows_by_section(config_type):

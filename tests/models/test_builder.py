@@ -41,7 +41,7 @@ def test_the_parameters_of_a_users_model_are_counted() -> None:
 def test_the_example_of_the_page_trains_and_loads_and_another_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (ROOT / "docs" / "reference" / "models.md").read_text()
     script = re.search(r"cat > my_model.py <<'END'\n(.*?)END\n", page, re.DOTALL)
     assert script is not None
     (tmp_path / "my_model.py").write_text(script[1])

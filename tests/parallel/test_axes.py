@@ -149,7 +149,7 @@ def test_every_refusal_of_the_table_names_a_flag_and_an_axis() -> None:
 
 
 def test_the_page_shows_the_table_of_features_and_axes() -> None:
-    page = (ROOT / "docs" / "parallelism.md").read_text()
+    page = (ROOT / "docs" / "reference" / "parallelism-tables.md").read_text()
     shown = page.partition("<!-- features -->\n")[2].partition("\n<!-- end -->")[0]
     assert shown == features_table(), "take the table of tests/parallel/features.py"
 

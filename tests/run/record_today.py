@@ -72,7 +72,7 @@ def command_lines() -> list[str]:
         values: dict[str, Any] = {**BESIDE.get(name, {}), name: another(name, spec)}
         line = shlex.join(f"--{each}={_as_text(value)}" for each, value in values.items())
         lines += [line, f"{NEEDS[name]} {line}"] if name in NEEDS else [line]
-    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]:
         text = page.read_text().replace("\\\n", " ")
         lines += re.findall(r"main_training\.py +(--[^`$#|>&;\n]*)", text)
     return sorted({" ".join(line.split()) for line in lines})
