@@ -14,20 +14,17 @@ if TYPE_CHECKING:
 def load_model(
     path: str, *, step: int | None = None, device: str | torch.device = "cpu"
 ) -> tuple[Llama, Tokenizer | None]:
-    """The model of a checkpoint with fp32 weights, ready to compute logits, and the tokenizer of its data.
+    """Returns the model of a checkpoint with fp32 weights, and the tokenizer of its data or None.
 
-    `path`: a run folder, a folder of checkpoints, or one checkpoint; of several the newest, or that of
-    `step`. Or a folder of Hugging Face, which is read in place. The tokenizer is None where the data, or the
-    folder, have none. No process group is needed: a
-    checkpoint of any sharding loads.
+    `path`: a run directory, a folder of checkpoints, one checkpoint of any layout, or a Hugging Face
+    checkpoint. Of several checkpoints it loads the newest, or `step`. Needs no process group.
 
         model, tokenizer = fms_fsdp.load_model("runs/quickstart")
         tokens = torch.from_numpy(tokenizer.encode(["Once upon a time"])[0].astype("int64"))[None]
         logits = model(tokens)
 
     Raises:
-        UserError: no complete checkpoint is there, or a damaged one; or a folder of Hugging Face that is not
-            whole, or of a model that there is not here.
+        UserError: there is no complete checkpoint, it is corrupt, or its model is not supported.
     """
     from fms_fsdp.generate import load  # imports torch
 

@@ -1,7 +1,7 @@
 """All commands: `fms-fsdp COMMAND --flag=value …`, or `python -m fms_fsdp COMMAND …`; each has a `--help`.
 
 Exit statuses: 0 done, 1 a bug (a traceback), 2 bad input (one line on stderr), 130 stopped by Ctrl-C;
-`train` has those of main_training.py.
+`train` has the exit statuses of main_training.py.
 """
 
 from __future__ import annotations

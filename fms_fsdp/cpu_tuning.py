@@ -1,4 +1,4 @@
-"""What a process is to the machine: its age, waiting threads, freed memory that is kept, garbage collection."""
+"""CPU settings of a process: waiting threads, freed memory, garbage collection; and its age."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def let_gpu_memory_grow() -> None:
 
 
 def positive_number(name: str, default: int) -> int:
-    """A positive number of the environment; the default for other texts, which torch or torchrun refuse."""
+    """Returns a positive number of the environment, or the default if it is none."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and 0 < len(text) < 7 and int(text) else default
 

@@ -2,7 +2,7 @@
 
     a step minimizes  (1 - w) · cross-entropy + w · T² · KL(softmax(t / T) ‖ softmax(s / T))
     before the student's forward pass: the teacher, without gradients, up to the input of its head
-    in the student's loss, by chunks:  t_CV = h_CD W^T, beside the student's logits s_CV
+    in the student's loss, by chunks:  t_CV = h_CD W^T, with the student's logits s_CV
 
 The logits of all tokens never exist at once, of neither model. The teacher is built as the student
 is, so its weights are sharded too; they are kept in the compute dtype, and no checkpoint has them.

@@ -1,4 +1,4 @@
-"""Errors that a user reads in one line: a run is refused or cannot go on. Standard library only."""
+"""Errors of one line for the user: a run is rejected or fails. Standard library only."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StorageError(UserError, OSError):
 
 
 class RunFailed(Exception):
-    """The run cannot go on, and the code is not the reason: one line, exit status 1.
+    """The run fails, and the code is not the reason: one line, exit status 1.
 
     `on_one_rank`: only this rank knows the reason (out of memory), so this rank reports the reason.
     """
@@ -113,7 +113,7 @@ def checking_input(*, on_one_rank: bool = False, data_step: int | None = None) -
 
 @cache
 def note_once(text: str) -> None:
-    """Tells the user a note, which is no error, once: in the log of a run (rank 0), or on stderr."""
+    """Logs a note to the user once: in the log of a run (rank 0), or on stderr."""
     log = logging.getLogger("fms_fsdp")
     if log.handlers:
         log.info("note: %s", text)

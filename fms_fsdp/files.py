@@ -90,7 +90,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     """Returns a descriptor to read a regular file; a pipe or a device is rejected at once.
 
     Raises:
-        OSError: it is no regular file, or cannot be read.
+        OSError: it is not a regular file, or cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

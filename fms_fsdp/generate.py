@@ -6,7 +6,7 @@
 
 The prompts of a batch are read in one pass up to the shortest of them. Then all sequences
 advance by one position per step: a sequence that is still in its prompt takes the prompt's token,
-the others sample one. So nothing is padded, and a sequence equals what it would be alone.
+the others sample one. So nothing is padded, and a sequence does not depend on the others.
 
 Shape suffixes: B batch, S positions, V vocabulary.
 """

@@ -64,7 +64,7 @@ class Sampler:
     """Continues the prompts every `sample_interval` steps: log, `samples.txt` and trackers.
 
     A forward pass of a sharded model needs every rank, so all ranks sample the same tokens, and
-    none stops at an end token; rank 0 writes the texts.
+    none stops at an EOS token; rank 0 writes the texts.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Sampler:
             log.warning("cannot write %s: %s", self._file, error.strerror)
 
     def _sample(self) -> list[list[int]]:
-        """Returns the new tokens of each prompt up to the end token."""
+        """Returns the new tokens of each prompt up to the EOS token."""
         rows: list[list[int]] = [[] for _ in self._prompts.ids]
         # Eager, because compiled blocks would be compiled for every length.
         with evaluating(self._model), torch.compiler.set_stance("force_eager"):

@@ -1,4 +1,4 @@
-"""What a run is: its resolved config, its state between two steps, and the metadata of a checkpoint.
+"""The values of a run: its resolved config, its state between two steps, and the metadata of a checkpoint.
 
 RunConfig       config.json: the flags by section, and `resolved`, the values that follow from them
 TrainState      the objects that the loop changes, and its progress
@@ -147,7 +147,7 @@ def _from_fields(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class TrainMetadata:
-    """What a checkpoint holds besides tensors: the progress of the run, and the launch that wrote it.
+    """The progress of a run at a checkpoint, and the launch that wrote it.
 
     validation_loss   of this step, if it was evaluated
     metrics           of this step by name, if it was reported or evaluated

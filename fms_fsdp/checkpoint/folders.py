@@ -6,8 +6,8 @@
     step_<N>.superseded-<k>      renamed because a launch resumed from an earlier step
     step_<N>.deleted             being deleted
 
-`files.json`, written last, lists size and checksum of every other file. Three things that look
-alike are kept apart: a corrupt file (missing, other size or content), a file that cannot be read
+`files.json`, written last, lists size and checksum of every other file. Three similar cases are
+distinguished: a corrupt file (missing, other size or content), a file that cannot be read
 (OSError: the storage, not the checkpoint), and a folder that vanished because the run deleted it
 (CheckpointDeleted).
 """

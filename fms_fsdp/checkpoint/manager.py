@@ -209,7 +209,7 @@ class CheckpointManager:
             self._work.append(self._pool.submit(self._delete_old))
 
     def _delete_old(self) -> None:
-        """Deletes what the policy does not keep among what this launch wrote or resumed from.
+        """Deletes checkpoints that this launch wrote or resumed from and the policy does not keep.
 
         Newer folders that this launch did not write were skipped as corrupt: they do not count.
         """

@@ -69,7 +69,7 @@ def parse_schedule(text: str, interval: int) -> SaveSchedule:
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """What is kept: the newest `last` (0: all), multiples of `every`, `steps`, `ranges`, and the
+    """The checkpoints to keep: the newest `last` (0: all), multiples of `every`, `steps`, `ranges`, and the
     `best` by `metric`, of which `mode` says whether "min" or "max" is best."""
 
     last: int = 0

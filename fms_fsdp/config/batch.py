@@ -58,7 +58,7 @@ class BatchPlan:
         return max(batch // multiple, 1) * multiple
 
     def micro_batch_at(self, local_batch: int) -> int:
-        """Returns the micro-batch size of a step with so many sequences on this rank."""
+        """Returns the micro-batch size of a step with `local_batch` sequences on this rank."""
         if not self.cuts_micro_steps:
             return self.batch_size
         return max(divisors(local_batch, self.batch_size))
@@ -107,7 +107,7 @@ def last_step(
 ) -> int:
     """Returns the last step of a run by its length in steps, tokens or samples.
 
-    `step` steps are done, on so many samples and tokens.
+    `step`, `samples_seen`, `tokens_seen`: the progress so far.
     """
     if cfg.num_tokens is None and cfg.num_samples is None:
         return 1000 if cfg.num_steps is None else cfg.num_steps

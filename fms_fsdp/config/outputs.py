@@ -1,4 +1,4 @@
-"""Flags of what a run writes: validation, checkpoints, logs, traces. A resume may change them."""
+"""Flags of the outputs of a run: validation, checkpoints, logs, traces. A resume may change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of parallelism: how the model is sharded over devices, and what is recomputed."""
+"""Flags of parallelism: sharding over devices, and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class ParallelConfig:
     def kept_ops(self, seq_length: int = 0) -> tuple[str, ...]:
         """Returns the results that blocks keep with --recompute=ops at this sequence length.
 
-        "attention_products", every second product of attention only, is not a value of the flag.
+        "attention_products", every second matmul of attention only, is not a value of the flag.
         """
         products = "attention_products" if seq_length >= _LONG_SEQUENCE else "every_second_product"
         return (self.recompute_ops or ("attention", products)) if self.recomputes == "ops" else ()

@@ -119,7 +119,7 @@ def check_removed(name: str, value: Any) -> bool:
     """Returns whether `name` is a removed flag at its default, which has no effect.
 
     Raises:
-        UserError: a removed flag has another value, and this program cannot do what it asked for.
+        UserError: a removed flag has another value, which this program cannot honor.
     """
     names = other_names()
     if name not in names["removed_defaults"]:

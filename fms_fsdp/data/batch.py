@@ -18,12 +18,11 @@ IGNORED_LABEL = -100
 
 
 class Batch(NamedTuple):
-    """The rows of one rank for one optimizer step, in the order of the global batch.
+    """The sequences of one rank for one optimizer step, in the order of the global batch.
 
     `labels_BS` is the true next token of the same document, or after a separator the first token of the next
-    document, or -100 where neither exists. `positions_BS` counts from 0 inside each document's part of the
-    row, `document_ids_BS` numbers those parts from 0 in each row: equal ids are one contiguous piece of one
-    document.
+    document, or -100 if neither exists. `positions_BS` counts from 0 in each document segment,
+    `document_ids_BS` numbers the segments of a sequence from 0: equal ids are one segment of one document.
     """
 
     tokens_BS: torch.Tensor  # int64

@@ -199,8 +199,8 @@ def delimiter_of(shard: Shard, sep_token: int, trusted: bool = False) -> int:
 
 
 def _source_names(section: DataConfig, storage: Files, paths: list[str]) -> list[str]:
-    """Returns --datasets, or else all folders with shards, except those of another data folder
-    inside this one (`prepare --split` writes validation/ with its own meta/)."""
+    """Returns --datasets, or else all folders with shards, but not folders of another corpus inside
+    this one (`prepare --split` writes validation/ with its own meta/)."""
     inner = tuple(path.rpartition("/meta/")[0] + "/" for path in paths if "/meta/" in path)
     inner += ("meta/",)
     folders = {path.rpartition("/")[0] or "." for path in paths if path.endswith(SUFFIX)}

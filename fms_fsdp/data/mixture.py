@@ -58,7 +58,7 @@ def slot_quotas(weights: Mapping[str, float]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Split:
-    """An inner node: the quotas of its two children, and what they are (leaves are places in
+    """An inner node: the quotas of its two children, and the children (leaves are indices of
     `Mixture.names`)."""
 
     first_quota: int

@@ -194,7 +194,7 @@ class Phase:
 
 
 class History:
-    """The phases of a run, those of later skips included. Everything else follows from them."""
+    """The phases of a run, including later skips. Everything else follows from them."""
 
     def __init__(self, phases: list[Phase]) -> None:
         self.phases = phases
@@ -243,8 +243,8 @@ class History:
         self, step: int, wanted: Phase, skips: Iterable[Sequence[int]]
     ) -> tuple[History, list[str]]:
         """Returns the history with the batch, ramp and mixture of `wanted` from step + 1 on, and
-        without the sequences planned for the steps a to b - 1 of each skip; and log lines on what is
-        new.
+        without the sequences planned for the steps a to b - 1 of each skip; and log lines on the
+        changes.
 
         Raises:
             UserError: a skip begins at a step that was trained already.

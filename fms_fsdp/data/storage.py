@@ -4,7 +4,7 @@
                              └─ remote ─> pages of 256 KiB: from the cache, else fetched by 16 threads
     prefetch(path, ranges)   ── remote ─> the same pages, without waiting
 
-Invariant: what is read depends on the stored bytes alone. The cache of a store is one unlinked
+Invariant: the bytes read depend on the stored bytes only. The cache of a store is one unlinked
 temporary file.
 """
 

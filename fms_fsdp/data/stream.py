@@ -69,7 +69,7 @@ class Stream(Protocol):
         [] if unknown."""
 
     def consumption(self) -> Consumption:
-        """Returns what each source has supplied up to the last consumed step; {} if unknown."""
+        """Returns the consumption of each source up to the last consumed step; {} if unknown."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the values that, with the step, resume the stream: JSON of a few KB, identical on
@@ -345,7 +345,7 @@ class TokenStream:
     def _continue(self, history: History, known: Mapping[str, list[Any]], step: int) -> list[str]:
         """Applies the flags of this run after a step of a history; returns the changes.
 
-        New sources get their number of logical shards here; those of `known` keep it.
+        New sources get their number of logical shards here; sources in `known` keep it.
         """
         self._drop_ahead()
         history, changes = history.extend(step, self._wanted, self._skips)

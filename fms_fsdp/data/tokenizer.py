@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What shards record of their tokenizer. `file_name`: the copy beside the shards ("" for bytes)."""
+    """The tokenizer as shards record it. `file_name`: the copy next to the shards ("" for bytes)."""
 
     kind: str  # byte | sentencepiece | huggingface
     size: int
@@ -202,7 +202,7 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     Of a folder, tokenizer.json is read before tokenizer.model if the package tokenizers is installed.
 
     Raises:
-        FileNotFoundError, UserError: no such file, not a tokenizer, or one without an end token.
+        FileNotFoundError, UserError: no such file, not a tokenizer, or one without an EOS token.
     """
     if name == "byte":
         return ByteTokenizer()

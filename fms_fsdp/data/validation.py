@@ -204,8 +204,8 @@ def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int)
 
 
 def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -> I64 | None:
-    """Returns the bytes by token id, from the tokenizer that `prepare` left in one of the folders; None where
-    it is not that of the shards."""
+    """Returns the bytes by token id, from the tokenizer that `prepare` put into one of the folders; None if
+    the shards have another tokenizer."""
     for root in data_paths:
         tokenizer = find_tokenizer(root)
         if tokenizer is not None and tokenizer.vocabulary.digest == corpus.tokenizer:

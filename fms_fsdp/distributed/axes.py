@@ -1,4 +1,4 @@
-"""The axes of a run and their sizes. Standard library only: what reads a config.json needs no torch.
+"""The axes of a run and their sizes. Standard library only, for tools that read a config.json.
 
 world = pp x dp_replicate x dp_shard x cp x tp     tp varies fastest, so its ranks share a node
 
@@ -64,11 +64,11 @@ class ParallelDims:
         return self.pp * self.cp * self.tp > 1
 
     def size(self, axis: str) -> int:
-        """Returns the number of ranks along an axis, or a product of axes."""
+        """Returns the number of ranks along an axis or a combination of axes."""
         return math.prod(getattr(self, part) for part in JOINED.get(axis, (axis,)))
 
     def place(self, rank: int, axis: str) -> int:
-        """Returns the rank along an axis, or a product of axes, of a rank of the world."""
+        """Returns the rank along an axis, or a combination of axes, of a rank of the world."""
         place = 0
         for part in JOINED.get(axis, (axis,)):
             inner = math.prod(getattr(self, name) for name in AXES[AXES.index(part) + 1 :])

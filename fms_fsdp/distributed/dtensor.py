@@ -1,4 +1,4 @@
-"""DTensors: the shard of this rank, where it lies in the full tensor, norms and sums over shards.
+"""DTensors: the shard of this rank, its offsets in the full tensor, norms and sums over shards.
 
 A DTensor has one placement per mesh axis: its ranks hold shards along one dim, or copies. No other
 module reads placements. A plain tensor is its own only shard.
@@ -61,12 +61,12 @@ def is_partial(tensor: torch.Tensor) -> bool:
 
 
 def num_axes(tensor: torch.Tensor) -> int:
-    """Returns the number of mesh axes of a DTensor: FSDP adds its own to that of tp."""
+    """Returns the number of mesh axes of a DTensor: FSDP adds its own to the tp axis."""
     return tensor.device_mesh.ndim if isinstance(tensor, DTensor) else 0
 
 
 def shard_slices(tensor: torch.Tensor) -> Slices:
-    """Returns where this rank's shard lies in the full tensor."""
+    """Returns the slices of the full tensor that this rank's shard holds."""
     index = 0
     for mesh, axis in _sharding_axes(tensor):
         index = index * mesh.size(axis) + mesh.get_local_rank(axis)
@@ -156,7 +156,7 @@ def reduce_over_shards(
 
 
 def tensor_norms(shards: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Tensors:
-    """Returns the 2-norm of each full tensor from shards like those of `tensors` (collective)."""
+    """Returns the 2-norm of each full tensor from shards laid out as `tensors` (collective)."""
     squares = [torch.linalg.vector_norm(shard).square() for shard in shards]
     reduce_over_shards(squares, tensors)
     return list(map(torch.sqrt, squares))

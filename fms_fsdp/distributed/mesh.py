@@ -97,8 +97,8 @@ def _options(numbers: list[int]) -> str:
 class Mesh:
     """The device mesh of a run, this rank's position, and sums along axes.
 
-    Making one is collective. Without a process group (`none`) every sum is of one rank. `timeout` is
-    that of collectives; groups of axes do not inherit it from the default group.
+    Making one is collective. Without a process group (`none`) every sum is of one rank. `timeout`
+    applies to collectives; groups of axes do not inherit it from the default group.
     """
 
     def __init__(

@@ -182,7 +182,7 @@ def find_hf_tokenizer(folder: Path) -> Tokenizer | None:
     """Returns the tokenizer of a checkpoint folder, None without one.
 
     Raises:
-        UserError: it cannot be read, or names no end token.
+        UserError: it cannot be read, or names no EOS token.
     """
     try:
         return load_tokenizer(str(folder))

@@ -42,7 +42,7 @@ _PACE_REPORTS = 20  # the time left follows from the mean pace of so many report
 class MetricLogger:
     """Reports the first, the last and every `report_interval`-th step.
 
-    Other components log what they measured with `log`, `log_text` and `event`.
+    Other components log their measurements with `log`, `log_text` and `event`.
     """
 
     def __init__(

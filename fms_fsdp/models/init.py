@@ -1,12 +1,12 @@
-"""Initial weights: a function of (seed, parameter name, row) alone, so the same bits on any number of ranks,
-sharded or whole.
+"""Initial weights: a function of (seed, parameter name, row) alone, so the same bits on any number of ranks
+and in every layout.
 
     parameter ── rows 0..255 ── generator(seed, name, 0) ─┐
               ── rows 256..511 ─ generator(seed, name, 1) ─┼─ a rank draws only the blocks that hold its rows
               ── …                                         ┘
 
-Values are drawn on the CPU in fp32, whatever the device, and copied; no more than a few row blocks are in
-memory beside the shard itself.
+Values are drawn on the CPU in fp32, whatever the device, and copied; besides the shard itself, only a few
+row blocks are in memory.
 """
 
 from __future__ import annotations

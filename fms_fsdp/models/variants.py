@@ -1,6 +1,6 @@
 """The table of variants, and the shape of a run: variant, flags, vocabulary of the data → config.
 
-The names are those of `--model_variant`; `--list_variants` prints sizes and memory. Sources: the
+The names are the values of `--model_variant`; `--list_variants` prints sizes and memory. Sources: the
 config.json of each published model, and for the GPTs the papers named below. Works without torch.
 """
 
@@ -254,12 +254,12 @@ def _listed(number: int) -> str:
 def resolve_model(
     section: ModelConfig, *, seq_length: int, data_vocab_size: int | None = None
 ) -> TransformerConfig:
-    """The model of a run: the variant or what a config.json says, its overrides, the data's vocabulary where
-    none is given, `seq_length` positions.
+    """Returns the model shape of a run: the variant or a config.json, its overrides, by default the
+    vocabulary of the data, and `seq_length` positions.
 
     Raises:
         UserError: unknown variant, a shape that does not divide, a vocabulary smaller than the data's, or
-            another shape than that of the weights to begin with.
+            a shape that differs from the initial weights.
     """
     variant, is_theirs = _base_shape(section), bool(section.init_from_hf or section.hf_config)
     derived = {"vocab_size", "max_seq_len", "rope_scaling"}

@@ -1,4 +1,4 @@
-"""How the axes tp, cp and pp divide a model, and checks of what they cannot divide.
+"""How the axes tp, cp and pp divide a model, and checks of shapes that they cannot divide.
 
 layers          0 1 2 3 4 5 │ 6 7 8 9 10 │ 11 12 13 14 15 │ 16 17 18 + head
 loop, 2 ranks   rank 0      │ rank 1     │ rank 0         │ rank 1

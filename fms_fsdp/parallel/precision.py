@@ -36,7 +36,7 @@ def cpu_has_bf16() -> bool:
 def resolve_precision(section: PrecisionConfig, device: torch.device) -> Precision:
     """Returns the precision of the flags, by default bf16 where the hardware computes it natively.
 
-    Logs what was chosen and why.
+    Logs the choice and its reason.
     """
     wanted = section.named
     if device.type == "cuda":
@@ -90,7 +90,7 @@ def _widen_gradient(parameter: torch.Tensor) -> None:
 
 
 def apply_precision(model: Llama, precision: Precision) -> None:
-    """Makes an unsharded model compute in another dtype than that of its weights, in place."""
+    """Makes an unsharded model compute in the compute dtype, whatever the dtype of its weights."""
     if precision.compute == precision.weights:
         return
     for module in model.modules():

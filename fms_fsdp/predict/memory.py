@@ -5,7 +5,7 @@
     expected  minimum + activations + the working memory of the fullest moment + the allocator's
 
 The fullest moment is one of three: the loss, with all activations and the logits; the backward pass
-of the last block, with what it recomputes; the end at the embedding, with all gradients.
+of the last block, with its recomputed activations; the end at the embedding, with all gradients.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KINDS = (  # recomputation, from the cheapest to the most expensive
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a rank: gradient-accumulation steps of so many sequences."""
+    """A step of a rank: `accum` gradient-accumulation steps of `micro_batch` sequences."""
 
     shape: Shape
     rows: int
@@ -132,7 +132,7 @@ def held_by(shape: Shape, place: int) -> Held:
 class Memory:
     """Bytes of a rank by kind.
 
-    gradients    sharded ones, and unsharded ones until the last micro-step reduces them
+    gradients    sharded ones, and unsharded ones until the last accumulation step reduces them
     gathered     unsharded weights
     sequences    the tokens of a step, the table of positions, and the input of a block
     activations  kept for the backward pass at the fullest moment

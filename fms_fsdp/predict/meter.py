@@ -3,7 +3,7 @@
     embed, block, recomputed block, head ─ forward and backward under a Meter ─▶ Cost
 
 The modules and the parallel recipe run on the meta device, which allocates, computes and sends
-nothing. Kernels that the meta device does not choose are replaced by those of a GPU: flash
+nothing. Kernels that the meta device does not choose are replaced by kernels of a GPU: flash
 attention, and RMSNorm as one kernel. For a CPU the tensors are fake ones, for which torch chooses
 the kernels itself. Ranks of tp and cp get a mesh without processes.
 
@@ -384,7 +384,7 @@ def _units(shape: Shape) -> dict[str, int]:
 
 @cache
 def cost(shape: Shape, part: str, rows: int) -> Cost:
-    """Returns the cost of "embed", "block", "recomputed" or "head" for so many sequences of a rank.
+    """Returns the cost of "embed", "block", "recomputed" or "head" for `rows` sequences of a rank.
 
     Blocks are linear in the number of sequences, so one and two are measured. The head computes the
     loss in chunks, so it is linear only if a sequence has many of them, as on a CPU.

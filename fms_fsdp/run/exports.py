@@ -1,4 +1,4 @@
-"""Folders of Hugging Face beside a run's checkpoints, written while the run goes on."""
+"""Hugging Face checkpoints of a run, exported during training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ROOT = str(Path(__file__).parents[2])  # where the package lies
 
 
 class Exporter:
-    """Exports each checkpoint whose step is due, once it is complete, by `fms_fsdp export` in a process of
-    its own that steps aside for the training. One at a time; a failure is a line in the log.
+    """Exports each checkpoint whose step is due, once it is complete, by `fms_fsdp export` in a
+    separate process of low priority. One at a time; a failure is logged.
 
-    A launch that ends before its run waits for none: what is under way is dropped, and leaves nothing.
+    A launch that ends before its run does not wait: a running export is dropped without a trace.
     """
 
     def __init__(self, interval: int, checkpoints: Path, folder: Path, mesh: Mesh) -> None:

@@ -31,7 +31,7 @@ from fms_fsdp.state import RunConfig, TrainMetadata
 class ResumePoint:
     """The start of a launch: a new run, a checkpoint to resume, or weights to load.
 
-    weights_only   step, optimizer and data start anew
+    weights_only   step, optimizer and data start from scratch
     fresh_data     the data starts after the checkpoint's step
     hf_weights     the Hugging Face checkpoint that a new run starts from
     reason         a log line
@@ -75,7 +75,7 @@ def find_checkpoint(
 
     Raises:
         UserError: there is none although there must be one, or the other way round; or its
-            tokenizer is not that of the data.
+            tokenizer differs from the data's.
         RunFailed: a file cannot be read.
     """
     corrupt: dict[Path, str] = {}
@@ -96,7 +96,7 @@ def find_checkpoint(
 
 
 def _verify(folder: Path, world: World) -> list[str]:
-    """Returns what is corrupt in a checkpoint; each rank reads a part (collective)."""
+    """Returns the corrupt files of a checkpoint; each rank reads some of them (collective)."""
     wrong = list[str]()
     failure: UserError | OSError | None = None
     try:
@@ -317,7 +317,7 @@ def _changes(run: RunConfig, old: RunConfig, resume: ResumePoint) -> Iterator[st
 
 
 def learning_rate_jump(run: RunConfig, resume: ResumePoint) -> str:
-    """Returns a warning if the learning rate of the next step is not what it would have been."""
+    """Returns a warning if flags change the learning rate of the next step."""
     old, step = resume.saved, resume.start.step + 1
     if old is None:
         return ""

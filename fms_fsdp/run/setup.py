@@ -147,7 +147,7 @@ def tokens_by_step(run: RunConfig, start: TrainMetadata) -> Callable[[int], int]
 
 
 def step_by_tokens(run: RunConfig, start: TrainMetadata) -> Callable[[int], int]:
-    """Returns the inverse of `tokens_by_step`: the first step by whose end so many tokens are read."""
+    """Returns the inverse of `tokens_by_step`: the first step by whose end that many tokens are read."""
 
     def step_at(tokens: int) -> int:
         if tokens < start.tokens_seen:
@@ -161,7 +161,7 @@ def step_by_tokens(run: RunConfig, start: TrainMetadata) -> Callable[[int], int]
 def plan_schedule(run: RunConfig, resume: ResumePoint) -> Milestones:
     """Returns the milestones of the learning rate.
 
-    A resumed run keeps those of its checkpoint unless a flag of the schedule changed: another
+    A resumed run keeps the milestones of its checkpoint unless a flag of the schedule changed: another
     length only moves a last phase of wsd that has not begun. A new run with a ramp of the batch
     counts tokens, and a resumed run keeps the unit that it counted in.
 
@@ -186,7 +186,7 @@ def plan_schedule(run: RunConfig, resume: ResumePoint) -> Milestones:
 def open_stream(
     run: RunConfig, corpus: Corpus | None, resume: ResumePoint, rank: int
 ) -> tuple[Stream, list[str]]:
-    """Returns this rank's stream after the checkpoint's step, and log lines on what changed in it.
+    """Returns this rank's stream after the checkpoint's step, and log lines on its changes.
 
     Raises:
         UserError, OSError: the checkpoint was trained on other data, or the batch does not fit.

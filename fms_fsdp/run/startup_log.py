@@ -1,4 +1,4 @@
-"""What the log says before step 1: model, devices, memory, batch, data, checkpoints, resume."""
+"""The log before step 1: model, devices, memory, batch, data, checkpoints, resume."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def describe(
     held_out: Sequence[HeldOut] = (),
     epochs: str = "",
 ) -> str:
-    """Returns what a user wants to know before step 1, one line for each fact."""
+    """Returns the facts of a run before step 1, one per line."""
     batch, dims, start = run.batch, run.dims, resume.start
     tokens = batch.global_batch_size * run.seq_length
     ramp = ""
@@ -185,7 +185,7 @@ def log_startup(
     device: torch.device,
     corpus: Corpus | None,
 ) -> None:
-    """Logs warnings, what the run starts from, and what this launch changes in it."""
+    """Logs warnings, the start of the run, and the changes of this launch."""
     world, start = budget.world, resume.start
     warnings = [budget.warning(run), axes_across_nodes(run.dims, world.local_size)]
     if corpus is not None and world.rank == 0:

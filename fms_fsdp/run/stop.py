@@ -1,6 +1,6 @@
 """When a launch ends before the run: signals, STOP file, steps, tokens, time. All ranks agree.
 
-What only one rank knows (a signal, the file, the clock, a full disk) is a request: the sum of the
+An event on one rank (a signal, the file, the clock, a full disk) is a request: the sum of the
 requests over all ranks comes with the number of labels, which each step reduces anyway. The launch
 then saves and ends as "resume_me": the same command resumes the run. Imports no torch.
 """
@@ -84,7 +84,7 @@ class StopSignals:
 class StopControl:
     """Sets `state.stop_reason` after the step at which this launch ends.
 
-    `save_s` and `eval_s`: what saving and evaluating may take if the launch ends now.
+    `save_s` and `eval_s`: time for saving and evaluating if the launch ends now.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class StopControl:
         self.eval_s = self._longest_eval_s if is_due else 0.0
 
     def requests(self, state: TrainState) -> tuple[int, int, int, int]:
-        """Returns what this rank asks for before a step: signal, file, clock, records."""
+        """Returns the requests of this rank before a step: signal, file, clock, records."""
         now = self._step_began = time.monotonic()
         by_file = by_clock = False
         if self.is_main:

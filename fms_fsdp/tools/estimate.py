@@ -318,7 +318,7 @@ class Plan:
 
     @cached_property
     def days(self) -> Days:
-        """The days of the run; a smaller batch of a ramp has fewer micro-steps."""
+        """Returns the days of the run; a smaller batch of a ramp has fewer accumulation steps."""
 
         @cache
         def seconds_of(rows: int) -> float:
