@@ -136,7 +136,9 @@ def read_run_config(content: Mapping[str, Any], file: object) -> RunConfig:
             chosen=resolved.get("chosen", {}),
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is not the config of a run: {error!r}") from None
+        raise UserError(
+            f"{file} is not the config of a run ({error!r}); name a run directory"
+        ) from None
 
 
 def _from_fields(kind: type[Any], values: Mapping[str, Any]) -> Any:

@@ -188,7 +188,9 @@ def _load(tensors: Tensors, reader: CheckpointReader, *, is_alone: bool) -> None
         if isinstance(inner, (UserError, OSError, MemoryError, torch.OutOfMemoryError)):
             raise inner from error
         reason = f"{type(inner).__name__}: {inner}".splitlines()[0]
-        raise UserError(f"{reader.path} does not hold these tensors ({reason})") from error
+        raise UserError(
+            f"{reader.path} does not hold these tensors ({reason}); choose a checkpoint of this model"
+        ) from error
 
 
 def first_failure(error: CheckpointException) -> tuple[int, BaseException]:

@@ -204,10 +204,14 @@ def _find_file(name: str, folder: str) -> Path:
             if path.is_file():
                 return path
         except OSError as error:
-            raise UserError(f"--config={shown(name)} cannot be read: {error.strerror}") from None
+            raise UserError(
+                f"--config={shown(name)} cannot be read: {error.strerror}; choose another file"
+            ) from None
     presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.toml")))
     where = f" in {shown(folder)}" if folder else ""
-    raise UserError(f"--config={shown(name)} is not a file{where}; presets: {presets}")
+    raise UserError(
+        f"--config={shown(name)} is not a file{where}; use a file or a preset: {presets}"
+    )
 
 
 def _read_file(path: Path, table: Mapping[str, Flag], command: str) -> dict[str, Any]:
@@ -216,10 +220,12 @@ def _read_file(path: Path, table: Mapping[str, Flag], command: str) -> dict[str,
         text = path.read_text()
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"--config={path} cannot be read: {shown(str(error))}") from None
+        raise UserError(
+            f"--config={path} cannot be read: {shown(str(error))}; correct the file"
+        ) from None
     if not isinstance(content, dict):
         raise UserError(
-            f"--config={path} must contain flags by name, not a {type(content).__name__}"
+            f"--config={path} must contain flags by name, not a {type(content).__name__}; write an object"
         )
     is_recorded = isinstance(content.get("resolved"), dict)  # a config.json
     if is_recorded:

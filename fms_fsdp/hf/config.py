@@ -200,7 +200,9 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is not JSON: {shown(str(error))}; download the file again"
         ) from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} must hold an object, not a {type(content).__name__}")
+        raise UserError(
+            f"{path} must hold an object, not a {type(content).__name__}; download it again"
+        )
     return content
 
 
@@ -254,7 +256,7 @@ def config_from_hf(content: Mapping[str, Any]) -> TransformerConfig:
     if kind == "gpt2" and (embedding := content.get("embd_pdrop", 0.1)) != values["dropout"]:
         rule = "--dropout sets both; edit config.json"
         raise UserError(
-            f"embd_pdrop={_text(embedding)} must equal resid_pdrop={values['dropout']}: {rule}"
+            f"embd_pdrop={_text(embedding)} must equal resid_pdrop={values['dropout']}; {rule}"
         )
     values |= _rope(family, content, values["max_seq_len"])
     config = TransformerConfig(**values)
@@ -301,7 +303,7 @@ def _reject_unknown(family: Family, content: Mapping[str, Any]) -> None:
 def _read(family: Family, content: Mapping[str, Any], name: str, option: str) -> Any:
     """Returns the value of a field, checked against the type of our option."""
     if name not in content and name not in family.defaults:
-        raise UserError(f"{name} is missing")
+        raise UserError(f"{name} is missing; add it to config.json")
     default = family.defaults.get(name, ...)
     value = content.get(name, default)
     if value is None and default is None:

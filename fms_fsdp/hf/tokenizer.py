@@ -71,7 +71,9 @@ class HFTokenizer:
         ) as error:  # the package raises bare Exceptions, and panics that are none
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            raise UserError(f"{name} cannot be read: {shown(str(error))}") from error
+            raise UserError(
+                f"{name} cannot be read: {shown(str(error))}; replace the file"
+            ) from error
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -155,7 +157,7 @@ def _read_tokenizer_json(path: Path, name: str) -> bytes:
         auto: Any = AutoTokenizer
         opened = auto.from_pretrained(path.parent, local_files_only=True)
         if len(opened) <= len(opened.all_special_tokens):
-            raise UserError(f"{name} has no file with a vocabulary that transformers reads")
+            raise UserError(f"{name} has no vocabulary that transformers reads; download it again")
         if not opened.is_fast:
             raise UserError(f"{name} has no fast tokenizer in transformers; give a tokenizer.json")
         content = opened.backend_tokenizer.to_str().encode()

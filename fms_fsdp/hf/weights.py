@@ -199,7 +199,9 @@ def open_checkpoint(folder: Path, flag: str = "path") -> HFCheckpoint:
         embedding = weights[next(iter(expected))]
         for name in weights if config.tie_embeddings else ():
             if name.startswith(_HEADS) and not _equal(weights[name], embedding):
-                raise UserError(f"{name} differs from the embedding, but config.json ties the two")
+                raise UserError(
+                    f"{name} differs from the embedding; set tie_word_embeddings to false in config.json"
+                )
     except UserError as error:
         raise UserError(f"{flag} ({folder}) cannot be loaded: {error}") from None
     return HFCheckpoint(config, weights.__getitem__)
@@ -228,7 +230,7 @@ def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
     for name in places.values():
         if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
             raise UserError(
-                f"{index.name} names the file {shown(str(name)[:99])}, outside of the folder"
+                f"{index.name} names the file {shown(str(name)[:99])}, outside of the folder; {_AGAIN}"
             )
         if name not in files:
             if not (folder / name).is_file():

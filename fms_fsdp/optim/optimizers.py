@@ -234,7 +234,9 @@ def find_factory(name: str) -> Factory:
     try:
         takes = inspect.signature(factory).parameters
     except (ValueError, TypeError) as error:
-        raise UserError(f"--optimizer={shown(name)} is not a function: {error}") from None
+        raise UserError(
+            f"--optimizer={shown(name)} is not a function ({error}); name a function or a class"
+        ) from None
     if not takes:
         raise UserError(f"--optimizer={shown(name)} must take an argument: the parameters")
     return factory
@@ -263,7 +265,9 @@ def optimizer_arguments(name: str, config: OptimConfig) -> dict[str, Any]:
     for item in config.optimizer_kwargs if name == config.optimizer else ():
         key, equals, text = item.partition("=")
         if not equals:
-            raise UserError(f"--optimizer_kwargs={shown(item)} must have the form key=value")
+            raise UserError(
+                f"--optimizer_kwargs={shown(item)} must have the form key=value; write e.g. momentum=0.9"
+            )
         if key in arguments:
             own = " and --".join(_FLAGS.get(key, (key,)))
             raise UserError(f"--optimizer_kwargs={shown(item)} has a flag of its own; use --{own}")

@@ -181,7 +181,9 @@ class Adafactor(ShardedOptimizer):
         d: float = 1.0,
     ) -> None:
         if beta2_decay > 0 or eps1 <= 0 or eps2 < 0 or d < 1:
-            raise UserError("needs beta2_decay <= 0, eps1 > 0, eps2 >= 0 and d >= 1")
+            raise UserError(
+                "beta2_decay must be at most 0, eps1 above 0, eps2 at least 0 and d at least 1"
+            )
         own = {"beta2_decay": beta2_decay, "eps1": eps1, "eps2": eps2, "d": d}
         super().__init__(params, lr=lr, weight_decay=weight_decay, **own)
 

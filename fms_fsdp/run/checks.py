@@ -136,7 +136,9 @@ def check_folders(cfg: TrainConfig, checkpoint_bytes: int) -> None:
         while not os.path.lexists(nearest):
             nearest = nearest.parent
         if not nearest.is_dir():
-            raise UserError(f"--{flag}={folder} cannot be created: {nearest} is not a folder")
+            raise UserError(
+                f"--{flag}={folder} cannot be created: {nearest} is not a folder; choose another"
+            )
         is_writable = os.access(nearest, os.W_OK | os.X_OK)
         if not is_writable or not os.statvfs(nearest).f_blocks:  # no blocks: as in /proc
             raise UserError(

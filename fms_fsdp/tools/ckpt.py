@@ -81,7 +81,9 @@ def verify_checkpoints(config: CkptVerifyConfig) -> None:
             bad.append(folder.name)
         print(f"{folder.name:<16} {shown}", flush=True)
     if bad:
-        raise UserError(f"{config.path} has {len(bad)} bad checkpoints ({', '.join(bad)})")
+        raise UserError(
+            f"{config.path} has {len(bad)} bad checkpoints ({', '.join(bad)}); restore or delete them"
+        )
 
 
 def prune_checkpoints(config: CkptPruneConfig) -> None:

@@ -123,7 +123,9 @@ def read_metrics(path: Path) -> tuple[list[Record], list[Record], list[Record]]:
         UserError: there is no such file, or a line is not a record.
     """
     if not path.is_file():
-        raise UserError(f"{path.parent} is not a run folder: it has no {path.name}")
+        raise UserError(
+            f"{path.parent} is not a run directory (it has no {path.name}); name a folder below runs/"
+        )
     reports, validations, events = list[Record](), list[Record](), list[Record]()
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

@@ -128,7 +128,7 @@ def _open_file(path: Path) -> _Source:
         return list(map(str, state)), state.__getitem__
     except Exception as error:  # pickle and zip raise many types
         raise UserError(
-            f"there is no model_state of weights alone ({type(error).__name__})"
+            f"there is no model_state of weights alone ({type(error).__name__}); name its folder or .pth"
         ) from None
 
 

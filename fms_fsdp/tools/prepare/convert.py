@@ -204,7 +204,7 @@ def read_token_file(path: str, column: str) -> Iterator[Tokens]:
                 for batch in batches:
                     yield from _split_lists(batch.column(name))
         case _:
-            raise UserError("not an .idx (of a Megatron pair), .ds, .parquet or .arrow file")
+            raise UserError("must be an .idx (of a Megatron pair), .ds, .parquet or .arrow file")
 
 
 def _read_megatron(path: str) -> Iterator[Tokens]:
