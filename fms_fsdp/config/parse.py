@@ -269,8 +269,8 @@ def type_name(row: Flag) -> str:
 
 
 def shown_value(value: Any) -> str:
-    """Returns a value for people; "empty" for an empty text or list."""
-    return typed(value) or "empty"
+    """Returns a value for people; "none" for an empty text or list."""
+    return "none" if value is None else typed(value) or "none"
 
 
 def describe_changes(parsed: Parsed[Any]) -> str:
@@ -292,9 +292,17 @@ def describe_flags(parsed: Parsed[Any]) -> str:
     return "\n".join([*lines, *(f"overridden: {item}" for item in parsed.overridden)])
 
 
+_EXAMPLES = (
+    "\nexamples:",
+    "  python main_training.py --model_variant=tiny --use_dummy_dataset=True --num_steps=20",
+    "  torchrun --nproc_per_node=8 main_training.py --model_variant=7b --data_path=/data/tokens\n",
+)
+
+
 def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
     """Returns type, default, choices and help of all flags; for training a few unless `every`."""
     lines = [f"usage: {usage} [--config=a.toml,b.toml] [--config_dir=DIR] [--flag=value …]"]
+    lines += _EXAMPLES if config_type is TrainConfig else ()
     first = FIRST_FLAGS.split() if config_type is TrainConfig and not every else ()
     texts = help_texts(config_type)
     for section, rows in rows_by_section(config_type):

@@ -48,34 +48,41 @@ _TABLE_HEAD = (
     "| flag | type | default | on resume | in the name | meaning |",
     "|---|---|---|---|---|---|",
 )
-_PREFACE = """# Configuration
+_PREFACE = """# Flags
 
-`python -m fms_fsdp.tools.flags_page` writes this page; a test compares it with the code.
+Every flag of `main_training.py`, by section. `python main_training.py --help` shows the most important ones,
+`--help=all` all of them. (`python -m fms_fsdp.tools.flags_page` writes this page.)
 
-Write flags in any order, as `--seq_length=2048` or `--seq-length 2048`. `--config=a.toml,b.toml` reads
-config files. A later file replaces the values of an earlier one, and flags replace the values of files. A
-file contains flags by name, at its top or in tables named like the sections below. It can also be JSON:
-`--config=runs/NAME/config.json` repeats a run. `--config_dir=DIR` names the folder of files that are given by
-name only. The package ships presets, which need no folder: `bench`, `profile`, `continue` (train existing
-weights on other data), `pretrain_7b` and the shapes of GPT-3. Keep one file for the model and one for the
-site: `--config=model.toml,site.toml`.
+## Set flags
+
+```bash
+python main_training.py --model_variant=tiny --use_dummy_dataset=True --num_steps=20 --dry_run
+python main_training.py --config=bench --model_variant=tiny --seq_length=128 --num_steps=4 --dry_run
+```
+
+Write flags in any order, as `--seq_length=2048` or `--seq-length 2048`. `--config=a.toml,b.toml` reads config
+files: a later file replaces the values of an earlier one, and flags replace the values of files. A file has
+flags by name, at its top or in tables named like the sections below. It can also be JSON:
+`--config=runs/NAME/config.json` repeats a run. `--config_dir=DIR` is the folder of files that are given by
+name only. Presets need no folder: `bench`, `profile`, `continue` (train existing weights on other data),
+`pretrain_7b` and the shapes of GPT-3. Keep one file for the model and one for the site:
+`--config=model.toml,site.toml`.
 
 Write an integer as `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`, a boolean as `true`/`false`,
 `yes`/`no` or `1`/`0` in upper or lower case, and a list as `a,b`. `none` clears an optional value. `~` at the
 start of a path is the home directory, in files too; a path with a `$VARIABLE` that the shell has not expanded
-is an error. A name that is not a flag is an error, which names a similar flag, or the flag here for a name of
-another program. A flag that is given twice must have the same value both times. A flag without effect is an
-error if the command line alone is the cause, and a note in the log if a config file or the machine is. All
-checks run before any work, in this order: flags, world and mesh, data, memory. `--dry_run` runs these checks,
-reports what the launch would do and writes nothing.
+is an error. An unknown name is an error that names a similar flag, also for flags of other programs. A flag that is given
+twice must have the same value both times. A flag without effect is an error if only the command line causes
+it, otherwise a note in the log. All checks run before any work: flags, world and mesh, data, memory.
+`--dry_run` runs them, prints a summary of the launch and writes nothing.
 
-The column "on resume" describes a resumed run in which the flag has another value. `free`: training is the
-same. `logged`: the new value takes effect from that step, and is logged. `fixed`: the launch ends with an
-error. The flags of the model together must give the model of the checkpoint.
+## Columns
 
-The column "in the name" marks the flags that the default run name depends on. If one of them changes, the
-command starts another run, unless `--run_name` or `--output_dir` is set. Any other flag can change from
-launch to launch."""
+- **on resume**: the effect of another value on a resumed run. `free`: training is the same. `logged`: the new
+  value takes effect from that step, and is logged. `fixed`: an error. The flags of the model together must
+  give the model of the checkpoint.
+- **in the name**: the default run name depends on the flag. If it changes, the command starts another run,
+  unless `--run_name` or `--output_dir` is set."""
 
 if __name__ == "__main__":
     with printing():
