@@ -33,6 +33,7 @@ RECORD = {
     "tokens_seen": 40960,
     "tokens_per_sec_per_device": 1234.5,
     "mfu": 0.25,
+    "peak_mem_gib": 1.5,
     "eta_s": 40.0,
 }
 
