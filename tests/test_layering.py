@@ -1,4 +1,4 @@
-"""Who may import whom, and the other rules that scripts/layers.py checks."""
+"""Imports follow the layers of tests/layers.py, and other rules of the code's structure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from tests import layers
 
 ROOT = Path(__file__).parent.parent
 FILES = layers.python_files("fms_fsdp")
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_downward(path: Path) -> None:
-    assert not list(layers.upward_imports(path))
 
 
 def test_layers_hold() -> None:
@@ -58,9 +53,7 @@ def test_forbidden_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "models/late.py" not in text
 
 
-def test_what_trains_counts_imports_inside_functions_and_modules_loaded_by_name(
-    tmp_path: Path,
-) -> None:
+def test_imports_in_functions_and_strings_count(tmp_path: Path) -> None:
     path = tmp_path / "some.py"
     path.write_text(
         'import json\n\ndef run() -> None:\n    from a import b\n    load("fms_fsdp.train:run")\n'
@@ -68,11 +61,9 @@ def test_what_trains_counts_imports_inside_functions_and_modules_loaded_by_name(
     assert layers.imported(path) == {"json", "a", "a.b", "fms_fsdp.train"}
     path = tmp_path / "other.py"
     path.write_text('load(f"fms_fsdp.optim.{name}")\n')
-    modules = {f".{file.stem}" for file in (ROOT / "fms_fsdp" / "optim").glob("*.py")} - {
-        ".__init__"
-    }
-    assert len(modules) > 1
-    assert layers.imported(path) == {f"fms_fsdp.optim{name}" for name in modules | {""}}
+    files = (ROOT / "fms_fsdp" / "optim").glob("*.py")
+    modules = {f"fms_fsdp.optim.{file.stem}" for file in files if file.stem != "__init__"}
+    assert layers.imported(path) == modules | {"fms_fsdp.optim"}
 
 
 def test_config_imports_standard_library_and_fire() -> None:
@@ -82,49 +73,41 @@ def test_config_imports_standard_library_and_fire() -> None:
             assert own or name.split(".")[0] in {*sys.stdlib_module_names, "fire"}, name
 
 
-def test_data_knows_no_process_group_and_no_model() -> None:
+def printed(code: str) -> tuple[str, str]:
+    """Returns what Python prints and reports in the repository."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip(), done.stderr
+
+
+def test_data_knows_no_process_group() -> None:
     for path in (ROOT / "fms_fsdp" / "data").glob("*.py"):
         assert not any(name.startswith("torch.distributed") for name in layers.imported(path)), path
 
 
-def test_nothing_that_trains_imports_an_extra_or_a_tool() -> None:
-    """Not even indirectly, but for imports inside functions that optional components need."""
-    found = layers.import_closure(ROOT / "main_training.py")
-    assert ROOT / "fms_fsdp/train.py" in found and ROOT / "fms_fsdp/data/shards.py" in found
-    for folder in layers.OPTIONAL:
-        assert not [path for path in found if path.is_relative_to(ROOT / "fms_fsdp" / folder)]
-
-
-def test_code_is_imported_by_name_in_one_place_alone() -> None:
+def test_one_place_imports_by_name() -> None:
     for path in FILES:
         if path.stem not in ("errors", "__main__") and layers.unit(path) != "tools":
             assert not {"importlib", "importlib.import_module"} & layers.imported(path), path
 
 
-def test_no_star_imports_and_no_junk_drawers() -> None:
+def test_no_star_imports_nor_utils() -> None:
     for path in FILES:
         assert path.stem not in ("utils", "common", "helpers", "base"), path
         assert not any(name.endswith(".*") for name in layers.imported(path)), path
 
 
-def test_dummy_data_and_the_whole_loop_need_neither_pyarrow_nor_sentencepiece() -> None:
-    code = (
-        "import sys, main_training\n"
-        "print([name for name in ('pyarrow', 'sentencepiece', 'transformers') if name in sys.modules])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
+def test_training_imports_no_optional_package() -> None:
+    optional = ("pyarrow", "sentencepiece", "transformers")
+    code = f"import sys, main_training\nprint([n for n in {optional} if n in sys.modules])"
+    assert printed(code)[0] == "[]"
 
 
-def test_a_mistyped_flag_is_answered_before_torch_is_imported() -> None:
+def test_wrong_flag_is_answered_before_torch() -> None:
     code = (
         "import runpy, sys; sys.argv = ['main_training.py', '--model_varient=7b']\n"
         "try: runpy.run_path('main_training.py', run_name='__main__')\n"
         "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "2 False" and "--model_variant" in result.stderr
+    shown, error = printed(code)
+    assert shown == "2 False" and "--model_variant" in error

@@ -32,16 +32,13 @@ TIMES = {"step_time_ms": 500.0, "eval_ms": 0.0, "checkpoint_ms": 0.0, "logging_m
         ("cpu", None, "", None),
         ("cpu", 2.5, "", 2.5e12),
         ("cuda", None, "NVIDIA H200", 989e12),
-        ("cuda", None, "NVIDIA H200 NVL", 835e12),
         ("cuda", None, "NVIDIA GB200", 2500e12),
-        ("cuda", None, "NVIDIA B200", 2250e12),
         ("cuda", None, "NVIDIA GH200 480GB", 989e12),
         ("cuda", None, "NVIDIA H20", None),
         ("cuda", 148.0, "NVIDIA H20", 148e12),
-        ("cuda", 900.0, "NVIDIA H200", 900e12),
     ],
 )
-def test_the_peak_is_the_flag_s_or_that_of_a_known_gpu_and_a_cpu_has_none(
+def test_peak_is_the_flag_or_a_known_gpu(
     device: str,
     peak_tflops: float | None,
     name: str,
@@ -54,10 +51,8 @@ def test_the_peak_is_the_flag_s_or_that_of_a_known_gpu_and_a_cpu_has_none(
     assert find_utilization(run, torch.device(device)).peak_flops == expected
 
 
-@pytest.mark.parametrize(
-    "dims", [ParallelDims("none", 2, 4), ParallelDims("none", 1, 8), ParallelDims("none", 8, 1)]
-)
-def test_rates_and_mfu_are_those_of_one_of_all_devices(
+@pytest.mark.parametrize("dims", [ParallelDims("none", 2, 4), ParallelDims("none", 1, 8)])
+def test_rates_and_mfu_are_per_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dims: ParallelDims
 ) -> None:
     """Eight ranks train 8 x 3 rows of 4,096 tokens in half a second, on devices of 1 PFLOP/s."""

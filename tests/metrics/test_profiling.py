@@ -51,15 +51,13 @@ def test_communication_is_exposed_where_no_kernel_runs() -> None:
     assert table["range data"] == ["0.03", "ms", "2.5%"]
 
 
-def test_trace_holds_named_ranges_and_summary(tmp_path: Path) -> None:
-    argv = [
-        "--use_profiler=True",
-        "--profiler_wait=1",
-        "--profiler_warmup=1",
-        "--profiler_active=2",
-    ]
+PROFILER = ("--use_profiler=True", "--profiler_wait=1", "--profiler_warmup=1")
+
+
+def test_trace_has_named_ranges_and_summary(tmp_path: Path) -> None:
     folder = tmp_path / "a run"
-    trained(*TINY, "--num_steps=6", *argv, f"--output_dir={folder}")
+    argv = ("--profiler_active=2", "--num_steps=6", f"--output_dir={folder}")
+    trained(*TINY, *PROFILER, *argv)
     (trace,) = (folder / "profile_traces").glob("*.pt.trace.json")
     names = [item.get("name") for item in json.loads(trace.read_text())["traceEvents"]]
     for name in ("data", "forward", "backward", "optimizer", "block 0", "block 1"):
@@ -73,11 +71,6 @@ def test_trace_holds_named_ranges_and_summary(tmp_path: Path) -> None:
 
 
 def test_launch_that_ends_early_leaves_a_trace(tmp_path: Path) -> None:
-    argv = [
-        "--use_profiler=True",
-        "--profiler_wait=0",
-        "--profiler_warmup=1",
-        "--profiler_active=9",
-    ]
-    trained(*TINY, "--num_steps=4", *argv, f"--output_dir={tmp_path}")
+    argv = ("--profiler_active=9", "--num_steps=4", f"--output_dir={tmp_path}")
+    trained(*TINY, *PROFILER, *argv)
     assert len(list((tmp_path / "profile_traces").glob("*.json"))) == 1

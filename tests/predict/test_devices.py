@@ -24,16 +24,12 @@ watts = 300
 source = "a data sheet"
 """
 NAMES = {
-    "a100_40gb": "A100",
     "a100_80gb": "A100",
-    "h100_80gb": "H100",
     "h100_96gb_500w": "H100",
     "h100_pcie": "H100 PCIe",
     "h200": "H200",
     "gh200": "GH200",
-    "b200": "B200",
     "mi300x": "MI300X",
-    "l40s": "L40S",
 }
 
 
@@ -89,18 +85,13 @@ def test_a_device_without_such_products_says_which_it_has(own: Path) -> None:
     ("old", "new", "said"),
     [
         ("watts = 300", "", "watts is missing or unknown; the fields are memory_gib, tflops"),
-        ("watts = 300", "watt = 300", "watt, watts is missing or unknown"),
         ("watts = 300", "watts = 'many'", r"watts=many must be a number above 0"),
-        ("watts = 300", "watts = 0", r"watts=0 must be a number above 0"),
-        ("watts = 300", "watts = nan", r"watts=nan must be a number above 0"),
         ("watts = 300", "watts = true", r"watts=True must be a number above 0"),
-        ("bf16 = 100", "bf16 = -1", r"bf16=-1 must be a number above 0"),
         ("bf16 = 100", "fp64 = 100", "must have a peak for bf16; write e.g. { bf16 = 989 }"),
         ("{ bf16 = 100, fp16 = 100 }", "100", r"tflops=100 must have a peak"),
         ("watts = 300", "watts = 300\ngeneration = 'amper'", r"generation=amper must be one of"),
         ("[mine]", "mine = 3\n[other]", "device mine: .* is missing or unknown"),
         ("[mine]", "[mine", "cannot be read: .*Expected"),
-        ("watts = 300", "watts = 300\nsource = 'twice'", "cannot be read: "),
     ],
 )
 def test_a_bad_table_is_refused_in_one_line(old: str, new: str, said: str, own: Path) -> None:
@@ -123,10 +114,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     [
         ("NVIDIA H100 80GB HBM3", 79.1, "h100_80gb"),
         ("NVIDIA H100", 94.5, "h100_96gb_500w"),
-        ("NVIDIA H100 PCIe", 79.2, "h100_pcie"),
         ("NVIDIA A100-SXM4-40GB", 39.4, "a100_40gb"),
         ("NVIDIA A100-SXM4-80GB", 79.2, "a100_80gb"),
-        ("NVIDIA H200", 139.8, "h200"),
         ("AMD Instinct MI300X", 191.5, "mi300x"),
         ("NVIDIA GeForce RTX 4090", 23.6, None),
     ],

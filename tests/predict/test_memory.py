@@ -94,9 +94,6 @@ def test_offloaded_state_is_in_host_memory() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        dict(tp_size=8),
-        dict(cp_size=8),
-        dict(pp_size=8),
         dict(pp_size=4, tp_size=2, pp_schedule="interleaved"),
         dict(pp_size=2, cp_size=2, tp_size=2, pp_schedule="zbv"),
     ],

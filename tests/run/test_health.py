@@ -19,11 +19,11 @@ import torch
 from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.metrics.interval import SpikeDetector
-from fms_fsdp.run.health import NonFiniteGuard, Watchdog
+from fms_fsdp.run.health import NonFiniteGuard
 from tests.states import bare_state
 
 
-def test_a_spike_stands_out_of_the_recent_losses_and_does_not_widen_them() -> None:
+def test_spike_stands_out_of_recent_losses() -> None:
     noise = random.Random(1)
     detector = SpikeDetector(6.0)
     assert not any(detector.is_spike(3 + noise.gauss(0, 0.1)) for _ in range(40))
@@ -36,25 +36,16 @@ def test_a_spike_stands_out_of_the_recent_losses_and_does_not_widen_them() -> No
     ]
 
 
-@pytest.mark.parametrize(("reports", "found"), [(19, False), (20, True)])
-def test_the_first_reports_are_no_spikes(reports: int, found: bool) -> None:
-    detector = SpikeDetector(6.0)
-    assert not any(detector.is_spike(3.0) for _ in range(reports))
-    assert detector.is_spike(3.2) is found, (
-        "losses that are alike: half a hundredth of the mean counts"
-    )
+def test_first_reports_are_no_spikes() -> None:
+    """Half a hundredth of the mean counts as the width of equal losses."""
+    for reports, found in ((19, False), (20, True)):
+        detector = SpikeDetector(6.0)
+        assert not any(detector.is_spike(3.0) for _ in range(reports))
+        assert detector.is_spike(3.2) is found
     assert not SpikeDetector(0.0, _mean=3.0, _count=50).is_spike(100.0), "0 is off"
 
 
-def test_a_watchdog_that_is_closed_has_ended(tmp_path: Path) -> None:
-    heard = list[str]()
-    watchdog = Watchdog(100.0, tmp_path / "rank0.txt", heard.append)
-    assert watchdog._thread.is_alive()
-    watchdog.close()
-    assert not watchdog._thread.is_alive() and not heard
-
-
-def test_numbers_of_a_gpu_are_read_after_the_work_before_them(
+def test_gpu_values_are_read_after_their_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The order of the calls, on a machine that may have no GPU."""
@@ -93,7 +84,7 @@ def test_non_finite_steps_are_counted_across_launches(tmp_path: Path) -> None:
         guard.finish()
 
 
-def test_steps_without_labels_are_named_and_do_not_count(tmp_path: Path, caplog: Any) -> None:
+def test_steps_without_labels_do_not_count(tmp_path: Path, caplog: Any) -> None:
     state = bare_state(2, 9)
     guard = NonFiniteGuard(state, 1, tmp_path, describe=lambda step: f"data of {step}")
     logging.getLogger("fms_fsdp").propagate = True

@@ -1,4 +1,4 @@
-"""The digest of the tokenizer goes from shards to checkpoints and exports; another one is refused."""
+"""The digest of the tokenizer is kept from shards to exports; another tokenizer is rejected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fms_fsdp
-from fms_fsdp.data.tokenizer import check_same_tokenizer, find_tokenizer, folder_tokenizer
+from fms_fsdp.data.tokenizer import find_tokenizer
 from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
 from tests.cli import CORPUS, run, trained
 from tests.warm import command
@@ -36,30 +36,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_run_goes_on_with_data_of_its_tokenizer_alone(world: Path) -> None:
+def test_resume_rejects_data_of_other_tokenizer(world: Path) -> None:
     ours, theirs = (find_tokenizer(str(world / name)) for name in ("own", "other"))
     assert ours is not None and theirs is not None
-    resolved = json.loads((world / "run" / "config.json").read_text())["resolved"]
+    folder, new = world / "run", world / "new"
+    resolved = json.loads((folder / "config.json").read_text())["resolved"]
     assert resolved["tokenizer"] == ours.vocabulary.digest
-    before = sorted(path.name for path in (world / "run").iterdir())
-    more = ("--num_steps=3", f"--data_path={world}/other")
-    for flags in (
-        (f"--output_dir={world}/run",),
-        (
-            f"--output_dir={world}/new",
-            f"--ckpt_load_path={world}/run/checkpoints",
-            "--load_model_only=True",
-        ),
-    ):
-        refused = run(*FLAGS, *more, *flags, nproc=2)
-        assert refused.returncode != 0
-        (line,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    before = sorted(path.name for path in folder.iterdir())
+    load = (f"--ckpt_load_path={folder}/checkpoints", "--load_model_only=True")
+    for flags in ((f"--output_dir={folder}",), (f"--output_dir={new}", *load)):
+        rejected = run(*FLAGS, "--num_steps=3", f"--data_path={world}/other", *flags, nproc=2)
+        assert rejected.returncode != 0
+        (line,) = [line for line in rejected.stderr.splitlines() if line.startswith("error: ")]
         assert f"--data_path={world}/other is of tokenizer {theirs.vocabulary.digest[:12]}" in line
         assert f"checkpoints/step_2 of {ours.vocabulary.digest[:12]}; prepare the data with" in line
-    assert (
-        sorted(path.name for path in (world / "run").iterdir()) == before
-        and not (world / "new").exists()
-    )
+    assert sorted(path.name for path in folder.iterdir()) == before and not new.exists()
 
 
 def test_held_out_data_of_another_tokenizer_are_refused(world: Path) -> None:
@@ -77,24 +68,23 @@ def test_held_out_data_of_another_tokenizer_are_refused(world: Path) -> None:
     assert refused.returncode == 2 and "prepare both with one tokenizer" in refused.stderr
 
 
-def test_text_and_export_take_no_other_tokenizer_from_the_place_of_the_data(world: Path) -> None:
-    moved = world / "moved"
+def test_tools_reject_a_replaced_tokenizer(world: Path, tmp_path: Path) -> None:
+    """In the folder of the run's data."""
+    moved, own = tmp_path / "moved", world / "own"
     shutil.copytree(world / "run", moved)
-    for name in ("tokenizer.model", "meta/tokenizer.json"):
-        shutil.copy(world / "own" / name, world / "own" / f"{name}.kept")
-        shutil.copy(world / "other" / name, world / "own" / name)
+    names = ("tokenizer.model", "meta/tokenizer.json")
+    kept = {name: (own / name).read_bytes() for name in names}
+    for name in names:
+        shutil.copy(world / "other" / name, own / name)
     try:
-        for argv in (
-            ("generate", f"--path={moved}"),
-            ("export", f"--path={moved}", f"--output={world}/hf"),
-        ):
-            refused = command(*argv)
-            assert refused.returncode == 2, refused.stdout + refused.stderr
-            assert "the folder of its data of" in refused.stderr and "put back" in refused.stderr
-        assert not (world / "hf").exists()
+        for argv in (("generate",), ("export", f"--output={tmp_path}/hf")):
+            rejected = command(*argv, f"--path={moved}")
+            assert rejected.returncode == 2, rejected.stdout + rejected.stderr
+            assert "the folder of its data of" in rejected.stderr and "put back" in rejected.stderr
+        assert not (tmp_path / "hf").exists()
     finally:
-        for name in ("tokenizer.model", "meta/tokenizer.json"):
-            shutil.move(world / "own" / f"{name}.kept", world / "own" / name)
+        for name, content in kept.items():
+            (own / name).write_bytes(content)
 
 
 def test_weights_of_a_hugging_face_folder_want_data_of_its_tokenizer(world: Path) -> None:
@@ -108,24 +98,6 @@ def test_weights_of_a_hugging_face_folder_want_data_of_its_tokenizer(world: Path
         world / "folder" / "tokenizer.model"
     ).unlink()  # tokenizer.json has another digest, and the same ids
     trained(*flags, f"--data_path={world}/own", f"--output_dir={world}/taken")
-
-
-def test_files_of_one_tokenizer_are_one(world: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    assert command("export", f"--path={world}/run", f"--output={tmp_path}/hf").returncode == 0
-    (tmp_path / "hf" / "tokenizer.model").unlink()
-    data = prepared(tmp_path / "json", tokenizer=str(tmp_path / "hf"))
-    used = [
-        (str(path), find_tokenizer(str(path))) for path in (world / "own", data, world / "other")
-    ]
-    one, same, other = (
-        folder_tokenizer(name, found.vocabulary.digest if found else "", name)
-        for name, found in used
-    )
-    assert one.digest != same.digest
-    check_same_tokenizer(one, same, "never seen")
-    with pytest.raises(ValueError, match="is of tokenizer .*; do this"):
-        check_same_tokenizer(same, other, "do this")
 
 
 def test_the_end_token_of_a_folder_stays_with_the_data(tmp_path: Path) -> None:
