@@ -97,7 +97,7 @@ def test_flag_has_the_type_of_its_field(argument: str, value: Any) -> None:
         ("--datasets=a,b --weights=1", "1 weights for 2 datasets"),
         ("--datasets=a,b --weights=1,-2", "--weights=-2 must be at least 0"),
         ("--datasets=a,a", "must name each source once; remove the second a"),
-        ("--config=no_such_file", "presets: bench, continue, gpt3_13b"),
+        ("--config=no_such_file", "preset: bench, continue, gpt3_13b"),
         ("--load_model_only=True", "--ckpt_load_path"),
         ("--config_dir=there", "--config_dir=there has no effect without --config"),
         ("--seq-length", "--seq_length requires a value; write --seq_length=VALUE"),

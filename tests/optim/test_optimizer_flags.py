@@ -57,7 +57,7 @@ REFUSED = {
     "--optimizer=muon --optimizer_kwargs=scale=large": "scale=large must be rms or original",
     "--optimizer=muon --optimizer_kwargs=ns_steps=1e9": "ns_steps=1000000000 must be from 1 to 100",
     "--optimizer=muon --optimizer_kwargs=momentum=1": "momentum=1 must be at least 0 and below 1",
-    "--optimizer=adafactor --optimizer_kwargs=d=0": "needs beta2_decay <= 0",
+    "--optimizer=adafactor --optimizer_kwargs=d=0": "beta2_decay must be at most 0",
     "--optimizer=torch.optim:SGD --adam_beta2=0.9": "--adam_beta1 has no effect on --optimizer=torch.optim",
 }
 

@@ -91,7 +91,7 @@ def test_page_is_one_file_without_network(restarted: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (None, "is not a run folder"),
+        (None, "is not a run directory"),
         ("", "has no report"),
         ("{}\n", "is not a record"),
         ("1\n", "is not a record"),

@@ -186,7 +186,7 @@ def test_unfit_files_are_named(tmp_path: Path) -> None:
         ("null.parquet", "contains nulls"),
         ("big.parquet", r"token id \(60000\) must be in \[0, 60000\)"),
         ("negative.parquet", r"token id \(-1\)"),
-        ("x.npy", "not an .idx"),
+        ("x.npy", "must be an .idx"),
     ]:
         with pytest.raises(ValueError, match=words) as error:
             run(tmp_path / "out", f"x={tmp_path / name}", overwrite=True)
