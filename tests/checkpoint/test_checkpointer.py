@@ -1,4 +1,4 @@
-"""Saving and loading: exact, in the background, complete or absent, and never by running what a file says."""
+"""Saving and loading: exact, in the background, complete or absent, and without running code of a file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fms_fsdp.checkpoint.folders import (
     read_files,
 )
 from fms_fsdp.checkpoint.io import SaveFailed, collect_tensors, load_checkpoint, write_checkpoint
-from fms_fsdp.checkpoint.manager import CheckpointManager, host_copies
+from fms_fsdp.checkpoint.manager import CheckpointManager
 from fms_fsdp.config import CheckpointConfig, OptimConfig, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
@@ -114,37 +114,23 @@ def manager_of(
     return CheckpointManager(run, root, 1, state, **known), state
 
 
-def test_what_was_loaded_is_saved_in_the_same_bytes(tmp_path: Path) -> None:
-    """Also of optimizers whose groups are not in the order of the parameters."""
-    saved(tmp_path / "first", 3)
-    model, optimizers = made(1)
-    load_checkpoint(tmp_path / "first" / "step_3", model, optimizers, is_alone=True)
-    write_checkpoint(collect_tensors(model, optimizers), tmp_path / "again", state_of(3))
-    files = [
-        (tmp_path / name / "step_3" / "__0_0.distcp").read_bytes() for name in ("first", "again")
-    ]
-    assert files[0] == files[1]
-
-
 @pytest.mark.parametrize("in_background", [False, True])
-def test_what_was_saved_is_loaded_to_the_last_bit(tmp_path: Path, in_background: bool) -> None:
+def test_save_and_load_keep_every_bit(tmp_path: Path, in_background: bool) -> None:
     before = saved(tmp_path, 3, in_background=in_background)
     model, optimizer = made(1)
     checkpoint = find_checkpoint(tmp_path)
     assert checkpoint is not None and checkpoint.step == 3 and checkpoint.metadata.tokens_seen == 96
     load_checkpoint(checkpoint.folder, model, optimizer, is_alone=True)
-    assert all(torch.equal(a, b) for a, b in zip(before, values(model, optimizer), strict=True))
+    assert all(map(torch.equal, before, values(model, optimizer)))
     weights_only, fresh = made(2)
     moments = values(nn.Identity(), fresh)
     load_checkpoint(checkpoint.folder, weights_only, None, is_alone=True)
     assert torch.equal(before[0], next(weights_only.parameters()))
-    assert all(
-        torch.equal(a, b) for a, b in zip(moments, values(nn.Identity(), fresh), strict=True)
-    )
+    assert all(map(torch.equal, moments, values(nn.Identity(), fresh)))
 
 
-def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
-    """What changes after `save` returns is not what is saved; the commit is told once it is on disk."""
+def test_training_continues_during_background_save(tmp_path: Path) -> None:
+    """Changes after `save` returns are not saved."""
     model, optimizer = made(0, width=256)
     before = values(model, optimizer)
     manager, state = manager_of(tmp_path, model, optimizer, in_background=True)
@@ -154,58 +140,35 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
             for parameter in model.parameters():
                 parameter.zero_()
     manager.close()
-    first, second = tmp_path / "step_1", tmp_path / "step_2"
     again, other = made(1, width=256)
-    load_checkpoint(first, again, other, is_alone=True)
-    assert all(torch.equal(a, b) for a, b in zip(before, values(again, other), strict=True))
-    load_checkpoint(second, again, other, is_alone=True)
+    load_checkpoint(tmp_path / "step_1", again, other, is_alone=True)
+    assert all(map(torch.equal, before, values(again, other)))
+    load_checkpoint(tmp_path / "step_2", again, other, is_alone=True)
     assert all(not parameter.any() for parameter in again.parameters())
 
 
-def test_a_background_save_never_waits_for_the_gpu(
+def test_background_save_never_waits_for_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a GPU that is faked: its stream counts who waits for it."""
+    """The GPU is faked: its stream records who waits for it."""
     waits: list[str] = []
-
-    class Stream:
-        device_type = "cuda"
-
-        def synchronize(self) -> None:
-            waits.append("synchronize")
-
-    stream = Stream()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: waits.append(f"set_device {device}")
-    )
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    stream = SimpleNamespace(device_type="cuda", synchronize=lambda: waits.append("synchronize"))
+    for name, fake in {
+        "is_available": lambda: True,
+        "current_device": lambda: 5,
+        "set_device": lambda device: waits.append(f"set_device {device}"),
+        "current_stream": lambda *_: stream,
+        "stream": lambda _: contextlib.nullcontext(),
+        "is_current_stream_capturing": lambda: False,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     saved(tmp_path, 3, in_background=True, width=64)
     assert waits == ["set_device 5"]  # its thread belongs to this rank's GPU, not to the first
-    assert not problem(tmp_path / "step_3") and not corrupt_files(tmp_path / "step_3")
-
-
-def test_a_copy_has_a_storage_of_its_own_size() -> None:
-    """DCP would copy it once more before it writes it."""
-    kinds = [
-        torch.ones(3, dtype=torch.bfloat16),
-        torch.ones(()),
-        torch.ones(0, 4),
-        torch.ones(5, 7).long(),
-    ]
-    copies = host_copies({str(i): tensor for i, tensor in enumerate(kinds)}, 2**20)
-    for tensor, copy in zip(kinds, copies.values(), strict=True):
-        assert (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype) and not copy.any()
-        assert copy.untyped_storage().nbytes() == copy.nbytes
-        copy.copy_(tensor)
-    assert all(torch.equal(a, b) for a, b in zip(kinds, copies.values(), strict=True))
+    assert not is_bad(tmp_path / "step_3")
 
 
 @pytest.mark.parametrize("why", ["are needed, 0.0 MiB are free", "CUDA error"])
-def test_without_memory_for_the_copies_the_loop_waits_for_each_save(
+def test_saves_wait_without_memory_for_copies(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -232,128 +195,103 @@ def test_without_memory_for_the_copies_the_loop_waits_for_each_save(
     )
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "lengthen", "remove"])
-def test_damage_to_any_file_is_noticed(tmp_path: Path, damage: str) -> None:
+DAMAGES = {
+    "flip": lambda content: bytes([content[0] ^ 4]) + content[1:],
+    "cut": lambda content: content[:-3],
+    "lengthen": lambda content: content + b"x",
+    "remove": lambda content: None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_corrupt_file_is_noticed(tmp_path: Path, damage: str) -> None:
     saved(tmp_path, 1, 2)
     names = [*read_files(tmp_path / "step_2"), FILES]
     assert set(names) == {"__0_0.distcp", METADATA, STATE, FILES}
     for name in names:
-        folder = tmp_path / "case" / "step_2"
-        shutil.copytree(tmp_path / "step_2", folder)
-        path = folder / name
-        content = bytearray(path.read_bytes())
-        if damage == "remove":
-            path.unlink()
-        else:
-            if damage == "flip":
-                content[len(content) // 2] ^= 4
-            path.write_bytes(
-                content[:-3]
-                if damage == "cut"
-                else content + b"x"
-                if damage == "lengthen"
-                else content
-            )
+        case = tmp_path / name.strip(".")
+        for step in ("step_1", "step_2"):
+            shutil.copytree(tmp_path / step, case / step)
+        folder = case / "step_2"
+        content = DAMAGES[damage]((folder / name).read_bytes())
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content)
         wrong = problem(folder) or corrupt_files(folder)[0]
         assert wrong and (name in wrong or name == FILES), (name, wrong)
-        shutil.copytree(tmp_path / "step_1", tmp_path / "case" / "step_1")
-        found = find_checkpoint(tmp_path / "case")
+        found = find_checkpoint(case)
         assert found is not None
-        if found.step == 2:  # only a look at every byte tells
+        if found.step == 2:  # only a read of every byte tells
             assert damage == "flip" and name == "__0_0.distcp"
-            found = find_checkpoint(tmp_path / "case", corrupt={folder: wrong})
+            found = find_checkpoint(case, corrupt={folder: wrong})
         assert found is not None and found.step == 1 and folder in found.skipped
-        assert command(["ckpt", "verify", f"--path={tmp_path / 'case'}"]) == 2
-        shutil.rmtree(tmp_path / "case")
+        assert command(["ckpt", "verify", f"--path={case}"]) == 2
 
 
 def is_bad(folder: Path) -> bool:
     return bool(problem(folder) or corrupt_files(folder))
 
 
-def test_every_byte_counts(tmp_path: Path) -> None:
-    """Flips in 200 places of each file: no place is outside of the checksums."""
-    saved(tmp_path, 1)
-    folder = tmp_path / "step_1"
-    for name in [*read_files(folder), FILES]:
-        content = (folder / name).read_bytes()
-        for place in range(0, len(content), max(1, len(content) // 200)):
-            (folder / name).write_bytes(
-                content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-            )
-            assert is_bad(folder), (name, place)
-        (folder / name).write_bytes(content)
-    assert not is_bad(folder)
+def checksum(*pieces: bytes) -> int:
+    total = Checksum()
+    for piece in pieces:
+        total.update(piece)
+    return total.value
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 4095, 4096, 4097, 100_000])
-def test_the_checksum_does_not_depend_on_how_a_file_is_written(size: int) -> None:
+def test_checksum_ignores_how_a_file_is_written(size: int) -> None:
     rng = np.random.default_rng(size)
     data = rng.integers(0, 256, size, dtype=np.uint8).tobytes()
-    values = set()
-    for piece in (1, 100, 4096, 5000, max(1, size)):
-        total = Checksum()
-        for start in range(0, size, piece):
-            total.update(data[start : start + piece])
-        values.add(total.value)
-    assert len(values) == 1
+    expected = checksum(data)
+    for length in (1, 100, 4096, 5000):
+        pieces = (data[start : start + length] for start in range(0, size, length))
+        assert checksum(*pieces) == expected
     for place in rng.integers(0, max(1, size), 20 if size else 0).tolist():
-        changed = Checksum()
-        changed.update(
-            data[:place] + bytes([data[place] ^ (1 << int(rng.integers(8)))]) + data[place + 1 :]
-        )
-        assert changed.value not in values
+        flipped = bytes([data[place] ^ (1 << int(rng.integers(8)))])
+        assert checksum(data[:place] + flipped + data[place + 1 :]) != expected
 
 
 def test_misplaced_and_lost_pages_change_the_checksum() -> None:
     pages = [bytes([value]) * 4096 for value in (1, 2, 3)]
-    values = set()
-    for order in ([0, 1, 2], [1, 0, 2], [0, 2, 1], [0, 1], [0, 1, 1]):
-        total = Checksum()
-        total.update(b"".join(pages[i] for i in order))
-        values.add(total.value)
-    assert len(values) == 5
+    orders = ([0, 1, 2], [1, 0, 2], [0, 2, 1], [0, 1], [0, 1, 1])
+    assert len({checksum(*(pages[i] for i in order)) for order in orders}) == 5
 
 
 def test_only_complete_folders_count(tmp_path: Path) -> None:
     saved(tmp_path, 2, 9, 10)
-    shutil.copytree(tmp_path / "step_9", tmp_path / "step_11.partial-1")
+    partial = tmp_path / "step_11.partial-1"
+    shutil.copytree(tmp_path / "step_9", partial)
     shutil.copytree(tmp_path / "step_9", tmp_path / "step_x")
     (tmp_path / "step_12").mkdir()
     (tmp_path / "step_13").write_text("a file")
     assert complete_steps(tmp_path) == [2, 9, 10] and complete_steps(tmp_path / "nowhere") == []
-    newest = find_checkpoint(tmp_path)
+    newest, one = find_checkpoint(tmp_path), find_checkpoint(tmp_path / "step_2")
     assert newest is not None and newest.step == 10 and (tmp_path / "step_12") in newest.skipped
-    one = find_checkpoint(tmp_path / "step_2")
     assert one is not None and one.step == 2
     assert find_checkpoint(tmp_path / "nowhere") is None and find_checkpoint(tmp_path, 3) is None
     with pytest.raises(ValueError, match="step_12: files.json is missing"):
         find_checkpoint(tmp_path / "step_12")
-    assert (
-        list(clean_up(tmp_path)) == [tmp_path / "step_11.partial-1"] and leftovers(tmp_path) == []
-    )
+    assert list(clean_up(tmp_path)) == [partial] and leftovers(tmp_path) == []
 
 
-def test_a_damaged_folder_of_the_same_step_is_set_aside(tmp_path: Path) -> None:
+def test_corrupt_folder_of_same_step_is_renamed(tmp_path: Path) -> None:
     saved(tmp_path, 4)
     (tmp_path / "step_4" / STATE).unlink()
     saved(tmp_path, 4)
-    assert complete_steps(tmp_path) == [4] and leftovers(tmp_path) == [
-        (tmp_path / "step_4.damaged-1", "damaged")
-    ]
+    assert complete_steps(tmp_path) == [4]
+    assert leftovers(tmp_path) == [(tmp_path / "step_4.damaged-1", "damaged")]
 
 
-def test_a_half_deleted_checkpoint_is_never_taken_for_one(
+def test_half_deleted_checkpoint_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The deletion is killed right after the rename."""
     saved(tmp_path, 1)
-    monkeypatch.setattr(
-        shutil, "rmtree", lambda folder, ignore_errors=False: None
-    )  # killed right after the rename
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors=False: None)
     delete(tmp_path / "step_1")
-    assert complete_steps(tmp_path) == [] and leftovers(tmp_path) == [
-        (tmp_path / "step_1.deleted", "deleted")
-    ]
+    assert complete_steps(tmp_path) == []
+    assert leftovers(tmp_path) == [(tmp_path / "step_1.deleted", "deleted")]
 
 
 class Bomb:
@@ -361,9 +299,7 @@ class Bomb:
         return os.system, ("touch exploded",)
 
 
-def test_loading_runs_nothing_that_a_file_asks_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_runs_no_code_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even with right checksums: whoever can write the files can write those too."""
     monkeypatch.chdir(tmp_path)
     saved(tmp_path, 1)
@@ -377,9 +313,7 @@ def test_loading_runs_nothing_that_a_file_asks_for(
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_fails_the_save_and_leaves_the_last_one(
-    small_disk: Path, in_background: bool
-) -> None:
+def test_full_disk_fails_the_save_only(small_disk: Path, in_background: bool) -> None:
     model, optimizer = made(0, width=158)  # 2.2 MB a checkpoint
     told = list[str]()
     manager, state = manager_of(
@@ -398,7 +332,7 @@ def test_a_full_disk_fails_the_save_and_leaves_the_last_one(
     assert complete_steps(small_disk) == [1] and not is_bad(small_disk / "step_1")
 
 
-def test_a_disk_that_fills_up_while_writing_fails_the_save(
+def test_disk_that_fills_while_writing_fails_save(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Someone else's file takes the room between the look at the disk and the write."""
@@ -430,34 +364,34 @@ def late_save(root: str, late_rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("late_rank", [0, 1])
-def test_ranks_may_reach_a_save_in_any_order(tmp_path: Path, late_rank: int) -> None:
+def test_ranks_reach_a_save_in_any_order(tmp_path: Path, late_rank: int) -> None:
     """A rank makes the folder before rank 0 does: rank 0 neither fails nor removes its files."""
     names = run_ranks(late_save, 2, str(tmp_path), late_rank)
     assert names[0] == names[1] and METADATA in names[0] and STATE in names[0]
-    assert not problem(tmp_path / "step_3") and not corrupt_files(tmp_path / "step_3")
+    assert not is_bad(tmp_path / "step_3")
 
 
-def test_list_and_prune_say_what_they_would_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = tmp_path / "run" / "checkpoints"
+def test_ckpt_list_and_prune(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, path = tmp_path / "run" / "checkpoints", f"--path={tmp_path / 'run'}"
     root.mkdir(parents=True)
     saved(root, 1, 2, 3, 4)
-    (root / "step_3" / STATE).unlink()
-    (root / "step_4" / STATE).unlink()
-    path = f"--path={tmp_path / 'run'}"
+    for step in (3, 4):
+        (root / f"step_{step}" / STATE).unlink()
+
+    def steps() -> list[str]:
+        return sorted(folder.name for folder in root.glob("step_*"))
+
     assert command(["ckpt", "list", path]) == 0
     head, *listed = capsys.readouterr().out.splitlines()
     assert head.split() == ["checkpoint", "GiB", "tokens", "validation", "loss", "state"]
-    assert [line.split()[0] for line in listed] == ["step_1", "step_2", "step_3", "step_4"]
+    assert [line.split()[0] for line in listed] == steps()
     assert listed[0].split()[2] == "96" and listed[0].endswith("complete") and STATE in listed[2]
-    assert command(["ckpt", "prune", path, "--after=1"]) == 0
-    assert "would delete" in capsys.readouterr().out and len(list(root.iterdir())) == 4
-    assert command(["ckpt", "prune", path, "--leftovers", "--yes"]) == 0
-    assert sorted(folder.name for folder in root.glob("step_*")) == ["step_1", "step_2"]
-    assert command(["ckpt", "prune", path, "--after=1", "--yes"]) == 0
-    assert [folder.name for folder in root.glob("step_*")] == ["step_1"]
-    assert command(["ckpt", "prune", path, "--keep_last_n=1", "--yes"]) == 2
-    assert "keep_last_n is not a flag; it was removed: a run deletes" in capsys.readouterr().err
+    prune = ["ckpt", "prune", path]
+    assert command([*prune, "--after=1"]) == 0
+    assert "would delete" in capsys.readouterr().out and len(steps()) == 4
+    assert command([*prune, "--leftovers", "--yes"]) == 0 and steps() == ["step_1", "step_2"]
+    assert command([*prune, "--after=1", "--yes"]) == 0 and steps() == ["step_1"]
+    assert command([*prune, "--keep_last_n=1", "--yes"]) == 2
+    assert "keep_last_n is not a flag; it was removed" in capsys.readouterr().err
     assert command(["ckpt", "verify", path]) == 0 and "valid: 4 files" in capsys.readouterr().out
     assert command(["ckpt", "list", f"--path={tmp_path / 'nowhere'}"]) == 2

@@ -1,4 +1,4 @@
-"""What is kept of the checkpoints of a launch, what they record, and what a save is expected to take."""
+"""Checkpoints of a launch: which ones stay, what they record, and how long a save is expected to take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fms_fsdp.run.resume import ResumePoint
 from fms_fsdp.run.startup_log import save_estimates
 from fms_fsdp.state import TrainMetadata
 from tests.checkpoint.test_checkpointer import is_bad, made, manager_of, saved, shape
-from tests.cli import TINY, run, status, trained
+from tests.cli import TINY, metrics, run, status, trained
 from tests.specs import budget, resolved
 
 
@@ -30,7 +30,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_checkpoint_that_was_passed_over_counts_for_nothing(tmp_path: Path) -> None:
+def test_skipped_checkpoints_do_not_count(tmp_path: Path) -> None:
     """Step 30 is damaged in a way that sizes do not tell; the launch went on from 20, and wrote 25."""
     saved(tmp_path, 10, 20, 25, 30)
     flip(tmp_path / "step_30" / "__0_0.distcp", 3000)
@@ -38,7 +38,7 @@ def test_a_checkpoint_that_was_passed_over_counts_for_nothing(tmp_path: Path) ->
     assert left_of(tmp_path, 2) == [20, 25, 30] and left_of(tmp_path, 1) == [25, 30]
 
 
-def test_corrupt_checkpoints_take_no_place_and_stay(tmp_path: Path) -> None:
+def test_corrupt_checkpoints_do_not_count_and_stay(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 25)
     with open(tmp_path / "step_20" / "__0_0.distcp", "ab") as file:
         file.write(b"x")
@@ -56,97 +56,60 @@ def left_of(root: Path, last: int) -> list[int]:
     return complete_steps(root)
 
 
-@pytest.mark.slow
-def test_retention_never_leaves_a_damaged_checkpoint_alone(tmp_path: Path) -> None:
-    argv = [*TINY, "--checkpoint_interval=2", "--trackers=none", f"--output_dir={tmp_path}"]
-    trained(*argv, "--num_steps=6")
-    root = tmp_path / "checkpoints"
-    flip(root / "step_6" / "__0_0.distcp", 100_000)
-    assert run(*argv, "--num_steps=9", "--keep_last_n=1", "--exit_step=5").returncode == 75
-    assert (
-        not is_bad(root / "step_5")
-        and not (root / "step_2").exists()
-        and (root / "step_4").exists()  # until the next launch confirms step 5
-    )
-
-
-def test_a_checkpoint_records_the_validation_loss_of_its_own_step_or_none(tmp_path: Path) -> None:
-    argv = [
-        *TINY,
-        "--eval_interval=3",
-        "--eval_steps=1",
-        "--checkpoint_schedule=3@3,2",
-        "--trackers=none",
-    ]
-    trained(*argv, "--num_steps=8", "--eval_at_start=True", f"--output_dir={tmp_path}")
+def test_checkpoint_records_validation_loss_of_its_step(tmp_path: Path) -> None:
+    argv = [*TINY, "--eval_interval=3", "--eval_steps=1", "--checkpoint_schedule=3@3,2"]
+    argv += ["--trackers=none", "--num_steps=8", "--eval_at_start=True"]
+    trained(*argv, f"--output_dir={tmp_path}")
     states = [
         json.loads((tmp_path / "checkpoints" / f"step_{step}" / "train_state.json").read_text())
         for step in (3, 5, 7, 8)
     ]
-    found = [
-        json.loads(line).get("eval/loss")
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-        if "eval/loss" in line
-    ]
+    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    found = [record["eval/loss"] for record in records if "eval/loss" in record]
     assert all(0 < state["save_s"] < 60 for state in states)
     # evaluated at 0, 3, 6 and, though 8 is no multiple of 3, at the end
     assert len(found) == 4
     assert [state["validation_loss"] for state in states] == [found[1], None, None, found[3]]
 
 
-def test_the_best_by_any_metric_and_ranges_stay_and_sizes_are_said_at_the_start(
-    tmp_path: Path,
-) -> None:
-    keep = "--keep_last_n=1 --keep_best=1 --keep_best_metric=grad_norm --keep_best_mode=max --keep_ranges=1-2"
+def test_best_checkpoint_and_ranges_stay(tmp_path: Path) -> None:
+    """Sizes are logged at the start."""
+    keep = "--keep_last_n=1 --keep_best=1 --keep_best_metric=grad_norm --keep_best_mode=max"
     argv = [*TINY, "--num_steps=7", "--checkpoint_interval=1", "--trackers=none", *keep.split()]
-    argv.append("--seed=4")  # the largest gradient is neither in the ranges nor the last
+    argv += ["--keep_ranges=1-2", "--seed=4"]  # the largest is neither in the ranges nor the last
     text = trained(*argv, f"--output_dir={tmp_path}")
-    root, norms = tmp_path / "checkpoints", dict[int, float]()
-    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
-        if "grad_norm" in (record := json.loads(line)):
-            norms[record["step"]] = record["grad_norm"]
-    best = max(norms, key=lambda step: norms[step])
+    root, found = tmp_path / "checkpoints", metrics(tmp_path)
+    best = max(found, key=lambda step: found[step]["grad_norm"])
     assert best not in (1, 2, 7) and complete_steps(root) == sorted({1, 2, best, 7})
     gib = sum(path.stat().st_size for path in (root / "step_7").iterdir()) / 2**30
-    said = re.search(
-        r"checkpoints: (\S+) GiB each; 7 will be written, at most 4 are kept, which need (\S+) GiB",
-        text,
-    )
-    assert said and float(said[1]) == pytest.approx(gib, rel=0.1)
-    assert float(said[2]) == pytest.approx(4 * float(said[1]), rel=0.01)
+    logged = re.search(r"(\S+) GiB each; 7 will be written, at most 4 .* need (\S+) GiB", text)
+    assert logged and float(logged[1]) == pytest.approx(gib, rel=0.1)
+    assert float(logged[2]) == pytest.approx(4 * float(logged[1]), rel=0.01)
 
 
-def test_a_metric_that_no_step_has_is_said(tmp_path: Path) -> None:
+def test_unknown_keep_best_metric_is_logged(tmp_path: Path) -> None:
     keep = "--keep_last_n=1 --keep_best=1 --keep_best_metric=grad_morn".split()
     text = trained(*TINY, "--num_steps=1", "--trackers=none", *keep, f"--output_dir={tmp_path}")
     assert "step 1 has no --keep_best_metric=grad_morn, so it is not ranked" in text
 
 
-def test_a_full_disk_under_the_run_folder_saves_where_there_is_room(
-    tmp_path: Path, small_disk: Path
-) -> None:
-    """No file of the run can be written: the run says so in one line and fails; nothing is lost."""
+def test_full_disk_of_run_directory_saves_elsewhere(tmp_path: Path, small_disk: Path) -> None:
+    """No file of the run can be written: the run reports it in one line and fails; nothing is lost."""
+    run_dir = small_disk / "run"
     argv = [*TINY, "--num_steps=100000", "--checkpoint_interval=0", f"--ckpt_save_path={tmp_path}"]
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 48 * 1024))
-    result = run(*argv, f"--output_dir={small_disk / 'run'}")
-    assert result.returncode == 1 and "Traceback" not in result.stdout + result.stderr, (
-        result.stderr
-    )
+    result = run(*argv, f"--output_dir={run_dir}")
+    assert result.returncode == 1 and "Traceback" not in result.stdout, result.stderr
     (line,) = result.stderr.splitlines()
-    assert line.startswith(
-        f"failed: {small_disk}/run/metrics.jsonl cannot be written: No space left on device; free"
-    )
-    ended = status(small_disk / "run")
+    assert line.startswith(f"failed: {run_dir}/metrics.jsonl cannot be written: No space left")
+    ended = status(run_dir)
     assert ended["status"] == "failed" and "metrics.jsonl" in ended["reason"]
-    assert complete_steps(tmp_path) == [ended["step"]] and not is_bad(
-        tmp_path / f"step_{ended['step']}"
-    )
+    step = ended["step"]
+    assert complete_steps(tmp_path) == [step] and not is_bad(tmp_path / f"step_{step}")
 
 
 @pytest.mark.parametrize("known", [25.0, None])
-def test_the_time_of_a_save_is_known_before_the_first_one(
-    tmp_path: Path, known: float | None
-) -> None:
+def test_save_time_is_estimated_before_first_save(tmp_path: Path, known: float | None) -> None:
     """From the checkpoint of the start, or guessed from its size. Two saves can run at once."""
     cfg, config = TrainConfig(), shape()
     world, dims, batch = World(0, 0, 8, 2), ParallelDims("fsdp", dp_shard=8), BatchPlan(1, 1, 8)

@@ -1,4 +1,4 @@
-"""A model that one step made useless: the good checkpoint stays, and everything names the dead ones."""
+"""A model that one step made useless: the good checkpoint stays, and commands name the dead ones."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class OldPickler(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
 
-def test_metadata_written_by_python_3_11_2_are_read(tmp_path: Path) -> None:
+def test_metadata_of_python_3_11_2_is_read(tmp_path: Path) -> None:
     saved(tmp_path / "run", 1)
     folder, written = tmp_path / "run" / "step_1", io.BytesIO()
     OldPickler(written).dump(FileSystemReader(folder).read_metadata())
@@ -157,7 +157,7 @@ def test_metadata_written_by_python_3_11_2_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [None, *DAMAGES])
-def test_a_forged_checkpoint_is_passed_over_and_verify_agrees(
+def test_forged_checkpoint_is_skipped_and_verify_agrees(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str | None
 ) -> None:
     saved(tmp_path / "run", 1, 2)
@@ -168,17 +168,14 @@ def test_a_forged_checkpoint_is_passed_over_and_verify_agrees(
     assert step_loaded(tmp_path / "run") == (2 if name is None else 1)
     assert command(["ckpt", "verify", f"--path={tmp_path / 'run'}"]) == (0 if name is None else 2)
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        len(lines) == 2
-        and lines[0].startswith("step_1           valid")
-        and lines[1].startswith("step_2")
-    )
+    assert [line.split()[0] for line in lines] == ["step_1", "step_2"]
+    assert lines[0].split()[1].startswith("valid")
     assert command(["ckpt", "list", f"--path={tmp_path / 'run'}"]) == 0
     assert time.monotonic() - begin < 10
 
 
 @pytest.mark.parametrize("name", [FILES, STATE, METADATA, PART])
-def test_a_file_that_cannot_be_read_is_named_and_is_no_damage(tmp_path: Path, name: str) -> None:
+def test_unreadable_file_is_not_corrupt(tmp_path: Path, name: str) -> None:
     """A link that leads to itself: neither missing nor of another size, and no read of it succeeds."""
     saved(tmp_path, 1, 2)
     link(name, name)(tmp_path / "step_2")

@@ -41,7 +41,7 @@ def resave(source: str, target: str) -> int:
     return len(list((Path(target) / "step_3").glob("*.distcp")))
 
 
-def test_two_to_one_to_four_ranks_keep_every_bit(tmp_path: Path) -> None:
+def test_resharding_keeps_every_bit(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("first", "two", "one", "four")]
     for folder in folders:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Which steps are saved, which checkpoints stay."""
+"""Steps that are saved, and checkpoints that stay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fms_fsdp.run.checks import check_machine
 from fms_fsdp.state import TrainMetadata
 
 
-def test_one_schedule_does_what_took_three_scripts() -> None:
+def test_schedule_changes_its_interval() -> None:
     """10@100,18@1000,1500: 10 checkpoints up to step 100, 50 more up to 1000, then every 1500 from there."""
     schedule = parse_schedule("10@100,18@1000,1500", interval=7)
     due = [step for step in range(1, 10_001) if schedule.is_due(step)]
@@ -26,7 +26,7 @@ def test_one_schedule_does_what_took_three_scripts() -> None:
     )
 
 
-def test_a_schedule_may_end_and_an_interval_of_zero_is_never() -> None:
+def test_schedule_may_end_or_be_empty() -> None:
     assert [step for step in range(1, 50) if parse_schedule("5@10", 3).is_due(step)] == [5, 10]
     assert [step for step in range(1, 10) if parse_schedule("", 3).is_due(step)] == [3, 6, 9]
     assert not any(parse_schedule("", 0).is_due(step) for step in range(1, 100))
@@ -39,7 +39,7 @@ def test_a_schedule_may_end_and_an_interval_of_zero_is_never() -> None:
 @pytest.mark.parametrize(
     "text", ["10@", "@100", "ten", "0@100", "10@100,5@100", "10,5", "10@100,,5", "10@-1"]
 )
-def test_a_schedule_that_does_not_parse_is_one_line(text: str) -> None:
+def test_wrong_schedule_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"--checkpoint_schedule=.*must be INTERVAL@LAST_STEP"):
         parse_schedule(text, 1000)
 
@@ -54,7 +54,7 @@ def test_ranges_of_steps_are_read() -> None:
 @pytest.mark.parametrize(
     "text", ["5", "-5", "9-3", "1-9:0", "1-9:-1", "a-b", "1-2-3", "0-0", "1-2:"]
 )
-def test_a_range_that_does_not_parse_is_one_line(text: str) -> None:
+def test_wrong_range_is_rejected(text: str) -> None:
     with pytest.raises(UserError, match=r"--keep_ranges=.*must be FIRST-LAST:EVERY"):
         parse_ranges("keep_ranges", text)
 
@@ -66,7 +66,7 @@ def test_saves_are_counted(text: str) -> None:
         assert schedule.count(first, last) == sum(map(schedule.is_due, range(first, last + 1)))
 
 
-def judge_keep_best(keep_best: int, schedule: str, interval: int, eval_interval: int) -> None:
+def check_keep_best(keep_best: int, schedule: str, interval: int, eval_interval: int) -> None:
     section = CheckpointConfig(
         keep_best=keep_best,
         keep_last_n=1,
@@ -77,21 +77,18 @@ def judge_keep_best(keep_best: int, schedule: str, interval: int, eval_interval:
     check_machine(config, torch.device("cpu"), ParallelDims("none"))
 
 
-@pytest.mark.parametrize("text", ["5@10", "3@9,7", "10@100,18@1000,1500", "4@6,6@30", "1@1,9@20"])
-def test_keep_best_with_intervals_that_never_meet_is_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ["5@10", "10@100,18@1000,1500", "4@6,6@30", "1@1,9@20"])
+def test_keep_best_without_evaluated_saves_is_rejected(text: str) -> None:
     schedule = parse_schedule(text, 0)
     for interval in range(1, 40):
         meets = any(schedule.is_due(step) for step in range(interval, 20_000, interval))
-        judge_keep_best(0, text, 0, interval)
+        check_keep_best(0, text, 0, interval)
         if not meets:
             with pytest.raises(UserError, match=f"--keep_best=2 .*--eval_interval={interval} "):
-                judge_keep_best(2, text, 0, interval)
-
-
-def test_keep_best_of_a_run_that_saves_its_last_step_alone_is_refused() -> None:
-    with pytest.raises(UserError, match="--keep_best=1 "):
-        judge_keep_best(1, "", 0, 10)
-    judge_keep_best(1, "", 15, 10)
+                check_keep_best(2, text, 0, interval)
+    with pytest.raises(UserError, match="--keep_best=1 "):  # saves its last step only
+        check_keep_best(1, "", 0, 10)
+    check_keep_best(1, "", 15, 10)
 
 
 STEPS = [100, 200, 300, 400, 500, 600]
@@ -111,13 +108,13 @@ LOSSES = {100: 3.0, 200: 1.0, 300: 2.0}
         (KeepPolicy(last=1, ranges=(StepRange(1, 400, 200), StepRange(500, None, 1))), [100, 300]),
     ],
 )
-def test_what_need_not_be_kept_is_deleted(policy: KeepPolicy, deleted: list[int]) -> None:
+def test_policy_deletes_the_others(policy: KeepPolicy, deleted: list[int]) -> None:
     found = {step: TrainMetadata(step, validation_loss=LOSSES.get(step)) for step in STEPS}
     assert policy.to_delete(found) == deleted
     assert policy.to_delete(dict(reversed(found.items()))) == deleted
 
 
-def test_non_finite_checkpoints_take_no_place() -> None:
+def test_non_finite_checkpoints_do_not_count() -> None:
     found = {step: TrainMetadata(step) for step in (100, 200)} | {
         300: TrainMetadata(300, non_finite_steps=3)
     }

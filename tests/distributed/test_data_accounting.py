@@ -32,7 +32,7 @@ def count_tokens(
 
 
 @pytest.mark.slow
-def test_logged_fingerprints_and_tokens_are_those_that_inspect_tells(tmp_path: Path) -> None:
+def test_ranks_train_on_each_token_exactly_once(tmp_path: Path) -> None:
     """2 ranks, then 4 with another mixture and batch; source b passes a complete epoch."""
     files = write_corpus(tmp_path / "corpus", SIZES, mean=60)
     run = tmp_path / "run"

@@ -1,12 +1,9 @@
-"""Tensors of which each rank holds a part, cut by tensor parallelism, by FSDP or by both: places, copies,
-norms and steps of optimizers against one process.
+"""Tensors sharded by tensor parallelism, by FSDP or by both: shard offsets, copies, norms and steps of
+optimizers against one process.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,16 +33,12 @@ from fms_fsdp.distributed.dtensor import (
 from fms_fsdp.distributed.mesh import Mesh, ParallelDims
 from fms_fsdp.models.init import _fill_normal
 from fms_fsdp.optim.optimizers import build_optimizers
-from tests import layers
 from tests.distributed.launch import run_ranks
 
-SIZES = [(2, 2), (4, 2), (2, 4)]  # of dp_shard and tp
 OPTIMIZERS = ["muon", "adafactor", "sm3", "lamb", "novograd", "adamw"]
 STEPS = 3
-# a module that reads one of them knows how a tensor is cut
-READS = {"placements", "is_shard", "is_replicate", "Replicate", "_StridedShard"}
 Found = dict[str, Any]
-Ranks = tuple[int, int, list[Found]]
+Ranks = list[Found]
 
 
 class Block(nn.Module):
@@ -61,8 +54,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        # divides evenly over all meshes; over none; leaves ranks without rows
-        self.blocks = nn.ModuleList([Block(16, 8), Block(13, 10), Block(7, 4)])
+        # divides evenly; unevenly; leaves ranks without rows
+        self.blocks = nn.ModuleList([Block(16, 8), Block(13, 10), Block(3, 4)])
         self.embed = nn.Embedding(11, 6)
 
 
@@ -109,8 +102,8 @@ def steps(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def on_ranks(dp_shard: int, tp: int) -> Found:
-    mesh = Mesh(ParallelDims("fsdp", dp_shard=dp_shard, tp=tp), dist.get_rank(), "cpu")
+def on_ranks() -> Found:
+    mesh = Mesh(ParallelDims("fsdp", dp_shard=2, tp=2), dist.get_rank(), "cpu")
     assert mesh.device_mesh is not None
     model, whole = sharded_model(mesh.device_mesh), dict(Model().named_parameters())
     named = dict(model.named_parameters())
@@ -147,105 +140,73 @@ def on_ranks(dp_shard: int, tp: int) -> Found:
     return found
 
 
-@functools.cache
-def alone() -> Found:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    found: Found = {name: steps(Model(), name) for name in OPTIMIZERS}
-    torch.set_num_threads(threads)
-    return found
+@pytest.fixture(scope="module")
+def ranks() -> Ranks:
+    """Returns the results of each rank of a mesh of two by two."""
+    return run_ranks(on_ranks, 4)
 
 
-@pytest.fixture(scope="module", name="ranks", params=SIZES, ids=str)
-def ranks_of_a_mesh(request: pytest.FixtureRequest) -> Ranks:
-    dp_shard, tp = request.param
-    return dp_shard, tp, run_ranks(on_ranks, dp_shard * tp, dp_shard, tp)
-
-
-def test_each_rank_knows_its_place_and_parts_make_the_whole(ranks: Ranks) -> None:
+def test_shards_and_offsets_form_the_tensor(ranks: Ranks) -> None:
     """FSDP cuts rows that tp has cut: torch calls the placement strided, and its `is_shard()` is False."""
-    for found in ranks[2]:
+    for found in ranks:
         assert found["places"] and found["rows"] and found["joined"]
 
 
 def test_copies_and_groups_count_both_axes(ranks: Ranks) -> None:
-    dp_shard, tp, results = ranks
-    for found in results:
+    for found in ranks:
         for name, copies in found["copies"].items():
             cut_by_tp = ".up." in name or name.endswith("down.weight")
-            assert copies == (1 if cut_by_tp else tp), name
-        # tensors that tp does not cut lie on two meshes, which have one group
-        assert found["groups"] == {dp_shard * tp: 9, dp_shard: 13}
+            assert copies == (1 if cut_by_tp else 2), name
+        # tensors that tp does not cut are on two meshes, which have one group
+        assert found["groups"] == {4: 9, 2: 13}
         assert len(found["timeouts"]) == 1
 
 
-def test_norms_are_those_of_one_process(ranks: Ranks) -> None:
-    whole = list(Model().parameters())
-    norms = torch.stack([tensor.detach().norm() for tensor in whole])
-    for found in ranks[2]:
+def test_norms_equal_one_process(ranks: Ranks) -> None:
+    norms = torch.stack([tensor.detach().norm() for tensor in Model().parameters()])
+    for found in ranks:
         torch.testing.assert_close(found["norm"], norms.norm())
         torch.testing.assert_close(found["norms"], norms)
 
 
-def test_initial_weights_are_those_of_one_process(ranks: Ranks) -> None:
+def test_initial_weights_equal_one_process(ranks: Ranks) -> None:
     matrices = [parameter for parameter in Model().parameters() if parameter.ndim == 2]
     for matrix in matrices:
         _fill_normal(matrix, 1.0, "key")
-    for found in ranks[2]:
+    for found in ranks:
         assert all(map(torch.equal, found["filled"], matrices))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_of_optimizers_are_those_of_one_process(ranks: Ranks, name: str) -> None:
-    expected = alone()[name]
-    for found in ranks[2]:
+def test_optimizer_steps_equal_one_process(ranks: Ranks, name: str) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = steps(Model(), name)
+    torch.set_num_threads(threads)
+    for found in ranks:
         assert found[name].keys() == expected.keys()
         for key, value in expected.items():
-            if (
-                name == "muon" and key.startswith("blocks.") and value.ndim == 2
-            ):  # not what AdamW moves
-                assert torch.equal(found[name][key], value), key
-            else:
-                torch.testing.assert_close(found[name][key], value, rtol=1e-6, atol=1e-6, msg=key)
+            is_muon = name == "muon" and key.startswith("blocks.") and value.ndim == 2
+            tolerance = 0.0 if is_muon else 1e-6
+            torch.testing.assert_close(
+                found[name][key], value, rtol=tolerance, atol=tolerance, msg=key
+            )
 
 
-def test_a_plain_tensor_is_its_own_only_part() -> None:
+def test_unsharded_tensor_is_its_only_shard() -> None:
     whole = torch.arange(6.0).view(2, 3)
-    assert shard_slices(whole) == (slice(0, 2), slice(0, 3)) and all_shard_slices(whole) == (
-        shard_slices(whole),
-    )
+    slices = shard_slices(whole)
+    assert slices == (slice(0, 2), slice(0, 3)) and all_shard_slices(whole) == (slices,)
     assert shard_groups([whole, whole]) == {None: [0, 1]} and shard_sizes(whole) == [6]
     assert local_shard(whole) is whole and sharded_like(whole, whole) is whole
 
 
-def test_summands_are_no_parts() -> None:
+def test_partial_tensors_have_no_shards() -> None:
     mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=0)
-    tensor = DTensor.from_local(torch.zeros(4), mesh, [Partial()], run_check=False)
+    partial, sharded = (
+        DTensor.from_local(torch.zeros(4), mesh, [placement], run_check=False)
+        for placement in (Partial(), Shard(0))
+    )
     with pytest.raises(AssertionError, match="sum"):
-        all_shard_slices(tensor)
-    assert [
-        place[0] for place in all_shard_slices(DTensor.from_local(torch.zeros(4), mesh, [Shard(0)]))
-    ] == [
-        slice(0, 4),
-        slice(4, 8),
-    ]
-
-
-def read_in(path: Path) -> set[str]:
-    """Which names that tell how a tensor is cut a module reads. `Shard` counts if torch's is imported."""
-    found = set[str]()
-    for node in ast.walk(ast.parse(path.read_text())):
-        match node:
-            case ast.Attribute(attr=name) | ast.Name(id=name) if name in READS:
-                found.add(name)
-            case ast.ImportFrom(module=str(module), names=names) if module.startswith("torch"):
-                found |= {alias.name for alias in names} & {*READS, "Shard", "DTensor"}
-    return found
-
-
-@pytest.mark.parametrize("path", layers.python_files("fms_fsdp"), ids=lambda path: path.stem)
-def test_one_module_reads_placements(path: Path) -> None:
-    if path.name == "dtensor.py":
-        assert {"placements", "Shard", "_StridedShard", "DTensor"} <= read_in(path)
-    else:
-        assert not read_in(path)
+        all_shard_slices(partial)
+    assert all_shard_slices(sharded) == ((slice(0, 4),), (slice(4, 8),))

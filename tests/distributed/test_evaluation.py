@@ -7,23 +7,17 @@ from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import FP32, DataConfig, EvalConfig, ParallelConfig
 from fms_fsdp.data.validation import open_held_out, scan_held_out
-from fms_fsdp.distributed.mesh import Mesh, plan_dims
-from fms_fsdp.distributed.runtime import World
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.parallel.parallelize import parallelize
 from tests.distributed.launch import run_ranks
+from tests.parallel.layouts import mesh_of
 
 
 def evaluated() -> tuple[list[str], bool, float]:
     """Names of parameters that are whole after an evaluation, the mode the model is left in, and the loss."""
-    import torch.distributed as dist
-
-    section, cpu = (
-        ParallelConfig(sharding_strategy="fsdp", reshard_after_forward=False),
-        torch.device("cpu"),
-    )
-    mesh = Mesh(plan_dims(section, "", World(0, 0, 2, 2)), dist.get_rank(), "cpu")
+    section = ParallelConfig(sharding_strategy="fsdp", reshard_after_forward=False)
+    mesh, cpu = mesh_of(section), torch.device("cpu")
     config = TransformerConfig(2, 32, 32, 2, 1, 64, max_seq_len=16)
     model = parallelize(config, section, mesh, device=cpu, precision=FP32, seed=1)
     data = DataConfig(use_dummy_dataset=True, seq_length=16)
@@ -36,6 +30,6 @@ def evaluated() -> tuple[list[str], bool, float]:
     return whole, model.training, values["eval/loss"]
 
 
-def test_weights_are_sharded_again_after_an_evaluation() -> None:
+def test_weights_are_sharded_again_after_evaluation() -> None:
     first, second = run_ranks(evaluated, 2)
     assert first == second and first[:2] == ([], True) and 3 < first[2] < 6

@@ -31,7 +31,7 @@ def read_on_rank() -> dict[str, float]:
     return interval.read(last, 10.0 * (rank + 1), rank, {})
 
 
-def test_the_mean_loss_weighs_every_label_of_every_rank_alike() -> None:
+def test_mean_loss_weighs_all_labels_equally() -> None:
     first, second = run_ranks(read_on_rank, 2)
     assert first == second
     assert first["loss_mean"] == (6 + 2 + 1 + 9) / (4 + 8) and first["loss"] == 200 / 16

@@ -1,15 +1,9 @@
-"""What the sharding choices cost is what was predicted: bytes sent, weights and gradients held; and reducing
-gradients once a step gives the bits of a sum by hand.
-
-The processes of one world size are spawned once and run all its cases.
-"""
+"""The sharding choices send and keep the bytes that are predicted."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,38 +25,36 @@ from fms_fsdp.predict.memory import Step, minimum_memory
 from fms_fsdp.predict.meter import Shape
 from fms_fsdp.predict.speed import sent
 from tests.distributed.launch import run_ranks
+from tests.parallel.layouts import CPU, mesh_of
 
 SEQ, ACCUM = 8, 3
 CONFIG = TransformerConfig(
     3, 64, 160, 4, 2, 128, max_seq_len=SEQ
 )  # rows that every world here divides
 TIED = TransformerConfig(3, 64, 160, 4, 2, 128, max_seq_len=SEQ, tie_embeddings=True)
+FSDP, DDP, ZERO1, ZERO2 = (
+    {"sharding_strategy": name} for name in ("fsdp", "ddp", "zero1", "zero2")
+)
+HSDP: dict[str, Any] = {"sharding_strategy": "hsdp", "hsdp_shard_size": 2}
 CASES: dict[int, dict[str, tuple[dict[str, Any], TransformerConfig, Precision]]] = {
     2: {
-        "fsdp": (dict(sharding_strategy="fsdp"), CONFIG, FP32),
-        "fsdp tied bf16": (dict(sharding_strategy="fsdp"), TIED, BF16),
-        "fsdp groups": (dict(sharding_strategy="fsdp", fsdp_blocks_per_group=2), CONFIG, FP32),
-        "fsdp once bf16": (
-            dict(sharding_strategy="fsdp", sync_each_micro_step=False),
-            CONFIG,
-            BF16,
-        ),
-        "zero1": (dict(sharding_strategy="zero1"), CONFIG, FP32),
-        "zero1 bf16": (dict(sharding_strategy="zero1"), CONFIG, replace(BF16, reduce="bf16")),
-        "zero1 tied": (dict(sharding_strategy="zero1"), TIED, FP32),
-        "zero2": (dict(sharding_strategy="zero2"), CONFIG, FP32),
-        "ddp": (dict(sharding_strategy="ddp"), CONFIG, FP32),
-        "ddp bf16": (dict(sharding_strategy="ddp"), CONFIG, BF16),
+        "fsdp tied bf16": (FSDP, TIED, BF16),
+        "fsdp groups": (FSDP | {"fsdp_blocks_per_group": 2}, CONFIG, FP32),
+        "fsdp once bf16": (FSDP | {"sync_each_micro_step": False}, CONFIG, BF16),
+        "zero1 bf16": (ZERO1, CONFIG, replace(BF16, reduce="bf16")),
+        "zero1 tied": (ZERO1, TIED, FP32),
+        "zero2": (ZERO2, CONFIG, FP32),
+        "ddp": (DDP, CONFIG, FP32),
+        "ddp bf16": (DDP, CONFIG, BF16),
     },
     4: {
-        "hsdp": (dict(sharding_strategy="hsdp", hsdp_shard_size=2), CONFIG, FP32),
+        "hsdp": (HSDP, CONFIG, FP32),
         "hsdp keeps, once": (
-            dict(sharding_strategy="hsdp", hsdp_shard_size=2)
-            | dict(reshard_after_forward=False, sync_each_micro_step=False),
+            HSDP | {"reshard_after_forward": False, "sync_each_micro_step": False},
             CONFIG,
             BF16,
         ),
-        "zero1": (dict(sharding_strategy="zero1", fsdp_blocks_per_group=3), CONFIG, FP32),
+        "zero1": (ZERO1 | {"fsdp_blocks_per_group": 3}, CONFIG, FP32),
     },
 }
 
@@ -107,17 +99,9 @@ def live_bytes() -> int:
 def build(
     flags: dict[str, Any], config: TransformerConfig, precision: Precision
 ) -> tuple[Llama, Mesh]:
-    import torch.distributed as dist
-
-    section, world = ParallelConfig(**flags), dist.get_world_size()
-    dims = plan_dims(section, "tiny", World(0, 0, world, world))
-    mesh, cpu = Mesh(dims, dist.get_rank(), "cpu"), torch.device("cpu")
-    return parallelize(config, section, mesh, device=cpu, precision=precision, seed=5), mesh
-
-
-def rows(rank: int, micro_step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * rank + micro_step)
-    return torch.randint(0, 128, (1, SEQ), generator=generator)
+    section = ParallelConfig(**flags)
+    mesh = mesh_of(section)
+    return parallelize(config, section, mesh, device=CPU, precision=precision, seed=5), mesh
 
 
 def measured(
@@ -129,7 +113,7 @@ def measured(
     with SentBytes(mesh.dims) as counted:
         for micro_step in range(ACCUM):
             set_gradient_sync(model, micro_step == ACCUM - 1, mesh)
-            tokens = rows(mesh.place("dp"), micro_step)
+            tokens = torch.zeros(1, SEQ, dtype=torch.long)
             model(tokens, tokens)[0].backward()
             held = held or live_bytes() - before
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), (
@@ -138,75 +122,22 @@ def measured(
     return counted.sent | {"held": held}
 
 
-def gradients(
-    model: Llama, mesh: Mesh, ranks: Sequence[int], micro_steps: Sequence[int]
-) -> list[torch.Tensor]:
-    """The sums over micro-steps, on this rank, of the gradients of the rows of some ranks."""
-    for micro_step in micro_steps:
-        set_gradient_sync(model, micro_step == micro_steps[-1], mesh)
-        for rank in ranks:
-            model(rows(rank, micro_step), rows(rank, micro_step))[0].backward()
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
-    return [whole.full_tensor() if isinstance(whole, DTensor) else whole for whole in found]
+def on_rank(world: int) -> dict[str, dict[str, int]]:
+    return {name: measured(*case) for name, case in CASES[world].items()}
 
 
-def sums_of_two() -> dict[str, bool]:
-    """Whether the mean gradient of two ranks with two micro-steps has the bits of one process's sums."""
-    nobody = Mesh(ParallelDims("none"), 0, "cpu")
-    alone = parallelize(
-        CONFIG, ParallelConfig(), nobody, device=torch.device("cpu"), precision=FP32, seed=5
-    )
-    by_rank = [gradients(alone, nobody, [rank], [0, 1]) for rank in (0, 1)]
-    by_step = [
-        [gradients(alone, nobody, [rank], [micro_step]) for rank in (0, 1)] for micro_step in (0, 1)
-    ]
-    once = [(first + second) / 2 for first, second in zip(*by_rank, strict=True)]
-    means = [
-        [(first + second) / 2 for first, second in zip(*pair, strict=True)] for pair in by_step
-    ]
-    each = [first + second for first, second in zip(*means, strict=True)]
-    same = {}
-    for strategy, expected in (("zero1", once), ("zero2", each), ("fsdp", each), ("ddp", once)):
-        model, mesh = build({"sharding_strategy": strategy}, CONFIG, FP32)
-        found = gradients(model, mesh, [mesh.place("dp")], [0, 1])
-        same[strategy] = all(map(torch.equal, found, expected))
-    assert not all(map(torch.equal, once, each)), "the two ways round alike: nothing is tested"
-    return same
-
-
-def on_rank(world: int) -> tuple[dict[str, dict[str, int]], dict[str, bool]]:
-    return {
-        name: measured(*case) for name, case in CASES[world].items()
-    }, sums_of_two() if world == 2 else {}
-
-
-@functools.cache
-def results(world: int) -> list[tuple[dict[str, dict[str, int]], dict[str, bool]]]:
-    return run_ranks(on_rank, world, world)
-
-
-@pytest.mark.parametrize(
-    ("world", "name"),
-    [
-        pytest.param(world, name, marks=[pytest.mark.slow] if world == 4 else [])
-        for world in CASES
-        for name in CASES[world]
-    ],
-)
-def test_bytes_sent_and_held_are_those_predicted(world: int, name: str) -> None:
-    flags, config, precision = CASES[world][name]
-    section, n = ParallelConfig(**flags), num_params(config)
-    dims = plan_dims(section, "tiny", World(0, 0, world, world))
-    step = Step(Shape(config, section, precision, dims, SEQ, False, "cpu"), 1, ACCUM)
-    need, size = minimum_memory(step, 8), NUM_BYTES[precision.gradients]
-    kept = need.gathered if dims.keeps_weights else 0
-    unsharded = need.gradients - size * n // dims.dp_shard
-    for found in (measures[name] for measures, _ in results(world)):
-        assert {axis: size for axis, size in found.items() if size and axis != "held"} == sent(step)
-        assert found["held"] == pytest.approx(kept + 4 * n // dims.dp_shard + unsharded, abs=100)
-
-
-def test_reducing_gradients_once_gives_the_bits_of_sums_of_two() -> None:
-    expected = dict.fromkeys(("zero1", "zero2", "fsdp", "ddp"), True)
-    assert [same for _, same in results(2)] == [expected, expected]
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_bytes_sent_and_held_are_those_predicted(world: int) -> None:
+    results = run_ranks(on_rank, world, world)
+    for name, (flags, config, precision) in CASES[world].items():
+        section, n = ParallelConfig(**flags), num_params(config)
+        dims = plan_dims(section, "tiny", World(0, 0, world, world))
+        step = Step(Shape(config, section, precision, dims, SEQ, False, "cpu"), 1, ACCUM)
+        need, size = minimum_memory(step, 8), NUM_BYTES[precision.gradients]
+        kept = need.gathered if dims.keeps_weights else 0
+        unsharded = need.gradients - size * n // dims.dp_shard
+        for found in (measures[name] for measures in results):
+            held = found.pop("held")
+            assert {axis: size for axis, size in found.items() if size} == sent(step), name
+            expected = kept + 4 * n // dims.dp_shard + unsharded
+            assert held == pytest.approx(expected, abs=100), name

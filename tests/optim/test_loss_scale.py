@@ -16,8 +16,7 @@ from fms_fsdp.config import OptimConfig, ParallelConfig, Precision, PrecisionCon
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.dtensor import local_shards
-from fms_fsdp.distributed.mesh import Mesh, plan_dims
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.config import TransformerConfig
@@ -30,6 +29,7 @@ from fms_fsdp.state import StepResult, TrainState
 from fms_fsdp.train import TrainStep, train_step
 from tests.cli import TINY, metrics, run, trained
 from tests.distributed.launch import run_ranks
+from tests.parallel.layouts import mesh_of
 from tests.states import bare_state
 
 CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
@@ -43,10 +43,10 @@ def new_scale(initial: float, window: int, hysteresis: int, floor: float) -> Los
 
 
 def loss_scale(
-    initial: float = 0, window: int = 3, hysteresis: int = 2, floor: float = 1.0, first: float = 0
+    initial: float = 0, hysteresis: int = 2, floor: float = 1.0, first: float = 0
 ) -> LossScale:
-    """`first`: where a dynamic one stands."""
-    scale = new_scale(initial, window, hysteresis, floor)
+    """Returns a scale that moves after three steps; a dynamic one begins with `first`."""
+    scale = new_scale(initial, 3, hysteresis, floor)
     scale.load_state_dict({"scale": first or scale.scale.item(), "steps": 0, "left": hysteresis})
     return scale
 
@@ -79,7 +79,7 @@ def expected(norms: str, window: int, hysteresis: int, floor: float) -> list[tup
     return found
 
 
-def test_the_rule_is_that_of_plain_python_over_random_overflows() -> None:
+def test_loss_scale_follows_its_rule() -> None:
     draw = random.Random(1)
     stuck = 0
     for window, hysteresis, floor in itertools.product(
@@ -96,24 +96,18 @@ def test_the_rule_is_that_of_plain_python_over_random_overflows() -> None:
     assert stuck > 10
 
 
-def test_overflows_use_up_the_hysteresis_and_only_a_whole_window_restores_it() -> None:
-    assert after(loss_scale(first=64), "xxx..x...xx") == [64, 32, 16, 16, 16, 8, 8, 8, 16, 16, 8]
-
-
-def test_a_fixed_scale_never_moves_and_is_never_stuck() -> None:
+def test_fixed_scale_never_moves() -> None:
     scale = new_scale(128, 1, 1, 1.0)
     scale.load_state_dict({"scale": 4.0, "steps": 0, "left": 1})
     assert after(scale, "xxxx....") == [128] * 8 and not scale.is_stuck and not scale.is_dynamic
 
 
-def test_a_scale_goes_on_from_its_state_but_stays_above_the_floor() -> None:
+def test_scale_resumes_above_its_floor() -> None:
     norms = "x..x...xx.x"
-    whole, first, second = loss_scale(), loss_scale(), loss_scale()
-    wanted = after(whole, norms)
+    wanted = after(loss_scale(), norms)
     for cut in range(len(norms)):
-        first = loss_scale()
+        first, second = loss_scale(), loss_scale()
         found = after(first, norms[:cut])
-        second = loss_scale()
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert found + after(second, norms[cut:]) == wanted
     high = loss_scale(floor=256.0)
@@ -143,9 +137,8 @@ def numbers(state: TrainState) -> list[torch.Tensor]:
     return [*state.model.parameters(), *state.optimizers.state_dict().values()]
 
 
-@pytest.mark.parametrize("grad_clip", [0.0, 0.1, 100.0])
-@pytest.mark.parametrize("size", [1.0, 2.0**10, 3000.0])
-def test_a_step_in_fp32_is_the_same_with_any_scale(size: float, grad_clip: float) -> None:
+@pytest.mark.parametrize(("size", "grad_clip"), [(1.0, 0.1), (2.0**10, 0.0), (3000.0, 0.1)])
+def test_fp32_step_ignores_the_scale(size: float, grad_clip: float) -> None:
     plain, scaled = state_of(FP32), state_of(FP32, scale=new_scale(size, 1, 1, 1))
     for _ in range(3):
         one, other = make(plain, grad_clip=grad_clip), make(scaled, grad_clip=grad_clip)
@@ -155,49 +148,22 @@ def test_a_step_in_fp32_is_the_same_with_any_scale(size: float, grad_clip: float
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
 
 
-def gradients(precision: Precision, factor: float) -> list[torch.Tensor]:
-    state = state_of(precision)
-    tokens = (torch.arange(4 * 16) ** 2 % 119).view(4, 16)
-    loss_sum, _ = state.model(tokens, tokens.roll(-1, 1))
-    assert loss_sum.dtype == torch.float32
-    (loss_sum * factor).backward()
-    found = [weight.grad for weight in state.model.parameters() if weight.grad is not None]
-    assert all(gradient.dtype == torch.float32 for gradient in found)
-    return [gradient / factor for gradient in found]
-
-
-def test_the_gradient_in_fp16_is_that_of_fp32_if_the_scale_keeps_it_from_zero() -> None:
-    exact = gradients(FP32, 1.0)
-
-    def error(found: list[torch.Tensor]) -> float:
-        pairs = zip(found, exact, strict=True)
-        return max(((one - other).norm() / other.norm()).item() for one, other in pairs)
-
-    scaled = gradients(FP16, 2.0**6)
-    assert error(scaled) < 0.01 and error(gradients(FP16, 2.0**4)) < 0.01
-    assert error(gradients(FP16, 2.0**-20)) > 0.1
-    assert not all(gradient.isfinite().all() for gradient in gradients(FP16, 2.0**24))
-
-
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_a_step_in_fp16_hands_its_scale_to_the_loss(z_loss: float) -> None:
+def test_loss_gets_the_scale_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head computes its gradient at the scale, over the 64 labels of two micro-steps."""
     scales: list[float] = []
     state = state_of(FP16, scale=loss_scale(first=2.0**10))
     assert isinstance(state.model, Llama) and state.model.head is not None
-    head, plain = state.model.head, state.model.head.loss
+    plain = state.model.head.loss
 
     def loss(*args: Any, scale: torch.Tensor, **others: Any) -> Any:
         scales.append(scale.item())
         return plain(*args, scale=scale, **others)
 
-    head.loss, head.z_loss = loss, z_loss
-    result = make(state)
-    assert scales == [2.0**10 / 64] * 2 and result.grad_norm.isfinite()
-    assert len(result.extra_sums) == (z_loss > 0)
+    monkeypatch.setattr(state.model.head, "loss", loss)
+    assert make(state).grad_norm.isfinite() and scales == [2.0**10 / 64] * 2
 
 
-def test_an_overflow_leaves_weights_and_state_untouched_and_halves_the_scale() -> None:
+def test_overflow_skips_the_step_and_halves_scale() -> None:
     state = state_of(FP16, scale=loss_scale(first=2.0**26, hysteresis=1))
     before = [tensor.detach().clone() for tensor in numbers(state)]
     result = make(state)
@@ -211,9 +177,7 @@ def test_an_overflow_leaves_weights_and_state_untouched_and_halves_the_scale() -
 
 
 def step_where_one_rank_overflows() -> tuple[bool, bool, float]:
-    section = ParallelConfig(sharding_strategy="fsdp")
-    dims = plan_dims(section, "", World(0, 0, 2, 2))
-    mesh = Mesh(dims, torch.distributed.get_rank(), "cpu")
+    mesh = mesh_of(ParallelConfig(sharding_strategy="fsdp"))
     state = state_of(FP16, mesh, loss_scale(first=64, hysteresis=1))
     assert make(state, mesh).grad_norm.isfinite()
     before = [shard.clone() for shard in local_shards(numbers(state))]
@@ -229,7 +193,7 @@ def step_where_one_rank_overflows() -> tuple[bool, bool, float]:
     return bool(bad.grad_norm.isfinite()), same, state.loss_scale.scale.item()
 
 
-def test_where_one_rank_overflows_all_skip_the_step() -> None:
+def test_overflow_on_one_rank_skips_everywhere() -> None:
     assert run_ranks(step_where_one_rank_overflows, 2) == [(False, True, 32.0)] * 2
 
 
@@ -246,7 +210,7 @@ def guarded(scale: LossScale, norms: str, limit: int = 2) -> int:
     return state.non_finite_steps
 
 
-def test_overflows_are_told_in_one_line_and_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_overflows_are_logged_but_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "fms_fsdp")
     assert guarded(loss_scale(first=64), "xxx") == 0
     lines = [record.getMessage() for record in caplog.records]
@@ -255,7 +219,7 @@ def test_overflows_are_told_in_one_line_and_not_counted(caplog: pytest.LogCaptur
     assert lines[0].startswith("step 1: ")
 
 
-def test_an_overflow_at_the_lowest_scale_ends_the_run_and_a_fixed_one_is_counted() -> None:
+def test_overflow_at_lowest_scale_is_an_error() -> None:
     with pytest.raises(
         RunFailed, match=r"step 3: .* 32 is --min_loss.*data of step 3\. .*--precision=bf16.*this$"
     ):
@@ -269,23 +233,14 @@ FP16_RUN = (*TINY, "--precision=fp16", "--batch_size=2", "--loss_scale_window=4"
 FP16_RUN += ("--num_layers=1",)  # products in fp16 are slow on most CPUs
 
 
-def test_a_run_reports_its_scale_and_a_resumed_one_goes_on_with_it(tmp_path: Path) -> None:
+def test_resumed_run_continues_its_loss_scale(tmp_path: Path) -> None:
     trained(*FP16_RUN, f"--output_dir={tmp_path}/whole")
     assert run(*FP16_RUN, f"--output_dir={tmp_path}/halves", "--exit_step=6").returncode == 75
     trained(*FP16_RUN, f"--output_dir={tmp_path}/halves")
-    whole, halves = (metrics(tmp_path / name) for name in ("whole", "halves"))
-    assert [record["loss_scale"] for record in whole.values()] == [2.0**16] * 4 + [2.0**17] * 4 + [
-        2.0**18
-    ] * 4
+    whole, halves = (list(metrics(tmp_path / name).values()) for name in ("whole", "halves"))
+    assert [record["loss_scale"] for record in whole] == [
+        2.0**exponent for exponent in (16, 17, 18) for _ in range(4)
+    ]
     for key in ("loss", "loss_scale", "grad_norm", "skipped_steps"):
-        assert [record[key] for record in whole.values()] == [
-            record[key] for record in halves.values()
-        ]
-    assert max(record["grad_norm"] for record in whole.values()) < 50
-
-
-def test_a_run_that_overflows_at_the_lowest_scale_ends_with_its_reason(tmp_path: Path) -> None:
-    result = run(*FP16_RUN, "--min_loss_scale=1e15", f"--output_dir={tmp_path}")
-    assert result.returncode == 1
-    assert "step 2: the gradient overflows fp16" in result.stdout + result.stderr
-    assert "--precision=bf16 or fp32" in result.stdout + result.stderr
+        assert [record[key] for record in whole] == [record[key] for record in halves]
+    assert max(record["grad_norm"] for record in whole) < 50

@@ -1,4 +1,4 @@
-"""AdamW over weights or moments in bf16: rounding by chance, equal bits on any layout, and what it learns."""
+"""AdamW over weights or moments in bf16: stochastic rounding, the same bits on any layout, and learning."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision
-from fms_fsdp.distributed.mesh import Mesh, plan_dims
-from fms_fsdp.distributed.runtime import World
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
@@ -27,7 +25,6 @@ from fms_fsdp.optim.optimizers import build_optimizers, example_state, state_byt
 from fms_fsdp.optim.stochastic_rounding import (
     _hash,
     adamw_update,
-    compile_update,
     random_bits,
     round_stochastically,
 )
@@ -37,6 +34,7 @@ from fms_fsdp.parallel.precision import DTYPES, cast_weights
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_sharded_training import batches, config
 from tests.optim.test_sharded_optimizers import Model, everything, step
+from tests.parallel.layouts import mesh_of
 
 PURE = Precision("bf16", weights="bf16", gradients="bf16", state="bf16")
 NEAREST = Precision(
@@ -60,22 +58,21 @@ def drawn(key: int, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("base", [0x3F80, 0xBF80, 0x0001, 0x7F7E], ids=hex)
-def test_rounding_errs_by_nothing_on_average(base: int) -> None:
-    """Of positive and negative numbers, of the least and of large ones; with either half of what is drawn."""
+def test_stochastic_rounding_is_unbiased(base: int) -> None:
+    """Of positive and negative values, of the smallest and of large ones, with either half of the bits."""
     bits = drawn(5, 1000, 1000)
-    for tenth in range(1, 10):
+    for tenth in (1, 5, 9):
         part = tenth * 0x10000 // 10
         value = torch.tensor((base << 16) + part).to(torch.int32).view(torch.float32)
         for half in (bits, bits >> 16):
-            rounded = round_stochastically(value.expand(bits.shape).contiguous(), half).view(
-                torch.int32
-            )
+            rounded = round_stochastically(value.expand(bits.shape).contiguous(), half)
+            rounded = rounded.view(torch.int32)
             ups = (rounded >> 16 & 0xFFFF) - base
             assert ups.unique().tolist() == [0, 1] and not (rounded & 0xFFFF).any()
             assert abs(ups.double().mean().item() - part / 0x10000) <= 2.5e-3
 
 
-def test_draws_are_independent_of_one_another_and_of_the_cut() -> None:
+def test_random_bits_are_independent() -> None:
     bits = drawn(5, 500, 1000)
     more = _hash(bits.clone())
     others = (bits >> 16, more, more >> 16, drawn(6, 500, 1000), bits.roll(1, 0), bits.roll(1, 1))
@@ -85,27 +82,20 @@ def test_draws_are_independent_of_one_another_and_of_the_cut() -> None:
     assert torch.equal(random_bits(*place(5, slice(20, 50), slice(7, 47))), bits[20:50, 7:47])
 
 
-def test_the_carry_ends_below_infinity_and_what_bf16_holds_stays() -> None:
+def test_rounding_stays_finite_and_keeps_bf16_values() -> None:
     largest, infinity = torch.finfo(torch.bfloat16).max, math.inf
     most = torch.full((), 0xFFFF, dtype=torch.int32)
-    finite = [largest, torch.finfo(torch.float32).max, 1.0, 0.0, 1e-45, 3.0]
-    values = torch.tensor([*finite, infinity])
-    up = torch.tensor([largest, largest, 1.0, 0.0, 2.0**-133, 3.0, infinity])
-    assert torch.equal(round_stochastically(values, most), up) and torch.equal(
-        round_stochastically(-values, most), -up
-    )
-    assert torch.equal(
-        round_stochastically(values, most - most),
-        torch.tensor([largest, largest, 1, 0, 0, 3, infinity]),
-    )
+    values = torch.tensor([largest, torch.finfo(torch.float32).max, 1, 0, 1e-45, 3, infinity])
+    up = torch.tensor([largest, largest, 1, 0, 2.0**-133, 3, infinity])
+    down = torch.tensor([largest, largest, 1, 0, 0, 3, infinity])
+    assert torch.equal(round_stochastically(values, most), up)
+    assert torch.equal(round_stochastically(-values, most), -up)
+    assert torch.equal(round_stochastically(values, most - most), down)
     assert round_stochastically(torch.tensor([math.nan, -math.nan]), most).isnan().all()
-    values = torch.randn(100_000)
-    for rounded in (
-        round_stochastically(values, drawn(1, 100_000)),
-        -round_stochastically(-values, drawn(1, 100_000)),
-    ):
-        assert torch.equal(rounded, rounded.bfloat16().float())
-        assert torch.equal(rounded, round_stochastically(values, drawn(1, 100_000)))
+    values, bits = torch.randn(100_000), drawn(1, 100_000)
+    rounded = round_stochastically(values, bits)
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert torch.equal(rounded, -round_stochastically(-values, bits))
 
 
 def section(name: str = "adamw", rate: float = 3e-3, **flags: Any) -> OptimConfig:
@@ -113,16 +103,15 @@ def section(name: str = "adamw", rate: float = 3e-3, **flags: Any) -> OptimConfi
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-@pytest.mark.parametrize(("kind", "name"), [("pure", "adamw"), ("moments", "adam")])
-def test_a_compiled_step_moves_as_the_plain_one(kind: str, name: str) -> None:
-    """Also a skipped step. Square roots of MKL err by an ulp of fp32, those of compiled code
-    by none, so a draw may fall the other way, seldom."""
+def test_compiled_step_equals_eager() -> None:
+    """Also a skipped step. Square roots of MKL err by an ulp of fp32, those of compiled code do not, so
+    a rounding may seldom fall the other way."""
     found = []
     for compiled in (False, True):
         torch.compiler.reset()
         model = Model(SHAPES)
-        cast_weights(model, KINDS[kind])
-        optimizers = build_optimizers(section(name), model, KINDS[kind], seed=3, compiled=compiled)
+        cast_weights(model, PURE)
+        optimizers = build_optimizers(section(), model, PURE, seed=3, compiled=compiled)
         (part,) = optimizers.optimizers
         for number in range(1, 5):
             for key, parameter in model.named_parameters():
@@ -137,37 +126,13 @@ def test_a_compiled_step_moves_as_the_plain_one(kind: str, name: str) -> None:
             assert all(torch.equal(before[key], after[key]) for key in before) == (number == 2)
         found.append(after)
     for key, value in found[0].items():
-        other = found[1][key]
-        if value.dtype == torch.bfloat16:
-            assert (value != other).sum() <= 1e-4 * value.numel(), key
-        torch.testing.assert_close(
-            value, other, rtol=2**-6 if value.dtype == torch.bfloat16 else 3e-6, atol=1e-6
-        )
+        other, is_bf16 = found[1][key], value.dtype == torch.bfloat16
+        assert not is_bf16 or (value != other).sum() <= 1e-4 * value.numel(), key
+        torch.testing.assert_close(value, other, rtol=2**-6 if is_bf16 else 3e-6, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("kept_in", "compiled"),
-    [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)],
-)
-def test_a_part_gets_the_bits_of_the_whole(kept_in: torch.dtype, compiled: bool) -> None:
-    torch.compiler.reset()
-    run = compile_update() if compiled else adamw_update
-    generator = torch.Generator().manual_seed(0)
-    whole = [torch.rand(41, 37, generator=generator).to(kept_in) for _ in range(4)]
-    numbers = [
-        torch.tensor(number) for number in (0.9, 0.1, 0.9, 0.1, 0.95, 0.05, 0.3, 1e-8, 1e-2, 0.0)
-    ]
-    cut = [[tensor[rows].clone() for tensor in whole] for rows in (slice(0, 23), slice(23, 41))]
-    for first, part in zip((0, 0, 23), (whole, *cut), strict=True):
-        rows = slice(first, first + len(part[0]))
-        run(part, numbers, place(9, rows, slice(0, 37)), True, True)
-    for one, *others in zip(whole[:3], *cut, strict=False):
-        assert torch.equal(one, torch.cat(others))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_code_counts_no_indices_itself() -> None:
+def test_compiled_update_creates_no_indices() -> None:
     """Under dynamic sizes torch 2.11 counts them in 64 bits on a GPU, and refuses to take those for fp32."""
     torch.compiler.reset()
     found: list[str] = []
@@ -190,9 +155,10 @@ def ulp(values: torch.Tensor) -> torch.Tensor:
     return torch.exp2(torch.floor(torch.log2(values.abs().clamp(min=2.0**-126))) - 7)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_step_rounds_what_the_formulas_give(kind: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((kind, "adamw") for kind in KINDS), ("pure", "adam"), ("moments", "adam")]
+)
+def test_steps_round_the_exact_result(kind: str, name: str) -> None:
     """In fp64, from what is kept: to a neighbour in bf16, or to the nearest one."""
     precision = KINDS[kind]
     model = Model()
@@ -222,7 +188,7 @@ def test_each_step_rounds_what_the_formulas_give(kind: str, name: str) -> None:
                 assert ((kept.double() - expected).abs() <= most + 1e-6).all(), key + end
 
 
-def test_small_steps_count_on_average_and_are_lost_by_rounding_to_nearest() -> None:
+def test_small_steps_accumulate_only_by_stochastic_rounding() -> None:
     for precision, moved in ((PURE, 4e-3), (NEAREST, 0.0)):
         model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
         nn.init.ones_(model.weight)
@@ -235,23 +201,14 @@ def test_small_steps_count_on_average_and_are_lost_by_rounding_to_nearest() -> N
         assert 1 - model.weight.double().mean().item() == pytest.approx(moved, abs=3e-4)
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_seeds_differ() -> None:
-    kept = []
+def test_seed_decides_the_bits() -> None:
+    weights = []
     for seed in (1, 1, 2):
-        model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
-        nn.init.ones_(model.weight)
-        optimizers = build_optimizers(section(), model, PURE, seed)
-        for norm in (1.0, math.inf, 2.0):
-            before = everything(model, optimizers)
-            model.weight.grad = torch.full_like(model.weight, norm)
-            optimizers.step(lambda base: base, torch.tensor(norm))
-            same = [
-                torch.equal(value, before[key])
-                for key, value in everything(model, optimizers).items()
-            ]
-            assert all(same) if norm == math.inf else not any(same)
-        kept.append(model.weight)
-    assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[0], kept[2])
+        model = Model()
+        cast_weights(model, PURE)
+        step(model, build_optimizers(section(), model, PURE, seed), 1)
+        weights.append(model.embed.weight)
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
 def trained(
@@ -273,61 +230,48 @@ def trained(
     return everything(model, optimizers)
 
 
-def distribute(model: nn.Module, mesh: Any) -> None:
-    """Rows over one axis and columns over the other; vectors over the second."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            placements = [Shard(0), Shard(1)] if parameter.ndim > 1 else [Replicate(), Shard(0)]
-            whole = nn.Parameter(distribute_tensor(parameter.data, mesh, placements))
-            module.register_parameter(name, whole)
-
-
 CASES = [("pure", "adamw"), ("weights", "adamw"), ("moments", "adam")]
 
 
 def on_ranks(folder: Path) -> dict[tuple[str, ...], Whole]:
     import torch.distributed as dist
 
-    found, world = {}, dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    for kind, name in CASES:
-        own, shard = folder / f"{kind} {name}", functools.partial(fully_shard, mesh=mesh)
-        found["fsdp", kind, name] = trained(kind, name, shard, own if world == 4 else None)
-        if world == 2:
+    found = {}
+    if dist.get_world_size() == 2:
+        shard = functools.partial(fully_shard, mesh=init_device_mesh("cpu", (2,)))
+        for kind, name in CASES:
+            own = folder / f"{kind} {name}"
             found["resumed", kind, name] = trained(kind, name, shard, own, goes_on=True)
-    if world == 4:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-        found["hsdp", "pure", "adamw"] = trained(
-            "pure", "adamw", functools.partial(fully_shard, mesh=mesh)
-        )
-        found["columns", "pure", "adamw"] = trained(
-            "pure", "adamw", lambda model: distribute(model, mesh)
-        )
+        return found
+    shard = functools.partial(fully_shard, mesh=init_device_mesh("cpu", (4,)))
+    for kind, name in CASES:
+        found["fsdp", kind, name] = trained(kind, name, shard, folder / f"{kind} {name}")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    shard = functools.partial(fully_shard, mesh=mesh)
+    found["hsdp", "pure", "adamw"] = trained("pure", "adamw", shard)
     return found
 
 
-def test_bits_are_equal_on_any_layout_and_after_a_resume_on_another(tmp_path: Path) -> None:
+def test_layouts_and_resumes_give_equal_bits(tmp_path: Path) -> None:
     alone = {case: trained(*case, lambda model: None) for case in CASES}
     layouts = set()
     for world in (4, 2):
         for rank in run_ranks(on_ranks, world, tmp_path):
             for (layout, *case), found in rank.items():
-                layouts.add((world, layout))
+                layouts.add(layout)
                 expected = alone[tuple(case)]  # type: ignore[index]
                 assert found.keys() == expected.keys()
                 for key, value in expected.items():
-                    assert torch.equal(found[key], value), (world, layout, case, key)
-    assert layouts == {(4, "fsdp"), (4, "hsdp"), (4, "columns"), (2, "fsdp"), (2, "resumed")}
+                    assert torch.equal(found[key], value), (layout, case, key)
+    assert layouts == {"fsdp", "hsdp", "resumed"}
 
 
-def sums(strategy: str, sync: bool, gradients: str) -> tuple[bool, ...]:
-    """Of eight micro-steps: whether the sum is that of each alone in fp32, and in bf16; whether bf16 holds
-    it; and whether norm and step read it."""
-    import torch.distributed as dist
-
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+def sums(strategy: str, sync: bool, gradients: str) -> str:
+    """Returns how eight micro-steps accumulate: to the exact sum in fp32, to the sum in bf16, or to the sum
+    that is rounded to bf16 once (collective)."""
     parallel = ParallelConfig(sharding_strategy=strategy, sync_each_micro_step=sync)
-    mesh = Mesh(plan_dims(parallel, "tiny", World(0, 0, world, world)), rank, "cpu")
+    mesh = mesh_of(parallel)
+    world, rank = mesh.size("dp"), mesh.place("dp")
     precision = Precision("bf16", weights="bf16", gradients=gradients, state="bf16")
     cpu = torch.device("cpu")
     model = parallelize(config(False), parallel, mesh, device=cpu, precision=precision, seed=5)
@@ -340,82 +284,58 @@ def sums(strategy: str, sync: bool, gradients: str) -> tuple[bool, ...]:
             if not together:
                 alone.append([p.grad for p in parameters if p.grad is not None])
                 model.zero_grad()
-    wide = narrow = held = True
+    kinds = {"fp32", "bf16", "rounded once"}
     expected = torch.zeros(())
-    for index, parameter in enumerate(parameters):
-        assert parameter.grad is not None
-        found, parts = parameter.grad, [micro[index] for micro in alone]
-        wide &= torch.equal(found, functools.reduce(torch.add, [part.float() for part in parts]))
-        narrow &= torch.equal(
-            found, functools.reduce(torch.add, [part.bfloat16() for part in parts])
-        )
-        held &= torch.equal(found.bfloat16().float(), found.float())
-        whole = found.full_tensor() if hasattr(found, "full_tensor") else found
-        expected += whole.float().square().sum()
-        part_sum = functools.reduce(torch.add, [part.float() for part in parts])
-        torch.testing.assert_close(found.float(), part_sum, rtol=2e-2, atol=2e-2)
-    norm = clip_grad_norm(parameters, 1.0, mesh)
-    clipped = clip_grad_norm(parameters, 0.0, mesh)
-    optimizers, before = (
-        build_optimizers(section(), model, precision),
-        parameters[0].detach().clone(),
-    )
-    optimizers.step(lambda base: base, norm)
-    right = math.isclose(norm, expected.sqrt(), rel_tol=1e-5) and math.isclose(
-        clipped, 1.0, rel_tol=1e-2
-    )
-    return wide, narrow, held, right and not torch.equal(before, parameters[0])
-
-
-def sums_of_each() -> dict[tuple[str, bool, str], tuple[bool, ...]]:
-    cases = [
-        ("fsdp", True, "fp32"),
-        ("fsdp", True, "bf16"),
-        ("fsdp", False, "fp32"),
-        ("ddp", True, "fp32"),
-    ]
-    return {case: sums(*case) for case in cases}
-
-
-def test_gradients_of_bf16_weights_add_up_in_fp32() -> None:
-    """Where FSDP adds up by itself, in `reduce_dtype`, it rounds the sum once."""
-    assert sums("none", True, "fp32") == (True, False, False, True)
-    assert sums("none", True, "bf16") == (False, True, True, True)
-    for found in run_ranks(sums_of_each, 2):
-        assert found == {
-            ("fsdp", True, "fp32"): (True, False, False, True),
-            ("fsdp", True, "bf16"): (False, True, True, True),
-            ("fsdp", False, "fp32"): (False, False, True, True),
-            ("ddp", True, "fp32"): (False, False, True, True),
+    for parameter, *parts in zip(parameters, *alone, strict=True):
+        found = parameter.grad
+        assert found is not None
+        exact = functools.reduce(torch.add, [part.float() for part in parts])
+        in_bf16 = functools.reduce(torch.add, [part.bfloat16() for part in parts])
+        kinds -= {
+            *(() if torch.equal(found, exact) else ("fp32",)),
+            *(() if torch.equal(found, in_bf16) else ("bf16",)),
+            *(() if torch.equal(found.bfloat16().float(), found.float()) else ("rounded once",)),
         }
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        expected += whole.float().square().sum()
+        torch.testing.assert_close(found.float(), exact, rtol=2e-2, atol=2e-2)
+    norm = clip_grad_norm(parameters, 1.0, mesh)
+    assert math.isclose(norm, expected.sqrt(), rel_tol=1e-5)
+    return min(kinds, key=["fp32", "bf16", "rounded once"].index)
+
+
+def sums_of_each() -> list[str]:
+    return [sums(*case) for case in SUMS]
+
+
+SUMS: dict[tuple[str, bool, str], str] = {
+    ("fsdp", True, "fp32"): "fp32",
+    ("fsdp", True, "bf16"): "bf16",
+    ("fsdp", False, "fp32"): "rounded once",
+    ("ddp", True, "fp32"): "rounded once",
+}
+
+
+def test_gradients_of_bf16_weights_accumulate_in_fp32() -> None:
+    """Where FSDP accumulates by itself, in `reduce_dtype`, it rounds the sum once."""
+    assert sums("none", True, "fp32") == "fp32" and sums("none", True, "bf16") == "bf16"
+    assert run_ranks(sums_of_each, 2) == [list(SUMS.values())] * 2
 
 
 @pytest.mark.parametrize(
     ("flags", "precision", "text"),
     [
-        (
-            {"name": "muon"},
-            PURE,
-            "--optimizer=muon must be adamw or adam if .* --param_dtype",
-        ),
-        (
-            {"name": "lamb"},
-            MOMENTS,
-            "--optimizer=lamb must be adamw or adam .*use one",
-        ),
+        ({"name": "muon"}, PURE, "--optimizer=muon must be adamw or adam"),
+        ({"name": "lamb"}, MOMENTS, "--optimizer=lamb must be adamw or adam"),
         (
             {"optimizer_kwargs": ("amsgrad=true",)},
             WEIGHTS,
             "--optimizer_kwargs=amsgrad=true is not supported",
         ),
-        (
-            {"adam_beta2": 0.999},
-            NEAREST,
-            r"--adam_beta2=0.999 must be at most 0.99 .* lower it",
-        ),
+        ({"adam_beta2": 0.999}, NEAREST, "--adam_beta2=0.999 must be at most 0.99 "),
     ],
 )
-def test_what_cannot_be_rounded_is_refused(
+def test_settings_bf16_cannot_keep_are_rejected(
     flags: dict[str, Any], precision: Precision, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
@@ -424,13 +344,13 @@ def test_what_cannot_be_rounded_is_refused(
         example_state(section(**flags), precision)
 
 
-def test_the_second_moment_may_be_slow_where_it_does_not_stall() -> None:
+def test_slow_second_moment_is_accepted() -> None:
     plain = Precision("bf16", weights="bf16", stochastic_rounding=False)
     for precision in (PURE, plain):
         build_optimizers(section(adam_beta2=0.999), nn.Linear(3, 3), precision)
 
 
-def test_bytes_are_those_of_what_is_kept_and_saved() -> None:
+def test_state_bytes_follow_precision() -> None:
     model, bytes_of = VARIANTS["7b"], {"pure": 4, "nearest": 4, "moments": 4, "weights": 8}
     for kind, expected in bytes_of.items():
         found = state_bytes(OptimConfig(), model, KINDS[kind])
@@ -472,7 +392,7 @@ RATE = 3e-4
 
 
 @pytest.mark.slow
-def test_rounding_by_chance_learns_as_fp32_does_and_rounding_to_nearest_does_not() -> None:
+def test_only_stochastic_rounding_learns_like_fp32() -> None:
     expected = loss_after_500_steps(FP32)
     by_chance, to_nearest = loss_after_500_steps(PURE), loss_after_500_steps(NEAREST)
     print(f"fp32 {expected:.4f}, by chance {by_chance:.4f}, to nearest {to_nearest:.4f}")

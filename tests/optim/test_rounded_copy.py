@@ -1,13 +1,13 @@
-"""Weights that are rounded by chance for the products of a step: no bias, the same bits again."""
+"""Weights rounded stochastically for the matmuls of a step: unbiased, with the same bits again."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import BF16, ParallelConfig
 from fms_fsdp.distributed.axes import ParallelDims
@@ -16,7 +16,6 @@ from fms_fsdp.optim.stochastic_rounding import RoundedWeights
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.memory import Step, minimum_memory
 from fms_fsdp.predict.meter import Shape
-from tests.cli import TINY, metrics, run, trained
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import CPU, SHAPE, Case, compare, mesh_of
 
@@ -27,12 +26,10 @@ class Some(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        self.matrix = nn.Parameter(
-            torch.randn(600, 500, generator=generator)
-        )  # more than is drawn at a time
-        self.vector = nn.Parameter(
-            torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.0, 3.38e38, -1.999999])
-        )
+        # more than is drawn at a time
+        self.matrix = nn.Parameter(torch.randn(600, 500, generator=generator))
+        values = [0.0, -0.0, 1e-45, -1e-40, 1.0, 3.38e38, -1.999999]
+        self.vector = nn.Parameter(torch.tensor(values))
 
 
 def copies(copy: RoundedWeights, model: nn.Module, step: int) -> list[torch.Tensor]:
@@ -40,24 +37,26 @@ def copies(copy: RoundedWeights, model: nn.Module, step: int) -> list[torch.Tens
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_the_weights_come_back_to_the_last_bit() -> None:
+def test_weights_are_restored_to_the_bit() -> None:
     model = Some()
     before = [parameter.detach().clone().view(torch.int32) for parameter in model.parameters()]
     copy = RoundedWeights(model, 3)
+
+    def is_restored() -> bool:
+        after = (parameter.detach().view(torch.int32) for parameter in model.parameters())
+        return all(map(torch.equal, before, after))
+
     for step in range(1, 6):
         for rounded in copies(copy, model, step):
             assert torch.equal(rounded, rounded.bfloat16().float())
-        after = [parameter.detach().view(torch.int32) for parameter in model.parameters()]
-        assert all(map(torch.equal, before, after))
-    try:
-        with copy.rounded(6):
-            raise InterruptedError
-    except InterruptedError:
-        assert torch.equal(before[0], model.matrix.detach().view(torch.int32))
+        assert is_restored()
+    with pytest.raises(InterruptedError), copy.rounded(6):
+        raise InterruptedError
+    assert is_restored()
 
 
-def test_copies_err_by_nothing_on_average_and_are_drawn_once_a_step() -> None:
-    model, steps = Some(), 200
+def test_rounded_copies_are_unbiased_and_repeatable() -> None:
+    model, steps = Some(), 100
     copy, matrix = RoundedWeights(model, 3), model.matrix.detach().double()
     found = torch.stack([copies(copy, model, step)[0] for step in range(steps)])
     gap = torch.exp2(matrix.abs().log2().floor() - 7)  # between neighbours in bf16
@@ -74,25 +73,25 @@ def test_copies_err_by_nothing_on_average_and_are_drawn_once_a_step() -> None:
     assert not torch.equal(copies(RoundedWeights(model, 4), model, 7)[0], found[7])
 
 
-def seen_by_products(strategy: str) -> dict[str, torch.Tensor]:
-    """The whole rounded weights (collective)."""
+def rounded_weights(strategy: str) -> dict[str, torch.Tensor]:
+    """Returns the full rounded weights (collective)."""
     section = ParallelConfig(sharding_strategy=strategy)
     mesh = mesh_of(section)
     model = parallelize(SHAPE, section, mesh, device=CPU, precision=CHANCE, seed=5)
     with RoundedWeights(model, 5).rounded(3):
         return {
-            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
             for name, p in model.named_parameters()
         }
 
 
-def test_any_number_of_ranks_draws_the_same() -> None:
-    alone = seen_by_products("none")
-    for found in run_ranks(seen_by_products, 2, "fsdp"):
+def test_ranks_draw_like_one_process() -> None:
+    alone = rounded_weights("none")
+    for found in run_ranks(rounded_weights, 2, "fsdp"):
         assert all(torch.equal(alone[name], value) for name, value in found.items())
 
 
-def test_the_memory_is_predicted() -> None:
+def test_memory_of_rounded_copy_is_predicted() -> None:
     model = Some()
     lower = [bits for _, _, bits in RoundedWeights(model, 3)._weights]
     assert sum(bits.nbytes for bits in lower) == 2 * sum(p.numel() for p in model.parameters())
@@ -105,35 +104,10 @@ def test_the_memory_is_predicted() -> None:
 
 
 def test_ranks_train_as_one_process() -> None:
-    """Over micro-steps, and where the backward pass gathers and computes again."""
+    """Over micro-steps, and where the backward pass gathers and recomputes."""
     near = dict(precision=CHANCE, accum=2, loss_abs=2e-3, norm_rel=2e-2)
-    flags = {
-        "fsdp": {},
-        "ddp": dict(sharding_strategy="ddp"),
-        "zero1": dict(sharding_strategy="zero1"),
-    }
     cases = {
-        name: Case(each, dict(recompute="blocks"), **near)  # type: ignore[arg-type]
-        for name, each in flags.items()
+        name: Case(dict(sharding_strategy=name), dict(recompute="blocks"), **near)  # type: ignore[arg-type]
+        for name in ("fsdp", "ddp", "zero1")
     }
     compare(2, cases)
-
-
-def test_a_resume_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    base = (*TINY, "--checkpoint_interval=2", "--grad_accum_steps=2", "--learning_rate=0.01")
-    chance = (*base, "--precision=bf16_mixed_sr")
-    trained(*chance, "--num_steps=4", f"--output_dir={tmp_path / 'whole'}")
-    assert (
-        run(
-            *chance, "--num_steps=4", f"--output_dir={tmp_path / 'parts'}", "--exit_step=2"
-        ).returncode
-        == 75
-    )
-    trained(*chance, "--num_steps=4", f"--output_dir={tmp_path / 'parts'}")
-    trained(*base, "--precision=bf16", "--num_steps=4", f"--output_dir={tmp_path / 'nearest'}")
-    whole, parts, nearest = (
-        {step: record["loss"] for step, record in metrics(tmp_path / name).items()}
-        for name in ("whole", "parts", "nearest")
-    )
-    assert whole == parts and len(whole) == 4
-    assert whole != nearest and abs(whole[4] - nearest[4]) < 0.05

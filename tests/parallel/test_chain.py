@@ -46,7 +46,7 @@ def kill_behind(step: int, flags: list[str], nproc: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_through_eight_layouts_is_that_of_one_process(tmp_path: Path) -> None:
+def test_run_through_eight_layouts_is_exact(tmp_path: Path) -> None:
     calm, changing = tmp_path / "calm", tmp_path / "changing"
     trained(*BASE, f"--output_dir={calm}")
     for turn, (nproc, flags) in enumerate(LAYOUTS):

@@ -1,7 +1,6 @@
-"""Every feature of the table in features.py, with every axis, trains as on one process.
+"""Every feature of the table in features.py trains with every axis as on one process.
 
-Features that do not exclude one another share a run of three steps. Where such a run differs, each of its
-features is tried alone, so that the failing test names the feature.
+Features that do not exclude one another share a run of three steps.
 """
 
 from __future__ import annotations
@@ -14,10 +13,13 @@ import pytest
 import torch
 
 from fms_fsdp.__main__ import main
+from fms_fsdp.distributed.runtime import World
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
 from tests.cli import CORPUS, TINY, last_of_each, metrics, trained
 from tests.hf_folders import write_folder
 from tests.parallel.features import FEATURES, MODEL_AXES
+from tests.specs import planned
 from tests.tools.test_export import differing_logits
 from tests.warm import COMMANDS, launch
 
@@ -87,9 +89,8 @@ GROUPS = (
         attends=True,
     ),
     Group(("none positions", "grouped queries", "zero1", "muon"), rel=1e-3, attends=True),
-    Group(("qkv_bias",), attends=True),
-    Group(("compiled and recomputed",)),
-    Group(("dropout",), rel=2e-2),  # each layout has masks of its own
+    Group(("qkv_bias", "compiled and recomputed"), ("--document_mask=True",), attends=True),
+    Group(("dropout", "float8"), rel=2e-2),  # each layout has its own masks
     Group(("relative positions", "ramp of micro-steps")),
     Group(("sinusoidal positions", "zero2", "adafactor", "recompute cheap")),
     Group(("hsdp", "adamax", "recompute segments")),
@@ -97,7 +98,6 @@ GROUPS = (
     Group(("fp16",), rel=1e-2),
     Group(("bf16_pure",), rel=1e-2),
     Group(("bf16_mixed_sr",), rel=1e-2),
-    Group(("float8",), rel=2e-2),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 ELSEWHERE = {  # need files, and have tests of their own below
@@ -134,22 +134,16 @@ def difference(alone: list[dict[str, float]], spread: list[dict[str, float]], re
     return ""
 
 
-def trained_in(
-    folder: Path, names: tuple[str, ...], group: Group, axis: str = ""
-) -> list[dict[str, float]]:
+def trained_in(folder: Path, group: Group, axis: str = "") -> list[dict[str, float]]:
+    names = group.features
     flags = [*BASE, *group.more, *flags_of(names), f"--output_dir={folder}"]
     if axis:
-        trained(
-            *flags,
-            *AXES[axis],
-            nproc=4 if "hsdp" in names or "ddp" in names else 2,
-            backend="aot_eager",
-        )
+        nproc = 4 if "hsdp" in names or "ddp" in names else 2
+        trained(*flags, *AXES[axis], nproc=nproc, backend="aot_eager")
     else:
-        strategies = [
-            flag for flag in flags if not flag.startswith(("--sharding_strategy", "--cpu_offload"))
-        ]
-        trained(*strategies, backend="aot_eager")
+        sharding = ("--sharding_strategy", "--cpu_offload")
+        flags = [flag for flag in flags if not flag.startswith(sharding)]
+        trained(*flags, backend="aot_eager")
     return numbers(folder)
 
 
@@ -159,30 +153,16 @@ def test_every_feature_is_in_a_group() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: "+".join(group.features)[:60])
-def test_features_train_with_every_axis_as_on_one_process(group: Group, tmp_path: Path) -> None:
-    alone = trained_in(tmp_path / "alone", group.features, group)
-    problems = []
+def test_features_train_with_every_axis(group: Group, tmp_path: Path) -> None:
+    alone, problems = trained_in(tmp_path / "alone", group), []
     for axis in AXES:
         if axis == "gather" and not group.attends:
             continue
         if any(axis in BY_NAME[name].refused for name in group.features):
             continue
-        found = difference(
-            alone, trained_in(tmp_path / axis, group.features, group, axis), group.rel
-        )
-        if found:
-            problems += [f"{axis}: {found}", *split(tmp_path / f"split {axis}", group, axis)]
+        found = difference(alone, trained_in(tmp_path / axis, group, axis), group.rel)
+        problems += [f"{axis}: {found}"] if found else []
     assert not problems, "\n".join(problems)
-
-
-def split(folder: Path, group: Group, axis: str) -> list[str]:
-    """What each feature of a failing run does alone."""
-    problems = []
-    for name in group.features:
-        alone = trained_in(folder / f"{name} alone", (name,), group)
-        found = difference(alone, trained_in(folder / name, (name,), group, axis), group.rel)
-        problems += [f"{axis}, {name}: {found}"] if found else []
-    return problems
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +179,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     return flags, folder / "alone"
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_rows_packed_whole_samples_and_a_trace_with_every_axis(
+@pytest.mark.parametrize("axis", MODEL_AXES)
+def test_packing_samples_and_profiler_with_every_axis(
     packed: tuple[list[str], Path], tmp_path: Path, axis: str
 ) -> None:
     flags, alone = packed
@@ -236,7 +216,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]
 
 
 @pytest.mark.parametrize("axis", MODEL_AXES)
-def test_weights_of_others_are_imported_and_exported_with_every_axis(
+def test_import_and_export_with_every_axis(
     imported: tuple[list[str], Path], tmp_path: Path, axis: str
 ) -> None:
     flags, alone = imported
@@ -268,46 +248,26 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
         for axis in each.refused
     ],
 )
-def test_what_the_table_refuses_is_refused_alike_before_any_work(
-    tmp_path: Path, feature: Any, axis: str
-) -> None:
-    """What other axes take of these features, tests of these axes train: tied embeddings."""
+def test_features_the_table_rejects_are_rejected(tmp_path: Path, feature: Any, axis: str) -> None:
     flags = feature.flags.replace("MODULE:FUNCTION", "tests.models.builders:build").split()
     flags = last_of_each([*BASE, *flags, *AXES[axis], f"--output_dir={tmp_path / 'run'}"])
-    result = launch(flags, 2)
-    assert result.statuses == [2, 2] and result.stderr.count("\n") == 1, result.stderr
-    assert f" is not supported with --{axis}_size=2; " in result.stderr
-    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match=f" is not supported with --{axis}_size=2; "):
+        planned(flags, World(0, 0, 2, 2))
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        "--pp_size=2 --tp_size=2",
-        pytest.param("--tp_size=2 --cp_size=2", marks=pytest.mark.slow),
-        pytest.param("--cp_size=2 --pp_size=2", marks=pytest.mark.slow),
-    ],
-)
-def test_a_checkpoint_of_two_axes_is_evaluated_exported_and_loaded(
-    packed: tuple[list[str], Path], tmp_path: Path, pair: str
-) -> None:
+def test_checkpoint_of_two_axes_is_usable(packed: tuple[list[str], Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
     flags = [flag for flag in packed[0] if not flag.startswith(("--sample", "--packing"))]
     flags += ["--num_steps=2", "--eval_interval=2", "--eval_steps=2", "--checkpoint_interval=2"]
-    flags += ["--export_interval=2"]
-    trained(*flags, *pair.split(), f"--output_dir={tmp_path / 'run'}", nproc=4)
-    while_training = numbers(tmp_path / "run")[-1]["eval/loss"]
+    flags += ["--export_interval=2", "--pp_size=2", "--tp_size=2"]
+    trained(*flags, f"--output_dir={run}", nproc=4)
+    while_training = numbers(run)[-1]["eval/loss"]
     for nproc in (0, 2):
-        found = launch(
-            ["evaluate", f"--path={tmp_path / 'run'}", "--json"], nproc, program=COMMANDS
-        )
+        found = launch(["evaluate", f"--path={run}", "--json"], nproc, program=COMMANDS)
         assert found.returncode == 0, found.stderr
         assert json.loads(found.stdout)["eval/loss"] == pytest.approx(while_training, rel=1e-6)
-    assert (
-        main(
-            ["export", f"--path={tmp_path / 'run'}", f"--output={tmp_path / 'hf'}", "--dtype=fp32"]
-        )
-        == 0
-    )
-    assert differing_logits(str(tmp_path / "run"), tmp_path / "hf") <= 1e-5
-    (export,) = (tmp_path / "run" / "exports").iterdir()
-    assert differing_logits(str(tmp_path / "run"), export) <= 1e-2
+    export = ["export", f"--path={run}", f"--output={tmp_path / 'hf'}", "--dtype=fp32"]
+    assert main(export) == 0
+    assert differing_logits(str(run), tmp_path / "hf") <= 1e-5
+    (export_folder,) = (run / "exports").iterdir()
+    assert differing_logits(str(run), export_folder) <= 1e-2

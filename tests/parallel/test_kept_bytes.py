@@ -1,8 +1,9 @@
-"""Under tensor parallelism a block keeps 1 / tp of the bytes that it keeps on one rank."""
+"""Under tensor parallelism a compiled block keeps 1 / tp of the bytes that it keeps on one rank.
+
+tests/predict/test_meter.py has eager blocks."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,19 +16,15 @@ import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision
+from fms_fsdp.config import BF16, ParallelConfig
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.dtensor import local_shard
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpointing
-from fms_fsdp.parallel.float8 import apply_float8
-from fms_fsdp.parallel.precision import DTYPES, cast_weights
+from fms_fsdp.parallel.precision import cast_weights
 from fms_fsdp.parallel.tensor import apply_tp
 
 # torch's fake group has no timeout.
@@ -46,82 +43,26 @@ def first_of(tp: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Storages(TorchDispatchMode):
-    """The storages that operations made and that are alive, with their bytes."""
-
-    def __init__(self, known: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.known = {local_shard(tensor).untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = getattr(leaf, "_local_tensor", leaf).untyped_storage()
-                if storage._cdata not in self.alive.keys() | self.known:
-                    self.alive[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.alive.pop, storage._cdata, None)
-        return result
-
-
-def build(tp: int, precision: Precision, scaling: str, compiled: bool, **flags: Any) -> Llama:
+def build(tp: int, **flags: Any) -> Llama:
     """Returns the first rank's model."""
     section = ParallelConfig(tp_size=tp, **flags)
-    dims = ParallelDims("fsdp", tp=tp, sequence_parallel=tp > 1)
     with torch.device("meta"):
         model = build_model(SHAPE)
-    cast_weights(model, replace(precision, weights=precision.compute))
-    if scaling:
-        apply_float8(model, scaling)
+    cast_weights(model, replace(BF16, weights="bf16"))
     if tp > 1:
-        apply_tp(model, Mesh(dims, 0, "cpu"), section)
+        apply_tp(
+            model, Mesh(ParallelDims("fsdp", tp=tp, sequence_parallel=True), 0, "cpu"), section
+        )
     if flags:
-        apply_activation_checkpointing(model, section, compiled=compiled)
+        apply_activation_checkpointing(model, section, compiled=True)
     return model.to_empty(device="cpu")
-
-
-def block_input(tp: int, precision: Precision) -> torch.Tensor:
-    dtype = DTYPES[precision.compute]
-    return torch.zeros(ROWS, LENGTH // tp, WIDTH, dtype=dtype, requires_grad=True)
-
-
-def kept_bytes(tp: int, precision: Precision, scaling: str, **flags: Any) -> int:
-    model, x = build(tp, precision, scaling, False, **flags), block_input(tp, precision)
-    rope, storages = model.rope, Storages([model.rope, x, *model.parameters()])
-    with storages:
-        given = x.clone()
-        out = model.blocks["0"](given, rope, None)
-    kept = sum(storages.alive.values())
-    return kept - out.untyped_storage().nbytes()
-
-
-@pytest.mark.parametrize("tp", [2, 8])
-@pytest.mark.parametrize(
-    ("precision", "scaling", "flags"),
-    [
-        (FP32, "", {}),
-        (BF16, "", {}),
-        (FP32, "", {"recompute": "blocks"}),
-        (FP32, "", {"recompute": "ops"}),
-        (FP32, "", {"recompute": "ops", "recompute_ops": ("attention", "products")}),
-        (BF16, "row", {}),
-        (BF16, "tensor", {}),
-    ],
-    ids=["fp32", "bf16", "blocks", "ops", "ops, products", "float8 row", "float8 tensor"],
-)
-def test_tp_divides_kept_bytes(
-    tp: int, precision: Precision, scaling: str, flags: dict[str, Any]
-) -> None:
-    alone = kept_bytes(1, precision, scaling, **flags)
-    with first_of(tp):
-        assert kept_bytes(tp, precision, scaling, **flags) * tp == alone > 0
 
 
 def compiled_kept_bytes(tp: int, cheap: bool, **flags: Any) -> int:
     """Returns the bytes that torch's partitioner hands to the backward graph, without weights."""
-    block = build(tp, BF16, "", True, **flags).blocks["0"]
-    rope, x, found = torch.zeros(LENGTH, 2, SHAPE.rotary_dim // 2), block_input(tp, BF16), [0]
+    block = build(tp, **flags).blocks["0"]
+    rope, found = torch.zeros(LENGTH, 2, SHAPE.rotary_dim // 2), [0]
+    x = torch.zeros(ROWS, LENGTH // tp, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     views = ("view", "permute", "t", "transpose", "unsqueeze", "select", "slice", "split")
 
     def forward(module: Any, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pairs of axes on four ranks train as one process does, with features of training mixed in."""
+"""Axes and pairs of axes on four ranks train like one process, with features of training mixed in."""
 
 from __future__ import annotations
 
@@ -8,23 +8,31 @@ from tests.parallel.layouts import Case, compare
 TP, CP, PP = {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2}
 HSDP = {"sharding_strategy": "hsdp"}
 COPIES, GATHER = {"sequence_parallel": False}, {"cp_method": "gather"}
-DROPOUT = {}
 WINDOWS = {"attn_window": 5, "attn_window_pattern": "LG"}
 MUON = {"optimizer": "muon"}
 CASES = {
+    "tp 4": Case({"tp_size": 4}, shape={"num_kv_heads": 2, "qk_norm": True}),
+    "cp 4 by ulysses": Case({"cp_size": 4, "cp_method": "ulysses"}, documents=True),
+    "cp 4 by gather": Case(GATHER | {"cp_size": 4}, documents=True),
+    "pp 4": Case({"pp_size": 4, "sharding_strategy": "fsdp"}, optim=MUON),
+    "pp x ddp": Case(PP | {"sharding_strategy": "ddp"}, {"cpu_offload": True}, accum=2),
+    "tp x zero1": Case(
+        TP | {"sharding_strategy": "zero1"},
+        {"low_cpu_fsdp": False},
+        {"norm": "layernorm", "bias": True, "tie_embeddings": True},
+        accum=2,
+    ),
     "tp x cp by ulysses": Case(
         TP | CP, {"recompute": "blocks"}, shape={"num_kv_heads": 2}, documents=True
     ),
-    "tp x cp by gather": Case(TP | CP | GATHER, shape=DROPOUT, documents=True, accum=2),
+    "tp x cp by gather": Case(TP | CP | GATHER, documents=True, accum=2),
     "tp of copies x cp": Case(
         TP | CP | COPIES | GATHER,
         shape={"num_kv_heads": 1, "tie_embeddings": True, "pos_emb": "learned"},
     ),
-    "pp x tp by 1f1b": Case(PP | TP, {"recompute": "ops"}, shape=DROPOUT, documents=True, accum=2),
+    "pp x tp by 1f1b": Case(PP | TP, {"recompute": "ops"}, documents=True, accum=2),
     "pp x tp of copies": Case(PP | TP | COPIES | {"pp_schedule": "gpipe"}, optim=MUON),
-    "pp x cp by zbv": Case(
-        PP | CP | {"pp_schedule": "zbv"}, shape=DROPOUT, documents=True, accum=2
-    ),
+    "pp x cp by zbv": Case(PP | CP | {"pp_schedule": "zbv"}, documents=True, accum=2),
     "pp x cp by gather": Case(
         PP | CP | GATHER | {"pp_schedule": "interleaved"},
         {"recompute": "blocks"},
@@ -37,12 +45,9 @@ CASES = {
         documents=True,
         accum=2,
     ),
-    "tp x fsdp by segments": Case(
-        TP, {"recompute": "blocks", "recompute_segment": 2}, shape=DROPOUT, accum=2
-    ),
     "cp x hsdp": Case(CP | HSDP | {"hsdp_shard_size": 1}, optim=MUON, documents=True, accum=2),
     "pp x hsdp": Case(
-        PP | HSDP | {"hsdp_shard_size": 2, "pp_schedule": "interleaved"}, documents=True, accum=2
+        PP | HSDP | {"hsdp_shard_size": 1, "pp_schedule": "interleaved"}, documents=True, accum=2
     ),
     "pp x fsdp": Case(
         PP | {"sharding_strategy": "fsdp", "pp_micro_batch_size": 2},
@@ -54,5 +59,5 @@ CASES = {
 }
 
 
-def test_pairs_of_axes_train_as_one_process() -> None:
+def test_layouts_train_like_one_process() -> None:
     compare(4, CASES)

@@ -1,32 +1,27 @@
-"""Pipelines: layers are divided evenly, and every schedule trains as one process does."""
+"""Pipelines: stages, evaluation and generation between steps, and out of memory.
+
+test_pairs.py and test_features.py train with them.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from fms_fsdp.checkpoint.io import collect_tensors, load_checkpoint, write_checkpoint
 from fms_fsdp.config import (
-    BF16,
     FP32,
     DataConfig,
     EvalConfig,
     OptimConfig,
     ParallelConfig,
-    Precision,
-    TrainConfig,
 )
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.data.validation import open_held_out, scan_held_out
-from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.generate import Sampling, generate
@@ -37,7 +32,7 @@ from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.parallel.layout import layers_of_stages, stages_of_rank
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.state import TrainMetadata, TrainState
+from fms_fsdp.state import TrainState
 from fms_fsdp.train import TrainStep, train_step
 from tests.cli import run, status
 from tests.distributed.launch import run_ranks
@@ -47,17 +42,12 @@ from tests.parallel.layouts import (
     SEQ,
     SHAPE,
     VOCAB,
-    Case,
-    compare,
     mesh_of,
     rows_of,
-    train_case,
 )
-from tests.specs import resolved
 
 PP = {"pp_size": 2, "sharding_strategy": "fsdp"}
 LOOP, VSHAPE = PP | {"pp_schedule": "interleaved"}, PP | {"pp_schedule": "zbv"}
-PURE = Precision(compute="bf16", weights="bf16", state="bf16")
 
 
 def costs(config: TransformerConfig, stages: tuple[range, ...]) -> list[float]:
@@ -83,7 +73,7 @@ def test_every_layer_is_in_one_stage() -> None:
             assert list(itertools.chain(*stages)) == list(range(num_layers))
 
 
-def test_the_most_expensive_stage_is_as_cheap_as_can_be() -> None:
+def test_stages_minimize_the_most_expensive() -> None:
     config = replace(SHAPE, num_layers=9, vocab_size=2000)
     for num_stages in range(2, 6):
         found = layers_of_stages(config, SEQ, num_stages)
@@ -95,7 +85,7 @@ def test_the_most_expensive_stage_is_as_cheap_as_can_be() -> None:
         assert len(found[-1]) < len(found[0])  # the head is work
 
 
-def test_layers_that_see_all_of_a_long_row_cost_more() -> None:
+def test_layers_without_window_cost_more() -> None:
     """The first of four layers has no window."""
     config = replace(
         SHAPE, num_layers=4, attn_window=8, attn_window_pattern="GLLL", max_seq_len=4096
@@ -103,40 +93,12 @@ def test_layers_that_see_all_of_a_long_row_cost_more() -> None:
     assert layers_of_stages(config, 4096, 2) == (range(1), range(1, 4))
 
 
-def test_the_stages_of_all_ranks_are_all_stages() -> None:
+def test_ranks_share_all_stages() -> None:
     for size, virtual in itertools.product((1, 2, 3, 8), (1, 2, 4)):
         found = [stages_of_rank(rank, size, virtual, "interleaved") for rank in range(size)]
         assert sorted(itertools.chain(*found)) == list(range(size * virtual))
     v_shaped = [stages_of_rank(rank, 4, 2, "zbv") for rank in range(4)]
     assert v_shaped == [[0, 7], [1, 6], [2, 5], [3, 4]]
-
-
-def test_two_ranks_train_as_one_process_does() -> None:
-    bf16 = {"loss_abs": 1e-3, "norm_rel": 5e-3}
-    dropout = {}
-    half = {"recompute": "blocks", "selective_checkpointing": "1/2"}
-    cases = {
-        "1f1b": Case(PP, accum=2, documents=True),
-        "gpipe": Case(
-            PP | {"pp_schedule": "gpipe", "pp_micro_batch_size": 4}, {"recompute": "ops"}
-        ),
-        "interleaved": Case(LOOP, half, shape=dropout),
-        "zbv": Case(VSHAPE | {"pp_micro_batch_size": 2}, {"recompute": "blocks"}, accum=2),
-        "muon": Case(LOOP, {"cpu_offload": True}, optim={"optimizer": "muon"}),
-        "bf16": Case(VSHAPE, precision=BF16, accum=2, **bf16),
-        "bf16_pure": Case(LOOP, precision=PURE, accum=2, **bf16),
-    }
-    compare(2, cases)
-
-
-def test_four_ranks_train_as_one_process_does() -> None:
-    hsdp = {"sharding_strategy": "hsdp", "hsdp_shard_size": 1}
-    cases = {
-        "pp2 x ddp2": Case(PP | {"sharding_strategy": "ddp"}, accum=2),
-        "pp2 x hsdp": Case(VSHAPE | hsdp),
-        "pp4": Case(PP | {"pp_size": 4}, optim={"optimizer": "muon"}),
-    }
-    compare(4, cases)
 
 
 def state_and_recipe(
@@ -194,97 +156,29 @@ def passes_between_steps(
     return trained, seen
 
 
+def has_documents(flags: Mapping[str, Any]) -> bool:
+    return flags.get("pp_schedule") != "zbv"
+
+
 def each_pass(flags: list[dict[str, Any]]) -> list[tuple[list[float], list[Any]]]:
-    return [passes_between_steps(each, each["pp_schedule"] != "zbv") for each in flags]
+    return [passes_between_steps(each, has_documents(each)) for each in flags]
 
 
-def test_evaluations_and_texts_between_steps_are_those_of_one_process() -> None:
-    flags = [LOOP, VSHAPE]
-    for found in run_ranks(each_pass, 2, flags):
-        for each, (trained, seen) in zip(flags, found, strict=True):
-            wanted, wanted_seen = passes_between_steps({}, each["pp_schedule"] != "zbv")
-            assert trained == pytest.approx(wanted, rel=1e-4)
-            for some, others in zip(seen, wanted_seen, strict=True):
-                assert some == (
-                    pytest.approx(others, rel=1e-5) if isinstance(others, dict) else others
-                )
-
-
-PAIRS = {
-    "tp x cp": {"tp_size": 2, "cp_size": 2},
-    "cp x pp": {"cp_size": 2, "pp_size": 2, "sharding_strategy": "fsdp"},
-    "tp x pp": {"tp_size": 2, "pp_size": 2, "sharding_strategy": "fsdp"},
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    2: [LOOP, VSHAPE],
+    4: [PP | {"tp_size": 2}, PP | {"cp_size": 2}, {"tp_size": 2, "cp_size": 2}],
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_pairs_of_axes_evaluate_and_generate(pair: str) -> None:
-    wanted, wanted_seen = passes_between_steps({}, True)
-    for trained, seen in run_ranks(passes_between_steps, 4, PAIRS[pair], True):
-        assert trained == pytest.approx(wanted, rel=1e-4)
-        for some, others in zip(seen, wanted_seen, strict=True):
-            assert some == (pytest.approx(others, rel=1e-5) if isinstance(others, dict) else others)
-
-
-def tensors_of(state: TrainState) -> dict[str, list[tuple[Any, torch.Tensor]]]:
-    """Every tensor of a checkpoint, by name: the place of this rank's part, and its values."""
-    tensors = collect_tensors(state.model, state.optimizers)
-    return {
-        name: [(shard_slices(each), local_shard(each).clone())] for name, each in tensors.items()
-    }
-
-
-def saved_and_loaded(
-    flags: Mapping[str, Any], load: str, save: str
-) -> tuple[dict[str, list[tuple[Any, torch.Tensor]]], list[float]]:
-    """Loads a checkpoint, or trains a step; saves another; trains a further step. The tensors that were
-    saved, and what that step gives."""
-    state, recipe, mesh = state_and_recipe(flags, documents=True)
-    if load:
-        folder, is_alone = Path(load) / "step_1", mesh.size("world") == 1
-        load_checkpoint(folder, state.model, state.optimizers, is_alone=is_alone)
-    else:
-        step_of(state, recipe, 0)
-    tensors = tensors_of(state)
-    content = TrainMetadata(
-        1, tokens_seen=ROWS * SEQ, **resolved(TrainConfig(), model=SHAPE).saved_with
-    )
-    group = None if mesh.size("world") == 1 else dist.new_group(backend="gloo")
-    write_checkpoint(
-        collect_tensors(state.model, state.optimizers), Path(save), content, group=group
-    )
-    return tensors, step_of(state, recipe, 1)
-
-
-def test_checkpoints_go_from_a_pipeline_to_one_process_and_back(tmp_path: Path) -> None:
-    for name in ("first", "second", "third"):
-        (tmp_path / name).mkdir()
-    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
-    by_rank = run_ranks(saved_and_loaded, 2, LOOP, "", first)
-    whole, wanted = saved_and_loaded({}, first, second)
-    again = run_ranks(saved_and_loaded, 2, VSHAPE, second, third)
-    for found in (by_rank, again):
-        names = [name for tensors, _ in found for name in tensors]
-        assert sorted(names) == sorted(whole)  # each on one rank alone
-        for tensors, trained in found:
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_evaluation_and_generation_equal_one_process(world: int) -> None:
+    for found in run_ranks(each_pass, world, LAYOUTS[world]):
+        for flags, (trained, seen) in zip(LAYOUTS[world], found, strict=True):
+            wanted, wanted_seen = passes_between_steps({}, has_documents(flags))
             assert trained == pytest.approx(wanted, rel=1e-4)
-            for name, parts in tensors.items():
-                (place, part), (_, everything) = parts[0], whole[name][0]
-                assert torch.equal(part, everything[place]), name
-
-
-def compiled_case(case: Case) -> Any:
-    torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
-    return train_case(case)
-
-
-def test_compiled_blocks_train_in_a_pipeline() -> None:
-    case = Case(LOOP | {"use_torch_compile": True}, {"recompute": "blocks"}, documents=True)
-    wanted = train_case(case, alone=True)
-    for found in run_ranks(compiled_case, 2, case):
-        assert found.weights == wanted.weights
-        assert found.losses == pytest.approx(wanted.losses, abs=1e-5)
-        assert found.norms == pytest.approx(wanted.norms, rel=1e-4)
+            for some, others in zip(seen, wanted_seen, strict=True):
+                is_loss = isinstance(others, dict)
+                assert some == (pytest.approx(others, rel=1e-5) if is_loss else others), flags
 
 
 def test_pipeline_out_of_memory_is_explained(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""scripts/cron.slurm submits itself again, and scripts/run_folder.sh runs what is due.
+"""scripts/cron.slurm submits itself again, and scripts/run_folder.sh runs the scripts that are due.
 
-The commands of SLURM are scripts that write down how they were called: what counts is what SLURM is asked
-for.
+The commands of SLURM are scripts that record their calls.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def cron(
     return ended, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_a_job_submits_the_next_one_with_its_own_limits_and_the_same_command(
+def test_job_submits_the_next_one(
     tmp_path: Path,
 ) -> None:
     ended, calls = cron(tmp_path, "30", "bash", "-c", "echo copied; false")
@@ -62,7 +61,7 @@ def test_a_job_submits_the_next_one_with_its_own_limits_and_the_same_command(
     ]
 
 
-def test_the_chain_ends_when_the_command_says_finished(tmp_path: Path) -> None:
+def test_chain_ends_when_the_run_is_finished(tmp_path: Path) -> None:
     ended, calls = cron(tmp_path, "5", "echo", "runs/x FINISHED step 7")
     assert ended.returncode == 0 and len(calls) == 2 and calls[1] == "scancel 18"
 
@@ -76,7 +75,7 @@ def test_the_chain_ends_when_the_command_says_finished(tmp_path: Path) -> None:
         (("5", "true"), {"SLURM_SUBMIT_DIR": "/nowhere"}, "SLURM_SUBMIT_DIR must be a folder"),
     ],
 )
-def test_a_wrong_call_submits_nothing(
+def test_wrong_call_submits_nothing(
     arguments: tuple[str, ...], environment: dict[str, str], text: str, tmp_path: Path
 ) -> None:
     ended, calls = cron(tmp_path, *arguments, **environment)
@@ -88,7 +87,7 @@ def run_folder(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_scripts_of_a_folder_run_once_an_hour_or_a_day(tmp_path: Path) -> None:
+def test_scripts_run_once_per_hour_or_day(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for name in ("cron.hourly/copy", "cron.daily/prune"):
         executable(tmp_path / name, f"echo {name} >>{log}\n")
@@ -106,7 +105,7 @@ def test_scripts_of_a_folder_run_once_an_hour_or_a_day(tmp_path: Path) -> None:
     assert log.read_text().split() == ["cron.hourly/copy", "cron.daily/prune", "cron.hourly/copy"]
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_missing_folder_is_rejected(tmp_path: Path) -> None:
     for arguments in ((), (tmp_path / "none",), (tmp_path, tmp_path)):
         ended = run_folder(*arguments)
         assert ended.returncode == 2 and "must be a folder" in ended.stderr

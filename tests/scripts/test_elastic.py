@@ -1,5 +1,4 @@
-"""Launches on any number of nodes (NNODES=MIN:MAX): which torchrun they start, and a real one whose nodes die
-and come back."""
+"""Launches on any number of nodes (NNODES=MIN:MAX): their torchrun, and a real one whose nodes die and return."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import fms_fsdp
-from tests.cli import ROOT, TINY, metrics, status, trained
+from tests.cli import ROOT, TINY, last_of_each, metrics, status, trained
 from tests.scripts.conftest import environment
 from tests.scripts.test_scripts import fake_programs, train
 
@@ -40,7 +39,7 @@ def torchrun(repo: Path, **settings: str) -> list[str]:
     return (repo / "torchrun.txt").read_text().split("\n")
 
 
-def test_torchrun_gets_the_range_of_nodes_and_many_restarts(repo: Path) -> None:
+def test_torchrun_gets_range_and_restarts(repo: Path) -> None:
     words = torchrun(
         repo, NNODES="02:4", NODE_RANK="0", LOCAL_ADDR="10.0.0.7", RDZV_CONF="last_call_timeout=9"
     )
@@ -52,33 +51,23 @@ def test_torchrun_gets_the_range_of_nodes_and_many_restarts(repo: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "is_host"), [({}, 0), ({"NODE_RANK": "9"}, 0), ({"NODE_RANK": "0"}, 1)]
 )
-def test_the_rank_of_a_node_says_only_who_hosts_the_rendezvous(
-    repo: Path, rank: dict[str, str], is_host: int
-) -> None:
+def test_node_rank_decides_the_host_only(repo: Path, rank: dict[str, str], is_host: int) -> None:
     words = torchrun(repo, NNODES="1:3", MAX_RESTARTS="7", **rank)
     assert (
         f"--rdzv_conf=is_host={is_host},read_timeout=600" in words and "--max_restarts=7" in words
     )
 
 
-@pytest.mark.parametrize(
-    "text", ["2:1", "0:2", "a:b", "1:2:3", ":2", "2:", "1:x[$(touch ran)]", "1 :2"]
-)
-def test_a_range_that_is_none_is_one_line(repo: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["2:1", "0:2", "a:b", "1:2:3", ":2", "1:x[$(touch ran)]"])
+def test_wrong_range_of_nodes_is_rejected(repo: Path, text: str) -> None:
     ended = train(repo, NNODES=text, NODE_RANK="0", MASTER_ADDR="first")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
     assert "must be MIN:MAX with 1 <= MIN <= MAX" in ended.stderr and not (repo / "ran").exists()
 
 
-def test_a_range_needs_the_host_of_the_rendezvous(repo: Path) -> None:
+def test_range_of_nodes_requires_a_host(repo: Path) -> None:
     ended = train(repo, NNODES="1:2")
     assert ended.returncode == 2 and "NNODES (1:2) needs" in ended.stderr
-
-
-def flags_with(*more: str) -> list[str]:
-    """The flags of the runs here, with others in the place of those of the same names."""
-    replaced = tuple(flag.partition("=")[0] for flag in more)
-    return [*(flag for flag in FLAGS if not flag.startswith(replaced)), *more]
 
 
 class Node:
@@ -97,7 +86,7 @@ class Node:
             "PACE_FILE": str(folder / "slowly"),
             "OMP_NUM_THREADS": "1",
         }
-        flags = flags_with(*more, f"--output_dir={folder / 'run'}")
+        flags = last_of_each([*FLAGS, *more, f"--output_dir={folder / 'run'}"])
         self.output = folder / f"output.{number}.{time.time_ns()}"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
@@ -168,9 +157,7 @@ def free_port() -> str:
 
 
 @pytest.mark.slow
-def test_nodes_die_and_come_back_and_the_run_is_that_of_one_that_nothing_disturbs(
-    tmp_path: Path, nodes: list[Node]
-) -> None:
+def test_run_survives_nodes_that_die_and_return(tmp_path: Path, nodes: list[Node]) -> None:
     """Ranks 4 → 2 → 4 → 3: C (two ranks) is lost and comes back, then B is lost; A hosts the rendezvous."""
     run, port = tmp_path / "run", free_port()
     (tmp_path / "slowly").touch()
@@ -205,25 +192,7 @@ def test_nodes_die_and_come_back_and_the_run_is_that_of_one_that_nothing_disturb
 
 
 @pytest.mark.slow
-def test_only_the_data_parallel_ranks_change_in_number(tmp_path: Path, nodes: list[Node]) -> None:
-    """Ranks 4 → 2, of which two hold the parts of each tensor."""
-    run, port, more = tmp_path / "run", free_port(), ("--tp_size=2", "--num_steps=40")
-    (tmp_path / "slowly").touch()
-    nodes += [Node(number, tmp_path, port, *more, nproc=2) for number in (0, 1)]
-    wait(is_at(run, 4, after=7), nodes)
-    nodes[1].die()
-    wait(is_at(run, 2, after=max(metrics(run)) + 1), nodes)
-    (tmp_path / "slowly").unlink()
-    assert nodes[0].end() == 0, nodes[0].output.read_text()[-3000:]
-    assert [size for _, size in status(run)["worlds"]] == [4, 2]
-    trained(*flags_with("--num_steps=40", f"--output_dir={tmp_path / 'whole'}"), nproc=2)
-    assert_undisturbed(run, tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_without_the_host_of_the_rendezvous_a_node_can_be_started_again(
-    tmp_path: Path, nodes: list[Node]
-) -> None:
+def test_loss_of_the_host_ends_resumable(tmp_path: Path, nodes: list[Node]) -> None:
     (tmp_path / "slowly").touch()
     port = free_port()
     nodes += [Node(0, tmp_path, port, nproc=1), Node(1, tmp_path, port, nproc=1)]
@@ -235,9 +204,7 @@ def test_without_the_host_of_the_rendezvous_a_node_can_be_started_again(
 
 
 @pytest.mark.slow
-def test_a_batch_that_the_nodes_left_cannot_share_ends_the_launch_with_all_sizes(
-    tmp_path: Path, nodes: list[Node]
-) -> None:
+def test_batch_the_nodes_cannot_share_is_rejected(tmp_path: Path, nodes: list[Node]) -> None:
     nodes += [Node(0, tmp_path, free_port(), "--global_batch_size=8", nproc=3)]
     assert nodes[0].end() == 2, nodes[0].output.read_text()[-3000:]
     text = nodes[0].output.read_text()

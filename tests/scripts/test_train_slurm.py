@@ -1,4 +1,4 @@
-"""The decisions of scripts/train.slurm, with stand-ins for the commands of SLURM."""
+"""scripts/train.slurm with stand-ins for the commands of SLURM: its requests and exit status."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 
 from tests.scripts.conftest import environment, wait_for
 
+Submit = Callable[..., subprocess.Popen[str]]
+
 SRUN = """#!/bin/bash
 echo "$*" >"${0%/*}/srun.txt"
 [[ -z "${SRUN_STATUS:-}" ]] || trap 'exit "$SRUN_STATUS"' EXIT
@@ -24,7 +26,7 @@ SLURM_STEP_NUM_NODES=1 SLURM_PROCID=0 "$@"
 
 
 @pytest.fixture
-def submit(repo: Path) -> Callable[..., subprocess.Popen[str]]:
+def submit(repo: Path) -> Submit:
     """Starts train.slurm as SLURM does: a copy of it, elsewhere. What it asks of SLURM is in asked.txt."""
     fake = repo / "fake"
     fake.mkdir()
@@ -68,12 +70,8 @@ def asked(repo: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("plan", "status"), [("finished:0", 0), ("resume_me:0", 75), ("failed:1", 137)]
-)
-def test_a_job_on_any_number_of_nodes_outlives_one_of_them(
-    repo: Path, submit: Callable[..., subprocess.Popen[str]], plan: str, status: int
-) -> None:
+@pytest.mark.parametrize(("plan", "status"), [("finished:0", 0), ("failed:1", 137)])
+def test_elastic_job_outlives_a_node(repo: Path, submit: Submit, plan: str, status: int) -> None:
     """srun gives the status of a node that was killed; how the run ended counts."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -105,9 +103,9 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TAS
         ("bad_input:2", {}, 2, [], "bad input: as told"),
     ],
 )
-def test_how_a_job_ends(
+def test_job_ends_with_status_and_requests(
     repo: Path,
-    submit: Callable[..., subprocess.Popen[str]],
+    submit: Submit,
     plan: str,
     settings: dict[str, str],
     status: int,
@@ -124,9 +122,7 @@ def test_how_a_job_ends(
     assert call["env"]["SLURM_JOB_END_TIME"] == "4000000000"
 
 
-def test_a_job_at_its_exit_step_is_not_requeued(
-    repo: Path, submit: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_job_at_exit_step_is_not_requeued(repo: Path, submit: Submit) -> None:
     for _ in range(2):  # the second one makes no step
         job = submit(
             PLAN="resume_me:75",
@@ -137,9 +133,7 @@ def test_a_job_at_its_exit_step_is_not_requeued(
     assert asked(repo) == []
 
 
-def test_a_stop_does_not_reach_the_launch_of_another_job(
-    repo: Path, submit: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_stop_does_not_reach_another_job(repo: Path, submit: Submit) -> None:
     """The folder is another launch's: this job's launch was refused, or has not yet taken it."""
     job = submit(PLAN="stop_file")
     wait_for(repo / "waiting")
@@ -153,9 +147,7 @@ def test_a_stop_does_not_reach_the_launch_of_another_job(
     assert job.returncode == 75, output
 
 
-def test_a_job_that_made_no_step_ends_the_chain(
-    repo: Path, submit: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_job_without_a_step_ends_the_chain(repo: Path, submit: Submit) -> None:
     for status, words in (
         (75, "requeued"),
         (1, "error: this job finished no step; give it more --time"),
@@ -169,9 +161,9 @@ def test_a_job_that_made_no_step_ends_the_chain(
 @pytest.mark.parametrize(
     ("number", "requests"), [(signal.SIGUSR1, ["scontrol requeue 7"]), (signal.SIGTERM, [])]
 )
-def test_a_signal_makes_the_stop_file(
+def test_signal_makes_the_stop_file(
     repo: Path,
-    submit: Callable[..., subprocess.Popen[str]],
+    submit: Submit,
     number: signal.Signals,
     requests: list[str],
 ) -> None:
@@ -184,9 +176,7 @@ def test_a_signal_makes_the_stop_file(
     assert asked(repo) == requests, output
 
 
-def test_a_stop_by_the_users_file_is_no_requeue(
-    repo: Path, submit: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_stop_file_of_user_is_no_requeue(repo: Path, submit: Submit) -> None:
     job = submit(PLAN="stop_file")
     wait_for(repo / "waiting")
     (repo / "runs/job-7/STOP").touch()
@@ -195,7 +185,7 @@ def test_a_stop_by_the_users_file_is_no_requeue(
     assert asked(repo) == []
 
 
-def test_outside_of_slurm_it_says_so(repo: Path) -> None:
+def test_outside_of_slurm_is_rejected(repo: Path) -> None:
     for settings in (
         {},
         {"SLURM_SUBMIT_DIR": str(repo)},
@@ -213,12 +203,8 @@ def test_outside_of_slurm_it_says_so(repo: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}", '{"step": null}', '{"step": 01}', '{"step": "x[$(touch ran)]"}']
-)
-def test_a_damaged_status_stops_no_chain(
-    repo: Path, submit: Callable[..., subprocess.Popen[str]], text: str
-) -> None:
+@pytest.mark.parametrize("text", ["", '{"step": null}', '{"step": "x[$(touch ran)]"}'])
+def test_corrupt_status_stops_no_chain(repo: Path, submit: Submit, text: str) -> None:
     (repo / "runs/job-7").mkdir(parents=True)
     (repo / "runs/job-7/status.json").write_text(text)
     job = submit(PLAN="resume_me:75")
@@ -226,9 +212,7 @@ def test_a_damaged_status_stops_no_chain(
     assert job.returncode == 75 and "requeued, to go on from step 3" in output, output
 
 
-def test_bad_input_ends_before_any_work(
-    repo: Path, submit: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_bad_input_is_rejected_before_any_work(repo: Path, submit: Submit) -> None:
     job = submit("--num_step=5")
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 2 and "--num_step is not a flag; did you mean --num_steps?" in output
