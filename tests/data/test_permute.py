@@ -9,7 +9,7 @@ from fms_fsdp.data.permute import (
 
 
 def test_permutation_is_a_bijection() -> None:
-    for first in range(1, 5001, 100):  # n and key may differ within one call
+    for first in (*range(1, 1001, 100), 4901):  # n and key may differ within one call
         sizes = np.arange(first, first + 100)
         n = np.repeat(sizes, sizes)
         index = np.arange(len(n)) - np.repeat(np.cumsum(sizes) - sizes, sizes)

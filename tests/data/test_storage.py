@@ -1,12 +1,10 @@
-"""The stream from an object store: a real S3 protocol server on loopback, and connections that break."""
+"""The stream from an object store: a real S3 protocol server on loopback, and reads that fail."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,52 +103,6 @@ def test_s3_batches_equal_local_ones(local: dict[str, Files], s3_port: int, layo
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_file_uri_batches_equal_local_ones(local: dict[str, Files], layout: str) -> None:
     check_same_batches(local[layout], local[layout].root.as_uri())
-
-
-class Proxy:
-    """Passes TCP connections on to a port; the first `num_cuts` answers with a large body are cut after
-    `cut_at` bytes."""
-
-    def __init__(self, port: int, num_cuts: int, cut_at: int = 20_000) -> None:
-        self._target, self.cuts_left, self._cut_at = port, num_cuts, cut_at
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._server.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                for pair in ((near, far, False), (far, near, True)):
-                    threading.Thread(target=self._pump, args=pair, daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
-        passed = 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(4096):
-                passed += len(data)
-                if answers and passed > self._cut_at and self.cuts_left > 0:
-                    self.cuts_left -= 1
-                    break
-                sink.sendall(data)
-        for side in (source, sink):
-            with contextlib.suppress(OSError):
-                side.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-
-
-@needs_moto
-def test_dropped_connection_is_retried(local: dict[str, Files], s3_port: int) -> None:
-    proxy = Proxy(s3_port, num_cuts=3)
-    try:
-        check_same_batches(local["lists"], s3_uri("corpus/lists", proxy.port))
-    finally:
-        proxy.close()
-    assert proxy.cuts_left == 0
 
 
 def test_dead_endpoint_is_rejected_within_seconds() -> None:

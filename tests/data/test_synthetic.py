@@ -70,7 +70,7 @@ def test_resume_may_change_the_batch_size() -> None:
         stream(seed=2).load_state_dict(state, 2)
 
 
-def test_training_on_synthetic_tokens_imports_neither_pyarrow_nor_sentencepiece() -> None:
+def test_synthetic_tokens_import_no_pyarrow() -> None:
     code = (
         "import sys; from fms_fsdp.config import DataConfig; from fms_fsdp.data.stream import build_stream;s "
         "= build_stream(DataConfig(use_dummy_dataset=True), None, seed=1, vocab_size=9, global_batch_size=1, "
