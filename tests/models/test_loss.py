@@ -187,13 +187,13 @@ def test_matmuls_use_padded_logits_in_place(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_softmax_equals_the_plain_one(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "z_loss"), [(torch.float32, 0.0), (torch.bfloat16, 1e-2)])
+def test_compiled_softmax_equals_the_plain_one(dtype: torch.dtype, z_loss: float) -> None:
     """Compiled by torch 2.11, its first form read the labels' logits after overwriting them."""
     index = torch.randint(0, 501, (48, 1), generator=torch.Generator().manual_seed(2))
     logits = torch.randn(48, 501, generator=torch.Generator().manual_seed(1)).to(dtype)
     plain, compiled = logits.clone(), logits.clone()
-    expected = loss_module.softmax_(plain, index)
-    found = loss_module.compiled_softmax_(compiled, index)
+    expected = loss_module.softmax_(plain, index, z_loss=z_loss)
+    found = loss_module.compiled_softmax_(compiled, index, z_loss=z_loss)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(compiled, plain)
